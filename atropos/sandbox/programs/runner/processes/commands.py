@@ -109,10 +109,7 @@ class Command:
     def drain(self, fd: int, part: HeadTail | None) -> None:
         """Read what the ended program left in the pipe, and not what a background child goes on writing."""
         left = 1 << 20
-        while left > 0 and fd in (self.fd, self.err_fd):
-            got = self.read(fd, part)
-            if not got:
-                return
+        while left > 0 and (got := self.read(fd, part)):
             left -= got
 
     def ended(self, code: int) -> None:
