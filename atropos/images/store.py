@@ -267,8 +267,8 @@ class ImageStore:
         try:
             yield work
         finally:
+            os.close(fd)  # first: the removal may be cancelled
             await asyncio.to_thread(_remove, work)
-            os.close(fd)
 
     @contextlib.asynccontextmanager
     async def receiving(self, chunks: AsyncIterator[bytes]) -> AsyncGenerator[str]:

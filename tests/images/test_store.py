@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from atropos.images.store import ImageStore
 from atropos.wire import ImageInfo
 from tests.images.making import entry, folder, layer, layout
 from tests.images.registry import PASSWORD, USER, registry
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
 
@@ -340,6 +342,34 @@ async def test_servers_that_start_during_a_pull_leave_it_alone(tmp_path, images)
         store_at(tmp_path, images)
         await asyncio.sleep(0.001)
     assert (await pulling).id == image_id
+
+
+async def test_a_pull_that_is_cancelled_while_it_cleans_up_keeps_no_lock(tmp_path, images, monkeypatch):
+    store = store_at(tmp_path, images)
+    cleaning, go_on = threading.Event(), threading.Event()
+
+    def remove_late(folder: Path) -> None:
+        cleaning.set()
+        go_on.wait(60)
+        shutil.rmtree(folder)
+
+    monkeypatch.setattr("atropos.images.store._remove", remove_late)
+    before = set(os.listdir("/proc/self/fd"))
+
+    async def pull() -> None:
+        async with store._work():
+            await asyncio.Event().wait()
+
+    pulling = asyncio.create_task(pull())
+    await asyncio.sleep(0)
+    pulling.cancel()
+    await asyncio.to_thread(cleaning.wait, 60)
+    pulling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pulling
+    assert set(os.listdir("/proc/self/fd")) <= before
+    go_on.set()
+    await until(lambda: leftovers(tmp_path) == [], "the end of cleaning up")
 
 
 async def test_servers_that_start_at_once_clean_up_together(tmp_path, images):
