@@ -99,8 +99,9 @@ def main() -> None:
         end_leftovers=op_end_leftovers,
         end_all=op_end_all,
     )
-    link.open()
+    # before the server's socket, as the loop goes by this order: a command shall not find processes that ended before it
     loop.watch(children.wake, children.reap)
+    link.open()
     gc.freeze()
     gc.enable()
     loop.run()
