@@ -42,6 +42,27 @@ for _ in range(100):
     orphan_pipes.adopt(read)
 print(len(orphan_pipes.orphan_pipes))
 """
+ENDED_BEFORE = """
+import os, socket, time
+from atropos.sandbox.programs.runner import main
+near, far = socket.socketpair()
+ended = os.fork()
+if not ended:
+    os._exit(0)
+os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
+if not os.fork():  # the server
+    far.close()
+    until = time.monotonic() + 5
+    while time.monotonic() < until and os.path.exists(f"/proc/{ended}"):
+        time.sleep(0.01)
+    print(os.path.exists(f"/proc/{ended}"), flush=True)
+    os._exit(0)
+near.close()
+os.dup2(far.fileno(), 3)
+if far.fileno() != 3:
+    far.close()
+main.main()
+"""
 
 
 def said(*command: str) -> str:
@@ -60,6 +81,10 @@ def test_a_large_file_that_may_have_changed_is_not_read_into_memory_whole(tmp_pa
 
 def test_pipes_that_background_children_hold_leave_most_descriptors_of_a_small_slot():
     assert said(sys.executable, "-c", ORPHANS) == "16\n"
+
+
+def test_what_ended_before_the_runner_could_hear_of_it_is_reaped():
+    assert said(sys.executable, "-c", ENDED_BEFORE) == "False\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount terminals")

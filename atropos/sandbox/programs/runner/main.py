@@ -102,6 +102,7 @@ def main() -> None:
     # before the server's socket, as the loop goes by this order: a command shall not find processes that ended before it
     loop.watch(children.wake, children.reap)
     link.open()
+    children.reap()  # what ended before there was a handler: the program that paused, on a busy machine
     gc.freeze()
     gc.enable()
     loop.run()
