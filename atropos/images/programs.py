@@ -108,7 +108,7 @@ async def run(
     process = await _start(program, largest, environment)
     assert process.stdout is not None
     assert process.stderr is not None
-    outputs = asyncio.gather(process.stdout.read(MAX_JSON_BYTES), _tail(process.stderr))
+    outputs = asyncio.gather(_head(process.stdout), _tail(process.stderr))
     try:
         async with asyncio.timeout(deadline_s):
             while not (await asyncio.wait([outputs], timeout=POLL_S))[0]:
@@ -165,6 +165,14 @@ def _registries(settings: ImageStoreSettings) -> str:
             plain = "true" if mirror.split("/")[0] in settings.insecure_registries else "false"
             text += ["[[registry.mirror]]", f"location = {json.dumps(mirror)}", f"insecure = {plain}"]
     return "\n".join((*text, ""))
+
+
+async def _head(stream: asyncio.StreamReader) -> bytes:
+    """The first `MAX_JSON_BYTES`; the rest is read, too, since a program waits until it is."""
+    kept = bytearray()
+    while chunk := await stream.read(1 << 16):
+        kept += chunk[: MAX_JSON_BYTES - len(kept)]
+    return bytes(kept)
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:

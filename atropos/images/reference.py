@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, Self, cast
+from typing import Literal, Self, cast, get_args
 
 from atropos.errors import ConfigError
 
 Transport = Literal[
     "docker", "oci", "oci-archive", "docker-archive", "docker-daemon", "dir", "atropos-base", "atropos-build"
 ]
-TRANSPORTS = ("docker", "oci", "oci-archive", "docker-archive", "docker-daemon", "dir", "atropos-base", "atropos-build")
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 SERVERS_OWN = ("docker", "atropos-base", "atropos-build")
 """What a sandbox server finds by itself; the others are read on the machine of the pool's owner."""
 POOL_BASE = "atropos-base:default"

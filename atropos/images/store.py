@@ -70,27 +70,17 @@ class ImageStore:
 
     # ---------------------------------------------------------------------------------------------------------- asking
 
-    def images(self) -> list[ImageInfo]:
-        """Every image that is here, the one used last first."""
-        found = [self._info(tree.name) for tree in self._trees()]
-        return [image for image in found if image is not None]
-
     def known(self, source: str) -> ImageInfo | None:
         """The image that a source last meant, if it is here."""
         try:
-            fd = os.open(f"{self._root}/names/{_hash(source)}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            return self._info(check_digest(f"sha256:{os.read(fd, 100).decode()}"))
+            with open(f"{self._root}/names/{_hash(source)}", encoding="ascii") as file:
+                return self.find(check_digest(f"sha256:{file.read(100)}"))
         except (OSError, ValueError):
             return None
-        finally:
-            os.close(fd)
 
     def find(self, image_id: str) -> ImageInfo | None:
-        """An image by its id, if it is here."""
-        return self._info(image_id)
+        """An image by its id, if it and those below it are here."""
+        return next(iter(self._chain(image_id)), None)
 
     def hold(self, image: ImageInfo) -> str:
         """Use an image until this server ends, so that nobody removes it. Returns its root file system's folder.
@@ -196,7 +186,7 @@ class ImageStore:
 
     async def _unpack(self, pulled: PulledImage, source: str, work: Path, progress: Progress) -> ImageInfo:
         async with self._locked(f"image-{pulled.id}", progress):
-            there = self._info(pulled.id)
+            there = self.find(pulled.id)
             if there is not None:
                 return there
             progress("unpacking", None)
@@ -217,7 +207,7 @@ class ImageStore:
             )
             image = image_info(pulled, source, json.loads(said.splitlines()[-1])["bytes"])
             (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
-            shutil.rmtree(work / "layout", ignore_errors=True)
+            _remove(work / "layout")
             os.rename(tree, self._root / "trees" / pulled.id)
             return image
 
@@ -277,8 +267,8 @@ class ImageStore:
         try:
             yield work
         finally:
+            os.close(fd)  # first: the removal may be cancelled
             await asyncio.to_thread(_remove, work)
-            os.close(fd)
 
     @contextlib.asynccontextmanager
     async def receiving(self, chunks: AsyncIterator[bytes]) -> AsyncGenerator[str]:
@@ -343,7 +333,7 @@ class ImageStore:
         quota = self._settings.quota_mib << 20
         images = [image for tree in self._trees() if (image := self._read(tree.name)) is not None]
         used = sum(image.bytes for image in images) + self._claimed()
-        for image in reversed(images):
+        for image in images:
             if used + wanted <= quota:
                 break
             if self._drop(image.id):
@@ -362,7 +352,7 @@ class ImageStore:
         except FileNotFoundError:
             return True
         try:
-            if not try_lock(fd):
+            if not (try_lock(fd) and is_still(tree, fd)):
                 return False
             removed = self._root / "work" / f"removed-{image_id[:12]}-{os.urandom(4).hex()}"
             os.rename(tree, removed)
@@ -372,16 +362,15 @@ class ImageStore:
         return True
 
     def _trees(self) -> list[Path]:
+        """The folders of all images, the one used longest ago first."""
+
         def used_at(tree: Path) -> float:
             try:
                 return tree.stat().st_mtime
             except OSError:
                 return 0.0
 
-        return sorted(self._root.joinpath("trees").iterdir(), key=used_at, reverse=True)
-
-    def _info(self, image_id: str) -> ImageInfo | None:
-        return next(iter(self._chain(image_id)), None)
+        return sorted(self._root.joinpath("trees").iterdir(), key=used_at)
 
     def _chain(self, image_id: str) -> list[ImageInfo]:
         """An image and those below it; empty where one of them is not here."""

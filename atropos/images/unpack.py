@@ -23,6 +23,7 @@ import stat
 import subprocess
 import sys
 import tarfile
+import zlib
 from collections.abc import Generator
 from typing import IO, cast
 
@@ -259,7 +260,7 @@ class ImageTree:
         for key, value in member.pax_headers.items():
             name = key.removeprefix(XATTR)
             kept = name == CAPABILITY or (name.startswith("user.") and not name.startswith("user.overlay."))
-            if name is not key and kept:
+            if key.startswith(XATTR) and kept:
                 with contextlib.suppress(OSError):  # a file system without such attributes
                     os.setxattr(fd, name, value.encode("utf-8", "surrogateescape"))
         if not member.isdir():
@@ -346,7 +347,7 @@ def unpack(folder: str, max_bytes: int, max_members: int, ids: int, layers: list
             try:
                 tree.apply(cast("IO[bytes]", stream))
                 found = stream.finish()
-            except (tarfile.TarError, EOFError, gzip.BadGzipFile, ValueError) as error:
+            except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
                 raise ImageRefused(f"layer {wanted[:12]} is no tar: {error}") from None
         if found != wanted:
             raise ImageRefused(f"layer {wanted[:12]} is not the one that the image names ({found[:12]})")

@@ -14,7 +14,7 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import urlsplit
 
 import h11
@@ -224,7 +224,7 @@ class _Forwarding:
     async def run(self, request: h11.Request, target: bytes, authority: bytes) -> None:
         """Forward the request to the origin, and its answer to the client."""
         # the origin is the one that was judged, whatever the program wrote into its own Host (RFC 9112, 3.2.2)
-        kept = [pair for pair in _end_to_end(request.headers) if pair[0].lower() != b"host"]
+        kept = [pair for pair in _end_to_end(request.headers) if pair[0] != b"host"]
         headers = [(b"host", authority), *kept, (b"connection", b"close")]
         asked = h11.Request(method=request.method, target=target, headers=headers)
         tasks = [asyncio.ensure_future(self._up(asked)), asyncio.ensure_future(self._down())]
@@ -267,7 +267,10 @@ class _Forwarding:
     async def _down(self) -> None:
         client, origin = self._client, self._origin
         while True:
-            event = origin.next_event()
+            try:
+                event = origin.next_event()
+            except h11.RemoteProtocolError as error:
+                raise ConnectionResetError(f"the origin's answer is not HTTP: {error}") from None
             if event is h11.NEED_DATA:
                 origin.receive_data(await self._remote.read(CHUNK_BYTES))
             elif isinstance(event, h11.Response):
@@ -283,17 +286,13 @@ class _Forwarding:
                 raise ConnectionResetError("the origin closed the connection")
 
 
-def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    headers = list(headers)
-    named = {
-        token.strip().lower() for name, value in headers if name.lower() == b"connection" for token in value.split(b",")
-    }
+def _end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers that travel on. h11 gives their names in lower case."""
+    named = {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
     dropped = _HOP_BY_HOP | named - {b"host", b"content-length", b"transfer-encoding"}
-    if any(name.lower() == b"transfer-encoding" for name, _ in headers):
-        dropped = dropped | {
-            b"content-length"
-        }  # two lengths in one message is how requests are smuggled (RFC 9112, 6.1)
-    return [(name, value) for name, value in headers if name.lower() not in dropped]
+    if any(name == b"transfer-encoding" for name, _ in headers):
+        dropped.add(b"content-length")  # two lengths in one message is how requests are smuggled (RFC 9112, 6.1)
+    return [(name, value) for name, value in headers if name not in dropped]
 
 
 def _authority(name: str, port: int) -> bytes:
@@ -303,10 +302,11 @@ def _authority(name: str, port: int) -> bytes:
 
 async def _answer(connection: h11.Connection, writer: asyncio.StreamWriter, status: int, text: str) -> None:
     """Answer the program with an error. In the middle of an answer or a tunnel, reset: an end would look like theirs."""
+    if writer.is_closing():
+        return
     if connection.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         writer.transport.abort()
-    if writer.is_closing():
         return
     body = text.encode()
     # in the reason, too: it is all that many programs show of a refused CONNECT

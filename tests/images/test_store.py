@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,15 @@ import pytest
 
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
+from atropos.images.layout import MAX_JSON_BYTES
+from atropos.images.locks import try_lock
+from atropos.images.programs import run
 from atropos.images.reference import ImageSource
 from atropos.images.store import ImageStore
 from atropos.wire import ImageInfo
 from tests.images.making import entry, folder, layer, layout
 from tests.images.registry import PASSWORD, USER, registry
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
 
@@ -47,6 +52,12 @@ def nothing(_phase: str, _done: float | None) -> None:
     """Progress that nobody reads."""
 
 
+def kept(store: ImageStore) -> list[ImageInfo]:
+    """Every image that is whole."""
+    trees = store._root.joinpath("trees").iterdir()
+    return [image for tree in trees if (image := store.find(tree.name)) is not None]
+
+
 def leftovers(tmp_path: Path) -> list[str]:
     return [path.name for path in (tmp_path / "store" / "work").iterdir() if path.is_dir()]
 
@@ -67,7 +78,7 @@ async def test_an_image_is_pulled_by_tag_and_by_digest(tmp_path, images):
     assert list(dict.fromkeys(phases)) == ["pulling", "unpacking"]
     pinned = await store.prepare(ImageSource.parse(f"{images.host}/team/app@{digest}"), nothing)
     assert pinned.id == image_id
-    assert [each.id for each in store.images()] == [image_id]
+    assert [each.id for each in kept(store)] == [image_id]
     assert leftovers(tmp_path) == []
 
 
@@ -131,7 +142,7 @@ async def test_a_spoiled_blob_is_never_an_image(tmp_path, images, spoil):
     store = store_at(tmp_path, images)
     with pytest.raises(ImageUnavailable, match="pulling"):
         await store.prepare(ImageSource.parse(f"{images.host}/{spoil}:1"), nothing)
-    assert (store.images(), leftovers(tmp_path)) == ([], [])
+    assert (kept(store), leftovers(tmp_path)) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -151,7 +162,7 @@ async def test_a_configuration_that_nothing_can_start_with_is_no_image(tmp_path,
     with pytest.raises(ImageUnavailable, match=f"pulling: not an image: {words}") as caught:
         await store.prepare(ImageSource.parse(f"{images.host}/odd:1"), nothing)
     assert "\n" not in str(caught.value)
-    assert (store.images(), leftovers(tmp_path)) == ([], [])
+    assert (kept(store), leftovers(tmp_path)) == ([], [])
 
 
 class Between:
@@ -207,7 +218,7 @@ async def test_a_connection_that_is_cut_or_falls_silent_is_a_typed_error(tmp_pat
         store = store_at(tmp_path, between, pull_timeout_s=20 if cuts else 1)
         with pytest.raises(ImageUnavailable, match="pulling: " if cuts else "pulling: not done within 1 s"):
             await store.prepare(ImageSource.parse(f"{between.host}/far:1"), nothing)
-        assert (store.images(), leftovers(tmp_path)) == ([], [])
+        assert (kept(store), leftovers(tmp_path)) == ([], [])
         between.left = None
         assert (await store.prepare(ImageSource.parse(f"{between.host}/far:1"), nothing)).bytes >= 300_000
 
@@ -264,7 +275,7 @@ async def test_unused_images_make_room_and_leased_ones_never_do(tmp_path, images
     other.hold(first)  # another server of this host uses it
     second = await store.prepare(ImageSource.parse(f"{images.host}/{names[1]}"), nothing)
     third = await store.prepare(ImageSource.parse(f"{images.host}/{names[2]}"), nothing)
-    here = {image.id for image in store.images()}
+    here = {image.id for image in kept(store)}
     assert first.id in here
     assert third.id in here
     assert second.id not in here, "the one used longest ago makes room"
@@ -273,7 +284,7 @@ async def test_unused_images_make_room_and_leased_ones_never_do(tmp_path, images
         await store.prepare(ImageSource.parse(f"{images.host}/{names[3]}"), nothing)
     other.release(first.id)
     fourth = await store.prepare(ImageSource.parse(f"{images.host}/{names[3]}"), nothing)
-    assert {image.id for image in store.images()} == {third.id, fourth.id}
+    assert {image.id for image in kept(store)} == {third.id, fourth.id}
 
 
 def put(store: ImageStore, image_id: str, mib: int, parent: str | None = None) -> None:
@@ -287,9 +298,25 @@ def put(store: ImageStore, image_id: str, mib: int, parent: str | None = None) -
 def test_an_image_whose_parent_is_gone_makes_room_too(tmp_path, images):
     store = store_at(tmp_path, images, quota_mib=16)
     put(store, "b" * 64, 8, parent="a" * 64)
-    assert store.images() == []
+    assert kept(store) == []
     assert store.make_room(10 << 20) == 16 << 20
     assert list((tmp_path / "store/trees").iterdir()) == []
+
+
+def test_an_image_that_was_just_replaced_is_not_removed_for_the_former(tmp_path, images, monkeypatch):
+    one = store_at(tmp_path, images, quota_mib=16)
+    put(one, "b" * 64, 8, parent="a" * 64)
+
+    def lock_late(fd: int) -> bool:
+        """Another server drops the image without a parent, and keeps it anew, before this one has the lock."""
+        monkeypatch.undo()
+        assert store_at(tmp_path, images)._drop("b" * 64)
+        put(one, "b" * 64, 8)
+        return try_lock(fd)
+
+    monkeypatch.setattr("atropos.images.store.try_lock", lock_late)
+    assert not one._drop("b" * 64)
+    assert [image.id for image in kept(one)] == ["b" * 64]
 
 
 async def test_two_that_are_unpacked_at_once_share_the_room(tmp_path, images):
@@ -317,6 +344,34 @@ async def test_servers_that_start_during_a_pull_leave_it_alone(tmp_path, images)
     assert (await pulling).id == image_id
 
 
+async def test_a_pull_that_is_cancelled_while_it_cleans_up_keeps_no_lock(tmp_path, images, monkeypatch):
+    store = store_at(tmp_path, images)
+    cleaning, go_on = threading.Event(), threading.Event()
+
+    def remove_late(folder: Path) -> None:
+        cleaning.set()
+        go_on.wait(60)
+        shutil.rmtree(folder)
+
+    monkeypatch.setattr("atropos.images.store._remove", remove_late)
+    before = set(os.listdir("/proc/self/fd"))
+
+    async def pull() -> None:
+        async with store._work():
+            await asyncio.Event().wait()
+
+    pulling = asyncio.create_task(pull())
+    await asyncio.sleep(0)
+    pulling.cancel()
+    await asyncio.to_thread(cleaning.wait, 60)
+    pulling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pulling
+    assert set(os.listdir("/proc/self/fd")) <= before
+    go_on.set()
+    await until(lambda: leftovers(tmp_path) == [], "the end of cleaning up")
+
+
 async def test_servers_that_start_at_once_clean_up_together(tmp_path, images):
     left = tmp_path / "store/work"
     for index in range(300):
@@ -324,6 +379,13 @@ async def test_servers_that_start_at_once_clean_up_together(tmp_path, images):
     (left / "registries-of-an-earlier-version.conf").touch()
     await asyncio.gather(*(asyncio.to_thread(store_at, tmp_path, images) for _ in range(4)))
     assert [path.name for path in left.iterdir()] == ["registries-of-an-earlier-version.conf"]
+
+
+@pytest.mark.parametrize("size", [70_000, 1_000_000, MAX_JSON_BYTES + 1])
+async def test_a_program_may_print_more_than_a_pipe_holds(tmp_path, size):
+    program = [sys.executable, "-c", f"import sys; sys.stdout.write('x' * {size})"]
+    said = await run(program, "printing", folder=tmp_path, deadline_s=60)
+    assert said == "x" * min(size, MAX_JSON_BYTES)
 
 
 @contextlib.contextmanager
@@ -343,7 +405,7 @@ async def test_a_full_disk_is_a_typed_error_and_leaves_nothing(tmp_path, images)
         store = store_at(tmp_path, images)
         with pytest.raises(ImageUnavailable, match=r"disk .* is full"):
             await store.prepare(ImageSource.parse(f"{images.host}/large:1"), nothing)
-        assert (store.images(), leftovers(tmp_path)) == ([], [])
+        assert (kept(store), leftovers(tmp_path)) == ([], [])
 
 
 PULLER = """
@@ -378,7 +440,7 @@ async def test_a_kill_at_any_moment_leaves_a_whole_image_or_none(tmp_path, image
         root.mkdir()
         await asyncio.to_thread(pull_and_kill, root, images.host, 1.2 * index / rounds)
         store = store_at(tmp_path, images)
-        for image in store.images():
+        for image in kept(store):
             whole += 1
             files = [path for path in Path(store.hold(image)).rglob("*") if path.is_file()]
             assert len(files) == 1500

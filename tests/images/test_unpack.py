@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import zlib
 
 import pytest
 
@@ -27,8 +28,11 @@ def unpacked(tmp_path, *layers, max_bytes=64 << 20, max_members=10_000, ids=65_5
     for index, data in enumerate(layers):
         file = tmp_path / f"layer-{index}"
         file.write_bytes(data)
-        plain = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        arguments += [str(file), digests[index] if digests else hashlib.sha256(plain).hexdigest()]
+        if digests:
+            arguments += [str(file), digests[index]]
+        else:
+            plain = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+            arguments += [str(file), hashlib.sha256(plain).hexdigest()]
     program = [sys.executable, "-I", "-S", unpack.__file__, str(root), str(max_bytes), str(max_members), str(ids)]
     done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=120, check=False)
     return done.returncode, done.stderr.strip(), root
@@ -173,6 +177,13 @@ def test_hostile_layers_are_refused_in_one_line_and_touch_nothing_outside(tmp_pa
     assert not outside.exists()
     after = sorted(str(path) for path in tmp_path.rglob("*") if root not in (path, *path.parents))
     assert [path for path in after if not path.endswith("layer-0")] == before
+
+
+def test_a_gzip_that_is_broken_in_the_middle_is_refused_in_one_line(tmp_path):
+    packing = zlib.compressobj(wbits=31)
+    start = packing.compress(layer(entry("big", bytes(200_000)))[:100_000]) + packing.flush(zlib.Z_FULL_FLUSH)
+    code, said, _ = unpacked(tmp_path, start + b"\xff" * 1000, digests=["0" * 64])
+    assert (code, said.partition(":")[0]) == (1, "layer 000000000000 is no tar")
 
 
 def test_links_that_lead_out_stay_links_and_are_never_followed(tmp_path):

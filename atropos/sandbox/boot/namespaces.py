@@ -17,14 +17,17 @@ CREATORS = 1024
 """Uids from which slots' namespaces are created, one each, so that the kernel counts their objects apart."""
 
 
-def free_range() -> tuple[int, int, int]:
-    """(first id outside, ids of a slot, ids to create namespaces from), within the ids that this namespace maps."""
+def free_range() -> tuple[int, int]:
+    """(first id outside, ids of a slot) of a range with room for the server's id and `CREATORS` after them.
+
+    It is within the ids that this namespace maps.
+    """
     with open("/proc/self/uid_map", encoding="ascii") as file:
         extents = [(int(inside), int(count)) for inside, _, count in (line.split() for line in file)]
     wanted = SLOT_IDS + 1 + CREATORS
     for inside, count in extents:
         if inside <= ID_BASE and inside + count >= ID_BASE + wanted:
-            return ID_BASE, SLOT_IDS, CREATORS
+            return ID_BASE, SLOT_IDS
     inside, count = max(extents, key=lambda extent: extent[1])
     room = inside + count - max(inside, 1000)
     if room < 4096:
@@ -32,7 +35,7 @@ def free_range() -> tuple[int, int, int]:
             f"this container maps only {count} user ids; {wanted} from {ID_BASE} on are needed (user namespace remapping "
             "of the container engine: widen its range in /etc/subuid, or turn it off for this container)"
         )
-    return max(inside, 1000), room - 1 - CREATORS, CREATORS
+    return max(inside, 1000), room - 1 - CREATORS
 
 
 def subordinate(file: str) -> tuple[int, int]:

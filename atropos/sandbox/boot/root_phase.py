@@ -133,14 +133,6 @@ def inherited() -> str | None:
     return _text
 
 
-def inherited_config() -> ServerConfig | None:
-    """The configuration that the first stage passed on; None in the first stage."""
-    from atropos.config import ServerConfig
-
-    text = inherited()
-    return None if text is None else ServerConfig.model_validate_json(text)
-
-
 def entered() -> Entered:
     """What the first stage prepared.
 
@@ -189,20 +181,9 @@ def _load() -> None:
     _text = data["config"]
     raw: dict[str, Any] = data["entered"]
     trees = tuple(CgroupTree(t["version"], t["path"], tuple(t["controllers"])) for t in raw["cgroups"]["trees"])
-    _entered = Entered(
-        scratch=raw["scratch"],
-        slot_ids=raw["slot_ids"],
-        creators=(raw["creators"][0], raw["creators"][1]),
-        cgroups=Cgroups(trees, raw["cgroups"]["missing"]),
-        parent=raw["parent"],
-        root=raw["root"],
-        disk=raw["disk"],
-        cells=raw["cells"],
-        images=tuple(raw["images"]),
-        no_cells=raw["no_cells"],
-        image_folder=raw["image_folder"],
-        no_images=raw["no_images"],
-    )
+    cgroups = Cgroups(trees, raw["cgroups"]["missing"])
+    raw.update(cgroups=cgroups, creators=tuple(raw["creators"]), images=tuple(raw["images"]))
+    _entered = Entered(**raw)
     for fd in _entered.images:
         os.set_inheritable(fd, False)
 
@@ -236,7 +217,7 @@ def _first_stage(config: RootPhaseSettings, parent: int) -> NoReturn:
     root = _capable()
     scratch = folders.scratch(config.state_dir, root=root)
     for path in config.base_paths:
-        if Path(scratch).is_relative_to(os.path.realpath(path)):
+        if Path(os.path.realpath(scratch)).is_relative_to(os.path.realpath(path)):
             raise ConfigError(
                 f"base: {path} holds the server's own folder {scratch}; give a root file system in a folder of its own"
             )
@@ -266,7 +247,7 @@ def _execute_again(config: RootPhaseSettings, entered: Entered) -> NoReturn:
 
 
 def _as_root(config: RootPhaseSettings, entered: Entered) -> Entered:
-    base, slot_ids, creators = namespaces.free_range()
+    base, slot_ids = namespaces.free_range()
     server = base + slot_ids  # a uid of its own, so that no slot can use up what the kernel counts per user
     try:
         syscalls.unshare(syscalls.CLONE_NEWNS)
@@ -296,13 +277,13 @@ def _as_root(config: RootPhaseSettings, entered: Entered) -> Entered:
     own = f"{entered.scratch}/server"
     os.mkdir(own, 0o755)
     namespaces.enter_namespaces(
-        namespaces.write_maps([(0, base, slot_ids + 1 + creators)]), before=lambda: _become(server)
+        namespaces.write_maps([(0, base, slot_ids + 1 + namespaces.CREATORS)]), before=lambda: _become(server)
     )
     return replace(
         entered,
         scratch=own,
         slot_ids=slot_ids,
-        creators=(slot_ids + 1, creators) if creators else (0, 0),
+        creators=(slot_ids + 1, namespaces.CREATORS),
         cgroups=cgroups,
         disk=disk,
         cells=cells,
@@ -335,9 +316,9 @@ def _become(uid: int) -> None:
 def _as_user(config: RootPhaseSettings, entered: Entered) -> Entered:
     uid, gid = os.getuid(), os.getgid()
     cgroups = claim_delegated(uid, gid)
-    entered = replace(entered, disk=folders.disk(uid, gid) if config.volume == "disk" else None)
+    disk = folders.disk(uid, gid) if config.volume == "disk" else None
     image_folder, no_images = folders.image_folder(config.image_folder, uid)
-    entered = replace(entered, image_folder=image_folder, no_images=no_images)
+    entered = replace(entered, cgroups=cgroups, disk=disk, image_folder=image_folder, no_images=no_images)
     ids = namespaces.subordinate("/etc/subuid"), namespaces.subordinate("/etc/subgid")
     ranged = min(count for _, count in ids) >= 4096 and all(shutil.which(p) for p in ("newuidmap", "newgidmap"))
     if ranged:
@@ -361,7 +342,7 @@ def _as_user(config: RootPhaseSettings, entered: Entered) -> Entered:
         syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
     except OSError as error:
         raise IsolationUnavailable(namespaces.why_no_userns(error)) from error
-    return replace(entered, cgroups=cgroups)
+    return entered
 
 
 def claim_delegated(uid: int, gid: int) -> Cgroups:

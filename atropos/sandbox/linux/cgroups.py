@@ -95,14 +95,11 @@ def claim(mounts: str, uid: int, gid: int) -> Cgroups:
     missing: dict[str, str] = {}
     for hierarchy in of_this_process():
         wanted = [name for name in hierarchy.controllers if name in CONTROLLERS]
+        make = _claim_v1 if hierarchy.version == 1 else _claim_v2
         try:
-            tree = (
-                _claim_v1(hierarchy, mounts, uid, gid)
-                if hierarchy.version == 1
-                else _claim_v2(hierarchy, mounts, uid, gid)
-            )
+            tree = make(hierarchy, mounts, uid, gid)
         except OSError as error:
-            missing.update(dict.fromkeys(wanted or (), str(error)))
+            missing.update(dict.fromkeys(wanted, str(error)))
             if hierarchy.version == 2:
                 missing["v2"] = str(error)
         else:

@@ -66,17 +66,9 @@ def load() -> str:
     return f"; the load is {average:.0f} on {cores} cores, which may be the reason: try again when it is lower"
 
 
-def read(volume: str = "memory") -> list[HostLimit]:
-    """The limits and their use now, without those that the kernel lacks or doesn't show.
-
-    Args:
-        volume: "memory" or "disk": on disk, slots use loop devices.
-    """
-    found = [*_processes(), *_namespaces(), *_files(), *_memory()]
-    if volume == "disk":
-        used = len(list(Path("/sys/block").glob("loop*/loop/backing_file")))
-        found.append(HostLimit("loop devices", 1 << 20, used, 2, "use volume='memory'"))  # the kernel's minor numbers
-    return found
+def read() -> list[HostLimit]:
+    """The limits and their use now, without those that the kernel lacks or doesn't show."""
+    return [*_processes(), *_namespaces(), *_files(), *_memory()]
 
 
 def _processes() -> list[HostLimit]:

@@ -84,6 +84,10 @@ class _Event:
     stops: tuple[str, bytes]
     hits: tuple[str, bytes] | None = None
 
+    def was_hit(self, before: Counts, after: Counts) -> bool:
+        """Whether a program that was stopped between two `counts` reached the slot's own limit."""
+        return self.hits is None or _grown(self.hits, before, after)
+
 
 _PEAKS = ("memory.memsw.max_usage_in_bytes", "memory.max_usage_in_bytes")
 """cgroup v1's peak of memory use since its last reset: with swap where that is counted, since both have one limit."""
@@ -177,22 +181,18 @@ class SlotCgroup:
     def exceeded(self, before: Counts, after: Counts) -> Limit | None:
         """The limit of this slot that stopped a program between two `counts`."""
         for event in self._stopped(before, after):
-            if self._hit(event, before, after):
+            if event.was_hit(before, after):
                 return event.limit
         return None
 
     def killed_from_above(self, before: Counts, after: Counts) -> bool:
         """Whether a program was killed between two `counts` because the container or the host was out of memory."""
-        return any(not self._hit(event, before, after) for event in self._stopped(before, after))
+        return any(not event.was_hit(before, after) for event in self._stopped(before, after))
 
     def _stopped(self, before: Counts, after: Counts) -> list[_Event]:
         if after == before:
             return []
         return [event for event in self._events if _grown(event.stops, before, after)]
-
-    @staticmethod
-    def _hit(event: _Event, before: Counts, after: Counts) -> bool:
-        return event.hits is None or _grown(event.hits, before, after)
 
     def kill(self) -> None:
         """Kill all processes: at once (`cgroup.kill`, Linux 5.14), or one by one on older kernels and cgroup v1."""

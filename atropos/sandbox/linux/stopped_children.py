@@ -2,7 +2,7 @@
 
 PID 1 starts programs with vfork and waits in the kernel for the exec. A program of the slot that stops all processes
 (SIGSTOP) may stop a child just then, and PID 1, which waits, can't kill it: the program could turn the results of its own
-calls into faults of the infrastructure. So could one with a lease (F_SETLEASE) on the file to be executed, whose open
+calls into faults of the infrastructure. So could one with a lease (F_SETLEASE) on the file to be executed: opening it
 sleeps for up to 45 s (`fs.lease-break-time`).
 """
 
@@ -26,7 +26,7 @@ def kill_stopped_children(pid: int) -> int:
     if found is None or found[1] != "D":
         return 0
     released = 0
-    for child in _children(pid):
+    for child in children_of(pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             handle = os.pidfd_open(child)
             try:
@@ -50,7 +50,8 @@ def _stat(pid: int) -> tuple[bytes, str, int] | None:
     return head.partition(b"(")[2], state.decode(), int(parent)
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """The children of a process of one thread, the adopted ones among them."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children", "rb") as file:
             return [int(child) for child in file.read().split()]

@@ -88,9 +88,9 @@ def idmapped_mount(path: str, namespace: int) -> None:
         os.close(tree)
 
 
-def umount(target: str, flags: int = MNT_DETACH) -> None:
-    """Unmount; by default lazily, so that the mount leaves this namespace even while it is in use."""
-    _check(libc.umount2(os.fsencode(target), flags), f"umount {target}")
+def umount(target: str) -> None:
+    """Unmount lazily, so that the mount leaves this namespace even while it is in use."""
+    _check(libc.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
 
 
 def unshare(flags: int) -> None:

@@ -170,13 +170,8 @@ def _addresses(name: str, port: int) -> list[Address]:
 # ------------------------------------------------------------------------------------------------------------ process
 
 
-async def serve(server: socket.socket, settings: dict[str, object]) -> None:
+async def serve(server: socket.socket, allow: list[str], deny: list[str], slots: int) -> None:
     """Take listening sockets from the server until it goes."""
-    allow, deny = settings["allow"], settings["deny"]
-    assert isinstance(allow, list)
-    assert isinstance(deny, list)
-    slots = settings["slots"]
-    assert isinstance(slots, int)
     proxy = Proxy(Policy.of_slots(allow, deny), slots)
     loop = asyncio.get_running_loop()
     denied = loop.create_task(proxy.watch_denied())
@@ -230,8 +225,7 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     control = socket.socket(fileno=os.dup(0))
-    settings = json.loads(sys.argv[2])
-    asyncio.run(serve(control, settings))
+    asyncio.run(serve(control, **json.loads(sys.argv[2])))
 
 
 if __name__ == "__main__":

@@ -78,8 +78,6 @@ def run(request: FirstProcessRequest, link: int, network: int, root: int, entere
     _own_objects(request["ipc"])
     for name, value in request["rlimits"].items():
         lower_limit(name, value)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
     _enter_root(root)
     os.close(entered)
     if not os.read(adopted, 1):

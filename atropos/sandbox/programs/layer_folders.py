@@ -47,9 +47,6 @@ class Folders:
         self._last: LayerFolder | None = None
         self._fd = -1
 
-    def __len__(self) -> int:
-        return len(self._tops)
-
     def open(self, wanted: LayerFolder) -> int:
         """A descriptor that stays valid until the next call.
 

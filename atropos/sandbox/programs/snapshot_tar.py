@@ -144,11 +144,11 @@ class Packer:
         info = tarfile.TarInfo(_name(folder, name, headers, _UNDER))
         info.uid, info.gid, info.mode = found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)
         info.pax_headers = headers
-        for each in os.listxattr(fd) if fd is not None else ():  # links and pipes can't have user attributes
-            if each.startswith("user."):
-                value = os.getxattr(fd or 0, each)
-                key = _XATTR + each if _PLAIN_NAME.match(each) else _XATTR_HEX + os.fsencode(each).hex()
-                headers[key] = value.decode("utf-8", "surrogateescape")
+        if fd is not None:  # links and pipes can't have user attributes
+            for each in os.listxattr(fd):
+                if each.startswith("user."):
+                    key = _XATTR + each if _PLAIN_NAME.match(each) else _XATTR_HEX + os.fsencode(each).hex()
+                    headers[key] = os.getxattr(fd, each).decode("utf-8", "surrogateescape")
         return info
 
 

@@ -23,6 +23,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
 
 from atropos.sandbox.linux import syscalls
+from atropos.sandbox.linux.stopped_children import children_of
 from atropos.sandbox.programs import first_process
 from atropos.sandbox.programs.first_process import FirstProcessRequest
 
@@ -90,8 +91,8 @@ class Spawner:
         self._running: dict[int, int] = {}
         """The number of the request, by PID 1."""
         self._makers: dict[int, tuple[int, int]] = {}
-        """A bubblewrap that makes a root (pidfd), and what tells PID 1 that this process is its parent now; by a pipe of which PID 1
-        holds the other end until it has entered the root."""
+        """By a pipe that PID 1 keeps open until it has entered its root: the bubblewrap that makes the root (pidfd), and the pipe
+        that tells PID 1 that this process is its parent."""
         self._poll = select.poll()
         self._wake, notify = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
@@ -170,7 +171,7 @@ class Spawner:
     def end_all(self) -> None:
         """Kill every child: the server is gone."""
         for _ in range(5000):
-            for pid in _children():
+            for pid in children_of(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             try:
@@ -225,21 +226,6 @@ class Spawner:
         self._makers[said_r] = (os.pidfd_open(pid), go_w)
         self._poll.register(said_r, select.POLLIN)
         return int(first)
-
-
-def _children() -> list[int]:
-    """This process's children, the adopted ones among them."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
-            return [int(pid) for pid in file.read().split()]
-    except OSError:  # a kernel without CONFIG_PROC_CHILDREN
-        found: list[int] = []
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                    if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
-                        found.append(int(name))
-        return found
 
 
 def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import socket
+import struct
 from collections.abc import AsyncIterator
 
 import pytest
@@ -86,6 +89,36 @@ async def test_an_idle_request_is_answered_and_an_idle_tunnel_is_reset():
         await tunnel(reader, writer)
         with pytest.raises(ConnectionResetError):
             await reader.read()
+
+
+async def test_an_origin_that_speaks_no_http_is_said_to_be_at_fault():
+    async def origin(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
+
+    async with through(origin) as (reader, writer):
+        writer.write(b"GET http://origin/ HTTP/1.1\r\nHost: origin\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 502 egress: the origin's answer is not HTTP")
+
+
+async def test_a_tunnel_that_its_client_resets_ends_without_an_error():
+    failed = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+    ended = asyncio.Event()
+
+    async def origin(reader, _):
+        await reader.read()
+        ended.set()
+
+    async with through(origin) as (reader, writer):
+        await tunnel(reader, writer)
+        linger = struct.pack("ii", 1, 0)  # to close is to reset
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.transport.abort()
+        await ended.wait()
+    gc.collect()
+    await asyncio.sleep(0)
+    assert failed == []
 
 
 async def test_a_tunnel_whose_bytes_are_used_up_is_reset_and_gets_no_answer():

@@ -19,9 +19,13 @@ LIMITS = SlotLimits(memory_mib=96, pids=48, disk_mib=24, inodes=3000, output_byt
 
 
 def main() -> None:
-    config = root_phase.inherited_config() or ServerConfig(
-        token="-", slots=8, limits=LIMITS, die_with_parent=True, bases={"tiny": sys.argv[1]}, volume=sys.argv[2]
-    )
+    text = root_phase.inherited()
+    if text is None:
+        config = ServerConfig(
+            token="-", slots=8, limits=LIMITS, die_with_parent=True, bases={"tiny": sys.argv[1]}, volume=sys.argv[2]
+        )
+    else:
+        config = ServerConfig.model_validate_json(text)
     root_phase.enter(config)
     asyncio.run(serve(config))
 

@@ -32,6 +32,37 @@ try:
 except OpFailed as failed:
     print(failed.error, failed.limit)
 """
+ORPHANS = """
+import os, resource
+from atropos.sandbox.programs.runner.processes import orphan_pipes
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))  # a slot's, long after the runner was loaded
+for _ in range(100):
+    read, write = os.pipe()
+    os.close(write)
+    orphan_pipes.adopt(read)
+print(len(orphan_pipes.orphan_pipes))
+"""
+ENDED_BEFORE = """
+import os, socket, time
+from atropos.sandbox.programs.runner import main
+near, far = socket.socketpair()
+ended = os.fork()
+if not ended:
+    os._exit(0)
+os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
+if not os.fork():  # the server
+    far.close()
+    until = time.monotonic() + 5
+    while time.monotonic() < until and os.path.exists(f"/proc/{ended}"):
+        time.sleep(0.01)
+    print(os.path.exists(f"/proc/{ended}"), flush=True)
+    os._exit(0)
+near.close()
+os.dup2(far.fileno(), 3)
+if far.fileno() != 3:
+    far.close()
+main.main()
+"""
 
 
 def said(*command: str) -> str:
@@ -46,6 +77,14 @@ def test_a_large_file_that_may_have_changed_is_not_read_into_memory_whole(tmp_pa
     with file.open("wb") as opened:
         opened.truncate(48 << 20)
     assert said(sys.executable, "-c", CHANGED, str(file)) == "changed None\n"
+
+
+def test_pipes_that_background_children_hold_leave_most_descriptors_of_a_small_slot():
+    assert said(sys.executable, "-c", ORPHANS) == "16\n"
+
+
+def test_what_ended_before_the_runner_could_hear_of_it_is_reaped():
+    assert said(sys.executable, "-c", ENDED_BEFORE) == "False\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount terminals")

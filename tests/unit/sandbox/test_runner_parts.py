@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atropos.sandbox.programs.runner import users
 from atropos.sandbox.programs.runner.failures import OpFailed
+from atropos.sandbox.programs.runner.files.files import read_apart, write_file
 from atropos.sandbox.programs.runner.processes.head_tail import HeadTail
 
 
@@ -54,3 +57,24 @@ def test_a_user_that_the_slot_has_not_got_is_refused(monkeypatch, user) -> None:
     monkeypatch.setattr(users, "table", lambda path: [line.split(":") for line in TABLES[path]])
     with pytest.raises(OpFailed):
         users.identity_of(user)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "dangling", "circle", "folder", "fifo", "file/below"])
+def test_a_file_that_cant_be_written_costs_no_descriptor(tmp_path, name) -> None:
+    """PID 1 writes small files itself: it would soon have no descriptors for commands."""
+    (tmp_path / "dangling").symlink_to("/no-such-folder/file")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "fifo")
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises((OpFailed, OSError)):
+        write_file(str(tmp_path / name), b"x", None, None, in_place=0)
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("offset", [0, 4, 5, 100])
+def test_a_file_has_its_size_wherever_it_is_read(tmp_path, offset) -> None:
+    (tmp_path / "file").write_bytes(b"hello")
+    _, fields, blobs = read_apart(str(tmp_path / "file"), offset, 1000)
+    assert (fields["size"], blobs["data"]) == (5, b"hello"[offset:])

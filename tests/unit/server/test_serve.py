@@ -138,6 +138,16 @@ async def test_a_base_that_is_not_there_is_refused_and_nothing_is_left():
     assert (len(text.splitlines()), "/no/such/base" in text) == (1, True), text
 
 
+async def test_a_base_that_holds_the_servers_own_folder_by_another_name_is_refused(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    (tmp_path / "link").symlink_to(base)
+    settings = {"token": TOKEN, "die_with_parent": True, "base": str(base), "state_dir": str(tmp_path / "link/own")}
+    process = await spawn(json.dumps(settings))
+    code, text = await process.ended()
+    assert (code, "holds the server's own folder" in text) == (2, True), text
+
+
 async def test_the_whole_way_through_real_slots():
     async with running() as server, server.client() as client:
         assert client.boot_id == server.boot_id

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, failure, text
 from atropos.sandbox.programs.runner.loop import CHUNK, IN, OUT, loop
-from atropos.sandbox.programs.runner.syscalls import end_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,7 +61,7 @@ class ServerLink:
         for _, _, numbers in extra:
             self.descriptors.append(int.from_bytes(numbers[:4], "little"))
         if not data:
-            end_process(0)  # the server is gone, and with PID 1 everything here goes
+            os._exit(0)  # the server is gone, and with PID 1 everything here goes
         buffer = self.incoming
         if not buffer and len(data) >= 4 and len(data) == 4 + int.from_bytes(data[:4], "little"):
             self.dispatch(marshal.loads(data[4:]))  # noqa: S302

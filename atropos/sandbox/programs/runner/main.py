@@ -24,12 +24,9 @@ from atropos.sandbox.programs.runner.processes.background import (
 from atropos.sandbox.programs.runner.processes.commands import op_exec
 from atropos.sandbox.programs.runner.signals import signals
 from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
-from atropos.sandbox.programs.runner.syscalls import deny_tracing, end_process
+from atropos.sandbox.programs.runner.syscalls import deny_tracing
 
-NO_HANDLER = (
-    *(signals.SIGINT, signals.SIGPIPE, signals.SIGXFSZ),
-    *(signals.SIGTERM, signals.SIGHUP, signals.SIGUSR1),
-)
+NO_HANDLER = (signals.SIGINT, signals.SIGPIPE, signals.SIGXFSZ, signals.SIGTERM, signals.SIGHUP, signals.SIGUSR1)
 """Without a handler here, which every program started inherits; the kernel drops such a signal where PID 1 gets it."""
 
 
@@ -53,7 +50,7 @@ def op_init(call: int, environment: dict[str, str], output_bytes: int, wall_s: f
         pass
     for fd in (0, 1, 2):  # until now errors reached the server
         os.dup2(state.null, fd, inheritable=True)
-    link.answer(call, "ready", {"pid": os.getpid()})
+    link.answer(call, "ready", {})
 
 
 def op_limits(call: int, environment: dict[str, str], wall_s: float) -> None:
@@ -61,7 +58,7 @@ def op_limits(call: int, environment: dict[str, str], wall_s: float) -> None:
     state.environment |= environment
     state.block = block_of(state.environment)
     state.wall_s = wall_s
-    link.answer(call, "done", {"count": 0})
+    link.answer(call, "done", {})
 
 
 def ignore_signal(number: int, frame: object) -> None:
@@ -71,7 +68,7 @@ def ignore_signal(number: int, frame: object) -> None:
 def main() -> None:
     """Serve the slot until the server goes."""
     if not deny_tracing():  # before anything else runs in this slot
-        end_process(3)
+        os._exit(3)
     for number in NO_HANDLER:
         # a signal from inside that has no handler is dropped for PID 1; Python has one for SIGINT, which would end it
         signals.signal(number, signals.SIG_DFL)
@@ -102,8 +99,10 @@ def main() -> None:
         end_leftovers=op_end_leftovers,
         end_all=op_end_all,
     )
-    link.open()
+    # before the server's socket, as the loop goes by this order: a command shall not find processes that ended before it
     loop.watch(children.wake, children.reap)
+    link.open()
+    children.reap()  # what ended before there was a handler: the program that paused, on a busy machine
     gc.freeze()
     gc.enable()
     loop.run()

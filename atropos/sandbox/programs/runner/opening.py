@@ -15,9 +15,9 @@ def open_at_once(path: str, flags: int, mode: int = 0o644, folder: int | None = 
         raise OpFailed("io", f"a program holds a lease on the file: {text(path)}") from None
 
 
-def open_regular(path: str, flags: int = os.O_RDONLY, folder: int | None = None) -> tuple[int, os.stat_result]:
-    """Open a regular file without blocking on a FIFO, a device or a lease."""
-    fd = open_at_once(path, flags, folder=folder)
+def open_regular(path: str) -> tuple[int, os.stat_result]:
+    """Open a regular file for reading, without blocking on a FIFO, a device or a lease."""
+    fd = open_at_once(path, os.O_RDONLY)
     try:
         found = os.fstat(fd)
         kind = found.st_mode & 0o170000

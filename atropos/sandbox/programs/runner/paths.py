@@ -17,23 +17,6 @@ def path_of(path: str) -> str:
     return path if path.startswith("/") else f"{WORKSPACE}/{path}"
 
 
-def exists(path: str) -> bool:
-    """Whether the path exists, after following links."""
-    try:
-        os.stat(path)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def is_folder(path: str) -> bool:
-    """Whether the path is a folder, after following links."""
-    try:
-        return os.stat(path).st_mode & 0o170000 == 0o040000
-    except (OSError, ValueError):
-        return False
-
-
 def make_folders(path: str) -> None:
     """Make a folder and its parents, unless they exist."""
     try:
@@ -45,5 +28,5 @@ def make_folders(path: str) -> None:
         make_folders(parent)
         make_folders(path)
     except OSError:
-        if not is_folder(path):
+        if not os.path.isdir(path):
             raise

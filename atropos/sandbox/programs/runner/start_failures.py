@@ -6,7 +6,6 @@ import errno
 import os
 
 from atropos.sandbox.programs.runner.failures import ERROR_OF_ERRNO, OpFailed, limit_of_errno, text
-from atropos.sandbox.programs.runner.paths import is_folder
 
 NO_SUCH_ID = "slots have no such user: numbers end at 65,535, and a server that an ordinary user started has root alone"
 SHELLS = ("/bin/bash", "/bin/sh")
@@ -28,7 +27,7 @@ def start_failure(error: OSError, where: str, program: str | None) -> OpFailed:
     if isinstance(error, UserRefused):
         return OpFailed("not_supported", NO_SUCH_ID)
     number = error.errno or 0
-    if number in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EEXIST) and not is_folder(where):
+    if number in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EEXIST) and not os.path.isdir(where):
         return OpFailed(
             ERROR_OF_ERRNO[number],
             f"the working directory does not exist or can't be entered: {where} (removed or replaced in this slot?)",

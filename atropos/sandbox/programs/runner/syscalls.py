@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import os
 from ctypes import c_void_p
-from typing import NoReturn
 
 from atropos.sandbox.linux.syscalls import PR_SET_DUMPABLE, libc, prctl
 from atropos.sandbox.programs.runner.signals import signals
 
 PTRACE_DETACH = 17
-
-
-def end_process(code: int) -> NoReturn:
-    """End this process and nothing else: no handlers, no buffers."""
-    os._exit(code)
 
 
 def deny_tracing() -> bool:

@@ -12,7 +12,6 @@ from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import loop, now
 from atropos.sandbox.programs.runner.signals import signals
 from atropos.sandbox.programs.runner.state import state
-from atropos.sandbox.programs.runner.syscalls import end_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,12 +88,9 @@ class Work:
 
     def finish(self) -> None:
         """Answer with its outcome."""
-        if self.fd < 0:
-            return
         loop.timers.pop(self.timer, None)
         loop.unwatch(self.fd)
         os.close(self.fd)
-        self.fd = -1
         if self.why is None:
             try:
                 outcome = marshal.loads(b"".join(self.data))  # noqa: S302
@@ -127,4 +123,4 @@ def in_child(job: Callable[[], Outcome], write: int, stream: int | None) -> None
         while view:
             view = view[os.write(0, view) :]
     finally:
-        end_process(0)
+        os._exit(0)

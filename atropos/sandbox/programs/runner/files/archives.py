@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from atropos.sandbox.programs.runner.failures import OpFailed
 from atropos.sandbox.programs.runner.files.tar_headers import CONTENT_END, TAR_END, tar_header
 from atropos.sandbox.programs.runner.opening import open_at_once
-from atropos.sandbox.programs.runner.paths import is_folder, path_of
+from atropos.sandbox.programs.runner.paths import path_of
 from atropos.sandbox.programs.runner.state import is_special
 from atropos.sandbox.programs.runner.work import Work
 
@@ -42,7 +42,7 @@ class BoundedBuffer:
         self.parts.append(bytes(data))
 
     def copy(self, fd: int, size: int) -> int:
-        """Add what an open file has, at most so many bytes; how many there were."""
+        """Add at most `size` bytes of an open file; returns how many there were."""
         left = size
         while left and (data := os.read(fd, min(left, PACK_BYTES))):
             self.write(data)
@@ -50,7 +50,7 @@ class BoundedBuffer:
         return size - left
 
     def claim(self, size: int) -> None:
-        """Raises `OpFailed` where so many bytes more are too many."""
+        """Raises `OpFailed` where `size` more bytes would exceed the bound."""
         if self.size + size > self.limit:
             raise OpFailed("too_large", f"the archive is larger than {self.limit} bytes", "output")
 
@@ -66,7 +66,7 @@ def write_archive(out: BoundedBuffer, path: str) -> None:
     """Write the archive."""
     found = os.lstat(path)
     packer = Packer(out)
-    if is_folder(path):
+    if os.path.isdir(path):
         packer.add_folders(path)
     else:
         packer.add(None, path, path.rstrip("/").rpartition("/")[2], link=found.st_mode & 0o170000 == 0o120000)
@@ -75,7 +75,7 @@ def write_archive(out: BoundedBuffer, path: str) -> None:
 
 
 class Packer:
-    """What writes one archive. Its own, as tarfile takes ten times as long for a small file.
+    """Writes one archive; tarfile would take ten times as long for a small file.
 
     Programs of the slot may move things meanwhile: below the top no link is followed, nothing of /proc is read, and what
     vanishes, or becomes something else, is left out.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from atropos.sandbox.programs.runner.failures import OpFailed, text
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.opening import open_at_once, open_regular, read_all
-from atropos.sandbox.programs.runner.paths import is_folder, make_folders, path_of
+from atropos.sandbox.programs.runner.paths import make_folders, path_of
 from atropos.sandbox.programs.runner.state import is_special
 from atropos.sandbox.programs.runner.users import identity_of
 from atropos.sandbox.programs.runner.work import Work
@@ -66,7 +66,7 @@ def open_apart(path: str) -> tuple[int, os.stat_result]:
 def read_result(fd: int, found: os.stat_result, offset: int, max_bytes: int) -> Outcome:
     """A `file_result` of an open file."""
     data = read_all(fd, offset, max_bytes)
-    size = max(found.st_size, offset + len(data))
+    size = max(found.st_size, offset + len(data) if data else 0)  # the kernel's own files say 0
     whole = offset == 0 and len(data) == size
     digest = sha256(data).hexdigest() if whole else None
     return "file_result", {"size": size, "mode": found.st_mode & 0o7777, "sha256": digest}, {"data": data}
@@ -78,14 +78,18 @@ def op_write_file(
     """Write a file, making its parents; a user's is written in place, with what the user may."""
     path = path_of(path)
     identity = identity_of(user) if user else None
-    how = os.O_APPEND if append else os.O_TRUNC if identity else 0
+
+    def job() -> Outcome:
+        how = os.O_APPEND if append else os.O_TRUNC if identity else 0
+        return write_file(path, data, mode, if_sha256, in_place=how)
+
     if identity:
-        Work(call, lambda: identity.perform(lambda: write_file(path, data, mode, if_sha256, in_place=how)))
+        Work(call, lambda: identity.perform(job))
     elif len(data) <= SMALL_FILE:
-        kind, fields, blobs = write_file(path, data, mode, if_sha256, in_place=how)
+        kind, fields, blobs = job()
         link.answer(call, kind, fields, **blobs)
     else:
-        Work(call, lambda: write_file(path, data, mode, if_sha256, in_place=how))
+        Work(call, job)
 
 
 def write_file(path: str, data: bytes, mode: int | None, if_sha256: str | None, *, in_place: int) -> Outcome:
@@ -115,20 +119,22 @@ def target_of(path: str) -> tuple[int, str, os.stat_result | None]:
     try:
         old = os.stat(name, dir_fd=folder, follow_symlinks=False)
         kind = old.st_mode & 0o170000
+        if kind == 0o040000:
+            raise OpFailed("is_directory", f"is a directory: {text(path)}")
         if kind != 0o100000:
-            os.close(folder)
-            if kind == 0o040000:
-                raise OpFailed("is_directory", f"is a directory: {text(path)}")
             raise OpFailed("not_regular", f"is not a regular file: {text(path)}")
     except FileNotFoundError:
         old = None
+    except BaseException:
+        os.close(folder)
+        raise
     return folder, name, old
 
 
 def make_parents(path: str) -> None:
     """The folders above a path."""
     parent = path.rpartition("/")[0]
-    if parent and not is_folder(parent):
+    if parent and not os.path.isdir(parent):
         try:
             make_folders(parent)
         except FileExistsError:
@@ -138,29 +144,29 @@ def make_parents(path: str) -> None:
 def folder_of(path: str) -> tuple[int, str]:
     """(descriptor of the parent folder, name), symbolic links in the last place followed, and never into /proc."""
     at, name = None, path
-    for _ in range(40):
-        parent, _, last = name.rpartition("/")
-        if last in ("", ".", ".."):
+    try:
+        for _ in range(40):
+            parent, _, last = name.rpartition("/")
+            if last in ("", ".", ".."):
+                raise OpFailed("is_directory", f"is a directory: {text(path)}")
+            folder = parent or ("/" if name.startswith("/") else ".")
+            below = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
             if at is not None:
                 os.close(at)
-            raise OpFailed("is_directory", f"is a directory: {text(path)}")
-        opened = os.open(
-            parent or ("/" if name.startswith("/") else "."), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at
-        )
+            at = below
+            if is_special(os.fstat(at).st_dev):
+                raise OpFailed(
+                    "bad_path", f"files under /proc, /dev and /.atropos are not written this way: {text(path)}"
+                )
+            try:
+                name = os.readlink(last, dir_fd=at)
+            except OSError:
+                return at, last
+        raise OpFailed("bad_path", f"too many symbolic links: {text(path)}")
+    except BaseException:
         if at is not None:
             os.close(at)
-        at = opened
-        if is_special(os.fstat(at).st_dev):
-            os.close(at)
-            raise OpFailed("bad_path", f"files under /proc, /dev and /.atropos are not written this way: {text(path)}")
-        try:
-            target = os.readlink(last, dir_fd=at)
-        except OSError:
-            return at, last
-        name = target
-    if at is not None:
-        os.close(at)
-    raise OpFailed("bad_path", f"too many symbolic links: {text(path)}")
+        raise
 
 
 def write_all(fd: int, data: bytes, mode: int | None) -> None:

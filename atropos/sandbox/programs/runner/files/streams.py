@@ -55,12 +55,14 @@ def op_read_stream(call: int, path: str, tar: bool, offset: int, max_bytes: int)
 
 
 class Incoming:
-    """What the server sends: chunks with their length before them; an empty one is the end, and its lack a break."""
+    """What the server sends: chunks, each after its length. An empty one is the end; a stream without it broke off."""
 
     def __init__(self) -> None:
         self.buffer = b""
         self.at = 0
         self.left = 0
+        self.count = 0
+        """Bytes that came."""
         self.over = False
 
     def fill(self) -> bool:
@@ -75,6 +77,7 @@ class Incoming:
             return False
         self.buffer, self.at = self.receive(min(STREAM_BYTES, self.left)), 0
         self.left -= len(self.buffer)
+        self.count += len(self.buffer)
         return True
 
     def receive(self, size: int) -> bytes:
@@ -89,7 +92,7 @@ class Incoming:
         return data
 
     def read(self, size: int) -> bytes:
-        """So many bytes; fewer at the end alone."""
+        """`size` bytes; fewer at the end alone."""
         data = self.buffer[self.at : self.at + size]
         self.at += len(data)
         if len(data) == size:
@@ -108,7 +111,6 @@ class Incoming:
             yield self.buffer[self.at :]
         while self.fill():
             yield self.buffer
-        self.buffer, self.at = b"", 0
 
 
 class Outgoing(BoundedBuffer):
@@ -137,16 +139,8 @@ def write_stream(path: str, mode: int | None) -> Outcome:
     """Replace a file by what comes."""
     folder, name, old = target_of(path)
     stream = Incoming()
-    count = 0
-
-    def counted() -> Iterator[bytes]:
-        nonlocal count
-        for data in stream.pieces():
-            count += len(data)
-            yield data
-
-    replace_file(folder, name, counted(), mode, old)
-    return "done", {"count": count}, {}
+    replace_file(folder, name, stream.pieces(), mode, old)
+    return "done", {"count": stream.count}, {}
 
 
 def unpack_stream(path: str) -> Outcome:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         """Where an archive comes from."""
 
         def read(self, size: int, /) -> bytes:
-            """So many bytes; fewer at the end alone."""
+            """`size` bytes; fewer at the end alone."""
             ...
 
 
@@ -146,7 +146,7 @@ def number(field: bytes) -> int:
 
 
 def exactly(source: Readable, size: int) -> bytes:
-    """So many bytes of an archive."""
+    """The next `size` bytes of an archive."""
     data = source.read(size)
     if len(data) < size:
         raise OpFailed("bad_path", "not an uncompressed tar archive: it is cut off")

@@ -197,15 +197,12 @@ class Waiter:
         self.until, self.deadline, self.quiet_s = until, deadline, quiet_s
         self.started = now()
         self.timer = 0
-        self.finished = False
         proc.waiters.append(self)
         link.calls[call] = self
         self.check()
 
     def check(self) -> None:
         """Answer if its condition holds."""
-        if self.finished:
-            return
         moment, proc = now(), self.proc
         loop.timers.pop(self.timer, None)
         wake = self.deadline
@@ -222,11 +219,9 @@ class Waiter:
 
     def cancel(self) -> None:
         """Answer with the present state and output."""
-        if not self.finished:
-            self.finished = True
-            loop.timers.pop(self.timer, None)
-            self.proc.waiters.remove(self)
-            answer_state(self.call, self.proc, self.offset, self.max_bytes)
+        loop.timers.pop(self.timer, None)
+        self.proc.waiters.remove(self)
+        answer_state(self.call, self.proc, self.offset, self.max_bytes)
 
 
 procs: dict[str, Proc] = {}

@@ -7,7 +7,7 @@ import os
 from atropos.sandbox.programs.runner.children import KILL_PATIENCE_S, children, session_members, signal_session
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import CHUNK, loop, now
-from atropos.sandbox.programs.runner.paths import is_folder, path_of
+from atropos.sandbox.programs.runner.paths import path_of
 from atropos.sandbox.programs.runner.processes.head_tail import HeadTail
 from atropos.sandbox.programs.runner.processes.orphan_pipes import adopt
 from atropos.sandbox.programs.runner.processes.spawn import give, memory_file, program_of, spawn, start_command
@@ -18,8 +18,8 @@ from atropos.sandbox.programs.runner.users import identity_of
 
 READ_AFTER_S = (0.004, 0.048)
 """How long a command's output waits in its pipe (64 KiB) before it is read: most commands are over by then. Twice what the
-last command took, within these bounds: on a busy machine a short command takes long, and each look costs a call. After
-one that printed more than half a pipe the shortest: it may have waited for us."""
+last command took, within these bounds: on a busy machine a short command takes long, and each look costs a call. The shorter
+bound after a command that printed more than half a pipe: it may have waited for us."""
 
 
 class Command:
@@ -93,8 +93,6 @@ class Command:
 
     def close(self, fd: int) -> None:
         """Close a pipe: its last writer is gone."""
-        if fd < 0:
-            return
         loop.unwatch(fd)
         os.close(fd)
         if fd == self.fd:
@@ -111,10 +109,7 @@ class Command:
     def drain(self, fd: int, part: HeadTail | None) -> None:
         """Read what the ended program left in the pipe, and not what a background child goes on writing."""
         left = 1 << 20
-        while left > 0 and fd in (self.fd, self.err_fd):
-            got = self.read(fd, part)
-            if not got:
-                return
+        while left > 0 and (got := self.read(fd, part)):
             left -= got
 
     def ended(self, code: int) -> None:
@@ -253,7 +248,7 @@ def op_exec(
 def not_started(task: Command, error: OSError, where: str, program: str | None) -> None:
     """Answer for a command that never ran: exit code None, and the reason as its output."""
     failed = start_failure(error, where, program)
-    if program is not None or failed.error == "not_supported" or not is_folder(where):
+    if program is not None or failed.error == "not_supported" or not os.path.isdir(where):
         raise failed
     task.limit = failed.limit
     task.all.add(f"the command could not be started: {failed.message}\n".encode())

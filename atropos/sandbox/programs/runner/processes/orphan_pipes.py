@@ -6,15 +6,16 @@ import os
 
 from atropos.sandbox.programs.runner.loop import CHUNK, loop
 
-MAX_ORPHAN_PIPES = min(256, os.sysconf("SC_OPEN_MAX") // 4)
-"""A quarter of all descriptors at most."""
+MAX_ORPHAN_PIPES = 256
+"""Most of them; a quarter of this slot's descriptors where that is less."""
 orphan_pipes: dict[int, bool] = {}
 
 
 def adopt(fd: int) -> None:
     """Discard what a pipe brings until its last writer is gone; at the bound, close the oldest pipe."""
     loop.unwatch(fd)
-    while len(orphan_pipes) >= MAX_ORPHAN_PIPES:
+    most = min(MAX_ORPHAN_PIPES, os.sysconf("SC_OPEN_MAX") // 4)
+    while len(orphan_pipes) >= most:
         close_orphan(next(iter(orphan_pipes)))
     orphan_pipes[fd] = True
 

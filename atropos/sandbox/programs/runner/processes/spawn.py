@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.children import children, with_room
 from atropos.sandbox.programs.runner.loop import IN, now
-from atropos.sandbox.programs.runner.paths import exists, is_folder, make_folders
+from atropos.sandbox.programs.runner.paths import make_folders
 from atropos.sandbox.programs.runner.signals import signals
 from atropos.sandbox.programs.runner.start_failures import ShellHeld, UserRefused
 from atropos.sandbox.programs.runner.state import WORKSPACE, state
@@ -40,7 +40,7 @@ def spawn(
     """Start a program in a session of its own, by the C part of `subprocess`.
 
     For root and without a terminal it uses vfork: nothing of this process is copied, and by the time vfork returns, the
-    child has become the program or written its report. Otherwise it forks, and the end of a pipe says so much.
+    child has become the program or written its report. Otherwise it forks, and a pipe is closed when the child has done so.
     """
     if identity is not None and identity.uid == identity.gid == 0:
         identity = None  # as this process is
@@ -167,11 +167,11 @@ def start_shell(command: str, where: str, start: Start) -> int:
     try:
         return with_room(lambda: start(("/bin/bash", *arguments), keep))
     except (FileNotFoundError, NotADirectoryError):
-        if where == WORKSPACE and not is_folder(WORKSPACE):
+        if where == WORKSPACE and not os.path.isdir(WORKSPACE):
             make_folders(WORKSPACE)  # the slot's own programs may have removed it
-        elif exists("/bin/bash"):
+        elif os.path.exists("/bin/bash"):
             raise
-        shell = "/bin/bash" if exists("/bin/bash") else "/bin/sh"
+        shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
         return with_room(lambda: start((shell, *arguments), keep))
     finally:
         if script >= 0:
@@ -179,7 +179,7 @@ def start_shell(command: str, where: str, start: Start) -> int:
 
 
 def give(pipes: list[int], identity: Identity) -> None:
-    """Give a user the pipes and files of its program, which may reopen them through /dev/stdout."""
+    """Give a user the pipes and files of its program, which may open them again through /dev/stdout."""
     for fd in pipes:
         try:
             os.fchown(fd, identity.uid, identity.gid)
