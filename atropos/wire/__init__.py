@@ -60,7 +60,6 @@ from atropos.wire.requests import (
     Feature,
     Health,
     ImageInfo,
-    ImageList,
     ImageRequest,
     ImageSettings,
     ImageState,

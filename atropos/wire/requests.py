@@ -116,13 +116,6 @@ class ImageState(WireMessage):
         return f"{self.phase}{share}"
 
 
-class ImageList(WireMessage):
-    """GET /v1/images."""
-
-    states: tuple[ImageState, ...]
-    images: tuple[ImageInfo, ...]
-
-
 class ReleaseResult(WireMessage):
     """DELETE /v1/leases/{id}: `clean` is False when the slot had to be retired."""
 

@@ -31,8 +31,8 @@ async def test_each_of_more_images_than_are_remembered_becomes_ready(monkeypatch
     )
     images = Images(state, SimpleNamespace())
     asking = [asyncio.create_task(images.prepare(f"busybox:{n}", 20)) for n in range(8)]
-    while len(images.states()) < 8:  # noqa: ASYNC110
+    while len(images._states) < 8:  # noqa: ASYNC110
         await asyncio.sleep(0)
     store.go_on.set()
     assert [each.phase for each in await asyncio.gather(*asking)] == ["ready"] * 8
-    assert len(images.states()) <= 4
+    assert len(images._states) <= 4

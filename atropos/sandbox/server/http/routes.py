@@ -30,7 +30,6 @@ from atropos.wire import (
     DrainRequest,
     Fault,
     Health,
-    ImageList,
     ImageRequest,
     KeepRequest,
     LayerOffer,
@@ -104,7 +103,6 @@ class Routes:
         app.router.add_get("/v1/snapshots/{id}/archive", self.export)
         app.router.add_put("/v1/snapshots/{id}/archive", self.receive)
         app.router.add_post("/v1/snapshots/{id}/image", self.keep)
-        app.router.add_get("/v1/images", self.images)
         app.router.add_post("/v1/images", self.prepare)
         app.router.add_put("/v1/images/archive", self.receive_image)
         app.router.add_get("/v1/images/{key}/layer", self.export_layer)
@@ -264,11 +262,6 @@ class Routes:
             compressed=request.content_type == "application/zstd",
         )
         return answer(await self._core.transfer.receive(wanted, _chunks(request)))
-
-    async def images(self, _: web.Request) -> web.Response:
-        """GET /v1/images: the requested images and the stored ones."""
-        here = await asyncio.to_thread(self._core.state.host.store.images)
-        return answer(ImageList(states=self._core.images.states(), images=tuple(here)))
 
     async def prepare(self, request: web.Request) -> web.Response:
         """POST /v1/images: prepare an image; repeated requests return the progress."""

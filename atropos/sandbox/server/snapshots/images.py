@@ -42,10 +42,6 @@ class Images:
         self._turns = asyncio.Semaphore(PARALLEL)
         self._bases: dict[str, ImageInfo] = {}
 
-    def states(self) -> tuple[ImageState, ...]:
-        """Of every source that was asked for, the latest last."""
-        return tuple(self._states.values())
-
     async def prepare(self, source: str, wait_s: float = 0, archive: str | None = None) -> ImageState:
         """Begin to prepare an image unless that was done; its state after at most `wait_s`.
 
