@@ -3,7 +3,7 @@
 # local,docker,nomad; just "local" needs no engine). Engines that don't run are started for the tests and ended after.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export PATH="$PWD/.venv/bin:$PATH"
+export PATH="$PWD/.venv/bin:$PATH:$HOME/.local/bin" # where pip puts uv for a user, which some tests run
 # Container images often set it; then each of some hundred processes compiles its libraries anew, two seconds of CPU an env.
 unset PYTHONDONTWRITEBYTECODE
 # asked as the tests ask, which are skipped where there is none

@@ -19,9 +19,9 @@ WORDS = ("amber", "coral", "ivory", "lilac", "navy", "pearl", "scarlet", "violet
 PUPILS = ("amy", "ben", "cal", "dan", "eve")
 WRONG_WORD = 0.2
 """Score of having opened the right note and written another word."""
-OPEN = 'echo "$1" >> opened; cat "notes/$1"'
-"""The program by which notes are opened."""
-CHECK = "cat opened; echo --; [ door -nt opened ] && cat door"
+OPEN = 'echo "$1" >> opened; rm -f door; cat "notes/$1"'
+"""The program by which notes are opened: only a word that is written afterwards counts."""
+CHECK = "cat opened; echo --; cat door 2> /dev/null"
 """The command that reports the result after the agent has ended."""
 
 
