@@ -42,7 +42,7 @@ def test_tasks_by_its_command_line_while_a_container_is_killed(tmp_path: Path) -
     assert 1 <= len(failed) <= 4
     for trace in failed.values():
         assert [error["type"] for error in trace["errors"]] == ["SandboxError"]
-        assert trace["rewards"] == {}
+        assert not any(trace["rewards"].values())  # None where the scoring had begun
     for number in ended.keys() - failed.keys():
         assert ended[number]["rewards"] == {"right": {"score": 1.0, "weight": 1.0}}, ended[number]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 
 from atropos.slots import SlotPool, SlotPoolConfig
@@ -20,4 +21,5 @@ async def main(mark: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     asyncio.run(main(sys.argv[1]))

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MAX_REAPED = 256
 """Most ended processes that are reaped before waiting calls are answered."""
 KILL_PATIENCE_S = 5.0
+DEATH_S = 0.5
+"""Longest that a start waits for the processes of a call that was killed, as with its time-out."""
 
 
 class Children:
@@ -34,6 +36,8 @@ class Children:
 
     def __init__(self) -> None:
         self.running: dict[int, Child] = {}
+        self.killed_at = -DEATH_S
+        """When a session was last killed."""
         self.alone = False
         """Whether this process was the slot's only one when it last reaped."""
         self.quiescing: list[tuple[int, int]] = []
@@ -120,6 +124,8 @@ def signal_session(session: int, number: int) -> None:
     except OSError:
         pass
     again = number == signals.SIGKILL
+    if again:
+        children.killed_at = now()
     for _ in range(20):
         found = session_members(session, but_group=-1 if again else session)
         signal_each(found, number)
@@ -128,7 +134,10 @@ def signal_session(session: int, number: int) -> None:
 
 
 def with_room(start: Callable[[], Started]) -> Started:
-    """Return what `start` returns. At the limit of processes, first kill what ended commands left running, if anything."""
+    """Return what `start` returns. At the limit of processes, first kill what ended commands left running, if anything.
+
+    The dead hold their places until they are reaped: so it waits, also for those of a call that was killed just now.
+    """
     try:
         return start()
     except BlockingIOError:
@@ -139,7 +148,8 @@ def with_room(start: Callable[[], Started]) -> Started:
         try:
             return start()
         except BlockingIOError:
-            if not ended or now() > patience:
+            dying = now() < children.killed_at + DEATH_S
+            if not (ended or dying) or now() > patience:
                 raise
         time.sleep(0.002)
 
