@@ -232,14 +232,7 @@ class SandboxEnv(BaseEnv):
     async def frozen_workspace(
         self, group: str, hook: str, prepare: Callable[[], Awaitable[object]], calls: HookCalls | None = None
     ) -> Snapshot:
-        """A snapshot of the workspace that a hook prepares in a slot of its own.
-
-        Args:
-            group: the slot's trajectory id.
-            hook: its name.
-            prepare: calls it.
-            calls: its access to the slot.
-        """
+        """A snapshot of the workspace that `prepare`, a call of the `hook`, leaves in the slot of trajectory `group`."""
         async with self.backend.admission:
             try:
                 await self.hooks.call(hook, prepare, calls=calls, setup=True)
