@@ -39,7 +39,7 @@ nomad:  ## a Nomad binary of the pinned version, built with Go where none is ins
 test: setup  ## every test, on real parts
 	@bash scripts/test.sh $(PYTEST_ARGS)
 
-test-fast: setup  ## the tests of small parts, in a minute: no engine, no sandbox server
+test-fast: setup  ## the tests of small parts, in a minute and a half: no engine, no sandbox server
 	@$(RUN) pytest -n "$$(nproc)" --dist loadscope -m fast tests/unit $(PYTEST_ARGS)
 
 test-cgroup2: setup  ## the tests of limits on an emulated machine with cgroup v2 alone (slow; root, for debootstrap)
