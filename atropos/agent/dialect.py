@@ -15,8 +15,8 @@ from atropos.agent.config import AgentConfig, Outcome
 from atropos.agent.model import ChatAnswer
 from atropos.agent.prompt import results_text, system_text
 from atropos.agent.template import TurnRenderer
-from atropos.agent.thinking import thinking, without_thinking
 from atropos.agent.transcript import Message
+from atropos.thinking import thinking, without_thinking
 from atropos.tools import ToolCall
 from atropos.tools.parsers import Parser
 from atropos.tools.parsers.base import ParseError

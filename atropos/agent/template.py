@@ -20,9 +20,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from atropos.agent.thinking import opening_of
 from atropos.agent.transcript import Message
 from atropos.errors import ConfigError
+from atropos.thinking import opening_of
 
 Tokenizer = Any
 """A Hugging Face tokenizer with a chat template; transformers declares no types for what is used of it."""

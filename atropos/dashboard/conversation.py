@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from atropos.thinking import split_thinking
+
 CALL, RESULT = "tool_call", "tool_response"
 """Hermes' tags."""
-THINKING = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
-"""As the agent loop finds it (`atropos.agent.thinking`), which runs no call in it."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,8 @@ def _parts(role: str, message: Mapping[str, object]) -> Iterator[Part]:
 
 def _tagged(role: str, text: str) -> Iterator[Part]:
     if role == "assistant":
-        for at, stretch in enumerate(THINKING.split(text)):
-            if at % 2:  # what the pattern's group matched
+        for stretch, thought in split_thinking(text):
+            if thought:
                 yield Part("thought", stretch)
             else:
                 for piece, tagged in _pieces(stretch, CALL):

@@ -79,6 +79,11 @@ def _full_name(name: str) -> str:
     return f"{host or DEFAULT_HOST}/{path}{suffix}"
 
 
+def base_name(source: str) -> str | None:
+    """The name of a base by its source, `atropos-base:NAME`; None: the pool's default one."""
+    return None if source == POOL_BASE else source.removeprefix("atropos-base:")
+
+
 def check_digest(text: object) -> str:
     """The hex part of a `sha256:` digest.
 

@@ -248,10 +248,6 @@ class ImageStore:
         copy = ["cp", "-a", "--preserve=all", "--sparse=auto", "--", layer, target]
         await run(copy, "keeping a built layer", folder=self._root, deadline_s=self._settings.unpack_timeout_s)
 
-    def layer(self, image: ImageInfo) -> str:
-        """The folder with a built image's own layer."""
-        return str(self._root / "trees" / image.id / "rootfs")
-
     # --------------------------------------------------------------------------------------------------------- locking
 
     def _locked(self, name: str, progress: Progress) -> contextlib.AbstractAsyncContextManager[None]:

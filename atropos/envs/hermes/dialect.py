@@ -10,7 +10,7 @@ from atropos.agent import AgentConfig, Dialect, Message, Outcome, Turn, TurnRend
 from atropos.agent.model import MAX_CALL_ID, ChatAnswer
 from atropos.agent.prompt import shorten, system_text
 from atropos.agent.template import Tokenizer
-from atropos.agent.thinking import tagged_thinking, thinking, without_thinking
+from atropos.thinking import tagged_thinking, thinking, without_thinking
 from atropos.tools import ToolCall
 from atropos.tools.arguments import replace_surrogates
 from atropos.tools.models import escape_framing

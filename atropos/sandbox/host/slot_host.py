@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ImageUnavailable, IsolationUnavailable, NotSupported, SandboxError
-from atropos.images.reference import POOL_BASE
+from atropos.images.reference import base_name
 from atropos.sandbox.boot import root_phase
 from atropos.sandbox.contract import Layer, Sandbox
 from atropos.sandbox.host.files import skeleton, volumes
@@ -238,12 +238,6 @@ class SlotHost:
         with contextlib.suppress(OSError):
             syscalls.umount(self.state.scratch)
         cgroups.release(self.state.entered.cgroups)
-
-
-def base_name(source: str) -> str | None:
-    """The name of a base by its source; None: the default one."""
-    name = source.removeprefix("atropos-base:")
-    return None if source == POOL_BASE else name
 
 
 def _check_disk(config: ServerConfig, entered: root_phase.Entered) -> None:

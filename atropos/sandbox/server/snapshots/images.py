@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from collections.abc import Set as AbstractSet
 
 from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
-from atropos.images.reference import POOL_BASE, ImageSource
+from atropos.images.reference import POOL_BASE, ImageSource, base_name
 from atropos.images.store import Phase
 from atropos.sandbox.server.snapshots.layer_tar import packed_layers, unpack_layers
 from atropos.sandbox.server.snapshots.layers import Layers
@@ -136,9 +136,9 @@ class Images:
         image = store.known(f"atropos-build:{key}")
         if image is None:
             raise ImageUnavailable(f"image atropos-build:{key}: it is not on this server's host")
-        store.hold(image)
+        folder = store.hold(image)
         try:
-            async with packed_layers([store.layer(image)], f"image {image.source}") as chunks:
+            async with packed_layers([folder], f"image {image.source}") as chunks:
                 yield chunks
         finally:
             store.release(image.id)
@@ -201,7 +201,7 @@ class Images:
                 raise NotSupported("base and image exclude each other: set one of them")
             name = _name(request.image)
             if name.startswith("atropos-base:"):
-                base = None if name == POOL_BASE else name.removeprefix("atropos-base:")
+                base = base_name(name)
             elif (image := self._state.host.store.known(name)) is not None:
                 base = f"{_PREFIX}{image.id}"
             else:

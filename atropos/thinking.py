@@ -19,6 +19,11 @@ def tagged_thinking(text: str) -> str:
     return "".join(match[0] for match in _THINKING.finditer(text))
 
 
+def split_thinking(text: str) -> list[tuple[str, bool]]:
+    """A turn in pieces without the tags, and which of them are thinking."""
+    return [(piece, at % 2 == 1) for at, piece in enumerate(_THINKING.split(text))]
+
+
 def thinking(text: str) -> str:
     """The thinking in a turn."""
     return "\n".join(part.strip() for part in _THINKING.findall(text))
