@@ -6,6 +6,7 @@ every other test has ended; then one worker, the last that is left, runs them on
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from xdist.scheduler import LoadScopeScheduling
@@ -36,7 +37,9 @@ class AloneLast(LoadScopeScheduling):
         if not self.workqueue:
             node.shutdown()
         elif not self._only_last_is_left or len(self.nodes) == 1:
-            super()._assign_work_unit(node)
+            # a worker that has just crashed reads no more; its end is reported next, and its units go back into the queue
+            with contextlib.suppress(OSError):
+                super()._assign_work_unit(node)
 
     def _reschedule(self, node: WorkerController) -> None:
         if not self._only_last_is_left or len(self.nodes) == 1:

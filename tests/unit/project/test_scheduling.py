@@ -12,7 +12,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFTEST = """
+import time
+from xdist.workermanage import WorkerController
 from tests.scheduling import AloneLast
+
+class Slow(WorkerController):
+    runs_the_first = False
+
+    def send_runtest_some(self, indices):
+        if self.runs_the_first:
+            time.sleep({lag})
+        self.runs_the_first = 0 in indices
+        super().send_runtest_some(indices)
+
+def pytest_configure_node(node):
+    node.__class__ = Slow
 
 def pytest_xdist_make_scheduler(config, log):
     config.option.loadscopereorder = False
@@ -33,10 +47,18 @@ def test_(number):
 """
 
 
-@pytest.mark.parametrize("crashing", ["", "b", "alone1"])
-def test_tests_that_must_be_alone_run_last_and_on_one_worker(tmp_path: Path, crashing: str) -> None:
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    for name in ("a", "alone1", "alone2", "b", "c"):
+@pytest.mark.parametrize(
+    ("crashing", "lag"),
+    [
+        pytest.param("", 0, id="no_crash"),
+        pytest.param("b", 0, id="crash"),
+        pytest.param("alone1", 0, id="crash_alone"),
+        pytest.param("a", 0.5, id="crash_while_more_tests_are_sent"),
+    ],
+)
+def test_tests_that_must_be_alone_run_last_and_on_one_worker(tmp_path: Path, crashing: str, lag: float) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST.format(lag=lag))
+    for name in ("a", "alone1", "alone2", "b", "c", "d"):
         (tmp_path / f"test_{name}.py").write_text(MODULE.format(name=name, crash=name == crashing))
     done = subprocess.run(
         [
@@ -59,7 +81,7 @@ def test_tests_that_must_be_alone_run_last_and_on_one_worker(tmp_path: Path, cra
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         check=False,
     )
-    assert re.search(r"= 1 failed, 15 passed" if crashing else r"= 15 passed", done.stdout), done.stdout
+    assert re.search(r"= 1 failed, 18 passed" if crashing else r"= 18 passed", done.stdout), done.stdout
     rows = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     others = [row for row in rows if not row[0].startswith("alone")]
     alone = sorted((row for row in rows if row[0].startswith("alone")), key=lambda row: float(row[2]))
