@@ -47,8 +47,8 @@ class Engine(BackendHarness):
     async def residue(self, config: SlotPoolConfig) -> list[str]:
         """What is left of a pool that was stopped and purged; empty when nothing is."""
         if self.name != "local":
-            # an engine forgets a container a moment after its end
-            for _ in range(150):
+            # an engine forgets a container a moment after its end; on a busy machine, much later
+            for _ in range(600):
                 if not (found := await asyncio.to_thread(engines.leftovers, self.name, config.job_id)):
                     break
                 await asyncio.sleep(0.1)
