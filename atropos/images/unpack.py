@@ -160,7 +160,7 @@ class ImageTree:
         return fd
 
     def _link(self, parent: int, name: str, member: tarfile.TarInfo) -> None:
-        target = _checked(member.linkname)
+        target = _checked(member.linkname.lstrip("/"))  # kaniko's begin at the image's root
         where, _, last = target.rpartition("/")
         source = self._open(where)
         try:

@@ -101,6 +101,14 @@ def test_whiteouts_and_opaque_folders_hide_lower_layers_and_nothing_of_their_own
     assert (root / "a/two").read_text() == "again"
 
 
+def test_a_hard_links_target_may_begin_at_the_images_root(tmp_path):
+    """As kaniko writes them."""
+    lower = layer(entry("usr/bin/git", "g"))
+    code, said, root = unpacked(tmp_path, lower, layer(hard_link("usr/bin/git-add", "/usr/bin/git")))
+    assert (code, said) == (0, "")
+    assert (root / "usr/bin/git-add").samefile(root / "usr/bin/git")
+
+
 def test_a_folder_again_keeps_its_files_and_gets_the_new_mode(tmp_path):
     code, _, root = unpacked(tmp_path, layer(folder("d"), entry("d/file", "1")), layer(folder("d", mode=0o700)))
     assert code == 0
