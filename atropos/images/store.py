@@ -327,7 +327,12 @@ class ImageStore:
             ImageUnavailable: these leave no room at all.
         """
         quota = self._settings.quota_mib << 20
-        images = [image for tree in self._trees() if (image := self._read(tree.name)) is not None]
+        images: list[ImageInfo] = []
+        for tree in self._trees():
+            if (image := self._read(tree.name)) is not None:
+                images.append(image)
+            else:  # damaged, or another version's: nobody could use, count or replace it
+                self._drop(tree.name)
         used = sum(image.bytes for image in images) + self._claimed()
         for image in images:
             if used + wanted <= quota:
@@ -345,7 +350,7 @@ class ImageStore:
         tree = self._root / "trees" / image_id
         try:
             fd = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
         try:
             if not (try_lock(fd) and is_still(tree, fd)):

@@ -303,6 +303,17 @@ def test_an_image_whose_parent_is_gone_makes_room_too(tmp_path, images):
     assert list((tmp_path / "store/trees").iterdir()) == []
 
 
+async def test_an_image_that_can_not_be_read_is_replaced(tmp_path, images):
+    made(tmp_path, images, "damaged:1", entry("x", "x"))
+    source = ImageSource.parse(f"{images.host}/damaged:1")
+    image = await store_at(tmp_path, images).prepare(source, nothing)
+    (tmp_path / "store/trees" / image.id / "image.json").write_text("")  # the machine lost power
+    store = store_at(tmp_path, images)
+    assert kept(store) == []
+    assert await store.prepare(source, nothing) == image
+    assert kept(store) == [image]
+
+
 def test_an_image_that_was_just_replaced_is_not_removed_for_the_former(tmp_path, images, monkeypatch):
     one = store_at(tmp_path, images, quota_mib=16)
     put(one, "b" * 64, 8, parent="a" * 64)
