@@ -165,6 +165,18 @@ async def test_a_configuration_that_nothing_can_start_with_is_no_image(tmp_path,
     assert (kept(store), leftovers(tmp_path)) == ([], [])
 
 
+async def test_an_image_of_another_machine_is_refused(tmp_path, images):
+    at = tmp_path / "layout"
+    layout(at, layer(entry("bin/sh", "x")), architecture="s390x")
+    archive = tmp_path / "archive.tar"
+    with tarfile.open(archive, "w") as tar:
+        tar.add(at, ".")
+    store = store_at(tmp_path, images)
+    with pytest.raises(ImageUnavailable, match="it is for 's390x', and this machine is '"):
+        await store.prepare(ImageSource.parse("oci-archive:x"), nothing, str(archive))
+    assert (kept(store), leftovers(tmp_path)) == ([], [])
+
+
 class Between:
     """What stands between a store and its registry, and lets `left` bytes of answers through before it acts.
 
