@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import stat
 import subprocess
 import sys
@@ -324,6 +325,8 @@ def uncompressed(path: str) -> Generator[IO[bytes]]:
             with gzip.open(file) as stream:
                 yield cast("IO[bytes]", stream)
         elif magic == b"\x28\xb5\x2f\xfd":
+            if shutil.which("zstd") is None:
+                raise ImageRefused("a layer needs zstd, which is not installed on the sandbox server's machine")
             with subprocess.Popen(["zstd", "-dcq", "-M64MB"], stdin=file, stdout=subprocess.PIPE) as child:
                 assert child.stdout is not None
                 try:

@@ -77,6 +77,12 @@ def test_a_layer_is_read_whatever_it_was_compressed_with(tmp_path, program):
     assert (code, said, (root / "random").stat().st_size) == (0, "", 300_000)
 
 
+def test_a_layer_that_needs_zstd_says_so_where_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, said, _ = unpacked(tmp_path, b"\x28\xb5\x2f\xfd" + bytes(100))
+    assert (code, said) == (1, "a layer needs zstd, which is not installed on the sandbox server's machine")
+
+
 def test_whiteouts_and_opaque_folders_hide_lower_layers_and_nothing_of_their_own(tmp_path):
     lower = layer(
         entry("a/one", "1"), entry("a/two", "2"), entry("b/old", "o"), entry("b/deep/old", "o"), entry("c", "c")
