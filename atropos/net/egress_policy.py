@@ -211,7 +211,7 @@ class Policy:
     def denied_names(self, port: int | None = None) -> list[str]:
         """Names denied on a port (None: on any) whose addresses must not be reached under other names either."""
         rules = [rule for rule in self.deny if rule.network is None and (port is None or rule.covers(port))]
-        return [rule.host for rule in rules if "*" not in rule.host and "." in rule.host]
+        return [rule.host for rule in rules if "*" not in rule.host and rule.host != "public"]
 
     def judge_addresses(
         self, name: str, port: int, addresses: Sequence[Address], own: frozenset[Address]

@@ -57,6 +57,7 @@ def test_a_denied_name_s_addresses_are_denied_under_other_names() -> None:
     policy = Policy.of_slots(["public"], ["nomad.example.org", "*.internal.example.org", "10.0.0.0/8"])
     assert policy.denied_names() == ["nomad.example.org"]
     assert Policy.of_slots(["public"], ["git.example.org:9418"]).denied_names(443) == []
+    assert Policy.of_slots(["10.0.0.0/8"], ["db", "public"]).denied_names() == ["db"]
     nomad = ipaddress.ip_address("93.184.215.14")
     with pytest.raises(EgressRefused, match="leads to"):
         policy.judge_addresses("other.example.org", 80, [nomad], OWN | {nomad})
