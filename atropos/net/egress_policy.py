@@ -101,7 +101,7 @@ def parse(text: str, *, field: str, ports: frozenset[int] | None = None) -> Rule
     """
     entry = text.strip().lower().rstrip(".")
     host, colon, digits = entry.rpartition(":")
-    if colon and (host.endswith("]") or ":" not in host):
+    if colon and not digits.startswith("//") and (host.endswith("]") or ":" not in host):
         if not digits.isdecimal() or not 0 < int(digits) < 65_536:
             raise ConfigError(f"{field}: {text!r}: a port is 1 to 65535")
         ports = frozenset({int(digits)})
