@@ -72,6 +72,7 @@ class ImageTree:
     def __init__(self, folder: str, max_bytes: int, max_members: int, ids: int) -> None:
         self._root = os.open(folder, _FOLDER)
         self._max_bytes, self._max_members, self._ids = max_bytes, max_members, ids
+        self._room = f"the {max_bytes >> 20} MiB that the image store has room for (image_store.quota_mib)"
         self._parent: tuple[str, int] = ("", os.dup(self._root))
         self._added: set[str] = set()
         """What the layer being unpacked holds, the folders above each included."""
@@ -144,7 +145,7 @@ class ImageTree:
 
     def _file(self, tar: tarfile.TarFile, parent: int, name: str, member: tarfile.TarInfo) -> int:
         if member.size > self._max_bytes:
-            raise ImageRefused(f"{member.name}: a file of {member.size} bytes, more than the {self._max_bytes} allowed")
+            raise ImageRefused(f"{member.name}: a file of {member.size} bytes, more than {self._room}")
         source = tar.extractfile(member)
         assert source is not None
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=parent)
@@ -292,7 +293,7 @@ class ImageTree:
     def _count(self, size: int) -> None:
         self.bytes += -(-size // BLOCK) * BLOCK
         if self.bytes > self._max_bytes:
-            raise ImageRefused(f"it unpacks to more than {self._max_bytes >> 20} MiB")
+            raise ImageRefused(f"it unpacks to more than {self._room}")
 
 
 def _write(fd: int, data: bytes) -> None:
