@@ -207,7 +207,6 @@ class ImageStore:
             )
             image = image_info(pulled, source, json.loads(said.splitlines()[-1])["bytes"])
             (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
-            _remove(work / "layout")
             os.rename(tree, self._root / "trees" / pulled.id)
             return image
 
@@ -234,7 +233,7 @@ class ImageStore:
             tree.mkdir()
             await fill(str(tree / "rootfs"))
             (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
-            self._drop(image.id)  # its parent is gone
+            await asyncio.to_thread(self._drop, image.id)  # its parent is gone
             os.rename(tree, self._root / "trees" / image.id)
             write_whole(self._root / "names" / _hash(image.source), image.id.encode())
             return image

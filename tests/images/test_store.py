@@ -328,6 +328,26 @@ def test_an_image_whose_parent_is_gone_makes_room_too(tmp_path, images):
     assert list((tmp_path / "store/trees").iterdir()) == []
 
 
+async def test_calls_of_slots_wait_for_no_removal(tmp_path, images, monkeypatch):
+    made(tmp_path, images, "quick:1", entry("x", "x"))
+    store = store_at(tmp_path, images)
+    put(store, "b" * 64, 1, parent="a" * 64)
+    removed = []
+
+    def remove(folder: Path) -> None:
+        removed.append((folder.name.partition("-")[0], threading.current_thread() is threading.main_thread()))
+        shutil.rmtree(folder)
+
+    async def fill(target: str) -> None:
+        os.mkdir(target)
+
+    monkeypatch.setattr("atropos.images.store._remove", remove)
+    await store.keep(ImageInfo(id="b" * 64, source="atropos-build:b", bytes=1), fill)
+    await store.prepare(ImageSource.parse(f"{images.host}/quick:1"), nothing)
+    pid = str(os.getpid())
+    assert removed == [("removed", False), (pid, False), (pid, False)]
+
+
 async def test_an_image_that_can_not_be_read_is_replaced(tmp_path, images):
     made(tmp_path, images, "damaged:1", entry("x", "x"))
     source = ImageSource.parse(f"{images.host}/damaged:1")
