@@ -6,6 +6,7 @@ Source: OCI image specification 1.1, image-layout, manifest and config.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,8 @@ from atropos.wire import ImageInfo
 
 MAX_JSON_BYTES = 8 << 20
 """Largest manifest or configuration that is read."""
+MACHINE = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine)
+"""This machine's architecture, as images name it."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,9 @@ def _read(layout: Path) -> PulledImage:
     config = _json(_blob(layout, manifest["config"]["digest"]))
     if config.get("os", "linux") != "linux":
         raise ValueError(f"it is for {config['os']!r}, not for Linux")
+    machine = config.get("architecture") or MACHINE
+    if machine != MACHINE:  # every program in it would end as one that can't be executed
+        raise ValueError(f"it is for {machine!r:.100}, and this machine is {MACHINE!r}")
     _check_settings(config.get("config") or {})
     diffs = [check_digest(each) for each in config["rootfs"]["diff_ids"]]
     blobs = [str(_blob(layout, layer["digest"])) for layer in manifest["layers"]]

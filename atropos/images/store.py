@@ -175,7 +175,7 @@ class ImageStore:
 
     async def _size(self, origin: str, name: str, work: Path) -> int | None:
         """Bytes of the image's layers as its manifest says them; None where it doesn't."""
-        text = await self._skopeo.run(["inspect", "--raw", origin], name, work)
+        text = await self._skopeo.run(["inspect", "--retry-times", "2", "--raw", origin], name, work)
         try:
             manifest = json.loads(text)
             if "manifests" in manifest:  # an index: which one is taken is skopeo's to know
@@ -207,7 +207,6 @@ class ImageStore:
             )
             image = image_info(pulled, source, json.loads(said.splitlines()[-1])["bytes"])
             (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
-            _remove(work / "layout")
             os.rename(tree, self._root / "trees" / pulled.id)
             return image
 
@@ -234,7 +233,7 @@ class ImageStore:
             tree.mkdir()
             await fill(str(tree / "rootfs"))
             (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
-            self._drop(image.id)  # its parent is gone
+            await asyncio.to_thread(self._drop, image.id)  # its parent is gone
             os.rename(tree, self._root / "trees" / image.id)
             write_whole(self._root / "names" / _hash(image.source), image.id.encode())
             return image
@@ -327,7 +326,12 @@ class ImageStore:
             ImageUnavailable: these leave no room at all.
         """
         quota = self._settings.quota_mib << 20
-        images = [image for tree in self._trees() if (image := self._read(tree.name)) is not None]
+        images: list[ImageInfo] = []
+        for tree in self._trees():
+            if (image := self._read(tree.name)) is not None:
+                images.append(image)
+            else:  # damaged, or another version's: nobody could use, count or replace it
+                self._drop(tree.name)
         used = sum(image.bytes for image in images) + self._claimed()
         for image in images:
             if used + wanted <= quota:
@@ -345,7 +349,7 @@ class ImageStore:
         tree = self._root / "trees" / image_id
         try:
             fd = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
         try:
             if not (try_lock(fd) and is_still(tree, fd)):

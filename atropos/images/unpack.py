@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import stat
 import subprocess
 import sys
@@ -71,6 +72,7 @@ class ImageTree:
     def __init__(self, folder: str, max_bytes: int, max_members: int, ids: int) -> None:
         self._root = os.open(folder, _FOLDER)
         self._max_bytes, self._max_members, self._ids = max_bytes, max_members, ids
+        self._room = f"the {max_bytes >> 20} MiB that the image store has room for (image_store.quota_mib)"
         self._parent: tuple[str, int] = ("", os.dup(self._root))
         self._added: set[str] = set()
         """What the layer being unpacked holds, the folders above each included."""
@@ -143,7 +145,7 @@ class ImageTree:
 
     def _file(self, tar: tarfile.TarFile, parent: int, name: str, member: tarfile.TarInfo) -> int:
         if member.size > self._max_bytes:
-            raise ImageRefused(f"{member.name}: a file of {member.size} bytes, more than the {self._max_bytes} allowed")
+            raise ImageRefused(f"{member.name}: a file of {member.size} bytes, more than {self._room}")
         source = tar.extractfile(member)
         assert source is not None
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=parent)
@@ -160,7 +162,7 @@ class ImageTree:
         return fd
 
     def _link(self, parent: int, name: str, member: tarfile.TarInfo) -> None:
-        target = _checked(member.linkname)
+        target = _checked(member.linkname.lstrip("/"))  # kaniko's begin at the image's root
         where, _, last = target.rpartition("/")
         source = self._open(where)
         try:
@@ -291,7 +293,7 @@ class ImageTree:
     def _count(self, size: int) -> None:
         self.bytes += -(-size // BLOCK) * BLOCK
         if self.bytes > self._max_bytes:
-            raise ImageRefused(f"it unpacks to more than {self._max_bytes >> 20} MiB")
+            raise ImageRefused(f"it unpacks to more than {self._room}")
 
 
 def _write(fd: int, data: bytes) -> None:
@@ -324,6 +326,8 @@ def uncompressed(path: str) -> Generator[IO[bytes]]:
             with gzip.open(file) as stream:
                 yield cast("IO[bytes]", stream)
         elif magic == b"\x28\xb5\x2f\xfd":
+            if shutil.which("zstd") is None:
+                raise ImageRefused("a layer needs zstd, which is not installed on the sandbox server's machine")
             with subprocess.Popen(["zstd", "-dcq", "-M64MB"], stdin=file, stdout=subprocess.PIPE) as child:
                 assert child.stdout is not None
                 try:

@@ -232,7 +232,7 @@ class _Unauthenticated(asyncio.Protocol):
             self._http.connection_made(transport)
             self._http.data_received(_without_body(request))
         else:
-            self._answer(401, self._admission.refusal)
+            self._answer(401, b"" if request.method == b"HEAD" else self._admission.refusal)
         self._received.clear()
 
     def _answer(self, status: int, body: bytes) -> None:

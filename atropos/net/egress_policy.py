@@ -101,7 +101,7 @@ def parse(text: str, *, field: str, ports: frozenset[int] | None = None) -> Rule
     """
     entry = text.strip().lower().rstrip(".")
     host, colon, digits = entry.rpartition(":")
-    if colon and (host.endswith("]") or ":" not in host):
+    if colon and not digits.startswith("//") and (host.endswith("]") or ":" not in host):
         if not digits.isdecimal() or not 0 < int(digits) < 65_536:
             raise ConfigError(f"{field}: {text!r}: a port is 1 to 65535")
         ports = frozenset({int(digits)})
@@ -211,7 +211,7 @@ class Policy:
     def denied_names(self, port: int | None = None) -> list[str]:
         """Names denied on a port (None: on any) whose addresses must not be reached under other names either."""
         rules = [rule for rule in self.deny if rule.network is None and (port is None or rule.covers(port))]
-        return [rule.host for rule in rules if "*" not in rule.host and "." in rule.host]
+        return [rule.host for rule in rules if "*" not in rule.host and rule.host != "public"]
 
     def judge_addresses(
         self, name: str, port: int, addresses: Sequence[Address], own: frozenset[Address]

@@ -108,3 +108,16 @@ async def test_the_origin_is_asked_what_was_written(path):
         await answer(reader)
         wanted = path.partition("#")[0]
         assert asked == [f"GET {wanted if wanted.startswith('/') else '/' + wanted} HTTP/1.1".encode()]
+
+
+async def test_a_name_server_that_fails_refuses_nothing(monkeypatch):
+    """Programs try a 502 again, and take a 403 for the last word."""
+
+    def fails(_name: str, _port: int) -> list[Address]:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr("atropos.sandbox.programs.egress_proxy._addresses", fails)
+    async with proxied() as (_, port, _, _), asyncio.timeout(20):
+        reader, _ = await ask(port, "http://files.example.org/")
+        said = (await answer(reader)).decode().splitlines()
+    assert said[0].startswith("HTTP/1.1 502 egress: files.example.org has no address (Temporary failure")

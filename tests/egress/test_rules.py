@@ -6,6 +6,7 @@ import ipaddress
 
 import pytest
 
+from atropos.errors import ConfigError
 from atropos.net.egress_policy import EgressRefused, Policy, is_public, literal
 
 OWN = frozenset({ipaddress.ip_address("93.184.215.1"), ipaddress.ip_address("2606:4700:10::1")})
@@ -57,6 +58,7 @@ def test_a_denied_name_s_addresses_are_denied_under_other_names() -> None:
     policy = Policy.of_slots(["public"], ["nomad.example.org", "*.internal.example.org", "10.0.0.0/8"])
     assert policy.denied_names() == ["nomad.example.org"]
     assert Policy.of_slots(["public"], ["git.example.org:9418"]).denied_names(443) == []
+    assert Policy.of_slots(["10.0.0.0/8"], ["db", "public"]).denied_names() == ["db"]
     nomad = ipaddress.ip_address("93.184.215.14")
     with pytest.raises(EgressRefused, match="leads to"):
         policy.judge_addresses("other.example.org", 80, [nomad], OWN | {nomad})
@@ -124,3 +126,17 @@ def test_a_denied_network_wins_over_a_named_host():
     policy = Policy.of_slots(["mirror.corp"], ["10.0.0.0/8"])
     with pytest.raises(EgressRefused):
         policy.judge_addresses("mirror.corp", 80, [MIRROR], OWN)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("https://pypi.org", "is not 'public', a host name"),
+        ("http://pypi.org:80/", "is not 'public', a host name"),
+        ("pypi.org:https", "a port is 1 to 65535"),
+        ("pypi.org:65536", "a port is 1 to 65535"),
+    ],
+)
+def test_an_entry_that_is_no_rule_says_what_would_be_one(entry: str, words: str):
+    with pytest.raises(ConfigError, match=f"egress_allow: '{entry}'.* {words}"):
+        Policy.of_slots([entry])

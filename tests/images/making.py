@@ -9,6 +9,8 @@ import json
 import tarfile
 from pathlib import Path
 
+from atropos.images.layout import MACHINE
+
 
 def entry(
     name: str,
@@ -50,7 +52,9 @@ def layer(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
     return out.getvalue()
 
 
-def layout(at: Path, *layers: bytes, config: dict | None = None, compress: bool = True) -> str:
+def layout(
+    at: Path, *layers: bytes, config: dict | None = None, compress: bool = True, architecture: str = MACHINE
+) -> str:
     """An OCI layout with one image in the folder `at`; returns the image's id."""
     blobs = at / "blobs" / "sha256"
     blobs.mkdir(parents=True)
@@ -62,7 +66,7 @@ def layout(at: Path, *layers: bytes, config: dict | None = None, compress: bool 
 
     diffs = [f"sha256:{hashlib.sha256(each).hexdigest()}" for each in layers]
     made = {
-        "architecture": "amd64",
+        "architecture": architecture,
         "os": "linux",
         "config": config or {},
         "rootfs": {"type": "layers", "diff_ids": diffs},

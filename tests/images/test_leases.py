@@ -104,6 +104,13 @@ async def test_commands_run_as_the_images_user_unless_they_name_one(tmp_path):
         assert (await slot.exec("id -u", user="root")).output == "0\n"
 
 
+async def test_input_of_any_length_needs_no_bash(tmp_path):
+    busybox_image(tmp_path / "layout")
+    async with pool_for(tmp_path) as pool, pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
+        for command in ("/bin/busybox wc -c", ["/bin/busybox", "wc", "-c"]):
+            assert (await slot.exec(command, stdin=bytes(5 << 20))).output == f"{5 << 20}\n"
+
+
 async def test_a_layout_of_several_images_is_asked_for_by_name(tmp_path):
     at, manifests = tmp_path / "layout", []
     for name in ("first", "second"):

@@ -165,6 +165,18 @@ async def test_a_configuration_that_nothing_can_start_with_is_no_image(tmp_path,
     assert (kept(store), leftovers(tmp_path)) == ([], [])
 
 
+async def test_an_image_of_another_machine_is_refused(tmp_path, images):
+    at = tmp_path / "layout"
+    layout(at, layer(entry("bin/sh", "x")), architecture="s390x")
+    archive = tmp_path / "archive.tar"
+    with tarfile.open(archive, "w") as tar:
+        tar.add(at, ".")
+    store = store_at(tmp_path, images)
+    with pytest.raises(ImageUnavailable, match="it is for 's390x', and this machine is '"):
+        await store.prepare(ImageSource.parse("oci-archive:x"), nothing, str(archive))
+    assert (kept(store), leftovers(tmp_path)) == ([], [])
+
+
 class Between:
     """What stands between a store and its registry, and lets `left` bytes of answers through before it acts.
 
@@ -177,6 +189,7 @@ class Between:
 
     def __init__(self, host: str, left: int | None, *, cuts: bool = True, pause_s: float = 0.0) -> None:
         self.target, self.left, self.cuts, self.pause_s = host.split(":"), left, cuts, pause_s
+        self.spoiled = 0
         self.auth_file = None
 
     async def __aenter__(self) -> Self:
@@ -203,6 +216,7 @@ class Between:
                 await writer.drain()
                 await asyncio.sleep(self.pause_s)
                 if self.left == 0:
+                    self.spoiled += 1
                     await asyncio.sleep(0 if self.cuts else 60)
                     break
         asking.cancel()
@@ -221,6 +235,17 @@ async def test_a_connection_that_is_cut_or_falls_silent_is_a_typed_error(tmp_pat
         assert (kept(store), leftovers(tmp_path)) == ([], [])
         between.left = None
         assert (await store.prepare(ImageSource.parse(f"{between.host}/far:1"), nothing)).bytes >= 300_000
+
+
+async def test_a_registry_that_is_away_for_a_moment_is_asked_again(tmp_path, images):
+    made(tmp_path, images, "again:1", entry("x", "x"))
+    async with Between(images.host, 0) as between:
+        source = ImageSource.parse(f"{between.host}/again:1")
+        preparing = asyncio.create_task(store_at(tmp_path, between).prepare(source, nothing))
+        await until(lambda: between.spoiled, "the first question")
+        await asyncio.sleep(0.5)  # all that skopeo asks before it pauses for a second
+        between.left = None
+        assert (await preparing).bytes > 0
 
 
 async def test_a_slow_registry_gives_a_whole_image(tmp_path, images):
@@ -301,6 +326,37 @@ def test_an_image_whose_parent_is_gone_makes_room_too(tmp_path, images):
     assert kept(store) == []
     assert store.make_room(10 << 20) == 16 << 20
     assert list((tmp_path / "store/trees").iterdir()) == []
+
+
+async def test_calls_of_slots_wait_for_no_removal(tmp_path, images, monkeypatch):
+    made(tmp_path, images, "quick:1", entry("x", "x"))
+    store = store_at(tmp_path, images)
+    put(store, "b" * 64, 1, parent="a" * 64)
+    removed = []
+
+    def remove(folder: Path) -> None:
+        removed.append((folder.name.partition("-")[0], threading.current_thread() is threading.main_thread()))
+        shutil.rmtree(folder)
+
+    async def fill(target: str) -> None:
+        os.mkdir(target)
+
+    monkeypatch.setattr("atropos.images.store._remove", remove)
+    await store.keep(ImageInfo(id="b" * 64, source="atropos-build:b", bytes=1), fill)
+    await store.prepare(ImageSource.parse(f"{images.host}/quick:1"), nothing)
+    pid = str(os.getpid())
+    assert removed == [("removed", False), (pid, False), (pid, False)]
+
+
+async def test_an_image_that_can_not_be_read_is_replaced(tmp_path, images):
+    made(tmp_path, images, "damaged:1", entry("x", "x"))
+    source = ImageSource.parse(f"{images.host}/damaged:1")
+    image = await store_at(tmp_path, images).prepare(source, nothing)
+    (tmp_path / "store/trees" / image.id / "image.json").write_text("")  # the machine lost power
+    store = store_at(tmp_path, images)
+    assert kept(store) == []
+    assert await store.prepare(source, nothing) == image
+    assert kept(store) == [image]
 
 
 def test_an_image_that_was_just_replaced_is_not_removed_for_the_former(tmp_path, images, monkeypatch):

@@ -124,7 +124,7 @@ class Proxy:
         places = asyncio.Semaphore(LOOKUPS)
         while names := self.policy.denied_names():
             for name in names:
-                with contextlib.suppress(EgressRefused, TimeoutError):
+                with contextlib.suppress(OSError):
                     self._denied[name] = frozenset(await self._resolve(places, name, 443))
             await asyncio.sleep(_DENIED_S)
 
@@ -140,8 +140,8 @@ class Proxy:
             work.add_done_callback(lambda _: loop.call_soon_threadsafe(places.release))
             try:
                 return await asyncio.wrap_future(work)
-            except socket.gaierror as error:
-                raise EgressRefused(f"{name} has no address ({error.strerror})") from None
+            except socket.gaierror as error:  # no rule's refusal, so that programs which try a 502 again do
+                raise OSError(f"{name} has no address ({error.strerror})") from None
 
     # ------------------------------------------------------------------------------------------------------ one client
 

@@ -144,7 +144,7 @@ def _write_folder(path: Path, file: IO[bytes]) -> None:
                 tar.add(each, str(each.relative_to(path)), recursive=False)
         layer.seek(0)
         diff = hashlib.file_digest(layer, "sha256").hexdigest()
-        config = {"architecture": "amd64", "os": "linux", "config": {}}
+        config = {"os": "linux", "config": {}}
         described = json.dumps({**config, "rootfs": {"type": "layers", "diff_ids": [f"sha256:{diff}"]}}).encode()
         name = f"{hashlib.sha256(described).hexdigest()}.json"
         manifest = [{"Config": name, "RepoTags": [], "Layers": [f"{diff}/layer.tar"]}]

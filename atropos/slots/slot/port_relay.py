@@ -113,12 +113,13 @@ class Relay:
         """Do what a frame says."""
         if kind == b"O":
             peer = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+            self.add(number, peer)
             try:
                 peer.connect((LOOPBACK, self.port))
+            except BlockingIOError:
+                pass  # a service whose queue is full takes it later
             except OSError:
-                self.emit(b"C", number)
-                return
-            self.add(number, peer)
+                self.drop(self.by_number[number])
             return
         connection = self.by_number.get(number)
         if connection is None:

@@ -26,7 +26,7 @@ BUFFER_BYTES = 1024 * 1024
 MAX_CONNECTIONS = 4096
 """More than the relay has open at once, those that have ended there and not here among them."""
 FORGED = "a program of the slot has written into the port relay's output, and the forward has ended"
-_PROGRAM = Path(__file__).with_name("port_relay.py").read_text()
+PROGRAM = Path(__file__).with_name("port_relay.py").read_text()
 
 
 @dataclass
@@ -97,7 +97,7 @@ class PortForward:
 
     @classmethod
     async def _start(cls, slot: Slot, mode: Literal["listen", "connect"], port: int, target: int | None) -> Self:
-        command = (*SLOT_PYTHON, "-c", _PROGRAM, mode, str(port))
+        command = (*SLOT_PYTHON, "-c", PROGRAM, mode, str(port))
         process = await slot.start(command, user="0:0", split=True, hold=True, buffer_bytes=BUFFER_BYTES)
         self = cls(process, target)
         try:

@@ -139,7 +139,8 @@ def one_command(command: str | Sequence[str]) -> wire.CommandOrArgv:
     return command if isinstance(command, str) else tuple(command)
 
 
-def reading(path: str, command: str | Sequence[str]) -> tuple[str, ...]:
-    """The arguments that run a command with a file as its stdin."""
-    argv = ("/bin/bash", "-c", command) if isinstance(command, str) else tuple(command)
-    return ("/bin/sh", "-c", f'exec <{path} "$@"', "sh", *argv)
+def reading(path: str, command: str | Sequence[str]) -> wire.CommandOrArgv:
+    """The command that runs another one with a file as its stdin."""
+    if isinstance(command, str):
+        return f"exec <{path}; {command}"
+    return ("/bin/sh", "-c", f'exec <{path} "$@"', "sh", *command)

@@ -85,6 +85,12 @@ async def test_anything_else_is_refused_before_the_server_hears_of_it(head):
     assert it.seen == []
 
 
+async def test_a_request_for_a_head_is_refused_without_a_body():
+    async with site() as it:
+        answer = await it.send(b"HEAD /x HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (answer[:13], answer[-4:], it.seen) == (b"HTTP/1.1 401 ", b"\r\n\r\n", [])
+
+
 async def test_the_refusal_of_a_long_body_is_read_by_its_sender():
     async with site() as it:
         head = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 20000000\r\n\r\n"

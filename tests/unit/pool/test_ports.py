@@ -1,11 +1,14 @@
-"""What a program of the slot can do by writing into a port relay's output, which it may: both run as the slot's root."""
+"""The port relay by itself, and what a program of the slot can do by writing into its output, which it may: both run as the
+slot's root."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import sys
 
-from atropos.slots.slot.ports import READ_BYTES, PortForward
+from atropos.slots.slot.ports import PROGRAM, READ_BYTES, PortForward
 from tests.waiting import SLOWNESS, until
 
 
@@ -98,3 +101,23 @@ async def test_a_frame_longer_than_any_of_the_relay_s_ends_the_forward():
     async with await PortForward.to_slot(OneRelay(relay), 9) as forward:
         relay.says.put_nowait(b"D" + bytes(4) + (READ_BYTES + 1).to_bytes(4))
         await ended(forward)
+
+
+async def test_a_service_whose_queue_is_full_holds_up_no_connection_that_it_has_taken():
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as service, contextlib.ExitStack() as taken:
+        service.setblocking(False)
+        command = (sys.executable, "-c", PROGRAM, "connect", str(service.getsockname()[1]))
+        relay = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1)
+        said = set[bytes]()
+        try:
+            async with asyncio.timeout(20 * SLOWNESS):
+                for kind in (b"O", b"D"):
+                    relay.stdin.write(b"".join(frame(kind, n, b"%d" % n if kind == b"D" else b"") for n in range(8)))
+                for _ in range(8):
+                    peer = taken.enter_context((await loop.sock_accept(service))[0])
+                    said.add(await loop.sock_recv(peer, 10))
+        finally:
+            relay.kill()
+            await relay.communicate()
+    assert said == {b"%d" % n for n in range(8)}

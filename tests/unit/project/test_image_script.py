@@ -90,6 +90,12 @@ def test_debootstrap_is_installed_where_no_registry_gives_debian(tmp_path: Path)
     assert "is built" in done.stdout
 
 
+def test_the_image_has_every_program_that_its_server_runs() -> None:
+    base = (ROOT / "docker/sandbox/base.Dockerfile").read_text()
+    packages = base.split("--no-install-recommends")[-1].split(";")[0].split()
+    assert {"bubblewrap", "skopeo", "zstd"} <= set(packages)
+
+
 def test_the_image_has_every_module_that_its_server_imports(tmp_path: Path) -> None:
     script = (ROOT / "docker/sandbox/build.sh").read_text()
     listed = re.search(r"sources < <\(find (.*) -name", script)
