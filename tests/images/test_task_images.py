@@ -274,8 +274,11 @@ async def test_what_is_copied_from_a_stage_is_what_docker_would_copy(tmp_path):
         )
         async with working_on(pool, TaskImages(pool), load_task(tmp_path / "task")) as other:
             assert (await other.exec("cd /excluded; find . -type f")).output == "./keep.txt\n"
-        absent = make(tmp_path / "absent", "FROM debian AS made\nFROM debian\nCOPY --from=made /d/x* /x\n")
-        with pytest.raises(TaskBroken, match=r"COPY --from: /d/x\*: is not in the stage"):
+        none = "FROM debian AS made\nRUN touch /y\nFROM debian\nCOPY --from=made /d/x* /x\nCOPY --from=made /y /d/x* /to/\nCOPY x* /x\n"
+        async with working_on(pool, TaskImages(pool), make(tmp_path / "none", none)) as third:
+            assert (await third.exec("ls /to; [ -e /x ] || echo none")).output == "y\nnone\n"
+        absent = make(tmp_path / "absent", "FROM debian AS made\nFROM debian\nCOPY --from=made /d/x /x\n")
+        with pytest.raises(TaskBroken, match=r"COPY --from: /d/x: is not in the stage"):
             await TaskImages(pool).prepare(absent)
 
 

@@ -101,10 +101,7 @@ async def _named(slot: Slot, pattern: str) -> list[str]:
     if result.exit_code != 0 or result.truncated:
         raise command_failure(f"listing the names of {pattern}", result)
     plain = (name for name in result.output.splitlines() if posixpath.normpath(name) == name)
-    names = [name for name in plain if all(map(fnmatch.fnmatchcase, name.split("/"), parts))]
-    if not names:
-        raise TaskBroken(f"{pattern}: is not in the stage")
-    return sorted(names)
+    return sorted(name for name in plain if all(map(fnmatch.fnmatchcase, name.split("/"), parts)))
 
 
 async def _archive(slot: Slot, path: str) -> IO[bytes]:

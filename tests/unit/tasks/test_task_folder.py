@@ -202,7 +202,7 @@ def test_the_ignore_file_and_exclusions_leave_files_behind(folder):
     assert sorted(unpacked(folder, kept)) == ["/kept/b.sh"], "a pattern speaks of the names in the source"
     assert sorted(unpacked(folder, named)) == ["/named/a.txt"]
     assert sorted(unpacked(folder, found)) == ["/found/a.txt", "/found/keep.log"]
-    for source in ("b.log", "b.*", "--exclude=*.txt a.txt"):
+    for source in ("b.log", "--exclude=*.txt a.txt"):
         with pytest.raises(ConfigError, match=r"is left out by \.dockerignore or --exclude"):
             recipe_of(folder, f"FROM debian\nCOPY {source} /\n")
 
@@ -255,6 +255,17 @@ def test_a_pattern_matches_leading_dots_and_a_caret_negates(folder):
     every, rest = recipe_of(folder, "FROM debian\nCOPY * /all/\nADD [^.Da]* /rest/\n").steps
     assert {"/all/.hidden", "/all/a.txt"} < set(unpacked(folder, every))
     assert (rest.sources, sorted(unpacked(folder, rest))) == (("sub",), ["/rest/b.sh"])
+
+
+def test_a_pattern_may_match_nothing_and_two_stars_are_one(folder):
+    (folder / "environment/sub/deep").mkdir()
+    (folder / "environment/sub/deep/c.txt").write_text("")
+    some, below, none = recipe_of(
+        folder, "FROM debian\nCOPY a.txt lock* /x/\nCOPY sub/** /y/\nADD l** /z/\nCOPY l** /z/"
+    ).steps
+    assert sorted(unpacked(folder, some)) == ["/x/a.txt"]
+    assert sorted(unpacked(folder, below)) == ["/y/b.sh", "/y/c.txt"], "with Docker, a folder's content"
+    assert unpacked(folder, none) == {}
 
 
 def test_mounts_are_there_for_one_command(folder):
