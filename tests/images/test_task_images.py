@@ -373,6 +373,19 @@ async def test_a_separate_verifier_needs_no_more_than_busybox(tmp_path):
         assert (await workspace.verify(slot, prepared.task, fresh=fresh)).reward == 1.0
 
 
+async def test_what_listens_stays_for_the_tests_on_an_image_without_python(tmp_path):
+    busybox_image(tmp_path / "layout")
+    test = '[ "$(busybox wget -qO- 127.0.0.1:8123/text)" = hello ] && ! busybox ps | busybox grep -q "sleep 100[0]"'
+    task = make(
+        tmp_path / "task",
+        toml=f'[environment]\ndocker_image = "oci:{tmp_path}/layout:image"\n',
+        files={"tests/test.sh": f"#!/bin/sh\n{test} && echo 1 > /logs/verifier/reward.txt\n"},
+    )
+    async with pool_for(tmp_path) as pool, working_on(pool, TaskImages(pool), task) as slot:
+        await slot.exec("busybox httpd -p 127.0.0.1:8123 -h /srv/app; busybox sleep 1000 >/dev/null 2>&1 &")
+        assert (await workspace.verify(slot, task, mode="shared")).reward == 1.0
+
+
 async def test_an_address_is_fetched_from_where_egress_allows_and_checked(tmp_path):
     good = f"sha256:{hashlib.sha256(b'fetched').hexdigest()}"
     step = Download("http://localhost:8000/name.bin", "/srv/name.bin", good, owner="7:8")
