@@ -245,3 +245,12 @@ def test_a_manifests_digests_are_checked(tmp_path):
         dataset_folders(tmp_path, "org/set")
     with pytest.raises(ConfigError, match="it is org/set@2"):
         dataset_folders(tmp_path, "org/other")
+
+
+@pytest.mark.parametrize("name", ["dataset.toml", "registry.json"])
+@pytest.mark.parametrize("content", [b"\xff", b"x = " + b"[" * 3000])
+def test_a_data_set_that_cannot_be_read_is_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=name) as refused:
+        dataset_folders(tmp_path, "org/set")
+    assert "\n" not in str(refused.value)

@@ -44,6 +44,19 @@ def parse_yaml(text: str) -> object:
         raise ValueError(str(error)) from None
 
 
+def read_toml(path: Path, cure: str) -> dict[str, object]:
+    """The table that a TOML file holds.
+
+    Raises:
+        ConfigError: it is missing or can't be read.
+    """
+    text = read_text(path, cure)
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from None
+
+
 def read_instruction(path: Path) -> str:
     """The prompt.
 
@@ -85,11 +98,7 @@ def read_config(path: Path) -> TaskConfig:
     Raises:
         ConfigError: it can't be read, or holds what no slot can honour.
     """
-    text = read_text(path, 'the smallest one is the line version = "1.0"')
-    try:
-        raw = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not TOML: {error}") from None
+    raw = read_toml(path, 'the smallest one is the line version = "1.0"')
     try:
         config = TaskConfig.model_validate(raw)
     except ValidationError as error:
