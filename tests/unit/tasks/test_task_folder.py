@@ -417,6 +417,19 @@ def test_windows_line_ends_and_byte_order_marks_are_read_and_scripts_that_cannot
         load_task(folder)
 
 
+def test_a_task_that_goes_on_from_an_earlier_conversation_is_refused(folder):
+    (folder / "trajectory.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"trajectory\.json: no agent is given an earlier conversation"):
+        load_task(folder)
+    (folder / "task.toml").write_text("[[steps]]\nname = 'one'\n[[steps]]\nname = 'two'")
+    for name in ("one", "two"):
+        (folder / "steps" / name).mkdir(parents=True)
+        (folder / "steps" / name / "instruction.md").write_text("Do.")
+        (folder / "steps" / name / "trajectory.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"steps/one/trajectory\.json"):
+        load_task(folder)
+
+
 def test_no_model_reads_the_canary_of_a_published_instruction(folder):
     (folder / "instruction.md").write_text("<!-- harbor-canary GUID 1 -->\n# CANARY 2\n\n# Title\nNo canary.\n")
     assert load_task(folder).instruction == "# Title\nNo canary."
