@@ -137,6 +137,9 @@ def test_an_agent_of_ones_own_is_run_and_the_table_is_printed(tmp_path):
     assert "1 tasks: 1 sound" in out
     code, _, told = run(tmp_path / "tasks", "--agent", "script")
     assert (code, "--script FILE" in told) == (2, True)
+    for option, at in (("--script", "absent.sh"), ("--html", "absent/page.html"), ("--html", "tasks")):
+        code, _, told = run(tmp_path / "tasks", option, tmp_path / at)
+        assert (code, option in told, "Traceback" in told) == (2, True, False), "and nothing was run for it"
 
 
 def test_tests_find_what_a_verifier_layer_has(tmp_path):
