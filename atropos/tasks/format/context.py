@@ -12,7 +12,7 @@ from e2b_dockerfile_utils import PatternMatcher
 
 from atropos.errors import ConfigError
 
-_NEVER = ("__pycache__", ".DS_Store")
+NEVER = ("__pycache__", ".DS_Store")
 """Files that tools leave on an author's machine."""
 _WILD = re.compile(r"[*?\[]")
 
@@ -72,7 +72,8 @@ class Context:
 
     def _glob(self, pattern: str) -> list[Path]:
         # with Docker, `**` is no more than `*`
-        return sorted(self.folder.glob(re.sub(r"\*+", "*", pattern.replace("[^", "[!"))))
+        found = self.folder.glob(re.sub(r"\*+", "*", pattern.replace("[^", "[!")))
+        return sorted(path for path in found if path.name not in NEVER)
 
     def followed(self, path: Path) -> Path:
         """Where a COPY source is once its links are followed: as Docker has it, what a link names is copied.
@@ -114,7 +115,7 @@ class Context:
 def walk(folder: Path) -> Iterator[tuple[str, Path]]:
     """(name from there, path) of all below a folder, folders before what is in them."""
     for root, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in _NEVER)
-        for name in sorted([*folders, *(file for file in files if file not in _NEVER)]):
+        folders[:] = sorted(name for name in folders if name not in NEVER)
+        for name in sorted([*folders, *(file for file in files if file not in NEVER)]):
             path = Path(root, name)
             yield path.relative_to(folder).as_posix(), path

@@ -75,6 +75,19 @@ def test_files_land_in_the_workspace_with_their_modes(folder):
     }
 
 
+def test_files_that_an_authors_tools_leave_never_come_into_a_slot(folder):
+    every = load_task(folder).recipe.steps[-1]
+    wanted = unpacked(folder, every)
+    for name in (".DS_Store", "__pycache__/a.pyc", "sub/.DS_Store", "sub/__pycache__/b.pyc"):
+        (folder / "environment" / name).parent.mkdir(exist_ok=True)
+        (folder / "environment" / name).write_text("")
+    every = load_task(folder).recipe.steps[-1]
+    assert unpacked(folder, every) == wanted
+    starred, below = recipe_of(folder, "FROM debian\nCOPY * /x/\nCOPY sub/* /y/\n").steps
+    assert sorted(unpacked(folder, starred)) == ["/x/Dockerfile", "/x/a.txt", "/x/b.sh"]
+    assert sorted(unpacked(folder, below)) == ["/y/b.sh"]
+
+
 def test_setup_runs_in_the_workspace_and_is_no_part_of_it(folder):
     (folder / "environment/setup.sh").write_text("touch made")
     task = load_task(folder)
