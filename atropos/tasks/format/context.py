@@ -33,7 +33,7 @@ class Context:
         """
         for name in ("Dockerfile.dockerignore", ".dockerignore"):
             if (folder / name).is_file():
-                lines = (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
+                lines = (folder / name).read_text(encoding="utf-8-sig", errors="replace").splitlines()
                 patterns = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
                 try:
                     PatternMatcher(list(patterns))

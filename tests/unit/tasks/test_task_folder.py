@@ -202,7 +202,7 @@ def test_the_ignore_file_and_exclusions_leave_files_behind(folder):
         (folder / "environment" / name).parent.mkdir(exist_ok=True)
         (folder / "environment" / name).write_text("x")
     (folder / "environment/.dockerignore").write_text(
-        "# no logs\n**/*.log\n!keep.log\nsecret\nDockerfile\n.dockerignore\n"
+        "\ufeffsecret\n# no logs\n**/*.log\n!keep.log\nDockerfile\n.dockerignore\n"
     )
     recipe = recipe_of(
         folder,
