@@ -371,7 +371,7 @@ class _Reader:
         known = dict.fromkeys(("chown", "chmod", "link", "exclude", "checksum"), "")
         flags = self._flags(instruction, {**known, "keep-git-dir": "clone with RUN"})
         sources = [self._word(word, stage) for word in instruction.args[:-1]]
-        if any(re.match(r"https?://", word) and not word.endswith(".git") for word in sources):
+        if any(re.match(r"https?://(?!\S*\.git(#|$))", word) for word in sources):
             self._download(instruction, stage, flags, sources)
             return
         if any(re.match(r"[a-z][a-z0-9+.-]*://|git@", word) for word in sources):

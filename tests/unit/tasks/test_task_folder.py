@@ -296,6 +296,7 @@ def test_mounts_are_there_for_one_command(folder):
         ("FROM a b", ":1: FROM a b"),
         ("FROM --platform=linux/arm64 a", "--platform=linux/arm64"),
         ("FROM a\nADD git@host:x.git /y", ":2: ADD of a repository"),
+        ("FROM a\nADD https://host/x.git#main /y", ":2: ADD of a repository"),
         ("FROM a\nADD --checksum=sha256:0 x /y", "--checksum"),
         ("FROM a\nENV A", "ENV must have two arguments"),
         ("FROM a\nUSER", "USER needs exactly one value"),
