@@ -10,6 +10,7 @@ import posixpath
 import re
 import shlex
 import tarfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -446,4 +447,10 @@ def _content(document: DockerfileHeredoc) -> str:
 
 
 def _is_archive(path: Path) -> bool:
-    return path.is_file() and tarfile.is_tarfile(path)
+    if not path.is_file():
+        return False
+    try:
+        with tarfile.open(path) as archive:
+            return archive.next() is not None  # as with Docker: a disk image that begins with zeros is none
+    except (tarfile.TarError, EOFError, zlib.error):
+        return False

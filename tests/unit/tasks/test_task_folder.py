@@ -261,6 +261,11 @@ def test_an_archive_that_is_added_is_unpacked(folder):
     assert plain == Copy(("a.txt",), "/opt/it/")
     (left,) = recipe_of(folder, "FROM debian\nADD --exclude=*.gz [ax]* /opt/it/\n").steps
     assert left.sources == ("a.txt",)
+    packed = (folder / "environment/x.tar.gz").read_bytes()
+    (folder / "environment/disk.img").write_bytes(bytes(2048) + b"a file system")
+    (folder / "environment/torn.tar.gz").write_bytes(packed[: len(packed) // 2])
+    (as_they_are,) = recipe_of(folder, "FROM debian\nADD disk.img torn.tar.gz /opt/it/\n").steps
+    assert (as_they_are.sources, as_they_are.unpack) == (("disk.img", "torn.tar.gz"), False)
 
 
 def test_a_pattern_matches_leading_dots_and_a_caret_negates(folder):
