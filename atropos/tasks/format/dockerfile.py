@@ -166,7 +166,7 @@ class _Reader:
     def _from(self, instruction: DockerfileInstruction) -> None:
         flags = self._flags(instruction, {"platform": ""})
         platform = self._word(flags["platform"][-1]) if "platform" in flags else "linux/amd64"
-        if platform not in {"linux/amd64", ""}:
+        if platform not in {"linux/amd64", "linux/x86_64", ""}:  # one platform: containerd knows both names
             raise self._refusal(f"--platform={platform}: slots are linux/amd64; remove the flag")
         words = [self._word(word) for word in instruction.args]
         if len(words) not in {1, 3} or (len(words) == 3 and words[1].upper() != "AS") or not words[0]:

@@ -151,6 +151,11 @@ def test_variables_are_replaced_as_the_reference_says(folder):
     assert run == Run("/bin/sh -c 'echo $NAME'", StepSettings("/srv/x", {"VERSION": "12", "PLACE": "/srv", **env}))
 
 
+@pytest.mark.parametrize("platform", ["linux/amd64", "linux/x86_64", "$BUILDPLATFORM"])
+def test_a_from_may_name_the_platform_that_slots_have(folder, platform):
+    assert recipe_of(folder, f"FROM --platform={platform} debian\n").image == "debian"
+
+
 def test_users_and_shells_hold_for_what_follows_and_a_containers_start_has_no_effect(folder):
     recipe = recipe_of(
         folder,
