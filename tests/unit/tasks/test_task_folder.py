@@ -516,10 +516,10 @@ def test_folders_without_tasks_and_patterns_without_match_are_named(folder, tmp_
 def test_older_spellings_and_empty_forms_are_read(folder):
     (folder / "task.toml").write_text(
         'schema_version = "1.1"\n[task]\nname = "org/demo"\n[environment]\nmemory = "2G"\nstorage = "512M"\n'
-        "mcp_servers = []\ncpus = 2\n[environment.env]\n[verifier.env]\nA = 'b'\n[solution.env]\n"
+        "mcp_servers = []\ndocker_image = ''\ncpus = 2\n[environment.env]\n[verifier.env]\nA = 'b'\n[solution.env]\n"
     )
     task = load_task(folder)
-    assert task.config.environment.memory_mb == 2048
+    assert (task.config.environment.memory_mb, task.config.environment.docker_image) == (2048, None)
     assert task.config.environment.storage_mb == 512
     assert task.config.verifier.env == {"A": "b"}
     found = fit(task, Room(memory_mib=1024, disk_mib=256, cpus=1), images=(), policy="refuse")
