@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from atropos.errors import ConfigError
 from atropos.tasks.format.config import TaskConfig, explained
 
-_CANARY = re.compile(r"(\s*(<!--[^\n]*canary[^\n]*-->|#[^\n]*canary[^\n]*)\s*(\n|$))+", re.IGNORECASE)
+_CANARY = re.compile(r"\A\s*((<!--[^\n]*canary[^\n]*-->|#[^\n]*canary[^\n]*)[ \t]*(\n|\Z))+", re.IGNORECASE)
 """Marks at the head of published instructions, which no model is shown."""
 
 
@@ -63,7 +63,7 @@ def read_instruction(path: Path) -> str:
     Raises:
         ConfigError: there is none.
     """
-    text = _CANARY.sub("", read_text(path, "say there what the agent is to do"), count=1).strip()
+    text = _CANARY.sub("", read_text(path, "say there what the agent is to do")).strip()
     if not text:
         raise ConfigError(f"{path}: is empty; describe the agent's task in it")
     return text

@@ -457,6 +457,10 @@ def test_a_task_that_goes_on_from_an_earlier_conversation_is_refused(folder):
 def test_no_model_reads_the_canary_of_a_published_instruction(folder):
     (folder / "instruction.md").write_text("<!-- harbor-canary GUID 1 -->\n# CANARY 2\n\n# Title\nNo canary.\n")
     assert load_task(folder).instruction == "# Title\nNo canary."
+    prompt = "Ship build #4 to the canary first.\n\n## The canary\nIt is ours."
+    for marks, text in (("", prompt), ("# canary GUID\n\n", f"# Canary releases\n\n{prompt}")):
+        (folder / "instruction.md").write_text(marks + text)
+        assert load_task(folder).instruction == text, "only the head has marks"
 
 
 def test_a_task_on_an_image_needs_no_environment_and_one_whose_verifier_holds_the_tests_no_script(folder):
