@@ -874,6 +874,8 @@ def test_a_step_has_its_own_verifiers_machine_before_the_tasks(folder):
         ("", "echo x >> /etc/hosts", "shared"),
         ("", "cd /root && echo x > answer", "shared"),
         ("", "cp site.conf /etc/", "shared"),
+        ("", "echo x > ${HOME}/.profile", "shared"),
+        ("", "cd ~; echo x > answer", "shared"),
         ("", "cat /rooted /app/etc > /data/opt", "view"),
         ("artifacts = ['/var/www']", "echo x > /var/www/index.html", "view"),
         ("[verifier]\nenvironment_mode = 'shared'", "echo 42 > answer", "shared"),
