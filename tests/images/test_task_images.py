@@ -91,6 +91,9 @@ async def test_a_step_that_fails_is_named_with_its_last_lines_and_not_kept(tmp_p
             assert str(failure.value).endswith("\n99\n100")
             assert (states[-1].phase, states[-1].error) == ("failed", str(failure.value))
         assert images.counters["steps"] == 3
+        blocked = make(tmp_path / "blocked", "FROM debian\nRUN touch /file\nWORKDIR /file/in/here\n")
+        with pytest.raises(TaskBroken, match=r"WORKDIR /file/in/here\): .*Not a directory: '/file"):
+            await images.prepare(blocked)
 
 
 async def test_a_pool_prepares_a_task_or_a_dockerfile_and_leases_what_its_env_workdir_and_user_say(tmp_path):

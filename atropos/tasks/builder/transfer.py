@@ -51,7 +51,9 @@ async def make_folder(slot: Slot, path: str, owner: tuple[int, int] = (0, 0)) ->
     piece = TarPiece()
     for each in reversed(missing):
         piece.add_folder(posixpath.relpath(each, path), owner)
-    await untar(slot, path, piece.close(), owners=True)
+    result = await slot.run(wire.Untar(path=path, data=piece.close(), owners=True))
+    if isinstance(result, wire.OpError):
+        raise file_error(result, missing[0])
 
 
 async def untar(slot: Slot, where: str, archive: bytes, *, owners: bool = False) -> None:
