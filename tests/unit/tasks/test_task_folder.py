@@ -478,6 +478,7 @@ def test_a_task_is_called_as_its_folder_also_where_that_is_a_link(folder, tmp_pa
     assert [task.name for task in read_tasks(tmp_path).tasks] == ["demo", "linked"]
     with pytest.raises(ConfigError, match="have the same name; rename one"):
         read_folders([folder, tmp_path / "other/demo"])
+    assert [task.name for task in read_folders([folder, Path(str(folder))]).tasks] == ["demo"], "named twice"
 
 
 def test_files_that_cannot_be_honoured_are_named(folder):
