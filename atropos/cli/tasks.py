@@ -38,7 +38,9 @@ Paths = Annotated[list[Path], typer.Argument(help="Folders of tasks, or single t
 Agents = Annotated[
     list[str] | None, typer.Option(help="oracle, nop or script; again for more. Default: oracle and nop.")
 ]
-Script = Annotated[Path | None, typer.Option(help="What the agent `script` runs, with bash.")]
+Script = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="What the agent `script` runs, with bash.")
+]
 Names = Annotated[list[str] | None, typer.Option(help="Pattern of task names; again for more.")]
 Dataset = Annotated[str | None, typer.Option(help="NAME or NAME@VERSION of the data set in PATH.")]
 Backend = Annotated[Literal["local", "docker", "nomad"], typer.Option(help="What runs the containers.")]
@@ -99,6 +101,8 @@ def check_command(
         limits=limits,
         layers=tuple(verifier_layer or ()),
     )
+    if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
+        raise ConfigError(f"--html {page}: name a file in a folder that is there")
     given = dict(_pair(text) for text in variable or ())
     tasks = _read(paths, name or (), dataset, given)
     found = _check_with_progress(tasks, config)

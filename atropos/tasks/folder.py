@@ -98,13 +98,14 @@ def check_names(folders: Sequence[Path]) -> None:
 
 
 def read_folders(folders: Sequence[Path], *, variables: Mapping[str, str] | None = None) -> TaskSet:
-    """The tasks that these folders are.
+    """The tasks that these folders are; a folder that is named twice is one.
 
     Raises:
         ConfigError: two have one name.
     """
     tasks: list[Task] = []
     refused: dict[str, str] = {}
+    folders = list(dict.fromkeys(folders))
     check_names(folders)
     for folder in folders:
         try:

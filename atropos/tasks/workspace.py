@@ -204,9 +204,10 @@ async def _collect(slot: Slot, task: Task) -> None:
         if hook.user is not None:
             slot.profile = await profile_of(slot, task, replace(task.agent_settings, user=str(hook.user)))
         result = await slot.exec(hook.command, workdir=task.recipe.workdir, timeout_s=hook.timeout_sec)
-        if result.exit_code != 0:
-            raise VerifierFailed(
-                f"{task.name}: verifier.collect: `{hook.command:.100}` ended with {result.exit_code}: {result.output[-300:].strip()}"
+        if result.exit_code != 0:  # as in Harbor: the tests say what is missing
+            _log.warning(
+                "%s: verifier.collect: `%.100s` ended with %s: %s",
+                *(task.name, hook.command, result.exit_code, result.output[-300:].strip()),
             )
 
 

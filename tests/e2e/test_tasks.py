@@ -278,7 +278,7 @@ async def test_a_step_has_its_own_health_check_and_the_tasks_holds_before_the_fi
 async def test_what_a_hook_collects_reaches_a_separate_verifier(pool, tmp_path):
     task = make_task(
         tmp_path,
-        test="cat /logs/artifacts/state && echo 1 > /logs/verifier/reward.txt",
+        test="if [ -e /logs/artifacts/state ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt",
         toml='[verifier]\nenvironment_mode = "separate"\n[[verifier.collect]]\n'
         'command = "mkdir -p /logs/artifacts; cp /etc/made /logs/artifacts/state"\n',
     )
@@ -286,8 +286,9 @@ async def test_what_a_hook_collects_reaches_a_separate_verifier(pool, tmp_path):
         await run.slot.exec("echo x > /etc/made")
         assert (await run.verify()).reward == 1.0
     async with working_on(pool, task) as run:
-        with pytest.raises(VerifierFailed, match=r"verifier\.collect.*ended with 1"):
-            await run.verify()
+        assert (await run.verify()).reward == 0.0, (
+            "a hook that fails, since the agent made nothing, is no fault of the task"
+        )
 
 
 @pytest.mark.asyncio(loop_scope="module")

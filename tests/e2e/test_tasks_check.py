@@ -137,6 +137,9 @@ def test_an_agent_of_ones_own_is_run_and_the_table_is_printed(tmp_path):
     assert "1 tasks: 1 sound" in out
     code, _, told = run(tmp_path / "tasks", "--agent", "script")
     assert (code, "--script FILE" in told) == (2, True)
+    for option, at in (("--script", "absent.sh"), ("--html", "absent/page.html"), ("--html", "tasks")):
+        code, _, told = run(tmp_path / "tasks", option, tmp_path / at)
+        assert (code, option in told, "Traceback" in told) == (2, True, False), "and nothing was run for it"
 
 
 def test_tests_find_what_a_verifier_layer_has(tmp_path):
@@ -245,3 +248,12 @@ def test_a_manifests_digests_are_checked(tmp_path):
         dataset_folders(tmp_path, "org/set")
     with pytest.raises(ConfigError, match="it is org/set@2"):
         dataset_folders(tmp_path, "org/other")
+
+
+@pytest.mark.parametrize("name", ["dataset.toml", "registry.json"])
+@pytest.mark.parametrize("content", [b"\xff", b"x = " + b"[" * 3000])
+def test_a_data_set_that_cannot_be_read_is_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=name) as refused:
+        dataset_folders(tmp_path, "org/set")
+    assert "\n" not in str(refused.value)

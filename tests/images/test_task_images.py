@@ -91,6 +91,9 @@ async def test_a_step_that_fails_is_named_with_its_last_lines_and_not_kept(tmp_p
             assert str(failure.value).endswith("\n99\n100")
             assert (states[-1].phase, states[-1].error) == ("failed", str(failure.value))
         assert images.counters["steps"] == 3
+        blocked = make(tmp_path / "blocked", "FROM debian\nRUN touch /file\nWORKDIR /file/in/here\n")
+        with pytest.raises(TaskBroken, match=r"WORKDIR /file/in/here\): .*Not a directory: '/file"):
+            await images.prepare(blocked)
 
 
 async def test_a_pool_prepares_a_task_or_a_dockerfile_and_leases_what_its_env_workdir_and_user_say(tmp_path):
@@ -274,8 +277,11 @@ async def test_what_is_copied_from_a_stage_is_what_docker_would_copy(tmp_path):
         )
         async with working_on(pool, TaskImages(pool), load_task(tmp_path / "task")) as other:
             assert (await other.exec("cd /excluded; find . -type f")).output == "./keep.txt\n"
-        absent = make(tmp_path / "absent", "FROM debian AS made\nFROM debian\nCOPY --from=made /d/x* /x\n")
-        with pytest.raises(TaskBroken, match=r"COPY --from: /d/x\*: is not in the stage"):
+        none = "FROM debian AS made\nRUN touch /y\nFROM debian\nCOPY --from=made /d/x* /x\nCOPY --from=made /y /d/x* /to/\nCOPY x* /x\n"
+        async with working_on(pool, TaskImages(pool), make(tmp_path / "none", none)) as third:
+            assert (await third.exec("ls /to; [ -e /x ] || echo none")).output == "y\nnone\n"
+        absent = make(tmp_path / "absent", "FROM debian AS made\nFROM debian\nCOPY --from=made /d/x /x\n")
+        with pytest.raises(TaskBroken, match=r"COPY --from: /d/x: is not in the stage"):
             await TaskImages(pool).prepare(absent)
 
 
@@ -368,6 +374,19 @@ async def test_a_separate_verifier_needs_no_more_than_busybox(tmp_path):
             return await slots.enter_async_context(pool.lease("judge", image=prepared.image))
 
         assert (await workspace.verify(slot, prepared.task, fresh=fresh)).reward == 1.0
+
+
+async def test_what_listens_stays_for_the_tests_on_an_image_without_python(tmp_path):
+    busybox_image(tmp_path / "layout")
+    test = '[ "$(busybox wget -qO- 127.0.0.1:8123/text)" = hello ] && ! busybox ps | busybox grep -q "sleep 100[0]"'
+    task = make(
+        tmp_path / "task",
+        toml=f'[environment]\ndocker_image = "oci:{tmp_path}/layout:image"\n',
+        files={"tests/test.sh": f"#!/bin/sh\n{test} && echo 1 > /logs/verifier/reward.txt\n"},
+    )
+    async with pool_for(tmp_path) as pool, working_on(pool, TaskImages(pool), task) as slot:
+        await slot.exec("busybox httpd -p 127.0.0.1:8123 -h /srv/app; busybox sleep 1000 >/dev/null 2>&1 &")
+        assert (await workspace.verify(slot, task, mode="shared")).reward == 1.0
 
 
 async def test_an_address_is_fetched_from_where_egress_allows_and_checked(tmp_path):

@@ -105,6 +105,8 @@ async def copy(slot: Slot, step: Copy, context: Context) -> None:
         OSError: the slot can't take it.
         TaskBroken: there is no such owner.
     """
+    if not step.files and not any(context.sources(source, step.exclude) for source in step.sources):
+        return  # patterns without a match
     into = not step.target.endswith("/") and await is_folder(slot, step.target)
     if not into:
         step = replace(step, target=await _followed(slot, step.target))

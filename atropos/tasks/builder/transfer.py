@@ -51,7 +51,9 @@ async def make_folder(slot: Slot, path: str, owner: tuple[int, int] = (0, 0)) ->
     piece = TarPiece()
     for each in reversed(missing):
         piece.add_folder(posixpath.relpath(each, path), owner)
-    await untar(slot, path, piece.close(), owners=True)
+    result = await slot.run(wire.Untar(path=path, data=piece.close(), owners=True))
+    if isinstance(result, wire.OpError):
+        raise file_error(result, missing[0])
 
 
 async def untar(slot: Slot, where: str, archive: bytes, *, owners: bool = False) -> None:
@@ -101,10 +103,7 @@ async def _named(slot: Slot, pattern: str) -> list[str]:
     if result.exit_code != 0 or result.truncated:
         raise command_failure(f"listing the names of {pattern}", result)
     plain = (name for name in result.output.splitlines() if posixpath.normpath(name) == name)
-    names = [name for name in plain if all(map(fnmatch.fnmatchcase, name.split("/"), parts))]
-    if not names:
-        raise TaskBroken(f"{pattern}: is not in the stage")
-    return sorted(names)
+    return sorted(name for name in plain if all(map(fnmatch.fnmatchcase, name.split("/"), parts)))
 
 
 async def _archive(slot: Slot, path: str) -> IO[bytes]:

@@ -141,8 +141,8 @@ class EnvironmentSection(_Table):
             if old in table:
                 wish = table.pop(old)
                 table.setdefault(new, wish if old != "allow_internet" else ("public" if wish else "no-network"))
-        for key in ("tpu", "healthcheck"):
-            if table.get(key) == {}:
+        for key in ("tpu", "healthcheck", "docker_image"):
+            if not table.get(key, True):  # an empty form
                 del table[key]
         return table
 

@@ -12,8 +12,9 @@ from e2b_dockerfile_utils import PatternMatcher
 
 from atropos.errors import ConfigError
 
-_NEVER = ("__pycache__", ".DS_Store")
+NEVER = ("__pycache__", ".DS_Store")
 """Files that tools leave on an author's machine."""
+_WILD = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Context:
         """
         for name in ("Dockerfile.dockerignore", ".dockerignore"):
             if (folder / name).is_file():
-                lines = (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
+                lines = (folder / name).read_text(encoding="utf-8-sig", errors="replace").splitlines()
                 patterns = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
                 try:
                     PatternMatcher(list(patterns))
@@ -45,11 +46,11 @@ class Context:
         """The files or folders that a COPY source names.
 
         Args:
-            pattern: the source, in which `*` matches a leading dot too.
+            pattern: the source, in which `*` matches a leading dot too. As with BuildKit, it may match nothing.
             exclude: patterns of names that are left out; a folder is never left out by its own name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is none, and the source is no pattern.
         """
         pattern = pattern.removeprefix("./").rstrip("/")
         if pattern in {"", "."}:
@@ -58,19 +59,21 @@ class Context:
         matching = [plain] if os.path.lexists(plain) else self._glob(pattern)
         kept = self._kept(exclude)
         found = [path for path in matching if path.is_dir() or kept(path, path.name)]
-        if not found:
+        if not found and not _WILD.search(pattern):
             why = "is left out by .dockerignore or --exclude" if matching else "is missing"
             raise ConfigError(f"{plain}: {why}, and a COPY needs it")
         return found
 
     def matching(self, pattern: str, exclude: Sequence[str]) -> list[str]:
-        """The names that match a source with `*`, `?` or `[`; itself without these, or without a match."""
-        if not re.search(r"[*?\[]", pattern) or not self._glob(pattern):
+        """The names that match a source with `*`, `?` or `[`; itself without these."""
+        if not _WILD.search(pattern):
             return [pattern]
         return [path.relative_to(self.folder).as_posix() for path in self.sources(pattern, exclude)]
 
     def _glob(self, pattern: str) -> list[Path]:
-        return sorted(self.folder.glob(pattern.replace("[^", "[!")))
+        # with Docker, `**` is no more than `*`
+        found = self.folder.glob(re.sub(r"\*+", "*", pattern.replace("[^", "[!")))
+        return sorted(path for path in found if path.name not in NEVER)
 
     def followed(self, path: Path) -> Path:
         """Where a COPY source is once its links are followed: as Docker has it, what a link names is copied.
@@ -112,7 +115,7 @@ class Context:
 def walk(folder: Path) -> Iterator[tuple[str, Path]]:
     """(name from there, path) of all below a folder, folders before what is in them."""
     for root, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in _NEVER)
-        for name in sorted([*folders, *(file for file in files if file not in _NEVER)]):
+        folders[:] = sorted(name for name in folders if name not in NEVER)
+        for name in sorted([*folders, *(file for file in files if file not in NEVER)]):
             path = Path(root, name)
             yield path.relative_to(folder).as_posix(), path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import logging
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from atropos.errors import ConfigError
 from atropos.tasks.format.config import explained
 from atropos.tasks.format.context import walk
+from atropos.tasks.format.files import read_text, read_toml
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def dataset_folders(path: str | Path, wanted: str, names: Sequence[str] = ()) ->
 
 def _of_registry(path: Path, wanted: str) -> list[Path]:
     try:
-        rows = _REGISTRY.validate_json(path.read_bytes())
+        rows = _REGISTRY.validate_json(read_text(path, "give a clone that has it"))
     except ValidationError as error:
         raise ConfigError(explained(path, error)) from None
     name, _, version = wanted.partition("@")
@@ -94,10 +94,7 @@ def _of_registry(path: Path, wanted: str) -> list[Path]:
 
 def _of_manifest(path: Path, wanted: str) -> list[Path]:
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-        found = _Dataset.model_validate(raw)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: is not TOML: {error}") from None
+        found = _Dataset.model_validate(read_toml(path, "give a clone that has it"))
     except ValidationError as error:
         raise ConfigError(explained(path, error)) from None
     name, _, version = wanted.partition("@")

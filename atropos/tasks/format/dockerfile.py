@@ -10,6 +10,7 @@ import posixpath
 import re
 import shlex
 import tarfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -165,7 +166,7 @@ class _Reader:
     def _from(self, instruction: DockerfileInstruction) -> None:
         flags = self._flags(instruction, {"platform": ""})
         platform = self._word(flags["platform"][-1]) if "platform" in flags else "linux/amd64"
-        if platform not in {"linux/amd64", ""}:
+        if platform not in {"linux/amd64", "linux/x86_64", ""}:  # one platform: containerd knows both names
             raise self._refusal(f"--platform={platform}: slots are linux/amd64; remove the flag")
         words = [self._word(word) for word in instruction.args]
         if len(words) not in {1, 3} or (len(words) == 3 and words[1].upper() != "AS") or not words[0]:
@@ -371,7 +372,7 @@ class _Reader:
         known = dict.fromkeys(("chown", "chmod", "link", "exclude", "checksum"), "")
         flags = self._flags(instruction, {**known, "keep-git-dir": "clone with RUN"})
         sources = [self._word(word, stage) for word in instruction.args[:-1]]
-        if any(re.match(r"https?://", word) and not word.endswith(".git") for word in sources):
+        if any(re.match(r"https?://(?!\S*\.git(#|$))", word) for word in sources):
             self._download(instruction, stage, flags, sources)
             return
         if any(re.match(r"[a-z][a-z0-9+.-]*://|git@", word) for word in sources):
@@ -446,4 +447,10 @@ def _content(document: DockerfileHeredoc) -> str:
 
 
 def _is_archive(path: Path) -> bool:
-    return path.is_file() and tarfile.is_tarfile(path)
+    if not path.is_file():
+        return False
+    try:
+        with tarfile.open(path) as archive:
+            return archive.next() is not None  # as with Docker: a disk image that begins with zeros is none
+    except (tarfile.TarError, EOFError, zlib.error):
+        return False

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from atropos.errors import ConfigError
 from atropos.tasks.format.config import TaskConfig, explained
 
-_CANARY = re.compile(r"(\s*(<!--[^\n]*canary[^\n]*-->|#[^\n]*canary[^\n]*)\s*(\n|$))+", re.IGNORECASE)
+_CANARY = re.compile(r"\A\s*((<!--[^\n]*canary[^\n]*-->|#[^\n]*canary[^\n]*)[ \t]*(\n|\Z))+", re.IGNORECASE)
 """Marks at the head of published instructions, which no model is shown."""
 
 
@@ -44,13 +44,26 @@ def parse_yaml(text: str) -> object:
         raise ValueError(str(error)) from None
 
 
+def read_toml(path: Path, cure: str) -> dict[str, object]:
+    """The table that a TOML file holds.
+
+    Raises:
+        ConfigError: it is missing or can't be read.
+    """
+    text = read_text(path, cure)
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from None
+
+
 def read_instruction(path: Path) -> str:
     """The prompt.
 
     Raises:
         ConfigError: there is none.
     """
-    text = _CANARY.sub("", read_text(path, "say there what the agent is to do"), count=1).strip()
+    text = _CANARY.sub("", read_text(path, "say there what the agent is to do")).strip()
     if not text:
         raise ConfigError(f"{path}: is empty; describe the agent's task in it")
     return text
@@ -85,11 +98,7 @@ def read_config(path: Path) -> TaskConfig:
     Raises:
         ConfigError: it can't be read, or holds what no slot can honour.
     """
-    text = read_text(path, 'the smallest one is the line version = "1.0"')
-    try:
-        raw = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not TOML: {error}") from None
+    raw = read_toml(path, 'the smallest one is the line version = "1.0"')
     try:
         config = TaskConfig.model_validate(raw)
     except ValidationError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from atropos.tasks.format import dockerfile
 from atropos.tasks.format.compose import COMPOSE_FILES, dockerfile_in, read_compose
 from atropos.tasks.format.config import EnvironmentSection
+from atropos.tasks.format.context import NEVER
 from atropos.tasks.format.recipe import DEFAULT_WORKDIR, Copy, Folder, Recipe, Run, Step, StepSettings
 
 SETUP = "setup.sh"
@@ -85,7 +86,7 @@ def workspace(environment: Path, wants: EnvironmentSection, images: Images, *, p
     else:
         # the image was made with all that is here
         handled = image is not None and (own.is_file() or service is not None)
-        left_out = {SETUP, *COMPOSE_FILES}
+        left_out = {SETUP, *COMPOSE_FILES, *NEVER}
         there = environment.iterdir() if environment.is_dir() else ()
         files = sorted(path.name for path in there if path.name not in left_out)
         if files and not handled:

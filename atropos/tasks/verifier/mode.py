@@ -19,7 +19,8 @@ MAX_BYTES = 1 << 20
 _MACHINE = re.compile(
     r"\b(?:apt-get|apt|apk|dnf|yum|pip[\d.]*|npm|gem|conda|uv pip|cargo)\s+(?:-\S+\s+)*(?:install|add|i)\b"
     r"|\b(?:useradd|adduser|groupadd|usermod|chpasswd|systemctl|update-alternatives|ldconfig|crontab|locale-gen)\b"
-    r"|(?<![\w.$}/-])(?:/(?:etc|usr|var|opt|root|home|tmp|run|bin|sbin|lib\w*|media)/[\w.-]+[\w./-]*|~/|\$HOME\b)"
+    r"|(?<![\w.$}/-])(?:/(?:etc|usr|var|opt|root|home|tmp|run|bin|sbin|lib\w*|media)/[\w.-]+[\w./-]*|~/|\$\{?HOME\b"
+    r"|/(?:etc|usr|var|opt|root|tmp)(?![\w-])/?)|\bcd\s+~"
 )
 _PROGRAM = re.compile(r"/(?:usr/)?(?:local/)?s?bin/[\w.-]+$")
 """A program of the system, which is only run."""

@@ -92,6 +92,11 @@ async def _written(slot: Slot, task: Task, result: ExecResult) -> tuple[float, d
 
 def _summary(task: Task, result: ExecResult) -> tuple[float, dict[str, float]]:
     """terminal-bench 1: every test in pytest's short summary passed, was skipped or failed as expected."""
+    if result.truncated:
+        raise VerifierFailed(
+            f"{task.name}: {task.test_script} printed so much that {result.dropped_bytes} bytes in its middle were dropped, "
+            "failed tests perhaps among them; let it print less"
+        )
     summary = _SUMMARY.search(_COLOUR.sub("", result.output))
     outcomes = _OUTCOME.findall(summary[1]) if summary else []
     if not outcomes:

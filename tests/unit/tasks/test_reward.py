@@ -48,3 +48,9 @@ async def test_the_summary_counts_whatever_stands_before_it(task):
     output = "=====\n== short test summary info ===\nPASSED a\nFAILED b\n"
     verdict = await read_verdict(None, task, ExecResult(0, output, output.encode()))
     assert verdict.metrics == {"reward": 0.0, "tests": 2.0, "passed": 1.0}
+
+
+async def test_a_summary_of_which_a_part_was_dropped_is_no_reward(task):
+    output = "= short test summary info =\nPASSED a\n[... 12 bytes dropped ...]\nPASSED z\n"
+    with pytest.raises(VerifierFailed, match="12 bytes in its middle were dropped"):
+        await read_verdict(None, task, ExecResult(0, output, output.encode(), truncated=True, dropped_bytes=12))

@@ -75,6 +75,19 @@ def test_files_land_in_the_workspace_with_their_modes(folder):
     }
 
 
+def test_files_that_an_authors_tools_leave_never_come_into_a_slot(folder):
+    every = load_task(folder).recipe.steps[-1]
+    wanted = unpacked(folder, every)
+    for name in (".DS_Store", "__pycache__/a.pyc", "sub/.DS_Store", "sub/__pycache__/b.pyc"):
+        (folder / "environment" / name).parent.mkdir(exist_ok=True)
+        (folder / "environment" / name).write_text("")
+    every = load_task(folder).recipe.steps[-1]
+    assert unpacked(folder, every) == wanted
+    starred, below = recipe_of(folder, "FROM debian\nCOPY * /x/\nCOPY sub/* /y/\n").steps
+    assert sorted(unpacked(folder, starred)) == ["/x/Dockerfile", "/x/a.txt", "/x/b.sh"]
+    assert sorted(unpacked(folder, below)) == ["/y/b.sh"]
+
+
 def test_setup_runs_in_the_workspace_and_is_no_part_of_it(folder):
     (folder / "environment/setup.sh").write_text("touch made")
     task = load_task(folder)
@@ -138,6 +151,11 @@ def test_variables_are_replaced_as_the_reference_says(folder):
     assert run == Run("/bin/sh -c 'echo $NAME'", StepSettings("/srv/x", {"VERSION": "12", "PLACE": "/srv", **env}))
 
 
+@pytest.mark.parametrize("platform", ["linux/amd64", "linux/x86_64", "$BUILDPLATFORM"])
+def test_a_from_may_name_the_platform_that_slots_have(folder, platform):
+    assert recipe_of(folder, f"FROM --platform={platform} debian\n").image == "debian"
+
+
 def test_users_and_shells_hold_for_what_follows_and_a_containers_start_has_no_effect(folder):
     recipe = recipe_of(
         folder,
@@ -189,7 +207,7 @@ def test_the_ignore_file_and_exclusions_leave_files_behind(folder):
         (folder / "environment" / name).parent.mkdir(exist_ok=True)
         (folder / "environment" / name).write_text("x")
     (folder / "environment/.dockerignore").write_text(
-        "# no logs\n**/*.log\n!keep.log\nsecret\nDockerfile\n.dockerignore\n"
+        "\ufeffsecret\n# no logs\n**/*.log\n!keep.log\nDockerfile\n.dockerignore\n"
     )
     recipe = recipe_of(
         folder,
@@ -202,7 +220,7 @@ def test_the_ignore_file_and_exclusions_leave_files_behind(folder):
     assert sorted(unpacked(folder, kept)) == ["/kept/b.sh"], "a pattern speaks of the names in the source"
     assert sorted(unpacked(folder, named)) == ["/named/a.txt"]
     assert sorted(unpacked(folder, found)) == ["/found/a.txt", "/found/keep.log"]
-    for source in ("b.log", "b.*", "--exclude=*.txt a.txt"):
+    for source in ("b.log", "--exclude=*.txt a.txt"):
         with pytest.raises(ConfigError, match=r"is left out by \.dockerignore or --exclude"):
             recipe_of(folder, f"FROM debian\nCOPY {source} /\n")
 
@@ -248,6 +266,11 @@ def test_an_archive_that_is_added_is_unpacked(folder):
     assert plain == Copy(("a.txt",), "/opt/it/")
     (left,) = recipe_of(folder, "FROM debian\nADD --exclude=*.gz [ax]* /opt/it/\n").steps
     assert left.sources == ("a.txt",)
+    packed = (folder / "environment/x.tar.gz").read_bytes()
+    (folder / "environment/disk.img").write_bytes(bytes(2048) + b"a file system")
+    (folder / "environment/torn.tar.gz").write_bytes(packed[: len(packed) // 2])
+    (as_they_are,) = recipe_of(folder, "FROM debian\nADD disk.img torn.tar.gz /opt/it/\n").steps
+    assert (as_they_are.sources, as_they_are.unpack) == (("disk.img", "torn.tar.gz"), False)
 
 
 def test_a_pattern_matches_leading_dots_and_a_caret_negates(folder):
@@ -255,6 +278,17 @@ def test_a_pattern_matches_leading_dots_and_a_caret_negates(folder):
     every, rest = recipe_of(folder, "FROM debian\nCOPY * /all/\nADD [^.Da]* /rest/\n").steps
     assert {"/all/.hidden", "/all/a.txt"} < set(unpacked(folder, every))
     assert (rest.sources, sorted(unpacked(folder, rest))) == (("sub",), ["/rest/b.sh"])
+
+
+def test_a_pattern_may_match_nothing_and_two_stars_are_one(folder):
+    (folder / "environment/sub/deep").mkdir()
+    (folder / "environment/sub/deep/c.txt").write_text("")
+    some, below, none = recipe_of(
+        folder, "FROM debian\nCOPY a.txt lock* /x/\nCOPY sub/** /y/\nADD l** /z/\nCOPY l** /z/"
+    ).steps
+    assert sorted(unpacked(folder, some)) == ["/x/a.txt"]
+    assert sorted(unpacked(folder, below)) == ["/y/b.sh", "/y/c.txt"], "with Docker, a folder's content"
+    assert unpacked(folder, none) == {}
 
 
 def test_mounts_are_there_for_one_command(folder):
@@ -272,6 +306,7 @@ def test_mounts_are_there_for_one_command(folder):
         ("FROM a b", ":1: FROM a b"),
         ("FROM --platform=linux/arm64 a", "--platform=linux/arm64"),
         ("FROM a\nADD git@host:x.git /y", ":2: ADD of a repository"),
+        ("FROM a\nADD https://host/x.git#main /y", ":2: ADD of a repository"),
         ("FROM a\nADD --checksum=sha256:0 x /y", "--checksum"),
         ("FROM a\nENV A", "ENV must have two arguments"),
         ("FROM a\nUSER", "USER needs exactly one value"),
@@ -406,9 +441,26 @@ def test_windows_line_ends_and_byte_order_marks_are_read_and_scripts_that_cannot
         load_task(folder)
 
 
+def test_a_task_that_goes_on_from_an_earlier_conversation_is_refused(folder):
+    (folder / "trajectory.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"trajectory\.json: no agent is given an earlier conversation"):
+        load_task(folder)
+    (folder / "task.toml").write_text("[[steps]]\nname = 'one'\n[[steps]]\nname = 'two'")
+    for name in ("one", "two"):
+        (folder / "steps" / name).mkdir(parents=True)
+        (folder / "steps" / name / "instruction.md").write_text("Do.")
+        (folder / "steps" / name / "trajectory.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"steps/one/trajectory\.json"):
+        load_task(folder)
+
+
 def test_no_model_reads_the_canary_of_a_published_instruction(folder):
     (folder / "instruction.md").write_text("<!-- harbor-canary GUID 1 -->\n# CANARY 2\n\n# Title\nNo canary.\n")
     assert load_task(folder).instruction == "# Title\nNo canary."
+    prompt = "Ship build #4 to the canary first.\n\n## The canary\nIt is ours."
+    for marks, text in (("", prompt), ("# canary GUID\n\n", f"# Canary releases\n\n{prompt}")):
+        (folder / "instruction.md").write_text(marks + text)
+        assert load_task(folder).instruction == text, "only the head has marks"
 
 
 def test_a_task_on_an_image_needs_no_environment_and_one_whose_verifier_holds_the_tests_no_script(folder):
@@ -426,6 +478,7 @@ def test_a_task_is_called_as_its_folder_also_where_that_is_a_link(folder, tmp_pa
     assert [task.name for task in read_tasks(tmp_path).tasks] == ["demo", "linked"]
     with pytest.raises(ConfigError, match="have the same name; rename one"):
         read_folders([folder, tmp_path / "other/demo"])
+    assert [task.name for task in read_folders([folder, Path(str(folder))]).tasks] == ["demo"], "named twice"
 
 
 def test_files_that_cannot_be_honoured_are_named(folder):
@@ -468,10 +521,10 @@ def test_folders_without_tasks_and_patterns_without_match_are_named(folder, tmp_
 def test_older_spellings_and_empty_forms_are_read(folder):
     (folder / "task.toml").write_text(
         'schema_version = "1.1"\n[task]\nname = "org/demo"\n[environment]\nmemory = "2G"\nstorage = "512M"\n'
-        "mcp_servers = []\ncpus = 2\n[environment.env]\n[verifier.env]\nA = 'b'\n[solution.env]\n"
+        "mcp_servers = []\ndocker_image = ''\ncpus = 2\n[environment.env]\n[verifier.env]\nA = 'b'\n[solution.env]\n"
     )
     task = load_task(folder)
-    assert task.config.environment.memory_mb == 2048
+    assert (task.config.environment.memory_mb, task.config.environment.docker_image) == (2048, None)
     assert task.config.environment.storage_mb == 512
     assert task.config.verifier.env == {"A": "b"}
     found = fit(task, Room(memory_mib=1024, disk_mib=256, cpus=1), images=(), policy="refuse")
@@ -820,6 +873,11 @@ def test_a_step_has_its_own_verifiers_machine_before_the_tasks(folder):
         ("", "apt-get install -y nginx", "shared"),
         ("", "pip3 install --user numpy", "shared"),
         ("", "echo x >> /etc/hosts", "shared"),
+        ("", "cd /root && echo x > answer", "shared"),
+        ("", "cp site.conf /etc/", "shared"),
+        ("", "echo x > ${HOME}/.profile", "shared"),
+        ("", "cd ~; echo x > answer", "shared"),
+        ("", "cat /rooted /app/etc > /data/opt", "view"),
         ("artifacts = ['/var/www']", "echo x > /var/www/index.html", "view"),
         ("[verifier]\nenvironment_mode = 'shared'", "echo 42 > answer", "shared"),
         ("[verifier]\nenvironment_mode = 'view'", "apt-get install -y nginx", "view"),
