@@ -23,6 +23,7 @@ from atropos.aio import backoff_s
 from atropos.errors import InferenceError
 from atropos.tools import ToolCall
 from atropos.tools.arguments import replace_surrogates
+from atropos.tools.models import MAX_CALL_ID
 
 EXACT = frozenset({"vllm", "sglang"})
 """Server types that report the tokens they sampled."""
@@ -31,9 +32,6 @@ ENDINGS = frozenset({"stop", "length"})
 """Finish reasons of a complete turn, and of one cut off at `max_tokens`."""
 CHAT_ENDINGS = ENDINGS | {"tool_calls", "function_call"}
 """The same for OpenAI's chat completions."""
-
-MAX_CALL_ID = 200
-"""Longest id of a server's call that is kept."""
 
 Answer = TypeVar("Answer")
 _Sampled = tuple[Sequence[int], Sequence[Sequence[object]], Sequence[Sequence[float]], Sequence[object]]

@@ -20,6 +20,10 @@ DeepSeek's have a wide bar (U+FF5C), and its tokenizers don't mark those that op
 """
 
 
+MAX_CALL_ID = 200
+"""Longest id of a call."""
+
+
 def escape_framing(text: str) -> str:
     r"""Escape JSON text for a frame: `<` becomes `\u003c` before `|` (also the wide one), `tool_call` and `tool_response`."""
     return _FRAMING.sub(lambda _: "\\u003c", text)
@@ -49,7 +53,7 @@ class ToolCall(BaseModel):
 
     name: str
     arguments: dict[str, object] | str = Field(default_factory=dict)
-    id: str = Field(default_factory=new_call_id, min_length=1, max_length=200)
+    id: str = Field(default_factory=new_call_id, min_length=1, max_length=MAX_CALL_ID)
 
 
 class ToolResult(BaseModel):

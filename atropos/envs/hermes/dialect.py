@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from atropos.agent import AgentConfig, Dialect, Message, Outcome, Turn, TurnRenderer
-from atropos.agent.model import MAX_CALL_ID, ChatAnswer
+from atropos.agent.model import ChatAnswer
 from atropos.agent.prompt import shorten, system_text
 from atropos.agent.template import Tokenizer
 from atropos.thinking import tagged_thinking, thinking, without_thinking
 from atropos.tools import ToolCall
 from atropos.tools.arguments import replace_surrogates
-from atropos.tools.models import escape_framing
+from atropos.tools.models import MAX_CALL_ID, escape_framing
 from atropos.tools.parsers import parser_for
 
 _PROBE = "\ue002probe\ue002"
