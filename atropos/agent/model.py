@@ -114,8 +114,11 @@ class Model:
         self._server = server
         self._timeout_s = timeout_s
         self._retries = retries
-        self.exact = server_type(server) in EXACT
+        kind = server_type(server)
+        self.exact = kind in EXACT
         """Whether the server reports the tokens it samples."""
+        self.seed_name = "sampling_seed" if kind == "sglang" else "seed"
+        """What the server calls a request's seed; SGLang refuses names that it doesn't know."""
 
     async def generate(self, ids: Sequence[int], **sampling: object) -> Generation:
         """Continue a prompt of token ids.

@@ -386,6 +386,14 @@ def test_seeds_follow_from_names_alone():
     assert 0 <= seed_for(3, "x") < 2**31
 
 
+@pytest.mark.parametrize(("kind", "name"), [("vllm", "seed"), ("sglang", "sampling_seed")])
+async def test_a_seed_has_the_name_that_the_server_knows(kind, name):
+    server = DirectServer()
+    server.config = types.SimpleNamespace(server_type=kind)
+    await agent(server, echo, seed=7).run(script(["done"]))
+    assert {field: value for field, value in server.requests[0].items() if "seed" in field} == {name: 7}
+
+
 def test_the_renderer_is_shared_between_agents():
     renderer = TurnRenderer(tokenizer())
     made = AtroposAgent(DirectServer(), None, [], AgentConfig(), echo, renderer=renderer)
