@@ -113,6 +113,8 @@ async def test_openai_mode_sends_tools_and_extra_body_and_keeps_the_servers_call
     assert server.asked[0]["tools"] == SCHEMAS
     assert server.asked[0]["max_tokens"] == 4000
     assert [call.arguments for call in ran] == [{"a": 1}, "not json"]
+    sent = [one["function"]["arguments"] for one in server.asked[1]["messages"][2]["tool_calls"]]
+    assert [json.loads(text) for text in sent] == [{"a": 1}, {"invalid": "not json"}], "vLLM refuses what is no object"
     assert [m["role"] for m in result.messages] == ["system", "user", "assistant", "tool", "tool", "assistant"]
     assert [m["tool_call_id"] for m in result.messages if m["role"] == "tool"] == ["c0", "c1"]
     assert result.reasoning_per_turn == ["because", None]
