@@ -70,12 +70,12 @@ class ServerCall:
     arguments: object
 
     def tool_call(self) -> ToolCall:
-        """The call with its arguments parsed; what is no JSON object stays text."""
+        """The call with its arguments parsed; what is no JSON object stays text. Null, as some servers send it, is none."""
         parsed = self.arguments
         if isinstance(parsed, str):
             with contextlib.suppress(ValueError):
                 parsed = json.loads(parsed)
-        arguments = cast("dict[str, object]", parsed) if isinstance(parsed, dict) else str(self.arguments)
+        arguments = cast("dict[str, object]", parsed) if isinstance(parsed, dict) else str(self.arguments or "")
         identity = str(self.id or "")
         if 0 < len(identity) <= MAX_CALL_ID:
             return ToolCall(name=self.name, arguments=arguments, id=identity)
