@@ -153,7 +153,7 @@ class KimiK2Parser(TokenParser):
     def _identity(self, head: str) -> str:
         """As the model wrote it."""
         identity = replace_surrogates(head.strip())
-        return identity if _KIMI_INDEX.search(identity) else ""
+        return identity if _KIMI_INDEX.search(identity) and "<" not in identity else ""
 
     def _render_one(self, call: ToolCall, index: int) -> str:
         head = f"functions.{call.name}:{index}"
