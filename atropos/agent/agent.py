@@ -201,7 +201,7 @@ class AtroposAgent:
         return turn, [0.0] * len(turn.ids), answer.finish_reason
 
     def _sampling(self) -> dict[str, object]:
-        seed: dict[str, object] = {} if self.config.seed is None else {"seed": self.config.seed}
+        seed: dict[str, object] = {} if self.config.seed is None else {self._model.seed_name: self.config.seed}
         return {"temperature": self.config.temperature, **seed}
 
     async def _run_calls(self, step: AgentStep, deadline: float) -> None:

@@ -23,6 +23,7 @@ from atropos.aio import backoff_s
 from atropos.errors import InferenceError
 from atropos.tools import ToolCall
 from atropos.tools.arguments import replace_surrogates
+from atropos.tools.models import MAX_CALL_ID
 
 EXACT = frozenset({"vllm", "sglang"})
 """Server types that report the tokens they sampled."""
@@ -31,9 +32,6 @@ ENDINGS = frozenset({"stop", "length"})
 """Finish reasons of a complete turn, and of one cut off at `max_tokens`."""
 CHAT_ENDINGS = ENDINGS | {"tool_calls", "function_call"}
 """The same for OpenAI's chat completions."""
-
-MAX_CALL_ID = 200
-"""Longest id of a server's call that is kept."""
 
 Answer = TypeVar("Answer")
 _Sampled = tuple[Sequence[int], Sequence[Sequence[object]], Sequence[Sequence[float]], Sequence[object]]
@@ -72,12 +70,12 @@ class ServerCall:
     arguments: object
 
     def tool_call(self) -> ToolCall:
-        """The call with its arguments parsed; what is no JSON object stays text."""
+        """The call with its arguments parsed; what is no JSON object stays text. Null, as some servers send it, is none."""
         parsed = self.arguments
         if isinstance(parsed, str):
             with contextlib.suppress(ValueError):
                 parsed = json.loads(parsed)
-        arguments = cast("dict[str, object]", parsed) if isinstance(parsed, dict) else str(self.arguments)
+        arguments = cast("dict[str, object]", parsed) if isinstance(parsed, dict) else str(self.arguments or "")
         identity = str(self.id or "")
         if 0 < len(identity) <= MAX_CALL_ID:
             return ToolCall(name=self.name, arguments=arguments, id=identity)
@@ -116,8 +114,11 @@ class Model:
         self._server = server
         self._timeout_s = timeout_s
         self._retries = retries
-        self.exact = server_type(server) in EXACT
+        kind = server_type(server)
+        self.exact = kind in EXACT
         """Whether the server reports the tokens it samples."""
+        self.seed_name = "sampling_seed" if kind == "sglang" else "seed"
+        """What the server calls a request's seed; SGLang refuses names that it doesn't know."""
 
     async def generate(self, ids: Sequence[int], **sampling: object) -> Generation:
         """Continue a prompt of token ids.

@@ -16,7 +16,7 @@ from atropos.envs.adapter import Item
 from atropos.envs.config import AgentEnvConfig
 from atropos.envs.running.changes import Run, WorkspaceChanges
 from atropos.envs.running.hooks import run_hook
-from atropos.envs.running.rollout import HookError, Rollout, TaskFault, checked_score
+from atropos.envs.running.rollout import HookError, Rollout, TaskFault, checked_score, checked_text
 from atropos.envs.running.verification import Verification
 from atropos.envs.sandbox_env import ExecTool, GroupMember, SandboxEnv
 from atropos.errors import ConfigError
@@ -122,7 +122,7 @@ class AgentEnv(SandboxEnv):
         started = time.perf_counter()
         verification = Verification(self.executor, trajectory_id, self.config)
         info = await self._call_workspace_setup(item, trajectory_id, verification)
-        task = _text(await self.hooks.call("build_task", lambda: self.build_task(item)))
+        task = checked_text(await self.hooks.call("build_task", lambda: self.build_task(item)), "build_task")
         config = await self.hooks.call("build_agent_config", lambda: self.build_agent_config(item))
         set_up = time.perf_counter()
         changes = WorkspaceChanges(self.executor, trajectory_id, wanted=self.config.records_changes)
@@ -226,12 +226,6 @@ class AgentEnv(SandboxEnv):
             "tool_calls": result.total_tool_calls,
         }
         return result.final_response, facts
-
-
-def _text(task: object) -> str:
-    if not isinstance(task, str):
-        raise HookError(f"build_task must return text, not {type(task).__name__}")
-    return task
 
 
 def _verdict(value: object) -> tuple[float, dict[str, object]]:

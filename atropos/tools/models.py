@@ -13,12 +13,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from atropos.tools.arguments import MAX_DEPTH, deeper_than, has_lone_surrogate, replace_surrogates
 from atropos.wire import Limit
 
-_FRAMING = re.compile(r"<(?=\||/?tool_(?:call|response))")
-"""The start of a tag that frames calls or results, or of a chat template's special token."""
+_FRAMING = re.compile(r"<(?=[|\uff5c]|/?tool_(?:call|response))")
+"""The start of a tag that frames calls or results, or of a chat template's special token.
+
+DeepSeek's have a wide bar (U+FF5C), and its tokenizers don't mark those that open a turn as special.
+"""
+
+
+MAX_CALL_ID = 200
+"""Longest id of a call."""
 
 
 def escape_framing(text: str) -> str:
-    r"""Escape JSON text for a frame: `<` becomes `\u003c` before `|`, `tool_call` and `tool_response`."""
+    r"""Escape JSON text for a frame: `<` becomes `\u003c` before `|` (also the wide one), `tool_call` and `tool_response`."""
     return _FRAMING.sub(lambda _: "\\u003c", text)
 
 
@@ -46,7 +53,7 @@ class ToolCall(BaseModel):
 
     name: str
     arguments: dict[str, object] | str = Field(default_factory=dict)
-    id: str = Field(default_factory=new_call_id, min_length=1, max_length=200)
+    id: str = Field(default_factory=new_call_id, min_length=1, max_length=MAX_CALL_ID)
 
 
 class ToolResult(BaseModel):

@@ -182,11 +182,13 @@ class PolicyServer:
         body = await request.json()
         if "input_ids" in body:
             params = body.get("sampling_params") or {}
+            if "seed" in params:
+                raise TypeError("Unexpected keyword argument 'seed'")  # as SGLang does
             prompt = [int(token) for token in body["input_ids"]]
             limit = params.get("max_new_tokens")
             ids, logprobs, reason = self.sample(
                 prompt,
-                params.get("seed"),
+                params.get("sampling_seed"),
                 limit,
                 params.get("temperature"),
                 stop=params.get("stop_token_ids") or (),

@@ -45,7 +45,7 @@ from atropos.envs.hermes.result import HermesResult
 from atropos.envs.hermes.tool_context import ToolContext
 from atropos.envs.running.changes import Run, WorkspaceChanges
 from atropos.envs.running.hooks import HOOK_CODE
-from atropos.envs.running.rollout import Rollout, checked_score
+from atropos.envs.running.rollout import Rollout, checked_score, checked_text
 from atropos.envs.running.verification import Verification
 from atropos.envs.sandbox_env import GroupMember, SandboxEnv
 from atropos.errors import ConfigError, LeaseExpired
@@ -199,7 +199,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         if type(self).setup_rollout is not HermesAgentBaseEnv.setup_rollout:
             await self._call_rollout_setup(item, trajectory_id)
             await verification.settle()
-        prompt = await self.hooks.call("format_prompt", lambda: self.format_prompt(item))
+        prompt = checked_text(await self.hooks.call("format_prompt", lambda: self.format_prompt(item)), "format_prompt")
         changes = WorkspaceChanges(self.executor, trajectory_id, wanted=self.config.records_changes)
         async with self._lifetime_of(trajectory_id) as execute:
             agent = AtroposAgent(

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from atropos.agent import AgentConfig, Dialect, Message, Outcome, Turn, TurnRenderer
-from atropos.agent.model import MAX_CALL_ID, ChatAnswer
+from atropos.agent.model import ChatAnswer
 from atropos.agent.prompt import shorten, system_text
 from atropos.agent.template import Tokenizer
 from atropos.thinking import tagged_thinking, thinking, without_thinking
 from atropos.tools import ToolCall
-from atropos.tools.arguments import replace_surrogates
-from atropos.tools.models import escape_framing
+from atropos.tools.arguments import BadArguments, parse_object, replace_surrogates
+from atropos.tools.models import MAX_CALL_ID, escape_framing
 from atropos.tools.parsers import parser_for
 
 _PROBE = "\ue002probe\ue002"
@@ -192,7 +192,16 @@ def _assistant(content: str, calls: Sequence[ToolCall]) -> Message:
     message: Message = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": written_arguments(call)}}
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments_object(call)}}
             for call in calls
         ]
     return message
+
+
+def _arguments_object(call: ToolCall) -> str:
+    """A call's arguments as JSON of an object: vLLM refuses a conversation, and with it the trajectory, that has others."""
+    try:
+        arguments = parse_object(call.name, call.arguments)
+    except BadArguments:
+        arguments = {"invalid": call.arguments}
+    return replace_surrogates(json.dumps(arguments, ensure_ascii=False))

@@ -110,6 +110,17 @@ def checked_score(value: object, hook: str) -> float:
     raise HookError(f"{hook} must return a finite number, not {value!r:.100}")
 
 
+def checked_text(value: object, hook: str) -> str:
+    """A prompt. Many templates render what is no text as an empty message.
+
+    Raises:
+        HookError: the hook returned something else.
+    """
+    if not isinstance(value, str):
+        raise HookError(f"{hook} must return text, not {type(value).__name__}")
+    return value
+
+
 class GroupRecord(TypedDict):
     """What pages and files show of a group."""
 

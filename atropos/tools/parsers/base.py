@@ -10,7 +10,7 @@ from typing import cast
 
 from atropos.errors import ConfigError
 from atropos.tools.arguments import MAX_DEPTH, deeper_than, replace_surrogates
-from atropos.tools.models import ToolCall
+from atropos.tools.models import MAX_CALL_ID, ToolCall
 
 MAX_CALLS = 128
 """Most calls, valid or not, of one turn; more are reported as an error."""
@@ -79,8 +79,8 @@ class Collector:
         if piece:
             self._content.append(piece)
 
-    def call(self, name: object, arguments: object, written: str) -> None:
-        """Add a call, or an error where it isn't one."""
+    def call(self, name: object, arguments: object, written: str, identity: str = "") -> None:
+        """Add a call, under the id that the model gave it if it gave one, or an error where it isn't one."""
         if self.full(written):
             return
         if not isinstance(name, str) or not name.strip():
@@ -94,7 +94,8 @@ class Collector:
             self.error(f"the arguments of {name[:64]!r} must be an object with the arguments by name", written)
             return
         given = cast("dict[str, object] | str", arguments)
-        self._calls.append(ToolCall(name=replace_surrogates(name.strip()), arguments=given))
+        own = {"id": identity} if 0 < len(identity) <= MAX_CALL_ID else {}
+        self._calls.append(ToolCall(name=replace_surrogates(name.strip()), arguments=given, **own))
 
     def json_calls(self, value: object, written: str, cure: str) -> None:
         """Add the calls of a JSON value: one object or a list, plain or in OpenAI's nesting. `cure` ends an error."""

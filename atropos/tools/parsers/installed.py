@@ -114,7 +114,7 @@ class VllmParser(Parser):
         for call in found.tool_calls:
             if collector.full(text):
                 break
-            collector.call(call.function.name, _arguments(call.function.arguments), call.function.arguments)
+            collector.call(call.function.name, _arguments(call.function.arguments), call.function.arguments, call.id)
         taken = collector.done()
         errors = own.errors if len(own.calls) == len(taken.calls) else ()
         return Parsed((found.content or "").strip(), taken.calls, (*taken.errors, *errors))

@@ -15,7 +15,10 @@ from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, ind
 _CALL, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"<function=([^>\n]{0,200})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,200})>")
-_PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|\Z))")
+_PARAMETER_END = re.compile(
+    r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|\Z))"
+    r"|\n(?=<parameter=[^>\n]{1,200}>\n|</function>\s*</tool_call>)"  # forgotten, which vLLM lets pass
+)
 _FUNCTION_END = re.compile(r"\s*(?:</function>\s*(?:</tool_call>)?|</tool_call>)")
 _CALL_END = re.compile(r"\s*</tool_call>")
 _NAME = re.compile(r"\s*([^\s<]{1,200})")

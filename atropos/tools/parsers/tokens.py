@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from atropos.tools.arguments import replace_surrogates
 from atropos.tools.models import ToolCall
 from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json, index_after, skip
 
@@ -67,12 +68,13 @@ class TokenParser(Parser):
         if middle < 0:
             found.error(f"the tool call has no {tokens.middle} after its name", text[begin:])
             return index_after(text, begin, tokens.begin, tokens.end)
+        head = text[begin:middle]
         try:
-            name, value, end = self._read(text, text[begin:middle], middle + len(tokens.middle))
+            name, value, end = self._read(text, head, middle + len(tokens.middle))
         except ValueError as error:
             found.error(f"the tool call's arguments are not valid JSON ({str(error)[:120]})", text[begin:])
             return index_after(text, begin, tokens.begin, tokens.end)
-        found.call(name, value, text[begin:end])
+        found.call(name, value, text[begin:end], self._identity(head))
         close = skip(text, end)
         return close + len(tokens.end) if text.startswith(tokens.end, close) else end
 
@@ -80,6 +82,11 @@ class TokenParser(Parser):
         """The name, the arguments and their end. `head` is the text before the middle token, `at` the index after it."""
         value, end = first_json(text, at)
         return head.strip(), value, end
+
+    def _identity(self, head: str) -> str:
+        """The call's id, where the format has one."""
+        del head
+        return ""
 
     def render_turn(self, content: str, calls: Sequence[ToolCall]) -> str:
         """See `Parser`."""
@@ -132,7 +139,7 @@ class DeepSeekV3Parser(TokenParser):
 class KimiK2Parser(TokenParser):
     """Kimi K2: the id `functions.name:index` takes the name's place.
 
-    The id is not used: models repeat it from turn to turn, and the id of a `ToolCall` is unique.
+    Kimi's template names a result by it. Models may repeat it from turn to turn; the agent runs each call under an id of its own.
     """
 
     name = "kimi_k2"
@@ -142,6 +149,11 @@ class KimiK2Parser(TokenParser):
         """The name within the id."""
         value, end = first_json(text, at)
         return _KIMI_INDEX.sub("", head.strip().removeprefix("functions.")), value, end
+
+    def _identity(self, head: str) -> str:
+        """As the model wrote it."""
+        identity = replace_surrogates(head.strip())
+        return identity if _KIMI_INDEX.search(identity) and "<" not in identity else ""
 
     def _render_one(self, call: ToolCall, index: int) -> str:
         head = f"functions.{call.name}:{index}"

@@ -184,6 +184,16 @@ def test_calls_in_thinking_are_not_run_whoever_opened_it(opened):
     assert turn.message["content"].startswith("<think>")
 
 
+@pytest.mark.parametrize("name", parser_names())
+def test_in_a_call_the_tag_of_thinking_is_text(name):
+    renderer, parser = TurnRenderer(tokenizer()), get_parser(name)
+    call = ToolCall(name="t", arguments={"command": "echo '<think>a</think>b' '<think>'"})
+    wrote = f"<think>hm</think>\n\n{parser.render_turn('', [call])}"
+    turn = XmlDialect(renderer, parser, []).read(renderer.placeholder(wrote), cut_off=False)
+    assert (turn.reasoning, turn.unread) == ("hm", ())
+    assert [one.arguments for one in turn.calls] == [call.arguments]
+
+
 async def test_a_full_context_ends_the_loop_before_the_turn_that_does_not_fit():
     async def execute(_call):
         return ToolResult(success=True, output="word " * 400, exit_code=0)
@@ -374,6 +384,14 @@ def test_bad_settings_are_refused_by_name():
 def test_seeds_follow_from_names_alone():
     assert seed_for(1, "a", 0) == seed_for(1, "a", 0) != seed_for(1, "a", 1)
     assert 0 <= seed_for(3, "x") < 2**31
+
+
+@pytest.mark.parametrize(("kind", "name"), [("vllm", "seed"), ("sglang", "sampling_seed")])
+async def test_a_seed_has_the_name_that_the_server_knows(kind, name):
+    server = DirectServer()
+    server.config = types.SimpleNamespace(server_type=kind)
+    await agent(server, echo, seed=7).run(script(["done"]))
+    assert {field: value for field, value in server.requests[0].items() if "seed" in field} == {name: 7}
 
 
 def test_the_renderer_is_shared_between_agents():

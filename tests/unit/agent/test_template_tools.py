@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from atropos.agent import AgentConfig, Outcome
 from atropos.envs.hermes.dialect import OpenAIDialect, ToolTemplate
 from atropos.tools import ToolCall, ToolResult
+from atropos.tools.parsers import get_parser
 from examples.policy.tokenizer import FOLDER
 
 QWEN3 = (
@@ -151,6 +152,24 @@ def test_results_and_unread_calls_keep_the_rules_of_a_template_whose_roles_alter
     assert (text.count("seen"), text.count("unread"), text.count("[INST]")) == (2, 2, 1)
     assert text.count("[TOOL_RESULTS]") == 2 * tools
     assert not tools or (calls[0].id[-9:] + "[/TOOL" in text and "0000000c0[/TOOL" in text)
+
+
+KIMI = (
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{%- if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content }}<|im_end|>{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
+)
+
+
+def test_a_kimi_template_names_a_result_as_the_model_named_its_call():
+    own = AutoTokenizer.from_pretrained(FOLDER)
+    own.chat_template = KIMI
+    dialect = OpenAIDialect(own, [], "kimi_k2")
+    wrote = get_parser("kimi_k2").render_turn("", [ToolCall(name="terminal"), ToolCall(name="terminal")])
+    turn = dialect.read(dialect._renderer.placeholder(wrote), cut_off=False)
+    outcomes = [Outcome(one, ToolResult(success=True, output="x")) for one in turn.calls]
+    text = own.decode(dialect.following(dialect.results(outcomes, AgentConfig()), turn.ids))
+    assert re.findall("Return of (.*)", text) == ["functions.terminal:0", "functions.terminal:1"]
 
 
 def test_other_templates_are_given_the_ids_of_calls_as_they_are():

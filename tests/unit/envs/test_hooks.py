@@ -16,7 +16,7 @@ from atropos.envs.hermes.bridge import bridged
 from atropos.envs.hermes.tool_context import ToolContext
 from atropos.envs.running.hooks import Hooks
 from atropos.envs.running.metrics import EnvMetrics
-from atropos.envs.running.rollout import GroupsDropped, HookError, TaskFault
+from atropos.envs.running.rollout import GroupDropped, GroupsDropped, HookError, TaskFault
 from atropos.errors import ConfigError, SlotLost, ToolServerUnavailable
 from atropos.tools import ToolCall, ToolResult
 from examples.policy.tokenizer import FOLDER
@@ -364,6 +364,23 @@ async def test_details_that_can_not_be_kept_drop_their_group_and_no_other(policy
     with pytest.raises(GroupsDropped, match=r"1 of 3 groups were dropped \(1 x hook_error\)"):
         await env.process_manager()
     assert len(groups_in(tmp_path / "g.jsonl")) == 2
+
+
+async def test_a_hermes_prompt_that_is_no_text_is_no_empty_prompt(policy):
+    """Templates such as Qwen3's render a list of messages, or None, as an empty one."""
+
+    class Env(HermesAgentBaseEnv):
+        def format_prompt(self, item):
+            return [{"role": "user", "content": "go"}]
+
+        async def compute_reward(self, item, result, ctx):
+            return 1.0
+
+    config = HermesAgentEnvConfig(tokenizer_name=str(FOLDER), use_wandb=False, enabled_toolsets=["default"])
+    env = Env(config, [APIServerConfig(base_url=policy.url, server_type="vllm", model_name=str(FOLDER), api_key="x")])
+    env.backend.executor = StandInExecutor(env.build_tools())
+    with pytest.raises(GroupDropped, match="format_prompt must return text, not list"):
+        await env.collect_trajectory({"name": "x"})
 
 
 async def test_a_hermes_set_up_that_fails_is_a_fault_of_the_task(policy, tmp_path, caplog):

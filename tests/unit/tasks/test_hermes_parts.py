@@ -17,6 +17,7 @@ from atropos.envs.reporting.wandb_run import readable
 from atropos.envs.sandbox_env import SandboxEnv
 from atropos.errors import ConfigError, InferenceError
 from atropos.tools import ToolResult
+from atropos.tools.arguments import parse_object
 from atropos.tools.parsers import get_parser, parser_names
 from examples.envs.data_env import DataEnv
 from examples.policy.tokenizer import FOLDER
@@ -113,11 +114,19 @@ async def test_openai_mode_sends_tools_and_extra_body_and_keeps_the_servers_call
     assert server.asked[0]["tools"] == SCHEMAS
     assert server.asked[0]["max_tokens"] == 4000
     assert [call.arguments for call in ran] == [{"a": 1}, "not json"]
+    sent = [one["function"]["arguments"] for one in server.asked[1]["messages"][2]["tool_calls"]]
+    assert [json.loads(text) for text in sent] == [{"a": 1}, {"invalid": "not json"}], "vLLM refuses what is no object"
     assert [m["role"] for m in result.messages] == ["system", "user", "assistant", "tool", "tool", "assistant"]
     assert [m["tool_call_id"] for m in result.messages if m["role"] == "tool"] == ["c0", "c1"]
     assert result.reasoning_per_turn == ["because", None]
     assert result.transcript.placeholder
     result.transcript.check()
+
+
+async def test_a_call_whose_arguments_are_null_has_none(tokenizer):
+    server = Server(("", [("look_around", None)], "tool_calls"), ("end", [], "stop"))
+    _, ran = await run(server, tokenizer)
+    assert parse_object("look_around", ran[0].arguments) == {}
 
 
 async def test_calls_left_in_the_text_are_read_by_our_parser(tokenizer):

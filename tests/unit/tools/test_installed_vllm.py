@@ -45,7 +45,7 @@ class StandIn:
         if parsed.errors or not parsed.calls:
             return SimpleNamespace(tools_called=False, tool_calls=[], content=text)
         calls = [
-            SimpleNamespace(function=SimpleNamespace(name=c.name, arguments=json.dumps(c.arguments)))
+            SimpleNamespace(id=c.id, function=SimpleNamespace(name=c.name, arguments=json.dumps(c.arguments)))
             for c in parsed.calls
         ]
         return SimpleNamespace(tools_called=True, tool_calls=calls, content=parsed.content)

@@ -277,6 +277,16 @@ def test_values_without_types_take_the_type_of_the_schema():
     assert coerce(parsed.calls[0].arguments, schema) == {"n": 5, "s": "5", "l": ["a", 1], "b": True}
 
 
+def test_qwen3_coder_reads_on_where_a_parameter_is_not_closed():
+    """As vLLM does. The next parameter, or all of the next call, became part of the value, and the call was run so."""
+    open_call = "<tool_call>\n<function=t>\n<parameter=a>\nTX\n"
+    rest = "<parameter=b>\n</parameter\n</parameter>\n</function>\n</tool_call>"
+    closed = "</function>\n</tool_call>"
+    read = get_parser("qwen3_coder").parse(f"{open_call}{rest}\n{open_call}{closed}\n{open_call}{closed}")
+    assert [one.arguments for one in read.calls] == [{"a": "TX", "b": "</parameter"}, {"a": "TX"}, {"a": "TX"}]
+    assert (read.content, read.errors) == ("", ())
+
+
 def test_deepseek_and_kimi_as_their_templates_write_them():
     v3 = get_parser("deepseek_v3").parse(
         "x<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n"
