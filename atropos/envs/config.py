@@ -116,7 +116,9 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
 
     trajectory_retries: int = Field(default=2, ge=0, description="new tries after an infrastructure failure")
     hook_timeout_s: float = Field(
-        default=3600.0, gt=0, description="longest one hook may take to set up, to verify or to give an item"
+        default=3600.0,
+        gt=0,
+        description="longest one hook may take to set up, to verify or, in `process`, to give an item",
     )
     verifier_mode: Literal["view", "shared"] = Field(
         default="view",

@@ -423,12 +423,8 @@ class SandboxEnv(BaseEnv):
     async def add_train_workers(self) -> None:
         """As atroposlib's; an error of `get_next_item` ends the run with its message, and the end of the items is reported."""
         idle = not self.workers and not self.backlog and (self.eval_runner is None or self.eval_runner.done())
-        own = self.get_next_item
-        self.get_next_item = partial(self.hooks.call, "get_next_item", own)
-        try:
+        with self.hooks.guard("get_next_item"):  # the only code of the env in it
             await super().add_train_workers()
-        finally:
-            self.get_next_item = own
         if idle and not self.workers and self.max_num_workers > 0 and not int(self.status_dict["queue_size"]):
             self._trainer.report("no item", "get_next_item() gave None: the env waits for a further item")
 

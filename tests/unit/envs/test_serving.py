@@ -299,19 +299,6 @@ async def test_the_end_of_the_items_is_reported_once_and_an_error_of_theirs_is_n
         await env.add_train_workers()
 
 
-async def test_an_item_that_does_not_come_when_serving_meets_the_limit_of_hooks():
-    class Env(ScriptEnv):
-        async def get_next_item(self):
-            await asyncio.Event().wait()
-
-    env = make(
-        Env, "http://127.0.0.1:9/v1", None, rollout_server_url="http://127.0.0.1:9", batch_size=9, hook_timeout_s=0.2
-    )
-    env.max_num_workers, env.status_dict = 2, STATUS | {"self_queue_size": 0}
-    with pytest.raises(HookError, match="get_next_item did not end within hook_timeout_s"):
-        await asyncio.wait_for(env.add_train_workers(), 10)
-
-
 async def test_an_evaluation_that_fails_when_serving_is_reported(caplog):
     class Env(ScriptEnv):
         async def evaluate(self, *args, **kwargs):
