@@ -9,7 +9,8 @@ _THINKING_OR_CALL = re.compile(
     r"<think>(?P<thought>.*?)(?:</think>|\Z)"
     r"|<tool_call>.*?(?:</tool_call>|\Z)|<function=.*?(?:</function>|\Z)"
     r"|<｜tool▁call▁begin｜>.*?(?:<｜tool▁call▁end｜>|\Z)|<\|tool_call_begin\|>.*?(?:<\|tool_call_end\|>|\Z)"
-    r"|(?:\[TOOL_CALLS\]|<\|python_(?:tag|start)\|>|(?:^|(?<=</think>))[ \t]*[\[{]).*",
+    r"|(?:\[TOOL_CALLS\]|<\|python_(?:tag|start)\|>).*"
+    r"|(?:^|(?<=</think>))[ \t]*(?:(?:\[\s*)?\{\s*\"|\[\s*[\w.-]+\().*",
     re.DOTALL | re.MULTILINE,
 )
 """Of calls in the formats of `atropos.tools.parsers`; where a format has no end, all that follows belongs to the call."""

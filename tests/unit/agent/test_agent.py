@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from atropos.agent import AgentConfig, AtroposAgent, InferenceError, PromptTooLong, TurnRenderer, XmlDialect, seed_for
 from atropos.agent.transcript import MASKED
 from atropos.errors import ConfigError, SlotLost
+from atropos.thinking import split_thinking
 from atropos.tools import ToolCall, ToolResult
 from atropos.tools.parsers import get_parser, parser_names
 from examples.policy.play import TASKS, Policy
@@ -192,6 +193,11 @@ def test_in_a_call_the_tag_of_thinking_is_text(name):
     turn = XmlDialect(renderer, parser, []).read(renderer.placeholder(wrote), cut_off=False)
     assert (turn.reasoning, turn.unread) == ("hm", ())
     assert [one.arguments for one in turn.calls] == [call.arguments]
+
+
+@pytest.mark.parametrize("before", ["", "See [1] and {x}.\n[2] a list\n- [x] done\n{y}\n", "[a](b)\n"])
+def test_text_in_brackets_hides_no_thinking(before):
+    assert split_thinking(f"{before}<think>a</think>b") == [(before, False), ("a", True), ("b", False)]
 
 
 async def test_a_full_context_ends_the_loop_before_the_turn_that_does_not_fit():
