@@ -75,7 +75,7 @@ def top(
         if url is not None:
             base, given = _split(url, token)
             async with httpx.AsyncClient(
-                base_url=base, headers={"Authorization": f"Bearer {given}"}, timeout=10
+                base_url=base, headers={"Authorization": f"Bearer {given}"}, timeout=10, trust_env=False
             ) as client:
                 await _show(lambda: _remote(client), interval_s, once=once)
         else:

@@ -119,6 +119,13 @@ def test_grep_prints_lines_that_match_without_acting_on_the_terminal(tmp_path):
     assert "\x1b" not in run(tmp_path, "stats", groups=[hostile()]).stdout
 
 
+def test_a_lone_surrogate_of_a_model_is_printed_as_an_escape(tmp_path):
+    one = group("i\ud800", trajectory("t", 1.0, output="half \ud83d here"))
+    assert "half \\ud83d here" in run(tmp_path, "grep", "half", groups=[one]).stdout
+    two = group("i", trajectory("t", 1.0, stop_reason="odd\udc00"))
+    assert "odd\\udc00 1" in run(tmp_path, "stats", groups=[two]).stdout
+
+
 @pytest.mark.parametrize("command", [["dashboard"], ["trajectories", "stats"]])
 def test_a_file_without_groups_is_refused(tmp_path, command):
     file = tmp_path / "notes.md"
