@@ -12,6 +12,8 @@ import typer
 def _of_groups(jsonl: Path) -> Path:
     from atropos.dashboard.store import groups_of
 
+    if not jsonl.is_file():
+        raise typer.BadParameter(f"{jsonl} is a pipe or device, which is read only once: name a file")
     with jsonl.open("rb") as lines:
         first = lines.readline()
     if first.endswith(b"\n") and not any(groups_of(first)):

@@ -157,7 +157,7 @@ def engines() -> list[DoctorFinding]:
     """Whether the other backends could be used from here; neither is needed for the local one."""
     return [
         docker(os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"),
-        nomad(os.environ.get("NOMAD_ADDR", "http://localhost:4646")),
+        nomad(),
     ]
 
 
@@ -186,14 +186,20 @@ def docker(address: str) -> DoctorFinding:
     )
 
 
-def nomad(address: str) -> DoctorFinding:
-    """Whether a Nomad agent answers at `address`."""
+def nomad() -> DoctorFinding:
+    """Whether a Nomad agent answers, asked with the NOMAD_* variables of address and TLS as the backend asks it."""
     import httpx
 
+    from atropos.slots.backends.nomad.settings import NomadSettings
+
+    address = "NOMAD_*"
     try:
-        answer = httpx.get(f"{address}/v1/status/leader", timeout=2, trust_env=False)
+        settings = NomadSettings.from_environment(None)
+        address, name = settings.address, settings.tls_server_name
+        with httpx.Client(verify=settings.tls() or False, timeout=2, trust_env=False) as client:
+            answer = client.get(f"{address}/v1/status/leader", extensions={"sni_hostname": name} if name else {})
         ok, detail = answer.status_code in {200, 403}, f"{address} answered {answer.status_code}"
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ConfigError) as error:
         ok, detail = False, f"{address}: {error or type(error).__name__}"
     return DoctorFinding(
         "nomad",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import html
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,6 +106,8 @@ def check_command(
         raise ConfigError(f"--html {page}: name a file in a folder that is there")
     given = dict(_pair(text) for text in variable or ())
     tasks = _read(paths, name or (), dataset, given)
+    if page is not None and (page.is_dir() or not os.access(page.parent, os.W_OK)):  # asked before the long work
+        raise ConfigError(f"--html: {page} can't be written")
     found = _check_with_progress(tasks, config)
     if page is not None:
         page.write_text(_page(found, agents), encoding="utf-8")

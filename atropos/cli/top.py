@@ -75,7 +75,7 @@ def top(
         if url is not None:
             base, given = _split(url, token)
             async with httpx.AsyncClient(
-                base_url=base, headers={"Authorization": f"Bearer {given}"}, timeout=10
+                base_url=base, headers={"Authorization": f"Bearer {given}"}, timeout=10, trust_env=False
             ) as client:
                 await _show(lambda: _remote(client), interval_s, once=once)
         else:
@@ -91,11 +91,15 @@ def _split(url: str, token: str | None) -> tuple[str, str]:
     Raises:
         ConfigError: it is no http(s) URL, or there is no token.
     """
-    parts = urlsplit(url if "//" in url else f"http://{url}")
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        found = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        found, parts = False, urlsplit("")
     given = token or next(iter(parse_qs(parts.query).get("token", [])), "")
-    if parts.scheme not in {"http", "https"} or not parts.netloc:
+    if not found:
         raise ConfigError(f"{url!r} is no http URL; write http://127.0.0.1:7580")
-    if not given:
+    if not given or not given.isascii():  # as the … of an example is not
         raise ConfigError("token: give the URL as the env printed it, --token, or ATROPOS_DASHBOARD_TOKEN")
     return f"{parts.scheme}://{parts.netloc}", given
 

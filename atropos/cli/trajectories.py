@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import Counter, defaultdict
@@ -18,6 +19,7 @@ from atropos.dashboard.export import atif
 from atropos.dashboard.replay import asciicast
 from atropos.dashboard.store import Details, Entry, Query, entry_of, item_of, members, read_groups
 from atropos.dashboard.text import visible
+from atropos.errors import ConfigError
 
 trajectories_app = typer.Typer(no_args_is_help=True, help="Export, count or search the trajectories of a JSONL.")
 
@@ -55,31 +57,40 @@ def export(
     if form != "sft" and to is None:
         raise typer.BadParameter(f"{form} writes a file per trajectory: name a folder with --to")
     chosen = _chosen(jsonl, Query(item=item, least=least, most=most, error=error, tool=tool))
-    done = left_out = 0
-    out = to.open("w", encoding="utf-8") if to is not None and form == "sft" else None
-    for member, entry, details in chosen:
-        if not details.messages:
-            left_out += 1
-            continue
-        done += 1
-        if form == "sft":
-            line = json.dumps({"messages": member["messages"]})
-            typer.echo(line, file=out)
-            continue
-        assert to is not None
-        to.mkdir(parents=True, exist_ok=True)
-        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", entry.trajectory_id)[:100]
-        if form == "cast":
-            (to / f"{done:06d}-{name}.cast").write_text(asciicast(entry, details))
-            continue
-        value = atif(entry, details, agent="atropos", version=version("atropos"))
-        (to / f"{done:06d}-{name}.json").write_text(json.dumps(value, indent=1) + "\n")
-    if out is not None:
-        out.close()
+    try:
+        done, left_out = _export(chosen, form, to)
+    except OSError as failed:
+        if to is None:
+            raise
+        raise ConfigError(f"--to {to}: {failed.strerror}") from None
     typer.echo(
         f"{done} trajectories exported" + (f", {left_out} without messages left out" if left_out else ""), err=True
     )
     raise typer.Exit(0 if done else 1)
+
+
+def _export(chosen: Iterator[tuple[dict[str, object], Entry, Details]], form: str, to: Path | None) -> tuple[int, int]:
+    """Write the chosen; how many were written, and how many left out for want of messages."""
+    done = left_out = 0
+    with contextlib.ExitStack() as stack:
+        out = None if to is None or form != "sft" else stack.enter_context(to.open("w", encoding="utf-8"))
+        for member, entry, details in chosen:
+            if not details.messages:
+                left_out += 1
+                continue
+            done += 1
+            if form == "sft":
+                typer.echo(json.dumps({"messages": member["messages"]}), file=out)
+                continue
+            assert to is not None
+            to.mkdir(parents=True, exist_ok=True)
+            name = re.sub(r"[^A-Za-z0-9_.-]+", "-", entry.trajectory_id)[:100]
+            if form == "cast":
+                (to / f"{done:06d}-{name}.cast").write_text(asciicast(entry, details))
+                continue
+            value = atif(entry, details, agent="atropos", version=version("atropos"))
+            (to / f"{done:06d}-{name}.json").write_text(json.dumps(value, indent=1) + "\n")
+    return done, left_out
 
 
 @trajectories_app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -170,8 +171,11 @@ class GroupFile:
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
-        """Read what was appended; a last line without its end stays for later. Of a file that shrank or is another one, all is read."""
-        with self._lock, self._path.open("rb") as lines:
+        """Read what was appended; a last line without its end stays for later. Of a file that shrank or is another one, all is read.
+
+        While there is no file, as before a run that writes it anew, what was read stays.
+        """
+        with self._lock, contextlib.suppress(FileNotFoundError), self._path.open("rb") as lines:
             found = os.fstat(lines.fileno())
             if (found.st_dev, found.st_ino) != self._file or found.st_size < self._at:
                 self._store.clear()

@@ -6,12 +6,12 @@ import math
 import re
 
 MAX_MESSAGE_CHARS = 20_000
-HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Control characters, and those that turn the direction of what follows, scores included."""
+HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, those that turn the direction of what follows, scores included, and lone surrogates, which no output takes."""
 
 
 def visible(text: object) -> str:
-    """Control characters as symbols, and those that turn the direction of text as escapes: a page shows what was there."""
+    """Control characters as symbols, and what else is `HIDDEN` as escapes: a page shows what was there."""
     return HIDDEN.sub(_symbol, str(text))
 
 

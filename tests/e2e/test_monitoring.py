@@ -19,7 +19,9 @@ import yaml
 from atropos.agent import seed_for
 from atropos.envs.reporting.prometheus import MetricsEndpoint, metrics_text
 from atropos.envs.running.metrics import EnvMetrics
+from atropos.metrics import exposition
 from atropos.slots import SlotPool
+from atropos.slots.containers.counters import Counters
 from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
 from tests.backends import Engine
 
@@ -44,6 +46,42 @@ def test_the_configuration_and_the_alerts_are_valid():
     for kind, name in (("config", "prometheus.yml"), ("rules", "alerts.yml")):
         done = subprocess.run([PROMTOOL, "check", kind, FOLDER / name], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_alerts_come_when_they_should_and_not_before(tmp_path):
+    labels = 'job="j",instance="i",env="e"'
+    late = {"AtroposNoTrajectories": "40m", "AtroposAcquireTimeouts": "7m", "AtroposNoContainers": "10m"}
+    series = {
+        f"atropos_env_trajectories_total{{{labels}}}": "0x200",
+        f"atropos_env_in_flight{{{labels}}}": "0x2 4x200",
+        f'atropos_pool_containers{{{labels},state="ready"}}': "0x200",
+        f"atropos_pool_containers_wanted{{{labels}}}": "0x20 1x200",
+        **dict.fromkeys(first_faults(labels), "0x20 5x200"),
+    }
+    checks = [{"eval_time": time, "alertname": name, "exp_alerts": []} for name in late for time in ("1m", "4m")]
+    rules = {"AtroposAcquireTimeouts": {"code": "acquire_timeout"}}
+    written = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]
+    for rule in written:
+        if (name := rule["alert"]) in late:
+            shown = {**rule["labels"], "job": "j", "instance": "i", "env": "e", **rules.get(name, {})}
+            alert = {"exp_labels": shown, "exp_annotations": rule["annotations"]}
+            checks.append({"eval_time": late[name], "alertname": name, "exp_alerts": [alert]})
+    given = [{"series": name, "values": values} for name, values in series.items()]
+    tests = [{"interval": "15s", "input_series": given, "alert_rule_test": checks}]
+    file = tmp_path / "tests.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(FOLDER / "alerts.yml")], "tests": tests}))
+    done = subprocess.run([PROMTOOL, "test", "rules", file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def first_faults(labels: str) -> list[str]:
+    """The series of acquire timeouts that a pool without faults exports."""
+    text = exposition(Counters().families())
+    return [
+        f'{line[: line.index("{")]}{{{labels},code="acquire_timeout"}}'
+        for line in text.splitlines()
+        if 'code="acquire_timeout"' in line
+    ]
 
 
 @contextlib.asynccontextmanager

@@ -189,4 +189,8 @@ def _logging() -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("atropos").setLevel(os.environ.get("ATROPOS_LOG_LEVEL", "INFO").upper())
+    level = os.environ.get("ATROPOS_LOG_LEVEL") or "INFO"
+    try:
+        logging.getLogger("atropos").setLevel(level.upper())
+    except ValueError:
+        raise ConfigError(f"ATROPOS_LOG_LEVEL: {level!r} is none of INFO, WARNING, ERROR") from None

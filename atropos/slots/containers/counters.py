@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
-from atropos.errors import AcquireTimeout, SandboxError, code_of
+from atropos.errors import BY_CODE, AcquireTimeout, SandboxError, code_of
 from atropos.metrics import Family, Histogram, counter
 
 KEPT = 2048
@@ -48,7 +48,9 @@ class Counters:
             "atropos_pool_operation_seconds", "Time of operations in slots, exec among them.", "operation", "result"
         )
         self.reset = Histogram("atropos_pool_reset_seconds", "Time to reset a slot after its lease.", "result")
-        self.faults = collections.Counter[str]()
+        self.faults = collections.Counter[str](
+            dict.fromkeys(BY_CODE, 0)
+        )  # Prometheus sees no increase in a first value
 
     @contextlib.contextmanager
     def measure(self, observe: Callable[[float, str], None]) -> Generator[Outcome]:

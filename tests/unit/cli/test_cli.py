@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from typer.testing import CliRunner
@@ -52,6 +55,7 @@ def test_help_and_version_answer_without_loading_atroposlib() -> None:
         (["exec", "true", "--upload", "/no/such/file"], b"/no/such/file"),
         (["exec", "true", "--backend", "cloud"], b"backend"),
         (["exec", "true", "--memory-mib", "1"], b"memory_mib"),
+        (["tasks", "check", "examples/tasks/top-words", "--html", "/no/such/page.html"], b"--html: /no/such"),
     ],
 )
 def test_wrong_usage_is_one_clear_message_and_code_2(arguments: list[str], said: bytes) -> None:
@@ -102,6 +106,34 @@ def test_doctor_finds_a_docker_engine_at_a_port(monkeypatch) -> None:
         monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{engine.getsockname()[1]}")
         assert engines()[0].ok
     assert not engines()[0].ok
+
+
+def test_doctor_finds_a_nomad_agent_behind_its_own_authority(monkeypatch, tmp_path) -> None:
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=nomad -addext"
+    made = [*command.split(), "subjectAltName=DNS:server.global.nomad", "-out", certificate, "-keyout", key]
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    context.load_verify_locations(certificate)
+    context.verify_mode = ssl.CERT_REQUIRED
+
+    class Agent(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/v1/status/leader" else 404)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Agent) as agent:
+        agent.socket = context.wrap_socket(agent.socket, server_side=True)
+        threading.Thread(target=agent.serve_forever, daemon=True).start()
+        for name, value in (("CACERT", certificate), ("CLIENT_CERT", certificate), ("CLIENT_KEY", key)):
+            monkeypatch.setenv(f"NOMAD_{name}", str(value))
+        monkeypatch.setenv("NOMAD_TLS_SERVER_NAME", "server.global.nomad")
+        monkeypatch.setenv("NOMAD_ADDR", f"https://127.0.0.1:{agent.server_port}/")
+        assert engines()[1].ok, engines()[1]
+        agent.shutdown()
+    monkeypatch.setenv("NOMAD_ADDR", "127.0.0.1:4646")
+    assert "must look like http://host:4646" in engines()[1].detail
 
 
 @pytest.mark.parametrize(

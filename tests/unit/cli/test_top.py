@@ -103,9 +103,18 @@ async def test_what_can_not_be_shown_is_one_line(dashboard):
         ([address, "--token", "wrong"], 2, "refuses the token"),
         (["http://127.0.0.1:9", "--token", "x"], 70, "127.0.0.1:9"),
         (["ftp://x", "--token", "x"], 2, "is no http URL"),
+        (["http://127.0.0.1:port", "--token", "x"], 2, "is no http URL"),
+        (["http://[::1", "--token", "x"], 2, "is no http URL"),
+        (["http://127.0.0.1:7580/?token=…"], 2, "token: give the URL as the env printed it"),
     ):
         found, text = await run(*arguments, "--once", columns=200)
         assert (found, said in text, len(text.splitlines())) == (code, True, 1), text
+
+
+async def test_a_proxy_for_the_internet_is_not_asked(dashboard, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    code, text = await run(dashboard.url, "--once")
+    assert code == 0, text
 
 
 async def test_q_ends_it_and_gives_the_terminal_back(dashboard):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
 
 from atropos.cli import command_line
+from atropos.errors import ConfigError
 from tests.unit.dashboard.support import group, hostile, ordinary, trajectory
 
 
@@ -117,6 +119,28 @@ def test_grep_prints_lines_that_match_without_acting_on_the_terminal(tmp_path):
     assert shown
     assert not set(shown) & set("\x1b\x07\x9b\u202e")
     assert "\x1b" not in run(tmp_path, "stats", groups=[hostile()]).stdout
+
+
+def test_a_lone_surrogate_of_a_model_is_printed_as_an_escape(tmp_path):
+    one = group("i\ud800", trajectory("t", 1.0, output="half \ud83d here"))
+    assert "half \\ud83d here" in run(tmp_path, "grep", "half", groups=[one]).stdout
+    two = group("i", trajectory("t", 1.0, stop_reason="odd\udc00"))
+    assert "odd\\udc00 1" in run(tmp_path, "stats", groups=[two]).stdout
+
+
+@pytest.mark.parametrize(("form", "to"), [("sft", "missing/x"), ("atif", "g.jsonl"), ("cast", "g.jsonl/x")])
+def test_a_place_that_can_not_be_written_to_is_named(tmp_path, form, to):
+    done = run(tmp_path, "export", "--format", form, "--to", str(tmp_path / to))
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).startswith(f"--to {tmp_path / to}: ")
+
+
+def test_a_pipe_is_refused_whose_first_groups_would_be_missing(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    done = CliRunner().invoke(command_line(), ["trajectories", "stats", str(pipe)])
+    assert done.exit_code == 2
+    assert "is a pipe" in " ".join(done.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("command", [["dashboard"], ["trajectories", "stats"]])

@@ -278,6 +278,16 @@ def test_a_file_is_followed_line_by_line(tmp_path):
     assert len(store) == 6
 
 
+def test_while_a_file_is_missing_what_was_read_of_it_is_shown(tmp_path):
+    path, store = tmp_path / "g.jsonl", TrajectoryStore()
+    path.write_text(json.dumps(ordinary()[0]) + "\n")
+    file = GroupFile(path, store)
+    file.refresh()
+    path.unlink()
+    file.refresh()
+    assert len(store) == 3
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_of_a_file_that_is_written_anew_only_the_new_groups_are_shown(in_place, tmp_path):
     path, store = tmp_path / "g.jsonl", TrajectoryStore()

@@ -305,3 +305,9 @@ def test_an_unknown_setting_is_refused_in_code_too():
 def test_a_mistake_in_a_setting_of_pool_or_tools_has_the_flags_own_name(said, shown):
     with pytest.raises(ConfigError, match=shown), own_field_names(AgentEnvConfig()):
         raise ConfigError(said)
+
+
+def test_a_log_level_that_there_is_not_is_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("ATROPOS_LOG_LEVEL", "verbose")
+    said = "error: ATROPOS_LOG_LEVEL: 'verbose' is none of INFO, WARNING, ERROR"
+    assert run(capsys, "process") == (2, said)
