@@ -102,12 +102,10 @@ def check_command(
         limits=limits,
         layers=tuple(verifier_layer or ()),
     )
-    if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
-        raise ConfigError(f"--html {page}: name a file in a folder that is there")
+    if page is not None and (page.is_dir() or not os.access(page.parent, os.W_OK)):  # asked before the long work
+        raise ConfigError(f"--html: {page} can't be written; name a file in a folder that is there")
     given = dict(_pair(text) for text in variable or ())
     tasks = _read(paths, name or (), dataset, given)
-    if page is not None and (page.is_dir() or not os.access(page.parent, os.W_OK)):  # asked before the long work
-        raise ConfigError(f"--html: {page} can't be written")
     found = _check_with_progress(tasks, config)
     if page is not None:
         page.write_text(_page(found, agents), encoding="utf-8")

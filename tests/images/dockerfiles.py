@@ -115,7 +115,8 @@ DOCKERFILES = {
     "copy-folders": "FROM @BASE@\nCOPY dir /d\nCOPY dir /e/\nCOPY dir/ /f\nCOPY empty /g\nCOPY dir glob /h/\nCOPY .hidden /i",
     "copy-all": "FROM @BASE@\nCOPY . /all/\n",
     "copy-to-root": "FROM @BASE@\nCOPY . /\nCOPY dir /\n",
-    "copy-globs": "FROM @BASE@\nCOPY glob/*.c /c/\nCOPY glob/t* /t/\nCOPY glob/?wo.c /two\nCOPY gl[a-z]b/on[de].c /range\nCOPY *.txt /txt/",
+    "copy-globs": "FROM @BASE@\nCOPY glob/*.c /c/\nCOPY glob/t* /t/\nCOPY glob/?wo.c /two\nCOPY gl[a-z]b/on[de].c /range\nCOPY *.txt /txt/\n"
+    "COPY a.txt absent* /some/\nCOPY glob/** /stars/\nCOPY d** /folder/\nCOPY a.txt *.env none? /kept/",
     "copy-json": 'FROM @BASE@\nCOPY ["with space.txt", "/a b/"]\nCOPY [[]odd].txt /odd',
     "copy-links": "FROM @BASE@\nCOPY to-file /a\nCOPY to-dir /b\nCOPY dir/link /d/",
     "copy-over": "FROM @BASE@\nRUN mkdir -p /d/x.txt /e && echo old > /e/x.txt && chmod 700 /e && chown 1000 /e && ln -s /e /l\n"
