@@ -48,9 +48,8 @@ class Counters:
             "atropos_pool_operation_seconds", "Time of operations in slots, exec among them.", "operation", "result"
         )
         self.reset = Histogram("atropos_pool_reset_seconds", "Time to reset a slot after its lease.", "result")
-        self.faults = collections.Counter[str](
-            dict.fromkeys(BY_CODE, 0)
-        )  # Prometheus sees no increase in a first value
+        # each code from 0 on: Prometheus sees no increase in a series' first value
+        self.faults = collections.Counter[str](dict.fromkeys(BY_CODE, 0))
 
     @contextlib.contextmanager
     def measure(self, observe: Callable[[float, str], None]) -> Generator[Outcome]:
