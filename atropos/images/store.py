@@ -175,7 +175,7 @@ class ImageStore:
 
     async def _size(self, origin: str, name: str, work: Path) -> int | None:
         """Bytes of the image's layers as its manifest says them; None where it doesn't."""
-        text = await self._skopeo.run(["inspect", "--retry-times", "2", "--raw", origin], name, work)
+        text = await self._skopeo.run(["inspect", "--raw", origin], name, work)
         try:
             manifest = json.loads(text)
             if "manifests" in manifest:  # an index: which one is taken is skopeo's to know
