@@ -8,57 +8,64 @@ from __future__ import annotations
 
 import logging
 
+from atropos.slot_python import SLOT_PYTHON
 from atropos.slots import Slot
-from atropos.tasks.format.recipe import PATH
 from atropos.tasks.format.task import Task
 
 _log = logging.getLogger(__name__)
 
 _SCRIPT = r"""
-kill -STOP -1 2>/dev/null  # nothing runs, forks or starts to listen while it is looked at
-listening=' ' tree= kept=' '
-for each in tcp:0A tcp6:0A udp:07 udp6:07; do
-  if [ -r "/proc/net/${each%:*}" ]; then
-    while read -r _ _ _ state _ _ _ _ _ inode _; do
-      if [ "$state" = "${each#*:}" ]; then listening="$listening$inode "; fi
-    done < "/proc/net/${each%:*}"
-  fi
-done
-while read -r _ _ _ flags _ _ inode _; do
-  case $flags in ???[13579BDFbdf]????) listening="$listening$inode " ;; esac
-done < /proc/net/unix
-for each in /proc/[0-9]*; do
-  pid=${each#/proc/} stat=
-  while read -r line || [ "$line" ]; do stat=$line; done < "$each/stat"
-  set -- ${stat##*) }
-  case $1 in Z | X | '') continue ;; esac
-  tree="$tree $pid:$2"
-  files=$(ls -l "$each/fd" 2>/dev/null)
-  if [ "$pid" != 1 ] && [ "$pid" != $$ ]; then
-    for inode in $listening; do
-      case $files in *"socket:[$inode]"*) kept="$kept$pid " && break ;; esac
-    done
-  fi
-done
-more=1
-while [ "$more" ]; do
-  more=
-  for each in $tree; do
-    case $kept in *" ${each%:*} "*) continue ;; *" ${each#*:} "*) kept="$kept${each%:*} " more=1 ;; esac
-  done
-done
-ended=
-for each in $tree; do
-  case "$kept 1 $$ " in *" ${each%:*} "*) ;; *) ended="$ended ${each%:*}" ;; esac
-done
-for each in $ended; do kill -KILL "$each" 2>/dev/null; done
-for each in $kept; do kill -CONT "$each" 2>/dev/null; done
-set -- $ended
-ends=$#
-set -- $kept
-echo "$ends $#"
+import os, _signal as signal
+def listening():
+    found = set()
+    for name, column, states in (("tcp", 3, {"0A"}), ("tcp6", 3, {"0A"}), ("udp", 3, {"07"}), ("udp6", 3, {"07"})):
+        try:
+            for line in open(f"/proc/net/{name}").readlines()[1:]:
+                part = line.split()
+                if part[column] in states:
+                    found.add(f"socket:[{part[9]}]")
+        except OSError:
+            pass
+    for line in open("/proc/net/unix").readlines()[1:]:
+        part = line.split()
+        if int(part[3], 16) & 0x10000:
+            found.add(f"socket:[{part[6]}]")
+    return found
+def parents():
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                stat = open(f"/proc/{name}/stat").read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if stat[0] not in "ZX":
+                found[int(name)] = int(stat[1])
+    return found
+def holds(pid, sockets):
+    try:
+        return any(os.readlink(f"/proc/{pid}/fd/{fd}") in sockets for fd in os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return False
+try:
+    os.kill(-1, signal.SIGSTOP)  # all but this one and PID 1: nothing forks or starts to listen while it is looked at
+except OSError:  # there is nothing else
+    pass
+tree, sockets, pid = parents(), listening(), os.getpid()
+spared = {1}
+while pid in tree:
+    spared.add(pid)
+    pid = tree[pid]
+kept = {pid for pid in tree if pid not in spared and holds(pid, sockets)}
+while more := {pid for pid, parent in tree.items() if parent in kept and pid not in kept}:
+    kept |= more
+ended = set(tree) - spared - kept
+for sent, those in ((signal.SIGKILL, ended), (signal.SIGCONT, kept)):
+    for pid in those:
+        os.kill(pid, sent)
+print(len(ended), len(kept))
 """
-"""For any image's shell and `ls`: few have Python."""
+"""For the Python that every slot has: many images have none, and what is the agent's may be replaced."""
 
 
 async def end_processes(slot: Slot, task: Task) -> None:
@@ -71,7 +78,7 @@ async def end_processes(slot: Slot, task: Task) -> None:
     if keep is True:
         return
     if keep == "services":
-        done = await slot.exec(_SCRIPT, workdir="/", env={"PATH": PATH}, clean_env=True, timeout_s=30)
+        done = await slot.exec((*SLOT_PYTHON, "-c", _SCRIPT), workdir="/", clean_env=True, timeout_s=30)
         counts = done.output.split()
         if done.exit_code == 0 and len(counts) == 2 and counts[0].isdecimal() and counts[1].isdecimal():
             _report(task, int(counts[0]), f"{counts[1]} that listen stay")
