@@ -23,7 +23,7 @@ from atropos.aio import backoff_s
 from atropos.errors import InferenceError
 from atropos.tools import ToolCall
 from atropos.tools.arguments import replace_surrogates
-from atropos.tools.models import MAX_CALL_ID
+from atropos.tools.models import call_with_id
 
 EXACT = frozenset({"vllm", "sglang"})
 """Server types that report the tokens they sampled."""
@@ -76,10 +76,7 @@ class ServerCall:
             with contextlib.suppress(ValueError):
                 parsed = json.loads(parsed)
         arguments = cast("dict[str, object]", parsed) if isinstance(parsed, dict) else str(self.arguments or "")
-        identity = str(self.id or "")
-        if 0 < len(identity) <= MAX_CALL_ID:
-            return ToolCall(name=self.name, arguments=arguments, id=identity)
-        return ToolCall(name=self.name, arguments=arguments)
+        return call_with_id(str(self.id or ""), self.name, arguments)
 
 
 @dataclass(frozen=True)

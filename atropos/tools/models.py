@@ -56,6 +56,12 @@ class ToolCall(BaseModel):
     id: str = Field(default_factory=new_call_id, min_length=1, max_length=MAX_CALL_ID)
 
 
+def call_with_id(identity: str, name: str, arguments: dict[str, object] | str) -> ToolCall:
+    """A call under the id that a model or its server gave it; under a new one where that is empty or too long."""
+    own = {"id": identity} if 0 < len(identity) <= MAX_CALL_ID else {}
+    return ToolCall(name=name, arguments=arguments, **own)
+
+
 class ToolResult(BaseModel):
     """How a call ended, as a value: what the program did, or what was wrong with the call.
 

@@ -192,16 +192,20 @@ def _assistant(content: str, calls: Sequence[ToolCall]) -> Message:
     message: Message = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments_object(call)}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": written_arguments(_with_object(call))},
+            }
             for call in calls
         ]
     return message
 
 
-def _arguments_object(call: ToolCall) -> str:
-    """A call's arguments as JSON of an object: vLLM refuses a conversation, and with it the trajectory, that has others."""
+def _with_object(call: ToolCall) -> ToolCall:
+    """The call with an object as arguments: vLLM refuses a conversation, and with it the trajectory, that has others."""
     try:
         arguments = parse_object(call.name, call.arguments)
     except BadArguments:
         arguments = {"invalid": call.arguments}
-    return replace_surrogates(json.dumps(arguments, ensure_ascii=False))
+    return call.model_copy(update={"arguments": arguments})

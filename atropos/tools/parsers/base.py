@@ -10,7 +10,7 @@ from typing import cast
 
 from atropos.errors import ConfigError
 from atropos.tools.arguments import MAX_DEPTH, deeper_than, replace_surrogates
-from atropos.tools.models import MAX_CALL_ID, ToolCall
+from atropos.tools.models import ToolCall, call_with_id
 
 MAX_CALLS = 128
 """Most calls, valid or not, of one turn; more are reported as an error."""
@@ -94,8 +94,7 @@ class Collector:
             self.error(f"the arguments of {name[:64]!r} must be an object with the arguments by name", written)
             return
         given = cast("dict[str, object] | str", arguments)
-        own = {"id": identity} if 0 < len(identity) <= MAX_CALL_ID else {}
-        self._calls.append(ToolCall(name=replace_surrogates(name.strip()), arguments=given, **own))
+        self._calls.append(call_with_id(identity, replace_surrogates(name.strip()), given))
 
     def json_calls(self, value: object, written: str, cure: str) -> None:
         """Add the calls of a JSON value: one object or a list, plain or in OpenAI's nesting. `cure` ends an error."""
