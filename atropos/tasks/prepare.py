@@ -174,6 +174,8 @@ class TaskImages:
     async def _pulled(self, task: Task, report: Progress) -> tuple[Task, _Images]:
         prebuilt = task.config.environment.docker_image
         prebuilt = None if prebuilt is None or self._stands_in(prebuilt) else prebuilt
+        if prebuilt is None and task.unbuildable is not None:
+            raise TaskBroken(f"{task.name}: {task.unbuildable}")
         built_from = {task.recipe.image, *(stage.image for stage in task.recipe.stages)}
         names = built_from if prebuilt is None else {prebuilt}
         found = dict(zip(names, await asyncio.gather(*(self._image(task, n, report) for n in names)), strict=True))

@@ -350,6 +350,13 @@ async def test_a_docker_image_is_the_workspace(tmp_path, images):
         beside = make(tmp_path / "beside", "FROM nowhere.invalid/x\nRUN false\n", toml=toml)
         async with working_on(pool, built, beside) as slot:
             assert (await slot.exec("cat text; ls")).output == "hellotext\n", "its files are in the image already"
+        unbuildable = make(tmp_path / "unbuildable", "FROM nowhere.invalid/x\nRUN --network=host true\n", toml=toml)
+        async with working_on(pool, built, unbuildable) as slot:
+            assert (await slot.exec("cat text; ls")).output == "hellotext\n", (
+                "a Dockerfile that isn't built may say anything"
+            )
+        with pytest.raises(TaskBroken, match=r"unbuildable: .*Dockerfile:2: .*--network"):
+            await TaskImages(pool, (f"{images.host}/*",)).prepare(unbuildable)
         absent = make(tmp_path / "absent", toml=toml.replace("whole:1", "absent:1"))
         with pytest.raises(TaskBroken, match=r"absent: image .*absent:1: pulling: .*manifest unknown"):
             await built.prepare(absent)

@@ -94,6 +94,10 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
             table = "" if one is task else "verifier."
             field = f"{table}environment.docker_image" if one.config.environment.docker_image else f"{table}FROM"
             notes.append(f"{field}: the slots' base stands in for {image}")
+            if one.unbuildable is not None:
+                refused.append(
+                    f"{one.unbuildable}; or pull {image}, which `task_images` has the slots' base stand in for"
+                )
     if servers := task.config.environment.mcp_servers:
         names = ", ".join(server.name for server in servers)
         notes.append(f"environment.mcp_servers: the prompt names {names}; nothing starts or connects to them")

@@ -52,6 +52,7 @@ class Task:
         limits: what its leases ask for instead of the pool's limits.
         verifier: the machine of a separate verifier that differs from the workspace: a task that only that is built of.
         bundled: of such a machine: its image holds the tests.
+        unbuildable: why its Dockerfile can't be built here, so that only its `docker_image` serves; else None.
         make: makes the recipe anew, of whatever kind the folder is.
         builder: builds its image for `SlotPool.prepare`; `load_task` gives it.
     """
@@ -75,6 +76,7 @@ class Task:
     limits: LeaseLimits | None = None
     verifier: Task | None = None
     bundled: bool = False
+    unbuildable: str | None = None
     make: Make | None = field(default=None, repr=False, compare=False)
     builder: Build | None = field(default=None, repr=False, compare=False)
 

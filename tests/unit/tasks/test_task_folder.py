@@ -473,6 +473,22 @@ def test_a_task_on_an_image_needs_no_environment_and_one_whose_verifier_holds_th
     assert task.on({"a:1": StepSettings("/srv")}, prebuilt=True).recipe.workdir == "/srv"
 
 
+@pytest.mark.parametrize("table", ["environment", "verifier.environment"])
+def test_a_dockerfile_that_cannot_be_honoured_counts_only_where_it_is_built(folder, table):
+    place = folder / ("environment" if table == "environment" else "tests")
+    (place / "Dockerfile").write_text("FROM debian\nRUN --network=host true\n")
+    (folder / "task.toml").write_text(f"[{table}]\ncpus = 1\n")
+    with pytest.raises(ConfigError, match=r"Dockerfile:2: .*--network"):
+        load_task(folder)
+    (folder / "task.toml").write_text(f"[{table}]\ndocker_image = 'a:1'\n")
+    task, room = load_task(folder), Room(memory_mib=1024, disk_mib=512)
+    machine = task if table == "environment" else task.verifier
+    assert machine.recipe.image == "a:1"
+    assert fit(task, room, images=()).refused == ()
+    (refused,) = fit(task, room, images=("a:*",)).refused
+    assert "Dockerfile:2: " in refused and "or pull a:1, which `task_images`" in refused
+
+
 def test_a_task_is_called_as_its_folder_also_where_that_is_a_link(folder, tmp_path):
     (tmp_path / "linked").symlink_to(folder)
     assert [task.name for task in read_tasks(tmp_path).tasks] == ["demo", "linked"]
