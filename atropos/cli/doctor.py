@@ -107,7 +107,10 @@ async def isolation(base: str | None) -> list[DoctorFinding]:
     try:
         capabilities = await probe(base)
     except (SandboxError, ConfigError) as error:
-        return [DoctorFinding("slots", ok=False, needed=True, detail=str(error), fix="see the reason on the left")]
+        busy = "" if isinstance(error, ConfigError) else host_limits.load()
+        return [
+            DoctorFinding("slots", ok=False, needed=True, detail=f"{error}{busy}", fix="see the reason on the left")
+        ]
     return [
         DoctorFinding(feature.name, feature.ok, feature.required, feature.detail, "" if feature.ok else feature.fix)
         for feature in capabilities.features
@@ -221,7 +224,7 @@ def show(found: list[DoctorFinding], *, broken: bool, lacking: bool) -> None:
     console = Console()
     console.print(table)
     if broken:
-        console.print(f"[red]Slots can't start here: mend the lines marked ✗{host_limits.load()}.[/]")
+        console.print("[red]Slots can't start here: mend the lines marked ✗.[/]")
     elif lacking:
         console.print(
             "[yellow]Slots start here; what is marked – is missing (require_sandbox would refuse to start).[/]"

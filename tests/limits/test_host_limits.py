@@ -117,6 +117,8 @@ async def test_a_pool_that_does_not_start_in_time_names_a_high_load(monkeypatch,
 @pytest.mark.parametrize(("load", "named"), [(400.0, True), (0.1, False)])
 def test_doctor_names_a_high_load_where_slots_do_not_start(monkeypatch, load, named):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    no_folder = CliRunner().invoke(command_line(), ["doctor", "--base", "/nonexistent"], env={"COLUMNS": "200"})
+    assert "base: /nonexistent is not a folder" in no_folder.output and "the load is" not in no_folder.output
     monkeypatch.setattr(doctor, "START_LIMIT_S", 0.01)
     result = CliRunner().invoke(command_line(), ["doctor"], env={"COLUMNS": "200"})
     assert result.exit_code == 3, result.output
