@@ -15,6 +15,7 @@ from atropos.aio import outlive
 from atropos.errors import (
     AcquireTimeout,
     ConfigError,
+    IsolationUnavailable,
     LeaseExpired,
     NotSupported,
     OutcomeUnknown,
@@ -24,7 +25,6 @@ from atropos.errors import (
 from atropos.metrics import Family, gauge
 from atropos.tools.arguments import BadArguments
 from atropos.tools.base import ToolError, ToolScope, tool_states
-from atropos.tools.isolation import IsolationCheck
 from atropos.tools.models import ToolCall, ToolResult, fingerprint, new_call_id
 from atropos.tools.registry import CheckedCall, ToolRegistry
 from atropos.tools.running import run_tool
@@ -71,9 +71,8 @@ class ToolExecutor:
         self.config = config or ToolExecutorConfig()
         self._trajectories: dict[str, TrajectoryState] = {}
         self._releases: dict[TrajectoryState, asyncio.Task[None]] = {}
-        self._isolation = IsolationCheck(
-            sandbox=self.config.require_sandbox, stateful=self.config.require_stateful_sandbox
-        )
+        self._isolated: set[str] = set()
+        """Containers that have the isolation which the configuration requires."""
         self._meter = Meter()
         self._state = "new"
         self._server: ToolServerClient | None = None
@@ -320,13 +319,21 @@ class ToolExecutor:
             await slot.release()
             raise LeaseExpired(f"trajectory {trajectory.id!r} was released while it waited for a slot")
         trajectory.slot = slot
-        if self._isolation.required:
-            try:
-                await self._isolation.check(slot)
-            except SandboxError as error:
-                trajectory.broken = error
-                raise
+        try:
+            await self._check_isolation(slot)
+        except SandboxError as error:
+            trajectory.broken = error
+            raise
         return slot
+
+    async def _check_isolation(self, slot: Slot) -> None:
+        sandbox, stateful = self.config.require_sandbox, self.config.require_stateful_sandbox
+        if not (sandbox or stateful) or slot.container in self._isolated:
+            return
+        refusal = (await slot.capabilities()).refusal(slot.container, sandbox=sandbox, stateful=stateful)
+        if refusal:
+            raise IsolationUnavailable(refusal)
+        self._isolated.add(slot.container)
 
     def acquire_s(self, trajectory_id: str) -> float:
         """Seconds that the trajectory waited for its slot; 0 if it has none."""

@@ -193,6 +193,15 @@ class Capabilities(WireMessage):
     stateful: bool = Field(description="sessions that live between calls work")
     isolated: bool = Field(description="every feature is there, cgroup limits included")
 
+    def refusal(self, container: str, *, sandbox: bool, stateful: bool) -> str:
+        """Why `require_sandbox` or `require_stateful_sandbox` refuses the container; empty where neither does."""
+        if sandbox and not self.isolated:
+            lacking = ", ".join(f"{each.name} ({each.fix or each.detail})" for each in self.features if not each.ok)
+            return f"require_sandbox: container {container} lacks {lacking}"
+        if stateful and not self.stateful:
+            return f"require_stateful_sandbox: container {container} can't keep sessions between calls"
+        return ""
+
 
 def client_name(client_id: str) -> str:
     """A client's public name, a hash of its id, which is secret."""

@@ -132,15 +132,11 @@ class ContainerLink:
         if not (config.require_sandbox or config.require_stateful_sandbox):
             return
         has = await self.client.capabilities()
-        if config.require_sandbox and not has.isolated:
-            lacking = [
-                f"{feature.name} ({feature.fix or feature.detail})" for feature in has.features if not feature.ok
-            ]
-            raise IsolationUnavailable(f"require_sandbox: container {self.container.id} lacks {', '.join(lacking)}")
-        if config.require_stateful_sandbox and not has.stateful:
-            raise IsolationUnavailable(
-                f"require_stateful_sandbox: container {self.container.id} can't keep sessions between calls"
-            )
+        refusal = has.refusal(
+            self.container.id, sandbox=config.require_sandbox, stateful=config.require_stateful_sandbox
+        )
+        if refusal:
+            raise IsolationUnavailable(refusal)
 
     def join(self, status: wire.Status) -> None:
         """Add the connected container to the fleet."""
