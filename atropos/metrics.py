@@ -66,6 +66,12 @@ class Histogram:
         return Family(self.name, "histogram", self.help, tuple(samples))
 
 
+def percentiles(samples: Iterable[float], *shares: float) -> list[float]:
+    """By the nearest-rank method; zeros without samples."""
+    ordered = sorted(samples) or [0.0]
+    return [ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in shares]
+
+
 def counter(name: str, help_text: str, value: float | Mapping[str, float], label: str = "") -> Family:
     """What only grows; `name` ends in `_total`. A mapping holds the values by label value."""
     return Family(name, "counter", help_text, _samples(value, label))

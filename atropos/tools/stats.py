@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from atropos.metrics import Histogram
+from atropos.metrics import Histogram, percentiles
 from atropos.tools.models import ToolResult
 
 SAMPLES = 2048
@@ -62,11 +62,7 @@ class Meter:
 
     def stats(self, *, trajectories: int, leased: int, broken: int, running: int, releasing: int) -> ExecutorStats:
         """Everything so far."""
-        ordered = sorted(self._latest)
-
-        def at(share: float) -> float:
-            return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else 0.0
-
+        p50_s, p95_s, p99_s = percentiles(self._latest, 0.5, 0.95, 0.99)
         return ExecutorStats(
             calls=sum(tool.calls for tool in self._tools.values()),
             errors=sum(tool.errors for tool in self._tools.values()),
@@ -75,8 +71,8 @@ class Meter:
             broken=broken,
             running=running,
             releasing=releasing,
-            p50_s=at(0.5),
-            p95_s=at(0.95),
-            p99_s=at(0.99),
+            p50_s=p50_s,
+            p95_s=p95_s,
+            p99_s=p99_s,
             tools=dict(sorted(self._tools.items())),
         )

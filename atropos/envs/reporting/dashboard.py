@@ -17,8 +17,9 @@ from atropos.envs.running.activity import MODEL
 from atropos.envs.running.backend import ToolBackend
 from atropos.envs.running.groups import Event
 from atropos.envs.running.lifecycle import cancel_and_wait
-from atropos.envs.running.metrics import EnvMetrics, percentile
+from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import Rollout, messages_of
+from atropos.metrics import percentiles
 from atropos.slots import SlotPool
 from atropos.slots.containers.fleet import Seat
 from atropos.slots.pool.stats import Percentiles, PoolStats
@@ -126,14 +127,15 @@ class EnvDashboard:
             now = time.monotonic()
             took, new = now - at, found.calls - calls
             latest = [found.call_s[-1 - i] for i in range(min(new, len(found.call_s)))]
+            call_p50_s, call_p99_s = percentiles(latest, 0.5, 0.99)
             pool = self._backend.pool
             stats = PoolStats() if pool is None else pool.stats()
             self._history.append(
                 Sample(
                     trajectories_per_min=60 * (found.trajectories - trajectories) / took,
                     calls_per_s=new / took,
-                    call_p50_s=percentile(latest, 0.5),
-                    call_p99_s=percentile(latest, 0.99),
+                    call_p50_s=call_p50_s,
+                    call_p99_s=call_p99_s,
                     leased=stats.leased,
                     waiting=stats.waiting,
                 )

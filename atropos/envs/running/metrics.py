@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from atropos.envs.running.activity import Activity
-from atropos.metrics import Histogram
+from atropos.metrics import Histogram, percentiles
 
 KEPT = 20_000
 """Latency samples kept, the latest."""
-
-
-def percentile(samples: Iterable[float], share: float) -> float:
-    """By the nearest-rank method; 0 without samples."""
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
 
 @dataclass
@@ -63,6 +56,7 @@ class EnvMetrics:
 
     def as_dict(self) -> dict[str, object]:
         """Flat names and numbers, as wandb wants them."""
+        call_p50_s, call_p99_s = percentiles(self.call_s, 0.5, 0.99)
         found: dict[str, object] = {
             "env/groups": self.groups,
             "env/trajectories": self.trajectories,
@@ -73,8 +67,8 @@ class EnvMetrics:
             "env/verifier_zeros": self.verifier_zeros,
             "env/groups_dropped": sum(self.dropped.values()),
             "env/trajectory_retries": sum(self.retries.values()),
-            "env/call_p50_s": percentile(self.call_s, 0.5),
-            "env/call_p99_s": percentile(self.call_s, 0.99),
+            "env/call_p50_s": call_p50_s,
+            "env/call_p99_s": call_p99_s,
         }
         if self.scores:
             found["env/score_mean"] = sum(self.scores) / len(self.scores)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from atropos.metrics import Family, gauge
+from atropos.metrics import Family, gauge, percentiles
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,9 @@ class Percentiles:
 
     @classmethod
     def of(cls, samples: Iterable[float]) -> Percentiles:
-        """By the nearest-rank method."""
-        ordered = sorted(samples)
-        if not ordered:
-            return cls()
-        last = len(ordered) - 1
-        p50, p95, p99 = (ordered[min(last, int(len(ordered) * share))] for share in (0.5, 0.95, 0.99))
-        return cls(len(ordered), p50, p95, p99, ordered[-1])
+        """Of these durations."""
+        kept = list(samples)
+        return cls(len(kept), *percentiles(kept, 0.5, 0.95, 0.99, 1.0))
 
 
 @dataclass(frozen=True)
