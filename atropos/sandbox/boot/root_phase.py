@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -154,11 +153,11 @@ def enter(config: ServerConfig | RootPhaseSettings) -> None:
     _load()
     if _entered is not None:
         if config.die_with_parent:
-            _die_with_parent(_entered.parent)
+            syscalls.die_with(_entered.parent)
         return
     parent = os.getppid()
     if config.die_with_parent:
-        _die_with_parent(parent)
+        syscalls.die_with(parent)
     check_programs()
     _first_stage(config if isinstance(config, RootPhaseSettings) else RootPhaseSettings.of(config), parent)
 
@@ -186,13 +185,6 @@ def _load() -> None:
     _entered = Entered(**raw)
     for fd in _entered.images:
         os.set_inheritable(fd, False)
-
-
-def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process with its parent. A change of ids or namespace ends that, so each stage calls it."""
-    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def check_programs() -> None:
@@ -226,7 +218,7 @@ def _first_stage(config: RootPhaseSettings, parent: int) -> NoReturn:
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.keep_only(SERVER_CAPABILITIES)
     if config.die_with_parent:
-        _die_with_parent(parent)
+        syscalls.die_with(parent)
     _execute_again(config, entered)
 
 

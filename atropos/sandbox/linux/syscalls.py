@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import platform
+import signal
 
 CLONE_FS = 0x200
 CLONE_NEWNS = 0x0002_0000
@@ -117,6 +118,13 @@ def prctl(option: int, arg: int = 0, arg3: int = 0) -> int:
         libc.prctl(option, ctypes.c_ulong(arg), ctypes.c_ulong(arg3), ctypes.c_ulong(0), ctypes.c_ulong(0)),
         f"prctl {option}",
     )
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process with its parent. A change of ids or namespace ends that: call it after."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def rename_process(name: str) -> None:

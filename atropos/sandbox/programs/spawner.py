@@ -270,9 +270,7 @@ def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
         os.dup2(fd, target)
     os.closerange(3, 4)
     os.closerange(PIDS_FD + 1, 1 << 16)
-    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(126)
+    syscalls.die_with(parent)
     os.execve(request["argv"][0], request["argv"], {})
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -120,9 +119,7 @@ def adopt(scratch: str, base: str | None) -> Prestarted:
 def _make(scratch: str, parent: int, answer: int, *, skeleton: bool) -> None:
     """Prepare what slots share, in the fork, and write the result to `answer`."""
     try:
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        syscalls.die_with(parent)
         try:
             from atropos.sandbox.host.files.skeleton import build
             from atropos.sandbox.host.process import runtime, seccomp
