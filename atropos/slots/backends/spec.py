@@ -81,10 +81,13 @@ class ContainerSpec:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def hopeless(code: int | None, reason: str, failures: int) -> Exception | None:
-    """Why no container will ever start, by how the first ones ended; None: a retry may help."""
+def refused(code: int | None, reason: str) -> ConfigError | IsolationUnavailable | None:
+    """What a server's exit code says of its start, which no retry would change; None for another code."""
     if code == BAD_CONFIG:
         return ConfigError(reason)
-    if code == NO_ISOLATION:
-        return IsolationUnavailable(reason)
-    return BackendUnavailable(reason) if failures >= HOPELESS_CRASHES else None
+    return IsolationUnavailable(reason) if code == NO_ISOLATION else None
+
+
+def hopeless(code: int | None, reason: str, failures: int) -> Exception | None:
+    """Why no container will ever start, by how the first ones ended; None: a retry may help."""
+    return refused(code, reason) or (BackendUnavailable(reason) if failures >= HOPELESS_CRASHES else None)

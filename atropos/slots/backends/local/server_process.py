@@ -17,8 +17,8 @@ from typing import Self
 import atropos
 from atropos import cgroup_paths
 from atropos.config import ServerConfig
-from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
-from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION
+from atropos.errors import BackendUnavailable
+from atropos.slots.backends.spec import refused
 from atropos.slots.config import server_json
 
 log = logging.getLogger("atropos.slots.server")
@@ -135,12 +135,8 @@ class ServerProcess:
     def failure(self) -> Exception:
         """Why it ended, as an exception."""
         code = self._process.returncode
-        if code == BAD_CONFIG:
-            return ConfigError(self.last)
-        if code == NO_ISOLATION:
-            return IsolationUnavailable(self.last)
         how = f"was ended by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
-        return BackendUnavailable(f"a sandbox server {how}: {self.last}")
+        return refused(code, self.last) or BackendUnavailable(f"a sandbox server {how}: {self.last}")
 
     @property
     def last(self) -> str:

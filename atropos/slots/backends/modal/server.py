@@ -13,10 +13,10 @@ import modal
 from modal import exception
 
 from atropos.config import ServerConfig
-from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
+from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.local.server_process import SHOWN_CHARS, last_line
 from atropos.slots.backends.server_http import ServerHttp
-from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION, SERVER_COMMAND
+from atropos.slots.backends.spec import SERVER_COMMAND, refused
 from atropos.slots.config import server_json
 
 PORT = 8787
@@ -145,11 +145,8 @@ class ModalServer:
         """Why it ended."""
         assert self._creating is not None
         code = self._creating.result().returncode
-        if code == BAD_CONFIG:
-            return ConfigError(f"in Modal's sandbox: {self._last}")
-        if code == NO_ISOLATION:
-            return IsolationUnavailable(f"in Modal's sandbox: {self._last}")
-        return BackendUnavailable(f"Modal's sandbox ended ({code}): {self._last}")
+        why = refused(code, f"in Modal's sandbox: {self._last}")
+        return why or BackendUnavailable(f"Modal's sandbox ended ({code}): {self._last}")
 
     async def stop(self, grace_s: float) -> None:
         """Ask the server to end, and after `grace_s` end the sandbox; returns when it is gone."""

@@ -14,9 +14,9 @@ import asyncssh
 from asyncssh.constants import OPEN_ADMINISTRATIVELY_PROHIBITED
 
 from atropos.config import ServerConfig
-from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
+from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.local.server_process import last_line
-from atropos.slots.backends.spec import BAD_CONFIG, NO_ISOLATION
+from atropos.slots.backends.spec import refused
 from atropos.slots.config import server_json
 
 KEEPALIVE_S, KEEPALIVES = 5.0, 3
@@ -146,13 +146,9 @@ class SshServer:
         last = self._last
         if code in NO_PYTHON or "No module named" in last:
             return ConfigError(f"ssh_python: {self._python!r} on {self._host}: {last}")
-        if code == BAD_CONFIG:
-            return ConfigError(f"{self._host}: {last}")
-        if code == NO_ISOLATION:
-            return IsolationUnavailable(f"{self._host}: {last}")
         if code is None and self._process.exit_signal is None:
             return BackendUnavailable(f"{self._host}: the connection was lost")
-        return BackendUnavailable(f"{self._host}: {last}")
+        return refused(code, f"{self._host}: {last}") or BackendUnavailable(f"{self._host}: {last}")
 
     async def stop(self, grace_s: float) -> None:
         """Ask it to end, and kill it after `grace_s`; returns when it or the connection is gone."""
