@@ -21,6 +21,15 @@ PREFIX = "atropos-"
 """A server's own folder is named so, then by its process id and start time."""
 
 
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; unique together with its pid. None: there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except OSError:
+        return None
+
+
 @dataclass(frozen=True)
 class Hierarchy:
     """A line of /proc/self/cgroup: a hierarchy, and where in it this process is."""

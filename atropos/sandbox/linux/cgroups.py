@@ -23,6 +23,7 @@ from atropos.cgroup_paths import (
     of_this_process,
     places,
     remove_tree,
+    start_time,
 )
 from atropos.sandbox.linux import syscalls
 
@@ -58,21 +59,13 @@ _VANISHED = (errno.ENOENT, errno.ENODEV)
 
 def own_name() -> str:
     """A name with this process's pid and start time, by which later servers find what a killed one left."""
-    return f"{PREFIX}{os.getpid()}-{_start_time(os.getpid())}"
-
-
-def _start_time(pid: int) -> str:
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[19].decode()
+    return f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}"
 
 
 def alive(name: str) -> bool:
     """Whether the process of an `own_name` is still there."""
     pid, _, started = name.removeprefix(PREFIX).partition("-")
-    try:
-        return _start_time(int(pid)) == started
-    except (OSError, ValueError):
-        return False
+    return pid.isdecimal() and str(start_time(int(pid))) == started
 
 
 def sweep(parent: Path) -> None:

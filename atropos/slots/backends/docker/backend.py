@@ -19,11 +19,11 @@ from typing import Any
 from docker.types import CancellableStream
 
 from atropos.aio import Backoff
+from atropos.cgroup_paths import start_time
 from atropos.errors import BackendUnavailable
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.docker.engine import REMOVED, DockerEngine, Ending, ListedContainer
 from atropos.slots.backends.engines import BlockingCalls, ChangeFlag, Outage, persist
-from atropos.slots.backends.local.server_process import start_time
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec, hopeless
 from atropos.slots.config import SlotPoolConfig

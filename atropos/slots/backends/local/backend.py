@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from atropos.cgroup_paths import start_time
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable
-from atropos.slots.backends.local.server_process import COMMAND, ServerProcess, start_time
+from atropos.slots.backends.local.server_process import COMMAND, ServerProcess
 from atropos.slots.backends.supervised import DRAIN_S, Server, SupervisedBackend
 from atropos.slots.config import SlotPoolConfig
 

@@ -46,14 +46,6 @@ def server_environment() -> dict[str, str]:
     return env
 
 
-def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; unique together with its pid. None: there is no such process."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return None
-
-
 def last_line(lines: Iterable[str]) -> str:
     """What a server printed last, as an error says it."""
     printed = [line.strip() for line in lines if line.strip()]
@@ -67,7 +59,7 @@ class ServerProcess:
         self._process = process
         self._groups = cgroup_paths.own_places()
         self.pid = process.pid
-        self.id = f"{process.pid}-{start_time(process.pid)}"
+        self.id = f"{process.pid}-{cgroup_paths.start_time(process.pid)}"
         self.port = 0
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._log = asyncio.create_task(self._follow(), name=f"log of server {self.pid}")
