@@ -31,7 +31,6 @@ from atropos.slots.task_owner import Tasks
 from atropos.wire import (
     Call,
     Capabilities,
-    Health,
     Lease,
     LeaseEnded,
     LeaseRequest,
@@ -363,10 +362,6 @@ class SandboxClient:
     async def status(self) -> Status:
         """The server's own count of everything."""
         return await self._requests.ask("GET", "/v1/status", Status)
-
-    async def health(self) -> Health:
-        """Whether the server is well; `broken` too is an answer."""
-        return await self._requests.ask("GET", "/v1/health", Health)
 
     # ---------------------------------------------------------------------------------------------------------- inside
 

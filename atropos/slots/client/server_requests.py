@@ -15,7 +15,7 @@ from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, PoolFull, SandboxError, SlotLost, from_code
 from atropos.net.tls import client_context
 from atropos.slots.client.call_stream import ClientRefused
-from atropos.wire import Health, Lease, Problem
+from atropos.wire import Lease, Problem
 
 T = TypeVar("T", bound=BaseModel)
 REQUEST_S = 60.0
@@ -195,7 +195,7 @@ class ServerRequests:
         headers = {"Content-Type": "application/json"} if data is not None else None
         async with self._connected().request(method, self.url + path, data=data, headers=headers) as response:
             raw = await response.read()
-            if response.status >= 300 and not (kind is Health and response.status == 503):
+            if response.status >= 300:
                 raise _problem(response.status, raw)
         try:
             return kind.model_validate_json(raw) if kind is not None else None  # pyright: ignore[reportReturnType]

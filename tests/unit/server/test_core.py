@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolFull, SandboxError, SlotLost
@@ -16,7 +17,7 @@ from atropos.sandbox.server.snapshots.snapshot_transfer import IncomingSnapshot
 from atropos.sandbox.server.state.lease_table import LeaseTable
 from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
-from atropos.wire import Call, Exec, Fault, OpError, ProcRead, WriteFile
+from atropos.wire import Call, Exec, Fault, Health, OpError, ProcRead, WriteFile
 from tests.unit.client.test_client import client_of, request, until
 from tests.unit.server.fakes import TOKEN, FakeHost, serving
 
@@ -28,7 +29,8 @@ async def test_too_many_retired_slots_break_the_server_which_ends_with_its_last_
         for lease in leases[:2]:
             host.dirty.add(running.core.state.runs[lease.lease_id].sandbox.name)
             assert not (await client.release(lease)).clean
-        assert (await client.health()).status == "broken"
+        async with aiohttp.ClientSession() as session, session.get(f"{running.url}/v1/health") as answer:
+            assert (answer.status, Health.model_validate_json(await answer.read()).status) == (503, "broken")
         with pytest.raises(BackendUnavailable, match="2 of 4 slots are retired"):
             await client.acquire(request())
         assert (await client.call(leases[2], Exec(command="echo on"))).output == b"on"
