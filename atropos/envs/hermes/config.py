@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_v
 
 from atropos.envs.config import OptionalNames, SandboxEnvConfig
 from atropos.slots import SlotPoolConfig
-from atropos.slots.plugins import known
+from atropos.slots.config import BackendName
 from atropos.tools import ToolExecutorConfig
 from atropos.tools.base import ToolLimits
 from atropos.tools.parsers import get_parser
@@ -31,7 +31,7 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
     max_agent_turns: int = Field(default=30, ge=1, description="most model turns of a trajectory")
     system_prompt: str | None = Field(default=None, description="first message; None: none")
     agent_temperature: float = Field(default=1.0, ge=0, description="sampling temperature")
-    terminal_backend: str = Field(
+    terminal_backend: BackendName = Field(
         default="local", description="what runs the containers: a backend's name, as local, docker or nomad"
     )
     terminal_timeout: float = Field(default=120, gt=0, description="seconds of a terminal command that names none")
@@ -48,11 +48,6 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
     extra_body: Annotated[dict[str, JsonValue] | None, BeforeValidator(_mapping)] = Field(
         default=None, description="further fields of requests, for OpenAI-compatible servers only"
     )
-
-    @field_validator("terminal_backend")
-    @classmethod
-    def _known_backend(cls, value: str) -> str:
-        return known(value)
 
     @field_validator("tool_call_parser")
     @classmethod
