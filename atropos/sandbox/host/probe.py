@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shlex
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -279,11 +278,8 @@ def _feature(name: str, passed: bool, detail: str) -> Feature:
 
 
 async def _inside(sandbox: SlotSandbox, names: set[str]) -> dict[str, tuple[bool, str]]:
-    allowed = names | {"PWD", "SHLVL", "_", "OLDPWD"}
-    code = _INSIDE.replace("WANTED", repr(sorted(allowed)))
-    result = await sandbox.run(
-        "probe-inside", Exec(command=f"exec {shlex.join(SLOT_PYTHON)} -c {shlex.quote(code)}", timeout_s=60)
-    )
+    code = _INSIDE.replace("WANTED", repr(sorted(names)))
+    result = await sandbox.run("probe-inside", Exec(command=(*SLOT_PYTHON, "-c", code), timeout_s=60))
     try:
         output = result.output if isinstance(result, CommandResult) else b""
         answers: dict[str, tuple[object, object]] = json.loads(output.splitlines()[-1])
@@ -304,9 +300,7 @@ async def _egress(start: Start) -> tuple[bool, str]:
     sandbox = await start("probe-egress", limits=_LIMITS, network=True)
     try:
         code = _EGRESS.replace("PORT", str(egress_supervisor.PORT))
-        result = await sandbox.run(
-            "probe-egress", Exec(command=f"exec {shlex.join(SLOT_PYTHON)} -c {shlex.quote(code)}", timeout_s=30)
-        )
+        result = await sandbox.run("probe-egress", Exec(command=(*SLOT_PYTHON, "-c", code), timeout_s=30))
     finally:
         stopped = await sandbox.stop()
     if not stopped.clean:
@@ -317,9 +311,8 @@ async def _egress(start: Start) -> tuple[bool, str]:
 async def _memory(sandbox: SlotSandbox, entered: Entered) -> tuple[bool, str]:
     if not any("memory" in tree.controllers for tree in entered.cgroups.trees):
         return False, entered.cgroups.missing.get("memory", "no memory controller")
-    result = await sandbox.run(
-        "probe-memory", Exec(command=f"exec {shlex.join(SLOT_PYTHON)} -c \"x = b'x' * (64 << 20)\"", timeout_s=60)
-    )
+    hog = (*SLOT_PYTHON, "-c", "x = b'x' * (64 << 20)")
+    result = await sandbox.run("probe-memory", Exec(command=hog, timeout_s=60))
     named = isinstance(result, CommandResult) and result.limit == "memory" and result.exit_code == -9
     return named, f"64 MiB were used under a limit of {_LIMITS.memory_mib} MiB: {_shown(result)}"
 
