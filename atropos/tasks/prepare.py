@@ -386,8 +386,7 @@ async def _with_verifiers(task: Task, ready: Callable[[Task], Awaitable[Task]]) 
 
 def _settings(image: ImageInfo) -> StepSettings:
     """What an image's configuration gives the instructions after FROM."""
-    user = image.user if image.user not in {"", "0", "root", "0:0", "root:root"} else None
-    return StepSettings(image.workdir or "/", image.env, user, image.onbuild)
+    return StepSettings(image.workdir or "/", image.env, image.user, image.onbuild)
 
 
 def _hash(*parts: object) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from atropos.slots import Slot
 from atropos.slots.slot.profile import Profile, UserAccount
 from atropos.tasks.errors import TaskBroken
-from atropos.tasks.format.recipe import StepSettings
+from atropos.tasks.format.recipe import ROOT, StepSettings
 from atropos.tasks.format.task import Hosts, Task
 
 
@@ -71,7 +71,7 @@ async def owner_ids(slot: Slot, owner: str | None) -> tuple[int, int]:
     Raises:
         TaskBroken: there is no such user or group.
     """
-    if owner is None or owner in {"root", "root:root", "0", "0:0"}:  # also where there is no /etc/passwd
+    if owner is None or owner in ROOT:  # also where there is no /etc/passwd
         return 0, 0
     name, _, group = owner.partition(":")
     name = name or "0"

@@ -218,8 +218,7 @@ class _Reader:
         stage.steps.append(Folder(path, stage.settings.user))
 
     def _user(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        user = self._word(self._one(instruction), stage)
-        stage.settings = replace(stage.settings, user=None if user in {"root", "0", "root:root", "0:0"} else user)
+        stage.settings = replace(stage.settings, user=self._word(self._one(instruction), stage))
 
     def _one(self, instruction: DockerfileInstruction) -> str:
         if len(instruction.args) != 1:

@@ -9,6 +9,8 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Of an image that sets none."""
 DEFAULT_WORKDIR = "/workspace"
 """Working directory of a task that has no Dockerfile."""
+ROOT = frozenset({"", "0", "root", "0:0", "root:root"})
+"""How root is written where a user is named."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class StepSettings:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     user: str | None = None
     onbuild: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.user in ROOT:
+            object.__setattr__(self, "user", None)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class Task:
     def _settings(self, user: str | int | None, env: Mapping[str, str]) -> StepSettings:
         base = self.recipe.settings
         added = self.filled({**self.config.environment.env, **env})
-        return StepSettings(base.workdir, {**base.env, **added}, base.user if user is None else _plain_user(str(user)))
+        return StepSettings(base.workdir, {**base.env, **added}, base.user if user is None else str(user))
 
     async def build(self, pool: SlotPool, progress: Callable[[ImageState], None]) -> ImageInfo:
         """Build its image on a pool; `SlotPool.prepare` calls this.
@@ -167,7 +167,3 @@ class Task:
             return self.variables.get(match[1], match[2] or "")
 
         return {name: VARIABLE.sub(one, value) for name, value in env.items()}
-
-
-def _plain_user(user: str) -> str | None:
-    return None if user in {"", "0", "root"} else user
