@@ -37,6 +37,16 @@ async def outlive(work: Coroutine[object, None, None]) -> None:
         raise cancelled from (None if task.cancelled() else task.exception())
 
 
+async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
+    """Wait for an event, at most this long (None: without end); whether it came. `wait_for` may swallow a cancellation."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
 def backoff_s(attempt: int, *, first_s: float, longest_s: float) -> float:
     """Seconds to wait after failure number `attempt`, from 0: doubling from `first_s`, half of it at random.
 

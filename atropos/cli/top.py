@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from atropos.aio import set_within
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveView
 from atropos.dashboard.text import visible as visible_lines
 from atropos.errors import BackendUnavailable, ConfigError
@@ -123,8 +124,7 @@ async def _show(look: Asked, interval_s: float, *, once: bool) -> None:
                     raise
                 said = Text(f"{error}; these are the last numbers", "red", no_wrap=True, overflow="ellipsis")
                 live.update(Group(said, Screen(seen, rows=console.height - 1)), refresh=True)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(quit_key.wait(), interval_s)
+            if await set_within(quit_key, interval_s):
                 return
 
 

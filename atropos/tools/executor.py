@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from atropos import tracing
-from atropos.aio import outlive
+from atropos.aio import outlive, set_within
 from atropos.errors import (
     AcquireTimeout,
     ConfigError,
@@ -373,9 +373,7 @@ class ToolExecutor:
             task.cancel()
         if trajectory.calls:
             trajectory.idle.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(INTERRUPT_S):
-                    await trajectory.idle.wait()
+            await set_within(trajectory.idle, INTERRUPT_S)
         # Each by itself: a failed recording or a lost slot must not keep the rest from being released.
         steps: list[Awaitable[object]] = [self._store_recordings(trajectory)]
         if trajectory.slot is not None:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, TextIO
 
+from atropos.aio import set_within
 from atropos.config import ServerConfig
 from atropos.errors import IsolationUnavailable
 from atropos.net.sockets import listen
@@ -190,9 +191,7 @@ class Server:
         began = loop.time()
         while core.state.runs and loop.time() < began + self._deadline_s:
             left = min(0.25, max(0.0, began + self._deadline_s - loop.time()))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await core.leasing.idle.wait()
+            await set_within(core.leasing.idle, left)
 
 
 def check_required(config: ServerConfig, features: Sequence[Feature]) -> None:

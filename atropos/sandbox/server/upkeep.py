@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import time
 
+from atropos.aio import set_within
 from atropos.errors import LeaseExpired
 from atropos.sandbox.server.core import Core
 from atropos.sandbox.server.state.clients import FORGET_S
@@ -30,9 +29,7 @@ async def pulse(core: Core) -> None:
         tick = _tick_s(state)
         began = time.monotonic()
         state.short_ttl.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(tick):
-                await state.short_ttl.wait()
+        await set_within(state.short_ttl, tick)
         late = time.monotonic() - began - tick
         if late > ASLEEP_S:
             log.warning("the server did not run for %.1f s; leases are extended by that time", late)

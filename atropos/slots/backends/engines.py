@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from atropos.aio import Backoff
+from atropos.aio import Backoff, set_within
 from atropos.errors import BackendUnavailable
 
 log = logging.getLogger("atropos.slots")
@@ -29,12 +29,8 @@ class ChangeFlag:
 
     async def wait(self, timeout_s: float | None = None) -> None:
         """Wait for a change since the last wait, at most `timeout_s` seconds."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._event.wait()
-        except TimeoutError:
-            return
-        self._event.clear()
+        if await set_within(self._event, timeout_s):
+            self._event.clear()
 
 
 class Pace:

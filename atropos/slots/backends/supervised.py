@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from abc import abstractmethod
@@ -11,7 +10,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from atropos.aio import Backoff
+from atropos.aio import Backoff, set_within
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.engines import ChangeFlag
@@ -214,9 +213,7 @@ class _Place:
                         self._backend.give_up(BackendUnavailable(self.trouble))
                         return
                     self._backend.news()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait):
-                        await self._over.wait()
+                await set_within(self._over, wait)
         finally:
             self.container = None
             self._backend.ended(self)

@@ -21,7 +21,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from atropos import tracing
-from atropos.aio import Backoff, receive_small
+from atropos.aio import Backoff, receive_small, set_within
 from atropos.errors import BackendUnavailable, OutcomeUnknown, SandboxError, SlotLost, from_code
 from atropos.slots.client.acknowledgements import Acknowledgements
 from atropos.wire import (
@@ -469,9 +469,7 @@ class CallStream:
             if seq == 1 and self._acks.unconfirmed:
                 pause = 0  # its echo ends what would else be sent again on every connection that lives for less
             self._beat_now.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):  # wait_for would swallow a cancellation at the wrong moment
-                    await self._beat_now.wait()
+            await set_within(self._beat_now, pause)
             silent = time.monotonic() - self._heard_at
             if silent > SILENT_BEATS * self._heartbeat_s:
                 return f"nothing came for {silent:.1f} s"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from atropos.aio import Backoff
+from atropos.aio import Backoff, set_within
 from atropos.errors import BackendUnavailable, PoolFull, SandboxError, SlotLost, from_code
 from atropos.net.tls import client_context
 from atropos.slots.client.call_stream import ClientRefused
@@ -186,9 +186,7 @@ class ServerRequests:
                 until = until or time.monotonic() + patience_s
                 if time.monotonic() + pause > until:
                     raise BackendUnavailable(f"{self.url} can't be reached: {error}") from error
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self.lost.wait()
+            await set_within(self.lost, pause)
 
     async def _ask_once(self, method: str, path: str, kind: type[T] | None, body: BaseModel | None) -> T:
         data = None if body is None else body.__pydantic_serializer__.to_json(body)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from atropos.aio import Backoff
+from atropos.aio import Backoff, set_within
 from atropos.errors import BackendUnavailable, IsolationUnavailable, SandboxError
 from atropos.slots.backends.base import Container
 from atropos.slots.containers.link import ClientFactory, ContainerLink
@@ -234,12 +234,8 @@ class Keeper:
                     self._state.replan()
             elif not self._condemned:
                 self.trouble = ""
-            try:
-                async with asyncio.timeout(min(ASK_AGAIN_S, max(0.05, self._limits.idle_s / 4))):
-                    await self._state.demand.wait()
+            if await set_within(self._state.demand, min(ASK_AGAIN_S, max(0.05, self._limits.idle_s / 4))):
                 await asyncio.sleep(0)
-            except TimeoutError:
-                pass
 
     async def _replace_worn(self, situation: PoolState) -> None:
         """Close a container whose retired slots are needed, and replace closed ones that have become empty."""

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from atropos import wire
-from atropos.aio import Backoff
+from atropos.aio import Backoff, set_within
 from atropos.errors import IsolationUnavailable, LeaseExpired, SandboxError, SlotLost, from_code
 from atropos.slots.backends.base import Container
 from atropos.slots.client import SandboxClient
@@ -271,9 +271,7 @@ class ContainerLink:
         backoff = Backoff(*RECHECK_S)
         while self.gone is None:
             if wait:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(backoff.failed()):
-                        await self._poll_again.wait()
+                await set_within(self._poll_again, backoff.failed())
             wait = True
             self._poll_again.clear()
             try:
