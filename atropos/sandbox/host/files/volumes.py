@@ -200,11 +200,9 @@ def create(
     Raises:
         OSError: a mount failed; nothing is left mounted.
     """
-    os.mkdir(folder, 0o755)
-    volume = Volume(folder, disk)
+    volume = blank(folder, limits, disk)
     readonly = _NOSUID_NODEV | syscalls.MS_RDONLY
     try:
-        _data(volume, limits)
         volume.stack("root", [base.lower], _NOSUID_NODEV, volume.upper, f"{volume.data}/wk")
         for name, source in base.host_folders.items():
             volume.stack(f"host-{name}", [empty, source], readonly)
@@ -272,7 +270,7 @@ def read_only(path: str) -> None:
 
 
 def blank(folder: str, limits: SlotLimits, disk: str | None) -> Volume:
-    """A volume without a root, for unpacking a layer that is imported.
+    """A volume without a root, as a layer that is imported is unpacked in.
 
     Raises:
         OSError: a mount failed; nothing is left mounted.

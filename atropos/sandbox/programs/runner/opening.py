@@ -20,15 +20,20 @@ def open_regular(path: str) -> tuple[int, os.stat_result]:
     fd = open_at_once(path, os.O_RDONLY)
     try:
         found = os.fstat(fd)
-        kind = found.st_mode & 0o170000
-        if kind == 0o040000:
-            raise OpFailed("is_directory", f"is a directory: {text(path)}")
-        if kind != 0o100000:
-            raise OpFailed("not_regular", f"is not a regular file: {text(path)}")
+        check_regular(found, path)
     except BaseException:
         os.close(fd)
         raise
     return fd, found
+
+
+def check_regular(found: os.stat_result, path: str) -> None:
+    """Raises `OpFailed` where a path leads to something else than a regular file."""
+    kind = found.st_mode & 0o170000
+    if kind == 0o040000:
+        raise OpFailed("is_directory", f"is a directory: {text(path)}")
+    if kind != 0o100000:
+        raise OpFailed("not_regular", f"is not a regular file: {text(path)}")
 
 
 def read_all(fd: int, offset: int, limit: int) -> bytes:

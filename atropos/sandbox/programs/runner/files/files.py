@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, text
 from atropos.sandbox.programs.runner.frames import link
-from atropos.sandbox.programs.runner.opening import open_at_once, open_regular, read_all
+from atropos.sandbox.programs.runner.opening import check_regular, open_at_once, open_regular, read_all
 from atropos.sandbox.programs.runner.paths import make_folders, path_of
 from atropos.sandbox.programs.runner.state import is_special
 from atropos.sandbox.programs.runner.users import identity_of
@@ -118,11 +118,7 @@ def target_of(path: str) -> tuple[int, str, os.stat_result | None]:
     folder, name = folder_of(path)
     try:
         old = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        kind = old.st_mode & 0o170000
-        if kind == 0o040000:
-            raise OpFailed("is_directory", f"is a directory: {text(path)}")
-        if kind != 0o100000:
-            raise OpFailed("not_regular", f"is not a regular file: {text(path)}")
+        check_regular(old, path)
     except FileNotFoundError:
         old = None
     except BaseException:
