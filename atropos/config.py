@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from atropos.errors import LimitTooLarge
 from atropos.wire import LeaseLimits
@@ -152,3 +152,30 @@ class ServerConfig(SandboxSettings):
     drain_s: float = Field(default=30.0, ge=0, description="how long leases may go on after SIGTERM")
     die_with_parent: bool = Field(default=False, description="end when the process that started the server ends")
     state_dir: str | None = Field(default=None, description="scratch mount point; None: /run/atropos or a temp dir")
+
+
+def is_secret(setting: str) -> bool:
+    """Whether a setting's value is never shown, by its name."""
+    return setting in {"api_key", "tls", "token"} or setting.endswith("_token")
+
+
+def one_line(error: ValidationError, space: str = "") -> str:
+    """A validation error in one line: each setting, what is wrong with it, and what was given.
+
+    Args:
+        error: of a model of settings.
+        space: what goes before each setting's name.
+    """
+    parts: list[str] = []
+    for item in error.errors(include_url=False):
+        where = ".".join([*filter(None, [space]), *map(str, item["loc"])])
+        text = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        if item["type"] == "extra_forbidden":
+            text = "no such setting"
+        elif item["loc"] and item["type"] != "missing":
+            hidden = isinstance(item["input"], SecretStr) or is_secret(str(item["loc"][-1]))
+            text = f"{text[:1].lower()}{text[1:]} (got {'' if hidden else item['input']!r:.80})"
+        elif not item["loc"] and (":" in text or "(" in text):  # it begins with a setting's name
+            where, text = "", f"{space}.{text}" if space else text
+        parts.append(f"{where}: {text}" if where else text)
+    return "; ".join(parts)

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
-from atropos.config import SlotLimits
+from atropos.config import SlotLimits, one_line
 from atropos.envs.adapter import BaseEnvConfig
-from atropos.envs.command_line.flags import one_line
 from atropos.errors import ConfigError
 from atropos.net.sockets import is_loopback
 from atropos.slots import SlotPoolConfig

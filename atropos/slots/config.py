@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError, model_validator
 
-from atropos.config import HostNames, SandboxSettings, ServerConfig, SlotSettings
+from atropos.config import HostNames, SandboxSettings, ServerConfig, SlotSettings, one_line
 from atropos.errors import ConfigError
 from atropos.slots.plugins import known
 
@@ -188,17 +188,3 @@ def server_json(config: ServerConfig) -> bytes:
     secret = {"token": config.token, "tls": config.tls}
     shown = {name: value and value.get_secret_value() for name, value in secret.items()}
     return json.dumps({**config.model_dump(mode="json"), **shown}).encode()
-
-
-def one_line(error: ValidationError) -> str:
-    """A validation error as one line: each wrong field, what is wrong, and what was given."""
-    parts: list[str] = []
-    for item in error.errors(include_url=False):
-        field = ".".join(str(place) for place in item["loc"])
-        text = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        if item["type"] == "extra_forbidden":
-            text = "no such setting"
-        elif field and item["type"] != "missing":
-            text = f"{text[:1].lower()}{text[1:]} (got {item['input']!r:.80})"
-        parts.append(f"{field}: {text}" if field else text)
-    return "; ".join(parts)

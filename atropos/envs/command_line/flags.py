@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 import click
 import yaml
 from click.core import ParameterSource
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import BaseModel, ValidationError
 
+from atropos.config import is_secret, one_line
 from atropos.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -211,12 +212,8 @@ def _options(space: str, defaults: BaseModel) -> list[click.Option]:
     ]
 
 
-def _is_secret(name: str) -> bool:
-    return name == "api_key" or name.endswith("_token")
-
-
 def _shown(name: str, value: object) -> str:
-    if _is_secret(name) and value is not None:
+    if is_secret(name) and value is not None:
         return "not shown"
     if isinstance(value, enum.Enum):
         return str(value.value)
@@ -326,21 +323,3 @@ def _validated(model: type[Model], values: Mapping[str, object], space: str) -> 
         return model(**values)
     except ValidationError as error:
         raise ConfigError(one_line(error, space)) from None
-
-
-def one_line(error: ValidationError, space: str) -> str:
-    """A validation error in one line: each field with its flag's name, what is wrong, what was given."""
-    parts: list[str] = []
-    for item in error.errors(include_url=False):
-        where = ".".join([space, *(str(place) for place in item["loc"])])
-        text = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            parts.append(f"{where}: there is no such setting")
-            continue
-        if item["loc"]:
-            hidden = isinstance(item["input"], SecretStr) or _is_secret(where.rsplit(".", 1)[-1])
-            shown = "" if hidden else item["input"]
-            parts.append(f"{where}: {text[:1].lower()}{text[1:]} (got {shown!r:.80})")
-        else:
-            parts.append(f"{space}.{text}" if ":" in text or "(" in text else f"{space}: {text}")
-    return "; ".join(parts)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from pydantic import ValidationError
 
 from atropos.adapters.sharing import MAX_OUTPUT_BYTES, pool_config
-from atropos.config import ServerConfig, SlotLimits
+from atropos.config import ServerConfig, SlotLimits, one_line
 from atropos.errors import ConfigError
 from atropos.slots import SlotPoolConfig
 from atropos.slots.config import server_json
@@ -49,11 +50,14 @@ def test_other_limits_of_a_hosts_pool_leave_its_output_as_it_is(limits):
         pool_config({"limits": {"memory": 1}}, network=True)
 
 
-def test_the_servers_configuration_arrives_whole_and_its_repr_hides_the_token():
+def test_the_servers_configuration_arrives_whole_and_neither_its_repr_nor_an_error_shows_the_token():
     config = SlotPoolConfig(slots_per_container=3, limits={"pids": 64}).server_config('hunter"2', die_with_parent=True)
     assert ServerConfig.model_validate(json.loads(server_json(config))) == config
     assert (config.slots, config.limits.pids, config.die_with_parent) == (3, 64, True)
     assert "hunter" not in repr(config)
+    with pytest.raises(ValidationError) as refused:
+        ServerConfig.model_validate({"token": ["hunter"], "slots": 0})
+    assert one_line(refused.value).startswith("token: input should be a valid string (got ''); slots: ")
 
 
 def test_by_default_a_partition_of_20_s_costs_neither_a_lease_nor_a_call():
