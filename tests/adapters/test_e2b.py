@@ -104,6 +104,51 @@ def test_a_page_after_the_other_lists_all_sandboxes(server: Server):
     assert all(Sandbox.kill(one, **server.options) for one in made)
 
 
+def reached(sandbox: Sandbox) -> list[str]:
+    """Which of two hosts the sandbox's programs may ask for; that these don't exist here is not the question."""
+    asked = {host: f"curl -sS -m 9 http://{host}.example.org/ 2>&1 || true" for host in "ab"}
+    return [host for host, command in asked.items() if "egress: " in sandbox.commands.run(command).stdout]
+
+
+def test_what_a_sandbox_may_reach_is_as_its_creator_says(tmp_path: Path):
+    settings = tmp_path / "settings.toml"
+    settings.write_text("[pool]\nallow_network = true")
+    only_a = {"deny_out": [e2b.ALL_TRAFFIC], "allow_out": ["a.example.org"]}
+    with serving("--slots-per-container", "4", "--config", str(settings)) as server:
+        for options, hosts in (
+            ({}, ["a", "b"]),
+            ({"allow_internet_access": False}, []),
+            ({"network": {"deny_out": lambda context: [context.all_traffic], "allow_public_traffic": False}}, []),
+            ({"network": only_a}, ["a"]),
+        ):
+            with Sandbox.create(**options, **server.options) as sandbox:
+                assert reached(sandbox) == hosts, options
+                if not hosts:
+                    with pytest.raises(e2b.SandboxException, match="created without"):
+                        sandbox.update_network(only_a)
+        with Sandbox.create(**server.options) as sandbox:
+            for update, hosts in ((only_a, ["a"]), ({}, ["a", "b"]), ({"allow_internet_access": False}, [])):
+                sandbox.update_network(update)
+                assert reached(sandbox) == hosts, update
+
+
+def test_an_option_that_is_not_there_is_refused(server: Server):
+    identity = {"tokens": {"cloud": {"audience": "a", "token_type": "JWT-SVID"}}}
+    for field, option in (
+        ("autoPause", {"lifecycle": {"on_timeout": "pause"}}),
+        ("volumeMounts", {"volume_mounts": {"/mnt": "volume"}}),
+        ("iam", {"iam": identity}),
+        ("network", {"network": {"deny_out": ["8.8.8.8"]}}),
+        ("network", {"network": {"allow_out": ["pypi.org"]}}),
+        ("network", {"network": {"deny_out": [e2b.ALL_TRAFFIC], "allow_out": ["no host"]}}),
+        ("network.maskRequestHost", {"network": {"mask_request_host": "a"}}),
+    ):
+        with pytest.raises(e2b.SandboxException, match=f"400: {field}"):
+            Sandbox.create(**option, **server.options)
+    with Sandbox.create(lifecycle={"on_timeout": "kill"}, **server.options) as sandbox:
+        assert sandbox.is_running()
+
+
 def test_a_sandbox_ends_when_its_time_is_over(server: Server):
     sandbox = Sandbox.create(timeout=1, **server.options)
     with pytest.raises(e2b.TimeoutException, match="sandbox was"):

@@ -97,6 +97,7 @@ class _RestApi:
                 ("DELETE", "/sandboxes/{sandbox_id}", self._kill, ("",)),
                 ("POST", "/sandboxes/{sandbox_id}/timeout", self._timeout, ("",)),
                 ("POST", "/sandboxes/{sandbox_id}/connect", self._connect, ("", "/v2")),
+                ("PUT", "/sandboxes/{sandbox_id}/network", self._network, ("",)),
             )
             for version in versions
         ]
@@ -115,7 +116,7 @@ class _RestApi:
             timeout_s=wanted.timeout,
             metadata=wanted.metadata,
             env=wanted.env_vars,
-            network=False if wanted.allow_internet_access is False else None,
+            hosts=wanted.network.hosts(internet=wanted.allow_internet_access),
         )
         return JSONResponse(_opened(request, sandbox), 201)
 
@@ -140,6 +141,14 @@ class _RestApi:
     async def _timeout(self, request: Request) -> Response:
         wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
         self._sandboxes().set_timeout(self._named(request), wanted.timeout or 0)
+        return Response(status_code=204)
+
+    async def _network(self, request: Request) -> Response:
+        wanted = messages.parse(messages.Network, await connect.body_of(request, MAX_API_BYTES))
+        slot, hosts = self._named(request).slot, wanted.hosts()
+        if hosts != () and not slot.network:
+            raise NotSupported("network: the sandbox was created without one")
+        await slot.set_network(hosts)
         return Response(status_code=204)
 
 

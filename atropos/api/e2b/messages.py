@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
@@ -17,6 +17,8 @@ class Message(BaseModel):
 
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
+EVERYWHERE = frozenset({"0.0.0.0/0", "::/0"})
+"""Networks that are all addresses."""
 
 
 def parse(kind: type[AnyMessage], data: bytes) -> AnyMessage:
@@ -33,6 +35,36 @@ def parse(kind: type[AnyMessage], data: bytes) -> AnyMessage:
         raise RpcError("invalid_argument", f"{field or 'message'}: {first['msg'][:200]}") from None
 
 
+class Empty(Message):
+    """A message whose fields don't matter."""
+
+
+class Network(Message):
+    """`PUT /sandboxes/{id}/network`: what is not supported here is refused, as ignoring it would open what it closes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    allow_out: tuple[Annotated[str, Field(max_length=270)], ...] = Field(default=(), max_length=256)
+    deny_out: tuple[str, ...] = ()
+    allow_internet_access: bool | None = Field(default=None, alias="allow_internet_access")
+    allow_public_traffic: bool | None = None  # there is no way into a sandbox but this API
+
+    def hosts(self, *, internet: bool | None = None) -> tuple[str, ...] | None:
+        """What is reached; None: all that the pool allows.
+
+        Args:
+            internet: False: as if all addresses were denied.
+
+        Raises:
+            RpcError: some addresses are denied and others not.
+        """
+        if False in {internet, self.allow_internet_access} or not EVERYWHERE.isdisjoint(self.deny_out):
+            return self.allow_out
+        if self.allow_out or self.deny_out:
+            raise RpcError("invalid_argument", "network: denyOut has to be 0.0.0.0/0, with the exceptions in allowOut")
+        return None
+
+
 class NewSandbox(Message):
     """`POST /sandboxes`."""
 
@@ -41,16 +73,16 @@ class NewSandbox(Message):
     metadata: dict[str, str] = Field(default_factory=dict)
     env_vars: dict[str, str] = Field(default_factory=dict)
     allow_internet_access: bool | None = Field(default=None, alias="allow_internet_access")
+    network: Network = Network()
+    auto_pause: Literal[False] | None = None
+    volume_mounts: tuple[Empty, ...] = Field(default=(), max_length=0)
+    iam: None = None
 
 
 class NewTimeout(Message):
     """`POST /sandboxes/{id}/timeout` and `/connect`."""
 
     timeout: float | None = None
-
-
-class Empty(Message):
-    """A message whose fields don't matter."""
 
 
 class Selector(Message):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from atropos.api.e2b.sandbox import Sandbox
@@ -67,7 +67,7 @@ class Sandboxes:
         timeout_s: float | None,
         metadata: Mapping[str, str],
         env: Mapping[str, str],
-        network: bool | None,
+        hosts: Sequence[str] | None,
     ) -> Sandbox:
         """Lease a slot.
 
@@ -76,11 +76,12 @@ class Sandboxes:
             timeout_s: seconds until it ends; None: the server's `ttl_s`.
             metadata: labels, by which clients filter.
             env: variables of all of its commands.
-            network: whether it has egress; None: as the pool's setting.
+            hosts: what it reaches of what the pool allows; None: all of it.
 
         Raises:
             NoCapacity: the server has no room for it.
-            ConfigError: the timeout or the template is invalid.
+            ConfigError: the timeout, the template or a host is invalid.
+            NotSupported: hosts are named, and the pool's slots have no network.
             SandboxError: no slot came free, or the image is unavailable.
         """
         timeout_s = self._allowed(self._settings.ttl_s if timeout_s is None else timeout_s)
@@ -90,10 +91,13 @@ class Sandboxes:
         self._starting += 1
         try:
             base, image = self._source(template, self._pool.config.bases)
+            network = None if hosts is None or hosts else False
             slot = await self._pool.acquire(
                 sandbox_id, base=base, image=image, network=network, timeout_s=self._settings.acquire_s
             )
             try:
+                if hosts:
+                    await slot.set_network(hosts)
                 await slot.exec(["mkdir", "-p", HOME])
             except BaseException:
                 await slot.release()
