@@ -101,7 +101,14 @@ def test_a_page_after_the_other_lists_all_sandboxes(server: Server):
     seen = [[one.sandbox_id for one in pages.next_items()] for _ in range(3)]
     assert ([len(page) for page in seen], pages.has_next) == ([2, 2, 1], False)
     assert {one for page in seen for one in page} == made
-    assert all(Sandbox.kill(one, **server.options) for one in made)
+    first, *_ = Sandbox.list(query=pages.query, order="asc", **server.options).next_items()
+    later = e2b.SandboxQuery(metadata={"page": "1"}, started_after=first.started_at)
+    found = Sandbox.list(query=later, limit=2, order="asc", **server.options)
+    ended: list[str] = []
+    while found.has_next:  # what a page named is gone when the next one is asked for
+        ended += [one.sandbox_id for one in found.next_items() if Sandbox.kill(one.sandbox_id, **server.options)]
+    assert sorted([first.sandbox_id, *ended]) == sorted(made)
+    assert Sandbox.kill(first.sandbox_id, **server.options)
 
 
 def reached(sandbox: Sandbox) -> list[str]:

@@ -7,7 +7,7 @@ import base64
 import binascii
 import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import cast
+from datetime import datetime
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,6 +20,7 @@ from atropos.api.e2b import connect, files, messages, processes, watching
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.sandbox import ENVD_VERSION, Sandbox
 from atropos.api.e2b.sandboxes import NoCapacity, Sandboxes
+from atropos.config import SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
 from atropos.net.admission import BearerToken
 
@@ -129,7 +130,7 @@ class _RestApi:
 
     async def _list(self, request: Request) -> Response:
         sandboxes = self._sandboxes()
-        return _page(request, [sandbox.info(sandboxes.limits) for sandbox in sandboxes.list()])
+        return _page(request, sandboxes.list(), sandboxes.limits)
 
     async def _info(self, request: Request) -> Response:
         return JSONResponse(self._named(request).info(self._sandboxes().limits))
@@ -180,24 +181,39 @@ def _opened(request: Request, sandbox: Sandbox) -> Json:
     }
 
 
-def _page(request: Request, infos: list[Json]) -> Response:
-    """The sandboxes that a query asks for, a page at a time."""
+def _page(request: Request, sandboxes: list[Sandbox], limits: SlotLimits) -> Response:
+    """The sandboxes that a query asks for, a page at a time: each begins after the last one of the page before it."""
     query = request.query_params
-    wanted = {
+    metadata = {
         urllib.parse.unquote(name): urllib.parse.unquote(value)
         for name, value in urllib.parse.parse_qsl(query.get("metadata", ""))
     }
     if query.get("state") and "running" not in ",".join(query.getlist("state")).split(","):
-        infos = []
-    infos = [info for info in infos if wanted.items() <= cast("dict[str, str]", info["metadata"]).items()]
-    infos = [info for info in infos if query.get("template") in {None, info["templateID"]}]
-    if query.get("order") != "asc":
-        infos.reverse()
-    limit, start = query.get("limit", ""), query.get("nextToken", "")
+        sandboxes = []
+    started_after, template = _moment(query.get("startedAfter")), query.get("template")
+    last, ascending = query.get("nextToken"), query.get("order") == "asc"
+    found = [
+        sandbox
+        for sandbox in sorted(sandboxes, key=lambda one: one.place, reverse=not ascending)
+        if metadata.items() <= sandbox.metadata.items()
+        and template in {None, sandbox.template}
+        and sandbox.started > started_after
+        and (not last or (sandbox.place > last if ascending else sandbox.place < last))
+    ]
+    limit = query.get("limit", "")
     size = min(PAGE, int(limit)) if limit.isdecimal() and int(limit) else PAGE
-    first = int(start) if start.isdecimal() else 0
-    headers = {"X-Next-Token": str(first + size)} if first + size < len(infos) else None
-    return JSONResponse(infos[first : first + size], headers=headers)
+    page = found[:size]
+    headers = {"X-Next-Token": page[-1].place} if len(found) > size else None
+    return JSONResponse([sandbox.info(limits) for sandbox in page], headers=headers)
+
+
+def _moment(given: str | None) -> float:
+    if not given:
+        return 0.0
+    try:
+        return datetime.fromisoformat(given).timestamp()
+    except (ValueError, OverflowError):
+        raise RpcError("invalid_argument", f"startedAfter: {given[:100]!r} is no time") from None
 
 
 # ----------------------------------------------------------------------------------------------- a sandbox's daemon

@@ -64,10 +64,15 @@ class Sandbox:
     slot: Slot
     metadata: Mapping[str, str]
     end: float
-    started: float = field(default_factory=time.time)
+    started: float = field(default_factory=lambda: round(time.time(), 6))  # as clients see it
     commands: dict[int, Command] = field(default_factory=dict[int, Command])
     watchers: dict[str, Watcher] = field(default_factory=dict[str, Watcher])
     tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+
+    @property
+    def place(self) -> str:
+        """Where it stands in a list: these strings are in the order of the starts."""
+        return f"{self.started:.6f}-{self.id}"
 
     def info(self, limits: SlotLimits) -> Json:
         """As clients see it."""
