@@ -14,7 +14,7 @@ from atropos.api.executor.models import ExecutorServerSettings
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError
 from atropos.images.reference import ImageSource
-from atropos.slots.slot.profile import Profile
+from atropos.slots.slot.profile import Profile, UserAccount
 
 if TYPE_CHECKING:
     from atropos.slots import SlotPool
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 HOME = "/home/user"
 """Where commands start and relative paths begin, as E2B's templates have it."""
+_USER = UserAccount("root", 0, 0, HOME)
+"""Whom commands run as that name no other user: not an image's own, to whom the home doesn't belong."""
 MAX_TIMEOUT_S = 86_400
 
 
@@ -98,7 +100,7 @@ class Sandboxes:
             try:
                 if hosts:
                     await slot.set_network(hosts)
-                await slot.exec(["mkdir", "-p", HOME])
+                await slot.exec(["mkdir", "-p", HOME], user="0:0")
             except BaseException:
                 await slot.release()
                 raise
@@ -108,7 +110,7 @@ class Sandboxes:
             await slot.release()
             raise NoCapacity("the server is shutting down")
         slot.profile = Profile(
-            workdir=HOME, env={"HOME": HOME, "E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, **env}
+            workdir=HOME, env={"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, **env}, user=_USER
         )
         made = self._open[sandbox_id] = Sandbox(sandbox_id, template, slot, metadata, time.time() + timeout_s)
         self._moved.set()
