@@ -179,8 +179,12 @@ def test_a_commands_output_comes_apart_and_as_it_is_printed(sandbox: Sandbox):
     assert sandbox.commands.run("pwd; echo $X", cwd="/tmp", envs={"X": "1"}).stdout == "/tmp\n1\n"
     long = sandbox.commands.run("head -c 3000000 /dev/zero | tr '\\0' x")
     assert long.stdout == "x" * 3_000_000
-    with pytest.raises(e2b.InvalidArgumentException):
-        sandbox.commands.run("true", cwd="/nowhere")
+    sandbox.files.make_dir("in")
+    for cwd in ("in", "~/in", "/home/user/in"):
+        assert sandbox.commands.run("pwd", cwd=cwd).stdout == "/home/user/in\n"
+    for refused in ({"cwd": "/nowhere"}, {"user": "nobody-here"}, {"envs": {"LONG": "x" * 200_000}}):
+        with pytest.raises(e2b.InvalidArgumentException):
+            sandbox.commands.run("true", **refused)
 
 
 def test_a_command_that_exceeds_its_timeout_is_killed(sandbox: Sandbox):
@@ -276,6 +280,27 @@ def test_folders_are_made_listed_renamed_and_removed(sandbox: Sandbox):
         assert files.get_info("/tmp/n").owner == "nobody"
         with pytest.raises(e2b.SandboxException, match="ermission"):
             files.list("/root", user="nobody")
+
+
+def test_a_file_that_can_t_be_looked_at_is_not_said_to_be_missing(server: Server, sandbox: Sandbox):
+    sandbox.files.write("file", "1")
+    for refused in (sandbox.files.exists, sandbox.files.list, sandbox.files.get_info, sandbox.files.read):
+        with pytest.raises(e2b.InvalidArgumentException, match="no user"):
+            refused("file", user="nobody-here")
+    with pytest.raises(e2b.InvalidArgumentException):
+        sandbox.files.make_dir("file")
+    with Sandbox.create(envs={"PATH": "/nowhere", "LC_ALL": "C.UTF-8"}, **server.options) as lost:
+        assert lost.files.make_dir("d")
+        assert (lost.files.exists("d"), lost.files.exists("e")) == (True, False)
+    sandbox.commands.run("mkdir -p many && cd many && seq -f %0200g 6000 | xargs touch", timeout=0)
+    with pytest.raises(e2b.SandboxException, match="too much") as refused:
+        sandbox.files.list("many")
+    assert not isinstance(refused.value, e2b.RateLimitException)
+
+
+def test_a_file_of_any_age_is_listed(sandbox: Sandbox):
+    sandbox.commands.run("mkdir ages; cd ages; touch -d @-99999999999 first; touch -d @999999999999 last")
+    assert [one.modified_time.year for one in sandbox.files.list("ages")] == [1, 9999]
 
 
 def test_a_target_of_a_link_forges_no_path(sandbox: Sandbox):

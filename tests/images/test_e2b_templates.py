@@ -40,3 +40,5 @@ def test_an_image_with_a_user_of_its_own_is_root_s_unless_a_command_names_anothe
         assert sandbox.commands.run(command, user="app").stdout == "1000\n/srv/app hello\n/home/user\n"
         sandbox.files.write("text", "of root")
         assert sandbox.commands.run("cat text").stdout == "of root"
+        with pytest.raises(e2b.SandboxException, match="-printf"):  # of GNU's find
+            sandbox.files.exists("text")

@@ -30,6 +30,7 @@ _STATUS = {
     "resource_exhausted": 429,
     "canceled": 499,
     "unavailable": 503,
+    "out_of_range": 400,
     "deadline_exceeded": 504,
 }
 _OF_ERRNO = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import posixpath
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
-from datetime import UTC, datetime
 
 from python_multipart import MultipartParser
 from python_multipart.multipart import parse_options_header
@@ -13,15 +12,21 @@ from python_multipart.multipart import parse_options_header
 from atropos import wire
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
-from atropos.api.e2b.sandbox import Sandbox
-from atropos.slots.slot.results import file_error
+from atropos.api.e2b.sandbox import Sandbox, iso
+from atropos.slots.slot.results import ExecResult, file_error
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces in which files are sent, both ways."""
 _FIELDS = ("%i", "%y", "%Y", "%m", "%s", "%u", "%g", "%T@", "%l", "%p")
 _FORMAT = "".join(rf"{field}\0" for field in _FIELDS)
 _TYPES = {"f": "FILE_TYPE_FILE", "d": "FILE_TYPE_DIRECTORY", "l": "FILE_TYPE_SYMLINK"}
-_EXISTS = 17
+_EXISTS, _NO_FOLDER = 17, 20
+_REASONS = {
+    ": No such file or directory": "not_found",
+    ": Not a directory": "not_found",
+    ": Permission denied": "permission_denied",
+}
+"""How `find` and others say why they failed."""
 _GZIP = 16 + zlib.MAX_WBITS
 
 
@@ -52,7 +57,7 @@ class Entry:
             "permissions": _permissions(self.kind, self.mode),
             "owner": self.owner,
             "group": self.group,
-            "modifiedTime": datetime.fromtimestamp(self.modified, UTC).isoformat().replace("+00:00", "Z"),
+            "modifiedTime": iso(self.modified),
             **link,
         }
 
@@ -76,33 +81,39 @@ def path_of(sandbox: Sandbox, path: str) -> str:
     return posixpath.normpath(posixpath.join(home, path))
 
 
-async def find(sandbox: Sandbox, path: str, depth: int, user: str | None) -> list[Entry]:
-    """A path, and what is below it, down to a depth.
+async def _run(sandbox: Sandbox, command: Sequence[str], user: str | None) -> ExecResult:
+    """Run one of the slot's programs, in whatever variables the sandbox was created with."""
+    return await sandbox.slot.exec(command, user=user, split=True, clean_env=True, env={"LC_ALL": "C"})
+
+
+async def find(sandbox: Sandbox, path: str, depth: int, user: str | None, *, follow: bool = True) -> list[Entry]:
+    """A path (with `follow`, what it leads to, where it is a link), and what is below it, down to a depth.
 
     Raises:
-        RpcError: there is nothing, it may not be read, or there is too much of it.
+        RpcError: there is nothing, it may not be read, there is too much of it, or `find` fails.
     """
-    result = await sandbox.slot.exec(
-        ["find", "-H", path, "-maxdepth", str(depth), "-printf", _FORMAT], user=user, split=True
-    )
-    if result.error is not None:
-        raise RpcError("internal", f"find: {result.error}")
+    command = ["find", "-H" if follow else "-P", path, "-maxdepth", str(depth), "-printf", _FORMAT]
+    result = await _run(sandbox, command, user)
     if result.truncated:
-        raise RpcError("resource_exhausted", f"there is too much below {path}")
-    entries = Entry.read(result.stdout or "")
-    denied = "Permission denied" in (result.stderr or "")
-    if not entries or (denied and len(entries) == 1):
-        raise RpcError(
-            "permission_denied" if denied else "not_found", f"path {path!r}: {(result.stderr or '').strip()}"
-        )
+        raise RpcError("out_of_range", f"there is too much below {path} for one list")
+    entries, failure = Entry.read(result.stdout or ""), _failure(result)
+    if not entries or (failure.code == "permission_denied" and len(entries) == 1) or result.exit_code not in {0, 1}:
+        raise failure
     return entries
 
 
+def _failure(result: ExecResult) -> RpcError:
+    """Why a program failed, as far as it says that itself."""
+    if result.error is not None:
+        return RpcError("invalid_argument" if result.error.startswith("unknown_user") else "internal", result.error)
+    said = (result.stderr or "").strip()
+    code = next((code for end, code in _REASONS.items() if said.endswith(end)), "internal")
+    return RpcError(code, said[:1000] or f"a program of the sandbox ended with {result.exit_code}")
+
+
 async def _at(sandbox: Sandbox, path: str, user: str | None) -> Json:
-    result = await sandbox.slot.exec(["find", path, "-maxdepth", "0", "-printf", _FORMAT], user=user, split=True)
-    if not result.stdout:
-        raise RpcError("not_found", f"path {path!r}: {(result.stderr or result.output).strip()}")
-    return {"entry": Entry.read(result.stdout)[0].info()}
+    (entry,) = await find(sandbox, path, 0, user, follow=False)
+    return {"entry": entry.info()}
 
 
 async def stat(sandbox: Sandbox, message: messages.AtPath, user: str | None) -> Json:
@@ -121,11 +132,13 @@ async def list_dir(sandbox: Sandbox, message: messages.ListDir, user: str | None
 async def make_dir(sandbox: Sandbox, message: messages.AtPath, user: str | None) -> Json:
     """`MakeDir`."""
     path = path_of(sandbox, message.path)
-    script = f'[ -d "$1" ] && exit {_EXISTS}; mkdir -p -- "$1"'
-    result = await sandbox.slot.exec(["sh", "-c", script, "sh", path], user=user)
+    script = f'[ -d "$1" ] && exit {_EXISTS}; [ -e "$1" ] && exit {_NO_FOLDER}; mkdir -p -- "$1"'
+    result = await _run(sandbox, ["sh", "-c", script, "sh", path], user)
     if result.exit_code == _EXISTS:
         raise RpcError("already_exists", f"directory {path!r} exists")
-    _check(result.ok, result.output)
+    if result.exit_code == _NO_FOLDER:
+        raise RpcError("invalid_argument", f"path {path!r} exists, and is no directory")
+    _check(result)
     return await _at(sandbox, path, user)
 
 
@@ -134,22 +147,19 @@ async def move(sandbox: Sandbox, message: messages.Move, user: str | None) -> Js
     source, target = path_of(sandbox, message.source), path_of(sandbox, message.destination)
     await _at(sandbox, source, user)
     script = 'mkdir -p -- "$(dirname -- "$2")" && mv -T -- "$1" "$2"'
-    result = await sandbox.slot.exec(["sh", "-c", script, "sh", source, target], user=user)
-    _check(result.ok, result.output)
+    _check(await _run(sandbox, ["sh", "-c", script, "sh", source, target], user))
     return await _at(sandbox, target, user)
 
 
 async def remove(sandbox: Sandbox, message: messages.AtPath, user: str | None) -> Json:
     """`Remove`; a missing path is no error."""
-    result = await sandbox.slot.exec(["rm", "-rf", "--", path_of(sandbox, message.path)], user=user)
-    _check(result.ok, result.output)
+    _check(await _run(sandbox, ["rm", "-rf", "--", path_of(sandbox, message.path)], user))
     return {}
 
 
-def _check(ok: bool, output: str) -> None:
-    if not ok:
-        denied = "Permission denied" in output
-        raise RpcError("permission_denied" if denied else "internal", output.strip()[:1000])
+def _check(result: ExecResult) -> None:
+    if not result.ok:
+        raise _failure(result)
 
 
 # ------------------------------------------------------------------------------------------------- upload and download

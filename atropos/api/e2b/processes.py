@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import logging
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
+from atropos.api.e2b.files import path_of
 from atropos.api.e2b.sandbox import Command, Sandbox
 from atropos.errors import SandboxError
 from atropos.slots.slot.processes import Process
@@ -24,6 +26,8 @@ QUEUE = 4
 WAIT_S = 20.0
 """Longest wait of one read of output."""
 _END_GRACE_S = 5.0
+_REFUSED = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EFBIG)
+"""Failures to start that no retry mends; EFBIG: arguments that are too long."""
 
 
 async def running(sandbox: Sandbox) -> dict[int, Command]:
@@ -80,7 +84,7 @@ async def _started(sandbox: Sandbox, message: messages.Start, user: str | None) 
     try:
         process = await sandbox.slot.start(
             [config.cmd, *config.args],
-            workdir=config.cwd or None,
+            workdir=path_of(sandbox, config.cwd) if config.cwd else None,
             env=config.envs,
             user=user,
             pty=None if pty is None else (pty.size.rows, pty.size.cols),
@@ -88,7 +92,9 @@ async def _started(sandbox: Sandbox, message: messages.Start, user: str | None) 
             hold=True,
             buffer_bytes=BUFFER_BYTES,
         )
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
         raise RpcError("invalid_argument", f"{config.cmd} can't be started: {error}") from None
     if pty is None and not message.stdin:
         with contextlib.suppress(OSError):  # it has ended already

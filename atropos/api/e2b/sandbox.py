@@ -16,6 +16,8 @@ from atropos.slots.slot.processes import Process
 
 ENVD_VERSION = "0.6.0"
 """The latest version of E2B's daemon that is supported in full: later ones store metadata of files."""
+_FIRST = datetime.min.replace(tzinfo=UTC).timestamp()
+_LAST = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 Listing = dict[str, tuple[int, str, int, int, float]]
 """By path: inode, kind, mode, size, time of the last change."""
 
@@ -81,8 +83,8 @@ class Sandbox:
             "templateID": self.template,
             "alias": self.template,
             "clientID": "atropos",
-            "startedAt": _iso(self.started),
-            "endAt": _iso(self.end),
+            "startedAt": iso(self.started),
+            "endAt": iso(self.end),
             "envdVersion": ENVD_VERSION,
             "cpuCount": max(1, int(limits.cpu_quota or 1)),
             "memoryMB": self.slot.mib,
@@ -92,5 +94,6 @@ class Sandbox:
         }
 
 
-def _iso(moment: float) -> str:
-    return datetime.fromtimestamp(moment, UTC).isoformat().replace("+00:00", "Z")
+def iso(moment: float) -> str:
+    """A time as the protocol writes it, which has the years 1 to 9999 alone."""
+    return datetime.fromtimestamp(min(max(moment, _FIRST), _LAST), UTC).isoformat().replace("+00:00", "Z")

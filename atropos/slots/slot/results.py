@@ -83,6 +83,7 @@ _ERRNO: dict[str, int] = {
     "changed": errno.ESTALE,
     "too_large": errno.EFBIG,
     "bad_path": errno.EINVAL,
+    "unknown_user": errno.EINVAL,
     "no_space": errno.ENOSPC,
     "timeout": errno.ETIMEDOUT,
     "not_supported": errno.EOPNOTSUPP,
