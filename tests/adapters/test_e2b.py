@@ -380,6 +380,17 @@ async def test_a_full_server_is_busy_and_a_killed_container_is_never_an_exit_cod
         assert (await fresh.commands.run("echo again")).stdout == "again\n"
 
 
+def test_a_client_that_waits_no_more_gets_no_sandbox(tmp_path: Path):
+    settings = tmp_path / "settings.toml"
+    settings.write_text("acquire_s = 10")
+    with serving("--slots-per-container", "1", "--config", str(settings)) as server:
+        first = Sandbox.create(**server.options)
+        with pytest.raises(httpx.TimeoutException):
+            Sandbox.create(request_timeout=1, retries=0, **server.options)
+        assert first.kill()
+        assert Sandbox.create(retries=0, **server.options).is_running()
+
+
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}, {"X-Access-Token": "wrong"}])
 def test_nothing_is_answered_without_the_token(server: Server, headers: dict[str, str]):
     for path in ("/e2b/v2/sandboxes", "/e2b/health", "/e2b/files?path=/etc/passwd", "/e2b/nothing"):

@@ -119,6 +119,9 @@ class _RestApi:
             env=wanted.env_vars,
             hosts=wanted.network.hosts(internet=wanted.allow_internet_access),
         )
+        if await request.is_disconnected():  # nobody would end it, and the wait for a slot or an image may be long
+            await self._sandboxes().kill(sandbox.id)
+            raise ClientDisconnect
         return JSONResponse(_opened(request, sandbox), 201)
 
     async def _connect(self, request: Request) -> Response:
