@@ -20,6 +20,8 @@ import httpx
 import pytest
 from e2b import AsyncSandbox, Sandbox
 
+from tests.waiting import until
+
 TOKEN = "e2b_0123456789abcdef"
 ATROPOS = Path(sys.executable).with_name("atropos")
 
@@ -257,6 +259,18 @@ def test_files_go_in_and_come_out_as_they_were(sandbox: Sandbox):
         files.read("many")
 
 
+def test_an_upload_to_a_sandbox_that_ends_says_so(server: Server):
+    sandbox = Sandbox.create(**server.options)
+
+    def content() -> Iterator[bytes]:
+        yield bytes(1_500_000)
+        sandbox.kill()
+        yield bytes(1_500_000)
+
+    with pytest.raises(e2b.SandboxNotRunningException):
+        sandbox.files.write("file", content())
+
+
 def test_folders_are_made_listed_renamed_and_removed(sandbox: Sandbox):
     files = sandbox.files
     assert (files.make_dir("d/e"), files.make_dir("d/e")) == (True, False)
@@ -322,6 +336,28 @@ def test_a_watched_folder_tells_what_happened(sandbox: Sandbox):
     watcher.stop()
     with pytest.raises(e2b.NotFoundException):
         sandbox.files.watch_dir("nowhere")
+
+
+async def test_watchers_of_both_kinds_have_one_bound(server: Server):
+    sandbox = await AsyncSandbox.create(**server.options)
+    same = Sandbox.connect(sandbox.sandbox_id, **server.options)
+    for _ in range(63):
+        same.files.watch_dir(".")
+
+    def one_more() -> bool:
+        try:
+            same.files.watch_dir(".").stop()
+        except e2b.RateLimitException:
+            return False
+        return True
+
+    for _ in range(2):  # one that has ended leaves its place to another
+        streaming = await sandbox.files.watch_dir(".", on_event=lambda event: None)
+        with pytest.raises(e2b.RateLimitException, match="64 watchers"):
+            await sandbox.files.watch_dir(".", on_event=lambda event: None)
+        await streaming.stop()
+        await until(one_more, "the place of the watcher that has ended")
+    await sandbox.kill()
 
 
 def test_a_terminal_is_typed_on_resized_left_and_found(sandbox: Sandbox):

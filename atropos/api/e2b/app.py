@@ -227,9 +227,7 @@ def _daemon(sandboxes: FindSandboxes) -> list[Route]:
         async def answered(request: Request) -> Response:
             sandbox_id = request.headers.get("e2b-sandbox-id", "")
             sandbox = sandboxes().find(sandbox_id)
-            if sandbox is None:  # the SDK recognizes a sandbox that is gone by this text
-                return _problem(502, f"The sandbox {sandbox_id[:100]} was not found")
-            return await handler(request, sandbox)
+            return _gone(sandbox_id) if sandbox is None else await handler(request, sandbox)
 
         return answered
 
@@ -272,6 +270,11 @@ def _daemon(sandboxes: FindSandboxes) -> list[Route]:
         ),
         Route("/process.Process/StreamInput", inside(_stream_input), methods=["POST"]),
     ]
+
+
+def _gone(sandbox_id: str) -> Response:
+    """The SDK recognizes a sandbox that is gone by this text."""
+    return _problem(502, f"The sandbox {sandbox_id[:100]} was not found")
 
 
 def _user(name: str) -> str | None:
@@ -336,8 +339,10 @@ async def _stream_input(request: Request, sandbox: Sandbox) -> Response:
 # ---------------------------------------------------------------------------------------------- upload and download
 
 
-def _file_problem(error: Exception) -> Response:
+def _file_problem(error: Exception, sandbox: Sandbox) -> Response:
     refused = connect.rpc_error(error)
+    if sandbox.slot.lost is not None:
+        return _gone(sandbox.id)
     if refused.code == "resource_exhausted":
         return _problem(507, str(refused))
     if refused.code == "unavailable":
@@ -351,7 +356,7 @@ async def _download(request: Request, sandbox: Sandbox) -> Response:
     try:
         first = await anext(pieces)
     except Exception as error:
-        return _file_problem(error)
+        return _file_problem(error, sandbox)
 
     async def body() -> AsyncGenerator[bytes]:
         yield first
@@ -375,7 +380,7 @@ async def _upload(request: Request, sandbox: Sandbox) -> Response:
             return JSONResponse([await files.write(sandbox, path, body, user)])
         return JSONResponse(await files.write_parts(sandbox, kind, body, path, user))
     except Exception as error:
-        return _file_problem(error)
+        return _file_problem(error, sandbox)
 
 
 async def _bounded(request: Request) -> AsyncGenerator[bytes]:

@@ -43,8 +43,23 @@ def changes(before: Listing, after: Listing) -> list[tuple[str, str]]:
     return events
 
 
-def _watcher(sandbox: Sandbox, message: messages.Watch, user: str | None) -> Watcher:
-    return Watcher(files.path_of(sandbox, message.path), MAX_DEPTH if message.recursive else 1, user)
+async def _added(sandbox: Sandbox, message: messages.Watch, user: str | None) -> str:
+    """Begin to watch; the watcher's id.
+
+    Raises:
+        RpcError: the folder isn't there, or there are too many watchers.
+    """
+    if len(sandbox.watchers) >= MAX_WATCHERS:
+        raise RpcError("resource_exhausted", f"{MAX_WATCHERS} watchers of this sandbox exist")
+    watcher_id = secrets.token_hex(8)
+    depth = MAX_DEPTH if message.recursive else 1
+    watcher = sandbox.watchers[watcher_id] = Watcher(files.path_of(sandbox, message.path), depth, user)
+    try:
+        await _look(sandbox, watcher)
+    except BaseException:
+        del sandbox.watchers[watcher_id]
+        raise
+    return watcher_id
 
 
 async def _look(sandbox: Sandbox, watcher: Watcher) -> list[Json]:
@@ -72,30 +87,26 @@ async def watch_dir(
     sandbox: Sandbox, message: messages.Watch, *, user: str | None, deadline_s: float | None, ping_s: float
 ) -> AsyncGenerator[Json]:
     """`WatchDir`: events until the client goes away, or its deadline."""
-    watcher = _watcher(sandbox, message, user)
-    await _look(sandbox, watcher)
-    yield {"start": {}}
-    loop = asyncio.get_running_loop()
-    started = pinged = loop.time()
-    while deadline_s is None or loop.time() < started + deadline_s:
-        await asyncio.sleep(INTERVAL_S)
-        for event in await _look(sandbox, watcher):
-            yield {"filesystem": event}
-        if loop.time() >= pinged + ping_s:
-            pinged = loop.time()
-            yield {"keepalive": {}}
-    raise TimeoutError
+    watcher_id = await _added(sandbox, message, user)
+    try:
+        yield {"start": {}}
+        loop = asyncio.get_running_loop()
+        started = pinged = loop.time()
+        while deadline_s is None or loop.time() < started + deadline_s:
+            await asyncio.sleep(INTERVAL_S)
+            for event in await _look(sandbox, sandbox.watchers[watcher_id]):
+                yield {"filesystem": event}
+            if loop.time() >= pinged + ping_s:
+                pinged = loop.time()
+                yield {"keepalive": {}}
+        raise TimeoutError
+    finally:
+        del sandbox.watchers[watcher_id]
 
 
 async def create_watcher(sandbox: Sandbox, message: messages.Watch, user: str | None) -> Json:
     """`CreateWatcher`."""
-    if len(sandbox.watchers) >= MAX_WATCHERS:
-        raise RpcError("resource_exhausted", f"{MAX_WATCHERS} watchers of this sandbox exist")
-    watcher = _watcher(sandbox, message, user)
-    await _look(sandbox, watcher)
-    watcher_id = secrets.token_hex(8)
-    sandbox.watchers[watcher_id] = watcher
-    return {"watcherId": watcher_id}
+    return {"watcherId": await _added(sandbox, message, user)}
 
 
 async def get_watcher_events(sandbox: Sandbox, message: messages.OfWatcher, _: str | None) -> Json:
