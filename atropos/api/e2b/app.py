@@ -193,14 +193,14 @@ def _page(request: Request, sandboxes: list[Sandbox], limits: SlotLimits) -> Res
     }
     if query.get("state") and "running" not in ",".join(query.getlist("state")).split(","):
         sandboxes = []
-    started_after, template = _moment(query.get("startedAfter")), query.get("template")
+    since, template = _moment(query.get("startedAfter")), query.get("template")
     last, ascending = query.get("nextToken"), query.get("order") == "asc"
     found = [
         sandbox
         for sandbox in sorted(sandboxes, key=lambda one: one.place, reverse=not ascending)
         if metadata.items() <= sandbox.metadata.items()
         and template in {None, sandbox.template}
-        and sandbox.started > started_after
+        and sandbox.started >= since
         and (not last or (sandbox.place > last if ascending else sandbox.place < last))
     ]
     limit = query.get("limit", "")

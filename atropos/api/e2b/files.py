@@ -47,7 +47,8 @@ class Entry:
 
     def info(self) -> Json:
         """As the protocol's `EntryInfo`."""
-        link = {"symlinkTarget": self.link, "isSymlink": True} if self.kind == "l" else {}
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(self.path), self.link))  # absolute, as E2B has it
+        link = {"symlinkTarget": target, "isSymlink": True} if self.kind == "l" else {}
         return {
             "name": posixpath.basename(self.path) or "/",
             "type": _TYPES.get(self.target, "FILE_TYPE_UNSPECIFIED"),
