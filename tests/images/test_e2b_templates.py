@@ -15,13 +15,14 @@ BUSYBOX = shutil.which("busybox") or "/bin/busybox"
 def test_an_image_with_a_user_of_its_own_is_root_s_unless_a_command_names_another(tmp_path: Path, images):
     if not Path(BUSYBOX).exists():
         pytest.skip("not installed: busybox-static")
-    names = ("sh", "id", "mkdir", "pwd", "find", "cat")
+    names = ("sh", "id", "mkdir", "pwd", "cat", "printf", "chmod")
     layout(
         tmp_path / "layout",
         layer(
             folder("bin"),
             entry("bin/busybox", Path(BUSYBOX).read_bytes(), mode=0o755),
             *(link(f"bin/{name}", "busybox") for name in names),
+            entry("bin/find", '#!/bin/sh\nexec /bin/busybox find "$@"\n', mode=0o755),
             entry("bin/bash", '#!/bin/sh\nexec /bin/sh "$@"\n', mode=0o755),
             entry("etc/passwd", "root:x:0:0::/root:/bin/sh\napp:x:1000:1000::/srv/app:/bin/sh\n"),
             folder("srv/app", owner=(1000, 1000)),
@@ -42,3 +43,9 @@ def test_an_image_with_a_user_of_its_own_is_root_s_unless_a_command_names_anothe
         assert sandbox.commands.run("cat text").stdout == "of root"
         with pytest.raises(e2b.SandboxException, match="-printf"):  # of GNU's find
             sandbox.files.exists("text")
+        for printed in ("a", "1 f f 644 many u g 0 '' /a"):
+            sandbox.files.write("/bin/find", f"#!/bin/sh\nprintf '%s\\0' {printed}\n")
+            with pytest.raises(e2b.SandboxException, match="can't be read"):
+                sandbox.files.exists("text")
+        sandbox.files.write("/bin/find", "#!/bin/sh\nprintf '%s\\0' 1 f f 644 1 u g nan '' /a\n")
+        assert sandbox.files.get_info("text").modified_time.year == 9999

@@ -97,7 +97,11 @@ async def find(sandbox: Sandbox, path: str, depth: int, user: str | None, *, fol
     result = await _run(sandbox, command, user)
     if result.truncated:
         raise RpcError("out_of_range", f"there is too much below {path} for one list")
-    entries, failure = Entry.read(result.stdout or ""), _failure(result)
+    failure = _failure(result)
+    try:
+        entries = Entry.read(result.stdout or "")
+    except ValueError:  # the slot's programs may have put another `find` there
+        raise RpcError("internal", f"find printed what can't be read: {(result.stdout or '')[:200]!r}") from None
     if not entries or (failure.code == "permission_denied" and len(entries) == 1) or result.exit_code not in {0, 1}:
         raise failure
     return entries
@@ -113,7 +117,7 @@ def _failure(result: ExecResult) -> RpcError:
 
 
 async def _at(sandbox: Sandbox, path: str, user: str | None) -> Json:
-    (entry,) = await find(sandbox, path, 0, user, follow=False)
+    entry, *_ = await find(sandbox, path, 0, user, follow=False)
     return {"entry": entry.info()}
 
 

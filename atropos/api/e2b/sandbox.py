@@ -95,5 +95,5 @@ class Sandbox:
 
 
 def iso(moment: float) -> str:
-    """A time as the protocol writes it, which has the years 1 to 9999 alone."""
-    return datetime.fromtimestamp(min(max(moment, _FIRST), _LAST), UTC).isoformat().replace("+00:00", "Z")
+    """A time as the protocol writes it, which has the years 1 to 9999 alone; no number is the last of them."""
+    return datetime.fromtimestamp(max(_FIRST, min(_LAST, moment)), UTC).isoformat().replace("+00:00", "Z")
