@@ -101,7 +101,7 @@ async def body_of(request: Request, most: int = MAX_MESSAGE_BYTES) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > most:
-            raise RpcError("resource_exhausted", f"the message is longer than {most:,} bytes")
+            raise RpcError("invalid_argument", f"the message is longer than {most:,} bytes")
     return bytes(body)
 
 
@@ -117,7 +117,7 @@ async def messages(request: Request) -> AsyncGenerator[bytes]:
         while len(received) >= _HEAD.size:
             flags, size = _HEAD.unpack_from(received)
             if size > MAX_MESSAGE_BYTES or flags & ~_END:
-                raise RpcError("resource_exhausted", "a message is too long, or compressed")
+                raise RpcError("invalid_argument", "a message is too long, or compressed")
             if len(received) < _HEAD.size + size:
                 break
             message = bytes(received[_HEAD.size : _HEAD.size + size])
