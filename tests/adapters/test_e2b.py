@@ -177,7 +177,7 @@ def test_a_commands_output_comes_apart_and_as_it_is_printed(sandbox: Sandbox):
     assert seen[2][2] - seen[0][2] > 0.2
     with pytest.raises(e2b.CommandExitException) as failed:
         sandbox.commands.run("echo no >&2; exit 7")
-    assert (failed.value.exit_code, failed.value.stderr) == (7, "no\n")
+    assert (failed.value.exit_code, failed.value.stderr, failed.value.error) == (7, "no\n", "exit status 7")
     assert sandbox.commands.run("pwd; echo $X", cwd="/tmp", envs={"X": "1"}).stdout == "/tmp\n1\n"
     long = sandbox.commands.run("head -c 3000000 /dev/zero | tr '\\0' x")
     assert long.stdout == "x" * 3_000_000

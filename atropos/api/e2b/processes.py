@@ -183,6 +183,7 @@ async def follow(
                 break
             yield event
         await pump
+        assert process.exit_code is not None
         yield _event("end", _ending(process.exit_code))
     finally:
         pump.cancel()
@@ -221,14 +222,16 @@ def _event(name: str, value: Json) -> Json:
     return {"event": {name: value}}
 
 
-def _ending(code: int | None) -> Json:
-    if code is None or code >= 0:
-        return {"exitCode": code or 0, "exited": True, "status": f"exit status {code}"}
-    try:
-        status = f"signal: {signal.strsignal(-code)}".lower()
-    except ValueError:
-        status = f"signal: {-code}"
-    return {"exitCode": -1, "exited": False, "status": status, "error": status}
+def _ending(code: int) -> Json:
+    if code == 0:
+        return {"exitCode": 0, "exited": True, "status": "exit status 0"}
+    status = f"exit status {code}"
+    if code < 0:
+        try:
+            status = f"signal: {signal.strsignal(-code)}".lower()
+        except ValueError:
+            status = f"signal: {-code}"
+    return {"exitCode": max(code, -1), "exited": code > 0, "status": status, "error": status}
 
 
 # ------------------------------------------------------------------------------------------------------------- input
