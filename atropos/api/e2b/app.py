@@ -189,7 +189,7 @@ def _page(request: Request, sandboxes: list[Sandbox], limits: SlotLimits) -> Res
     query = request.query_params
     metadata = {
         urllib.parse.unquote(name): urllib.parse.unquote(value)
-        for name, value in urllib.parse.parse_qsl(query.get("metadata", ""))
+        for name, value in urllib.parse.parse_qsl(query.get("metadata", ""), keep_blank_values=True)
     }
     if query.get("state") and "running" not in ",".join(query.getlist("state")).split(","):
         sandboxes = []
