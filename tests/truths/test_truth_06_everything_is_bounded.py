@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from atropos import wire
+from atropos.api.e2b import messages, processes
+from atropos.api.e2b.sandboxes import Sandboxes
+from atropos.api.executor.models import ExecutorServerSettings
 from atropos.errors import AcquireTimeout
-from tests.waiting import SLOWNESS
+from tests.waiting import SLOWNESS, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -66,3 +71,17 @@ async def test_a_limit_is_named_and_the_slot_stays_usable(local_pool):
             async with pool.lease(limit) as slot:
                 assert (await slot.exec(command)).limit == limit
                 assert (await slot.exec("echo usable")).output == "usable\n"
+
+
+async def test_the_e2b_api_forgets_commands_that_end_unwatched(shared_pool):
+    sandboxes = Sandboxes(shared_pool, ExecutorServerSettings(token=SecretStr("t")))
+    sandbox = await sandboxes.create("base", timeout_s=60, metadata={}, env={}, hosts=None)
+    message = messages.parse(messages.Start, b'{"process": {"cmd": "sleep", "args": ["0.1"]}}')
+    for _ in range(3):
+        async with contextlib.aclosing(
+            processes.start(sandbox, message, user=None, deadline_s=1000, ping_s=30)
+        ) as events:
+            assert "start" in (await anext(events))["event"]
+    assert len(sandbox.commands) == 3
+    await until(lambda: not sandbox.commands and not sandbox.tasks, "nothing is kept of commands that have ended")
+    await sandboxes.aclose()

@@ -8,7 +8,7 @@ import contextlib
 import errno
 import logging
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
@@ -35,7 +35,7 @@ async def running(sandbox: Sandbox) -> dict[int, Command]:
     known = dict(sandbox.commands)
     alive = {process.pid for process in await sandbox.slot.processes() if process.exit_code is None}
     for pid in known.keys() - alive:
-        sandbox.commands.pop(pid, None)
+        sandbox.forget(known[pid])
     return {pid: command for pid, command in known.items() if pid in alive}
 
 
@@ -58,17 +58,19 @@ async def start(
     command = await _started(sandbox, message, user)
     process = command.process
     sandbox.commands[process.pid] = command
-    killing = None
     if deadline_s is not None:  # even if the client has disconnected by then
-        killing = asyncio.get_running_loop().create_task(_kill_after(process, deadline_s))
-        sandbox.tasks.add(killing)
-        killing.add_done_callback(sandbox.tasks.discard)
+        command.killing = _begun(sandbox, _kill_after(process, deadline_s))
     async with contextlib.aclosing(_followed(sandbox, process, command, deadline_s, ping_s)) as events:
         async for event in events:
             yield event
-    sandbox.commands.pop(process.pid, None)
-    if killing is not None:
-        killing.cancel()
+
+
+def _begun(sandbox: Sandbox, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    """A task that ends with the sandbox at the latest."""
+    task = asyncio.get_running_loop().create_task(work)
+    sandbox.tasks.add(task)
+    task.add_done_callback(sandbox.tasks.discard)
+    return task
 
 
 async def _kill_after(process: Process, deadline_s: float) -> None:
@@ -130,13 +132,13 @@ async def _followed(
                 yield event
     finally:
         command.followers -= 1
-        if not command.followers and process.exit_code is None:
-            command.draining = asyncio.get_running_loop().create_task(_drain(process))
-            sandbox.tasks.add(command.draining)
-            command.draining.add_done_callback(sandbox.tasks.discard)
+        if process.exit_code is not None:
+            sandbox.forget(command)
+        elif not command.followers:
+            command.draining = _begun(sandbox, _drain(sandbox, command, process))
 
 
-async def _drain(process: Process) -> None:
+async def _drain(sandbox: Sandbox, command: Command, process: Process) -> None:
     outputs = [one for one in (process, process.errors) if one is not None]
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -144,6 +146,8 @@ async def _drain(process: Process) -> None:
                 tasks.create_task(_discard(output))
     except* (SandboxError, OSError) as failed:
         _log.debug("%r is no longer read: %s", process, failed.exceptions[0])
+    else:
+        sandbox.forget(command)
 
 
 async def _discard(output: Process) -> None:

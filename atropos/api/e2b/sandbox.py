@@ -29,12 +29,14 @@ class Command:
     Attributes:
         followers: streams that read its output.
         draining: reads and discards the output while there are none, so that the process doesn't block.
+        killing: kills it at its deadline.
     """
 
     process: Process
     start: messages.Start
     followers: int = 0
     draining: asyncio.Task[None] | None = None
+    killing: asyncio.Task[None] | None = None
 
     @property
     def pty(self) -> bool:
@@ -70,6 +72,12 @@ class Sandbox:
     commands: dict[int, Command] = field(default_factory=dict[int, Command])
     watchers: dict[str, Watcher] = field(default_factory=dict[str, Watcher])
     tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+
+    def forget(self, command: Command) -> None:
+        """A command has ended."""
+        self.commands.pop(command.process.pid, None)
+        if command.killing is not None:
+            command.killing.cancel()
 
     @property
     def place(self) -> str:
