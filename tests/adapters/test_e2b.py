@@ -83,7 +83,12 @@ def test_a_sandbox_is_found_moved_and_ended(server: Server, sandbox: Sandbox):
     assert (info.sandbox_id, info.template_id, info.metadata) == (sandbox.sandbox_id, "base", {"test": "a & b"})
     sandbox.set_timeout(500)
     assert (sandbox.get_info().end_at - info.end_at).total_seconds() > 300
-    again = Sandbox.connect(sandbox.sandbox_id, **server.options)
+    for earlier, options, more_s in ((400, {}, 0), (30, {"timeout": 10}, 0), (30, {}, 200)):  # connect shortens no life
+        sandbox.set_timeout(earlier)
+        end = sandbox.get_info().end_at
+        again = Sandbox.connect(sandbox.sandbox_id, **options, **server.options)
+        assert (sandbox.get_info().end_at - end).total_seconds() >= more_s
+        assert more_s or sandbox.get_info().end_at == end
     assert again.commands.run("echo $FOO").stdout == "bar\n"
     query = e2b.SandboxQuery(metadata={"test": "a & b"})
     assert [one.sandbox_id for one in Sandbox.list(query=query, **server.options).next_items()] == [sandbox.sandbox_id]

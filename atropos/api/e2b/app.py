@@ -127,8 +127,7 @@ class _RestApi:
     async def _connect(self, request: Request) -> Response:
         sandbox = self._named(request)
         wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
-        if wanted.timeout is not None:
-            self._sandboxes().set_timeout(sandbox, wanted.timeout, later=True)
+        self._sandboxes().set_timeout(sandbox, wanted.timeout, later=True)
         return JSONResponse(_opened(request, sandbox))
 
     async def _list(self, request: Request) -> Response:
@@ -144,7 +143,7 @@ class _RestApi:
 
     async def _timeout(self, request: Request) -> Response:
         wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
-        self._sandboxes().set_timeout(self._named(request), wanted.timeout or 0)
+        self._sandboxes().set_timeout(self._named(request), wanted.timeout)
         return Response(status_code=204)
 
     async def _network(self, request: Request) -> Response:

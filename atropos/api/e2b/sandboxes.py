@@ -86,7 +86,7 @@ class Sandboxes:
             NotSupported: hosts are named, and the pool's slots have no network.
             SandboxError: no slot came free, or the image is unavailable.
         """
-        timeout_s = self._allowed(self._settings.ttl_s if timeout_s is None else timeout_s)
+        timeout_s = self._allowed(timeout_s)
         if self.draining or len(self._open) + self._starting >= self._settings.max_trajectories:
             raise NoCapacity("the server is shutting down" if self.draining else f"{len(self._open)} sandboxes run")
         sandbox_id = f"i{secrets.token_hex(10)}"
@@ -127,14 +127,15 @@ class Sandboxes:
             raise ConfigError(f"template {template!r}: name `base`, a base of the pool, or an image of a registry")
         return None, template
 
-    @staticmethod
-    def _allowed(timeout_s: float) -> float:
+    def _allowed(self, timeout_s: float | None) -> float:
+        if timeout_s is None:
+            return self._settings.ttl_s
         if not 0 <= timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(f"timeout: from 0 to {MAX_TIMEOUT_S} seconds, not {timeout_s:g}")
         return timeout_s
 
-    def set_timeout(self, sandbox: Sandbox, timeout_s: float, *, later: bool = False) -> None:
-        """Move a sandbox's end to so many seconds from now; `later`: only where that is later.
+    def set_timeout(self, sandbox: Sandbox, timeout_s: float | None, *, later: bool = False) -> None:
+        """Move a sandbox's end to so many seconds (None: the server's `ttl_s`) from now; `later`: only where that is later.
 
         Raises:
             ConfigError: it is too long.
