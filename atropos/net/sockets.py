@@ -36,6 +36,8 @@ def listen(host: str, port: int, *, setting: str = "host, port") -> socket.socke
         sock = socket.socket(family, kind, number)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # its connections have it too: one whose client's machine is gone ends, also where nothing is sent to it
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.bind(address)
             sock.listen(BACKLOG)
         except BaseException:

@@ -1,0 +1,14 @@
+"""Listening sockets of servers."""
+
+from __future__ import annotations
+
+import socket
+
+from atropos.net.sockets import listen
+
+
+def test_the_kernel_looks_whether_the_client_of_a_connection_is_still_there() -> None:
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        listening.setblocking(True)
+        with listening.accept()[0] as connection:
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
