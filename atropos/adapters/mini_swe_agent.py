@@ -5,15 +5,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import os
-import threading
-import weakref
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from atropos.adapters.extras import Extra
 
@@ -25,88 +18,18 @@ from minisweagent.run.utilities import mini_extra
 from minisweagent.utils.serialize import recursive_merge
 from pydantic import Field
 
+from atropos.adapters.event_loop import event_loop
 from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code, time_limit
 from atropos.slots import ExecResult
 
-T = TypeVar("T")
-RELEASE_WAIT_S = 60.0
-"""How long the process waits at its end for slots and pools."""
-WORKERS = 8
-"""Threads for the blocking calls of all pools."""
 NOT_ENDED = -1
 """Return code of a command that didn't run to its end, as mini-swe-agent's own environments have it."""
 SYSTEM = ("system", "node", "release", "version", "machine")
 """What templates call the fields of `uname`."""
 
 
-_starting = threading.RLock()
-"""Reentrant, since a collection of garbage while it is held may release a slot."""
-
-
 class SandboxGoneError(RuntimeError):
     """The infrastructure failed: the run ends with this as its exit status and nothing submitted."""
-
-
-class EventLoop:
-    """An event loop in a thread of its own: mini-swe-agent has none."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(started_executor())
-        self._releases: set[concurrent.futures.Future[None]] = set()
-        self._environments: weakref.WeakSet[AtroposEnvironment] = weakref.WeakSet()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="atropos-pools", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[object, object, T]) -> T:
-        """Wait for a coroutine; an interrupt cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
-
-    def holds(self, environment: AtroposEnvironment) -> None:
-        """Its slot is to be given back before the process ends."""
-        self._environments.add(environment)
-
-    def release(self, held: HeldSlot) -> None:
-        """Give a slot back in the background: this may run in any thread, where garbage is collected."""
-        future = asyncio.run_coroutine_threadsafe(held.release(), self._loop)
-        self._releases.add(future)
-        future.add_done_callback(self._releases.discard)
-
-    def close(self) -> None:
-        """Give all slots back, which stops their pools."""
-        for environment in [*self._environments]:
-            environment.cleanup()
-        concurrent.futures.wait([*self._releases], timeout=RELEASE_WAIT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-
-def started_executor() -> ThreadPoolExecutor:
-    """An executor that has all its threads: a process that ends can start none, and pools end their containers in them."""
-    executor = ThreadPoolExecutor(WORKERS, "atropos-pools")
-    started = threading.Barrier(WORKERS + 1)
-    for _ in range(WORKERS):
-        executor.submit(started.wait)
-    started.wait()
-    return executor
-
-
-@cache
-def _event_loop() -> EventLoop:
-    loop = EventLoop()
-    # `atexit` comes too late: by then executors take no more work.
-    threading._register_atexit(loop.close)  # type: ignore[attr-defined]  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
-    return loop
-
-
-def event_loop() -> EventLoop:
-    """The process's, started on first use; hosts' workers may ask for it at the same time."""
-    with _starting:
-        return _event_loop()
 
 
 class AtroposEnvironmentConfig(SlotRequest):
@@ -139,8 +62,7 @@ class AtroposEnvironment(LocalEnvironment):
         self._held: HeldSlot | None = None
         self.config = AtroposEnvironmentConfig(**kwargs)
         with infrastructure(SandboxGoneError):
-            self._held = event_loop().run(HeldSlot.lease(self.config, "mini-swe-agent"))
-        event_loop().holds(self)
+            self._held = event_loop().run(event_loop().lease(self.config, "mini-swe-agent"))
         lines = [self._run(["uname", f"-{flag}"], 10, self._held.folder).output.strip() for flag in "snrvm"]
         self._system = dict(zip(SYSTEM, lines, strict=True))
 

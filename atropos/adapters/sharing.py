@@ -117,7 +117,7 @@ class SlotRequest(BaseModel):
         return shared_pool(pool_config(self.pool, network=self.network))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeldSlot:
     """A slot of a shared pool, which runs at least until `release`.
 

@@ -47,6 +47,7 @@ from swerex.runtime.abstract import (
 from swerex.utils.log import get_logger
 from typing_extensions import override
 
+from atropos.adapters.event_loop import event_loop, in_event_loop
 from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, time_limit
 from atropos.adapters.swerex_session import BashSession
 from atropos.errors import SandboxError
@@ -79,6 +80,7 @@ class AtroposRuntime(AbstractRuntime):
         self._sessions: dict[str, BashSession] = {}
 
     @override
+    @in_event_loop
     async def is_alive(self, *, timeout: float | None = None) -> IsAliveResponse:
         try:
             async with asyncio.timeout(timeout):
@@ -88,6 +90,7 @@ class AtroposRuntime(AbstractRuntime):
         return IsAliveResponse(is_alive=True)
 
     @override
+    @in_event_loop
     async def create_session(self, request: CreateSessionRequest) -> CreateSessionResponse:
         if request.session in self._sessions:
             raise SessionExistsError(f"session {request.session!r} already exists")
@@ -96,6 +99,7 @@ class AtroposRuntime(AbstractRuntime):
         return CreateBashSessionResponse(output=output)
 
     @override
+    @in_event_loop
     async def run_in_session(self, action: Action) -> Observation:
         session = self._session(action.session)
         with infrastructure(SandboxGoneError):
@@ -104,6 +108,7 @@ class AtroposRuntime(AbstractRuntime):
             return await session.run(action)
 
     @override
+    @in_event_loop
     async def close_session(self, request: CloseSessionRequest) -> CloseSessionResponse:
         session = self._session(request.session)
         del self._sessions[request.session]
@@ -117,6 +122,7 @@ class AtroposRuntime(AbstractRuntime):
         return self._sessions[name]
 
     @override
+    @in_event_loop
     async def execute(self, command: Command) -> CommandResponse:
         """Run a program, or a line for /bin/sh, as `subprocess.run` does.
 
@@ -144,6 +150,7 @@ class AtroposRuntime(AbstractRuntime):
         return response
 
     @override
+    @in_event_loop
     async def read_file(self, request: ReadFileRequest) -> ReadFileResponse:
         with infrastructure(SandboxGoneError):
             data = await self._held.slot.read_file(self._held.path(request.path), user=self._held.user)
@@ -151,12 +158,14 @@ class AtroposRuntime(AbstractRuntime):
         return ReadFileResponse(content=reader.read())
 
     @override
+    @in_event_loop
     async def write_file(self, request: WriteFileRequest) -> WriteFileResponse:
         with infrastructure(SandboxGoneError):
             await self._held.slot.write_file(self._held.path(request.path), request.content, user=self._held.user)
         return WriteFileResponse()
 
     @override
+    @in_event_loop
     async def upload(self, request: UploadRequest) -> UploadResponse:
         target = self._held.path(request.target_path)
         with infrastructure(SandboxGoneError):
@@ -166,6 +175,7 @@ class AtroposRuntime(AbstractRuntime):
         return UploadResponse()
 
     @override
+    @in_event_loop
     async def close(self) -> CloseResponse:
         """End all sessions; the slot is the deployment's."""
         sessions, self._sessions = self._sessions, {}
@@ -194,15 +204,19 @@ def response_of(result: ExecResult, command: Command) -> CommandResponse:
 
 
 class AtroposDeployment(AbstractDeployment):
-    """A slot from `start` to `stop`; deployments of an event loop with the same settings share a pool."""
+    """A slot from `start` to `stop`; deployments of a process with the same settings share a pool.
+
+    The pool has an event loop of its own: SWE-agent, like most hosts of SWE-ReX, starts one for each call.
+    """
+
+    _held: HeldSlot | None = None
+    _runtime: AtroposRuntime | None = None
 
     def __init__(self, *, logger: logging.Logger | None = None, **kwargs: Any) -> None:
         """Args are those of `AtroposDeploymentConfig`."""
         self.logger = logger or get_logger("rex-deploy")
         self._config = AtroposDeploymentConfig(**kwargs)
         self._hooks = CombinedDeploymentHook()
-        self._held: HeldSlot | None = None
-        self._runtime: AtroposRuntime | None = None
 
     @classmethod
     def from_config(cls, config: AtroposDeploymentConfig) -> AtroposDeployment:
@@ -228,15 +242,24 @@ class AtroposDeployment(AbstractDeployment):
             raise DeploymentStartupError("the deployment was started already")
         self._hooks.on_custom_step("Leasing a slot")
         with infrastructure(DeploymentStartupError):
-            self._held = await HeldSlot.lease(self._config, "swerex")
+            await self._lease()
+
+    @in_event_loop
+    async def _lease(self) -> None:
+        self._held = await event_loop().lease(self._config, "swerex")
         self._runtime = AtroposRuntime(self._held, logger=self.logger)
 
     @override
     async def stop(self) -> None:
-        """Give the slot back, with all that runs in it. Idempotent."""
+        """Give the slot back, with all that runs in it; a cancellation stops the wait for it. Idempotent."""
         held, self._held, self._runtime = self._held, None, None
-        if held is not None:
-            await held.release()
+        if held is not None and (release := event_loop().release(held)) is not None:
+            await asyncio.shield(asyncio.wrap_future(release))
+
+    @override
+    def __del__(self) -> None:
+        if self._held is not None:
+            event_loop().release(self._held)
 
     @property
     @override

@@ -16,6 +16,7 @@ from minisweagent.exceptions import Submitted
 from minisweagent.run.utilities import mini_extra
 
 import atropos.adapters.mini_swe_agent as adapter
+from atropos.adapters import event_loop
 from atropos.adapters.mini_swe_agent import AtroposEnvironment, AtroposEnvironmentConfig, SandboxGoneError
 
 POOL = {"backend": "local", "slots_per_container": 3, "max_containers": 1}
@@ -55,7 +56,7 @@ def test_an_environment_may_be_collected_while_its_thread_asks_for_the_event_loo
     environment = make()
 
     def collected():
-        with adapter._starting:
+        with event_loop._starting:
             environment.cleanup()
 
     asking = threading.Thread(target=collected, daemon=True)

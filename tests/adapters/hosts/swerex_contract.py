@@ -140,6 +140,25 @@ async def test_twenty_deployments_take_turns_in_four_slots():
     assert await asyncio.gather(*map(square, range(20))) == [number**2 for number in range(20)]
 
 
+async def test_each_call_may_have_an_event_loop_of_its_own_as_in_swe_agent():
+    """The slot of a deployment that is dropped is given back as well."""
+
+    def one(word):
+        deployment = AtroposDeployment(pool={**POOL, "slots_per_container": 1, "acquire_timeout_s": 60})
+        asyncio.run(deployment.start())
+        asyncio.run(deployment.runtime.create_session(CreateBashSessionRequest()))
+        asyncio.run(say(deployment.runtime, f"cd /tmp; word={word}"))
+        return deployment, asyncio.run(say(deployment.runtime, "pwd; echo $word"))
+
+    def dropped(word):
+        return one(word)[1]
+
+    assert await asyncio.to_thread(dropped, "first") == "/tmp\nfirst\n"
+    deployment, said = await asyncio.to_thread(one, "second")
+    assert said == "/tmp\nsecond\n"
+    await deployment.stop()
+
+
 async def test_a_killed_container_is_no_outcome_of_a_command():
     deployment = AtroposDeployment(pool={**POOL, "slots_per_container": 1})
     await deployment.start()

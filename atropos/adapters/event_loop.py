@@ -1,0 +1,109 @@
+"""An event loop in a thread of its own, for hosts that have none or start one for each call, and the slots that they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
+from atropos.adapters.sharing import HeldSlot, SlotRequest
+
+P = ParamSpec("P")
+T = TypeVar("T")
+RELEASE_WAIT_S = 60.0
+"""How long the process waits at its end for slots and pools."""
+WORKERS = 8
+"""Threads for the blocking calls of all pools."""
+
+_starting = threading.RLock()
+"""Reentrant, since a collection of garbage while it is held may release a slot."""
+
+
+class EventLoop:
+    """Runs the pools of a process, whatever its threads and their event loops do."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(started_executor())
+        self._held: set[HeldSlot] = set()
+        self._releases: set[Future[None]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="atropos-pools", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine; an interrupt cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    async def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine in another event loop; its cancellation cancels it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def lease(self, request: SlotRequest, name: str) -> HeldSlot:
+        """`HeldSlot.lease`, within this loop; what isn't released is given back before the process ends.
+
+        Raises:
+            SandboxError: there is none.
+        """
+        held = await HeldSlot.lease(request, name)
+        self._held.add(held)
+        return held
+
+    def release(self, held: HeldSlot) -> Future[None] | None:
+        """Give a slot back in the background: this may run in any thread, where garbage is collected. Idempotent."""
+        if held not in self._held:
+            return None
+        self._held.discard(held)
+        future = asyncio.run_coroutine_threadsafe(held.release(), self._loop)
+        self._releases.add(future)
+        future.add_done_callback(self._releases.discard)
+        return future
+
+    def close(self) -> None:
+        """Give all slots back, which stops their pools."""
+        for held in [*self._held]:
+            self.release(held)
+        concurrent.futures.wait([*self._releases], timeout=RELEASE_WAIT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+def started_executor() -> ThreadPoolExecutor:
+    """An executor that has all its threads: a process that ends can start none, and pools end their containers in them."""
+    executor = ThreadPoolExecutor(WORKERS, "atropos-pools")
+    started = threading.Barrier(WORKERS + 1)
+    for _ in range(WORKERS):
+        executor.submit(started.wait)
+    started.wait()
+    return executor
+
+
+@cache
+def _event_loop() -> EventLoop:
+    loop = EventLoop()
+    # `atexit` comes too late: by then executors take no more work.
+    threading._register_atexit(loop.close)  # type: ignore[attr-defined]  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
+    return loop
+
+
+def event_loop() -> EventLoop:
+    """The process's, started on first use; hosts' workers may ask for it at the same time."""
+    with _starting:
+        return _event_loop()
+
+
+def in_event_loop(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Run a method in the process's event loop, and wait for it in any."""
+
+    @wraps(method)
+    async def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
+        return await event_loop().wait(method(*args, **kwargs))
+
+    return waiting
