@@ -65,6 +65,8 @@ class BashSession:
         self._key = secrets.token_hex(8)
         self._file = f"/tmp/.atropos-session-{self._key}"
         self._prompt = re.compile(rf"<{self._key}:(\d*):(\d+)>")
+        prompt = f"{{ PS1='<{self._key}:$ATROPOS_LINE:${{ATROPOS_CODE-$?}}>' PS2= PS0=; }} 2>/dev/null"
+        self._set_prompt = f"unset PROMPT_COMMAND; export PROMPT_COMMAND={shlex.quote(prompt)}"
         self._line = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         self._searched = io.StringIO()
@@ -82,15 +84,18 @@ class BashSession:
         """
         try:
             process = await held.slot.start(
-                ["bash", "--noediting"], user=held.user, workdir=held.folder, pty=(24, 80), buffer_bytes=BUFFER_BYTES
+                ["bash", "--noediting"],
+                user=held.user,
+                workdir=held.folder,
+                env={"TERM": "dumb"},  # what bash makes of none, as in SWE-ReX's containers: models read no escapes
+                pty=(24, 80),
+                buffer_bytes=BUFFER_BYTES,
             )
         except OSError as error:
             raise SessionNotInitializedError(f"bash can't be started: {error}") from error
         session = cls(held, process)
         try:
-            prompt = shlex.quote(f"PS1='<{session._key}:$ATROPOS_LINE:$?>'")
-            await session._store(f"stty -echo\nunset PROMPT_COMMAND\nexport PROMPT_COMMAND={prompt} PS2= PS0=\n")
-            await session._answer(f". {session._file}", SHELL_START_S)
+            await session._answer("stty -echo", SHELL_START_S)
             if not request.startup_source:
                 return session, ""
             line = " ; ".join(f"source {path}" for path in request.startup_source)
@@ -116,6 +121,7 @@ class BashSession:
         if action.is_interactive_command or action.is_interactive_quit:
             return await self._interact(action)
         await self._check_syntax(action.command)
+        await self._held.slot.write_file(self._file, action.command, 0o600, user=self._held.user)
         line = await self._enter(f". {self._file}")
         match = await self._expect(action.expect, action.timeout, action.command, line=line)
         output, code = match.before, match.exit_code
@@ -165,20 +171,23 @@ class BashSession:
         return BashObservation(output=output, exit_code=0, expect_string=match.string)
 
     async def _check_syntax(self, command: str) -> None:
-        await self._store(command)
-        result = await self._held.slot.exec(["bash", "-n", self._file], user=self._held.user, split=True)
+        # from stdin, so that what the model reads of an error names no file
+        result = await self._held.slot.exec(["bash", "-n"], user=self._held.user, stdin=command, split=True)
         if result.exit_code == 0:
             return
         streams = {"bash_stdout": result.stdout or "", "bash_stderr": result.stderr or result.error or ""}
         raise BashIncorrectSyntaxError(f"{command!r}: {streams['bash_stderr']}", extra_info=streams)
 
-    async def _store(self, commands: str) -> None:
-        await self._held.slot.write_file(self._file, commands, 0o600, user=self._held.user)
-
     async def _enter(self, line: str) -> int:
-        """Type a line; returns the number that the prompt after it has."""
+        """Type a line; returns the number that the prompt after it has.
+
+        The prompt is set before it, for one that an interrupt ends, and after it, since it may have set another; `set -x`
+        shows neither.
+        """
         self._line += 1
-        await self._process.write(f"export ATROPOS_LINE={self._line}; {line}\n")
+        before = f"{{ export ATROPOS_LINE={self._line}; unset ATROPOS_CODE; {self._set_prompt}; }} 2>/dev/null"
+        after = f"{{ ATROPOS_CODE=$?; {self._set_prompt}; }} 2>/dev/null"
+        await self._process.write(f"{before}; {line}; {after}\n")
         return self._line
 
     async def _answer(self, line: str, timeout_s: float) -> str:

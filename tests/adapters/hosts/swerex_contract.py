@@ -10,6 +10,7 @@ import time
 import pytest
 import side_by_side
 from swerex.exceptions import (
+    BashIncorrectSyntaxError,
     CommandTimeoutError,
     DeploymentNotStartedError,
     DeploymentStartupError,
@@ -91,6 +92,41 @@ async def test_start_up_files_are_sourced(remote_runtime):
     request = CreateBashSessionRequest(session="sourced", startup_source=["/tmp/start"], startup_timeout=20)
     assert "started" in (await remote_runtime.create_session(request)).output
     assert await say(remote_runtime, "echo $FRUIT", session="sourced") == "fig\n"
+
+
+async def test_a_start_up_file_or_a_command_may_have_a_prompt_command_of_its_own(remote_runtime):
+    await remote_runtime.write_file(
+        WriteFileRequest(path="/tmp/history", content="PROMPT_COMMAND='history -a'; PS1='$ '\n")
+    )
+    request = CreateBashSessionRequest(session="history", startup_source=["/tmp/history"], startup_timeout=5)
+    await remote_runtime.create_session(request)
+    assert await say(remote_runtime, "source /tmp/history; echo sourced", session="history") == "sourced\n"
+    action = BashAction(command="source /tmp/history; (exit 3)", session="history", check="silent", timeout=5)
+    assert (await remote_runtime.run_in_session(action)).exit_code == 3
+    assert await say(remote_runtime, "echo then", session="history") == "then\n"
+
+
+async def test_a_trace_shows_the_commands_and_the_file_that_they_are_sourced_from(runtime_with_default_session):
+    await say(runtime_with_default_session, "set -x")
+    sourced, *lines = (await say(runtime_with_default_session, "echo a")).splitlines()
+    assert sourced.startswith("+ . /tmp/")
+    assert lines == ["++ echo a", "a"]
+
+
+async def test_a_command_that_dies_of_an_interrupt_of_its_own_has_ended(runtime_with_default_session):
+    action = BashAction(command="sh -c 'kill -INT $$'; echo not reached", check="silent", timeout=20)
+    assert (await runtime_with_default_session.run_in_session(action)).exit_code == 130
+
+
+async def test_programs_of_a_session_print_no_escapes_of_a_terminal(runtime_with_default_session):
+    """Nothing in SWE-ReX's containers sets TERM, so that its bash makes it `dumb`."""
+    assert await say(runtime_with_default_session, "[ -t 1 ] && echo $TERM") == "dumb\n"
+
+
+async def test_a_syntax_error_names_no_file_of_ours(runtime_with_default_session):
+    with pytest.raises(BashIncorrectSyntaxError) as error:
+        await say(runtime_with_default_session, "echo 'a")
+    assert error.value.extra_info["bash_stderr"].startswith("bash: line 1: unexpected EOF")
 
 
 async def test_what_ignores_an_interrupt_is_killed(runtime_with_default_session):
