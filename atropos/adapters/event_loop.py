@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, wraps
+from types import CoroutineType
 from typing import Any, ParamSpec, TypeVar
 
 from atropos.adapters.sharing import HeldSlot, SlotRequest
@@ -99,7 +100,7 @@ def event_loop() -> EventLoop:
         return _event_loop()
 
 
-def in_event_loop(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+def in_event_loop(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, CoroutineType[Any, Any, T]]:
     """Run a method in the process's event loop, and wait for it in any."""
 
     @wraps(method)

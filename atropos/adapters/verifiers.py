@@ -15,12 +15,14 @@ with Extra("verifiers"):
 
 from pydantic import Field
 from typing_extensions import override
+from verifiers.v1.configs.runtime import parse_network_rule
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import DockerConfig, ProgramResult, Runtime, RuntimeProcess
 from verifiers.v1.runtimes.docker import DockerRuntimeInfo
 from verifiers.v1.utils.compile import resolve_runtime_config
 
 from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code, time_limit
+from atropos.net.egress_policy import parse
 from atropos.slots import PortForward, Process
 
 __all__ = ["AtroposEnv"]  # what verifiers loads by this module's name
@@ -29,6 +31,8 @@ MIB_PER_GB = 1024
 NOT_FOUND = 127
 """Exit code of a shell for a program that isn't there."""
 CANNOT_EXECUTE = 126
+MAKE_FOLDER = '[ -d "$1" ] || { mkdir -p "$1" && chown "$2" "$1"; }'
+"""A folder of `$2`, unless there is one, as verifiers' Docker runtimes make it."""
 BASE = "base"
 """`image` in a trace of a slot on the pool's base."""
 
@@ -107,6 +111,9 @@ class AtroposRuntime(Runtime):
             raise ValueError(
                 "network_block: slots have lists of what they reach (network_allow), none of what they don't"
             )
+        self._hosts = (
+            [reachable(rule) for rule in config.allow] if config.network_restricted and request.network else []
+        )
         if config.image != BASE:
             request = request.model_copy(update={"image": config.image})
         self.config = config
@@ -130,7 +137,11 @@ class AtroposRuntime(Runtime):
                 self._folder = held.path(self.config.workdir or ".")
                 self.config = self.config.model_copy(update={"workdir": self._folder})
                 self._info.id, self._info.workdir = held.slot.lease.lease_id, self._folder
-                await held.slot.exec(["mkdir", "-p", self._folder], user=held.user)
+                made = await held.slot.exec(
+                    ["sh", "-c", MAKE_FOLDER, "sh", self._folder, held.user or "0"], user="root"
+                )
+            if made.exit_code != 0:
+                raise SandboxError(f"workdir {self._folder}: {made.error or made.output.strip()}")
 
     @override
     async def teardown(self) -> None:
@@ -257,7 +268,22 @@ class AtroposRuntime(Runtime):
         if self.network_restricted and self._request.network:
             with infrastructure(SandboxError):
                 held = await self._slot()
-                await held.slot.set_network(None if routes is None else self.config.allow)
+                await held.slot.set_network(None if routes is None else self._hosts)
+
+
+def reachable(rule: str) -> str:
+    """What a rule of `network_allow` allows, as `Slot.set_network` has it; of a URL it is the host with its port.
+
+    Raises:
+        ConfigError: it is nothing that slots can be held to.
+    """
+    host, port = rule, None
+    if "://" in rule:
+        _, host, port = parse_network_rule(rule)
+        host = f"[{host}]" if ":" in host else host
+    host = host if port is None else f"{host}:{port}"
+    parse(host, field="network_allow")
+    return host
 
 
 def _mib(gb: float | None) -> float | None:

@@ -45,6 +45,16 @@ async def test_programs_run_where_and_as_whom_they_should(runtime):
     assert await runtime.alive()
 
 
+async def test_a_folder_that_is_not_there_is_made_for_the_user(runtime):
+    async with AtroposRuntime(Task(vf.TaskData(prompt="x", workdir="/srv/here")), user="nobody", pool=POOL) as other:
+        await other.start()
+        await other.write("a", b"mine")
+        assert (await other.run(["sh", "-c", "pwd; id -un; cat a"], {})).stdout == "/srv/here\nnobody\nmine"
+    async with AtroposRuntime(Task(vf.TaskData(prompt="x", workdir="/etc/passwd/no")), pool=POOL) as other:
+        with pytest.raises(SandboxError, match="/etc/passwd/no"):
+            await other.start()
+
+
 async def test_files_go_there_and_back(runtime):
     data = bytes(range(256)) * 4000
     await runtime.write("deep/er/a", data)
@@ -114,11 +124,12 @@ async def test_a_killed_container_is_an_infrastructure_error():
         ({"resources": {"memory": 8}}, "a slot has 192"),
         ({"resources": {"disk": 8}}, "a slot has 64 MiB"),
         ({"network_block": ["example.org"]}, "network_block"),
+        ({"network_allow": ["pypi.*"]}, "network_allow"),
     ],
 )
 async def test_what_a_slot_can_t_have_is_refused(data, says):
     with pytest.raises(ValueError, match=says):
-        AtroposRuntime(vf.Task(vf.TaskData(prompt="x", **data)), pool=POOL)
+        AtroposRuntime(vf.Task(vf.TaskData(prompt="x", **data)), network=True, pool=POOL)
 
 
 async def test_a_policy_holds_once_the_agent_runs():
@@ -136,6 +147,18 @@ async def test_a_policy_holds_once_the_agent_runs():
         after = (await runtime.run(ask, {})).stdout
         await runtime.prepare_execution(None)
         assert before == (await runtime.run(ask, {})).stdout != after
+
+
+async def test_a_policy_may_have_urls(runtime):
+    """As for verifiers' Docker runtimes: of a host the one port, and no path."""
+    rules = ["https://one.test/path", "http://two.test", "https://[::1]:8443", "three.test:80"]
+    task = vf.Task(vf.TaskData(prompt="x", network_allow=rules))
+    async with AtroposRuntime(task, network=True, pool=POOL) as restricted:
+        await restricted.prepare_setup()
+        await restricted.prepare_execution([])
+        asked = "for url in http://one.test http://two.test http://two.test:81; do curl -s -o /dev/null -w '%{http_code} ' $url; done"
+        answers = (await restricted.run(["sh", "-c", asked], {})).stdout.split()
+    assert answers == ["403", "502", "403"]  # 502: allowed, and a name that nobody has
 
 
 async def fetched(url):
