@@ -20,6 +20,7 @@ from pydantic import Field
 
 from atropos.adapters.event_loop import event_loop
 from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code, time_limit
+from atropos.errors import ConfigError
 from atropos.slots import ExecResult
 
 NOT_ENDED = -1
@@ -36,7 +37,7 @@ class AtroposEnvironmentConfig(SlotRequest):
     """What an environment's slot is, the pool that it comes from, and how commands run; the latter as for Docker.
 
     Attributes:
-        cwd: where commands run; empty: the image's folder, else /workspace.
+        cwd: where commands run, made if it isn't there; empty: the image's folder, else /workspace.
         env: variables of commands.
         forward_env: names of variables of this process that commands get; `env` wins over them.
         timeout: seconds that a command may take.
@@ -58,11 +59,15 @@ class AtroposEnvironment(LocalEnvironment):
 
         Raises:
             SandboxGoneError: there is none.
+            ConfigError: a setting is wrong.
         """
         self._held: HeldSlot | None = None
         self.config = AtroposEnvironmentConfig(**kwargs)
         with infrastructure(SandboxGoneError):
             self._held = event_loop().run(event_loop().lease(self.config, "mini-swe-agent"))
+            refused = event_loop().run(self._held.make_folder(self.config.cwd)) if self.config.cwd else None
+        if refused is not None:
+            raise ConfigError(f"cwd: {self.config.cwd} can't be made: {refused}")
         lines = [self._run(["uname", f"-{flag}"], 10, self._held.folder).output.strip() for flag in "snrvm"]
         self._system = dict(zip(SYSTEM, lines, strict=True))
 

@@ -31,8 +31,6 @@ MIB_PER_GB = 1024
 NOT_FOUND = 127
 """Exit code of a shell for a program that isn't there."""
 CANNOT_EXECUTE = 126
-MAKE_FOLDER = '[ -d "$1" ] || { mkdir -p "$1" && chown "$2" "$1"; }'
-"""A folder of `$2`, unless there is one, as verifiers' Docker runtimes make it."""
 BASE = "base"
 """`image` in a trace of a slot on the pool's base."""
 
@@ -137,11 +135,8 @@ class AtroposRuntime(Runtime):
                 self._folder = held.path(self.config.workdir or ".")
                 self.config = self.config.model_copy(update={"workdir": self._folder})
                 self._info.id, self._info.workdir = held.slot.lease.lease_id, self._folder
-                made = await held.slot.exec(
-                    ["sh", "-c", MAKE_FOLDER, "sh", self._folder, held.user or "0"], user="root"
-                )
-            if made.exit_code != 0:
-                raise SandboxError(f"workdir {self._folder}: {made.error or made.output.strip()}")
+                if (refused := await held.make_folder(self._folder)) is not None:
+                    raise SandboxError(f"workdir {self._folder}: {refused}")
 
     @override
     async def teardown(self) -> None:

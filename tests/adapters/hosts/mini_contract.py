@@ -18,6 +18,7 @@ from minisweagent.run.utilities import mini_extra
 import atropos.adapters.mini_swe_agent as adapter
 from atropos.adapters import event_loop
 from atropos.adapters.mini_swe_agent import AtroposEnvironment, AtroposEnvironmentConfig, SandboxGoneError
+from atropos.errors import ConfigError
 
 POOL = {"backend": "local", "slots_per_container": 3, "max_containers": 1}
 
@@ -83,6 +84,13 @@ def test_each_command_starts_where_the_settings_or_the_call_say(make):
     assert environment.execute({"command": "pwd"}, "/etc")["output"] == "/etc\n"
 
 
+def test_the_folder_of_the_settings_is_made_for_the_user_as_by_docker(make):
+    environment = make(cwd="/srv/work", user="nobody")
+    assert environment.execute({"command": "echo x >file; pwd; cat file"})["output"] == "/srv/work\nx\n"
+    with pytest.raises(ConfigError, match="cwd: /etc/passwd/no can't be made"):
+        make(cwd="/etc/passwd/no")
+
+
 def test_a_time_out_is_a_value_and_leaves_nothing_running(make):
     environment = make(timeout=1)
     result = environment.execute({"command": "echo before; sleep 61"})
@@ -93,7 +101,7 @@ def test_a_time_out_is_a_value_and_leaves_nothing_running(make):
 
 
 def test_what_never_starts_is_a_value(make):
-    result = make(cwd="/not/there").execute({"command": "true"})
+    result = make().execute({"command": "true"}, "/not/there")
     assert result["returncode"] == -1
     assert "/not/there" in result["exception_info"]
 
