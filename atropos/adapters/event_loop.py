@@ -12,6 +12,7 @@ from types import CoroutineType
 from typing import Any, ParamSpec, TypeVar
 
 from atropos.adapters.sharing import HeldSlot, SlotRequest
+from atropos.errors import SandboxError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -19,6 +20,7 @@ RELEASE_WAIT_S = 60.0
 """How long the process waits at its end for slots and pools."""
 WORKERS = 8
 """Threads for the blocking calls of all pools."""
+ENDING = "the process ends, and has given its slots back"
 
 _starting = threading.RLock()
 """Reentrant, since a collection of garbage while it is held may release a slot."""
@@ -32,20 +34,49 @@ class EventLoop:
         self._loop.set_default_executor(started_executor())
         self._held: set[HeldSlot] = set()
         self._releases: set[Future[None]] = set()
+        self._working: set[asyncio.Task[Any]] = set()
+        self._closing = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="atropos-pools", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a coroutine; an interrupt cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Wait for a coroutine; an interrupt cancels it.
+
+        Raises:
+            SandboxError: the process ends.
+        """
+        future = self._submit(work)
         try:
             return future.result()
         finally:
             future.cancel()
 
     async def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a coroutine in another event loop; its cancellation cancels it."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        """Wait for a coroutine in another event loop; its cancellation cancels it.
+
+        Raises:
+            SandboxError: the process ends.
+        """
+        return await asyncio.wrap_future(self._submit(work))
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._closing:
+            work.close()
+            raise SandboxError(ENDING)
+        return asyncio.run_coroutine_threadsafe(self._work(work), self._loop)
+
+    async def _work(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._working.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._closing:
+                raise SandboxError(ENDING) from None
+            raise
+        finally:
+            self._working.discard(task)
 
     async def lease(self, request: SlotRequest, name: str) -> HeldSlot:
         """`HeldSlot.lease`, within this loop; what isn't released is given back before the process ends.
@@ -68,12 +99,21 @@ class EventLoop:
         return future
 
     def close(self) -> None:
-        """Give all slots back, which stops their pools."""
-        for held in [*self._held]:
-            self.release(held)
-        concurrent.futures.wait([*self._releases], timeout=RELEASE_WAIT_S)
+        """End what other threads wait for, and give all slots back, which stops their pools."""
+        self._closing = True
+        given_back = asyncio.run_coroutine_threadsafe(self._give_back(), self._loop)
+        concurrent.futures.wait([given_back], timeout=RELEASE_WAIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    async def _give_back(self) -> None:
+        working = [*self._working]
+        for task in working:
+            task.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
+        for held in [*self._held]:
+            self.release(held)
+        await asyncio.gather(*map(asyncio.wrap_future, self._releases), return_exceptions=True)
 
 
 def started_executor() -> ThreadPoolExecutor:

@@ -64,6 +64,28 @@ def test_tasks_by_its_command_line_while_a_container_is_killed(tmp_path: Path) -
     print(f"mini-extra swebench: {len(ended['Submitted'])} of {TASKS} submitted, {len(gone)} SandboxGoneError")
 
 
+def test_a_process_ends_whose_threads_still_work_and_wait_for_a_slot(tmp_path: Path) -> None:
+    """As after the Ctrl-C that ends `mini-extra swebench -w` at once."""
+    code = f"""if True:
+        import threading
+        from atropos.adapters.mini_swe_agent import AtroposEnvironment
+
+        def environment():
+            return AtroposEnvironment(pool={POOL | {"slots_per_container": 1}})
+
+        def work():
+            while True:
+                first.execute({{"command": "echo again"}})
+
+        first = environment()
+        for target in (work, environment):
+            threading.Thread(target=target).start()
+        first.execute({{"command": "sleep 1"}})
+    """
+    output = run("python", "-c", code, folder=tmp_path, MSWEA_GLOBAL_CONFIG_DIR=str(tmp_path), **SILENT)
+    assert output.count("SandboxGoneError: sandbox_error: the process ends") == 2, output
+
+
 def test_the_command_of_its_page_ends_a_task(tmp_path: Path) -> None:
     page = (ROOT / "docs/adapters/mini-swe-agent.md").read_text()
     found = re.search(r"\$ mini (.*?)\n```", page, re.DOTALL)
