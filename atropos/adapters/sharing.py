@@ -19,7 +19,6 @@ WAIT_FOR_SLOT_S = 3600.0
 """How long an environment waits for a slot, where `acquire_timeout_s` doesn't say."""
 MAX_OUTPUT_BYTES = 10 * 1024**2
 """Output kept of a command, where `limits` has no `output_bytes`."""
-MAKE_FOLDER = '[ -d "$1" ] || { mkdir -p "$1" && chown "$2" "$1"; }'
 
 
 @dataclass
@@ -166,7 +165,8 @@ class HeldSlot:
         Returns:
             Why it can't be made, if it can't.
         """
-        made = await self.slot.exec(["sh", "-c", MAKE_FOLDER, "sh", self.path(path), self.user or "0"], user="root")
+        script = '[ -d "$1" ] || { mkdir -p "$1" && chown "$2" "$1"; }'
+        made = await self.slot.exec(["sh", "-c", script, "sh", self.path(path), self.user or "0"], user="root")
         return None if made.exit_code == 0 else made.error or made.output.strip()
 
     async def release(self) -> None:
