@@ -98,10 +98,10 @@ async def test_a_start_up_file_or_a_command_may_have_a_prompt_command_of_its_own
     await remote_runtime.write_file(
         WriteFileRequest(path="/tmp/history", content="PROMPT_COMMAND='history -a'; PS1='$ '\n")
     )
-    request = CreateBashSessionRequest(session="history", startup_source=["/tmp/history"], startup_timeout=5)
+    request = CreateBashSessionRequest(session="history", startup_source=["/tmp/history"], startup_timeout=20)
     await remote_runtime.create_session(request)
     assert await say(remote_runtime, "source /tmp/history; echo sourced", session="history") == "sourced\n"
-    action = BashAction(command="source /tmp/history; (exit 3)", session="history", check="silent", timeout=5)
+    action = BashAction(command="source /tmp/history; (exit 3)", session="history", check="silent", timeout=20)
     assert (await remote_runtime.run_in_session(action)).exit_code == 3
     assert await say(remote_runtime, "echo then", session="history") == "then\n"
 
