@@ -33,7 +33,7 @@ from .conftest import POOL
 
 
 async def say(runtime, command, **options):
-    return (await runtime.run_in_session(BashAction(command=command, **{"timeout": 20, **options}))).output
+    return (await runtime.run_in_session(BashAction(command=command, **{"timeout": 60, **options}))).output
 
 
 async def test_a_command_may_be_longer_than_a_terminals_line(runtime_with_default_session):
