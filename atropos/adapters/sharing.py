@@ -19,6 +19,8 @@ WAIT_FOR_SLOT_S = 3600.0
 """How long an environment waits for a slot, where `acquire_timeout_s` doesn't say."""
 MAX_OUTPUT_BYTES = 10 * 1024**2
 """Output kept of a command, where `limits` has no `output_bytes`."""
+LONGEST_COMMAND_S = 24 * 3600.0
+"""Longest a command may run, where `limits` has no `wall_s`: an agent may be one, and the host has its own time limits."""
 
 
 @dataclass
@@ -61,14 +63,15 @@ _shared: dict[tuple[asyncio.AbstractEventLoop, str], SharedPool] = {}
 
 
 def pool_config(settings: Mapping[str, object], *, network: bool) -> SlotPoolConfig:
-    """A pool's settings, with an hour's wait for a slot and 10 MiB of output where they don't say.
+    """A pool's settings, with an hour's wait for a slot, a day for a command and 10 MiB of output where they don't say.
 
     Args:
         settings: fields of `SlotPoolConfig`.
         network: `allow_network` where they don't say.
     """
     config = SlotPoolConfig(**{"acquire_timeout_s": WAIT_FOR_SLOT_S, "allow_network": network, **settings})
-    limits = SlotLimits(**{"output_bytes": MAX_OUTPUT_BYTES, **config.limits.model_dump(exclude_unset=True)})
+    own = {"output_bytes": MAX_OUTPUT_BYTES, "wall_s": LONGEST_COMMAND_S}
+    limits = SlotLimits.model_validate({**own, **config.limits.model_dump(exclude_unset=True)})
     return config.model_copy(update={"limits": limits})
 
 
@@ -87,8 +90,8 @@ class SlotRequest(BaseModel):
         image: root file system: `python:3.12-slim`, `oci-archive:FILE` …; None: the pool's base.
         user: who commands run as and files belong to where the host names nobody; None: the image's user, else root.
         network: whether commands have (filtered) egress.
-        pool: settings of `SlotPoolConfig`; an environment waits an hour for a slot and a command has 10 MiB of output
-            unless these say otherwise.
+        pool: settings of `SlotPoolConfig`; an environment waits an hour for a slot, and a command has a day and 10 MiB of
+            output, unless these say otherwise.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
