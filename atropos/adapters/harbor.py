@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import tarfile
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +18,45 @@ with Extra("harbor"):
     from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
 
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
+from harbor.environments.definition import should_use_prebuilt_docker_image
 from harbor.models.task.config import NetworkMode, NetworkPolicy
 
 from atropos.adapters.sharing import SharedPool, pool_config, shared_pool, shell_code, time_limit
 from atropos.errors import ConfigError
-from atropos.slots import Slot, SlotPool, SlotPoolConfig
+from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
 from atropos.tasks.builder.accounts import profile_of
-from atropos.tasks.folder import load_task
+from atropos.tasks.builder.limits import STAND_INS
+from atropos.tasks.format import machines
+from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB, EnvironmentSection, TaskConfig
+from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import TaskImages
 
 MAX_DOWNLOAD_BYTES = 2 << 30
 """Longest file that is downloaded."""
+LONGEST_BUILD_S = 24 * 3600.0
+"""Harbor itself ends a start that takes too long."""
 KNOWN = frozenset(inspect.signature(BaseEnvironment.__init__).parameters)
 """Arguments that Harbor's environments take; it drops all others in silence."""
 
 
 class AtroposEnvironment(BaseEnvironment):
-    """One slot. All trials of a job's process share a pool; `--ek NAME=VALUE` sets a field of `SlotPoolConfig`."""
+    """One slot. All trials of a job's process share a pool; `--ek NAME=VALUE` sets a field of `SlotPoolConfig`.
+
+    Of the adapter's own is `task_images`: patterns of images that the pool's base stands in for, all others are pulled.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         settings = {name: kwargs.pop(name) for name in [*kwargs] if name in SlotPoolConfig.model_fields}
+        stand_ins = kwargs.pop("task_images", STAND_INS) or ()
+        if isinstance(stand_ins, str):
+            raise ConfigError("""--ek task_images: a list of patterns is wanted, as '["debian*"]', or None""")
         if unknown := kwargs.keys() - KNOWN:
             raise ConfigError(
                 f"--ek {min(unknown)}: no field of SlotPoolConfig, and no argument of Harbor's environments"
             )
         self._config = pool_config(settings, network=True)
+        self._stand_ins = stand_ins
+        self._bundled = not kwargs.get("enable_environment_dir_upload", True)
         self._shared: SharedPool | None = None
         self._slot: Slot | None = None
         super().__init__(*args, **kwargs)
@@ -69,14 +84,13 @@ class AtroposEnvironment(BaseEnvironment):
     @classmethod
     @override
     def resource_capabilities(cls) -> EnvironmentResourceCapabilities | None:
-        """None can be promised for one trial: the pool's `limits` hold for all."""
-        return EnvironmentResourceCapabilities()
+        """A slot is no smaller than the pool's `limits`, so that none is exact."""
+        return EnvironmentResourceCapabilities(fractional_cpus=True)
 
     @override
     def _validate_definition(self) -> None:
-        if (self.environment_dir.parent / "task.toml").is_file() or self.task_env_config.docker_image:
-            return
-        raise FileNotFoundError(f"{self.environment_dir.parent}: no task.toml, and no docker_image in its place")
+        if not self.environment_dir.is_dir() and not self.task_env_config.docker_image:
+            raise FileNotFoundError(f"{self.environment_dir}: no such folder, and no docker_image in its place")
 
     # -------------------------------------------------------------------------------------------------------- life
 
@@ -94,7 +108,7 @@ class AtroposEnvironment(BaseEnvironment):
         pool = await shared.enter()
         self._shared = shared
         try:
-            self._slot = await self._lease(pool)
+            self._slot = await self._lease(pool, force_build=force_build)
             await self._apply_network_policy(self._network_policy)
             if workdir := self.task_env_config.workdir:
                 await self._held.exec(["mkdir", "-p", workdir], user="root")
@@ -104,14 +118,13 @@ class AtroposEnvironment(BaseEnvironment):
             await self.stop(delete=True)
             raise
 
-    async def _lease(self, pool: SlotPool) -> Slot:
+    async def _lease(self, pool: SlotPool, *, force_build: bool) -> Slot:
+        machine = await asyncio.to_thread(self._machine, force_build=force_build)
         policies = (self._network_policy, *self._phase_network_policies)
-        network = any(policy.network_mode != NetworkMode.NO_NETWORK for policy in policies)
-        if not (self.environment_dir.parent / "task.toml").is_file():
-            return await pool.acquire(self.session_id, network=network, image=self.task_env_config.docker_image)
-        task = await asyncio.to_thread(load_task, self.environment_dir.parent)
-        prepared = await TaskImages(pool).prepare(task)
-        slot = await pool.acquire(self.session_id, network=network, image=prepared.image)
+        offline = machine.config.environment.network_mode == "no-network"  # its compose file says so
+        network = not offline and any(policy.network_mode != NetworkMode.NO_NETWORK for policy in policies)
+        prepared = await TaskImages(pool, self._stand_ins).prepare(machine)
+        slot = await pool.acquire(self.session_id, network=network, image=prepared.image, limits=machine.limits)
         try:
             slot.profile = await profile_of(slot, prepared.task, prepared.task.recipe.settings)
         except BaseException:
@@ -119,11 +132,59 @@ class AtroposEnvironment(BaseEnvironment):
             raise
         return slot
 
+    def _machine(self, *, force_build: bool) -> Task:
+        """What the folder says how to make: the task's, or that of a separate verifier, whose image holds its tests.
+
+        Raises:
+            ConfigError: names the file, the line and the cure.
+        """
+        wants, folder = self.task_env_config, self.environment_dir
+        image = wants.docker_image
+        if not should_use_prebuilt_docker_image(folder, docker_image=image, force_build=force_build):
+            image = None
+        section = EnvironmentSection(
+            docker_image=image,
+            workdir=wants.workdir,
+            cpus=self._effective_cpus,
+            memory_mb=self._effective_memory_mb,
+            storage_mb=self._effective_storage_mb,
+            build_timeout_sec=LONGEST_BUILD_S,
+        )
+        section = machines.with_compose(folder, section)
+        make = partial(machines.machine if self._bundled else machines.workspace, folder, section)
+        return Task(
+            name=self.environment_name,
+            path=folder,
+            instruction="",
+            config=TaskConfig(environment=section),
+            context=folder,
+            recipe=make({}, prebuilt=False),
+            tests=(),
+            solution=None,
+            limits=self._limits(section),
+            make=make,
+        )
+
+    def _limits(self, wants: EnvironmentSection) -> LeaseLimits | None:
+        """What the task asks for beyond a slot; what older schemas wrote into every task.toml is no wish."""
+        slot, cpus = self._config.limits, wants.cpus or 0
+        memory, storage = wants.memory_mb or 0, wants.storage_mb or 0
+        memory = memory if memory != OLD_MEMORY_MB else 0
+        room = max(memory, slot.memory_mib)
+        files = min(storage, room) if storage != OLD_STORAGE_MB and self._config.volume == "memory" else 0
+        found = LeaseLimits(
+            memory_mib=memory if memory > slot.memory_mib else None,
+            disk_mib=files if files > slot.disk_mib else None,
+            cpu_quota=cpus if cpus > (slot.cpu_quota or 1) else None,
+        )
+        return None if found == LeaseLimits() else found
+
     @override
     async def _apply_network_policy(self, network_policy: NetworkPolicy) -> None:
         """Of what the pool allows (`egress_allow`), let the slot reach what the policy names, or all."""
         public = network_policy.network_mode == NetworkMode.PUBLIC
-        await self._held.set_network(None if public else network_policy.allowed_hosts)
+        if self._held.network:
+            await self._held.set_network(None if public else network_policy.allowed_hosts)
 
     @override
     async def stop(self, delete: bool) -> None:
@@ -203,10 +264,23 @@ class AtroposEnvironment(BaseEnvironment):
         with tempfile.TemporaryDirectory() as folder:
             archive = Path(folder) / "archive.tar"
             await self._held.download_to(source_dir, archive)
-            await asyncio.to_thread(_extract, archive, Path(target_dir))
+            left_out = await asyncio.to_thread(_extract, archive, Path(target_dir))
+        if left_out:
+            self.logger.warning("%s: %d files left out, as %s", source_dir, len(left_out), left_out[0])
 
 
-def _extract(archive: Path, target: Path) -> None:
+def _extract(archive: Path, target: Path) -> list[str]:
+    """Unpack an archive. Returns why files were left out: links that lead out of the folder, one of which an agent may have made."""
+    left_out: list[str] = []
+
+    def kept(member: tarfile.TarInfo, where: str) -> tarfile.TarInfo | None:
+        try:
+            return transfer_tar_filter(member, where)
+        except tarfile.FilterError as error:
+            left_out.append(str(error))
+            return None
+
     target.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive) as opened:
-        opened.extractall(target, filter=transfer_tar_filter)  # noqa: S202
+        opened.extractall(target, filter=kept)  # noqa: S202
+    return left_out

@@ -14,23 +14,62 @@ from tests.adapters.peers import HOSTS, ROOT, needs, run
 from tests.unit.dashboard.support import hostile, ordinary
 
 pytestmark = needs("harbor")
+OWN_VERIFIER = {
+    "task.toml": """version = "1.0"
+artifacts = ["/app/answer"]
+[environment]
+memory_mb = 1500
+cpus = 0.5
+[verifier]
+environment_mode = "separate"
+env = { WORD = "${HOME}" }
+[solution.env]
+WORD = "${HOME}"
+""",
+    "instruction.md": "Write the word to the file answer.",
+    "environment/Dockerfile": "FROM debian:13\nWORKDIR /app\n",
+    "solution/solve.sh": "#!/bin/sh\necho $WORD >answer\n",
+    "tests/Dockerfile": "FROM debian:13\nWORKDIR /verifier\nCOPY . /tests\n",
+    "tests/test.sh": """#!/bin/sh
+ln -s /app /logs/verifier/looked-at
+echo $WORD | cmp - /app/answer && echo 1 >/logs/verifier/reward.txt
+""",
+}
+"""A task whose verifier has an image of its own, which holds the tests."""
 
 
 @pytest.fixture(name="tasks")
 def tasks_fixture(tmp_path: Path) -> Path:
-    """The example tasks, verified where the agent worked: for Harbor a separate verifier gets listed artifacts alone."""
+    """The example tasks, verified where the agent worked: for Harbor a separate verifier gets listed artifacts alone.
+
+    The last of all is one that has such a verifier.
+    """
     folder = tmp_path / "tasks"
     shutil.copytree(ROOT / "examples/tasks", folder)
     for file in folder.glob("*/task.toml"):
         lines = [line for line in file.read_text().splitlines() if not line.startswith("environment_mode")]
         file.write_text("\n".join(lines))
+    for name, text in OWN_VERIFIER.items():
+        (folder / "zebra" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "zebra" / name).write_text(text)
     return folder
 
 
 def rewards(tasks: Path, environment: str) -> tuple[list[float], int]:
     """Rewards of trials that have one, and how many have an exception and none."""
     folder = tasks.parent
-    options = ("--ek", "backend=local", "--ek", "slots_per_container=4", "--ek", "max_containers=1", "-n", "4", "-q")
+    options = (
+        "--ek",
+        "backend=local",
+        "--ek",
+        "slots_per_container=4",
+        "--ek",
+        "max_containers=1",
+        "-n",
+        "4",
+        "-q",
+        "-y",
+    )
     run(
         "harbor",
         "run",

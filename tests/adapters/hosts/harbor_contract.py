@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from harbor.models.task.config import EnvironmentConfig, NetworkMode, NetworkPol
 from harbor.models.trial.paths import TrialPaths
 
 from atropos.adapters.harbor import AtroposEnvironment
+from atropos.errors import ConfigError
 
 LIMITS = {"memory_mib": 512, "disk_mib": 400, "wall_s": 20}
 POOL = {"backend": "local", "slots_per_container": 2, "max_containers": 1, "limits": LIMITS}
@@ -19,8 +22,19 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 NO_NETWORK = NetworkPolicy(network_mode=NetworkMode.NO_NETWORK)
 
 
-def make(folder, **settings):
-    return AtroposEnvironment(TASK, "top-words", "one", TrialPaths(folder), EnvironmentConfig(), **POOL, **settings)
+def make(folder, task=TASK, config=None, **settings):
+    wants = config or EnvironmentConfig()
+    return AtroposEnvironment(task, "top-words", "one", TrialPaths(folder), wants, **{**POOL, **settings})
+
+
+@asynccontextmanager
+async def started(*arguments, force_build=False, **settings):
+    made = make(*arguments, **settings)
+    await made.start(force_build=force_build)
+    try:
+        yield made
+    finally:
+        await made.stop(delete=True)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -108,6 +122,99 @@ async def test_a_trial_without_network_has_none(tmp_path):
         assert not environment._held.network
     finally:
         await environment.stop(delete=True)
+
+
+def written(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+async def test_a_separate_verifiers_environment_is_made_of_the_folder_that_harbor_names(environment, tmp_path):
+    files = {
+        "task.toml": '[verifier]\nenvironment_mode = "separate"\n[verifier.environment]\n',
+        "instruction.md": "Do it.",
+        "environment/Dockerfile": "FROM debian\nWORKDIR /agent\n",
+        "tests/Dockerfile": "FROM debian\nWORKDIR /verifier\nCOPY test.sh /tests/\n",
+        "tests/test.sh": "echo tested\n",
+        "steps/one/tests/Dockerfile": "FROM debian\nWORKDIR /step\nCOPY check /tests/test.sh\n",
+        "steps/one/tests/check": "echo checked\n",
+    }
+    task = written(tmp_path, files)
+    for folder, says in (("tests", "/verifier\ntested\n"), ("steps/one/tests", "/step\nchecked\n")):
+        async with started(tmp_path, task / folder, enable_environment_dir_upload=False) as verifier:
+            assert (await verifier.exec("pwd; sh /tests/test.sh")).stdout == says
+
+
+async def test_what_of_a_task_is_harbors_to_read_is_left_to_it(environment, tmp_path):
+    """Variables of this machine, an earlier conversation, a verifier of another kind than tests/test.sh."""
+    files = {
+        "task.toml": '[verifier.env]\nKEY = "${NOT_SET_HERE}"\n',
+        "instruction.md": "Do it.",
+        "trajectory.json": "{}",
+        "environment/Dockerfile": "FROM debian\nRUN touch /built\n",
+    }
+    async with started(tmp_path, written(tmp_path, files) / "environment") as made:
+        assert (await made.exec("ls /built")).stdout == "/built\n"
+
+
+async def test_a_forced_build_is_one_of_the_dockerfile(environment, tmp_path):
+    folder = written(tmp_path, {"Dockerfile": "FROM debian\nRUN touch /built\n"})
+    for force, code in ((False, 1), (True, 0)):
+        config = EnvironmentConfig(docker_image="atropos-base:default")
+        async with started(tmp_path, folder, config, force_build=force) as made:
+            assert (await made.exec("test -e /built")).return_code == code
+
+
+async def test_which_images_the_base_stands_in_for_is_a_setting(environment, tmp_path):
+    folder = written(tmp_path, {"Dockerfile": "FROM nowhere.test/one:1\nRUN touch /built\n"})
+    async with started(tmp_path, folder, task_images=["nowhere.test/*"]) as made:
+        assert (await made.exec("test -e /built")).return_code == 0
+    with pytest.raises(ConfigError, match="task_images: a list"):
+        make(tmp_path, task_images="debian*")
+
+
+async def test_the_time_of_a_build_is_harbors(environment, tmp_path):
+    """It has multipliers for it."""
+    folder = written(tmp_path, {"Dockerfile": f"FROM debian\nRUN echo {tmp_path}\n"})
+    async with started(tmp_path, folder, EnvironmentConfig(build_timeout_sec=0.001)) as made:
+        assert (await made.exec("true")).return_code == 0
+
+
+async def test_a_task_has_the_room_that_it_asks_for(environment, tmp_path):
+    three = {"slots_per_container": 3}
+    config = EnvironmentConfig(memory_mb=1000, storage_mb=700, cpus=0.5)
+    async with started(tmp_path, config=config, **three) as made:
+        assert (await made.exec("head -c 600m /dev/zero >/large")).return_code == 0
+        with pytest.raises(ConfigError, match=r"limits\.memory_mib: 4096 asked for, the largest container has 1536"):
+            await make(tmp_path, config=EnvironmentConfig(memory_mb=4096), **three).start(force_build=False)
+    async with started(tmp_path, config=EnvironmentConfig(memory_mb=2048, storage_mb=10_240)) as made:
+        assert made._held.limits is None  # which older schemas wrote into every task.toml
+
+
+async def test_a_command_may_run_for_a_day():
+    """An agent is one command, and Harbor has the time for it."""
+    assert (
+        AtroposEnvironment(TASK, "t", "t", TrialPaths(TASK), EnvironmentConfig(docker_image="x"))._config.limits.wall_s
+        == 24 * 3600
+    )
+
+
+async def test_links_out_of_a_downloaded_folder_are_left_out_and_nothing_else_is(environment, tmp_path):
+    await environment.exec("mkdir /out; cd /out; echo 1 >b; ln -s /etc/passwd a; ln -s ../etc/passwd c; ln -s b d")
+    await environment.download_dir("/out", tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["b", "d"]
+    await environment.exec("rm -r /out")
+
+
+async def test_a_compose_file_says_that_there_is_no_network_and_how_much_memory(environment, tmp_path):
+    service = {"build": ".", "network_mode": "none", "mem_limit": "600m", "environment": {"WORD": "hello"}}
+    files = {"docker-compose.yaml": json.dumps({"services": {"main": service}}), "Dockerfile": "FROM debian\n"}
+    async with started(tmp_path, written(tmp_path, files), slots_per_container=3) as made:
+        assert (made._held.network, made._held.limits.memory_mib) == (False, 600)
+        await made.set_network_policy(NetworkPolicy(network_mode=NetworkMode.ALLOWLIST, allowed_hosts=["a.test"]))
+        assert (await made.exec("echo $WORD")).stdout == "hello\n"
 
 
 async def test_a_command_is_answered_while_another_waits_for_it():
