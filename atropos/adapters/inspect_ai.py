@@ -21,12 +21,13 @@ with Extra("inspect"):
         sandboxenv,
     )
 
-import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from typing_extensions import override
 
 from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code, time_limit
 from atropos.errors import ConfigError
+from atropos.tasks.format.config import explained
+from atropos.tasks.format.files import parse_yaml, read_text
 
 FILE_NAMES = ["atropos.yaml", "atropos.yml"]
 CANNOT_EXECUTE, NOT_FOUND = 126, 127
@@ -41,12 +42,18 @@ def read_settings(given: BaseModel | str | None) -> AtroposSandboxConfig:
     """The settings of a sandbox as inspect_ai gives them: an object, the name of a YAML file, or nothing.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is something else, or the file holds what is no setting; names it.
     """
     if given is None:
         return AtroposSandboxConfig()
     if isinstance(given, str):
-        return AtroposSandboxConfig.model_validate(yaml.safe_load(Path(given).read_text()) or {})
+        text = read_text(Path(given), "name a YAML file with the settings")
+        try:
+            return AtroposSandboxConfig.model_validate(parse_yaml(text) or {})
+        except ValidationError as error:
+            raise ConfigError(explained(given, error)) from None
+        except ValueError as error:
+            raise ConfigError(f"{given}: {error}") from None
     if not isinstance(given, AtroposSandboxConfig):
         raise ConfigError(
             f"sandbox: {type(given).__name__} given; atropos takes an AtroposSandboxConfig or a YAML file"

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos.config import SlotLimits
-from atropos.errors import SandboxError
+from atropos.errors import ConfigError, SandboxError
 from atropos.slots import ExecResult, Slot, SlotPool, SlotPoolConfig
 
 WAIT_FOR_SLOT_S = 3600.0
@@ -101,6 +101,13 @@ class SlotRequest(BaseModel):
     network: bool = False
     pool: dict[str, object] = Field(default_factory=dict)
 
+    @field_validator("pool")
+    @classmethod
+    def _checked(cls, value: dict[str, object]) -> dict[str, object]:
+        """Refuse what no pool takes before there is one."""
+        SlotPoolConfig(**value)
+        return value
+
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
 
@@ -145,6 +152,7 @@ class HeldSlot:
 
         Raises:
             SandboxError: there is none.
+            ConfigError: it has no such user.
         """
         shared = request.shared()
         pool = await shared.enter()
@@ -154,7 +162,7 @@ class HeldSlot:
             image = slot.image
             folder = "/workspace" if image is None else image.workdir or "/"
             if request.user is not None:
-                await slot.exec(["chown", request.user, folder], user="root")
+                await _give_folder(slot, request.user, folder)
             return cls(slot, request.user or (image.user if image is not None else None) or None, folder, shared)
         except BaseException:
             if slot is not None:
@@ -182,6 +190,18 @@ class HeldSlot:
     def path(self, path: str) -> str:
         """An absolute path."""
         return posixpath.normpath(posixpath.join(self.folder, path))
+
+
+async def _give_folder(slot: Slot, user: str, folder: str) -> None:
+    """Give a folder to the user who works in it.
+
+    Raises:
+        ConfigError: there is no such user; as a result of each command, that would be taken for the model's failure.
+    """
+    if (await slot.exec(["chown", user, folder], user="root")).exit_code != 0:
+        refused = await slot.exec(["true"], user=user, workdir="/")
+        if refused.error is not None and refused.error.partition(":")[0] in {"unknown_user", "not_supported"}:
+            raise ConfigError(f"user: {refused.output}")
 
 
 def shell_code(exit_code: int) -> int:

@@ -10,6 +10,7 @@ from inspect_ai.util import sandbox_service
 from inspect_ai.util._sandbox.self_check import *  # noqa: F403
 
 from atropos.adapters.inspect_ai import AtroposSandbox, AtroposSandboxConfig
+from atropos.errors import ConfigError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONFIG = AtroposSandboxConfig(user="nobody", pool={"backend": "local", "slots_per_container": 2, "max_containers": 1})
@@ -30,6 +31,26 @@ async def test_a_command_at_the_limit_of_its_slot_says_so():
     with pytest.raises(TimeoutError, match=r"limits\.wall_s"):
         await environments["default"].exec(["sleep", "60"])
     await AtroposSandbox.sample_cleanup("check", config, environments, interrupted=False)
+
+
+async def test_a_user_who_is_not_there_is_no_sandbox_and_no_failed_command():
+    with pytest.raises(ConfigError, match="no user 'nobody-here'"):
+        await AtroposSandbox.sample_init("check", CONFIG.model_copy(update={"user": "nobody-here"}), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("imag: x", "atropos.yaml: imag: Extra"),
+        ("pool: {slots_per_contaner: 4}", "atropos.yaml: pool: slots_per_contaner: no such setting"),
+        ("pool: [", "atropos.yaml: while parsing"),
+    ],
+)
+async def test_a_mistake_in_a_file_of_settings_is_named(tmp_path, monkeypatch, text, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "atropos.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        await AtroposSandbox.task_init("check", "atropos.yaml")
 
 
 async def test_root_can_switch_users(sandbox_env):

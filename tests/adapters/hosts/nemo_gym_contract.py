@@ -42,6 +42,11 @@ def test_it_is_found_by_its_name():
     assert isinstance(create_provider(ATROPOS), AtroposProvider)
 
 
+def test_a_mistake_in_its_settings_is_named_before_any_rollout():
+    with pytest.raises(ValueError, match="slots_per_contaner: no such setting"):
+        create_provider({"atropos": {"pool": {"slots_per_contaner": 4}}})
+
+
 @in_one_loop
 async def test_commands_run_where_and_as_whom_they_should(sandbox):
     result = await sandbox.exec("pwd; echo $WORD $MORE; cat /etc/made/x; echo no >&2; exit 3", env={"MORE": "world"})
