@@ -21,7 +21,7 @@ from harbor.environments.capabilities import EnvironmentCapabilities, Environmen
 from harbor.environments.definition import should_use_prebuilt_docker_image
 from harbor.models.task.config import NetworkMode, NetworkPolicy
 
-from atropos.adapters.sharing import SharedPool, pool_config, shared_pool, shell_code, time_limit
+from atropos.adapters.sharing import SharedPool, pool_config, shared_pool, shell_code, time_limit, upload_file
 from atropos.errors import ConfigError
 from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
 from atropos.tasks.builder.accounts import profile_of
@@ -239,12 +239,7 @@ class AtroposEnvironment(BaseEnvironment):
 
     @override
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        """Copy a file to a path, or into a folder: one that is there, or a path that ends in a slash."""
-        inside = f"{target_path.rstrip('/')}/{Path(source_path).name}"
-        try:
-            await self._held.upload(source_path, inside if target_path.endswith("/") else target_path)
-        except IsADirectoryError:
-            await self._held.upload(source_path, inside)
+        await upload_file(self._held, Path(source_path), target_path)
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:

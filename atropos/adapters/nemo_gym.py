@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import posixpath
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +21,7 @@ with Extra("nemo-gym"):
         SandboxStatus,
     )
 
-from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code
+from atropos.adapters.sharing import HeldSlot, SlotRequest, give, infrastructure, shell_code, upload_file
 from atropos.errors import SandboxError
 from atropos.slots import PortForward
 
@@ -77,7 +78,8 @@ class AtroposProvider:
         try:
             with infrastructure(SandboxCreateError):
                 if spec.workdir is not None:
-                    await held.slot.exec(["mkdir", "-p", held.path(spec.workdir)], user=held.user)
+                    await held.slot.exec(["mkdir", "-p", held.path(spec.workdir)], user="root")
+                    await self._give(held, held.path(spec.workdir))
                 if spec.entrypoint:
                     await held.slot.start(spec.entrypoint, env=sandbox.env, user=held.user, workdir=held.folder)
         except BaseException as error:
@@ -127,26 +129,31 @@ class AtroposProvider:
         return SandboxExecResult(result.stdout, result.stderr, shell_code(result.exit_code))
 
     async def upload_file(self, handle: SandboxHandle, source_path: Path, target_path: str) -> None:
-        """Copy a file into the slot, with its mode, making its parents.
+        """Copy a file into the slot, with its mode, making its parents; as root, or to the settings' `user`.
 
         Raises:
             OSError: it can't be read here or written there.
             SandboxGoneError: the slot or its container failed.
         """
         held = self._held(handle)
-        data = await asyncio.to_thread(Path(source_path).read_bytes)
-        mode = Path(source_path).stat().st_mode & 0o7777
         with infrastructure(SandboxGoneError):
-            await held.slot.write_file(held.path(target_path), data, mode, user=held.user)
+            await self._give(
+                held, await upload_file(held.slot, Path(source_path), posixpath.join(held.folder, target_path))
+            )
 
     async def download_file(self, handle: SandboxHandle, source_path: str, target_path: Path) -> None:
-        """Copy a file out of the slot, making its parents. Raises as `upload_file`."""
+        """Copy a file out of the slot as root, making its parents. Raises as `upload_file`."""
         held = self._held(handle)
         with infrastructure(SandboxGoneError):
-            data = await held.slot.read_file(held.path(source_path), max_bytes=MAX_DOWNLOAD_BYTES, user=held.user)
+            data = await held.slot.read_file(held.path(source_path), max_bytes=MAX_DOWNLOAD_BYTES)
         target = Path(target_path)
         target.parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(target.write_bytes, data)
+
+    async def _give(self, held: HeldSlot, path: str) -> None:
+        """Let a path belong to the user that the settings name; an image's own finds root's files, as on Docker."""
+        if self._request.user is not None:
+            await give(held.slot, self._request.user, path)
 
     async def endpoint(self, handle: SandboxHandle, port: int) -> SandboxEndpoint:
         """A service of the slot at a port of this machine's loopback, whether or not `ports` declared it.

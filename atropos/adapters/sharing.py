@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import posixpath
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -162,7 +163,7 @@ class HeldSlot:
             image = slot.image
             folder = "/workspace" if image is None else image.workdir or "/"
             if request.user is not None:
-                await _give_folder(slot, request.user, folder)
+                await give(slot, request.user, folder)
             return cls(slot, request.user or (image.user if image is not None else None) or None, folder, shared)
         except BaseException:
             if slot is not None:
@@ -192,13 +193,32 @@ class HeldSlot:
         return posixpath.normpath(posixpath.join(self.folder, path))
 
 
-async def _give_folder(slot: Slot, user: str, folder: str) -> None:
-    """Give a folder to the user who works in it.
+async def upload_file(slot: Slot, source: Path, target: str) -> str:
+    """Copy a file, as root, to a path or into a folder: one that is there, or a path that ends in a slash, as `docker cp`.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        OSError: it can't be read here or written there.
+        SandboxError: the infrastructure failed.
+    """
+    inside = f"{target.rstrip('/')}/{source.name}"
+    if not target.endswith("/"):
+        with suppress(IsADirectoryError):
+            await slot.upload(source, target)
+            return target
+    await slot.upload(source, inside)
+    return inside
+
+
+async def give(slot: Slot, user: str, path: str) -> None:
+    """Give a file or folder to the user who works with it.
 
     Raises:
         ConfigError: there is no such user; as a result of each command, that would be taken for the model's failure.
     """
-    if (await slot.exec(["chown", user, folder], user="root")).exit_code != 0:
+    if (await slot.exec(["chown", user, path], user="root")).exit_code != 0:
         refused = await slot.exec(["true"], user=user, workdir="/")
         if refused.error is not None and refused.error.partition(":")[0] in {"unknown_user", "not_supported"}:
             raise ConfigError(f"user: {refused.output}")

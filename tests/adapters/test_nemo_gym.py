@@ -29,7 +29,7 @@ def test_its_sandboxes_are_slots(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
     shutil.copy(HOSTS / "nemo_gym_contract.py", tmp_path / "test_contract.py")
     output = run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", folder=tmp_path, where=NEMO_GYM)
-    assert re.search(r"^15 passed", output, re.MULTILINE), output
+    assert re.search(r"^16 passed", output, re.MULTILINE), output
 
 
 @pytest.mark.skipif(not NEWER.exists(), reason="scripts/peers.sh installs it")
@@ -41,7 +41,7 @@ def test_terminals_and_endpoints_of_its_newer_version(tmp_path: Path) -> None:
     output = run(
         "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", folder=tmp_path, where=NEMO_GYM, PYTHONPATH=folders
     )
-    assert re.search(r"^22 passed", output, re.MULTILINE), output
+    assert re.search(r"^23 passed", output, re.MULTILINE), output
 
 
 def test_the_block_of_its_page_runs(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 
@@ -21,6 +22,8 @@ from nemo_gym.sandbox import (
 )
 
 from atropos.adapters.nemo_gym import AtroposProvider, SandboxGoneError
+from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.wire import ImageSettings
 
 LIMITS = {"memory_mib": 192, "pids": 64, "disk_mib": 64}
 POOL = {"backend": "local", "slots_per_container": 4, "max_containers": 1, "limits": LIMITS}
@@ -77,6 +80,26 @@ async def test_files_go_there_and_back(sandbox, tmp_path):
     assert (tmp_path / "new" / "b").read_bytes() == (tmp_path / "a").read_bytes()
     with pytest.raises(FileNotFoundError):
         await sandbox.download("/nothing", tmp_path / "c")
+    for folder in ("/deep/er", "/new/"):  # as docker cp
+        await sandbox.upload(tmp_path / "a", folder)
+        assert (await sandbox.exec(f"cmp {folder}/a /deep/er/a")).return_code == 0
+
+
+@in_one_loop
+async def test_the_harness_moves_files_as_root_where_an_image_has_a_user(tmp_path):
+    key = hashlib.sha256(b"nemo-gym: an image with a user").hexdigest()
+    async with SlotPool(SlotPoolConfig(**POOL)) as pool, pool.lease("image") as slot:
+        image = await slot.keep(key, ImageSettings(user="nobody", workdir="/"))
+    spec = SandboxSpec(image=image.source, workdir="/work/here", files={"/tests/x": "é"})
+    async with AsyncSandbox(ATROPOS, spec) as sandbox:
+        await sandbox.start()
+        assert (await sandbox.exec("pwd; id -un; cat /tests/x; rm /tests/x")).stdout == "/work/here\nnobody\né"
+        await sandbox.exec("umask 77; echo secret >/root/x", user="root")
+        await sandbox.download("/root/x", tmp_path / "x")
+    assert (tmp_path / "x").read_text() == "secret\n"
+    async with AsyncSandbox({"atropos": {"pool": POOL, "user": "nobody"}}, spec) as sandbox:
+        await sandbox.start()
+        assert (await sandbox.exec("stat -c %U . /tests/x")).stdout == "nobody\nnobody\n"
 
 
 @in_one_loop
