@@ -175,6 +175,11 @@ async def test_which_images_the_base_stands_in_for_is_a_setting(environment, tmp
         make(tmp_path, task_images="debian*")
 
 
+async def test_a_mount_is_refused_which_would_be_an_empty_folder(tmp_path):
+    with pytest.raises(ConfigError, match="--mounts: /data"):
+        make(tmp_path, mounts=[{"type": "bind", "source": str(tmp_path), "target": "/data"}])
+
+
 async def test_the_time_of_a_build_is_harbors(environment, tmp_path):
     """It has multipliers for it."""
     folder = written(tmp_path, {"Dockerfile": f"FROM debian\nRUN echo {tmp_path}\n"})
