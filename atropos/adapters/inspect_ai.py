@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Generator
+import secrets
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -24,8 +27,16 @@ with Extra("inspect"):
 from pydantic import BaseModel, ValidationError
 from typing_extensions import override
 
-from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code, time_limit
+from atropos.adapters.sharing import (
+    MAX_OUTPUT_BYTES,
+    HeldSlot,
+    SlotRequest,
+    infrastructure,
+    shell_code,
+    time_limit,
+)
 from atropos.errors import ConfigError
+from atropos.slots import ExecResult as SlotResult
 from atropos.tasks.format.config import explained
 from atropos.tasks.format.files import parse_yaml, read_text
 
@@ -139,18 +150,19 @@ class AtroposSandbox(SandboxEnvironment):
     ) -> ExecResult[str]:
         """Run a program. A call runs at most once, so nothing is tried again."""
         limit = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
+        run = partial(
+            self._held.slot.exec,
+            timeout_s=timeout,
+            workdir=self._held.path(cwd or "."),
+            env=env,
+            user=user or self._held.user,
+            stdin=input,
+            split=True,
+            max_output_bytes=limit,
+            concurrent=True,
+        )
         with infrastructure(SandboxGoneError):
-            result = await self._held.slot.exec(
-                cmd,
-                timeout_s=timeout,
-                workdir=self._held.path(cwd or "."),
-                env=env,
-                user=user or self._held.user,
-                stdin=input,
-                split=True,
-                max_output_bytes=limit,
-                concurrent=True,
-            )
+            result = await (run(cmd) if limit <= MAX_OUTPUT_BYTES else self._run_into_file(run, cmd, limit))
         if result.timed_out:
             late = TimeoutError(f"Command timed out after {time_limit(result, timeout)}")
             late.truncated_output = result.output  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
@@ -163,6 +175,23 @@ class AtroposSandbox(SandboxEnvironment):
             return ExecResult(False, CANNOT_EXECUTE, "", result.output)
         code = shell_code(result.exit_code)
         return ExecResult(code == 0, code, result.stdout or "", result.stderr or "")
+
+    async def _run_into_file(
+        self, run: Callable[[list[str]], Awaitable[SlotResult]], cmd: list[str], limit: int
+    ) -> SlotResult:
+        """Run a program whose stdout may be longer than an answer of the slot, as inspect_ai reads its agents' requests."""
+        slot, path = self._held.slot, f"/tmp/.stdout-{secrets.token_hex(8)}"
+        try:
+            result = await run(["/bin/sh", "-c", f'exec "$@" >{path}', "sh", *cmd])
+            if result.exit_code is None or result.timed_out:
+                return result
+            return replace(result, stdout=(await slot.read_file(path, max_bytes=limit)).decode(errors="replace"))
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            raise OutputLimitExceededError(SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE_STR, None) from error
+        finally:
+            await slot.exec(["rm", "-f", path], user="root", concurrent=True)
 
     @override
     async def write_file(self, file: str, contents: str | bytes) -> None:

@@ -6,7 +6,7 @@ import anyio
 import pytest
 import pytest_asyncio
 import side_by_side
-from inspect_ai.util import sandbox_service
+from inspect_ai.util import OutputLimitExceededError, override_sandbox_output_limit, sandbox_service
 from inspect_ai.util._sandbox.self_check import *  # noqa: F403
 
 from atropos.adapters.inspect_ai import AtroposSandbox, AtroposSandboxConfig
@@ -70,6 +70,17 @@ async def test_tools_are_injected_and_a_remote_process_streams(sandbox_env):
     text = {kind: "".join(e.data for e in events if e.type == kind) for kind in ("stdout", "stderr")}
     assert text == {"stdout": "one\nnobody\n", "stderr": "two\n"}
     assert events[-1].exit_code == 3
+
+
+async def test_more_output_is_read_where_inspect_ai_allows_more(sandbox_env):
+    """As it does for the requests of an agent to its bridge."""
+    command = ["sh", "-c", "head -c 12m /dev/zero | tr '\\0' x; whoami >&2; exit 3"]
+    with override_sandbox_output_limit(150 * 1024**2, "exec"):
+        result = await sandbox_env.exec(command)
+        assert (len(result.stdout), result.stderr, result.returncode) == (12 * 1024**2, "nobody\n", 3)
+    with override_sandbox_output_limit(11 * 1024**2, "exec"), pytest.raises(OutputLimitExceededError, match="11 MiB"):
+        await sandbox_env.exec(command)
+    assert (await sandbox_env.exec(["sh", "-c", "ls /tmp/.stdout*"])).stdout == ""
 
 
 CALLER = """
