@@ -28,7 +28,9 @@ class SlotLimits(BaseModel):
     disk_mib: int = Field(default=512, ge=8, description="bytes the slot may write, /tmp and /dev/shm included")
     inodes: int = Field(default=262_144, ge=1000, description="files and folders the slot may make")
     open_files: int = Field(default=4096, ge=64, description="descriptors a process may hold")
-    output_bytes: int = Field(default=1_000_000, ge=1000, description="output kept of a command: its head and tail")
+    output_bytes: int = Field(  # a frame holds three of them: both streams, together and apart
+        default=1_000_000, ge=1000, le=16_000_000, description="output kept of a command: its head and tail"
+    )
     wall_s: float = Field(default=3600, gt=0, description="longest a command may run")
 
 

@@ -9,7 +9,8 @@ import pytest
 import pytest_asyncio
 
 from atropos import wire
-from atropos.slots import SlotPool
+from atropos.config import SlotLimits
+from atropos.slots import SlotPool, SlotPoolConfig
 from tests.backends import Engine
 from tests.limits import scenarios
 from tests.unit.sandbox.conftest import Driver, tiny_base
@@ -138,6 +139,20 @@ async def until_over(slot) -> None:
     async with asyncio.timeout(60 * SLOWNESS):
         while "python3" in (await slot.exec("cat /proc/[0-9]*/comm")).output:  # noqa: ASYNC110
             await asyncio.sleep(1)
+
+
+async def test_the_most_output_that_can_be_kept_is_answered_with_its_streams_apart():
+    most = 16_000_000
+    limits = SlotLimits(output_bytes=most, memory_mib=256)
+    async with (
+        SlotPool(SlotPoolConfig(backend="local", slots_per_container=1, max_containers=1, limits=limits)) as pool,
+        pool.lease("t") as slot,
+    ):
+        result = await slot.exec("head -c 40m /dev/zero; head -c 40m /dev/zero >&2", split=True)
+    assert result.limit == "output"
+    assert result.stdout is not None
+    assert result.stderr is not None
+    assert min(len(result.stdout), len(result.stderr), len(result.output)) >= most
 
 
 @in_one_loop

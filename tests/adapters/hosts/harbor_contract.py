@@ -198,14 +198,6 @@ async def test_a_task_has_the_room_that_it_asks_for(environment, tmp_path):
         assert made._held.limits is None  # which older schemas wrote into every task.toml
 
 
-async def test_a_command_may_run_for_a_day():
-    """An agent is one command, and Harbor has the time for it."""
-    assert (
-        AtroposEnvironment(TASK, "t", "t", TrialPaths(TASK), EnvironmentConfig(docker_image="x"))._config.limits.wall_s
-        == 24 * 3600
-    )
-
-
 async def test_links_out_of_a_downloaded_folder_are_left_out_and_nothing_else_is(environment, tmp_path):
     await environment.exec("mkdir /out; cd /out; echo 1 >b; ln -s /etc/passwd a; ln -s ../etc/passwd c; ln -s b d")
     await environment.download_dir("/out", tmp_path / "out")

@@ -23,6 +23,7 @@ from atropos.slots.config import server_json
         ({"backend": "k8s"}, r"backend.*'local', 'docker', 'ssh', 'modal', 'singularity' or 'nomad'.*k8s"),
         ({"slots": 3}, r"slots: no such setting"),
         ({"limits": {"pids": 1}}, r"limits\.pids"),
+        ({"limits": {"output_bytes": 17_000_000}}, r"limits\.output_bytes.*less than or equal to 16000000"),
         ({"acquire_timeout_s": 0}, "acquire_timeout_s"),
         ({"acquire_timeout": 1, "acquire_timeout_s": 2}, "give one"),
         ({"job_id": "../x"}, "job_id"),
@@ -42,9 +43,10 @@ def test_acquire_timeout_is_another_spelling():
 
 
 @pytest.mark.parametrize("limits", [{"memory_mib": 2048}, SlotLimits(memory_mib=2048)])
-def test_other_limits_of_a_hosts_pool_leave_its_output_as_it_is(limits):
+def test_other_limits_of_a_hosts_pool_leave_its_output_and_time_as_they_are(limits):
     config = pool_config({"limits": limits}, network=True)
     assert (config.limits.memory_mib, config.limits.output_bytes) == (2048, MAX_OUTPUT_BYTES)
+    assert config.limits.wall_s == 24 * 3600  # an agent is one command, and the host has time limits of its own
     assert pool_config({"limits": {"output_bytes": 5000}}, network=True).limits.output_bytes == 5000
     with pytest.raises(ConfigError, match=r"limits\.memory: no such setting"):
         pool_config({"limits": {"memory": 1}}, network=True)
