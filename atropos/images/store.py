@@ -199,7 +199,8 @@ class ImageStore:
                 room = await self._claim(compressed * UNPACKED_RATIO, work)
             except ImageUnavailable as error:
                 raise ImageUnavailable(f"image {source}: unpacking: {error}") from None
-            arguments = [str(rootfs), str(room), str(MAX_MEMBERS), str(self._ids)]
+            workdir = image_info(pulled, source, 0).workdir or "/"
+            arguments = [str(rootfs), str(room), str(MAX_MEMBERS), str(self._ids), workdir]
             arguments += [part for layer in pulled.layers for part in layer]
             program = [sys.executable, "-I", "-S", os.path.abspath(unpack.__file__), *arguments]
             said = await run(

@@ -91,6 +91,11 @@ class ImageTree:
         for path, at in self._times:
             self._set_time(path, at)
 
+    def make_folder(self, path: str) -> None:
+        """Make a folder that no layer may have, as Docker makes a container's WORKDIR; not through a link."""
+        with contextlib.suppress(ImageRefused):
+            self._open(_checked(path.lstrip("/")), create=True)
+
     def _member(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         self.members += 1
         if self.members > self._max_members:
@@ -338,8 +343,10 @@ def uncompressed(path: str) -> Generator[IO[bytes]]:
             yield file
 
 
-def unpack(folder: str, max_bytes: int, max_members: int, ids: int, layers: list[tuple[str, str]]) -> ImageTree:
-    """Unpack `layers` (file and SHA-256 of the uncompressed tar, lowest first) into an empty folder.
+def unpack(
+    folder: str, max_bytes: int, max_members: int, ids: int, workdir: str, layers: list[tuple[str, str]]
+) -> ImageTree:
+    """Unpack `layers` (file and SHA-256 of the uncompressed tar, lowest first) into an empty folder, and make the WORKDIR.
 
     Raises:
         ImageRefused: what an image must not hold, or not what its configuration says.
@@ -355,6 +362,7 @@ def unpack(folder: str, max_bytes: int, max_members: int, ids: int, layers: list
                 raise ImageRefused(f"layer {wanted[:12]} is no tar: {error}") from None
         if found != wanted:
             raise ImageRefused(f"layer {wanted[:12]} is not the one that the image names ({found[:12]})")
+    tree.make_folder(workdir)
     return tree
 
 
@@ -362,10 +370,10 @@ def main() -> int:
     """The program."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     os.umask(0)
-    folder, max_bytes, max_members, ids, *rest = sys.argv[1:]
+    folder, max_bytes, max_members, ids, workdir, *rest = sys.argv[1:]
     layers = list(zip(rest[::2], rest[1::2], strict=True))
     try:
-        tree = unpack(folder, int(max_bytes), int(max_members), int(ids), layers)
+        tree = unpack(folder, int(max_bytes), int(max_members), int(ids), workdir, layers)
     except ImageRefused as error:
         print(error, file=sys.stderr)
         return 1

@@ -32,6 +32,7 @@ def busybox_image(
     text: str = "hello",
     *,
     user: str | None = None,
+    workdir: str = "/srv/app",
     python: str = "",
     onbuild: list[str] | None = None,
     **more,
@@ -52,7 +53,10 @@ def busybox_image(
             entry("srv/app/text", text, owner=(1000, 1000)),
             *([entry("bin/python3", python, mode=0o755)] if python else []),
         ),
-        config=CONFIG | ({"User": user} if user else {}) | ({"OnBuild": onbuild} if onbuild else {}),
+        config=CONFIG
+        | {"WorkingDir": workdir}
+        | ({"User": user} if user else {})
+        | ({"OnBuild": onbuild} if onbuild else {}),
         **more,
     )
 
@@ -102,6 +106,13 @@ async def test_commands_run_as_the_images_user_unless_they_name_one(tmp_path):
     async with pool_for(tmp_path) as pool, pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
         assert (await slot.exec("id -u; echo $HOME")).output == "1000\n/srv/app\n"
         assert (await slot.exec("id -u", user="root")).output == "0\n"
+
+
+async def test_an_images_folder_is_there_though_no_layer_has_it(tmp_path):
+    """As in a container: other builders than Docker's only name it."""
+    busybox_image(tmp_path / "layout", user="app", workdir="/srv/not/there")
+    async with pool_for(tmp_path) as pool, pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
+        assert (await slot.exec("pwd; stat -c %u:%a .")).output == "/srv/not/there\n0:755\n"
 
 
 async def test_input_of_any_length_needs_no_bash(tmp_path):

@@ -33,7 +33,7 @@ def unpacked(tmp_path, *layers, max_bytes=64 << 20, max_members=10_000, ids=65_5
         else:
             plain = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
             arguments += [str(file), hashlib.sha256(plain).hexdigest()]
-    program = [sys.executable, "-I", "-S", unpack.__file__, str(root), str(max_bytes), str(max_members), str(ids)]
+    program = [sys.executable, "-I", "-S", unpack.__file__, str(root), str(max_bytes), str(max_members), str(ids), "/"]
     done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=120, check=False)
     return done.returncode, done.stderr.strip(), root
 
@@ -251,7 +251,17 @@ def test_a_full_disk_is_named(tmp_path):
         (small / "rootfs").mkdir()
         data = layer(entry("x", os.urandom(2 << 20)))
         (tmp_path / "l").write_bytes(data)
-        program = [sys.executable, "-I", "-S", unpack.__file__, str(small / "rootfs"), str(64 << 20), "100", "65536"]
+        program = [
+            sys.executable,
+            "-I",
+            "-S",
+            unpack.__file__,
+            str(small / "rootfs"),
+            str(64 << 20),
+            "100",
+            "65536",
+            "/",
+        ]
         done = subprocess.run(
             [*program, str(tmp_path / "l"), hashlib.sha256(data).hexdigest()],
             capture_output=True,
@@ -267,7 +277,17 @@ def test_the_result_counts_bytes_and_members(tmp_path):
     data = layer(folder("d"), entry("d/x", b"x" * 5000))
     (tmp_path / "rootfs").mkdir()
     (tmp_path / "l").write_bytes(data)
-    program = [sys.executable, "-I", "-S", unpack.__file__, str(tmp_path / "rootfs"), str(64 << 20), "100", "65536"]
+    program = [
+        sys.executable,
+        "-I",
+        "-S",
+        unpack.__file__,
+        str(tmp_path / "rootfs"),
+        str(64 << 20),
+        "100",
+        "65536",
+        "/",
+    ]
     said = subprocess.run(
         [*program, str(tmp_path / "l"), hashlib.sha256(data).hexdigest()], capture_output=True, text=True, check=True
     ).stdout
