@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import posixpath
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -73,7 +74,7 @@ class AtroposProvider:
                     held = await HeldSlot.lease(request, "nemo-gym")
         except TimeoutError as error:
             raise SandboxCreateError(f"no slot within ready_timeout_s ({spec.ready_timeout_s:g} s)") from error
-        sandbox = _Sandbox(held, dict(spec.env))
+        sandbox = _Sandbox(held, _texts(spec.env))
         handle = SandboxHandle(sandbox_id=held.slot.lease.lease_id, provider_name=self.name, raw=sandbox)
         try:
             with infrastructure(SandboxCreateError):
@@ -117,7 +118,7 @@ class AtroposProvider:
                 command,
                 timeout_s=timeout_s,
                 workdir=held.path(cwd or "."),
-                env=_sandbox(handle).env | (env or {}),
+                env=_sandbox(handle).env | _texts(env or {}),
                 user=held.user if user is None else str(user),
                 split=True,
                 concurrent=True,
@@ -179,7 +180,7 @@ class AtroposProvider:
         from atropos.adapters.nemo_gym_terminal import Terminal
 
         held = self._held(handle)
-        return await Terminal.start(held, spec, {**_sandbox(handle).env, **(spec.env or {})})
+        return await Terminal.start(held, spec, _sandbox(handle).env | _texts(spec.env or {}))
 
     async def status(self, handle: SandboxHandle) -> SandboxStatus:
         """`error` once the slot or its container is gone."""
@@ -211,6 +212,11 @@ class AtroposProvider:
         if sandbox.closed:
             raise SandboxGoneError(f"sandbox {handle.sandbox_id} was closed")
         return sandbox.held
+
+
+def _texts(env: Mapping[str, object]) -> dict[str, str]:
+    """Variables as text: a number of a YAML file is one, and NeMo Gym leaves it so."""
+    return {name: str(value) for name, value in env.items()}
 
 
 def _sandbox(handle: SandboxHandle) -> _Sandbox:

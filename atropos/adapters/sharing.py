@@ -95,7 +95,7 @@ class SlotRequest(BaseModel):
             output, unless these say otherwise.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
 
     image: str | None = None
     user: str | None = None

@@ -34,7 +34,7 @@ in_one_loop = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sandbox():
     spec = SandboxSpec(
-        workdir="/work/here", env={"WORD": "hello"}, files={"/etc/made/x": "é"}, entrypoint=["sleep", "99"]
+        workdir="/work/here", env={"WORD": "hello", "N": 4}, files={"/etc/made/x": "é"}, entrypoint=["sleep", "99"]
     )
     async with AsyncSandbox(ATROPOS, spec) as started:
         yield await started.start()
@@ -52,8 +52,8 @@ def test_a_mistake_in_its_settings_is_named_before_any_rollout():
 
 @in_one_loop
 async def test_commands_run_where_and_as_whom_they_should(sandbox):
-    result = await sandbox.exec("pwd; echo $WORD $MORE; cat /etc/made/x; echo no >&2; exit 3", env={"MORE": "world"})
-    assert result.stdout == "/work/here\nhello world\né"
+    result = await sandbox.exec("pwd; echo $WORD $MORE $N; cat /etc/made/x; echo no >&2; exit 3", env={"MORE": "world"})
+    assert result.stdout == "/work/here\nhello world 4\né"
     assert (result.stderr, result.return_code, result.error_type) == ("no\n", 3, None)
     assert (await sandbox.exec("id -un; pwd", user="nobody", cwd="/")).stdout == "nobody\n/\n"
     assert (await sandbox.exec("id -u", user=0)).stdout == "0\n"
@@ -97,7 +97,7 @@ async def test_the_harness_moves_files_as_root_where_an_image_has_a_user(tmp_pat
         await sandbox.exec("umask 77; echo secret >/root/x", user="root")
         await sandbox.download("/root/x", tmp_path / "x")
     assert (tmp_path / "x").read_text() == "secret\n"
-    async with AsyncSandbox({"atropos": {"pool": POOL, "user": "nobody"}}, spec) as sandbox:
+    async with AsyncSandbox({"atropos": {"pool": POOL, "user": 65534}}, spec) as sandbox:
         await sandbox.start()
         assert (await sandbox.exec("stat -c %U . /tests/x")).stdout == "nobody\nnobody\n"
 
