@@ -92,7 +92,7 @@ class AtroposEnvironment(BaseEnvironment):
         if not self.environment_dir.is_dir() and not self.task_env_config.docker_image:
             raise FileNotFoundError(f"{self.environment_dir}: no such folder, and no docker_image in its place")
         for target in self._mount_targets():
-            if not target.startswith("/logs/"):  # which are Harbor's own
+            if not target.removeprefix("C:").startswith("/logs/"):  # which are Harbor's own
                 raise ConfigError(f"--mounts: {target}: a slot has no mounts; put the files into the task's image")
 
     # -------------------------------------------------------------------------------------------------------- life
