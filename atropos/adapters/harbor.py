@@ -31,8 +31,6 @@ from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB, Environme
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import TaskImages
 
-MAX_DOWNLOAD_BYTES = 2 << 30
-"""Longest file that is downloaded."""
 LONGEST_BUILD_S = 24 * 3600.0
 """Harbor itself ends a start that takes too long."""
 KNOWN = frozenset(inspect.signature(BaseEnvironment.__init__).parameters)
@@ -252,10 +250,8 @@ class AtroposEnvironment(BaseEnvironment):
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        data = await self._held.read_file(source_path, max_bytes=MAX_DOWNLOAD_BYTES)
-        target = Path(target_path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        await asyncio.to_thread(target.write_bytes, data)
+        Path(target_path).parent.mkdir(parents=True, exist_ok=True)
+        await self._held.read_file_to(source_path, target_path)
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # of later versions than 0.4
 
 DID_NOT_RUN = 125
 """`return_code` beside an `error_type`, as NeMo Gym's own providers have it."""
-MAX_DOWNLOAD_BYTES = 8 * 1024**3
 
 
 class SandboxGoneError(RuntimeError):
@@ -145,11 +144,9 @@ class AtroposProvider:
     async def download_file(self, handle: SandboxHandle, source_path: str, target_path: Path) -> None:
         """Copy a file out of the slot as root, making its parents. Raises as `upload_file`."""
         held = self._held(handle)
+        Path(target_path).parent.mkdir(parents=True, exist_ok=True)
         with infrastructure(SandboxGoneError):
-            data = await held.slot.read_file(held.path(source_path), max_bytes=MAX_DOWNLOAD_BYTES)
-        target = Path(target_path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        await asyncio.to_thread(target.write_bytes, data)
+            await held.slot.read_file_to(held.path(source_path), target_path)
 
     async def _give(self, held: HeldSlot, path: str) -> None:
         """Let a path belong to the user that the settings name; an image's own finds root's files, as on Docker."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from atropos.slots.slot.uploads import PIECE_BYTES, archive_of, pieces, pieces_o
 MAX_READ_BYTES = 256 * 1024 * 1024
 """Longest file that `read_file` holds in memory, unless its caller allows more."""
 MAX_ARCHIVE_BYTES = 64 * 1024**3
-"""Longest archive that `download_to` writes, unless its caller allows more."""
+"""Longest file or archive that `read_file_to` and `download_to` write, unless their caller allows more."""
 IN_CALL_BYTES = 256 * 1024
 """A file up to this size goes in its call; a larger one as a stream of its own, which calls of others pass."""
 
@@ -57,14 +58,32 @@ class SlotFiles(ABC):
             OSError: it can't be read, or is longer (`errno.EFBIG`); `FileNotFoundError`, `IsADirectoryError` … where
                 they apply.
         """
+        parts: list[bytes] = []
+        await self._read(path, parts.append, max_bytes, user)
+        return b"".join(parts)
+
+    async def read_file_to(self, path: str, target: str | Path, *, max_bytes: int = MAX_ARCHIVE_BYTES) -> None:
+        """As `read_file`, as root, to a local file, which is there once it is whole and doesn't have to fit in memory.
+
+        Raises:
+            OSError: as `read_file`; or the local file can't be written.
+        """
+        partial = Path(f"{target}.part")
+        try:
+            with await asyncio.to_thread(open, partial, "wb") as file:
+                await self._read(path, file.write, max_bytes, None)
+            await asyncio.to_thread(os.replace, partial, target)
+        finally:
+            await asyncio.to_thread(partial.unlink, missing_ok=True)
+
+    async def _read(self, path: str, write: Callable[[bytes], object], max_bytes: int, user: str | None) -> None:
         most = PIECE_BYTES if user else IN_CALL_BYTES  # streams are root's
         place = self.profile.path(path)
-        parts: list[bytes] = []
         got = 0
 
         def keep(chunk: bytes) -> None:
             nonlocal got
-            parts.append(chunk)
+            write(chunk)
             got += len(chunk)
 
         def rest() -> wire.ReadStream:
@@ -81,10 +100,10 @@ class SlotFiles(ABC):
                 raise file_error(wire.OpError(error="too_large", message=message), path)
             keep(result.data)
             if len(result.data) < wanted or got >= max_bytes:
-                return b"".join(parts)
+                return
             if not user:  # also where that was all: the kernel's own files don't say how long they are
                 await self._read_stream(path, keep, rest)
-                return b"".join(parts)
+                return
 
     async def write_file(
         self, path: str, data: bytes | str, mode: int | None = None, *, user: str | None = None

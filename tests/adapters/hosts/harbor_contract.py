@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -77,6 +78,19 @@ async def test_a_file_is_uploaded_to_a_path_or_into_a_folder(environment, tmp_pa
     for target in ("/up/there", "/up/new/", "/up/named"):
         await environment.upload_file(tmp_path / "file", target)
     assert (await environment.exec("cd /up; find -type f | sort")).stdout == "./named\n./new/file\n./there/file\n"
+
+
+async def test_a_downloaded_file_is_there_once_it_is_whole_and_never_in_memory(environment, tmp_path):
+    await environment.exec("truncate -s 300m /sparse; echo end >>/sparse")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    await environment.download_file("/sparse", tmp_path / "new" / "sparse")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+    with (tmp_path / "new" / "sparse").open("rb") as file:
+        assert file.seek(300 << 20) and file.read() == b"end\n"
+    with pytest.raises(FileNotFoundError):
+        await environment.download_file("/nothing", tmp_path / "new" / "nothing")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["sparse"]
+    await environment.exec("rm /sparse")
 
 
 async def test_a_limit_of_zero_seconds_is_none_and_the_slots_own_is_named(environment):
