@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from atropos.errors import ConfigError
 from atropos.tasks.format.config import explained
 from atropos.tasks.format.files import parse_yaml, read_text
-from atropos.tasks.format.recipe import Folder, Recipe, StepSettings
+from atropos.tasks.format.recipe import Folder, Recipe
 
 COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 _WITHOUT_EFFECT = {
@@ -85,7 +85,8 @@ class Service:
     def applied(self, recipe: Recipe) -> Recipe:
         """The recipe with what the service says over it."""
         before = recipe.settings
-        settings = StepSettings(self.workdir or before.workdir, {**before.env, **self.env}, self.user or before.user)
+        env, user = {**before.env, **self.env}, self.user or before.user
+        settings = replace(before, workdir=self.workdir or before.workdir, env=env, user=user)
         steps = (*recipe.steps, Folder(settings.workdir, settings.user)) if self.workdir else recipe.steps
         return replace(recipe, settings=settings, steps=steps)
 

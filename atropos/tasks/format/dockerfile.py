@@ -423,7 +423,11 @@ class _Reader:
             for word in instruction.args:
                 self._word(word, stage)
 
-    _cmd = _entrypoint = _healthcheck = _stopsignal = _expose = _label = _maintainer = _for_containers
+    _cmd = _healthcheck = _stopsignal = _expose = _label = _maintainer = _for_containers
+
+    def _entrypoint(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        words = instruction.args if instruction.json or not instruction.args else (*stage.shell, instruction.args[0])
+        stage.settings = replace(stage.settings, entrypoint=tuple(words))
 
     def _onbuild(self, instruction: DockerfileInstruction, stage: _Building) -> None:
         text = instruction.original.split(maxsplit=1)[-1]

@@ -20,12 +20,14 @@ class StepSettings:
     Attributes:
         user: `name`, `uid`, `name:group` or `uid:gid`; None: root.
         onbuild: of an image: instructions that its FROM carries out.
+        entrypoint: what a container would start with; nothing of the build.
     """
 
     workdir: str = "/"
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     user: str | None = None
     onbuild: tuple[str, ...] = ()
+    entrypoint: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.user in ROOT:

@@ -15,6 +15,7 @@ from harbor.models.trial.paths import TrialPaths
 
 from atropos.adapters.harbor import AtroposEnvironment
 from atropos.errors import ConfigError
+from atropos.tasks.errors import TaskBroken
 
 LIMITS = {"memory_mib": 512, "disk_mib": 400, "wall_s": 20}
 POOL = {"backend": "local", "slots_per_container": 2, "max_containers": 1, "limits": LIMITS}
@@ -179,6 +180,18 @@ async def test_a_forced_build_is_one_of_the_dockerfile(environment, tmp_path):
         config = EnvironmentConfig(docker_image="atropos-base:default")
         async with started(tmp_path, folder, config, force_build=force) as made:
             assert (await made.exec("test -e /built")).return_code == code
+
+
+async def test_an_entrypoint_runs_beside_the_agent_as_in_a_container(environment, tmp_path):
+    script = "#!/bin/sh\\necho $WORD $PWD $(id -un) $* >/said\\nexec $*\\n"
+    build = f"RUN printf '{script}' >/start; chmod +x /start; mkfifo -m 666 /said"
+    lines = ["FROM debian", build, "WORKDIR /srv", "USER nobody"]
+    folder = written(tmp_path, {"Dockerfile": "\n".join([*lines, 'ENTRYPOINT ["/start"]', 'CMD ["false"]'])})
+    async with started(tmp_path, folder, EnvironmentConfig(env={"WORD": "hello"})) as made:
+        assert (await made.exec("cat /said", timeout_sec=10)).stdout == "hello /srv nobody sh -c sleep infinity\n"
+    (folder / "Dockerfile").write_text("\n".join([*lines, 'ENTRYPOINT ["/nothing"]']))
+    with pytest.raises(TaskBroken, match="ENTRYPOINT /nothing"):
+        await make(tmp_path, folder).start(force_build=False)
 
 
 async def test_which_images_the_base_stands_in_for_is_a_setting(environment, tmp_path):

@@ -156,6 +156,12 @@ def test_a_from_may_name_the_platform_that_slots_have(folder, platform):
     assert recipe_of(folder, f"FROM --platform={platform} debian\n").image == "debian"
 
 
+def test_an_entrypoint_is_known_and_nothing_of_the_build(folder):
+    text = "FROM debian AS one\nENTRYPOINT start $X\nRUN id\nFROM one AS two\nFROM one\nENTRYPOINT []\n"
+    assert recipe_of(folder, text).settings.entrypoint == ()
+    assert recipe_of(folder, text.rpartition("FROM")[0]).settings.entrypoint == ("/bin/sh", "-c", "start $X")
+
+
 def test_users_and_shells_hold_for_what_follows_and_a_containers_start_has_no_effect(folder):
     recipe = recipe_of(
         folder,
