@@ -41,6 +41,8 @@ from atropos.tasks.format.config import explained
 from atropos.tasks.format.files import parse_yaml, read_text
 
 FILE_NAMES = ["atropos.yaml", "atropos.yml"]
+KEEP_RUNNING = ("tail", "-f", "/dev/null")
+"""In the place of an image's CMD, as in inspect_ai's own compose file."""
 CANNOT_EXECUTE, NOT_FOUND = 126, 127
 """Exit codes of a shell for a command that it can't start."""
 
@@ -107,9 +109,18 @@ class AtroposSandbox(SandboxEnvironment):
     async def sample_init(
         cls, task_name: str, config: BaseModel | str | None, metadata: dict[str, str]
     ) -> dict[str, SandboxEnvironment]:
-        """Lease a slot."""
+        """Lease a slot, and start what the image's containers start with: its services may be part of the sample."""
         with infrastructure(SandboxUnavailableError):
-            return {"default": cls(await HeldSlot.lease(read_settings(config), task_name))}
+            held = await HeldSlot.lease(read_settings(config), task_name)
+            try:
+                if held.slot.image is not None and held.slot.image.entrypoint:
+                    await held.slot.start([*held.slot.image.entrypoint, *KEEP_RUNNING])
+            except BaseException as error:
+                await held.release()
+                if isinstance(error, OSError):
+                    raise SandboxUnavailableError(f"ENTRYPOINT: {error}") from error
+                raise
+        return {"default": cls(held)}
 
     @classmethod
     @override

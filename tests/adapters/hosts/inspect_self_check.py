@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
+import tarfile
+from pathlib import Path
+
 import anyio
 import pytest
 import pytest_asyncio
 import side_by_side
-from inspect_ai.util import OutputLimitExceededError, override_sandbox_output_limit, sandbox_service
+from inspect_ai.util import (
+    OutputLimitExceededError,
+    SandboxUnavailableError,
+    override_sandbox_output_limit,
+    sandbox_service,
+)
 from inspect_ai.util._sandbox.self_check import *  # noqa: F403
 
 from atropos.adapters.inspect_ai import AtroposSandbox, AtroposSandboxConfig
 from atropos.errors import ConfigError
+from tests.images.making import entry, folder, layer, layout, link
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONFIG = AtroposSandboxConfig(user="nobody", pool={"backend": "local", "slots_per_container": 2, "max_containers": 1})
@@ -81,6 +91,24 @@ async def test_more_output_is_read_where_inspect_ai_allows_more(sandbox_env):
     with override_sandbox_output_limit(11 * 1024**2, "exec"), pytest.raises(OutputLimitExceededError, match="11 MiB"):
         await sandbox_env.exec(command)
     assert (await sandbox_env.exec(["sh", "-c", "ls /tmp/.stdout*"])).stdout == ""
+
+
+async def test_an_images_entrypoint_runs_beside_the_sample(tmp_path):
+    busybox = Path(shutil.which("busybox") or "/bin/busybox").read_bytes()
+    start = entry("start", '#!/bin/sh\necho "$@" "$PWD" >/said\nexec "$@"\n', mode=0o755)
+    names = [link(f"bin/{name}", "busybox") for name in ("sh", "cat", "tail", "echo")]
+    files = [folder("bin"), entry("bin/busybox", busybox, mode=0o755), *names, start]
+    files += [folder("srv"), entry("said", kind=tarfile.FIFOTYPE, mode=0o666)]
+    for name in ("start", "nothing"):
+        layout(
+            tmp_path / name, layer(*files), config={"Entrypoint": [f"/{name}"], "Cmd": ["false"], "WorkingDir": "/srv"}
+        )
+    configs = [AtroposSandboxConfig(image=f"oci:{tmp_path}/{name}", pool=CONFIG.pool) for name in ("start", "nothing")]
+    environments = await AtroposSandbox.sample_init("check", configs[0], {})
+    assert (await environments["default"].exec(["cat", "/said"], timeout=20)).stdout == "tail -f /dev/null /srv\n"
+    await AtroposSandbox.sample_cleanup("check", configs[0], environments, interrupted=False)
+    with pytest.raises(SandboxUnavailableError, match=r"ENTRYPOINT: .*nothing"):
+        await AtroposSandbox.sample_init("check", configs[1], {})
 
 
 CALLER = """
