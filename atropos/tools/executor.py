@@ -101,7 +101,11 @@ class ToolExecutor:
         if self.config.max_batch_size is not None:
             self.pool.bound_frames(self.config.max_batch_size)
         if self._server is not None:
-            adopt_offered(self.tools, await self._server.start())
+            try:
+                adopt_offered(self.tools, await self._server.start())
+            except BaseException:
+                await self._server.close()
+                raise
         self._state = "open"
 
     async def close(self) -> None:

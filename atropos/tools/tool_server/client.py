@@ -85,7 +85,7 @@ class ToolServerClient:
             raise ConfigError(f"tool_server_url: {url!r} is neither an http(s) URL nor 'inprocess'")
 
     async def start(self) -> list[ToolInfo]:
-        """Connect and fetch the list of tools.
+        """Connect and fetch the list of tools. Also after a failure, `close` ends what was opened.
 
         Raises:
             ToolServerUnavailable: it can't be reached, refuses the token, or sends an invalid answer.
@@ -101,11 +101,7 @@ class ToolServerClient:
         else:
             self._transport = Connections(self.url, headers)
             self._stack.push_async_callback(self._transport.close)
-        try:
-            answer = await self._get_tools()
-        except BaseException:
-            await self.close()
-            raise
+        answer = await self._get_tools()
         self._boot_id = answer.boot_id
         self._timeouts = {tool.name: tool.timeout_s for tool in answer.tools}
         return list(answer.tools)

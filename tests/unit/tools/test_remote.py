@@ -163,9 +163,11 @@ async def test_tools_that_are_found_on_the_server_join_their_toolset(pool, enabl
 
 @pytest.mark.parametrize("name", ["mcp-isues", "mcp"])
 async def test_a_toolset_of_which_the_server_has_nothing_is_refused_at_the_start(pool, name):
+    app = create_app(ToolServerSettings(), tools=[note])
     with pytest.raises(ConfigError, match=f"no tool of '{name}'; its toolsets: .*test"):
-        async with executor(pool, "inprocess", enabled=("default", name)):
+        async with executor(pool, "inprocess", enabled=("default", name), tool_server_app=lambda: app):
             pass
+    assert app.state.host.draining, "the ToolServer in this process outlived the refusal"
 
 
 async def test_no_server_at_all(pool):
