@@ -133,7 +133,7 @@ class ToolServerClient:
         """Run one external call, which has the time that the server gives the tool.
 
         Raises:
-            ToolServerUnavailable: the server could not be reached or broke its protocol; the call did not run.
+            ToolServerUnavailable: the server could not be reached or refused the call, which did not run.
             OutcomeUnknown: the call may have run.
         """
         life = self._lives.setdefault(trajectory_id, _Life())
@@ -222,7 +222,8 @@ class ToolServerClient:
         try:
             answer = ExecuteAnswer.model_validate_json(response.body)
         except ValidationError as error:
-            raise self._unavailable(f"sent an invalid answer to call {call.call_id}: {error}"[:500]) from error
+            message = f"the ToolServer at {self.url} sent an invalid answer; call {call.call_id} may have run: {error}"
+            raise OutcomeUnknown(message[:500]) from error
         self._boot_id = answer.boot_id
         life.state_id = answer.state_id
         return answer.result
