@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -301,7 +301,7 @@ def as_result(value: object) -> ToolResult:
         value = value.model_dump(mode="json")
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
+        data = json.loads(text)  # what JSON has of it: the result can be sent, whatever the keys and values were
     except (TypeError, ValueError, RecursionError) as error:
         raise ToolError(f"the tool's answer can't be written as JSON: {error}") from None
-    data = cast("dict[str, object]", value) if isinstance(value, dict) else {"value": value}
-    return ToolResult(success=True, output=text, data=data)
+    return ToolResult(success=True, output=text, data=data if isinstance(value, dict) else {"value": data})

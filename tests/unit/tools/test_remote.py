@@ -32,6 +32,17 @@ async def broken() -> str:
     raise RuntimeError("its own fault")
 
 
+class Count:
+    def __str__(self):
+        return "3"
+
+
+@tool(sandboxed=False, toolsets=("test",))
+async def odd():
+    """Answer what JSON doesn't have, as numbers of NumPy."""
+    return {"lines": Count(), 7: [Count()]}
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     runs.clear()
@@ -71,6 +82,12 @@ async def test_in_this_process(pool):
         assert (await made.execute("t", call("terminal", command="echo hi"))).output == "hi\n"
         assert pool.free == 7
     assert pool.free == 8
+
+
+async def test_what_json_has_not_is_text_in_an_answer(pool):
+    async with executor(pool, "inprocess", tools=[odd]) as made:
+        answer = await made.execute("t", call("odd"))
+        assert (answer.output, answer.data) == ('{"lines": "3", "7": ["3"]}', {"lines": "3", "7": ["3"]})
 
 
 async def test_external_calls_alone_lease_no_slot(pool):
