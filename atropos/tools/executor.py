@@ -254,6 +254,11 @@ class ToolExecutor:
         trajectory = self._trajectories.get(trajectory_id)
         return trajectory is not None and trajectory.slot is not None
 
+    def broken(self, trajectory_id: str) -> SandboxError | None:
+        """The failure that broke the trajectory: until its release every call fails."""
+        trajectory = self._trajectories.get(trajectory_id)
+        return None if trajectory is None else trajectory.broken
+
     async def check_alive(self, trajectory_id: str) -> None:
         """Check who has left calls of a trajectory unanswered: a frozen or unreachable container is no fault of a model.
 

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from atropos.api.executor.images import checked_source
 from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory, TrajectoryInfo
@@ -39,6 +39,7 @@ _STATUS: dict[type[SandboxError], int] = {
     ImageUnavailable: 404,
 }
 _RELEASE_S = 30.0
+_T = TypeVar("_T")
 
 
 def refusal_of(error: SandboxError) -> Refusal:
@@ -47,12 +48,37 @@ def refusal_of(error: SandboxError) -> Refusal:
     return Refusal(status, error.code, str(error), retry_after_s=1 if status in {429, 503} else None)
 
 
+async def _result(task: asyncio.Task[_T], doing: str) -> _T:
+    """Wait for a task of a trajectory. Cancelling the wait does not cancel the task.
+
+    Raises:
+        Refusal: it failed, or the trajectory was ended.
+    """
+    await asyncio.wait([task])
+    if task.cancelled():
+        raise Refusal(410, "lease_expired", f"the trajectory was ended while {doing}")
+    error = task.exception()
+    if isinstance(error, SandboxError):
+        raise refusal_of(error)
+    if isinstance(error, ConfigError):
+        raise Refusal(422, "invalid", str(error))
+    return task.result()
+
+
 @dataclass
 class OpenCall:
     """A call under its idempotency key."""
 
     fingerprint: bytes
     task: asyncio.Task[ToolResult]
+
+    @property
+    def again(self) -> bool:
+        """Whether it failed without having run, so that it is run when it is sent again."""
+        if not self.task.done() or self.task.cancelled():
+            return False
+        error = self.task.exception()
+        return isinstance(error, SandboxError) and not isinstance(error, OutcomeUnknown)
 
 
 @dataclass(eq=False)
@@ -142,21 +168,7 @@ class Trajectories:
         elif known.image != wanted.image:
             raise Refusal(409, "trajectory_id_reused", f"the trajectory is open on another image: {known.image}")
         trajectory = known or self._new(wanted)
-        await asyncio.wait([trajectory.opening])
-        if trajectory.opening.cancelled():
-            raise Refusal(410, "lease_expired", "the trajectory was ended while it was opened")
-        error = trajectory.opening.exception()
-        if isinstance(error, TimeoutError):
-            raise Refusal(
-                429,
-                "acquire_timeout",
-                f"no slot came free within {self._settings.acquire_s:g} s",
-                retry_after_s=2,
-            )
-        if isinstance(error, SandboxError):
-            raise refusal_of(error)
-        if error is not None:
-            raise error
+        await _result(trajectory.opening, "it was opened")
         trajectory.touched = time.monotonic()
         return trajectory, known is None
 
@@ -178,13 +190,13 @@ class Trajectories:
         return made
 
     async def _lease(self, key: str, image: str | None) -> None:
-        if image is None:
+        if image is not None:
+            await self._pool.prepare(image)  # has its own timeout, before that of the slot
+        try:
             async with asyncio.timeout(self._settings.acquire_s):
-                await self._executor.slot(key)
-            return
-        await self._pool.prepare(image)  # has its own timeout, before that of the slot
-        async with asyncio.timeout(self._settings.acquire_s):
-            await self._executor.slot(key, image=image)
+                await self._executor.slot(key, image=image)
+        except TimeoutError:
+            raise AcquireTimeout(f"no slot came free within {self._settings.acquire_s:g} s") from None
 
     # ----------------------------------------------------------------------------------------------------- calls
 
@@ -200,27 +212,29 @@ class Trajectories:
         arguments = cast("dict[str, object] | str", body.arguments)
         content = fingerprint(body.name, arguments)
         known = trajectory.calls.get(call_id)
-        if known is not None:
-            if known.fingerprint != content:
-                raise Refusal(409, "call_id_reused", f"id {call_id!r} belongs to another call of this trajectory")
+        if known is not None and known.fingerprint != content:
+            raise Refusal(409, "call_id_reused", f"id {call_id!r} belongs to another call of this trajectory")
+        if known is not None and not known.again:
             return call_id, known
         if trajectory.broken is not None:
-            raise refusal_of(trajectory.broken)
+            raise Refusal(410, "slot_lost", f"the trajectory is broken; end it and start over: {trajectory.broken}")
         if self.draining:
             raise Refusal(503, "draining", "the server is shutting down", retry_after_s=5)
         if trajectory.running >= self._settings.max_pending:
             raise Refusal(429, "busy", f"{trajectory.running} calls of this trajectory wait", retry_after_s=1)
         task = asyncio.create_task(self._run(trajectory, ToolCall(name=body.name, arguments=arguments)))
         made = trajectory.calls[call_id] = OpenCall(content, task)
+        trajectory.calls.move_to_end(call_id)
         task.add_done_callback(lambda _: self._ended(trajectory))
         return call_id, made
 
     async def _run(self, trajectory: Trajectory, call: ToolCall) -> ToolResult:
         await asyncio.wait([trajectory.opening])
+        trajectory.opening.result()  # what could not be opened runs nothing
         try:
             return await self._executor.execute(trajectory.key, call)
-        except (SlotLost, LeaseExpired, OutcomeUnknown) as error:
-            trajectory.broken = error
+        except SandboxError:
+            trajectory.broken = self._executor.broken(trajectory.key)
             raise
 
     def _ended(self, trajectory: Trajectory) -> None:
@@ -240,17 +254,7 @@ class Trajectories:
         Raises:
             Refusal: the infrastructure failed, or the trajectory was ended.
         """
-        await asyncio.wait([call.task])
-        if call.task.cancelled():
-            raise Refusal(410, "lease_expired", "the trajectory was ended while the call ran")
-        error = call.task.exception()
-        if isinstance(error, SandboxError):
-            raise refusal_of(error)
-        if isinstance(error, ConfigError):
-            raise Refusal(422, "invalid", str(error))
-        if error is not None:
-            raise error
-        return call.task.result()
+        return await _result(call.task, "the call ran")
 
     # ------------------------------------------------------------------------------------------------------ ends
 

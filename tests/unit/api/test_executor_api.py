@@ -16,9 +16,11 @@ from pydantic import SecretStr, ValidationError
 from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory
 from atropos.api.executor.trajectories import Trajectories
 from atropos.api.executor_api import create_executor_app
-from atropos.errors import OutcomeUnknown, SlotLost
+from atropos.errors import BackendUnavailable, OutcomeUnknown, SandboxError, SlotLost, ToolServerUnavailable
+from atropos.tools import ToolExecutor
 from atropos.tools.models import ToolCall, ToolResult
 from atropos.tools.registry import build_tool_registry
+from tests.unit.tools.fakes import FakePool
 
 from .conftest import until
 
@@ -28,6 +30,7 @@ class HeldExecutor:
 
     def __init__(self, slots: int = 4) -> None:
         self.free = slots
+        self.asked = 0
         self.leased: set[str] = set()
         self.ran: list[Any] = []
         self.hold = asyncio.Event()
@@ -36,15 +39,20 @@ class HeldExecutor:
         self.tools = build_tool_registry()
         self.pool = None
 
-    async def slot(self, trajectory_id: str) -> object:
+    async def slot(self, trajectory_id: str, *, image: str | None = None) -> object:
+        self.asked += 1
         async with self.changed:
             await self.changed.wait_for(lambda: self.free > 0)
             self.free -= 1
             self.leased.add(trajectory_id)
         return object()
 
+    def broken(self, trajectory_id: str) -> None:
+        return None
+
     async def execute(self, trajectory_id: str, call: ToolCall) -> ToolResult:
-        assert trajectory_id in self.leased
+        if trajectory_id not in self.leased:
+            await self.slot(trajectory_id)
         if self.error is not None:
             raise self.error
         if call.name == "hang":
@@ -61,7 +69,7 @@ class HeldExecutor:
 
 
 @contextlib.asynccontextmanager
-async def api(executor: HeldExecutor, **settings: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
+async def serving(executor: Any, **settings: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
     app = create_executor_app(ExecutorServerSettings(token=SecretStr("x"), **settings), executor=executor)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=app)
@@ -69,7 +77,13 @@ async def api(executor: HeldExecutor, **settings: Any) -> AsyncGenerator[httpx.A
             transport=transport, base_url="http://test", headers={"Authorization": "Bearer x"}
         ) as client:
             yield client
-            executor.hold.set()
+
+
+@contextlib.asynccontextmanager
+async def api(executor: HeldExecutor, **settings: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
+    async with serving(executor, **settings) as client:
+        yield client
+        executor.hold.set()
     assert executor.leased == set(), "a lease outlived the server"
 
 
@@ -168,21 +182,52 @@ async def test_a_long_call_answers_events(executor: HeldExecutor, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("error", "status", "code"),
-    [(SlotLost("gone"), 410, "slot_lost"), (OutcomeUnknown("who knows"), 409, "outcome_unknown")],
+    [
+        (SlotLost("gone"), 410, "slot_lost"),
+        (OutcomeUnknown("who knows"), 409, "outcome_unknown"),
+        (BackendUnavailable("a stream broke"), 503, "backend_unavailable"),
+    ],
 )
-async def test_an_infrastructure_failure_is_told_as_such_and_breaks_the_trajectory(
-    executor: HeldExecutor, error: Exception, status: int, code: str
+async def test_a_failure_of_the_slot_is_told_as_such_and_breaks_the_trajectory(
+    error: SandboxError, status: int, code: str
 ):
-    async with api(executor) as client:
+    pool = FakePool()
+    async with ToolExecutor(pool, build_tool_registry()) as executor, serving(executor) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"]
-        executor.error = error
+        pool.slots[0].fault = error
         answer = await client.post(f"{path}/calls", json=CALL)
         assert (answer.status_code, answer.json()["code"]) == (status, code)
-        executor.error = None
-        assert (await client.post(f"{path}/calls", json={**CALL, "id": "c2"})).json()["code"] == code
+        pool.slots[0].fault = None
+        other = await client.post(f"{path}/calls", json={**CALL, "id": "c2"})
+        assert (other.status_code, other.json()["code"]) == (410, "slot_lost"), other.text
+        assert "Retry-After" not in other.headers
         assert (await client.get(path)).json()["state"] == "broken"
-        events = await client.post(f"{path}/calls", json=CALL, headers={"Accept": "text/event-stream"})
-        assert f'"code":"{code}"' in events.text
+        again = await client.post(f"{path}/calls", json=CALL, headers={"Accept": "text/event-stream"})
+        expected = "outcome_unknown" if code == "outcome_unknown" else "slot_lost"
+        assert f'"code":"{expected}"' in again.text
+
+
+async def test_a_call_that_did_not_run_is_run_when_it_is_sent_again(executor: HeldExecutor):
+    async with api(executor) as client:
+        path = (await client.post("/trajectories", json={})).headers["Location"]
+        executor.error = ToolServerUnavailable("it restarts")
+        refused = await client.post(f"{path}/calls", json=CALL)
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+        assert (await client.get(f"{path}/calls/c1")).status_code == 503
+        executor.error = None
+        for _ in range(2):
+            assert (await client.post(f"{path}/calls", json=CALL)).json()["result"]["success"] is True
+        assert len(executor.ran) == 1
+
+
+async def test_a_call_of_a_trajectory_that_gets_no_slot_is_answered_as_its_opening(executor: HeldExecutor):
+    executor.free = 0
+    async with api(executor, acquire_s=0.2) as client:
+        opening = asyncio.create_task(client.post("/trajectories", json={"trajectory_id": "w"}))
+        await until(lambda: executor.asked)
+        answers = await asyncio.gather(opening, client.post("/trajectories/w/calls", json=CALL))
+        assert [(one.status_code, one.json()["code"]) for one in answers] == [(429, "acquire_timeout")] * 2
+        assert executor.asked == 1
 
 
 async def test_a_trajectory_nobody_comes_back_to_ends(executor: HeldExecutor):
