@@ -95,6 +95,10 @@ class ToolResult(BaseModel):
         """A result without success."""
         return cls(success=False, error=error, **fields)
 
+    def size_bytes(self) -> int:
+        """Its length as JSON, `data` included."""
+        return len(self.__pydantic_serializer__.to_json(self, fallback=str))
+
     def encodable(self) -> ToolResult:
         """The result as UTF-8 JSON can hold it: '?' for half of a surrogate pair, and no data that is nested too deeply."""
         data = None if deeper_than(self.data, MAX_DEPTH) else self.data

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 REMEMBERED = 8
 """Results a trajectory remembers, so that a call sent again under its id is not run again."""
-REMEMBERED_CHARS = 200_000
-"""Most characters of output in them; the latest result is kept whatever its length."""
+REMEMBERED_BYTES = 400_000
+"""Longest that they are together as JSON; the latest is kept whatever its length."""
 Peer = Literal["pool", "ToolServer"]
 
 
@@ -40,9 +40,10 @@ class TrajectoryState:
     calls: set[asyncio.Task[object]] = field(default_factory=set["asyncio.Task[object]"])
     interrupted: set[asyncio.Task[object]] = field(default_factory=set["asyncio.Task[object]"])
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    answered: OrderedDict[str, tuple[bytes, ToolResult | None]] = field(
-        default_factory=OrderedDict[str, "tuple[bytes, ToolResult | None]"]
+    answered: OrderedDict[str, tuple[bytes, ToolResult | None, int]] = field(
+        default_factory=OrderedDict[str, "tuple[bytes, ToolResult | None, int]"]
     )
+    """By call id: the call's fingerprint, its result, and its length."""
     recorded: dict[str, str] = field(default_factory=dict[str, str])
     """Recordings of sessions that were there before a view was opened."""
 
@@ -72,11 +73,8 @@ class TrajectoryState:
     def remember(self, call: ToolCall, result: ToolResult | None) -> None:
         """Keep a call's result (None: it was cancelled) in case the call is sent again."""
         self.answered.pop(call.id, None)
-        self.answered[call.id] = (fingerprint(call.name, call.arguments), result)
-        while len(self.answered) > REMEMBERED or (
-            self._remembered_chars() > REMEMBERED_CHARS and len(self.answered) > 1
-        ):
-            self.answered.popitem(last=False)
-
-    def _remembered_chars(self) -> int:
-        return sum(len(result.output) for _, result in self.answered.values() if result is not None)
+        size = 0 if result is None else result.size_bytes()
+        self.answered[call.id] = (fingerprint(call.name, call.arguments), result, size)
+        total = sum(size for _, _, size in self.answered.values())
+        while len(self.answered) > REMEMBERED or (total > REMEMBERED_BYTES and len(self.answered) > 1):
+            total -= self.answered.popitem(last=False)[1][2]

@@ -38,7 +38,7 @@ class ExecutorServerSettings(SettingsModel):
         default=300, gt=0, le=86_400, description="time without a call or renewal after which a trajectory ends"
     )
     acquire_s: float = Field(default=10, gt=0, description="longest that opening a trajectory waits for a slot")
-    remembered: int = Field(default=64, ge=1, description="finished calls a trajectory remembers for resends")
+    remembered: int = Field(default=64, ge=1, description="most finished calls a trajectory remembers for resends")
     drain_s: float = Field(default=30, ge=0)
     otlp_endpoint: str | None = Field(
         default=None, description="URL of an OTLP/HTTP collector that gets the traces; None: there are none"

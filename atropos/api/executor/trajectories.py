@@ -39,6 +39,8 @@ _STATUS: dict[type[SandboxError], int] = {
     ImageUnavailable: 404,
 }
 _RELEASE_S = 30.0
+_REMEMBERED_BYTES = 2_000_000
+"""Longest that a trajectory's remembered results are together as JSON; the latest is kept whatever its length."""
 _T = TypeVar("_T")
 
 
@@ -71,6 +73,7 @@ class OpenCall:
 
     fingerprint: bytes
     task: asyncio.Task[ToolResult]
+    size: int = 0
 
     @property
     def again(self) -> bool:
@@ -225,7 +228,7 @@ class Trajectories:
         task = asyncio.create_task(self._run(trajectory, ToolCall(name=body.name, arguments=arguments)))
         made = trajectory.calls[call_id] = OpenCall(content, task)
         trajectory.calls.move_to_end(call_id)
-        task.add_done_callback(lambda _: self._ended(trajectory))
+        task.add_done_callback(lambda _: self._ended(trajectory, made))
         return call_id, made
 
     async def _run(self, trajectory: Trajectory, call: ToolCall) -> ToolResult:
@@ -237,16 +240,18 @@ class Trajectories:
             trajectory.broken = self._executor.broken(trajectory.key)
             raise
 
-    def _ended(self, trajectory: Trajectory) -> None:
+    def _ended(self, trajectory: Trajectory, call: OpenCall) -> None:
+        if not call.task.cancelled() and call.task.exception() is None:
+            call.size = call.task.result().size_bytes()
         trajectory.finished += 1
         trajectory.touched = time.monotonic()
-        surplus = len(trajectory.calls) - trajectory.running - self._settings.remembered
-        for call_id, call in list(trajectory.calls.items()):
-            if surplus <= 0:
+        done = [(call_id, one) for call_id, one in trajectory.calls.items() if one.task.done()]
+        surplus, size = len(done) - self._settings.remembered, sum(one.size for _, one in done)
+        for call_id, one in done[:-1]:
+            if surplus <= 0 and size <= _REMEMBERED_BYTES:
                 return
-            if call.task.done():
-                del trajectory.calls[call_id]
-                surplus -= 1
+            del trajectory.calls[call_id]
+            surplus, size = surplus - 1, size - one.size
 
     async def result(self, call: OpenCall) -> ToolResult:
         """Wait for a call. Cancelling the wait does not cancel the call.

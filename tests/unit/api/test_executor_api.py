@@ -58,6 +58,8 @@ class HeldExecutor:
         if call.name == "hang":
             await self.hold.wait()
         self.ran.append(call.arguments)
+        if call.name == "picture":
+            return ToolResult(success=True, output="a picture", data={"base64": "x" * 500_000})
         return ToolResult(success=True, output=f"ran {call.name}")
 
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = True) -> None:
@@ -294,6 +296,15 @@ async def test_finished_calls_are_remembered_within_a_bound(executor: HeldExecut
             await client.post(path, json={**CALL, "id": f"c{number}"})
         assert (await client.get(f"{path}/c0")).status_code == 404
         assert (await client.get(f"{path}/c19")).status_code == 200
+
+
+async def test_long_results_are_remembered_within_a_bound(executor: HeldExecutor):
+    async with api(executor) as client:
+        path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
+        for number in range(10):
+            await client.post(path, json={"name": "picture", "id": f"p{number}"})
+        kept = [n for n in range(10) if (await client.get(f"{path}/p{n}")).status_code == 200]
+        assert kept == [7, 8, 9]
 
 
 async def test_a_finished_calls_arguments_are_not_kept(executor: HeldExecutor):

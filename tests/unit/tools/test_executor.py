@@ -47,6 +47,12 @@ async def fail(kind: str) -> str:
     }[kind]
 
 
+@tool(toolsets=("test",))
+async def picture(size: int) -> ToolResult:
+    """Answer much that no model is shown."""
+    return ToolResult(success=True, output="a picture", data={"base64": "x" * size})
+
+
 @tool(toolsets=("test",), timeout_s=0.05)
 async def slow() -> None:
     """Take too long."""
@@ -54,7 +60,7 @@ async def slow() -> None:
 
 
 def make(pool, **config):
-    tools = build_tool_registry(["default"], tools=[hold, fail, slow])
+    tools = build_tool_registry(["default"], tools=[hold, fail, picture, slow])
     return ToolExecutor(pool, tools, ToolExecutorConfig(**config))
 
 
@@ -106,13 +112,12 @@ async def test_a_call_sent_again_is_not_run_again(executor):
 
 
 async def test_what_is_remembered_is_bounded(executor):
-    calls = [ToolCall(name="terminal", arguments={"command": f"seq {10_000 + i}"}, id=str(i)) for i in range(12)]
-    for call in calls:
-        await executor.execute("t", call)
+    for i in range(12):
+        await executor.execute("t", ToolCall(name="picture", arguments={"size": 60_000 + i}, id=str(i)))
     kept = executor._trajectories["t"].answered
     assert list(kept)[-1] == "11"
     assert 1 < len(kept) < 8
-    assert sum(len(result.output) for _, result in kept.values()) <= 200_000
+    assert sum(len(result.data["base64"]) for _, result, _ in kept.values()) <= 400_000
 
 
 async def test_a_call_given_up_while_it_ran_is_not_run_again_in_silence(executor):
