@@ -149,7 +149,7 @@ def _info(host: ToolHost, tool: Tool) -> ToolInfo:
     )
 
 
-def _submit(host: ToolHost, call: ExternalCall) -> asyncio.Task[ToolResult] | Refusal:
+def _submit(host: ToolHost, call: ExternalCall) -> asyncio.Future[ToolResult] | Refusal:
     try:
         return host.submit(call)
     except Refusal as refusal:
@@ -157,9 +157,9 @@ def _submit(host: ToolHost, call: ExternalCall) -> asyncio.Task[ToolResult] | Re
 
 
 async def _lines(
-    host: ToolHost, submitted: list[tuple[ExternalCall, asyncio.Task[ToolResult] | Refusal]]
+    host: ToolHost, submitted: list[tuple[ExternalCall, asyncio.Future[ToolResult] | Refusal]]
 ) -> AsyncIterator[str]:
-    async def one(call: ExternalCall, started: asyncio.Task[ToolResult] | Refusal) -> ExecuteAnswer | ExecuteRefusal:
+    async def one(call: ExternalCall, started: asyncio.Future[ToolResult] | Refusal) -> ExecuteAnswer | ExecuteRefusal:
         try:
             if isinstance(started, Refusal):
                 raise started

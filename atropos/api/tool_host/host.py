@@ -106,11 +106,11 @@ class ToolHost:
 
     # ----------------------------------------------------------------------------------------------------- calls
 
-    def submit(self, call: ExternalCall) -> asyncio.Task[ToolResult]:
+    def submit(self, call: ExternalCall) -> asyncio.Future[ToolResult]:
         """Start a call, or find it where it was sent before. Synchronous: the order of arrival is the order of turns.
 
         Returns:
-            The task of the call. Await it shielded: a client that goes away may come back for the answer.
+            The call's answer. Await it shielded: a client that goes away may come back for the answer.
 
         Raises:
             Refusal: the call is not run.
@@ -257,16 +257,16 @@ class ToolHost:
             retry_after_s=refusal.retry_after_s,
         )
 
-    async def wait(self, call: ExternalCall, task: asyncio.Task[ToolResult]) -> ExecuteAnswer:
+    async def wait(self, call: ExternalCall, answer: asyncio.Future[ToolResult]) -> ExecuteAnswer:
         """The answer of a submitted call. Cancelling the wait does not cancel the call.
 
         Raises:
             Refusal: the call has no result.
         """
-        await asyncio.wait([task])
-        if task.cancelled():
+        await asyncio.wait([answer])
+        if answer.cancelled():
             raise Refusal(409, "trajectory_ended", "the trajectory was ended while the call ran")
-        error = task.exception()
+        error = answer.exception()
         if isinstance(error, OutcomeUnknown):
             raise Refusal(409, error.code, str(error))
         if isinstance(error, SandboxError):
@@ -275,7 +275,7 @@ class ToolHost:
             raise error
         kept = self._trajectories.get(call.owner)
         state_id = kept.state_id if kept is not None and kept.state else None
-        return ExecuteAnswer(call_id=call.call_id, boot_id=self.boot_id, state_id=state_id, result=task.result())
+        return ExecuteAnswer(call_id=call.call_id, boot_id=self.boot_id, state_id=state_id, result=answer.result())
 
     # ---------------------------------------------------------------------------------------------- trajectories
 
@@ -301,7 +301,7 @@ class ToolHost:
         await asyncio.shield(task)
         return True
 
-    async def _close(self, trajectory: HostedTrajectory, running: list[asyncio.Task[ToolResult]]) -> None:
+    async def _close(self, trajectory: HostedTrajectory, running: list[asyncio.Future[ToolResult]]) -> None:
         for task in running:
             task.cancel()
         if running:

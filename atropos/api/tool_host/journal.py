@@ -19,10 +19,10 @@ Key = tuple[Owner, str]
 
 @dataclass
 class ToolCallEntry:
-    """A call with the task that gives its answer."""
+    """A call with the future that gives its answer."""
 
     fingerprint: bytes
-    task: asyncio.Task[ToolResult]
+    answer: asyncio.Future[ToolResult]
     bytes: int = 500
     finished: float = math.inf
 
@@ -47,8 +47,8 @@ class ToolCallJournal:
     def __len__(self) -> int:
         return len(self._running) + len(self._finished)
 
-    def find(self, call: ExternalCall) -> asyncio.Task[ToolResult] | None:
-        """The task of an equal call seen before.
+    def find(self, call: ExternalCall) -> asyncio.Future[ToolResult] | None:
+        """The answer of an equal call seen before.
 
         Raises:
             Refusal: 409, the id was used for another call; 410, the call's trajectory has ended.
@@ -62,7 +62,7 @@ class ToolCallJournal:
             return None
         if entry.fingerprint != fingerprint(call.name, call.arguments):
             raise Refusal(409, "call_id_reused", f"call_id {call.call_id!r} belongs to another call of this trajectory")
-        return entry.task
+        return entry.answer
 
     def add(self, call: ExternalCall, task: asyncio.Task[ToolResult]) -> None:
         """Remember a call that starts now."""
@@ -81,11 +81,14 @@ class ToolCallJournal:
         if self._running.get(key) is not entry:
             return  # its trajectory ended meanwhile
         del self._running[key]
-        if entry.task.cancelled():
+        if entry.answer.cancelled():
             return  # ended with its trajectory
-        failure = entry.task.exception()
+        failure = entry.answer.exception()
         if isinstance(failure, OutcomeUnknown):  # kept: the call must not run again
-            failure.__traceback__ = failure.__cause__ = failure.__context__ = None  # they hold the call's arguments
+            # by a future of its own: a failed task keeps its frames, and with them the call's arguments
+            entry.answer = asyncio.get_running_loop().create_future()
+            entry.answer.set_exception(OutcomeUnknown(str(failure)))
+            entry.answer.exception()  # asked for, so that asyncio doesn't log it
         elif failure is not None:
             return  # the call did not run, or may run again
         entry.finished = time.monotonic()
@@ -114,7 +117,7 @@ class ToolCallJournal:
         if not left:
             self._finished_of.pop(key[0], None)
 
-    def forget(self, owner: Owner) -> list[asyncio.Task[ToolResult]]:
+    def forget(self, owner: Owner) -> list[asyncio.Future[ToolResult]]:
         """Forget the calls of a trajectory that ended: a later one of that name is a new trajectory.
 
         Returns:
@@ -123,7 +126,7 @@ class ToolCallJournal:
         for key in list(self._finished_of.get(owner, ())):
             self._drop(key)
         running = [key for key in self._running if key[0] == owner]
-        return [self._running.pop(key).task for key in running]
+        return [self._running.pop(key).answer for key in running]
 
     def close(self, owner: Owner) -> None:
         """Refuse further calls of a trajectory's life, those in transit included."""
@@ -135,6 +138,6 @@ class ToolCallJournal:
         """Whether a call was forgotten before its time, so that an unknown call may have run."""
         return self._lost is not None and self._lost > time.monotonic() - self._ttl_s
 
-    def running(self) -> list[asyncio.Task[ToolResult]]:
+    def running(self) -> list[asyncio.Future[ToolResult]]:
         """The calls that run now."""
-        return [entry.task for entry in self._running.values()]
+        return [entry.answer for entry in self._running.values()]

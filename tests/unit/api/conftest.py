@@ -65,7 +65,7 @@ class Workbench:
             return f"held {text}"
 
         @tool(sandboxed=False, toolsets=("test",))
-        async def fail(how: str) -> str:
+        async def fail(how: str, text: str = "") -> str:
             """Fail."""
             self.ran.append(how)
             if how == "tool":

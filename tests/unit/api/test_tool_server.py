@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import tracemalloc
 from urllib.parse import quote
 
 import httpx
@@ -87,6 +89,20 @@ async def test_a_call_whose_outcome_is_unknown_is_not_run_again(bench: Workbench
             assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
             assert "lost" in answer.json()["message"]
         assert bench.ran == [how]
+
+
+async def test_what_is_kept_of_a_call_whose_outcome_is_unknown_holds_no_arguments(bench: Workbench):
+    async with served(bench) as client:
+        tracemalloc.start()
+        try:
+            for number in range(10):
+                body = call("fail", call_id=str(number), how="unknown", text=str(number) * 1_000_000)
+                assert (await client.post("/execute", json=body)).status_code == 409
+            del body
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < 3_000_000
+        finally:
+            tracemalloc.stop()
 
 
 async def test_what_only_reads_may_be_run_again_after_any_failure(bench: Workbench):
