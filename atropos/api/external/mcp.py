@@ -224,7 +224,7 @@ class McpTool(Tool):
         except asyncio.CancelledError:
             self._connection.suspect(client)
             raise
-        except (OSError, RuntimeError) as error:
+        except OSError as error:  # RuntimeError is the SDK's of an answer that the tool's own schema forbids
             await self._connection.lost(client)
             raise self._broken(error) from error
         output = "\n".join(_text(part) for part in answer.content)

@@ -7,9 +7,18 @@ import os
 import sys
 
 from mcp.server import MCPServer
-from mcp.types import ToolAnnotations
+from mcp.types import Tool, ToolAnnotations
 
-server = MCPServer("little")
+
+class Server(MCPServer):
+    async def list_tools(self) -> list[Tool]:
+        """The tools; of `lie` the schema says what it does not answer, as some servers' do."""
+        number = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+        declared = {"lie": {"output_schema": number}}
+        return [tool.model_copy(update=declared.get(tool.name)) for tool in await super().list_tools()]
+
+
+server = Server("little")
 
 
 @server.tool(annotations=ToolAnnotations(read_only_hint=True))
@@ -22,6 +31,12 @@ def add(a: int, b: int) -> int:
 def fail() -> str:
     """Always fail."""
     raise ValueError("it went wrong")
+
+
+@server.tool(structured_output=False)
+def lie() -> str:
+    """Answer something else than is declared."""
+    return "three"
 
 
 @server.tool()

@@ -56,6 +56,15 @@ async def test_an_mcp_servers_tools_are_offered_run_and_fail_as_tools_do():
         assert (failed["success"], "fail" in failed["error"]) == (False, True)
 
 
+async def test_a_wrong_answer_of_an_mcp_tool_is_its_own_failure_and_harms_no_other_call():
+    async with offering(STDIO) as client:
+        slow = asyncio.create_task(client.post("/execute", json={**call("little_slow", "other"), "timeout_s": 2}))
+        wrong = await ask(client, "little_lie")
+        assert wrong.status_code == 200, wrong.text
+        assert "has an output schema" in wrong.json()["result"]["error"]
+        assert (await slow).json()["result"]["timed_out"] is True
+
+
 async def test_a_hanging_mcp_tool_times_out_and_the_others_go_on():
     async with offering(STDIO) as client:
         body = {**call("little_slow", "other"), "timeout_s": 0.5}
