@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -47,7 +48,7 @@ class McpConnection:
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._lock = asyncio.Lock()
-        self._check: asyncio.Task[None] | None = None
+        self._check: asyncio.Task[bool] | None = None
 
     def __repr__(self) -> str:
         return f"<McpConnection {self.server.name} {'up' if self._client is not None else 'down'}>"
@@ -123,15 +124,18 @@ class McpConnection:
     def suspect(self, client: Client) -> None:
         """After a call timed out: check whether the whole server hangs, or only the tool."""
         if self._check is None or self._check.done():
-            self._check = asyncio.create_task(self._ping(client))
+            self._check = asyncio.create_task(self.answers(client))
 
-    async def _ping(self, client: Client) -> None:
+    async def answers(self, client: Client) -> bool:
+        """Whether the server answers this connection, which is dropped if not."""
         try:
             async with asyncio.timeout(_PING_S):
                 await client.list_tools(cache_mode="bypass")  # every server has it; `ping` is gone from the protocol
         except Exception as error:
             _log.warning("MCP server %s does not answer; reconnecting: %s", self.server.name, _reason(error))
             await self.lost(client)
+            return False
+        return True
 
     async def _close(self) -> None:
         self._client = None
@@ -205,21 +209,26 @@ class McpTool(Tool):
 
         Raises:
             ToolServerUnavailable: the server can't be reached; the call did not run.
-            OutcomeUnknown: the connection was lost while it ran.
+            OutcomeUnknown: the connection, or the server's session, was lost while it ran.
         """
         del scope
         from mcp import MCPError, types
 
         client = await self._connection.client()
+        asked = time.monotonic()
         try:
             answer = await client.call_tool(self._described.name, arguments.model_dump())
         except MCPError as error:
             if error.code == types.CONNECTION_CLOSED:
                 await self._connection.lost(client)
                 raise self._broken(error) from error
-            if error.code == types.REQUEST_TIMEOUT:
+            timeout_s = self._connection.server.timeout_s
+            # other SDKs' servers use the code for a session that they don't know
+            if error.code == types.REQUEST_TIMEOUT and time.monotonic() - asked >= timeout_s:
                 self._connection.suspect(client)
-                return ToolResult.failure(f"{self.name} did not finish within {self.timeout_s:g} s", timed_out=True)
+                return ToolResult.failure(f"{self.name} did not finish within {timeout_s:g} s", timed_out=True)
+            if not await self._connection.answers(client):
+                raise self._broken(error) from error
             return ToolResult.failure(f"{self.name}: {error.message}")
         except asyncio.CancelledError:
             self._connection.suspect(client)

@@ -24,6 +24,7 @@ from tests.processes import descendants
 from .conftest import call, until
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
+SESSIONS = str(Path(__file__).with_name("mcp_sessions.py"))
 STDIO = McpServerSettings(name="little", command=sys.executable, args=(SERVER,), timeout_s=20)
 
 
@@ -102,9 +103,9 @@ async def test_an_mcp_server_that_does_not_start_is_told_at_start():
             pass
 
 
-async def over_http(port: int) -> asyncio.subprocess.Process:
+async def over_http(port: int, server: str = SERVER) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, SERVER, str(port)),
+        *(sys.executable, server, str(port)),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
     )
@@ -118,10 +119,33 @@ async def over_http(port: int) -> asyncio.subprocess.Process:
                 await asyncio.sleep(0.05)
 
 
-async def test_streamable_http_works_too_and_comes_back():
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+async def test_a_lost_session_is_an_infrastructure_fault_and_is_opened_again():
+    port = free_port()
+    process = await over_http(port, SESSIONS)
+    try:
+        async with offering(McpServerSettings(name="old", url=f"http://127.0.0.1:{port}/mcp", timeout_s=20)) as client:
+            wrong = (await ask(client, "old_add", "w", unknown=True)).json()["result"]
+            assert (wrong["success"], wrong["error"]) == (False, "old_add: no such thing")
+            process.kill()
+            await process.wait()
+            process = await over_http(port, SESSIONS)  # restarted while no call ran
+            lost = await ask(client, "old_add", "l")
+            assert (lost.status_code, lost.json()["code"]) == (409, "outcome_unknown"), lost.text
+            assert (await ask(client, "old_add", "a")).json()["result"]["output"] == "added"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_streamable_http_works_too_and_comes_back():
+    port = free_port()
     process = await over_http(port)
     try:
         server = McpServerSettings(
