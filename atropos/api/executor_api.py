@@ -162,6 +162,8 @@ def _add_trajectories(app: FastAPI) -> None:
             named = f"k-{hashlib.sha256(idempotency_key.encode()).hexdigest()[:32]}"
             wanted = wanted.model_copy(update={"trajectory_id": named})
         trajectory, new = await _of(request).open(wanted)
+        if wanted.trajectory_id is None and await request.is_disconnected():
+            await _of(request).end(trajectory.id)  # nobody knows its id
         response.status_code = 201 if new else 200
         response.headers["Location"] = f"/trajectories/{trajectory.id}"
         return trajectory.info()

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from pydantic import SecretStr, ValidationError
 
 from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory
@@ -30,7 +31,7 @@ class HeldExecutor:
 
     def __init__(self, slots: int = 4) -> None:
         self.free = slots
-        self.asked = 0
+        self.asked = self.taken = 0
         self.leased: set[str] = set()
         self.ran: list[Any] = []
         self.hold = asyncio.Event()
@@ -44,6 +45,7 @@ class HeldExecutor:
         async with self.changed:
             await self.changed.wait_for(lambda: self.free > 0)
             self.free -= 1
+            self.taken += 1
             self.leased.add(trajectory_id)
         return object()
 
@@ -271,6 +273,31 @@ async def test_ending_a_trajectory_that_still_waits_for_its_slot_leaks_nothing(e
             executor.free = 1
             executor.changed.notify_all()
         assert (await client.post("/trajectories", json={"trajectory_id": "w"})).status_code == 201
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_client_that_gave_up_before_it_had_the_id_keeps_no_slot(executor: HeldExecutor, named: bool):
+    executor.free = 0
+    app = create_executor_app(ExecutorServerSettings(token=SecretStr("x")), executor=executor)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="on"))
+    running = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    where = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    async with httpx.AsyncClient(base_url=where, headers={"Authorization": "Bearer x"}) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/trajectories", json={"trajectory_id": "mine"} if named else {}, timeout=0.2)
+        async with executor.changed:
+            executor.free = 1
+            executor.changed.notify_all()
+        await until(lambda: executor.taken == 1)
+        if named:
+            again = await client.post("/trajectories", json={"trajectory_id": "mine"})
+            assert (again.status_code, executor.taken) == (200, 1)
+        else:
+            await until(lambda: executor.free == 1)
+            assert (await client.get("/trajectories")).json()["trajectories"] == []
+    server.should_exit = True
+    await running
 
 
 async def test_too_many_waiting_calls_are_refused(executor: HeldExecutor):
