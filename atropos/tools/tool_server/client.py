@@ -99,8 +99,8 @@ class ToolServerClient:
             await self._stack.enter_async_context(_lifespan(app))
             self._transport = InProcess(app, headers)
         else:
-            self._transport = Connections(self.url, headers)
-            self._stack.push_async_callback(self._transport.close)
+            self._transport = connections = Connections(self.url, headers)
+            self._stack.push_async_callback(connections.close)
         answer = await self._get_tools()
         self._boot_id = answer.boot_id
         self._timeouts = {tool.name: tool.timeout_s for tool in answer.tools}
