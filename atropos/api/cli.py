@@ -107,7 +107,7 @@ def executor_server(
     """Serve trajectories to agents in other processes or languages."""
     from atropos.api.e2b.app import TOKEN_HEADERS
     from atropos.api.executor.models import ExecutorServerSettings
-    from atropos.api.executor_api import create_executor_app
+    from atropos.api.executor_api import create_executor_app, drain
     from atropos.api.serve import run
     from atropos.api.settings import parse_settings
 
@@ -121,10 +121,6 @@ def executor_server(
     settings = parse_settings(ExecutorServerSettings, values, "executor server")
     app = create_executor_app(settings)
 
-    async def drain() -> None:
-        app.state.sandboxes.draining = True
-        await app.state.trajectories.drain(settings.drain_s)
-
     code = run(
         app,
         host=settings.host,
@@ -132,6 +128,6 @@ def executor_server(
         name="executor API",
         token=settings.token,
         token_headers=TOKEN_HEADERS,
-        drain=drain,
+        drain=partial(drain, app, settings.drain_s),
     )
     raise typer.Exit(code)

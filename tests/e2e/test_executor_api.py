@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from atropos.config import ImageStoreSettings
 from atropos.metrics import CONTENT_TYPE
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry
+from tests.e2e.servers import TOKEN, running
 from tests.images.registry import MISSING, Registry, registry
 from tests.images.test_leases import busybox_image
 from tests.unit.api.conftest import until
@@ -93,6 +95,34 @@ async def test_a_resent_call_is_not_run_again_and_a_long_one_answers_events(api:
     assert "event: accepted" in events.text
     assert "event: result" in events.text
     assert "done" in events.text
+
+
+async def test_a_call_that_outlasts_the_drain_is_answered(tmp_path: Path):
+    settings = tmp_path / "executor.toml"
+    settings.write_text('drain_s = 0.2\n[pool]\nbackend = "local"\nslots_per_container = 2\nmax_containers = 1\n')
+    async with running("executor-server", "--config", str(settings)) as server:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60) as client:
+            paths = [(await client.post("/trajectories", json={})).headers["Location"] for _ in range(2)]
+            calls = [
+                asyncio.create_task(terminal(client, paths[0], "sleep 600")),
+                asyncio.create_task(
+                    client.post(
+                        f"{paths[1]}/calls",
+                        json={"name": "terminal", "arguments": {"command": "sleep 600"}},
+                        headers={"Accept": "text/event-stream"},
+                    )
+                ),
+            ]
+            async with asyncio.timeout(20):
+                while [(await client.get(path)).json()["running"] for path in paths] != [1, 1]:
+                    pass
+            server.process.send_signal(signal.SIGTERM)
+            plain, events = await asyncio.gather(*calls)
+        assert (plain.status_code, plain.json()["code"]) == (410, "lease_expired"), plain.text
+        assert 'event: error\ndata: {"code":"lease_expired"' in events.text
+        assert await asyncio.wait_for(server.process.wait(), 20) == 0
+        assert "Traceback" not in server.log
 
 
 async def test_an_executor_uses_the_tool_server_in_its_own_process():

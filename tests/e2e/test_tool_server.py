@@ -11,6 +11,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -223,6 +224,22 @@ async def test_sigterm_finishes_what_runs_and_refuses_what_comes():
         assert (await nap).output == "rested"
         assert await asyncio.wait_for(server.process.wait(), 20) == 0
         assert "ending: running calls are finished first" in server.log
+
+
+async def test_a_call_that_outlasts_the_drain_is_answered(tmp_path: Path):
+    (tmp_path / "settings.toml").write_text("drain_s = 0.2\n")
+    async with running("tool-server", *OWN, "--config", str(tmp_path / "settings.toml")) as server:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as http:
+            body: dict[str, Any] = {"trajectory_id": "t", "call_id": "c", "name": "hang", "arguments": {}}
+            hang = asyncio.create_task(http.post(f"{server.url}/execute", json=body))
+            async with asyncio.timeout(20):
+                while not (await http.get(f"{server.url}/stats")).json()["running"]:
+                    pass
+            server.process.send_signal(signal.SIGTERM)
+            ended = await hang
+        assert (ended.status_code, ended.json()["code"]) == (409, "trajectory_ended")
+        assert await asyncio.wait_for(server.process.wait(), 20) == 0
+        assert "Traceback" not in server.log
 
 
 async def test_a_second_signal_ends_it_at_once():

@@ -48,10 +48,10 @@ class _Preparation:
         """The progress."""
         if not self.task.done():
             return self.at
-        error = self.task.exception()
+        error = None if self.task.cancelled() else self.task.exception()
         if isinstance(error, SandboxError | ConfigError):
             return ImageState(source=self.at.source, phase="failed", error=str(error))
-        image = self.task.result()
+        image = None if self.task.cancelled() else self.task.result()
         if image is None:
             return ImageState(source=self.at.source, phase="queued")
         return ImageState(source=self.at.source, phase="ready", done=1.0, image=image)

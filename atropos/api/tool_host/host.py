@@ -328,10 +328,11 @@ class ToolHost:
                     await self._end(owner)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new calls, and wait for running ones, up to the timeout."""
+        """Refuse new calls, wait for running ones up to the timeout, and end the others, whose clients are told."""
         self.draining = True
         if running := self._journal.running():
             await asyncio.wait(running, timeout=timeout_s)
+        await self.aclose()
 
     async def aclose(self) -> None:
         """End every trajectory with its running calls."""

@@ -16,7 +16,7 @@ from pydantic import SecretStr, ValidationError
 
 from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory
 from atropos.api.executor.trajectories import Trajectories
-from atropos.api.executor_api import create_executor_app
+from atropos.api.executor_api import create_executor_app, drain
 from atropos.errors import BackendUnavailable, OutcomeUnknown, SandboxError, SlotLost, ToolServerUnavailable
 from atropos.tools import ToolExecutor
 from atropos.tools.models import ToolCall, ToolResult
@@ -38,7 +38,7 @@ class HeldExecutor:
         self.error: Exception | None = None
         self.changed = asyncio.Condition()
         self.tools = build_tool_registry()
-        self.pool = None
+        self.pool: Any = None
 
     async def slot(self, trajectory_id: str, *, image: str | None = None) -> object:
         self.asked += 1
@@ -80,6 +80,7 @@ async def serving(executor: Any, **settings: Any) -> AsyncGenerator[httpx.AsyncC
         async with httpx.AsyncClient(
             transport=transport, base_url="http://test", headers={"Authorization": "Bearer x"}
         ) as client:
+            client.app = app  # type: ignore[attr-defined]
             yield client
 
 
@@ -298,6 +299,22 @@ async def test_a_client_that_gave_up_before_it_had_the_id_keeps_no_slot(executor
             assert (await client.get("/trajectories")).json()["trajectories"] == []
     server.should_exit = True
     await running
+
+
+async def test_a_client_that_waits_for_an_image_is_answered_when_the_server_ends(executor: HeldExecutor):
+    class Pulling:
+        started = asyncio.Event()
+
+        async def prepare(self, image: str, **_: Any) -> None:
+            self.started.set()
+            await asyncio.sleep(3600)
+
+    executor.pool = Pulling()
+    async with api(executor) as client:
+        waiting = asyncio.create_task(client.post("/prepare", json={"image": "busybox", "wait_s": 60}))
+        await Pulling.started.wait()
+        await drain(client.app, 0)
+        assert (await waiting).json()["phase"] == "queued"
 
 
 async def test_too_many_waiting_calls_are_refused(executor: HeldExecutor):
