@@ -92,11 +92,11 @@ class Brave:
         self._key = settings.api_key.get_secret_value() if settings.api_key else ""
 
     async def search(self, query: str, limit: int) -> list[SearchHit]:
-        """GET /res/v1/web/search."""
+        """GET /res/v1/web/search, which takes at most 50 words and 400 characters."""
         request = self._client.build_request(
             "GET",
             self._url,
-            params={"q": query[:400], "count": limit, "text_decorations": "false"},
+            params={"q": " ".join(query.split()[:50])[:400], "count": limit, "text_decorations": "false"},
             headers={"X-Subscription-Token": self._key, "Accept": "application/json"},
         )
         web = (await _json(self._client, "Brave", request)).get("web")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StringConstraints
 
 from atropos.errors import ConfigError
 from atropos.tools.arguments import Arguments
@@ -17,7 +17,9 @@ Ref = Annotated[str, Field(description="the element's reference in the latest sn
 class WebSearchArguments(Arguments):
     """Arguments of `web_search`."""
 
-    query: str = Field(min_length=1, max_length=2000, description="what to search for")
+    query: Annotated[str, StringConstraints(strip_whitespace=True)] = Field(
+        min_length=1, max_length=2000, description="what to search for"
+    )
     limit: int = Field(default=5, ge=1, le=20, description="most results")
 
 

@@ -301,6 +301,9 @@ class Site:
     async def _brave(self, request: web.Request) -> web.Response:
         if request.headers.get("X-Subscription-Token") != "brave-key":
             return web.Response(status=401)
+        query = request.query["q"]
+        if not query.strip() or len(query) > 400 or len(query.split()) > 50:  # as Brave documents it
+            return web.Response(status=422)
         return web.json_response(
             {"web": {"results": [{"title": "B", "url": "https://b.example/", "description": "d"}]}}
         )

@@ -14,6 +14,7 @@ from atropos.api.external.guard import Guard, guarded_client
 from atropos.api.external.search import PROVIDERS, WebSearch, search_client
 from atropos.api.settings import SearchSettings
 from atropos.errors import ToolServerUnavailable
+from atropos.tools.arguments import BadArguments, check
 from atropos.tools.base import ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.tool_server.external import WebExtractArguments, WebSearchArguments
@@ -115,6 +116,16 @@ async def test_every_provider_answers_in_the_same_form(site: Site, provider: Any
     assert result.output.startswith(f"1. {title}\n   https://")
     assert 1 <= len(result.data["results"]) <= 3
     assert "javascript" not in result.output
+
+
+async def test_no_query_of_a_model_is_an_infrastructure_fault(site: Site):
+    settings = SearchSettings(provider="brave", url=site.url(""), api_key=SecretStr("brave-key"))
+    async with search_client() as client:
+        made = WebSearch(PROVIDERS["brave"](client, settings))
+        for query in ("word " * 100, "letters" * 100):
+            assert (await made.run(WebSearchArguments(query=query), SCOPE)).success
+        with pytest.raises(BadArguments, match="'query' is wrong"):
+            check("web_search", WebSearchArguments, {"query": " "})
 
 
 @pytest.mark.parametrize("query", ["fail", "nonsense"])
