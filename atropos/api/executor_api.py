@@ -74,7 +74,7 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
                 traces = tracing.start(settings.otlp_endpoint, "atropos executor")
                 stack.push_async_callback(asyncio.to_thread, traces.close)
             ready = executor or await stack.enter_async_context(_made(settings))
-            trajectories, sandboxes = Trajectories(ready, ready.pool, settings), Sandboxes(ready.pool, settings)
+            trajectories, sandboxes = Trajectories(ready, settings), Sandboxes(ready.pool, settings)
             app.state.trajectories, app.state.sandboxes, app.state.executor = trajectories, sandboxes, ready
             app.state.images = PreparedImages(ready.pool)
             reapers = [asyncio.create_task(trajectories.reap()), asyncio.create_task(sandboxes.reap())]

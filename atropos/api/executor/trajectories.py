@@ -26,7 +26,6 @@ from atropos.errors import (
 from atropos.tools.models import ToolCall, ToolResult, fingerprint
 
 if TYPE_CHECKING:
-    from atropos.slots import SlotPool
     from atropos.tools import ToolExecutor
 
 _log = logging.getLogger(__name__)
@@ -120,9 +119,8 @@ class Trajectory:
 class Trajectories:
     """All open trajectories. A lease ends with its trajectory, and a trajectory at the latest with its TTL."""
 
-    def __init__(self, executor: ToolExecutor, pool: SlotPool, settings: ExecutorServerSettings) -> None:
+    def __init__(self, executor: ToolExecutor, settings: ExecutorServerSettings) -> None:
         self._executor = executor
-        self._pool = pool
         self._settings = settings
         self._open: dict[str, Trajectory] = {}
         self._releases: set[asyncio.Task[None]] = set()
@@ -194,7 +192,7 @@ class Trajectories:
 
     async def _lease(self, key: str, image: str | None) -> None:
         if image is not None:
-            await self._pool.prepare(image)  # has its own timeout, before that of the slot
+            await self._executor.pool.prepare(image)  # has its own timeout, before that of the slot
         try:
             async with asyncio.timeout(self._settings.acquire_s):
                 await self._executor.slot(key, image=image)

@@ -352,7 +352,7 @@ async def test_long_results_are_remembered_within_a_bound(executor: HeldExecutor
 
 
 async def test_a_finished_calls_arguments_are_not_kept(executor: HeldExecutor):
-    trajectories = Trajectories(executor, None, ExecutorServerSettings(token=SecretStr("x")))  # type: ignore[arg-type]
+    trajectories = Trajectories(executor, ExecutorServerSettings(token=SecretStr("x")))  # type: ignore[arg-type]
     trajectory, _ = await trajectories.open(OpenTrajectory())
     tracemalloc.start()
     try:
