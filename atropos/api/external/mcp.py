@@ -31,6 +31,8 @@ _CONNECT_S = 30.0
 _MAX_TOOLS = 500
 _PING_S = 5.0
 """Timeout of the check whether a server hangs; one that does is reconnected."""
+_HTTP_ERROR = "Server returned an error response"
+"""The SDK's message for an HTTP status of 400 and above that no MCP server wrote, as of a proxy before it."""
 
 
 class AnyArguments(BaseModel):
@@ -219,15 +221,12 @@ class McpTool(Tool):
         try:
             answer = await client.call_tool(self._described.name, arguments.model_dump())
         except MCPError as error:
-            if error.code == types.CONNECTION_CLOSED:
-                await self._connection.lost(client)
-                raise self._broken(error) from error
             timeout_s = self._connection.server.timeout_s
-            # other SDKs' servers use the code for a session that they don't know
+            # servers use the SDK's own codes for errors of theirs, so a code alone says nothing of the connection
             if error.code == types.REQUEST_TIMEOUT and time.monotonic() - asked >= timeout_s:
                 self._connection.suspect(client)
                 return ToolResult.failure(f"{self.name} did not finish within {timeout_s:g} s", timed_out=True)
-            if not await self._connection.answers(client):
+            if not await self._connection.answers(client) or error.message == _HTTP_ERROR:
                 raise self._broken(error) from error
             return ToolResult.failure(f"{self.name}: {error.message}")
         except asyncio.CancelledError:
@@ -243,7 +242,7 @@ class McpTool(Tool):
         return ToolResult(success=True, output=output or json.dumps(data, ensure_ascii=False), data=data)
 
     def _broken(self, error: Exception) -> Exception:
-        message = f"MCP server {self._connection.server.name!r}: the connection was lost: {_reason(error)}"
+        message = f"MCP server {self._connection.server.name!r}: {_reason(error)}"
         return ToolServerUnavailable(message) if self.read_only else OutcomeUnknown(message)
 
 

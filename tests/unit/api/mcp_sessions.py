@@ -21,8 +21,8 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
             }
         case "tools/list":
             return {"result": {"tools": [{"name": "add", "description": "Add.", "inputSchema": NOTHING}]}}
-        case "tools/call" if asked["params"]["arguments"].get("unknown"):
-            return {"error": {"code": -32602, "message": "no such thing"}}
+        case "tools/call" if code := asked["params"]["arguments"].get("code"):
+            return {"error": {"code": code, "message": "no such thing"}}
         case "tools/call":
             return {"result": {"content": [{"type": "text", "text": "added"}]}}
     return {"error": {"code": -32601, "message": "no such method"}}
@@ -37,6 +37,8 @@ async def post(request: web.Request) -> web.Response:
     elif request.headers.get("mcp-session-id") not in SESSIONS:
         error = {"code": -32001, "message": "Session not found"}  # as the TypeScript SDK's
         return web.json_response({"jsonrpc": "2.0", "id": None, "error": error}, status=404)
+    if asked["method"] == "tools/call" and asked["params"]["arguments"].get("gateway"):
+        return web.Response(status=504, text="Gateway Time-out")
     if "id" not in asked:
         return web.Response(status=202)
     return web.json_response({"jsonrpc": "2.0", "id": asked["id"], **answer(asked)}, headers=headers)

@@ -125,13 +125,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-async def test_a_lost_session_is_an_infrastructure_fault_and_is_opened_again():
+async def test_a_proxys_error_and_a_lost_session_are_infrastructure_faults_and_the_session_is_opened_again():
     port = free_port()
     process = await over_http(port, SESSIONS)
     try:
         async with offering(McpServerSettings(name="old", url=f"http://127.0.0.1:{port}/mcp", timeout_s=20)) as client:
-            wrong = (await ask(client, "old_add", "w", unknown=True)).json()["result"]
-            assert (wrong["success"], wrong["error"]) == (False, "old_add: no such thing")
+            for code in (-32602, -32001, -32000):  # the latter two are the SDK's for timeouts and closed connections
+                wrong = (await ask(client, "old_add", str(code), code=code)).json()["result"]
+                assert (wrong["error"], wrong["timed_out"]) == ("old_add: no such thing", False)
+            late = await ask(client, "old_add", "g", gateway=True)
+            assert (late.status_code, late.json()["code"]) == (409, "outcome_unknown"), late.text
             process.kill()
             await process.wait()
             process = await over_http(port, SESSIONS)  # restarted while no call ran
