@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
@@ -22,6 +23,10 @@ from pydantic import SecretStr
 from atropos.errors import OutcomeUnknown, ToolServerUnavailable
 from atropos.tools.tool_server.client import ToolServerClient
 from tests.e2e.servers import OWN, TOKEN, Server, running
+from tests.processes import adopt_orphans, descendants
+from tests.unit.api.conftest import until
+
+adopt_orphans()
 
 
 @contextlib.asynccontextmanager
@@ -252,6 +257,19 @@ async def test_a_second_signal_ends_it_at_once():
         await asyncio.wait_for(server.process.wait(), 20)
         hang.cancel()
         await asyncio.gather(hang, return_exceptions=True)
+
+
+async def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path):
+    settings = tmp_path / "settings.toml"
+    settings.write_text('[[mcp]]\nname = "mute"\ncommand = "sleep"\nargs = ["987654"]\n')
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "atropos.cli", "tool-server", "--port", "0", "--config", str(settings)),
+        env={**os.environ, "ATROPOS_TOOL_SERVER_TOKEN": TOKEN},
+    )
+    await until(lambda: [line for line in descendants().values() if "987654" in line])
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(process.wait(), 60) == 143
+    assert not [line for line in descendants().values() if "987654" in line]
 
 
 async def test_a_restart_in_the_middle_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch):
