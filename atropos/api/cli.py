@@ -102,7 +102,9 @@ def executor_server(
     slots_per_container: Annotated[int | None, typer.Option(help="Slots in a container.")] = None,
     max_containers: Annotated[int | None, typer.Option(help="Containers at most.")] = None,
     toolset: Annotated[list[str] | None, typer.Option(help="An enabled toolset; may be given again.")] = None,
-    tool_server_url: Annotated[str | None, typer.Option(help="A ToolServer's URL, or inprocess.")] = None,
+    tool_server_url: Annotated[
+        str | None, typer.Option(help=f"A ToolServer's URL, or inprocess; its token: {TOKEN_VARIABLE}.")
+    ] = None,
 ) -> None:
     """Serve trajectories to agents in other processes or languages."""
     from atropos.api.e2b.app import TOKEN_HEADERS
@@ -118,6 +120,7 @@ def executor_server(
         values["pool"] = with_flags(cast("dict[str, object]", in_file), pool)
     if token_file is not None or "token" not in values:
         values["token"] = read_token(token_file, EXECUTOR_TOKEN_VARIABLE)
+    values.setdefault("tool_server_token", os.environ.get(TOKEN_VARIABLE) or None)
     settings = parse_settings(ExecutorServerSettings, values, "executor server")
     app = create_executor_app(settings)
 

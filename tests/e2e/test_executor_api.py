@@ -22,7 +22,7 @@ from atropos.config import ImageStoreSettings
 from atropos.metrics import CONTENT_TYPE
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry
-from tests.e2e.servers import TOKEN, running
+from tests.e2e.servers import OWN, TOKEN, running
 from tests.images.registry import MISSING, Registry, registry
 from tests.images.test_leases import busybox_image
 from tests.unit.api.conftest import until
@@ -123,6 +123,18 @@ async def test_a_call_that_outlasts_the_drain_is_answered(tmp_path: Path):
         assert 'event: error\ndata: {"code":"lease_expired"' in events.text
         assert await asyncio.wait_for(server.process.wait(), 20) == 0
         assert "Traceback" not in server.log
+
+
+async def test_an_executor_server_uses_a_tool_server_by_two_flags():
+    flags = ("--backend", "local", "--slots-per-container", "1", "--max-containers", "1", "--toolset", "all")
+    async with (
+        running("tool-server", *OWN) as tools,
+        running("executor-server", *flags, "--tool-server-url", tools.url) as server,
+        httpx.AsyncClient(base_url=server.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client,
+    ):
+        path = (await client.post("/trajectories", json={})).headers["Location"]
+        said = await client.post(f"{path}/calls", json={"name": "echo", "arguments": {"text": "hi"}})
+        assert said.json()["result"]["output"] == "hi"
 
 
 async def test_an_executor_uses_the_tool_server_in_its_own_process():
