@@ -163,7 +163,7 @@ def build_tool_registry(
             left_out.append(tool.name)
     if left_out:
         _log.warning("external tools are not offered because tool_server_url is not set: %s", ", ".join(left_out))
-    if not chosen and not any(name.startswith("mcp") for name in enabled):
+    if not chosen and not any(chosen.wants(name) for name in enabled if name == "mcp" or name not in TOOLSETS):
         raise ConfigError(f"disabled_toolsets: {', '.join(disabled)} leaves no tool of {', '.join(enabled)}")
     return chosen
 
@@ -174,7 +174,9 @@ def _check_toolsets(
     known = {*TOOLSETS, *(name for tool in catalogue for name in tool.toolsets)}
     for field, names in (("enabled_toolsets", enabled), ("disabled_toolsets", disabled)):
         for name in names:
-            if name not in known and not (tool_server_url and name.startswith("mcp")):
+            # a ToolServer may have it: `adopt_offered` checks that for those that are enabled
+            elsewhere = tool_server_url is not None and (names is enabled or name.startswith("mcp"))
+            if name not in known and not elsewhere:
                 raise ConfigError(f"{field}: unknown toolset {name!r}; known: {', '.join(sorted(known))}")
     lacking = [name for name in enabled if name in EXTERNAL]
     if lacking and tool_server_url is None:

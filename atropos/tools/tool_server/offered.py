@@ -10,6 +10,7 @@ from atropos.tools.base import Tool
 from atropos.tools.registry import ToolRegistry, user_tools
 from atropos.tools.tool_server.external import ExternalTool
 from atropos.tools.tool_server.messages import ToolInfo
+from atropos.tools.toolsets import EXTERNAL, TOOLSETS
 
 _log = logging.getLogger(__name__)
 
@@ -40,10 +41,9 @@ def adopt_offered(tools: ToolRegistry, offered: Sequence[ToolInfo]) -> None:
     for tool in missing:
         _log.warning("tool %r is not offered to the model because the ToolServer does not have it", tool.name)
         tools.remove(tool.name)
-    left = {toolset for tool in tools.external for toolset in tool.toolsets}
+    left = {toolset for tool in tools for toolset in tool.toolsets}
     left |= {"mcp" for toolset in left if toolset.startswith("mcp-")}
-    asked = {toolset for tool in missing for toolset in tool.toolsets} & {*tools.enabled}
-    asked |= {name for name in tools.enabled if name.startswith("mcp") and tools.wants(name)}
+    asked = {name for name in tools.enabled if tools.wants(name)} - ({*TOOLSETS} - EXTERNAL)
     for toolset in sorted(asked - left):
         known = ", ".join(sorted({info.toolset for info in offered})) or "none"
         raise ConfigError(f"enabled_toolsets: the ToolServer offers no tool of {toolset!r}; its toolsets: {known}")

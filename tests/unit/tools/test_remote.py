@@ -178,7 +178,16 @@ async def test_tools_that_are_found_on_the_server_join_their_toolset(pool, enabl
             assert schema["required"] == ["text"]
 
 
-@pytest.mark.parametrize("name", ["mcp-isues", "mcp"])
+async def test_a_toolset_that_only_the_server_has_is_enabled_by_its_name(pool):
+    registry = build_tool_registry(["test"], None, "inprocess")
+    config = ToolExecutorConfig(tool_server_url="inprocess")
+    app = create_app(ToolServerSettings(), tools=[note])
+    async with ToolExecutor(pool, registry, config, tool_server_app=lambda: app) as made:
+        assert made.tools.names == ["note"]
+        assert (await made.execute("t", call("note", text="hi"))).output == "hi None"
+
+
+@pytest.mark.parametrize("name", ["mcp-isues", "mcp", "defualt"])
 async def test_a_toolset_of_which_the_server_has_nothing_is_refused_at_the_start(pool, name):
     app = create_app(ToolServerSettings(), tools=[note])
     with pytest.raises(ConfigError, match=f"no tool of '{name}'; its toolsets: .*test"):
