@@ -76,7 +76,7 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
             ready = executor or await stack.enter_async_context(_made(settings))
             trajectories, sandboxes = Trajectories(ready, settings), Sandboxes(ready.pool, settings)
             app.state.trajectories, app.state.sandboxes, app.state.executor = trajectories, sandboxes, ready
-            app.state.images = PreparedImages(ready.pool)
+            app.state.images = images = PreparedImages(ready.pool)
             reapers = [asyncio.create_task(trajectories.reap()), asyncio.create_task(sandboxes.reap())]
             try:
                 yield
@@ -84,7 +84,7 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
                 for reaper in reapers:
                     reaper.cancel()
                 await asyncio.wait(reapers)
-                await _end_all(app)
+                await asyncio.gather(trajectories.aclose(), sandboxes.aclose(), images.aclose())
 
     app.router.lifespan_context = lifespan
     add_error_handlers(app)
@@ -102,11 +102,7 @@ async def drain(app: FastAPI, timeout_s: float) -> None:
     """Refuse what is new, wait for running calls up to the timeout, and end the others, whose clients are told."""
     app.state.sandboxes.draining = True
     await app.state.trajectories.drain(timeout_s)
-    await _end_all(app)
-
-
-async def _end_all(app: FastAPI) -> None:
-    await asyncio.gather(*(one.aclose() for one in (app.state.trajectories, app.state.sandboxes, app.state.images)))
+    await asyncio.gather(app.state.trajectories.aclose(), app.state.images.aclose())
 
 
 @contextlib.asynccontextmanager
