@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI, Header, Path, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
 from atropos import tracing
 from atropos.api.e2b.app import create_e2b_app
@@ -198,7 +198,7 @@ def _add_calls(app: FastAPI) -> None:
         body: CallBody,
         idempotency_key: Key = None,
         traceparent: Annotated[str | None, Header()] = None,
-    ) -> CallAnswer | Response:
+    ) -> Response:
         """Run one call, after the trajectory's earlier calls, and answer its result."""
         trajectories = _of(request)
         trajectory = trajectories.get(trajectory_id)
@@ -210,7 +210,7 @@ def _add_calls(app: FastAPI) -> None:
                 events, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
             )
         result = await trajectories.result(submitted)
-        return JSONResponse(_answer(trajectory_id, call_id, result).model_dump(mode="json"))
+        return Response(_answer(trajectory_id, call_id, result).model_dump_json(), media_type="application/json")
 
     @app.get("/trajectories/{trajectory_id}/calls/{call_id}", responses={**_ERRORS, 202: {"model": CallAnswer}})
     async def earlier(request: Request, response: Response, trajectory_id: Id, call_id: Id) -> CallAnswer:
