@@ -46,40 +46,40 @@ class McpConnection:
 
     def __init__(self, server: McpServerSettings) -> None:
         self.server = server
-        self._client: Client | None = None
+        self._ready: asyncio.Future[Client] | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._lock = asyncio.Lock()
         self._check: asyncio.Task[bool] | None = None
 
     def __repr__(self) -> str:
-        return f"<McpConnection {self.server.name} {'up' if self._client is not None else 'down'}>"
+        return f"<McpConnection {self.server.name} {'down' if self._task is None else 'up'}>"
 
-    async def client(self) -> Client:
+    async def client(self, within_s: float = _CONNECT_S) -> Client:
         """The open connection.
+
+        Args:
+            within_s: longest wait; a connection that takes longer is there for later calls.
 
         Raises:
             ToolServerUnavailable: the server can't be started or reached.
         """
-        async with self._lock:
-            if self._client is None or self._task is None or self._task.done():
-                await self._close()
-                self._stop = asyncio.Event()
-                ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-                self._task = asyncio.create_task(self._hold(ready, self._stop))
-                try:
-                    async with asyncio.timeout(_CONNECT_S):
-                        opened = await asyncio.shield(ready)
-                except Exception as error:
-                    await self._close()
-                    raise ToolServerUnavailable(f"MCP server {self.server.name!r}: {_reason(error)}") from error
-                self._client = opened
-            return self._client
+        try:
+            async with asyncio.timeout(within_s):
+                async with self._lock:
+                    if self._ready is None or self._task is None or self._task.done():
+                        self._ready, self._stop = asyncio.get_running_loop().create_future(), asyncio.Event()
+                        self._task = asyncio.create_task(self._hold(self._ready, self._stop))
+                    ready = self._ready
+                return await asyncio.shield(ready)
+        except Exception as error:
+            raise ToolServerUnavailable(f"MCP server {self.server.name!r}: {_reason(error)}") from error
 
     async def _hold(self, ready: asyncio.Future[Client], stop: asyncio.Event) -> None:
         """Enter and leave the client in one task, as its cancel scopes need."""
         try:
-            async with self._made() as client:
+            async with asyncio.timeout(_CONNECT_S) as opening, self._made() as client:
+                opening.reschedule(None)
                 ready.set_result(client)
                 await stop.wait()
         except BaseException as error:
@@ -120,7 +120,8 @@ class McpConnection:
     async def lost(self, client: Client) -> None:
         """Drop a connection that failed, unless it was replaced already."""
         async with self._lock:
-            if self._client is client:
+            ready = self._ready
+            if ready is not None and ready.done() and ready.exception() is None and ready.result() is client:
                 await self._close()
 
     def suspect(self, client: Client) -> None:
@@ -140,9 +141,8 @@ class McpConnection:
         return True
 
     async def _close(self) -> None:
-        self._client = None
         self._stop.set()
-        task, self._task = self._task, None
+        task, self._task, self._ready = self._task, None, None
         if task is not None:
             _, pending = await asyncio.wait([task], timeout=5)
             for one in pending:
@@ -216,12 +216,13 @@ class McpTool(Tool):
         del scope
         from mcp import MCPError, types
 
-        client = await self._connection.client()
+        timeout_s = self._connection.server.timeout_s
+        # less than the call has: a server that isn't there is no failure of its tool
+        client = await self._connection.client(min(_CONNECT_S, timeout_s / 2))
         asked = time.monotonic()
         try:
             answer = await client.call_tool(self._described.name, arguments.model_dump())
         except MCPError as error:
-            timeout_s = self._connection.server.timeout_s
             # servers use the SDK's own codes for errors of theirs, so a code alone says nothing of the connection
             if error.code == types.REQUEST_TIMEOUT and time.monotonic() - asked >= timeout_s:
                 self._connection.suspect(client)
@@ -260,5 +261,5 @@ def _reason(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):
-        return f"no answer within {_CONNECT_S:g} s"
+        return "no answer in time"
     return f"{type(error).__name__}: {str(error)[:300]}"

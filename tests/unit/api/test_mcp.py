@@ -94,6 +94,17 @@ async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(monke
     assert not [line for line in descendants().values() if SERVER in line]
 
 
+async def test_calls_that_wait_for_a_server_that_does_not_come_back_are_no_failures_of_its_tools(tmp_path: Path):
+    script = f"[ -e {tmp_path}/mute ] && exec sleep 3600; exec {sys.executable} {SERVER}"
+    server = McpServerSettings(name="little", command="sh", args=("-c", script), timeout_s=4)
+    async with offering(server) as client:
+        (tmp_path / "mute").touch()
+        assert (await ask(client, "little_die")).status_code == 409
+        calls = [client.post("/execute", json=call("little_add", f"t{n}", a=1, b=2)) for n in range(3)]
+        answers = await asyncio.gather(*calls)
+        assert {(one.status_code, one.json().get("code")) for one in answers} == {(503, "tool_server_unavailable")}
+
+
 async def test_an_mcp_server_that_does_not_start_is_told_at_start():
     with pytest.raises(ToolServerUnavailable, match="MCP server 'gone'"):
         async with offering(McpServerSettings(name="gone", command="/no/such/program")):
