@@ -7,22 +7,25 @@ import contextlib
 import os
 import re
 import signal
+import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import httpx
 import pytest
 import pytest_asyncio
 
 from atropos.api.external.browser import BrowserHost, browser_available
-from atropos.api.external.browser_tools import browser_tools
+from atropos.api.external.browser_tools import BrowserTool, browser_tools
 from atropos.api.external.guard import Guard
 from atropos.api.http import Refusal
-from atropos.api.settings import BrowserSettings
+from atropos.api.settings import BrowserSettings, ToolServerSettings
+from atropos.api.tool_server import create_app
 from atropos.tools.base import ToolError, ToolScope
 from tests.processes import descendants
-from tests.unit.api.conftest import until
+from tests.unit.api.conftest import call, until
 from tests.unit.api.site import Site
 
 MISSING = browser_available(BrowserSettings())
@@ -373,6 +376,24 @@ async def test_a_new_page_that_never_opens_is_given_up(ada: Person, site: Site, 
         with pytest.raises(ToolError, match="open an address again"):
             await asyncio.wait_for(ada("snapshot"), 30)
     assert "You are ada" in await ada("navigate", url=site.url("/who"))
+
+
+async def test_a_browser_that_hangs_at_its_start_is_no_failure_of_the_tool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys.modules[BrowserTool.__module__], "_SESSION_S", 1.0)
+    monkeypatch.setattr(BrowserTool, "timeout_s", 3.0)
+    chromium = tmp_path / "chromium"
+    chromium.write_text("#!/bin/sh\nexec sleep 3600\n")
+    chromium.chmod(0o755)
+    app = create_app(ToolServerSettings(browser=BrowserSettings(executable=str(chromium)), max_timeout_s=3))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test", timeout=60) as client,
+    ):
+        bodies = [call("browser_navigate", name, url="https://example.org") for name in ("t", "u")]
+        answers = await asyncio.gather(*(client.post("/execute", json=body) for body in bodies))
+        assert [(one.status_code, one.json().get("code")) for one in answers] == [(503, "tool_server_unavailable")] * 2
 
 
 async def test_a_page_that_does_not_answer_is_replaced(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):

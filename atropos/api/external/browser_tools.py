@@ -9,6 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from atropos.api.external.browser import CRASHED, PAGE_CRASHED, PAGE_HANGS, BrowserHost, Session
+from atropos.errors import ToolServerUnavailable
 from atropos.net.egress_policy import EgressRefused
 from atropos.net.relay import REFUSED_HEADER
 from atropos.tools.base import Tool, ToolError, ToolScope
@@ -29,6 +30,8 @@ Arguments = TypeVar("Arguments")
 _REF = re.compile(r"\[?(?:ref=)?((?:f\d+)?e\d+)\]?\Z")
 _ACTION_MS = 8000
 _SETTLE_MS = 3000
+_SESSION_S = 50.0
+"""Longest wait for a context: less than a call has, since a browser that does not start is no failure of the tool."""
 _ANSWER_S = 5.0
 """Timeout of calls for which Playwright has none: a page whose script never ends would hang them."""
 _AFTER_CLICK_MS = 150
@@ -60,7 +63,11 @@ class BrowserTool(Tool, Generic[Arguments]):
         from playwright.async_api import Error
         from playwright.async_api import TimeoutError as Late
 
-        session = await self._host.session(scope.state, opening=self.opens)
+        try:
+            async with asyncio.timeout(_SESSION_S):
+                session = await self._host.session(scope.state, opening=self.opens)
+        except TimeoutError:
+            raise ToolServerUnavailable(f"the browser did not start within {_SESSION_S:g} s") from None
         try:
             return await self.act(session, arguments)
         except (Error, TimeoutError) as error:
