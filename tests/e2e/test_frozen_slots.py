@@ -15,8 +15,10 @@ import signal
 import pytest
 
 from atropos.envs import AgentEnv, AgentEnvConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+from atropos.errors import SlotLost
+from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.slot import slot
-from atropos.tools import ToolCall, ToolRegistry, build_tool_registry
+from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, build_tool_registry, tool
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
 from tests.e2e.test_demo_endings import containers
 from tests.processes import first_processes
@@ -179,3 +181,21 @@ async def test_a_call_that_a_hook_gave_up_in_a_busy_slot_is_a_verdict(tmp_path):
         await env.process_manager()
     assert [group["scores"] for group in groups(tmp_path)] == [[0.0]]
     assert not env.metrics.retries
+
+
+@tool(toolsets=("test",), timeout_s=2)
+async def wait(slot) -> str:
+    """Wait for what never comes."""
+    return (await slot.exec("sleep 600")).output
+
+
+async def test_a_tools_own_time_bound_in_a_frozen_slot_is_no_result_of_the_tool():
+    config = SlotPoolConfig(backend="local", slots_per_container=1, max_containers=1)
+    async with SlotPool(config) as pool, ToolExecutor(pool, build_tool_registry(tools=[wait])) as executor:
+        asked = ToolCall(name="terminal", arguments={"command": "readlink /proc/self/ns/pid"})
+        namespace = (await executor.execute("t", asked)).output.strip()
+        slow = await executor.execute("t", ToolCall(name="wait"))
+        assert (slow.success, slow.timed_out) == (False, True)
+        freeze(namespace)
+        with pytest.raises(SlotLost, match="does not answer"):
+            await executor.execute("t", ToolCall(name="wait"))

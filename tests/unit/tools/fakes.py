@@ -33,6 +33,9 @@ class FakeSlot:
             raise self.fault
         return await getattr(self, f"_{operation.op}")(operation)
 
+    async def check_alive(self):
+        pass
+
     async def release(self):
         self.released += 1
         for proc in self.procs.values():
