@@ -1,4 +1,4 @@
-"""An MCP server of the protocol of 2025 over HTTP: a session lasts as long as the process, and refuses a wrong token."""
+"""An MCP server of the protocol of 2025 over HTTP: a session lasts as long as the process."""
 
 from __future__ import annotations
 
