@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import signal
 import stat
 import uuid
 from collections.abc import AsyncIterator
@@ -78,7 +77,7 @@ def _answer(text: str, *, error: bool) -> types.CallToolResult:
 
 
 async def serve(backend: str, toolsets: list[str], *, network: bool) -> None:
-    """Serve until stdin ends or a signal comes, then reset the slot and stop the pool.
+    """Serve until stdin ends or this is cancelled, then reset the slot and stop the pool.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -91,10 +90,6 @@ async def serve(backend: str, toolsets: list[str], *, network: bool) -> None:
 
     tools = build_tool_registry(toolsets)
     config = SlotPoolConfig(backend=backend, slots_per_container=1, max_containers=1, allow_network=network)
-    this = asyncio.current_task()
-    assert this is not None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     source = await _stdin_lines()
     async with (
         SlotPool(config) as pool,
@@ -141,7 +136,4 @@ def mcp(
 
     if importlib.util.find_spec("mcp") is None:
         raise ConfigError("atropos mcp: the package mcp is not installed (pip install 'atropos[mcp]')")
-    try:
-        asyncio.run(serve(backend, toolset or ["default"], network=network))
-    except asyncio.CancelledError:
-        raise typer.Exit(143) from None
+    asyncio.run(serve(backend, toolset or ["default"], network=network))

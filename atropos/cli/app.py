@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib import import_module
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -83,7 +85,24 @@ def describe(error: Exception) -> str:
 
 
 def main() -> None:
-    """Run the command line; the exit codes are this package's."""
+    """Run the command line; the exit codes are this package's. SIGTERM ends it as Ctrl-C does, with 143."""
+    terminated = False
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        nonlocal terminated
+        terminated = True
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job has it ignored
+    try:
+        _run()
+    finally:
+        if terminated:
+            sys.exit(128 + signal.SIGTERM)
+
+
+def _run() -> None:
     try:
         command_line(*(name for name in sys.argv[1:2] if name in COMMANDS))()
     except KeyboardInterrupt:

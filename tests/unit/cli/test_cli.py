@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import secrets
+import signal
 import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +24,8 @@ from atropos.cli.doctor import engines
 from atropos.errors import ConfigError
 from atropos.slots.backends.base import Container
 from atropos.slots.backends.survey import Survey
+from tests.processes import running
+from tests.waiting import until
 
 
 def atropos(
@@ -80,6 +87,26 @@ def test_exec_says_that_it_timed_out() -> None:
     done = atropos("exec", "sleep 60", "--timeout", "0.3")
     assert done.returncode == 124
     assert b"timed out after 0.3 s" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_gives_everything_back(number: signal.Signals) -> None:
+    """A CI job's end or `timeout` sends SIGTERM; with an engine, what is left then would be its containers."""
+    mark = str(1_000_000 + secrets.randbelow(1_000_000))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "atropos.cli", "exec", f"sleep {mark}"),
+        stdin=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        await until(lambda: running(f"sleep {mark}", process.pid), "the command at work in its slot")
+        process.send_signal(number)
+        assert await asyncio.wait_for(process.wait(), 30) == 128 + number
+        assert not running(mark)
+        assert not list(Path(tempfile.gettempdir()).glob(f"atropos-{process.pid}-*"))
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 def test_doctor_reports_every_feature_and_its_fix() -> None:
