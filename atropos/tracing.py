@@ -52,9 +52,11 @@ def start(endpoint: str, service: str) -> Tracing:
         service: the resource's `service.name`.
 
     Raises:
-        ConfigError: the extra is not installed, or this process sends spans already.
+        ConfigError: the endpoint is no URL, the extra is not installed, or this process sends spans already.
     """
     global _tracer  # noqa: PLW0603
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"otlp_endpoint: {endpoint!r} is no URL; write http://host:port")
     if _tracer is not None:
         raise ConfigError("otlp_endpoint: this process already sends its spans")
     try:

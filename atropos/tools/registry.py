@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -209,11 +210,23 @@ def tools_of(value: object, where: str) -> list[Tool]:
     """
     if isinstance(value, Tool):
         return [value]
-    if callable(value):
+    if callable(value) and _makes(value):
         return tools_of(cast("Callable[[], object]", value)(), where)
     if isinstance(value, list | tuple):
         return [tool for one in cast("Sequence[object]", value) for tool in tools_of(one, where)]
-    raise ConfigError(f"{where}: expected a Tool, a list of them or a function that returns them, not {value!r:.80}")
+    raise ConfigError(
+        f"{where}: expected a Tool (@tool makes one of a function), a list of them or a function that returns them, "
+        f"not {value!r:.80}"
+    )
+
+
+def _makes(function: Callable[..., object]) -> bool:
+    """Whether it may return tools, and is no tool that lacks its `@tool`."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return not inspect.iscoroutinefunction(function)
 
 
 def _catalogue(own: list[Tool]) -> list[Tool]:

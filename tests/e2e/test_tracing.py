@@ -131,6 +131,11 @@ async def test_a_call_through_the_executor_api_joins_its_callers_trace(receiver)
     assert next(s for s in mine if s["name"] == "execute_tool terminal")["parent"] == "b7ad6b7169203331"
 
 
+def test_an_endpoint_that_is_no_url_is_refused_before_a_run_without_its_traces():
+    with pytest.raises(ConfigError, match=r"otlp_endpoint: '127\.0\.0\.1:4318' is no URL; write http://"):
+        tracing.start("127.0.0.1:4318", "env")
+
+
 async def test_a_collector_that_is_away_neither_fails_nor_delays_a_call():
     running = tracing.start("http://127.0.0.1:9", "alone")
     try:

@@ -166,7 +166,7 @@ def test_tools_of_installed_packages_are_found_by_entry_point(monkeypatch):
     monkeypatch.setattr(registry_module, "entry_points", lambda group: points)
     assert build_tool_registry().names == DEFAULT
     assert build_tool_registry(["text", "maths"]).names == ["count_words", "add", "shout"]
-    for broken in ("no.such.module:x", f"{__name__}:DEFAULT"):
+    for broken in ("no.such.module:x", *(f"{__name__}:{name}" for name in ("DEFAULT", "bare", "bare_coroutine"))):
         points[:] = [EntryPoint("broken", broken, registry_module.ENTRY_POINTS)]
         with pytest.raises(ConfigError, match="'broken'"):
             build_tool_registry()
@@ -174,6 +174,16 @@ def test_tools_of_installed_packages_are_found_by_entry_point(monkeypatch):
 
 def offered():
     return [add, Shout]
+
+
+def bare(path: str) -> str:
+    """Without `@tool`."""
+    return path
+
+
+async def bare_coroutine() -> str:
+    """The same, without parameters."""
+    return ""
 
 
 def test_a_package_that_is_installed_offers_its_tools(tmp_path):
