@@ -30,8 +30,8 @@ def policy():
         process.stdout.close()
 
 
-def process(script: Path, settings: dict[str, object]) -> None:
-    """Run an env's `process` as a user would, in its own folder for a home."""
+def process(script: Path, settings: dict[str, object]) -> str:
+    """What an env's `process` prints, run as a user would, in its own folder for a home."""
     done = subprocess.run(
         [
             sys.executable,
@@ -47,6 +47,7 @@ def process(script: Path, settings: dict[str, object]) -> None:
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(script.parent)},
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_slot_in_five_lines():
@@ -101,6 +102,14 @@ def test_the_lessons_environments(policy, tmp_path: Path, name: str):
     process(script, settings)
     scores = [group["scores"] for group in map(json.loads, out.read_text().splitlines())]
     assert sorted(scores) == ([[0.0] * 4, [1.0] * 4] if "Solved" in name else [[1.0] * 4] * 3)
+
+
+def test_an_env_without_items_says_so(policy, tmp_path: Path):
+    script = tmp_path / "squares.py"
+    script.write_text(lesson("class Squares", "tutorial").replace("range(1, 4)", "range(0)"))
+    settings = {"openai.base_url": policy["base_url"], "env.tokenizer_name": policy["tokenizer"]}
+    said = process(script, settings | {"env.data_path_to_save_groups": tmp_path / "out.jsonl"})
+    assert said.startswith("0 groups"), said
 
 
 def test_the_tutorials_environment_and_its_commands(policy, tmp_path: Path):

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 import click
 
@@ -68,8 +68,8 @@ class CommandEnv(Protocol):
 class EnvProgram(EnvClass, Protocol):
     """An env's class: default settings, and a constructor."""
 
-    def config_init(self) -> tuple[SandboxEnvConfig, list[APIServerConfig]]:
-        """Default settings of the env and of its servers."""
+    def config_init(self) -> object:
+        """Default settings of the env and of its servers, if its author returns them."""
         ...
 
     def __call__(
@@ -105,7 +105,7 @@ def command_line(cls: EnvProgram) -> click.Group:
     Raises:
         ConfigError: `config_init` gives no usable settings.
     """
-    default_env, default_servers = cls.config_init()
+    default_env, default_servers = _defaults(cls)
     summary = next(iter((cls.__doc__ or "").strip().splitlines()), "")
     group = click.Group(cls.__name__, help=summary, no_args_is_help=True)
     for name, text in COMMANDS.items():
@@ -119,6 +119,17 @@ def command_line(cls: EnvProgram) -> click.Group:
 
         group.add_command(SettingsCommand(name, text, defaults, first_server(default_servers), start))
     return group
+
+
+def _defaults(cls: EnvProgram) -> tuple[SandboxEnvConfig, list[APIServerConfig]]:
+    from atropos.envs.config import SandboxEnvConfig
+
+    match given := cls.config_init():
+        case (SandboxEnvConfig(), _):
+            return cast("tuple[SandboxEnvConfig, list[APIServerConfig]]", given)
+        case _:
+            kind = type(given).__name__
+            raise ConfigError(f"{cls.__name__}.config_init must return (config, [APIServerConfig(...)]), not a {kind}")
 
 
 def _drive(env: CommandEnv, command: str) -> int:
@@ -150,7 +161,7 @@ def _drive(env: CommandEnv, command: str) -> int:
         line += "  (ATROPOS_TRACEBACK=1 shows where)"
     finally:
         env.close_files()
-    if command != "evaluate" and env.metrics.groups:
+    if command != "evaluate" and (env.metrics.groups or not code):
         _report(env)
     return _fail(line, code) if code else 0
 

@@ -166,6 +166,17 @@ def test_the_help_shows_no_key(capsys):
     assert "secret42" not in shown
 
 
+@pytest.mark.parametrize("given", [None, AgentEnvConfig(), (AgentEnvConfig(),), ([], AgentEnvConfig())])
+def test_a_config_init_without_its_pair_is_named(capsys, given):
+    class Env(ScriptEnv):
+        @classmethod
+        def config_init(cls):
+            return given
+
+    assert app.run(Env, ["process"]) == 2
+    assert "config_init must return (config, [APIServerConfig(...)])" in capsys.readouterr().err
+
+
 def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("env:\n  group_size: 7\n  enabled_toolsets: [terminal, file]\n  agent_max_steps: 3\n")
