@@ -83,6 +83,14 @@ def test_exec_runs_without_a_standard_input() -> None:
     assert (done.returncode, done.stdout) == (0, b"hi\n"), done.stderr
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's server keeps its user, who may enter it")
+def test_a_tmpdir_that_the_servers_user_cannot_enter_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    done = atropos("exec", "true", env={"TMPDIR": str(tmp_path)})
+    assert done.returncode == 3
+    assert b"set TMPDIR to a folder that every user may enter, as /tmp" in done.stderr
+
+
 def test_exec_says_that_it_timed_out() -> None:
     done = atropos("exec", "sleep 60", "--timeout", "0.3")
     assert done.returncode == 124

@@ -6,6 +6,7 @@ filter, the skeleton. Standard library only, and little of it: it stands before 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -88,7 +89,8 @@ def prestart(scratch: str, base: str | None) -> None:
         # a mount of its own, so that a slot's start can take all the others away at once
         syscalls.mount(f"{scratch}/slots", f"{scratch}/slots", None, syscalls.MS_BIND)
     except OSError as error:
-        raise IsolationUnavailable(f"the server's own files could not be set up: {error}") from error
+        cure = ": set TMPDIR to a folder that every user may enter, as /tmp" if error.errno == errno.EACCES else ""
+        raise IsolationUnavailable(f"the server's own files could not be set up: {error}{cure}") from error
     answer_r, answer_w = os.pipe2(os.O_CLOEXEC)
     parent = os.getpid()
     maker = os.fork()
