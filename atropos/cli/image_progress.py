@@ -26,12 +26,10 @@ def image_store(folder: str | None, auth_file: str | None, insecure: Sequence[st
 
 def image_or_task(name: str) -> str | Task:
     """An image's name on the command line; a task's folder or a Dockerfile is read, to be built."""
-    path = Path(name)
-    if not path.is_file() and not (path / "task.toml").is_file():
-        return name
-    from atropos.tasks.folder import load_task
+    from atropos.tasks.folder import is_task, load_task
 
-    return load_task(path)
+    path = Path(name)
+    return load_task(path) if path.is_file() or is_task(path) else name
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ def task_folders(path: str | Path, names: Sequence[str] = ()) -> list[Path]:
     if not root.is_dir():
         raise ConfigError(f"tasks_path: {root} is not a folder; give a folder of tasks in the Harbor layout")
     root = Path(os.path.abspath(root))  # a link keeps its own name
-    folders = [root] if _is_task(root) else sorted(p for p in root.iterdir() if p.is_dir() and _is_task(p))
+    folders = [root] if is_task(root) else sorted(p for p in root.iterdir() if p.is_dir() and is_task(p))
     for pattern in names:
         if not any(fnmatch.fnmatch(folder.name, pattern) for folder in folders):
             raise ConfigError(f"task_names: no task in {root} matches {pattern!r}")
@@ -115,7 +115,8 @@ def read_folders(folders: Sequence[Path], *, variables: Mapping[str, str] | None
     return TaskSet(tuple(tasks), refused)
 
 
-def _is_task(path: Path) -> bool:
+def is_task(path: Path) -> bool:
+    """Whether a path is a task's folder, if perhaps an incomplete one."""
     return not path.name.startswith((".", "_")) and any((path / mark).is_file() for mark in _MARKS)
 
 

@@ -46,6 +46,18 @@ def test_a_dockerfile_is_built_and_a_command_runs_on_what_its_instructions_set(t
     assert (failed.returncode, "step 1/1" in failed.stderr, "Traceback" in failed.stderr) == (1, True, False)
 
 
+def test_a_task_of_terminal_bench_is_built_and_no_image_of_its_name_is_pulled(tmp_path):
+    folder = tmp_path / "python"
+    folder.mkdir()
+    (folder / "task.yaml").write_text("instruction: Do it.\nparser_name: pytest\n")
+    (folder / "docker-compose.yaml").write_text("services: {client: {build: .}}\n")
+    (folder / "Dockerfile").write_text("FROM debian\nWORKDIR /srv\n")
+    (folder / "run-tests.sh").write_text("pytest\n")
+    done = atropos("image", "prepare", str(folder), "--store", str(tmp_path / "store"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1].startswith("atropos-build:")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
