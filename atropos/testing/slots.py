@@ -429,6 +429,18 @@ async def test_ports_go_through_a_lease_in_both_directions(slot: Slot) -> None:
         writer.close()
 
 
+async def test_a_snapshot_ends_a_forward_of_its_slot_as_any_process(
+    slot: Slot, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with await PortForward.to_slot(slot, 4713) as forward, await slot.snapshot(), asyncio.timeout(30):
+        with pytest.raises(ConnectionRefusedError):
+            while True:
+                _, writer = await asyncio.open_connection("127.0.0.1", forward.port)
+                writer.close()
+                await asyncio.sleep(0.02)
+    assert "Traceback" not in caplog.text
+
+
 ENDLESS = """
 import socket, threading
 def serve(peer):

@@ -38,7 +38,7 @@ class _Connection:
 
 
 class PortForward:
-    """Connections to one port go through to another until `aclose`, or until the slot is gone.
+    """Connections to one port go through to another until `aclose`, a snapshot of the slot, or the slot's end.
 
     Attributes:
         port: the listening one, on a loopback.
@@ -52,7 +52,7 @@ class PortForward:
         self._last = 0
         self._server: asyncio.Server | None = None
         self._listens = asyncio.Event()
-        self._lost: SandboxError | None = None
+        self._lost: SandboxError | OSError | None = None
         self._tasks = Tasks("port forward")
         self._frames = self._tasks.spawn(self._hear(), "frames")
 
@@ -216,7 +216,7 @@ class PortForward:
                     self._opened(number)
                 elif (connection := self._connections.get(number)) is not None:
                     await connection.incoming.put({b"D": data, b"E": b""}.get(kind))
-        except SandboxError as error:
+        except (SandboxError, OSError) as error:  # OSError: a snapshot has ended the slot's end
             self._lost = error
         finally:
             if self._server is not None:
