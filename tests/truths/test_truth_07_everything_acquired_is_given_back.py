@@ -144,6 +144,14 @@ async def test_cancelled_acquires_leak_no_slot(local_pool):
         assert (await link.client.status()).leased == 0
 
 
+async def test_an_acquire_that_the_wire_cannot_carry_takes_no_slot(local_pool):
+    async with local_pool(slots_per_container=1, max_containers=1) as pool:
+        with pytest.raises(ValueError, match="trajectory_id"):
+            await pool.acquire("item-\udcff")
+        async with pool.lease("next"):
+            pass
+
+
 async def test_a_release_that_is_cancelled_happens(local_pool):
     async with local_pool(slots_per_container=1, max_containers=1) as pool:
         for n in range(20):

@@ -64,21 +64,21 @@ class Grants:
         async with self._measured(ticket, snapshot, timeout_s):
             while True:
                 state.require_running()
-                if (link := await self._seat(ticket)) is not None:
-                    request = wire.LeaseRequest(
-                        lease_id=secrets.token_hex(16),
-                        client_id=state.client_id,
-                        trajectory_id=trajectory_id[:500],
-                        ttl_s=state.config.lease_ttl_s,
-                        snapshot=snapshot.id if snapshot else None,
-                        base=base,
-                        image=image,
-                        network=network,
-                        limits=limits,
-                    )
-                    if (slot := await self._finish(link, ticket, request, snapshot)) is not None:
-                        state.counters.acquire_s.append(state.now() - started)
-                        return slot
+                request = wire.LeaseRequest(
+                    lease_id=secrets.token_hex(16),
+                    client_id=state.client_id,
+                    trajectory_id=trajectory_id[:500],
+                    ttl_s=state.config.lease_ttl_s,
+                    snapshot=snapshot.id if snapshot else None,
+                    base=base,
+                    image=image,
+                    network=network,
+                    limits=limits,
+                )  # before a slot is reserved: it may be invalid
+                link = await self._seat(ticket)
+                if link is not None and (slot := await self._finish(link, ticket, request, snapshot)) is not None:
+                    state.counters.acquire_s.append(state.now() - started)
+                    return slot
                 if snapshot is not None:
                     ticket.pin = snapshot.pin(mib)
 
