@@ -134,12 +134,13 @@ def build_tool_registry(
         tools: the caller's own, offered unless a disabled toolset has them.
 
     Raises:
-        ConfigError: an unknown toolset, one that needs a ToolServer where there is none, or no tool is left.
+        ConfigError: an unknown toolset, one that needs a ToolServer where there is none, no tool is left, or one of the
+            caller's is none.
     """
     for field, given in (("enabled_toolsets", enabled_toolsets), ("disabled_toolsets", disabled_toolsets)):
         if isinstance(given, str):
             raise ConfigError(f"{field}: write a list of names, not the text {given!r}")
-    own = list(tools)
+    own = tools_of(list(tools), "tools")
     catalogue = _catalogue(own)
     enabled = list(enabled_toolsets or ["default"])
     disabled = list(disabled_toolsets or [])

@@ -176,6 +176,12 @@ def offered():
     return [add, Shout]
 
 
+@pytest.mark.parametrize("given", [lambda: [bare], lambda: [Pair], lambda: ["count_words"]])
+def test_what_is_no_tool_is_refused_by_name(given):
+    with pytest.raises(ConfigError, match="tools: expected a Tool \\(@tool makes one of a function\\)"):
+        build_tool_registry(tools=given())
+
+
 def bare(path: str) -> str:
     """Without `@tool`."""
     return path
