@@ -91,10 +91,12 @@ async def _run(
     else:
         sys.stdout.write(result.stdout or "")
         sys.stderr.write(result.stderr or "")
-        if result.limit is not None:
-            sys.stderr.write(f"atropos: stopped by the slot's {result.limit} limit\n")
+        if result.truncated:
+            sys.stderr.write(f"atropos: {result.dropped_bytes} bytes are missing in the middle of the output\n")
         if result.timed_out:
-            sys.stderr.write(f"atropos: timed out after {timeout_s:g} s\n")
+            sys.stderr.write(f"atropos: timed out after {min(timeout_s, SlotLimits().wall_s):g} s\n")
+        elif result.limit not in (None, "output"):
+            sys.stderr.write(f"atropos: stopped by the slot's {result.limit} limit\n")
     if result.timed_out:
         return 124
     code = result.exit_code if result.exit_code is not None else 1

@@ -94,7 +94,14 @@ def test_a_tmpdir_that_the_servers_user_cannot_enter_is_named(tmp_path: Path) ->
 def test_exec_says_that_it_timed_out() -> None:
     done = atropos("exec", "sleep 60", "--timeout", "0.3")
     assert done.returncode == 124
-    assert b"timed out after 0.3 s" in done.stderr
+    assert done.stderr == b"atropos: timed out after 0.3 s\n"
+
+
+def test_exec_says_that_output_is_missing_and_stops_nothing_for_that() -> None:
+    done = atropos("exec", "head -c 2000000 /dev/zero; echo end")
+    assert (done.returncode, done.stdout[-4:]) == (0, b"end\n")
+    assert b"bytes are missing in the middle" in done.stderr
+    assert b"stopped" not in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
