@@ -91,6 +91,8 @@ async def _run(
     else:
         sys.stdout.write(result.stdout or "")
         sys.stderr.write(result.stderr or "")
+        if result.exit_code is None:
+            sys.stderr.write(f"atropos: {result.output.rstrip()}\n")
         if result.truncated:
             sys.stderr.write(f"atropos: {result.dropped_bytes} bytes are missing in the middle of the output\n")
         if result.timed_out:

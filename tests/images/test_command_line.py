@@ -32,6 +32,12 @@ def test_an_image_is_prepared_once_and_a_command_runs_on_it(tmp_path, images):
     assert (ran.returncode, ran.stdout) == (0, "hello/srv/app\n"), ran.stderr
 
 
+def test_an_image_without_a_shell_is_named_by_exec(tmp_path):
+    (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
+    ran = atropos("exec", "true", "--image", str(tmp_path / "Dockerfile"))
+    assert (ran.returncode, "neither /bin/bash nor /bin/sh exists in this slot" in ran.stderr) == (1, True), ran.stderr
+
+
 def test_a_dockerfile_is_built_and_a_command_runs_on_what_its_instructions_set(tmp_path):
     (tmp_path / "Dockerfile").write_text("FROM debian\nENV WHO=me\nWORKDIR /srv\nRUN echo made > it\n")
     store = str(tmp_path / "store")
