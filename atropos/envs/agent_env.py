@@ -22,7 +22,6 @@ from atropos.envs.sandbox_env import ExecTool, GroupMember, SandboxEnv
 from atropos.errors import ConfigError
 from atropos.slots import Snapshot
 from atropos.tools import ToolRegistry, build_tool_registry
-from atropos.tools.parsers import get_parser
 
 
 class AgentEnv(SandboxEnv):
@@ -96,8 +95,7 @@ class AgentEnv(SandboxEnv):
     # -------------------------------------------------------------------------------------------------- the loop
 
     async def setup(self) -> None:
-        """As `SandboxEnv`'s, after a check of the parser's name and of the tokenizer's template."""
-        get_parser(self.config.agent_tool_parser)
+        """As `SandboxEnv`'s, after a check of the tokenizer's template."""
         renderer = self.renderer
         try:
             renderer.prompt([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])

@@ -8,7 +8,16 @@ from collections.abc import Generator
 from copy import copy
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from atropos.config import SlotLimits, one_line
 from atropos.envs.adapter import BaseEnvConfig
@@ -17,6 +26,7 @@ from atropos.net.sockets import is_loopback
 from atropos.slots import SlotPoolConfig
 from atropos.slots.config import BackendName, PoolSettings
 from atropos.tools import ToolExecutorConfig, ToolLimits
+from atropos.tools.parsers import get_parser
 
 
 def _names(value: object) -> object:
@@ -237,3 +247,9 @@ class AgentEnvConfig(SandboxEnvConfig):
     agent_max_result_chars: int = Field(default=30_000, ge=100, description="of a tool result shown to the model")
     enabled_toolsets: Names = Field(default_factory=lambda: ["default"], description="toolsets the model is offered")
     disabled_toolsets: Names = Field(default_factory=list[str], description="toolsets taken away again")
+
+    @field_validator("agent_tool_parser")
+    @classmethod
+    def _known_parser(cls, value: str) -> str:
+        get_parser(value)  # raises ConfigError, a ValueError that names those there are
+        return value

@@ -72,6 +72,7 @@ async def test_a_refused_login_a_missing_python_and_a_wrong_setting_are_named(ho
     assert (await refusal(host, **config)).startswith("ssh_hosts: sandboxes refuses the login")
     assert "ssh_python: '/nowhere/python' on sandboxes" in await refusal(host, ssh_python="/nowhere/python")
     assert "sandboxes: base: " in await refusal(host, base="/nowhere")
+    assert "ssh_config: [Errno 2]" in await refusal(host, ssh_config="/nowhere/config")
 
 
 async def test_a_host_that_forwards_no_ports_is_named(tmp_path):

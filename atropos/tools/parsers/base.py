@@ -206,7 +206,7 @@ def get_parser(name: str) -> Parser:
     try:
         return _PARSERS[name]
     except KeyError:
-        raise ConfigError(f"tool_call_parser: unknown {name!r}; known: {', '.join(sorted(_PARSERS))}") from None
+        raise ConfigError(f"parser of tool calls: unknown {name!r}; known: {', '.join(sorted(_PARSERS))}") from None
 
 
 def parser_names() -> tuple[str, ...]:

@@ -76,7 +76,7 @@ def run(capsys, *argv: str) -> tuple[int, str]:
         (["process", "--env.group_size=-1"], "group_size: must be at least 1"),
         (["process", "--env.group_size", "x"], "env.group_size: input should be a valid integer"),
         (["process", "--env.enabled_toolsets", "terminalx"], "unknown toolset 'terminalx'"),
-        (["process", "--env.agent_tool_parser", "nope"], "unknown 'nope'"),
+        (["process", "--env.agent_tool_parser", "nope"], "env.agent_tool_parser: parser of tool calls: unknown 'nope'"),
         (["process", "--env.slots_per_container", "0"], "env.slots_per_container: input should be greater"),
         (["process", "--env.min_containers", "5", "--env.max_containers", "2"], "max_containers (2) is less than"),
         (["process", "--env.privileged", "true"], "env.privileged: sandbox containers are never privileged"),

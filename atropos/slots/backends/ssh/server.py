@@ -108,7 +108,11 @@ class SshServer:
             "config": () if self._ssh_config is None else [self._ssh_config],
         }
         options |= {"keepalive_interval": KEEPALIVE_S, "keepalive_count_max": KEEPALIVES}
-        if asyncssh.SSHClientConnectionOptions(**options).known_hosts is None:
+        try:
+            known = asyncssh.SSHClientConnectionOptions(**options).known_hosts
+        except OSError as error:
+            raise ConfigError(f"ssh_config: {error}") from error
+        if known is None:
             options["known_hosts"] = b""  # `UserKnownHostsFile none` means no key is known, not that each is trusted
         self._connection = await asyncssh.connect(**options)
         self._process = await self._connection.create_process(self._command, encoding=None)
