@@ -64,6 +64,9 @@ def test_every_page_of_the_site_is_there() -> None:
     assert all((ROOT / "docs" / page).exists() for page in pages)
     written = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("*.md")}
     assert written <= pages
+    for front in ("docs/index.md", "README.md"):
+        linked = set(re.findall(r"\]\((?:docs/)?([a-z0-9-]+\.md)", (ROOT / front).read_text()))
+        assert written - {"index.md"} <= linked, front
 
 
 def test_every_error_code_and_every_alert_has_its_row_in_the_operations_guide() -> None:
