@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from atropos.errors import LimitTooLarge
 from atropos.wire import LeaseLimits
@@ -34,18 +34,28 @@ class SlotLimits(BaseModel):
     wall_s: float = Field(default=3600, gt=0, description="longest a command may run")
 
 
+def _whole(path: str) -> str:
+    if not path.startswith("/"):
+        raise ValueError("write the whole path, from /: a server works in another folder")
+    return path
+
+
+WholePath = Annotated[str, AfterValidator(_whole)]
+"""An absolute path of the server's machine."""
+
+
 class ImageStoreSettings(BaseModel):
     """Where a host keeps images, and how they get there."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    folder: str | None = Field(
+    folder: WholePath | None = Field(
         default=None,
         description="local: None is /var/cache/atropos/images as root, else ~/.cache/atropos/images. docker: a folder of "
         "the host that containers share; None: each keeps its own, gone with it",
     )
     quota_mib: int = Field(default=51_200, ge=16, description="unpacked images; unused ones are removed for new ones")
-    auth_file: str | None = Field(default=None, description="registry credentials, as `docker login` writes them")
+    auth_file: WholePath | None = Field(default=None, description="registry credentials, as `docker login` writes them")
     mirrors: dict[str, str] = Field(default_factory=dict, description="registry host: host[/path] that is asked first")
     insecure_registries: tuple[str, ...] = Field(default=(), description="hosts (with port) spoken to without TLS")
     pull_timeout_s: float = Field(default=600, gt=0, description="longest one image may take to be pulled")

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from atropos.cli.options import Base
 from atropos.config import ServerConfig
 from atropos.errors import ConfigError, SandboxError
 from atropos.sandbox.linux import host_limits
@@ -42,7 +43,7 @@ class DoctorFinding:
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    base: Annotated[str | None, typer.Option(help="A root file system to start the slots from.")] = None,
+    base: Base = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Also say whether this host's limits allow so many.")] = None,
 ) -> None:
     """Try what this host can isolate, and name the fix for each gap.

@@ -14,6 +14,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from atropos.cli.image_progress import image_or_task, progress_display
+from atropos.cli.options import Base
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError
 
@@ -22,7 +23,7 @@ def execute(
     command: Annotated[str, typer.Argument(help="A shell command line.")],
     timeout_s: Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds before it is killed.")] = 60.0,
     backend: Annotated[str, typer.Option(help="local, docker or nomad.")] = "local",
-    base: Annotated[str | None, typer.Option(help="A root file system to start from (local backend).")] = None,
+    base: Base = None,
     image: Annotated[str | None, typer.Option(help="An image to start from, as `atropos image prepare` takes.")] = None,
     upload: Annotated[Path | None, typer.Option(help="A file or folder to put into /workspace first.")] = None,
     memory_mib: Annotated[int, typer.Option(help="Memory of the slot in MiB.")] = 1024,

@@ -11,7 +11,7 @@ from typing import Annotated, TypedDict
 import typer
 
 from atropos.cli.image_progress import image_or_task, image_store, progress_display
-from atropos.cli.options import AsJson
+from atropos.cli.options import AsJson, full_path
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
 
@@ -43,8 +43,12 @@ def prepare(
         list[str], typer.Argument(help="python:3.13-slim, oci-archive:FILE … or a Dockerfile, a task's folder")
     ],
     backend: Annotated[str, typer.Option(help="local, docker or nomad.")] = "local",
-    store: Annotated[str | None, typer.Option(help="Folder of the host that keeps them (local, docker).")] = None,
-    auth_file: Annotated[str | None, typer.Option(help="Registry credentials, as `docker login` writes them.")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Folder of the host that keeps them (local, docker).", callback=full_path)
+    ] = None,
+    auth_file: Annotated[
+        str | None, typer.Option(help="Registry credentials, as `docker login` writes them.", callback=full_path)
+    ] = None,
     insecure_registry: Annotated[list[str] | None, typer.Option(help="HOST:PORT without TLS; again for more.")] = None,
     as_json: AsJson = False,
 ) -> None:

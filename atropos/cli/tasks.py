@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
+from atropos.cli.options import Base
 from atropos.errors import ConfigError
 from atropos.tasks.builder.limits import STAND_INS, Policy
 from atropos.tasks.check import Agent, Attempt, CheckConfig, TaskFinding, check
@@ -45,7 +46,6 @@ Script = Annotated[
 Names = Annotated[list[str] | None, typer.Option(help="Pattern of task names; again for more.")]
 Dataset = Annotated[str | None, typer.Option(help="NAME or NAME@VERSION of the data set in PATH.")]
 Backend = Annotated[Literal["local", "docker", "nomad"], typer.Option(help="What runs the containers.")]
-Base = Annotated[str | None, typer.Option(help="A root file system to start from (local backend).")]
 Slots = Annotated[int, typer.Option(min=1, help="Attempts at once.")]
 MemoryMib = Annotated[
     int | None, typer.Option(help="Memory of a slot in MiB. Default: what the largest task asks for.")

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from atropos.errors import ConfigError
+from atropos.slots import SlotPoolConfig
 from tests.images.test_leases import busybox_image
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
@@ -77,3 +79,18 @@ def test_what_is_wrong_is_one_line_that_names_it(arguments, said):
     assert done.returncode not in {0, 1}
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_paths_are_those_of_the_commands_folder_and_settings_name_whole_ones(tmp_path, monkeypatch):
+    """A server works in /."""
+    (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.chdir(tmp_path)
+    done = atropos("image", "prepare", "Dockerfile", "--store", "mine")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "mine" / "trees").is_dir()
+    refused = atropos("exec", "true", "--base", "nothing")
+    assert (refused.returncode, f"base: {tmp_path}/nothing is not a folder" in refused.stderr) == (2, True), refused
+    for field in ("folder", "auth_file"):
+        with pytest.raises(ConfigError, match=f"image_store.{field}: write the whole path"):
+            SlotPoolConfig(image_store={field: "mine"})
