@@ -81,7 +81,7 @@ class SlotSettings(BaseModel):
     warm: int | None = Field(
         default=None, ge=0, description="sandboxes started ahead beside the leased; None: by slots"
     )
-    bases: dict[str, str] = Field(default_factory=dict, description="further root file systems by name")
+    bases: dict[str, WholePath] = Field(default_factory=dict, description="further root file systems by name")
     volume: Literal["memory", "disk"] = Field(default="memory", description="where a slot's files are kept")
     allow_network: bool = Field(default=False, description="whether leases may ask for (filtered) egress")
     egress_allow: HostNames = Field(
@@ -105,7 +105,7 @@ class SandboxSettings(SlotSettings):
 
     limits: SlotLimits = SlotLimits()
     image_store: ImageStoreSettings = ImageStoreSettings()
-    base: str | None = Field(
+    base: WholePath | None = Field(
         default=None, description="root file system of the slots; None: /rootfs, else the host's /usr"
     )
 

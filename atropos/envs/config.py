@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from atropos.config import SlotLimits, one_line
+from atropos.config import SlotLimits, WholePath, one_line
 from atropos.envs.adapter import BaseEnvConfig
 from atropos.errors import ConfigError
 from atropos.net.sockets import is_loopback
@@ -108,7 +108,7 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     tool_max_batch_size: int = like("max_batch_size")
     sandbox_job_id: str = like("job_id")
     sandbox_image: str = like("image")
-    sandbox_base: str | None = like("base")
+    sandbox_base: WholePath | None = like("base")
 
     slot_memory_mib: int = like("memory_mib", SlotLimits)
     slot_pids: int = like("pids", SlotLimits)

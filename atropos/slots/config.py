@@ -166,12 +166,6 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
             raise ValueError(f"tls_certificate: backend {self.backend!r} has no TLS; remove it, or use 'nomad'")
         return self
 
-    @model_validator(mode="after")
-    def _check_bases(self) -> Self:
-        if self.base in self.bases:
-            raise ValueError(f"base: {self.base!r} is also a name in bases; give a path, or rename the entry")
-        return self
-
     def server_config(self, token: str, **changes: object) -> ServerConfig:
         """The configuration of each of this pool's sandbox servers; `changes` are fields of `ServerConfig`."""
         values: dict[str, object] = {name: getattr(self, name) for name in SandboxSettings.model_fields}

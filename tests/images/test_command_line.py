@@ -91,6 +91,7 @@ def test_paths_are_those_of_the_commands_folder_and_settings_name_whole_ones(tmp
     assert (tmp_path / "mine" / "trees").is_dir()
     refused = atropos("exec", "true", "--base", "nothing")
     assert (refused.returncode, f"base: {tmp_path}/nothing is not a folder" in refused.stderr) == (2, True), refused
-    for field in ("folder", "auth_file"):
-        with pytest.raises(ConfigError, match=f"image_store.{field}: write the whole path"):
-            SlotPoolConfig(image_store={field: "mine"})
+    store = [{"image_store": {field: "mine"}} for field in ("folder", "auth_file")]
+    for settings in (*store, {"base": "mine"}, {"bases": {"x": "mine"}}):
+        with pytest.raises(ConfigError, match=r"(image_store\.(folder|auth_file)|base|bases\.x): write the whole path"):
+            SlotPoolConfig(**settings)

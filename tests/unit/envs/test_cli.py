@@ -81,6 +81,7 @@ def run(capsys, *argv: str) -> tuple[int, str]:
         (["process", "--env.min_containers", "5", "--env.max_containers", "2"], "max_containers (2) is less than"),
         (["process", "--env.privileged", "true"], "env.privileged: sandbox containers are never privileged"),
         (["process", "--env.allow_network", "maybe"], "'maybe' is not a valid boolean"),
+        (["process", "--env.sandbox_base", "rootfs"], "env.sandbox_base: write the whole path"),
         (["process", "--env.tool_pool_mode", "moon"], "'local', 'docker', 'ssh', 'modal', 'singularity' or 'nomad'"),
         (["process", "--config", "/no/such.yaml"], "--config /no/such.yaml: No such file"),
         (["process", "--openai.base_url", "foo"], "openai.base_url: 'foo' is no URL"),

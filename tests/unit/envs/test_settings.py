@@ -342,7 +342,7 @@ def test_a_setting_of_the_pool_is_declared_once_and_reaches_it(name):
     )
     if value is None:
         default = own.get_default(call_default_factory=True)
-        value = {bool: not default, int: 100, float: 7.5, dict: {"a": "b"}}.get(type(default), pools.default)
+        value = {bool: not default, int: 100, float: 7.5, dict: {"a": "/b"}}.get(type(default), pools.default)
     if name == "privileged":
         return
     env = AgentEnvConfig(**{name: value})

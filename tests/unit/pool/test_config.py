@@ -27,7 +27,7 @@ from atropos.slots.config import server_json
         ({"acquire_timeout_s": 0}, "acquire_timeout_s"),
         ({"acquire_timeout": 1, "acquire_timeout_s": 2}, "give one"),
         ({"job_id": "../x"}, "job_id"),
-        ({"base": "ml", "bases": {"ml": "/x"}}, "base: 'ml'"),
+        ({"base": "ml", "bases": {"ml": "/x"}}, "base: write the whole path"),
     ],
 )
 def test_a_wrong_setting_is_told_in_one_line(settings, says):
