@@ -263,8 +263,8 @@ def test_rows_come_from_files_lists_and_parquet(tmp_path: Path):
         (str(tmp_path / "bad.jsonl"), "line 2: not JSON"),
         (str(tmp_path / "bad.parquet"), "no Parquet"),
         (str(tmp_path / "none.jsonl"), "there is no file"),
-        ("[1]", "row 1: not an object"),
-        ("[]", "no rows"),
+        ("[1]", "^dataset_name: the list, row 1: not an object"),
+        ("[]", "^dataset_name: the list: no rows"),
         ("[", "not JSON"),
     ):
         with pytest.raises(ConfigError, match=named):

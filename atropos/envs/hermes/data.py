@@ -24,10 +24,10 @@ def load_rows(name: str, split: str = "train") -> list[dict[str, object]]:
     """
     text = name.strip()
     if text.startswith("["):
-        rows = _parsed(text, "dataset_name")
+        rows = _parsed(text, "the list")
         if not isinstance(rows, list):
             raise ConfigError(f"dataset_name: not a list; {HOW}")
-        return _checked(cast("list[object]", rows), "dataset_name")
+        return _checked(cast("list[object]", rows), "the list")
     path = Path(text).expanduser()
     if path.suffix in {".jsonl", ".json", ".parquet"} or path.exists():
         return _from_file(path)
