@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable
@@ -74,11 +73,7 @@ class _Server(uvicorn.Server):
 
 
 async def _serve(server: _Server, app: FastAPI, listening: socket.socket) -> None:
-    loop, this = asyncio.get_running_loop(), asyncio.current_task()
-    assert this is not None
-    loop.add_signal_handler(signal.SIGTERM, this.cancel)  # what was started so far is ended, as at SIGINT
     async with app.router.lifespan_context(app):
-        loop.remove_signal_handler(signal.SIGTERM)  # from here on uvicorn's
         await server.serve(sockets=[listening])
 
 
@@ -143,8 +138,6 @@ def run(
         asyncio.run(_serve(server, app, listening))
     except KeyboardInterrupt:
         return 130
-    except asyncio.CancelledError:
-        return 143
     finally:
         listening.close()
     return 0 if server.started else 1
