@@ -114,6 +114,30 @@ async def test_heaps_of_files_and_processes_that_fight_are_forgotten_whole_at_th
     assert await engine.residue(config) == []
 
 
+DEEP = """
+import os
+for _ in range(4000):
+    os.mkdir("d")
+    os.chdir("d")
+open("bottom", "w").write("reached")
+"""
+BOTTOM = """
+import os
+for _ in range(4000):
+    os.chdir("d")
+print(open("bottom").read())
+"""
+
+
+async def test_a_snapshot_on_disk_of_a_folder_deeper_than_python_recurses_leaves_the_server_running():
+    config = Engine("local").config(slots_per_container=3, max_containers=1, volume="disk")
+    async with SlotPool(config) as pool, pool.lease("neighbour") as neighbour, pool.lease("deep") as slot:
+        await slot.exec("exec python3 -I -", stdin=DEEP)
+        async with await slot.snapshot() as snapshot, pool.lease("fork", snapshot=snapshot) as fork:
+            assert (await fork.exec("exec python3 -I -", stdin=BOTTOM)).output == "reached\n"
+        await says(neighbour, "echo goes on", "goes on\n")
+
+
 # ------------------------------------------------------------------------------- counters of one user of the kernel's
 
 GREEDY = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Self
 
 NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -46,6 +47,13 @@ class Folders:
         self._tops = [os.open(layer, os.O_RDONLY | os.O_DIRECTORY | NOFOLLOW) for layer in layers]
         self._last: LayerFolder | None = None
         self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in (*self._tops, *([] if self._last is None else [self._fd])):
+            os.close(fd)
 
     def open(self, wanted: LayerFolder) -> int:
         """A descriptor that stays valid until the next call.

@@ -22,6 +22,7 @@ from atropos.sandbox.host.files.skeleton import Base
 from atropos.sandbox.linux import sockets, syscalls
 from atropos.sandbox.linux.disks import OWN_INODES
 from atropos.sandbox.linux.trees import remove_tree
+from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
 
 _RUNTIME = ".atropos"
 MOUNT_POINTS = ("proc", "dev", "etc", "usr", _RUNTIME, "tmp", "root", "workspace")
@@ -399,16 +400,25 @@ async def make_read_only(volume: Volume) -> None:
 def used_bytes(volume: Volume) -> int:
     """Bytes that the volume's files take."""
     if volume.disk is not None:
-        return sum(_blocks(os.path.join(at, name)) for at, _, names in os.walk(volume.disk) for name in names)
+        return _bytes_below(volume.disk)
     found = os.statvfs(volume.data)
     return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 
-def _blocks(path: str) -> int:
-    try:
-        return os.lstat(path).st_blocks * 512
-    except OSError:
-        return 0
+def _bytes_below(top: str) -> int:
+    """Bytes that files take, however deep they are: `os.walk` recurses."""
+    used, waiting = 0, [LayerFolder(0)]
+    with Folders([top]) as folders:
+        while waiting:
+            folder = waiting.pop()
+            with os.scandir(folders.open(folder)) as entries:
+                for entry in entries:
+                    found = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(found.st_mode):
+                        waiting.append(folder.below(entry.name, (found.st_dev, found.st_ino)))
+                    else:
+                        used += found.st_blocks * 512
+    return used
 
 
 def exhausted(volume: Volume) -> Literal["disk", "inodes"] | None:
