@@ -267,3 +267,13 @@ NO_ANSWER_LEFT = {name for name in TRICKS if "answer" in name} | NO_WORK_LEFT | 
 @pytest.mark.parametrize("name", [name for name in TRICKS if name not in NO_ANSWER_LEFT])
 async def test_honest_work_is_scored_in_a_view_whatever_else_was_left(pool, plain, name):
     assert await reward(pool, plain, f"echo 42 > /workspace/answer; {TRICKS[name]}", "task") == 1
+
+
+async def test_a_folder_where_the_image_has_a_file_does_not_bring_the_tests_into_the_agent_s_slot(
+    pool, plain, tmp_path
+):
+    shutil.copytree(plain.path, tmp_path / "task")
+    dockerfile = "FROM debian\nWORKDIR /workspace\nCOPY answer .\nRUN echo > /start\n"
+    (tmp_path / "task/environment/Dockerfile").write_text(dockerfile)
+    rig = MACHINE_RIGS["sitecustomize where the interpreter looks"]
+    assert await reward(pool, load_task(tmp_path / "task"), f"rm /start; mkdir /start; {rig}", "task") == 0

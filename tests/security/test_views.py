@@ -124,6 +124,71 @@ async def test_without_room_for_a_copy_no_link_is_followed_in_a_view(pool):
         assert (await slot.exec("cat h 2>/dev/null")).output == ""
 
 
+HOSTILE = {
+    "a link at a path longer than any": 'p=$(printf "d%.0s" $(seq 250)); for i in $(seq 20); do mkdir $p; cd -P $p; done; ln -s /tests link',
+    "links without end": 'python3 -c \'import os\nfor n in range(10**6): os.symlink("/tests", f"l{n}")\' 2>/dev/null',
+    "links without end, deep": 'python3 -c \'import os\nfor n in range(10**6): os.makedirs(f"{n}/" + "d/" * 150); os.symlink("/tests", f"{n}/" + "d/" * 150 + "l")\' 2>/dev/null',
+    "links that change places": """python3 -c '
+import ctypes, os, platform
+number = {"x86_64": 316, "aarch64": 276}[platform.machine()]
+for n in range(2000):
+    os.symlink("/tests", f"l{n}")
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        for n in range(1000):
+            ctypes.CDLL(None).syscall(ctypes.c_long(number), -100, f"l{n}".encode(), -100, f"l{1999 - n}".encode(), 2)
+' >/dev/null 2>&1""",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_no_link_that_a_program_leaves_keeps_a_view_from_opening(pool, name):
+    async with pool.lease("agent") as slot:
+        await slot.exec(f"echo 42 > answer; {HOSTILE[name]}")
+        await slot.view()
+        found = await slot.exec("cat answer; mkdir /tests; echo t > /tests/t; cat /tests/t l1/t 2>/dev/null")
+        assert found.output == "42\nt\n"
+
+
+async def test_folders_deeper_and_more_than_a_path_holds_cost_the_server_no_memory(pool):
+    """A list of their whole paths would be 250 MB; with the default limits, 13 GB."""
+    code = """
+import os
+os.mkdir("/deep")
+os.chdir("/deep")
+for _ in range(195):
+    os.mkdir("d" * 255)
+    os.chdir("d" * 255)
+try:
+    for n in range(10**6):
+        os.mkdir(f"{n}")
+except OSError:
+    pass
+"""
+    async with pool.lease("agent") as slot:
+        status = Path(f"/proc/{slot.link.container.id.partition('-')[0]}/status")
+        await slot.exec("exec python3 -I -", stdin=code)
+        Path(f"{status.parent}/clear_refs").write_text("5")  # the peak so far
+        before = peak_kib(status)
+        await slot.view()
+        assert peak_kib(status) < before + 32_000
+
+
+def peak_kib(status: Path) -> int:
+    """The most memory that a process has had."""
+    return int(status.read_text().split("VmHWM:")[1].split()[0])
+
+
+async def test_a_folder_in_the_place_of_a_link_does_not_keep_a_view_from_opening(pool):
+    async with pool.lease("base") as slot:
+        await slot.exec("ln -s /opt /data; echo x > /start")
+        async with await slot.snapshot() as snapshot, pool.lease("agent", snapshot=snapshot) as agent:
+            await agent.exec("echo 42 > answer; rm /data /start; mkdir /data /start")
+            await agent.view()
+            assert (await agent.exec("cat answer; readlink /data; cat /start")).output == "42\n/opt\nx\n"
+
+
 async def test_links_of_an_earlier_part_of_a_lease_lead_nowhere_either(pool):
     async with pool.lease("agent") as slot:
         await slot.exec(

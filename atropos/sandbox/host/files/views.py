@@ -24,11 +24,14 @@ from atropos.errors import NotSupported
 from atropos.sandbox.host.files.volumes import Volume
 from atropos.sandbox.linux import syscalls
 from atropos.sandbox.linux.trees import remove_tree
+from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
 
 MAX_FOLDERS = 64
 """Top-level folders shown in addition to the requested ones."""
 MAX_DEPTH = 200
 """Folders nested deeper are hidden."""
+MAX_HIDDEN = 10_000
+"""Most names that are made to hide links. A slot with more: none is followed in its view, which keeps half of its inodes."""
 MAX_COPIED = 50_000
 """Most files and folders of the copied layer; above it no link is followed, since a copy takes kernel memory."""
 SYSTEM = frozenset(
@@ -74,6 +77,12 @@ class View:
         for number, folder in enumerate(wanted):
             if folder == "/" or folder.split("/")[1] in {"proc", "dev", "sys", ".atropos"}:
                 raise NotSupported(f"view: {folder} can't be shown on another root")
+            try:
+                _make_mount_point(volume.next_root, folder)
+            except NotSupported:
+                if folder in named:
+                    raise
+                continue  # a program put a folder where the root has a file or a link
             self._mount_one(volume, folder, f"{volume.data}/view{number}")
 
     def _extra_folders(self) -> list[str]:
@@ -96,7 +105,6 @@ class View:
             if parts:
                 _copy_attributes(parts[0].fd, upper)
             layers, follows = self._vetted(parts, folder, upper, opened)
-            _make_mount_point(volume.next_root, folder)
             flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | (0 if follows else syscalls.MS_NOSYMFOLLOW)
             lower = [f"/proc/self/fd/{fd}" for fd in layers] or [self.empty]
             volume.stack(os.path.relpath(volume.next_root, volume.folder) + folder, lower, flags, upper, work)
@@ -106,16 +114,24 @@ class View:
     ) -> tuple[list[int], bool]:
         """The layers of a folder as a view may see them, topmost first, and whether links in them may be followed."""
         follows = False
+        layers = [part.fd for part in parts]
+        room = min(MAX_HIDDEN, os.statvfs(upper).f_favail // 2)
         for number, part in enumerate(parts):
-            for path, target in _walk(part.fd):
+            for place, name, target in _walk(part.fd):
+                path = "/".join((*place.path_from(0), name))
                 if part.layer >= self.written:
                     follows = True
                     break
                 if target is not None and not _may_reach_hidden(f"{folder}/{path}", target):
                     follows = True
-                elif not any(_shadows(above.fd, path) for above in parts[:number]):
-                    _hide(part.fd, upper, path)
-        layers = [part.fd for part in parts]
+                    continue
+                room -= place.depth + 1
+                if room < 0:
+                    return layers, False
+                if not any(_shadows(above.fd, path) for above in parts[:number]):
+                    # it is hidden already where a program moves it, and it is seen twice
+                    with contextlib.suppress(FileExistsError, NotADirectoryError):
+                        _hide(part.fd, upper, path)
         if follows and parts[0].layer == 0:
             copy = _copied(layers[0], self.copies, folder, opened)
             return (layers, False) if copy is None else ([copy, *layers[1:]], True)
@@ -162,32 +178,36 @@ def _opaque(fd: int) -> bool:
         return False
 
 
-def _walk(top: int) -> Iterator[tuple[str, str | None]]:
-    """Links below a folder with their targets; folders nested deeper than `MAX_DEPTH`, with None."""
-    with contextlib.ExitStack() as opened:
-        root = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=top)
-        opened.callback(os.close, root)
-        waiting = [""]
+def _walk(top: int) -> Iterator[tuple[LayerFolder, str, str | None]]:
+    """Links below a folder: where, name and target; folders nested deeper than `MAX_DEPTH`, with None."""
+    waiting = [LayerFolder(0)]
+    with _folders(top) as folders:
         while waiting:
             folder = waiting.pop()
             try:
-                fd = _open_below(root, folder)
-            except OSError:  # gone meanwhile, or no folder any more
+                fd = folders.open(folder)
+            except OSError:  # gone meanwhile, moved, or no folder any more
                 continue
-            try:
-                with os.scandir(fd) as entries:
-                    for entry in entries:
-                        path = f"{folder}/{entry.name}".lstrip("/")
-                        if entry.is_symlink():
-                            with contextlib.suppress(OSError):
-                                yield path, os.readlink(entry.name, dir_fd=fd)
-                        elif entry.is_dir(follow_symlinks=False):
-                            if path.count("/") >= MAX_DEPTH:
-                                yield path, None
-                            else:
-                                waiting.append(path)
-            finally:
-                os.close(fd)
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    if entry.is_symlink():
+                        with contextlib.suppress(OSError):
+                            yield folder, entry.name, os.readlink(entry.name, dir_fd=fd)
+                    elif entry.is_dir(follow_symlinks=False):
+                        if folder.depth >= MAX_DEPTH:
+                            yield folder, entry.name, None
+                        else:
+                            with contextlib.suppress(FileNotFoundError):
+                                waiting.append(_below(folder, entry))
+
+
+def _folders(top: int) -> Folders:
+    return Folders([f"/proc/self/fd/{top}/."])
+
+
+def _below(folder: LayerFolder, entry: os.DirEntry[str]) -> LayerFolder:
+    found = entry.stat(follow_symlinks=False)
+    return folder.below(entry.name, (found.st_dev, found.st_ino))
 
 
 def _open_below(root: int, path: str) -> int:
@@ -258,36 +278,29 @@ def _copied(source: int, copies: str, folder: str, opened: contextlib.ExitStack)
 
 def _copy_folders(source: int, copy: int, folder: str, most: int) -> bool:
     """Copy a folder with its subfolders; False: they have more names than `most`."""
-    count, waiting = 0, [""]
-    while waiting and count <= most:
-        path = waiting.pop()
-        with contextlib.ExitStack() as both:
+    count, waiting = 0, [(LayerFolder(0), LayerFolder(0))]
+    with _folders(source) as theirs, _folders(copy) as ours:
+        while waiting and count <= most:
+            found, made = waiting.pop()
             try:
-                fd = _open_below(source, path)
-            except OSError:  # gone meanwhile, or no folder any more
+                fd = theirs.open(found)
+            except OSError:  # gone meanwhile, moved, or no folder any more
                 continue
-            both.callback(os.close, fd)
-            into = _open_below(copy, path)
-            both.callback(os.close, into)
-            below = f"{path}/".lstrip("/")
-            count += _copy_entries(fd, into, f"{folder}/{path}".rstrip("/"), below, waiting, most - count)
+            into = ours.open(made)
+            path = "/".join((folder, *found.path_from(0)))
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    count += 1
+                    if count > most:
+                        break
+                    if not entry.is_dir(follow_symlinks=False):
+                        _copy_file(fd, into, entry.name, f"{path}/{entry.name}")
+                    elif found.depth < MAX_DEPTH:
+                        with contextlib.suppress(FileExistsError, FileNotFoundError):  # seen twice, or gone
+                            os.mkdir(entry.name, 0o700, dir_fd=into)
+                            waiting.append((_below(found, entry), made.below(entry.name)))
+            _copy_attributes(fd, into, whole=True)
     return count <= most
-
-
-def _copy_entries(source: int, target: int, folder: str, below: str, folders: list[str], most: int) -> int:
-    """Copy one folder without its subfolders, whose names go into `folders`; returns how many names it has."""
-    count = 0
-    with os.scandir(source) as entries:
-        for count, entry in enumerate(entries, 1):
-            if count > most:
-                return count
-            if not entry.is_dir(follow_symlinks=False):
-                _copy_file(source, target, entry.name, f"{folder}/{entry.name}")
-            elif below.count("/") < MAX_DEPTH:
-                os.mkdir(entry.name, 0o700, dir_fd=target)
-                folders.append(f"{below}{entry.name}")
-    _copy_attributes(source, target, whole=True)
-    return count
 
 
 def _copy_file(source: int, target: int, name: str, path: str) -> None:
@@ -318,19 +331,29 @@ def _copy_attributes(source: int, target: str | int, *, whole: bool = False) -> 
 
 def _hide(top: int, upper: str, path: str) -> None:
     """Cover a path with a whiteout, so that the view has nothing there."""
-    folder, name = os.path.split(path)
-    at, made = "", upper
-    for part in filter(None, folder.split("/")):
-        at, made = f"{at}/{part}".lstrip("/"), f"{made}/{part}"
-        if not os.path.isdir(made):
-            os.mkdir(made, 0o700)
-            with contextlib.suppress(OSError):
-                fd = _open_below(top, at)
-                try:
-                    _copy_attributes(fd, made)
-                finally:
-                    os.close(fd)
-    os.mknod(f"{made}/{name}", stat.S_IFCHR, 0)  # overlayfs's whiteout
+    *folders, name = path.split("/")
+    made = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for depth, part in enumerate(folders, 1):
+            try:
+                os.mkdir(part, 0o700, dir_fd=made)
+            except FileExistsError:
+                source = None
+            else:
+                source = "/".join(folders[:depth])
+            below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=made)
+            os.close(made)
+            made = below
+            if source is not None:
+                with contextlib.suppress(OSError):
+                    fd = _open_below(top, source)
+                    try:
+                        _copy_attributes(fd, made)
+                    finally:
+                        os.close(fd)
+        os.mknod(name, stat.S_IFCHR, 0, dir_fd=made)  # overlayfs's whiteout
+    finally:
+        os.close(made)
 
 
 def _make_mount_point(root: str, folder: str) -> None:
