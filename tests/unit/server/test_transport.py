@@ -5,6 +5,7 @@ ATROPOS_FAULTS above 1 nests folders 20,000 deep.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
@@ -20,6 +21,9 @@ import pytest
 
 from atropos.sandbox.programs import snapshot_tar
 from atropos.sandbox.programs.snapshot_tar import NotASnapshot, Unpacker, pack
+from atropos.sandbox.server.snapshots.layer_tar import COPY_BYTES, packed_layers
+from tests.processes import descendants
+from tests.waiting import until
 
 PROGRAM = snapshot_tar.__file__
 DEPTH = 8_000 if int(os.environ.get("ATROPOS_FAULTS", "1")) == 1 else 20_000
@@ -433,3 +437,20 @@ def test_a_file_larger_than_the_place_is_refused_and_one_that_is_sparse_arrives(
         assert done.returncode == 1 and b"No space left" in done.stderr, done.stderr
     finally:
         subprocess.run(["umount", str(out)], check=True)
+
+
+async def test_an_export_that_is_given_up_while_nobody_reads_it_ends(tmp_path):
+    """As where its client is gone, or where what it is copied to is full: a slot that settles would stay stopped for ever."""
+    (tmp_path / "large").write_bytes(os.urandom(4 << 20))
+    before, written = set(descendants()), [0]
+
+    def waits() -> bool:
+        found = set(descendants()) - before
+        written.extend(int(Path(f"/proc/{pid}/io").read_text().split("wchar: ")[1].split()[0]) for pid in found)
+        return len(written) > 2 and written[-1] == written[-2] > 2 * COPY_BYTES
+
+    async with asyncio.timeout(60):
+        async with packed_layers([str(tmp_path)], "a test") as chunks:
+            await anext(chunks)
+            await until(waits, "a program whose output nobody reads")
+    assert set(descendants()) <= before

@@ -61,6 +61,8 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
+        while process.stdout is not None and await process.stdout.read(COPY_BYTES):
+            pass  # its end is told once all that it wrote is read
         await process.wait()
 
 
