@@ -19,7 +19,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -32,6 +31,7 @@ from atropos.images.layout import PulledImage, image_info, read_layout
 from atropos.images.locks import is_still, locked, try_lock
 from atropos.images.programs import Skopeo, run, write_whole
 from atropos.images.reference import ImageSource, check_digest
+from atropos.trees import remove_tree
 from atropos.wire import ImageInfo
 
 BASE = "atropos-base:"
@@ -406,7 +406,7 @@ def _hash(text: str) -> str:
 
 
 def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(str(folder))  # other ways recurse
 
 
 def _size_of(path: Path) -> int:

@@ -299,6 +299,16 @@ async def test_unused_images_make_room_and_leased_ones_never_do(tmp_path, images
     assert {image.id for image in kept(store)} == {third.id, fourth.id}
 
 
+async def test_an_image_of_folders_deeper_than_python_recurses_makes_room_as_any_other(tmp_path, images):
+    made(tmp_path, images, "deep:1", entry("d/" * 1500 + "f", os.urandom(10 << 20)))
+    made(tmp_path, images, "next:1", entry("x", os.urandom(10 << 20)))
+    store = store_at(tmp_path, images, quota_mib=16)
+    await store.prepare(ImageSource.parse(f"{images.host}/deep:1"), nothing)
+    image = await store.prepare(ImageSource.parse(f"{images.host}/next:1"), nothing)
+    assert [each.id for each in kept(store)] == [image.id]
+    assert leftovers(tmp_path) == []
+
+
 def put(store: ImageStore, image_id: str, mib: int, parent: str | None = None) -> None:
     """An image of so many MiB, as it is after it was built."""
     tree = store._root / "trees" / image_id

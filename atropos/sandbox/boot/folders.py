@@ -12,7 +12,7 @@ from atropos.errors import IsolationUnavailable
 from atropos.sandbox.boot import namespaces
 from atropos.sandbox.linux import syscalls
 from atropos.sandbox.linux.cgroups import alive, own_name
-from atropos.sandbox.linux.trees import remove_tree
+from atropos.trees import remove_tree
 
 
 def needed_paths(bases: Sequence[str]) -> list[str]:

@@ -22,7 +22,7 @@ from atropos.errors import ConfigError, IsolationUnavailable
 from atropos.sandbox.boot import folders, namespaces
 from atropos.sandbox.linux import disks, syscalls
 from atropos.sandbox.linux.cgroups import Cgroups, CgroupTree, claim, release
-from atropos.sandbox.linux.trees import remove_tree
+from atropos.trees import remove_tree
 
 if TYPE_CHECKING:
     from atropos.config import ServerConfig

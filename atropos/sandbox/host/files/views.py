@@ -23,8 +23,8 @@ from typing import NamedTuple
 from atropos.errors import NotSupported
 from atropos.sandbox.host.files.volumes import Volume
 from atropos.sandbox.linux import syscalls
-from atropos.sandbox.linux.trees import remove_tree
 from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
+from atropos.trees import remove_tree
 
 MAX_FOLDERS = 64
 """Top-level folders shown in addition to the requested ones."""

@@ -21,8 +21,8 @@ from atropos.config import SlotLimits
 from atropos.sandbox.host.files.skeleton import Base
 from atropos.sandbox.linux import sockets, syscalls
 from atropos.sandbox.linux.disks import OWN_INODES
-from atropos.sandbox.linux.trees import remove_tree
 from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
+from atropos.trees import remove_tree
 
 _RUNTIME = ".atropos"
 MOUNT_POINTS = ("proc", "dev", "etc", "usr", _RUNTIME, "tmp", "root", "workspace")

@@ -1,4 +1,4 @@
-"""Removing folders that programs of a slot have filled. Standard library only."""
+"""Removing folders that programs of a slot, or makers of images, have filled. Standard library only."""
 
 from __future__ import annotations
 
