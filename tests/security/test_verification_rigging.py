@@ -207,6 +207,17 @@ async def test_honest_work_is_scored_whatever_else_was_left(pool, task, name):
     assert await reward(pool, task, f"echo 42 > /workspace/answer; {RIGS[name]}", "shared") == 1
 
 
+@pytest.mark.parametrize(("mode", "artifacts"), [("view", ["/data/out"]), ("separate", ["/data", "/data/out"])])
+async def test_an_artifact_that_is_a_link_puts_nothing_where_it_leads(pool, task, tmp_path, mode, artifacts):
+    folder = tmp_path / "task"
+    shutil.copytree(task.path, folder)
+    (folder / "task.toml").write_text(f'version = "1.0"\nartifacts = {artifacts}\n')
+    test = "if [ -f /data/out/planted ] && [ ! -e /etc/planted ]; then echo 1; else echo 0; fi"
+    (folder / "tests" / "test.sh").write_text(f"({test}) > /logs/verifier/reward.txt 2>/dev/null\n")
+    work = "mkdir /data; echo > /etc/planted; ln -s /etc /data/out"
+    assert await reward(pool, load_task(folder), work, mode) == 1
+
+
 TRICKS = {**RIGS, **MACHINE_RIGS, **SEPARATE_ONLY}
 
 

@@ -137,6 +137,10 @@ def _inside(name: str, links: set[str]) -> str | None:
 async def carry_in(slot: Slot, path: str, carried: CarriedArtifact | None) -> None:
     """Put an artifact in the place of what is there."""
     quoted = shlex.quote(path)
+    # Links may be the agent's (a view shows its folders, another artifact may hold this one), and lead into the machine.
+    parts = _parts(path)
+    ways = " ".join(shlex.quote("/" + "/".join(parts[:count])) for count in range(2, len(parts) + 1))
+    unlink = f'for f in {ways}; do [ ! -L "$f" ] || rm -f -- "$f" || exit; done'
     # A folder is emptied rather than removed: it may be the one that commands start in. Few images have a `find -delete`.
     every = "* .[!.]* ..?*"
     each = f'for f in {every}; do rm -rf -- "$f" || exit; done'  # where these are too many for one command
@@ -145,7 +149,7 @@ async def carry_in(slot: Slot, path: str, carried: CarriedArtifact | None) -> No
         script = f"[ -L {quoted} ] || {{ mkdir -p -- {quoted} && {empty}; }}"
     else:
         script = f"if [ ! -d {quoted} ]; then rm -f -- {quoted}; elif [ ! -L {quoted} ]; then {empty}; fi"
-    cleared = await slot.exec(script, workdir="/", clean_env=True, env={"PATH": PATH}, timeout_s=60)
+    cleared = await slot.exec(f"{unlink}; {script}", workdir="/", clean_env=True, env={"PATH": PATH}, timeout_s=60)
     if cleared.exit_code != 0:
         raise TaskBroken(f"the verifier's slot can't take {path}: {cleared.output[-300:].strip()}")
     if carried is None:
