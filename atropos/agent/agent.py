@@ -214,17 +214,27 @@ class AtroposAgent:
                 Outcome(None, ToolResult.failure(message)) for position, message in step.unread if position == index
             ]
             if index < len(step.calls):
-                step.outcomes.append(Outcome(step.calls[index], await self._run_call(step.calls[index], index)))
+                step.outcomes.append(
+                    Outcome(step.calls[index], await self._run_call(step.calls[index], index, deadline))
+                )
         step.tools_s = time.perf_counter() - started
 
-    async def _run_call(self, call: ToolCall, index: int) -> ToolResult:
+    async def _run_call(self, call: ToolCall, index: int, deadline: float) -> ToolResult:
         most = self.config.max_calls_per_turn
         if index >= most:
             return ToolResult.failure(f"not run: more than {most} calls in one turn; make it again in the next")
         if self._execute is None:
             return ToolResult.failure("no tool can be run here")
         # Models repeat ids between turns, and to the executor the same id is the same work.
-        result = await self._execute(call.model_copy(update={"id": new_call_id()}))
+        call = call.model_copy(update={"id": new_call_id()})
+        limit = asyncio.timeout(deadline - time.monotonic())
+        try:
+            async with limit:
+                result = await self._execute(call)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return ToolResult.failure("ended: the agent used all its time", timed_out=True)
         if self.config.tool_delay_s:
             await asyncio.sleep(self.config.tool_delay_s)
         return result

@@ -36,7 +36,7 @@ class AgentConfig:
         max_calls_per_turn: calls beyond it are answered with an error and not run.
         max_result_chars: of each tool result in the conversation; the middle of a longer one is left out.
         seed: sent with every request where set, so that a sampling server can repeat itself.
-        timeout_s: time after which no further call is run and no further turn begun; None: no limit.
+        timeout_s: time after which a call that runs is ended, no further one run, and no further turn begun; None: no limit.
     """
 
     max_steps: int = 50

@@ -155,6 +155,23 @@ async def test_no_call_is_run_and_no_turn_begun_after_the_time_limit(calls, ran)
     assert_true_to(server.log, result.trajectory_data)
 
 
+async def test_a_call_that_runs_is_ended_at_the_time_limit():
+    ended = []
+
+    async def execute(call):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(call.name)
+
+    server = DirectServer()
+    async with asyncio.timeout(20):
+        result = await agent(server, execute, timeout_s=0.3).run(script([{"calls": [call("x")] * 3}]))
+    assert (result.stop_reason, ended) == ("max_time", ["terminal"])
+    assert [one.error for one in result.steps[0].results] == ["ended: the agent used all its time"]
+    assert_true_to(server.log, result.trajectory_data)
+
+
 @pytest.mark.parametrize("name", parser_names())
 async def test_the_system_message_describes_calls_as_they_are_read(name):
     schemas = [{"type": "function", "function": {"name": "terminal", "parameters": {}}}]
