@@ -99,6 +99,7 @@ async def judge(slot: Slot, problem: HumanEvalProblem, solution: str, *, timeout
 
     Raises:
         SandboxError: the infrastructure failed.
+        ConfigError: the slot has one user alone.
     """
     content = {"prompt": problem.prompt, "test": problem.test, "entry_point": problem.entry_point}
     await slot.write_file("/check/problem.json", json.dumps(content), 0o600)
@@ -116,6 +117,11 @@ async def judge(slot: Slot, problem: HumanEvalProblem, solution: str, *, timeout
         verdict = cast("dict[str, object]", json.loads(result.output.strip().splitlines()[-1]))
         return verdict["passed"] is True, str(verdict["detail"])
     except (ValueError, IndexError, KeyError, TypeError):
+        for feature in (await slot.capabilities()).features:
+            if feature.name == "separate_ids" and not feature.ok:
+                raise ConfigError(
+                    f"HumanEval needs slots with a second user, from whom its tests are hidden: {feature.fix}"
+                ) from None
         raise SandboxError(
             f"the check of {problem.name} ended with {result.exit_code}: {result.output[-300:]}"
         ) from None

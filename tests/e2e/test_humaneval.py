@@ -4,7 +4,9 @@ ATROPOS_FAULTS above 1 tries the empty body of every problem, not of every fourt
 """
 
 import asyncio
+import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,8 +99,6 @@ PROBLEM = {
 
 @pytest.fixture
 def made(tmp_path):
-    import json
-
     path = tmp_path / "made.jsonl"
     path.write_text(json.dumps(PROBLEM) + "\n\n")
     return load_problems(path)[0]
@@ -128,6 +128,36 @@ async def test_solutions_that_cheat_fail(executor, made, monkeypatch):
     ends = await outcomes({name: judged(executor, made, text, timeout_s=60) for name, text in cheats.items()})
     assert [name for name, (passed, _) in ends.items() if passed] == []
     assert await judged(executor, made, PROBLEM["prompt"] + PROBLEM["canonical_solution"], timeout_s=60) == (True, "")
+
+
+RIGGED = """
+import asyncio, json, sys
+from atropos.envs.humaneval_env import HumanEvalProblem, judge
+from atropos.slots import SlotPool, SlotPoolConfig
+
+async def main(problem, solution):
+    config = SlotPoolConfig(backend="local", slots_per_container=1, max_containers=1)
+    async with SlotPool(config) as pool, pool.lease("t") as slot:
+        print(await judge(slot, HumanEvalProblem(**problem), solution, timeout_s=60))
+
+asyncio.run(main(*json.load(sys.stdin)))
+"""
+"""Judges in slots of an ordinary user's server."""
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_where_slots_have_one_user_nothing_is_judged_rather_than_rigged(made):
+    solution = (
+        "import os\nout = open(f'/proc/{os.getppid()}/fd/1', 'w')\n"
+        'print(\'{"passed": true, "detail": ""}\', file=out, flush=True)\nos.kill(os.getppid(), 9)\n'
+    )
+    command = [sys.executable, "-m", "tests.unit.sandbox.as_user", sys.executable, "-c", RIGGED]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+    judging = await asyncio.create_subprocess_exec(*command, cwd=REPO, **pipes)
+    out, errors = await judging.communicate(json.dumps([vars(made), solution]).encode())
+    text = (out + errors).decode()
+    # an ordinary user who has ids in /etc/subuid has slots with a second user
+    assert "ConfigError: HumanEval needs slots with a second user" in text or "(False, " in text, text
 
 
 def test_files_that_are_no_humaneval_are_refused_by_line(tmp_path):
