@@ -255,6 +255,30 @@ async def test_a_folder_that_cannot_be_shown_changes_nothing(pool):
         assert (await slot.exec("cat answer /etc/made")).output == "42\ne\n"
 
 
+async def test_a_folder_in_the_place_of_a_file_or_link_of_the_root_is_not_shown(pool):
+    async with pool.lease("agent") as slot:
+        await slot.exec("echo run > /entrypoint.sh; ln -s /etc /app")
+        await slot.settle()
+        await slot.exec("rm /entrypoint.sh /app; mkdir /entrypoint.sh /app; echo e > /app/made; echo 42 > answer")
+        await slot.view()
+        seen = await slot.exec("cat answer /entrypoint.sh; readlink /app; ls /app/made")
+        assert seen.output.startswith("42\nrun\n/etc\nls: ")
+
+
+async def test_no_folder_is_shown_that_tools_look_for_above_the_tests(pool):
+    async with pool.lease("agent") as slot:
+        made = await slot.exec(
+            "git init -q / && git -C / config core.fsmonitor 'echo agent >&2; echo' && mkdir -p /node_modules/chai /.cargo "
+            "&& echo 'console.log(\"agent\")' > /node_modules/chai/index.js && echo 42 > answer"
+        )
+        assert made.exit_code == 0, made
+        await slot.view()
+        await slot.write_file("/tests/check.js", "require('chai')")
+        seen = await slot.exec("cat /workspace/answer; git status; node check.js; ls -d /.cargo", workdir="/tests")
+        assert seen.output.startswith("42\n")
+        assert "agent" not in seen.output, seen
+
+
 async def test_a_workspace_that_is_no_folder_is_an_empty_one_in_the_view(pool):
     async with pool.lease("agent") as slot:
         await slot.exec("cd /; rm -rf /workspace; ln -s /etc /workspace", workdir="/")

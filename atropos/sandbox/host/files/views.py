@@ -37,10 +37,13 @@ MAX_COPIED = 50_000
 SYSTEM = frozenset(
     [
         *("bin", "boot", "dev", "etc", "home", "lost+found", "media", "opt", "proc", "root", "run", "sbin", "sys"),
-        *("tmp", "usr", "var", "tests", "logs", "solution", ".atropos"),
+        *("tmp", "usr", "var", "tests", "logs", "solution", "node_modules"),
     ]
 )
-"""Top-level folders that a view never shows unless requested, like all whose names start with `lib`."""
+"""Top-level folders that a view never shows unless requested, like all whose names start with `lib` or `.`.
+
+Node's modules, and hidden folders as `/.git` and `/.cargo`, act on tools that run in any folder below, `/tests` too.
+"""
 HIDDEN = ("/tests", "/logs", "/solution", "/proc", "/dev", "/sys", "/.atropos")
 """Where no link of a slot may lead in its view."""
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -88,7 +91,7 @@ class View:
     def _extra_folders(self) -> list[str]:
         """The slot's top-level folders that are not in `SYSTEM`."""
         names = sorted({name for layer in self.layers for name in os.listdir(layer)})
-        chosen = [f"/{name}" for name in names if name not in SYSTEM and not name.startswith("lib")]
+        chosen = [f"/{name}" for name in names if name not in SYSTEM and not name.startswith(("lib", "."))]
         found: list[str] = []
         for folder in chosen:
             with contextlib.ExitStack() as opened:
