@@ -22,7 +22,7 @@ from atropos.agent.transcript import Message, numbers
 from atropos.aio import backoff_s
 from atropos.errors import InferenceError
 from atropos.tools import ToolCall
-from atropos.tools.arguments import replace_surrogates
+from atropos.tools.arguments import MAX_DEPTH, deeper_than, replace_surrogates
 from atropos.tools.models import call_with_id
 
 EXACT = frozenset({"vllm", "sglang"})
@@ -70,12 +70,13 @@ class ServerCall:
     arguments: object
 
     def tool_call(self) -> ToolCall:
-        """The call with its arguments parsed; what is no JSON object stays text. Null, as some servers send it, is none."""
+        """The call with its arguments parsed; what is no JSON object, or a deep one, stays text. Null, as some send it, is none."""
         parsed = self.arguments
         if isinstance(parsed, str):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 parsed = json.loads(parsed)
-        arguments = cast("dict[str, object]", parsed) if isinstance(parsed, dict) else str(self.arguments or "")
+        plain = isinstance(parsed, dict) and not deeper_than(parsed, MAX_DEPTH)
+        arguments = cast("dict[str, object]", parsed) if plain else str(self.arguments or "")
         return call_with_id(str(self.id or ""), self.name, arguments)
 
 

@@ -325,7 +325,7 @@ class ToolContext(HookCalls):
         if result.data is not None:
             answer["data"] = result.data
         elif result.success:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 answer["data"] = json.loads(result.output)
         return answer
 

@@ -131,5 +131,5 @@ class VllmParser(Parser):
 def _arguments(text: str) -> object:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

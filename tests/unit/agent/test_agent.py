@@ -391,6 +391,16 @@ async def test_without_token_ids_the_transcript_is_marked_as_placeholders():
     assert "max_tokens" not in server.options  # None would go out as null
 
 
+@pytest.mark.parametrize("depth", [300, *range(970, 990), 1_500])  # from where on json fails depends on the stack
+async def test_arguments_that_are_nested_too_deeply_are_no_fault_of_the_server(depth):
+    function = types.SimpleNamespace(name="terminal", arguments='{"a":' * depth + "1" + "}" * depth)
+    calls = [types.SimpleNamespace(id="1", function=function)]
+    server = ChatServer([chat_answer(None, calls, "tool_calls"), chat_answer("done")])
+    result = await agent(server).run("x")
+    assert (result.final_response, result.total_tool_calls) == ("done", 1)
+    assert result.steps[0].calls[0].arguments == function.arguments
+
+
 async def test_no_message_at_all_is_an_inference_error():
     with pytest.raises(InferenceError, match="without a message"):
         await agent(ChatServer([chat_answer(None)] * 3), model_timeout_s=20).run("x")
