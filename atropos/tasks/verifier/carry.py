@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import io
+import itertools
 import posixpath
+import re
 import shlex
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from atropos import wire
@@ -66,7 +68,7 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as source, tarfile.open(fileobj=out, mode="w") as target:
             every = {"/".join(_parts(member.name)) for member in source if member.issym()}
-            for member, content in kept_members(source, lambda name: _excluded(name, exclude)):
+            for member, content in kept_members(source, _excluded(exclude)):
                 name = _inside(member.name, links)
                 # a sparse file of some bytes may claim to be a terabyte, and would be written out in full here
                 plain = member.isreg() and not content.issparse()
@@ -90,11 +92,14 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
     return out.getvalue()
 
 
-def _excluded(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern matches the name or a folder above it, from any of its parts on."""
-    parts = name.split("/")
-    ways = ["/".join(parts[start:end]) for start in range(len(parts)) for end in range(start + 1, len(parts) + 1)]
-    return any(fnmatch.fnmatchcase(way, pattern.removeprefix("./").rstrip("/")) for pattern in patterns for way in ways)
+def _excluded(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a pattern matches a name or a folder above it, from any of its parts on: in one pass, however deep it is."""
+    found: list[str] = []
+    for pattern in (pattern.removeprefix("./").rstrip("/") for pattern in patterns):
+        rest = pattern.lstrip("*")  # a star matches all that is before, slashes too
+        found.append(f"{'' if rest != pattern else '(?:^|/)'}{fnmatch.translate(rest)[:-2]}(?:/|\\Z)")
+    every = re.compile("|".join(found))
+    return lambda name: bool(found) and every.search(name) is not None
 
 
 def _parts(name: str) -> list[str]:
@@ -103,23 +108,23 @@ def _parts(name: str) -> list[str]:
 
 def _stays(name: str, target: str, folder: str, links: set[str]) -> bool:
     """Whether a link ends inside its folder or in a place of programs, by a way that passes no other link."""
-    at = name.split("/")[:-1]
+    at = posixpath.dirname(name)
     if target.startswith("/"):
         below = posixpath.normpath(target)
         if f"{below}/".startswith(_PROGRAMS) and ".." not in target.split("/"):
             return True
         if not target.startswith(f"{folder.rstrip('/')}/"):
             return False
-        at, target = [], target.removeprefix(f"{folder.rstrip('/')}/")
+        at, target = "", target.removeprefix(f"{folder.rstrip('/')}/")
     steps = _parts(target)
     for number, part in enumerate(steps):
         if part == "..":
             if not at:
                 return False
-            at.pop()
+            at = posixpath.dirname(at)
         else:
-            at.append(part)
-        if number < len(steps) - 1 and "/".join(at) in links:
+            at = posixpath.join(at, part)
+        if number < len(steps) - 1 and at in links:
             return False
     return True
 
@@ -129,7 +134,7 @@ def _inside(name: str, links: set[str]) -> str | None:
     parts = _parts(name)
     if not parts or ".." in parts or name.startswith("/"):
         return None
-    if any("/".join(parts[:count]) in links for count in range(1, len(parts) + 1)):
+    if links and any(way in links for way in itertools.accumulate(parts, "{}/{}".format)):
         return None
     return "/".join(parts)
 

@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+import time
 
 import pytest
 from hypothesis import given
@@ -147,3 +148,16 @@ def test_no_member_passes_through_a_link_or_upwards(members):
             if info.islnk():
                 assert ".." not in info.linkname.split("/")
                 assert not info.linkname.startswith("/")
+
+
+def test_time_is_linear_in_how_deep_an_artifact_is():
+    def seconds(depth):
+        folder = "/".join("a" * depth)
+        data = archive(("s", "l", "x"), *(("f", f"{folder}/{number}", "") for number in range(200)))
+        started = time.process_time()
+        safe_archive(data, "/workspace", ["*.log", "b*c"])
+        return time.process_time() - started
+
+    seconds(10)
+    small, large = seconds(40), seconds(160)
+    assert large < max(small, 0.01) * 16  # work that grows with the cube would take 64 times as long
