@@ -65,6 +65,10 @@ async def test_a_program_runs_without_a_shell(slot: Slot) -> None:
     assert (await slot.exec(["no-such-program"])).error == "not_found: No such file or directory: no-such-program"
     refused = await slot.exec(["/etc/passwd"])
     assert (refused.exit_code, refused.error) == (None, "permission: Permission denied: /etc/passwd")
+    await slot.exec(["rm", "-r", "/bin"])
+    without = await slot.exec("true", split=True)
+    assert without.exit_code is None
+    assert (without.error or "").startswith("not_started: "), "a line for the shell, which is gone"
 
 
 async def test_stdin_of_any_length_is_read_to_its_end(slot: Slot) -> None:

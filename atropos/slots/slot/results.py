@@ -50,9 +50,11 @@ class ExecResult:
             return cls(None, text, text.encode(), limit=result.limit, error=f"{result.error}: {text}")
         if not isinstance(result, wire.CommandResult):
             raise TypeError(f"the answer to an exec is a {result.kind}")
+        output = result.output.decode(errors="replace")
+        started = result.exit_code is not None or result.timed_out or result.cancelled
         return cls(
             exit_code=result.exit_code,
-            output=result.output.decode(errors="replace"),
+            output=output,
             output_bytes=result.output,
             stdout=None if result.stdout is None else result.stdout.decode(errors="replace"),
             stderr=None if result.stderr is None else result.stderr.decode(errors="replace"),
@@ -62,6 +64,7 @@ class ExecResult:
             dropped_bytes=result.dropped_bytes,
             limit=result.limit,
             duration_s=result.duration_s,
+            error=None if started else f"not_started: {output.rstrip()}",
         )
 
 
