@@ -26,11 +26,11 @@ from atropos.adapters.sharing import SharedPool, pool_config, shared_pool, shell
 from atropos.errors import ConfigError
 from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
 from atropos.tasks.builder.accounts import profile_of
-from atropos.tasks.builder.limits import STAND_INS
+from atropos.tasks.builder.limits import STAND_INS, Room
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format import machines
 from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB, EnvironmentSection, TaskConfig
-from atropos.tasks.format.task import Task
+from atropos.tasks.format.task import Task, first_recipe
 from atropos.tasks.prepare import TaskImages
 
 LONGEST_BUILD_S = 24 * 3600.0
@@ -165,32 +165,29 @@ class AtroposEnvironment(BaseEnvironment):
         )
         section = machines.with_compose(folder, section)
         make = partial(machines.machine if self._bundled else machines.workspace, folder, section)
+        recipe, unbuildable = first_recipe(make, section)
         return Task(
             name=self.environment_name,
             path=folder,
             instruction="",
             config=TaskConfig(environment=section),
             context=folder,
-            recipe=make({}, prebuilt=False),
+            recipe=recipe,
             tests=(),
             solution=None,
             limits=self._limits(section),
+            unbuildable=unbuildable,
             make=make,
         )
 
     def _limits(self, wants: EnvironmentSection) -> LeaseLimits | None:
         """What the task asks for beyond a slot; what older schemas wrote into every task.toml is no wish."""
-        slot, cpus = self._config.limits, wants.cpus or 0
+        slot = self._config.limits
         memory, storage = wants.memory_mb or 0, wants.storage_mb or 0
         memory = memory if memory != OLD_MEMORY_MB else 0
         room = max(memory, slot.memory_mib)
         files = min(storage, room) if storage != OLD_STORAGE_MB and self._config.volume == "memory" else 0
-        found = LeaseLimits(
-            memory_mib=memory if memory > slot.memory_mib else None,
-            disk_mib=files if files > slot.disk_mib else None,
-            cpu_quota=cpus if cpus > (slot.cpu_quota or 1) else None,
-        )
-        return None if found == LeaseLimits() else found
+        return Room(slot.memory_mib, slot.disk_mib, slot.cpu_quota).beyond(memory, files, wants.cpus)
 
     @override
     async def _apply_network_policy(self, network_policy: NetworkPolicy) -> None:

@@ -48,6 +48,15 @@ class Room:
         """Memory of the largest lease, in MiB."""
         return self.most_mib or self.memory_mib
 
+    def beyond(self, memory_mib: int, files_mib: int, cpus: float | None) -> LeaseLimits | None:
+        """What a lease asks for that wants so much; None: a plain slot has it."""
+        found = LeaseLimits(
+            memory_mib=memory_mib if memory_mib > self.memory_mib else None,
+            disk_mib=files_mib if files_mib > self.disk_mib else None,
+            cpu_quota=cpus if cpus is not None and cpus > (self.cpus or 1) else None,
+        )
+        return None if found == LeaseLimits() else found
+
 
 @dataclass(frozen=True)
 class TaskFit:
@@ -141,12 +150,7 @@ class _Sizes:
         own = 0 if written_out else memory
         files = self._files(storage, own, table, old=old and storage == OLD_STORAGE_MB)
         memory = max(memory, own + files if room.volume == "memory" else 0)
-        found = LeaseLimits(
-            memory_mib=memory if memory > room.memory_mib else None,
-            disk_mib=files if files > room.disk_mib else None,
-            cpu_quota=wants.cpus if wants.cpus is not None and wants.cpus > (room.cpus or 1) else None,
-        )
-        return None if found == LeaseLimits() else found
+        return room.beyond(memory, files, wants.cpus)
 
     def _files(self, storage: int, own: int, table: str, *, old: bool) -> int:
         """Room for files beside what programs have of their own; files on disk need no memory."""

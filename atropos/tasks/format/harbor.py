@@ -11,8 +11,7 @@ from atropos.errors import ConfigError
 from atropos.tasks.format import machines
 from atropos.tasks.format.config import AgentSection, EnvironmentSection, StepSection
 from atropos.tasks.format.files import check_script, read_config, read_instruction
-from atropos.tasks.format.recipe import Recipe
-from atropos.tasks.format.task import VARIABLE, Build, Make, Task
+from atropos.tasks.format.task import VARIABLE, Build, Make, Task, first_recipe
 
 
 def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build) -> Task:
@@ -43,7 +42,7 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build) -
     config = config.model_copy(update={"environment": machines.with_compose(environment, config.environment)})
     make = partial(machines.workspace, environment, config.environment)
     solution = root / "solution"
-    recipe, unbuildable = _recipe(make, config.environment)
+    recipe, unbuildable = first_recipe(make, config.environment)
     task = Task(
         name=root.name,
         path=root,
@@ -64,20 +63,6 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build) -
         check_script(tests / "test.sh")
     _check_variables(task)
     return replace(task, steps=tuple(_step(task, section) for section in config.steps))
-
-
-def _recipe(make: Make, wants: EnvironmentSection) -> tuple[Recipe, str | None]:
-    """The recipe by the Dockerfile; where that can't be built but an image is named: the image's, and why.
-
-    Raises:
-        ConfigError: it can't be built, and no image is named.
-    """
-    try:
-        return make({}, prebuilt=False), None
-    except ConfigError as error:
-        if wants.docker_image is None:
-            raise
-        return make({}, prebuilt=True), str(error)
 
 
 def _step(task: Task, section: StepSection) -> Task:
@@ -139,7 +124,7 @@ def _machine_of(task: Task, context: Path, wants: EnvironmentSection, make: Make
     refused = next(wants.refusals("verifier.environment"), None)
     if refused is not None:
         raise ConfigError(f"{task.path / 'task.toml'}: {refused}")
-    recipe, unbuildable = _recipe(make, wants)
+    recipe, unbuildable = first_recipe(make, wants)
     return replace(
         task,
         name=f"{task.name}/verifier",

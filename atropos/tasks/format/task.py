@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from atropos.errors import ConfigError
 from atropos.tasks.format import machines
-from atropos.tasks.format.config import AgentSection, Artifact, StepSection, TaskConfig, VerifierSection
+from atropos.tasks.format.config import (
+    AgentSection,
+    Artifact,
+    EnvironmentSection,
+    StepSection,
+    TaskConfig,
+    VerifierSection,
+)
 from atropos.tasks.format.recipe import Recipe, StepSettings
 from atropos.wire import ImageInfo, ImageState, LeaseLimits
 
@@ -167,3 +174,17 @@ class Task:
             return self.variables.get(match[1], match[2] or "")
 
         return {name: VARIABLE.sub(one, value) for name, value in env.items()}
+
+
+def first_recipe(make: Make, wants: EnvironmentSection) -> tuple[Recipe, str | None]:
+    """A recipe before any image is pulled, by the Dockerfile; where that can't be built but an image is named: the image's, and why.
+
+    Raises:
+        ConfigError: it can't be built, and no image is named.
+    """
+    try:
+        return make({}, prebuilt=False), None
+    except ConfigError as error:
+        if wants.docker_image is None:
+            raise
+        return make({}, prebuilt=True), str(error)

@@ -182,6 +182,15 @@ async def test_a_forced_build_is_one_of_the_dockerfile(environment, tmp_path):
             assert (await made.exec("test -e /built")).return_code == code
 
 
+async def test_a_dockerfile_that_is_not_built_may_say_anything(environment, tmp_path):
+    folder = written(tmp_path, {"Dockerfile": "FROM debian\nRUN --network=host true\n"})
+    config = EnvironmentConfig(docker_image="atropos-base:default")
+    async with started(tmp_path, folder, config) as made:
+        assert (await made.exec("true")).return_code == 0
+    with pytest.raises(ConfigError, match=r"Dockerfile:2: .*--network"):
+        await make(tmp_path, folder, config).start(force_build=True)
+
+
 async def test_an_entrypoint_runs_beside_the_agent_as_in_a_container(environment, tmp_path):
     script = "#!/bin/sh\\necho $WORD $PWD $(id -un) $* >/said\\nexec $*\\n"
     build = f"RUN printf '{script}' >/start; chmod +x /start; mkfifo -m 666 /said"
