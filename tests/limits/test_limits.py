@@ -26,7 +26,7 @@ LIMITS = {
     "disk_mib": 32,
     "inodes": 1500,
     "open_files": 128,
-    "wall_s": 4.0 * SLOWNESS**0.5,
+    "wall_s": 8 * SLOWNESS**0.5,
 }
 
 MANY_FILES = "import os\nkept = []\nwhile True: kept.append(os.open('/dev/null', os.O_RDONLY))"
