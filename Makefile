@@ -1,7 +1,7 @@
 # Two commands do all the set-up: `make demo` and `make test`.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-RUN := env PATH="$(CURDIR)/.venv/bin:$$PATH"
+RUN := env PATH="$(CURDIR)/.venv/bin:$$PATH:$$HOME/.local/bin"
 BACKEND ?= local
 PYTEST_ARGS ?=
 ARGS ?=
