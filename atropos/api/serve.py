@@ -18,6 +18,7 @@ from atropos.api.http import NO_TOKEN, OPEN_PATHS
 from atropos.api.settings import LOOPBACK
 from atropos.net.admission import ACCEPTS, Admission, BearerToken
 from atropos.net.sockets import BACKLOG, listen
+from atropos.terminal import log_to_stderr
 
 _AFTER_DRAIN_S = 5
 """Time for writing answers after the drain."""
@@ -85,6 +86,7 @@ def _config(app: FastAPI, admission: Admission) -> uvicorn.Config:
         app,
         http=cast("type[asyncio.Protocol]", connection),
         backlog=ACCEPTS,
+        log_config=None,  # the process's own handler writes its records, with their time
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=_AFTER_DRAIN_S,
@@ -125,6 +127,7 @@ def run(
         SandboxError: what the app needs can't be reached.
     """
     listening = listen(host, port)
+    log_to_stderr()
     where = listening.getsockname()
     shown = f"[{where[0]}]" if ":" in where[0] else where[0]
     ready = f"{name} on http://{shown}:{where[1]}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import logging
 import signal
 import sys
 from importlib import import_module
@@ -14,6 +17,7 @@ from rich.console import Console
 
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
 from atropos.tasks.errors import TaskBroken
+from atropos.terminal import LogLines, visible
 
 COMMANDS = {
     "doctor": "atropos.cli.doctor:doctor",
@@ -75,7 +79,7 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
 
 
 def describe(error: Exception) -> str:
-    """An expected failure in one line."""
+    """An expected failure in one line, or in those that a program wrote."""
     if isinstance(error, ValidationError):
         fields = ((".".join(str(part) for part in item["loc"]) or "value", item["msg"]) for item in error.errors())
         return "; ".join(f"{field}: {what}" for field, what in fields)
@@ -95,6 +99,10 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job has it ignored
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks, as on stderr
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(LogLines())
     try:
         _run()
     finally:
@@ -107,7 +115,13 @@ def _run() -> None:
         command_line(*(name for name in sys.argv[1:2] if name in COMMANDS))()
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        sys.stdout = None  # what is left of the output is not written at the end either
+        print(f"atropos: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
     except tuple(kind for kind, _ in EXIT_CODES) as error:
-        stderr = Console(stderr=True, highlight=False)
-        stderr.print(f"atropos: {describe(error)}", markup=False, soft_wrap=True)
+        stderr = Console(stderr=True, highlight=False, emoji=False)
+        stderr.print(f"atropos: {visible(describe(error))}", markup=False, soft_wrap=True)
         sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))

@@ -24,6 +24,7 @@ from atropos.tasks.check import Agent, Attempt, CheckConfig, TaskFinding, check
 from atropos.tasks.folder import TaskSet, read_folders, task_folders
 from atropos.tasks.format.datasets import dataset_folders
 from atropos.tasks.format.task import Task
+from atropos.terminal import visible
 from atropos.wire import ImageState
 
 tasks_app = typer.Typer(help="Task folders in the Harbor and terminal-bench layouts.", no_args_is_help=True)
@@ -176,7 +177,7 @@ def _cells(finding: TaskFinding, agents: Sequence[str]) -> list[str]:
     verifier = [one.verifier_s for one in attempts.values() if one.verifier_s is not None]
     why = [] if finding.verifier is None else [f"{finding.verifier.mode}: {finding.verifier.reason}"]
     remarks = [*_remarks(finding), *why]
-    return [
+    cells = [
         finding.name,
         finding.status,
         *(_reward(attempts.get(agent)) for agent in agents),
@@ -186,6 +187,7 @@ def _cells(finding: TaskFinding, agents: Sequence[str]) -> list[str]:
         ", ".join(filter(None, [_mode(finding), f"{max(verifier):.2f} s" if verifier else ""])),
         "\n".join(remarks),
     ]
+    return [visible(cell) for cell in cells]
 
 
 def _remarks(finding: TaskFinding) -> list[str]:
@@ -219,7 +221,7 @@ def _notes(found: Sequence[TaskFinding]) -> list[str]:
 
 
 def _print(found: Sequence[TaskFinding], agents: Sequence[str]) -> None:
-    console = Console()
+    console = Console(emoji=False)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     rows = [_cells(finding, agents)[:-1] for finding in found]
     columns = list(zip(_headings(agents)[:-1], *rows, strict=True))
@@ -239,9 +241,9 @@ def _print(found: Sequence[TaskFinding], agents: Sequence[str]) -> None:
     for finding in found:
         for line in _remarks(finding):
             named = line if line.startswith(f"{finding.name}:") else f"{finding.name}: {line}"
-            console.print(named, markup=False)
+            console.print(visible(named), markup=False)
     for line in _notes(found):
-        console.print(line, markup=False)
+        console.print(visible(line), markup=False)
     console.print(_summary(found))
 
 

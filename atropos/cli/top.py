@@ -24,9 +24,9 @@ from rich.text import Text
 
 from atropos.aio import set_within
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveView
-from atropos.dashboard.text import visible as visible_lines
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.survey import Survey, open_survey
+from atropos.terminal import visible as visible_lines
 from atropos.wire import Status
 
 STATES = (("leased", "green"), ("others", "blue"), ("free", "bright_black"), ("retired", "red"))

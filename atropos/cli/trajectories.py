@@ -18,8 +18,8 @@ from atropos.cli.options import AsJson
 from atropos.dashboard.export import atif
 from atropos.dashboard.replay import asciicast
 from atropos.dashboard.store import Details, Entry, Query, entry_of, item_of, members, read_groups
-from atropos.dashboard.text import visible
 from atropos.errors import ConfigError
+from atropos.terminal import visible
 
 trajectories_app = typer.Typer(no_args_is_help=True, help="Export, count or search the trajectories of a JSONL.")
 

@@ -18,7 +18,8 @@ from atropos.dashboard.changes import Changes, FileChange
 from atropos.dashboard.conversation import Message
 from atropos.dashboard.replay import events
 from atropos.dashboard.store import Details, Entry, entry_of, item_of, members, read_groups, scores_of
-from atropos.dashboard.text import duration, number, short, visible
+from atropos.dashboard.text import duration, number, short
+from atropos.terminal import visible
 
 PAGE_TRAJECTORIES = 1000
 """Shown on a static page; the JSONL has all of them."""

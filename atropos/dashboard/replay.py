@@ -12,7 +12,8 @@ from typing import cast
 
 from atropos.dashboard.conversation import Message, Part
 from atropos.dashboard.store import Details, Entry
-from atropos.dashboard.text import MAX_MESSAGE_CHARS, short, visible
+from atropos.dashboard.text import MAX_MESSAGE_CHARS, short
+from atropos.terminal import visible
 
 COLUMNS, ROWS = 100, 30
 MAX_TEXT_CHARS = 500

@@ -3,21 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 
 MAX_MESSAGE_CHARS = 20_000
-HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, those that turn the direction of what follows, scores included, and lone surrogates, which no output takes."""
-
-
-def visible(text: object) -> str:
-    """Control characters as symbols, and what else is `HIDDEN` as escapes: a page shows what was there."""
-    return HIDDEN.sub(_symbol, str(text))
-
-
-def _symbol(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return chr(0x2400 + code) if code < 0x20 else f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def short(text: str, most: int = MAX_MESSAGE_CHARS) -> str:

@@ -46,6 +46,14 @@ def run(*arguments):
     return done.returncode, done.stdout, done.stderr
 
 
+def test_what_a_test_printed_acts_on_no_terminal_and_no_page(tmp_path):
+    make(tmp_path / "tasks", "loud", test=r"printf '\033]52;c;bGVha2Vk\007\033[2Jred\n'")
+    code, out, _ = run(tmp_path / "tasks", "--html", tmp_path / "page.html")
+    assert code == 1
+    assert "␛]52;c;bGVha2Vk␇␛[2Jred" in out
+    assert "\x1b" not in out + (tmp_path / "page.html").read_text()
+
+
 def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
     tasks = tmp_path / "tasks"
     make(tasks, "sound", dockerfile="FROM ubuntu:24.04\nWORKDIR /app\n")

@@ -24,6 +24,7 @@ from atropos.envs.command_line.flags import (
     first_server,
 )
 from atropos.errors import ConfigError, InferenceError, IsolationUnavailable, SandboxError
+from atropos.terminal import log_to_stderr, visible
 
 if TYPE_CHECKING:
     from atropos.envs.adapter import APIServerConfig
@@ -188,18 +189,14 @@ def _report(env: CommandEnv) -> None:
 
 
 def _fail(line: str, code: int) -> int:
-    print(f"error: {line}" if code < 128 else line, file=sys.stderr)
+    print(visible(f"error: {line}" if code < 128 else line), file=sys.stderr)
     return code
 
 
 def _logging() -> None:
     """Log warnings and atropos's own progress to stderr, and never atroposlib's DEBUG output of whole items."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
-    handler.setLevel(logging.INFO)
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
+    log_to_stderr().setLevel(logging.INFO)
+    logging.getLogger().setLevel(logging.WARNING)
     level = os.environ.get("ATROPOS_LOG_LEVEL") or "INFO"
     try:
         logging.getLogger("atropos").setLevel(level.upper())

@@ -72,6 +72,33 @@ def test_wrong_usage_is_one_clear_message_and_code_2(arguments: list[str], said:
     assert b"Traceback" not in done.stderr
 
 
+def test_an_encoding_without_a_character_gets_its_escape(tmp_path: Path) -> None:
+    lines = tmp_path / "out.jsonl"
+    lines.write_text(
+        json.dumps({"scores": [1], "messages": [[{"role": "user", "content": "café \x1b[2J 日本"}]]}) + "\n"
+    )
+    done = atropos("trajectories", "grep", str(lines), "caf", env={"PYTHONIOENCODING": "latin-1"})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "café \\u241b[2J \\u65e5\\u672c\n".encode("latin-1") in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["trajectories", "export", "--format", "sft"], ["doctor"]])
+def test_a_full_disk_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    lines = tmp_path / "out.jsonl"
+    lines.write_text(json.dumps({"scores": [1], "messages": [[{"role": "user", "content": "hi"}]]}) + "\n")
+    given = [*arguments, *[str(lines)] * (arguments[0] == "trajectories")]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "atropos.cli", *given],
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=120,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, b"atropos: No space left on device\n")
+
+
 def test_exec_passes_output_stdin_and_exit_code_on() -> None:
     done = atropos("exec", "cat; echo to-stderr >&2; exit 7", stdin=b"from stdin\n")
     assert (done.returncode, done.stdout, done.stderr) == (7, b"from stdin\n", b"to-stderr\n")

@@ -319,6 +319,24 @@ def test_a_mistake_in_a_setting_of_pool_or_tools_has_the_flags_own_name(said, sh
         raise ConfigError(said)
 
 
+def test_what_a_program_printed_acts_on_no_terminal_and_passes_for_no_record(capsys, monkeypatch):
+    printed = "\x1b]52;c;bGVha2Vk\x07\x1b[2Jred\n2026-01-01 00:00:00 INFO atropos: all is well"
+
+    class Env(ScriptEnv):
+        def __init__(self, **_):
+            logging.getLogger("atropos").warning("task scores 0: %s", printed)
+            raise ConfigError(printed)
+
+    monkeypatch.setitem(globals(), "ScriptEnv", Env)
+    code, said = run(capsys, "process")
+    assert code == 2
+    assert "\x1b" not in said
+    assert "\x07" not in said
+    first, second, *_ = said.splitlines()
+    assert first.endswith("WARNING atropos: task scores 0: ␛]52;c;bGVha2Vk␇␛[2Jred")
+    assert second.startswith("    2026-01-01")
+
+
 def test_a_log_level_that_there_is_not_is_one_line(capsys, monkeypatch):
     monkeypatch.setenv("ATROPOS_LOG_LEVEL", "verbose")
     said = "error: ATROPOS_LOG_LEVEL: 'verbose' is none of INFO, WARNING, ERROR"
