@@ -64,8 +64,9 @@ def digest(text: str) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A time of the day, local, from Unix seconds."""
-    return time.strftime("%H:%M:%S", time.localtime(seconds))
+    """A local time from Unix seconds, with its date where that is not today's."""
+    at = time.localtime(seconds)
+    return time.strftime("%H:%M:%S" if at[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M:%S", at)
 
 
 def spark(values: Sequence[float]) -> str:

@@ -26,13 +26,16 @@ def finite(value: object) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: `2.5 s`, `45 s`, `12 min`, `3 h 5 min`."""
+    """Seconds as people say them: `2.5 s`, `45 s`, `12 min`, `3 h 5 min`, `11 d 13 h`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     if seconds < 119.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 120:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def number(count: int, noun: str, nouns: str = "") -> str:

@@ -16,15 +16,18 @@ if (live && button && stale) {
   });
   const refresh = async () => {
     if (!paused && !document.hidden) {
+      let told = "The env does not answer; these are the last numbers it gave.";
       try {
         const answer = await fetch("/live", { cache: "no-store" });
+        if (answer.status === 401) told = "Another env answers here, or this one was started again: open the URL that it printed.";
         if (!answer.ok) throw new Error(String(answer.status));
         const parsed = new DOMParser().parseFromString(await answer.text(), "text/html");
         live.replaceChildren(...parsed.body.childNodes);
-        say(live.querySelector(".trouble") ? "There is trouble; see below." : "");
+        told = live.querySelector(".trouble") ? "There is trouble; see below." : "";
       } catch {
-        say("The env does not answer; these are the last numbers it gave.");
+        // what is shown stays
       }
+      say(told);
     }
     setTimeout(refresh, 2000);
   };

@@ -149,12 +149,12 @@ class EnvDashboard:
         uptime = time.monotonic() - self._started
         numbers = {
             "up": duration(uptime),
-            "groups": str(found.groups),
-            "trajectories": str(found.trajectories),
+            "groups": f"{found.groups:,}",
+            "trajectories": f"{found.trajectories:,}",
             "mean score": f"{sum(found.scores) / len(found.scores):.3f}" if found.scores else "-",
             "in flight": str(len(found.activity.running)),
-            "tool calls": str(found.calls),
-            "tool errors": str(found.tool_errors),
+            "tool calls": f"{found.calls:,}",
+            "tool errors": f"{found.tool_errors:,}",
             "slots leased": f"{stats.leased} of {stats.slots}",
             "acquire p50 / p99": _milliseconds(stats.acquire),
             "reset p50 / p99": _milliseconds(stats.reset),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 
 import httpx
@@ -20,6 +21,7 @@ from atropos.dashboard.live import ContainerSlots, InFlight, LiveView, Sample
 from atropos.dashboard.render import write_page
 from atropos.dashboard.server import DashboardServer
 from atropos.dashboard.store import GroupFile, Query, TrajectoryStore
+from atropos.dashboard.text import duration
 from atropos.envs.reporting.prometheus import MetricsEndpoint
 from atropos.errors import ConfigError
 from atropos.net.admission import MAX_UNAUTHENTICATED
@@ -137,6 +139,22 @@ async def test_a_new_connection_may_begin_with_a_search_for_any_text(text):
             assert (await known.get(f"/trajectories?text={text}")).status_code == 200
         async with client(server) as bare:
             assert (await bare.get(f"/trajectories?token={text}")).status_code == 401
+
+
+async def test_what_happened_long_ago_has_its_date():
+    recent = [(0.0, "dropped", "long ago"), (time.time(), "retry", "just now")]
+    live = LiveView(faults=[("retry", "slot_lost", 2)], recent=recent)
+    async with (
+        serving([], live=lambda: live, token="right") as server,
+        client(server, Authorization="Bearer right") as c,
+    ):
+        text = (await c.get("/live")).text
+    assert re.search(r">19(70|69)-\d\d-\d\d \d\d:\d\d:\d\d dropped</span> long ago", text)
+    assert re.search(
+        r">(20\d\d-\d\d-\d\d )?\d\d:\d\d:\d\d retry</span> just now", text
+    )  # midnight may have come between
+    assert duration(277 * 3600) == "11 d 13 h"
+    assert (duration(7500), duration(47 * 3600)) == ("2 h 5 min", "47 h 0 min")
 
 
 async def test_a_list_of_one_page_has_no_pages_to_choose():
@@ -412,24 +430,42 @@ async def test_a_replay_plays_seeks_and_follows_the_keyboard_on_both_pages(brows
         assert not errors
 
 
+LINES = "c => { const r = document.createRange(); r.selectNodeContents(c); return r.getClientRects().length }"
+"""How many lines of text an element takes."""
+
+
 @in_the_browser_s_loop
 async def test_no_page_is_wider_than_a_phone(browser):
     view = LiveView(
         containers=[ContainerSlots("0 a-name-of-a-container-that-is-long", 20, 1, 0, 0, ready=True)],
         in_flight=[InFlight("trajectory-of-a-long-name" * 3, "item" * 20, 5, "terminal " + "x" * 99, 1.0, 3)],
+        faults=[("group dropped", "container_lost" * 9, 2)],
     )
-    async with serving(ordinary(), live=lambda: view) as server:
+    odd = hostile()
+    odd["atropos"]["item"] += "x" * 99
+    async with serving([*ordinary(), odd], live=lambda: view) as server:
         page = await browser.new_page(viewport={"width": 390, "height": 800})
         await page.goto(server.url)
-        for path in ("/", "/trajectories", "/trajectory/0", "/group/0", "/trajectory/99999", "/trajectories?least=x"):
+        for path in (
+            "/",
+            "/trajectories",
+            "/trajectory/0",
+            "/group/0",
+            "/trajectory/60",
+            "/group/20",
+            "/nosuch",
+            "/trajectories?least=x",
+        ):
             await page.goto(f"http://127.0.0.1:{server.port}{path}")
             assert await page.evaluate("document.documentElement.scrollWidth") == 390, path
+        await page.goto(f"http://127.0.0.1:{server.port}/")
+        kind = page.locator("td", has_text="group dropped")
+        assert await kind.evaluate(LINES) == 1
 
 
 @in_the_browser_s_loop
 async def test_a_name_of_any_length_breaks_no_tool_and_no_label_in_two(browser):
     row = trajectory("square", 1.0, info={"verifier_seconds": 1.5, "verifier_exit_code": 0})
-    lines = "c => { const r = document.createRange(); r.selectNodeContents(c); return r.getClientRects().length }"
     async with serving([group("square", row, row), hostile()]) as server:
         page = await browser.new_page(viewport={"width": 1280, "height": 800})
         await page.goto(server.url)
@@ -437,7 +473,7 @@ async def test_a_name_of_any_length_breaks_no_tool_and_no_label_in_two(browser):
             await page.goto(f"http://127.0.0.1:{server.port}/{path}")
             found = await page.locator(cells).all()
             assert len(found) >= count
-            assert {await cell.text_content() for cell in found if await cell.evaluate(lines) != 1} == set()
+            assert {await cell.text_content() for cell in found if await cell.evaluate(LINES) != 1} == set()
 
 
 @in_the_browser_s_loop
@@ -465,6 +501,16 @@ async def test_the_live_page_follows_pauses_and_works_with_the_keyboard(browser)
         before = await page.locator("dd").first.text_content()
         await page.wait_for_timeout(4500)
         assert await page.locator("dd").first.text_content() == before
+        await page.keyboard.press("Enter")
+        port = server.port
+        await server.close()
+        await page.get_by_text("The env does not answer").wait_for()
+        again = DashboardServer("squares", TrajectoryStore(), port=port, live=counting)
+        await again.start()
+        await page.get_by_text("open the URL that it printed").wait_for()
+        assert await page.locator("dd").count() == 1  # the last numbers
+        await again.close()
+        await server.start()
         await page.goto(f"http://127.0.0.1:{server.port}/trajectories")
         await page.get_by_label("item").fill("square-3")
         await page.keyboard.press("Enter")
