@@ -30,7 +30,7 @@ class Server:
     """A running server and its container."""
 
     def __init__(self, url: str, pid: int) -> None:
-        self.url, self.pid = url, pid
+        self.url, self.pid, self.log = url, pid, ""
 
     @property
     def options(self) -> dict[str, str]:
@@ -55,13 +55,15 @@ def serving(*options: str) -> Iterator[Server]:
             ready = process.stderr.readline()
             found = re.search(r"http://\S+", ready)
             assert found, ready + process.stderr.read()
-            yield Server(found[0], process.pid)
+            running = Server(found[0], process.pid)
+            yield running
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                process.communicate(timeout=60)
+                _, said = process.communicate(timeout=60)
             finally:
                 process.kill()
+        running.log = said
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +281,22 @@ def test_an_upload_to_a_sandbox_that_ends_says_so(server: Server):
         sandbox.files.write("file", content())
 
 
+def test_a_download_from_a_sandbox_that_ends_breaks_off_and_is_one_line_of_the_log():
+    with serving("--slots-per-container", "1") as own:
+        sandbox = Sandbox.create(**own.options)
+        sandbox.files.write("file", io.BytesIO(bytes(64 << 20)))
+        with (
+            pytest.raises(Exception, match=r"body|closed"),
+            sandbox.files.read("file", format="stream") as stream,
+        ):
+            next(stream)
+            sandbox.kill()
+            for _ in stream:
+                pass
+    assert "a download broke off" in own.log
+    assert "Traceback" not in own.log
+
+
 def test_folders_are_made_listed_renamed_and_removed(sandbox: Sandbox):
     files = sandbox.files
     assert (files.make_dir("d/e"), files.make_dir("d/e")) == (True, False)
@@ -482,6 +500,14 @@ def test_what_no_sdk_sends_is_refused(server: Server, sandbox: Sandbox):
         for kind in ("multipart/form-data", "multipart/form-data; boundary=x", "text/plain"):
             answer = client.post("/files?path=a", content=b"--y\r\n", headers={"Content-Type": kind})
             assert (answer.status_code, answer.json()["code"]) == (400, 400), kind
+        name = "n" * 400
+        octets, asked = {"Content-Type": "application/octet-stream"}, {"path": "a", "username": name}
+        refused = [
+            client.get("/files", params=asked),
+            client.post("/files", params=asked, content=b"x", headers=octets),
+        ]
+        refused.append(client.post("/filesystem.Filesystem/Stat", json={"path": "a"}, auth=(name, "")))
+        assert [answer.status_code for answer in refused] == [400] * 3
         packed = gzip.compress(os.urandom(5000))
         for body in (packed[: len(packed) // 2], b""):
             kind = {"Content-Type": "application/octet-stream", "Content-Encoding": "gzip"}

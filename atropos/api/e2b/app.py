@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import logging
 import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from datetime import datetime
@@ -33,7 +34,11 @@ PING_S = 30.0
 """Interval of keep-alive messages in a silent stream, if the client names none."""
 PAGE = 100
 """Most sandboxes in one answer of a list."""
+MAX_USER_CHARS = 300
+"""Longest name of a user that a slot is asked for."""
 _NO_TOKEN = "send this server's token as the API key (E2B_API_KEY)"
+
+_log = logging.getLogger(__name__)
 
 FindSandboxes = Callable[[], Sandboxes]
 
@@ -277,7 +282,13 @@ def _gone(sandbox_id: str) -> Response:
 
 
 def _user(name: str) -> str | None:
-    """The slot's user of a name; None, its root, for E2B's default user."""
+    """The slot's user of a name; None, its root, for E2B's default user.
+
+    Raises:
+        RpcError: no user is called that.
+    """
+    if len(name) > MAX_USER_CHARS:
+        raise RpcError("invalid_argument", f"user: there is none with a name of {len(name)} characters")
     return None if name in {"", "user", "root"} else name
 
 
@@ -351,8 +362,8 @@ def _file_problem(error: Exception, sandbox: Sandbox) -> Response:
 
 async def _download(request: Request, sandbox: Sandbox) -> Response:
     query = request.query_params
-    pieces = files.read(sandbox, query.get("path", ""), _user(query.get("username", "")))
     try:
+        pieces = files.read(sandbox, query.get("path", ""), _user(query.get("username", "")))
         first = await anext(pieces)
     except Exception as error:
         return _file_problem(error, sandbox)
@@ -362,17 +373,29 @@ async def _download(request: Request, sandbox: Sandbox) -> Response:
         async for piece in pieces:
             yield piece
 
-    return StreamingResponse(body(), media_type="application/octet-stream")
+    return _Download(body(), media_type="application/octet-stream")
+
+
+class _Download(StreamingResponse):
+    """A file's pieces; where they end early, the connection breaks: a client can't take what came for the whole."""
+
+    async def stream_response(self, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().stream_response(send)
+        except (OSError, SandboxError) as error:
+            _log.warning("a download broke off: %s", error)
 
 
 async def _upload(request: Request, sandbox: Sandbox) -> Response:
     query = request.query_params
-    path, user = query.get("path"), _user(query.get("username", ""))
+    path = query.get("path")
     kind = request.headers.get("content-type", "")
     body: AsyncIterator[bytes] = _bounded(request)
     if request.headers.get("content-encoding") == "gzip":
         body = files.unzipped(body)
     try:
+        user = _user(query.get("username", ""))
         if kind.startswith("application/octet-stream"):
             if not path:
                 raise RpcError("invalid_argument", "path is missing")
