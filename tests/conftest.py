@@ -45,6 +45,7 @@ SERVERS = "starts sandbox servers, slots or other programs"
 LARGE = "works through an input of many megabytes, or very many inputs"
 ANEW = "starts Python anew, with the whole of atropos or of atroposlib"
 SLOW = {
+    "tests/unit/api/test_e2b_sandboxes.py::test_a_step": SERVERS,
     "tests/unit/api/test_mcp.py::test_a_dead_mcp_server": SERVERS,
     "tests/unit/api/test_mcp.py::test_an_mcp_server_that": SERVERS,
     "tests/unit/api/test_mcp.py::test_streamable_http": SERVERS,

@@ -61,7 +61,11 @@ class Watcher:
 
 @dataclass(eq=False)
 class Sandbox:
-    """A slot on lease to clients of the E2B API."""
+    """A slot on lease to clients of the E2B API.
+
+    Attributes:
+        end: on the monotonic clock, as `began`: a step of the system's clock ends none and prolongs none.
+    """
 
     id: str
     template: str
@@ -69,6 +73,7 @@ class Sandbox:
     metadata: Mapping[str, str]
     end: float
     started: float = field(default_factory=lambda: round(time.time(), 6))  # as clients see it
+    began: float = field(default_factory=time.monotonic)
     commands: dict[int, Command] = field(default_factory=dict[int, Command])
     watchers: dict[str, Watcher] = field(default_factory=dict[str, Watcher])
     tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
@@ -92,7 +97,7 @@ class Sandbox:
             "alias": self.template,
             "clientID": "atropos",
             "startedAt": iso(self.started),
-            "endAt": iso(self.end),
+            "endAt": iso(self.started + self.end - self.began),
             "envdVersion": ENVD_VERSION,
             "cpuCount": max(1, int(limits.cpu_quota or 1)),
             "memoryMB": self.slot.mib,

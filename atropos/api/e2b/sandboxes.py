@@ -57,7 +57,7 @@ class Sandboxes:
     def find(self, sandbox_id: str) -> Sandbox | None:
         """A running sandbox; None: it ended, lost its slot, or never existed."""
         found = self._open.get(sandbox_id)
-        if found is not None and (found.slot.lost is not None or found.end <= time.time()):
+        if found is not None and (found.slot.lost is not None or found.end <= time.monotonic()):
             self._moved.set()
             return None
         return found
@@ -112,7 +112,7 @@ class Sandboxes:
         slot.profile = Profile(
             workdir=HOME, env={"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, **env}, user=_USER
         )
-        made = self._open[sandbox_id] = Sandbox(sandbox_id, template, slot, metadata, time.time() + timeout_s)
+        made = self._open[sandbox_id] = Sandbox(sandbox_id, template, slot, metadata, time.monotonic() + timeout_s)
         self._moved.set()
         return made
 
@@ -140,7 +140,7 @@ class Sandboxes:
         Raises:
             ConfigError: it is too long.
         """
-        end = time.time() + self._allowed(timeout_s)
+        end = time.monotonic() + self._allowed(timeout_s)
         sandbox.end = max(sandbox.end, end) if later else end
         self._moved.set()
 
@@ -155,10 +155,10 @@ class Sandboxes:
     async def reap(self) -> None:
         """End sandboxes whose time is over or whose slot is gone. Runs until cancelled."""
         while True:
-            first = min((one.end for one in self._open.values()), default=time.time() + 60)
+            first = min((one.end for one in self._open.values()), default=time.monotonic() + 60)
             self._moved.clear()
             try:
-                async with asyncio.timeout(max(0.0, first - time.time())):
+                async with asyncio.timeout(max(0.0, first - time.monotonic())):
                     await self._moved.wait()
             except TimeoutError:
                 pass

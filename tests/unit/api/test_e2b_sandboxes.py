@@ -1,0 +1,32 @@
+"""Sandboxes of the E2B API on real slots."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+
+import pytest
+from pydantic import SecretStr
+
+from atropos.api.e2b.sandboxes import Sandboxes
+from atropos.api.executor.models import ExecutorServerSettings
+from atropos.slots import SlotPool, SlotPoolConfig
+
+
+@pytest.mark.parametrize("step_s", [7200, -7200])
+async def test_a_step_of_the_clock_ends_no_sandbox_and_moves_no_end(
+    step_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SlotPoolConfig(backend="local", slots_per_container=1, max_containers=1)
+    async with SlotPool(config) as pool:
+        sandboxes = Sandboxes(pool, ExecutorServerSettings(token=SecretStr("x"), pool=config))
+        made = await sandboxes.create("base", timeout_s=600, metadata={}, env={}, hosts=None)
+        started = time.time()
+        monkeypatch.setattr(time, "time", lambda: started + step_s)
+        assert sandboxes.find(made.id) is made
+        sandboxes.set_timeout(made, 900)
+        end = datetime.fromisoformat(str(made.info(sandboxes.limits)["endAt"])).timestamp()
+        assert 800 < end - started < 1000
+        sandboxes.set_timeout(made, 0)
+        assert sandboxes.find(made.id) is None
+        await sandboxes.aclose()
