@@ -39,7 +39,9 @@ class Process:
     async def ended(self) -> tuple[int, str]:
         """Exit code and what stands on stderr."""
         assert self.process.stderr is not None
+        assert self.process.stdout is not None
         text = await asyncio.wait_for(self.process.stderr.read(), 60)
+        await asyncio.wait_for(self.process.stdout.read(), 60)  # its pipe is closed at its end only
         return await asyncio.wait_for(self.process.wait(), 60), text.decode()
 
     def client(self, **settings) -> SandboxClient:
