@@ -248,21 +248,26 @@ def _print(found: Sequence[TaskFinding], agents: Sequence[str]) -> None:
 
 
 def _page(found: Sequence[TaskFinding], agents: Sequence[str]) -> str:
-    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in _headings(agents))
-    rows = "".join(
-        f'<tr class="{finding.status}">'
-        + "".join(f"<td>{html.escape(cell).replace(chr(10), '<br>')}</td>" for cell in _cells(finding, agents))
-        + "</tr>\n"
-        for finding in found
-    )
-    notes = "".join(f"<li>{html.escape(line)}</li>" for line in _notes(found))
-    style = (
-        "body{font:14px sans-serif;margin:2em}td,th{padding:.3em .8em;text-align:left;vertical-align:top}"
-        ".sound td:nth-child(2){color:#080}.unsound td:nth-child(2),.broken td:nth-child(2){color:#b00}"
-        ".refused td:nth-child(2){color:#a60}tr:nth-child(even){background:#f4f4f4}"
-    )
+    from atropos.dashboard.render import STYLE
+
+    head = "".join(f'<th scope="col">{html.escape(heading)}' for heading in _headings(agents))
+    rows = "".join(f"<tr>{_row(finding, agents)}</tr>\n" for finding in found)
+    notes = "".join(f"<li>{html.escape(visible(line))}" for line in _notes(found))
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Tasks</title><style>{style}</style>'
-        f"<h1>Tasks</h1><p>{html.escape(_summary(found))}</p><table><tr>{head}</tr>\n{rows}</table>"
-        f"<ul>{notes}</ul></html>\n"
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>Tasks</title><style>{STYLE}</style></head><body><main>"
+        f'<h1>Tasks</h1><p class="n">{html.escape(_summary(found))}</p>'
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        f"<ul>{notes}</ul></main></body></html>\n"
     )
+
+
+def _row(finding: TaskFinding, agents: Sequence[str]) -> str:
+    colour = {"green": "good", "red": "bad", "yellow": "mid"}[_STYLE[finding.status]]
+    found = ""
+    for heading, cell in zip(_headings(agents), _cells(finding, agents), strict=True):
+        breaks = "" if heading in {"task", "image", "remarks"} else "one"
+        style = f"{breaks} {colour}" if heading == "status" else breaks
+        found += f'<td class="{style}">' + html.escape(cell).replace("\n", "<br>")
+    return found

@@ -51,7 +51,10 @@ def test_what_a_test_printed_acts_on_no_terminal_and_no_page(tmp_path):
     code, out, _ = run(tmp_path / "tasks", "--html", tmp_path / "page.html")
     assert code == 1
     assert "␛]52;c;bGVha2Vk␇␛[2Jred" in out
-    assert "\x1b" not in out + (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "\x1b" not in out + page
+    assert '<meta name="viewport"' in page
+    assert '<td class="one bad">unsound' in page
 
 
 def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
