@@ -291,7 +291,7 @@ class SandboxEnv(BaseEnv):
             await self.add_rollouts_for_wandb(cast("ScoredDataGroup", group), item)
             if not self.config.include_messages:
                 group["messages"] = None
-            await outlive(self.sink.write(group))
+            await outlive(self.sink.write(group, sent=do_send_to_api))
             kept.append(group)
         if kept and do_send_to_api:
             self.items_sent_this_step += len(kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +27,20 @@ class Writer(Protocol):
     def close(self) -> None:
         """Close the file."""
         ...
+
+
+def _append(file: int, line: bytes) -> None:
+    """Write a line at a file's end, whole or not at all."""
+    end = os.fstat(file).st_size
+    rest = memoryview(line)
+    try:
+        while rest:
+            rest = rest[os.write(file, rest) :]
+    except OSError:
+        with contextlib.suppress(OSError):  # no device or pipe takes it back
+            os.ftruncate(file, end)
+            os.lseek(file, end, os.SEEK_SET)
+        raise
 
 
 class GroupSink:
@@ -71,15 +86,28 @@ class GroupSink:
             _log.warning("group %s is not sent: %s", name, reason)
         return reason is None
 
-    async def write(self, group: ScoredGroup) -> None:
-        """Append a group to the JSONL; its JSON is made in a thread."""
+    async def write(self, group: ScoredGroup, *, sent: bool) -> None:
+        """Append a group to the JSONL; its JSON is made in a thread.
+
+        Args:
+            group: as `admits` completed it.
+            sent: it goes to a trainer too: that the file has no room for it is logged.
+
+        Raises:
+            OSError: it can't be written, and goes nowhere else.
+        """
         writer = getattr(self._writer, "_fp", None)
         if writer is None:
             return
         line = await asyncio.to_thread(json_of, group)
-        if not writer.closed:
-            writer.write(line + "\n")
-            writer.flush()
+        if writer.closed:
+            return
+        try:
+            _append(writer.fileno(), f"{line}\n".encode())
+        except OSError as error:
+            if not sent:
+                raise
+            _log.error("%s lacks a group, which is sent: %s", self._config.data_path_to_save_groups, error.strerror)
 
     def end_within(self, seconds: float) -> None:
         """From now on, all sends together, those under way included, take at most so long; what is left is lost."""

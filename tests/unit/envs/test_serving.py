@@ -6,12 +6,17 @@ import asyncio
 import contextlib
 import gzip
 import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
 from atropos.envs import sandbox_env
 from atropos.envs.reporting import watch
+from atropos.envs.reporting.group_sink import GroupSink
 from atropos.envs.reporting.run_api import TrajectoryApiLost, check_run_api
 from atropos.envs.running import lifecycle
 from atropos.envs.running.rollout import HookError
@@ -91,6 +96,51 @@ async def test_a_group_arrives_or_is_said_to_be_lost(statuses, unsent, caplog):
     said = [record.getMessage() for record in caplog.records if record.name.startswith("atropos.")]
     assert any("lost" in line for line in said) is bool(unsent)
     assert all("atropos" not in sent for sent in taken)
+
+
+async def test_a_full_disk_under_the_record_keeps_no_group_from_the_trainer(caplog):
+    with Path("/dev/full").open("w") as full:
+        async with trajectory_api() as (api, taken):
+            env = env_at(api)
+            writer = SimpleNamespace(_fp=full, close=full.close)
+            env.sink = GroupSink(env.config, env.metrics, "record", writer)
+            await env.handle_send_to_api(group(), {})
+            assert [one["scores"] for one in taken] == [[0.0, 1.0, 1.0]]
+            assert "lacks a group, which is sent: No space left on device" in caplog.text
+            with pytest.raises(OSError, match="No space left"):
+                await env.handle_send_to_api(group(), {}, do_send_to_api=False)
+
+
+FILLS = """
+import asyncio, os, resource, sys
+from types import SimpleNamespace
+from atropos.envs.reporting.group_sink import GroupSink
+from tests.unit.envs.test_serving import env_at, group
+
+async def main():
+    env = env_at("http://127.0.0.1:9")
+    with open(sys.argv[1], "w") as file:
+        sink = GroupSink(env.config, env.metrics, "record", SimpleNamespace(_fp=file))
+        await sink.write(group(), sent=False)
+        size = os.path.getsize(sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size * 3 // 2, resource.RLIM_INFINITY))
+        try:
+            await sink.write(group(), sent=False)
+        except OSError as error:
+            print(error.strerror)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        await sink.write(group(), sent=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_group_that_found_no_room_leaves_no_part_of_its_line(tmp_path):
+    record = tmp_path / "out.jsonl"
+    done = subprocess.run([sys.executable, "-c", FILLS, record], capture_output=True, text=True, check=True)
+    assert done.stdout == "File too large\n"
+    lines = record.read_text().splitlines()
+    assert [json.loads(line)["scores"] for line in lines] == [[0.0, 1.0, 1.0]] * 2
 
 
 @pytest.mark.parametrize("answers", [(0,), (0, 0, 0)])
