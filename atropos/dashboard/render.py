@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -171,37 +171,41 @@ def write_page(jsonl: Path, *, title: str = "") -> Path:
         The page's path.
     """
     html = jsonl.with_suffix(".html")
-    groups = trajectories = 0
+    temporary = html.with_name(html.name + ".part")
+    try:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as out:
+            for part in _page_parts(jsonl, title or jsonl.stem):
+                out.write(part)
+        temporary.replace(html)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return html
+
+
+def _page_parts(jsonl: Path, title: str) -> Iterator[str]:
+    groups = trajectories = shown = 0
     total = 0.0
     for group in read_groups(jsonl):
         groups += 1
         scores = scores_of(group)
         trajectories += len(scores)
         total += sum(scores)
-    mean = total / trajectories if trajectories else 0.0
-    shown = 0
-    temporary = html.with_name(html.name + ".part")
-    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as out:
-        out.write(
-            render(
-                "static_head.html",
-                title=title or jsonl.stem,
-                style=STYLE,
-                player=PLAYER,
-                groups=groups,
-                trajectories=trajectories,
-                mean=mean,
-                shown=min(trajectories, PAGE_TRAJECTORIES),
-            )
-        )
-        for group in read_groups(jsonl):
-            if shown >= PAGE_TRAJECTORIES:
-                break
-            item = item_of(group)
-            siblings = [entry_of(one, item=item) for one in members(group)][: PAGE_TRAJECTORIES - shown]
-            shown += len(siblings)
-            scores = [entry.score for entry, _ in siblings]
-            out.write(render("static_group.html", name=item, siblings=siblings, mean=sum(scores) / max(1, len(scores))))
-        out.write(f"</main><script>{PLAYER}</script></body></html>\n")
-    temporary.replace(html)
-    return html
+    yield render(
+        "static_head.html",
+        title=title,
+        style=STYLE,
+        player=PLAYER,
+        groups=groups,
+        trajectories=trajectories,
+        mean=total / trajectories if trajectories else 0.0,
+        shown=min(trajectories, PAGE_TRAJECTORIES),
+    )
+    for group in read_groups(jsonl):
+        if shown >= PAGE_TRAJECTORIES:
+            break
+        item = item_of(group)
+        siblings = [entry_of(one, item=item) for one in members(group)][: PAGE_TRAJECTORIES - shown]
+        shown += len(siblings)
+        scores = [entry.score for entry, _ in siblings]
+        yield render("static_group.html", name=item, siblings=siblings, mean=sum(scores) / max(1, len(scores)))
+    yield f"</main><script>{PLAYER}</script></body></html>\n"

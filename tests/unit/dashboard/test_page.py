@@ -75,6 +75,16 @@ def test_the_page_is_bounded(tmp_path, monkeypatch):
     assert len(page) < 200_000
 
 
+def test_a_page_that_found_no_room_leaves_no_part_of_itself_and_the_last_one_as_it_was(tmp_path):
+    (tmp_path / "g.jsonl").write_text(json.dumps(group("x")) + "\n")
+    (tmp_path / "g.html").write_text("the last one")
+    (tmp_path / "g.html.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_page(tmp_path / "g.jsonl")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["g.html", "g.jsonl"]
+    assert (tmp_path / "g.html").read_text() == "the last one"
+
+
 def test_surrogates_do_not_break_it(tmp_path):
     page_of(tmp_path, [json.dumps(group("\ud800 lone"))])
 
