@@ -199,9 +199,11 @@ def nomad() -> DoctorFinding:
     address = "NOMAD_*"
     try:
         settings = NomadSettings.from_environment(None)
-        address, name = settings.address, settings.tls_server_name
+        address, name = settings.shown, settings.tls_server_name
         with httpx.Client(verify=settings.tls() or False, timeout=2, trust_env=False) as client:
-            answer = client.get(f"{address}/v1/status/leader", extensions={"sni_hostname": name} if name else {})
+            answer = client.get(
+                f"{settings.address}/v1/status/leader", extensions={"sni_hostname": name} if name else {}
+            )
         ok, detail = answer.status_code in {200, 403}, f"{address} answered {answer.status_code}"
     except (httpx.HTTPError, httpx.InvalidURL, ConfigError) as error:
         ok, detail = False, f"{address}: {error or type(error).__name__}"

@@ -205,6 +205,15 @@ def test_doctor_finds_a_nomad_agent_behind_its_own_authority(monkeypatch, tmp_pa
     assert "must look like http://host:4646" in engines()[1].detail
 
 
+def test_the_password_of_a_proxy_before_nomad_is_in_no_message(monkeypatch) -> None:
+    address = "http://someone:s3cret@127.0.0.1:9"
+    done = atropos("pool", "status", env={"NOMAD_ADDR": address})
+    monkeypatch.setenv("NOMAD_ADDR", address)
+    said = [done.stderr.decode(), str(engines())]
+    assert all("http://127.0.0.1:9" in text for text in said)
+    assert not [text for text in said if "s3cret" in text]
+
+
 @pytest.mark.parametrize(
     ("containers", "said"),
     [

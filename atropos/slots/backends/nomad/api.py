@@ -62,7 +62,7 @@ class NomadApi:
         if settings.tls() is not None:
             session.mount("https://", _TlsAdapter(settings))
             if settings.skip_verify:
-                log.warning("NOMAD_SKIP_VERIFY: the certificate of %s is not checked", settings.address)
+                log.warning("NOMAD_SKIP_VERIFY: the certificate of %s is not checked", settings.shown)
                 urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # or each request warns
         verify = False if settings.skip_verify else (settings.cacert or settings.capath or True)
         cert = (settings.client_cert, settings.client_key) if settings.client_cert else ()
@@ -129,7 +129,7 @@ class NomadApi:
 
     def _invalid(self, what: str, answer: object) -> BackendUnavailable:
         return BackendUnavailable(
-            f"Nomad at {self.settings.address} sent an invalid answer to a request to {what}: {answer}"
+            f"Nomad at {self.settings.shown} sent an invalid answer to a request to {what}: {answer}"
         )
 
     async def _whoami(self) -> str | None:
@@ -355,14 +355,14 @@ class NomadApi:
                     if chunk.strip(b"{}\r\n"):  # more than heartbeats
                         yield
         except TimeoutError as error:
-            text = f"Nomad's event stream at {self.settings.address} sent nothing for {SILENCE_S:g} s"
+            text = f"Nomad's event stream at {self.settings.shown} sent nothing for {SILENCE_S:g} s"
             if silent:
                 text = f"{text} since it was opened (enable_event_broker?)"
                 raise NomadRefused(text, NOT_FOUND) from error
             raise BackendUnavailable(text) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise BackendUnavailable(f"Nomad's event stream at {self.settings.address} broke: {error}") from error
-        raise BackendUnavailable(f"Nomad's event stream at {self.settings.address} ended")
+            raise BackendUnavailable(f"Nomad's event stream at {self.settings.shown} broke: {error}") from error
+        raise BackendUnavailable(f"Nomad's event stream at {self.settings.shown} ended")
 
     async def next_change(self, job_id: str, index: int) -> int:
         """Wait until the job's allocations differ from those at `index` (0: don't wait); returns the new index.
@@ -380,5 +380,5 @@ class NomadApi:
                 new = int(answer.headers["X-Nomad-Index"])
                 await answer.read()  # which fails when it breaks off
         except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as error:
-            raise BackendUnavailable(f"Nomad does not answer at {self.settings.address}: {error}") from error
+            raise BackendUnavailable(f"Nomad does not answer at {self.settings.shown}: {error}") from error
         return new if new >= index else 0

@@ -96,7 +96,7 @@ class NomadBackend(Backend):
     def __repr__(self) -> str:
         states = [c.state for c in self.containers()]
         counts = ", ".join(f"{states.count(state)} {state}" for state in ("running", "starting", "ending"))
-        return f"<NomadBackend {self._job_id} at {self._settings.address}: {counts}; {self.trouble() or 'no trouble'}>"
+        return f"<NomadBackend {self._job_id} at {self._settings.shown}: {counts}; {self.trouble() or 'no trouble'}>"
 
     # ------------------------------------------------------------------------------------------------------ contract
 
@@ -192,14 +192,12 @@ class NomadBackend(Backend):
                     self._purge, lambda error: PURGE_RETRY_S if isinstance(error, NomadRefused) else unanswered_s
                 )
             if purge and self._left_behind:
-                log.error(
-                    "job %s may be left in the cluster that was at %s before", self._job_id, self._settings.address
-                )
+                log.error("job %s may be left in the cluster that was at %s before", self._job_id, self._settings.shown)
         except BackendUnavailable as error:
             log.error(  # noqa: TRY400 (the message is enough)
                 "job %s and its variable nomad/jobs/%s may be left: %s; "
                 "`atropos pool purge --job-id %s --address %s` removes them",
-                self._job_id, self._job_id, error, self._job_id, self._settings.address,
+                self._job_id, self._job_id, error, self._job_id, self._settings.shown,
             )  # fmt: skip
         finally:
             await self._http.close()
@@ -260,7 +258,7 @@ class NomadBackend(Backend):
             self._left_behind = True
             log.warning(
                 "another cluster than before answers at %s, or it has lost its state: job %s is registered again",
-                self._settings.address,
+                self._settings.shown,
                 self._job_id,
             )
         self._cluster = keys or self._cluster

@@ -50,12 +50,12 @@ def refused(settings: NomadSettings, what: str, status: int, reason: str) -> Nom
     """An error answer of Nomad, other than 401 and 403 (see `denied`)."""
     if "HTTP request to an HTTPS server" in reason:
         return NomadMisconfigured(
-            f"NOMAD_ADDR: {settings.address} speaks TLS; write https:// (and set NOMAD_CACERT where its CA is your own)",
+            f"NOMAD_ADDR: {settings.shown} speaks TLS; write https:// (and set NOMAD_CACERT where its CA is your own)",
             status,
         )
     if "No path to region" in reason:
         return NomadMisconfigured(
-            f"NOMAD_REGION: the cluster at {settings.address} knows no region {settings.region!r}; "
+            f"NOMAD_REGION: the cluster at {settings.shown} knows no region {settings.region!r}; "
             "`nomad server members` lists those it has",
             status,
         )
@@ -68,7 +68,7 @@ def refused(settings: NomadSettings, what: str, status: int, reason: str) -> Nom
 def missing_namespace(settings: NomadSettings, status: int) -> NomadMisconfigured:
     """The namespace doesn't exist."""
     return NomadMisconfigured(
-        f"NOMAD_NAMESPACE: the cluster at {settings.address} has no namespace {settings.namespace!r}; "
+        f"NOMAD_NAMESPACE: the cluster at {settings.shown} has no namespace {settings.namespace!r}; "
         f"`nomad namespace apply {settings.namespace}` creates it",
         status,
     )
@@ -87,7 +87,7 @@ def denied(settings: NomadSettings, what: str, status: int, known: str | None) -
         text = "NOMAD_TOKEN is not set, and this cluster asks for one: make a token with nomad/policy.hcl"
     elif known is None:
         text = (
-            f"NOMAD_TOKEN is no token of the cluster at {settings.address} (mistyped, expired, deleted, or of another "
+            f"NOMAD_TOKEN is no token of the cluster at {settings.shown} (mistyped, expired, deleted, or of another "
             "region): make one with nomad/policy.hcl"
         )
     else:
@@ -105,21 +105,19 @@ def unreachable(settings: NomadSettings, error: object) -> BackendUnavailable:
     fault = next(_faults(error), None)
     if fault is None:
         reason = _innermost(error)
-        return BackendUnavailable(
-            f"Nomad does not answer at {settings.address} (nomad_address or NOMAD_ADDR): {reason}"
-        )
+        return BackendUnavailable(f"Nomad does not answer at {settings.shown} (nomad_address or NOMAD_ADDR): {reason}")
     words = str(fault).upper()
     if isinstance(fault, ssl.SSLCertVerificationError):
         return NomadMisconfigured(_uncertified(settings, fault))
     if "WRONG_VERSION_NUMBER" in words or "HTTP_REQUEST" in words or "RECORD_LAYER_FAILURE" in words:
-        return NomadMisconfigured(f"NOMAD_ADDR: {settings.address} speaks no TLS; write http:// there")
+        return NomadMisconfigured(f"NOMAD_ADDR: {settings.shown} speaks no TLS; write http:// there")
     if "ALERT" in words:
         given = f"refuses {settings.client_cert}" if settings.client_cert else "asks for one, and none is set"
         return NomadMisconfigured(
-            f"NOMAD_CLIENT_CERT: {settings.address} accepts only clients with a certificate of the cluster's CA, and "
+            f"NOMAD_CLIENT_CERT: {settings.shown} accepts only clients with a certificate of the cluster's CA, and "
             f"{given}; set NOMAD_CLIENT_CERT and NOMAD_CLIENT_KEY (`nomad tls cert create -cli` makes them)"
         )
-    return NomadMisconfigured(f"NOMAD_ADDR: no TLS connection to {settings.address}: {fault}")
+    return NomadMisconfigured(f"NOMAD_ADDR: no TLS connection to {settings.shown}: {fault}")
 
 
 def _uncertified(settings: NomadSettings, fault: ssl.SSLCertVerificationError) -> str:
@@ -127,15 +125,15 @@ def _uncertified(settings: NomadSettings, fault: ssl.SSLCertVerificationError) -
     if fault.verify_code in {X509_HOSTNAME, X509_IP}:
         return (
             f"NOMAD_TLS_SERVER_NAME: {fault.verify_message.rstrip('.')}; set it to a name in the certificate of "
-            f"{settings.address} (as a rule server.<region>.nomad or client.<region>.nomad)"
+            f"{settings.shown} (as a rule server.<region>.nomad or client.<region>.nomad)"
         )
     if fault.verify_code == X509_HAS_EXPIRED:
-        return f"the certificate of {settings.address} has expired: renew it on the agents"
+        return f"the certificate of {settings.shown} has expired: renew it on the agents"
     source = settings.cacert or settings.capath
     name = "NOMAD_CACERT" if settings.cacert or not settings.capath else "NOMAD_CAPATH"
     how = f"{source} does not vouch" if source else "it is not set, and none of this machine's CAs vouches"
     return (
-        f"{name}: {how} for the certificate of {settings.address} ({fault.verify_message}); "
+        f"{name}: {how} for the certificate of {settings.shown} ({fault.verify_message}); "
         "set it to the file with the cluster's CA"
     )
 

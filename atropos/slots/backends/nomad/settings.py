@@ -28,7 +28,7 @@ class NomadSettings:
     skip_verify: bool = False
 
     def __repr__(self) -> str:
-        return f"NomadSettings({self.address}, namespace={self.namespace}, region={self.region})"
+        return f"NomadSettings({self.shown}, namespace={self.namespace}, region={self.region})"
 
     @classmethod
     def from_environment(cls, address: str | None) -> NomadSettings:
@@ -58,6 +58,12 @@ class NomadSettings:
             raise ConfigError("NOMAD_CLIENT_CERT and NOMAD_CLIENT_KEY belong together: set both or none")
         settings.tls()
         return settings
+
+    @property
+    def shown(self) -> str:
+        """The address for people: without the user and password that it may carry for a proxy before the agent."""
+        parts = urlsplit(self.address)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
     @property
     def host(self) -> str:
