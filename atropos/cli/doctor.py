@@ -66,10 +66,9 @@ def doctor(
 def programs() -> list[DoctorFinding]:
     """Whether the programs and the Python that slots need are there."""
     version = platform.python_version()
+    fits = (3, 11) <= sys.version_info[:2] < (3, 14)
     findings = [
-        DoctorFinding(
-            "python", (3, 11) <= sys.version_info[:2] < (3, 14), needed=True, detail=version, fix="Python 3.11–3.13"
-        ),
+        DoctorFinding("python", fits, needed=True, detail=version, fix="" if fits else "Python 3.11–3.13"),
         DoctorFinding("kernel", ok=True, needed=True, detail=platform.release()),
     ]
     for program, package, use in (("bwrap", "bubblewrap", ""), ("git", "git", ""), ("skopeo", "skopeo", " for images")):

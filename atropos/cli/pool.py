@@ -10,11 +10,13 @@ from typing import Annotated, TypeVar
 import typer
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from atropos.cli.options import AsJson
 from atropos.errors import ConfigError
 from atropos.slots.backends.survey import Survey, SurveyedContainer, open_survey
+from atropos.terminal import visible
 
 T = TypeVar("T")
 pool_app = typer.Typer(
@@ -164,7 +166,7 @@ def _table(job_id: str, seen: list[SurveyedContainer], trouble: str) -> Table:
     total = sum(each.status.slots for each in seen if each.status)
     leased = sum(each.status.leased for each in seen if each.status)
     title = f"{job_id}: {len(seen)} containers, {leased} of {total} slots leased"
-    table = Table(title=title, caption=trouble or None, caption_style="red")
+    table = Table(title=escape(title), caption=escape(visible(trouble)) or None, caption_style="red")
     table.add_column("container")
     table.add_column("state")
     for column in ("slots", "free", "leased", "retired", "clients", "snapshots", "up s"):

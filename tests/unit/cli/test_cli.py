@@ -159,7 +159,7 @@ def test_doctor_reports_every_feature_and_its_fix() -> None:
     names = {item["name"] for item in report["findings"]}
     assert {"python", "bwrap", "docker", "nomad", "egress"} <= names
     assert len(names) >= 12
-    assert all(item["ok"] or item["fix"] for item in report["findings"])
+    assert all(item["ok"] != bool(item["fix"]) for item in report["findings"])
 
 
 def test_doctor_names_a_missing_bwrap(tmp_path: object) -> None:
@@ -248,6 +248,23 @@ def test_a_purge_says_whether_there_was_anything(monkeypatch, containers: list[C
     assert done == ["looked", "purged", "closed"]
     told = json.loads(CliRunner().invoke(pool_commands.pool_app, [*command, "--json"]).stdout)
     assert told == {"job_id": "mine", "purged": True, "containers": len(containers), "in_use": []}
+
+
+def test_an_engines_own_words_are_shown_as_they_are(monkeypatch) -> None:
+    async def listed() -> tuple[list[Container], str]:
+        return [], "Nomad places no more containers: volume [/data] [b]is missing"
+
+    async def nothing(*_: object) -> None: ...
+
+    async def survey(backend: str, job_id: str, *, address: str | None) -> Survey:
+        return Survey(listed, nothing, nothing, nothing)
+
+    monkeypatch.setattr(pool_commands, "open_survey", survey)
+    result = CliRunner().invoke(pool_commands.pool_app, ["status", "--job-id", "mine[/x]"])
+    assert result.exit_code == 1
+    said = " ".join(result.stdout.split())
+    assert "mine[/x]: 0 containers" in said
+    assert "volume [/data] [b]is missing" in said
 
 
 def test_a_drain_of_a_container_that_is_not_there_drains_none(monkeypatch) -> None:
