@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import itertools
 import json
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TextIO, cast
 
 import jinja2
 
@@ -173,39 +176,35 @@ def write_page(jsonl: Path, *, title: str = "") -> Path:
     html = jsonl.with_suffix(".html")
     temporary = html.with_name(html.name + ".part")
     try:
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as out:
-            for part in _page_parts(jsonl, title or jsonl.stem):
-                out.write(part)
+        with (
+            tempfile.TemporaryFile("w+", encoding="utf-8", errors="backslashreplace", dir=html.parent) as body,
+            temporary.open("w", encoding="utf-8", errors="backslashreplace") as out,
+        ):
+            sizes = _write_groups(jsonl, body)
+            out.write(render("static_head.html", title=title or jsonl.stem, style=STYLE, player=PLAYER, **sizes))
+            body.seek(0)
+            shutil.copyfileobj(body, out)
+            out.write(f"</main><script>{PLAYER}</script></body></html>\n")
         temporary.replace(html)
     finally:
         temporary.unlink(missing_ok=True)
     return html
 
 
-def _page_parts(jsonl: Path, title: str) -> Iterator[str]:
-    groups = trajectories = shown = 0
-    total = 0.0
+def _write_groups(jsonl: Path, body: TextIO) -> dict[str, object]:
+    """Write the groups that a page has room for; what its head says of them.
+
+    A file of weeks holds many times as many, and reading them all would keep an env from ending for as long.
+    """
+    groups, scores, more = 0, list[float](), False
     for group in read_groups(jsonl):
-        groups += 1
-        scores = scores_of(group)
-        trajectories += len(scores)
-        total += sum(scores)
-    yield render(
-        "static_head.html",
-        title=title,
-        style=STYLE,
-        player=PLAYER,
-        groups=groups,
-        trajectories=trajectories,
-        mean=total / trajectories if trajectories else 0.0,
-        shown=min(trajectories, PAGE_TRAJECTORIES),
-    )
-    for group in read_groups(jsonl):
-        if shown >= PAGE_TRAJECTORIES:
+        if more := len(scores) >= PAGE_TRAJECTORIES:
             break
-        item = item_of(group)
-        siblings = [entry_of(one, item=item) for one in members(group)][: PAGE_TRAJECTORIES - shown]
-        shown += len(siblings)
-        scores = [entry.score for entry, _ in siblings]
-        yield render("static_group.html", name=item, siblings=siblings, mean=sum(scores) / max(1, len(scores)))
-    yield f"</main><script>{PLAYER}</script></body></html>\n"
+        item, room = item_of(group), PAGE_TRAJECTORIES - len(scores)
+        siblings = [entry_of(one, item=item) for one in itertools.islice(members(group), room)]
+        found = [entry.score for entry, _ in siblings]
+        body.write(render("static_group.html", name=item, siblings=siblings, mean=sum(found) / max(1, len(found))))
+        groups, scores = groups + 1, scores + found
+        if more := len(scores_of(group)) > room:
+            break
+    return {"groups": groups, "trajectories": len(scores), "mean": sum(scores) / max(1, len(scores)), "more": more}

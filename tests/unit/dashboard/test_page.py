@@ -58,7 +58,7 @@ def test_everything_is_escaped(tmp_path):
 def test_a_damaged_last_line_loses_only_itself(tmp_path):
     page = page_of(tmp_path, [json.dumps(group("first")), json.dumps(group("second"))[:50]])
     assert "first" in page
-    assert "1 groups, 1 trajectories" in page
+    assert "1 group, 1 trajectory" in page
 
 
 def test_odd_groups_are_shown_as_far_as_they_go(tmp_path):
@@ -69,10 +69,14 @@ def test_odd_groups_are_shown_as_far_as_they_go(tmp_path):
 
 def test_the_page_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(render, "PAGE_TRAJECTORIES", 3)
-    page = page_of(tmp_path, [json.dumps(group("y" * 50_000, "z")) for _ in range(4)])
-    assert "the first 3 are shown" in page
+    rest = [json.dumps(group("rest", score=1.0))] * 4
+    page = page_of(tmp_path, [json.dumps(group("y" * 50_000, "z")) for _ in range(2)] + rest)
+    assert "2 groups, 3 trajectories, mean score 0.500; these are the first of the file" in page
+    assert "rest" not in page
     assert "characters left out" in page
     assert len(page) < 200_000
+    whole = page_of(tmp_path, [json.dumps(group("x", "y", "z"))])
+    assert "1 group, 3 trajectories, mean score 0.500. Each" in whole
 
 
 def test_a_page_that_found_no_room_leaves_no_part_of_itself_and_the_last_one_as_it_was(tmp_path):
