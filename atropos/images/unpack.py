@@ -26,7 +26,8 @@ import sys
 import tarfile
 import zlib
 from collections.abc import Generator
-from typing import IO, cast
+from tarfile import HeaderError, ReadError
+from typing import IO, Self, cast
 
 CHUNK = 1 << 20
 BLOCK = 4096
@@ -38,8 +39,31 @@ CAPABILITY = "security.capability"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+# of the tar module; typeshed doesn't know them. Archives end in zeros, or, as Docker reads them too, just so.
+_ENDS: tuple[type[HeaderError], ...] = tuple(getattr(tarfile, name) for name in ("EOFHeaderError", "EmptyHeaderError"))
+
+
 class ImageRefused(Exception):
     """The image holds something that it must not."""
+
+
+class WholeTar(tarfile.TarInfo):
+    """A member of an archive that is read to its end: the tar module takes a damaged or cut off header for the end."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
+        """The next member.
+
+        Raises:
+            HeaderError: there is none.
+            ReadError: its header is damaged or cut off.
+        """
+        try:
+            return super().fromtarfile(tarfile)
+        except _ENDS:
+            raise
+        except HeaderError as error:
+            raise ReadError(str(error)) from None
 
 
 class Digesting:
@@ -84,7 +108,9 @@ class ImageTree:
         """Unpack one layer, an uncompressed tar."""
         self._added.clear()
         self._times.clear()
-        with tarfile.open(fileobj=stream, mode="r|", encoding="utf-8", errors="surrogateescape") as tar:
+        with tarfile.open(
+            fileobj=stream, mode="r|", encoding="utf-8", errors="surrogateescape", tarinfo=WholeTar
+        ) as tar:
             while (member := tar.next()) is not None:
                 self._member(tar, member)
                 vars(tar)["members"].clear()  # a million of them are gigabytes

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gzip
 import hashlib
 import io
+import lzma
 import os
 import sys
 import tarfile
@@ -20,6 +22,7 @@ from atropos.tasks.folder import load_task
 from atropos.tasks.format.recipe import Download
 from atropos.tasks.prepare import TaskImages
 from atropos.wire import MAX_FILE_BYTES
+from tests.images.making import entry, layer
 from tests.images.test_leases import busybox_image, pool_for
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
@@ -215,6 +218,24 @@ async def test_owners_are_those_of_the_archive_or_stage_and_an_empty_folder_is_m
             r = await slot.exec(f"PATH=/bin stat -c '%u:%g %a' {where}", workdir="/")
             owners = ["1000:1000 644", "0:0 644", "1000:50 4750", "0:50 600", "1000:50 4750", "0:0 755", "0:7 644"]
             assert r.output.splitlines() == owners
+
+
+async def test_an_archive_that_is_damaged_is_added_neither_in_part_nor_wrong(tmp_path):
+    plain = layer(entry("a", os.urandom(100_000)), entry("b", os.urandom(100_000)), entry("c", "c"))
+    second = 512 + 100_352
+    damaged = {
+        "header.tar": (plain, second + 148),
+        "content.tar.gz": (gzip.compress(plain), 150_000),
+        "content.tar.xz": (lzma.compress(plain), 150_000),
+    }
+    async with pool_for(tmp_path) as pool:
+        for name, (data, at) in damaged.items():
+            archive = tmp_path / name / "environment" / name
+            archive.parent.mkdir(parents=True)
+            archive.write_bytes(data[:at] + bytes(byte ^ 0x55 for byte in data[at : at + 8]) + data[at + 8 :])
+            task = make(tmp_path / name, f"FROM debian\nADD {name} /added/\n")
+            with pytest.raises(TaskBroken, match=rf"step 1/1\b.*{name}"):
+                await TaskImages(pool).prepare(task)
 
 
 async def test_a_mount_covers_for_one_command_what_is_there(tmp_path):

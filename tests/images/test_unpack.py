@@ -147,6 +147,11 @@ def _header(name: bytes, size: int, kind: bytes) -> bytes:
     return info.tobuf(tarfile.PAX_FORMAT)
 
 
+def _spoiled(data: bytes, at: int) -> bytes:
+    """A layer with a header at `at` whose checksum is wrong."""
+    return data[: at + 148] + b"7777777\0" + data[at + 156 :]
+
+
 ESCAPES = {
     "a path that climbs": layer(entry("../outside", "x")),
     "a path that climbs in its middle": layer(entry("a/../../outside", "x")),
@@ -172,6 +177,8 @@ ESCAPES = {
     "an unknown type": _header(b"x", 0, b"V") + bytes(1024),
     "no tar at all": b"this is no tar" * 100,
     "a tar that is cut off": layer(entry("big", b"x" * 100_000))[:20_000],
+    "a header in the middle that is damaged": _spoiled(layer(entry("a", "x"), entry("b", "x"), entry("c", "x")), 1024),
+    "a header in the middle that is cut off": layer(entry("a", "x"), entry("b", "x"))[:1124],
     "a header of gigabytes": _header(b"pax", 8 << 30, tarfile.XHDTYPE) + bytes(4096),
     "a negative size": layer(entry("x", "x"))[:124] + b"\xff" * 12 + layer(entry("x", "x"))[136:],
 }

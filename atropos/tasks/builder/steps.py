@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import lzma
 import posixpath
 import tarfile
 import zlib
@@ -159,7 +160,7 @@ async def unpack(slot: Slot, step: Copy, context: Context) -> None:
             try:
                 with context.followed(path).open("rb") as archive:
                     await unpack_archive(slot, where, archive)
-            except (tarfile.TarError, EOFError, zlib.error) as error:
+            except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error) as error:
                 raise TaskBroken(f"ADD {source}: {error}") from None
 
 

@@ -21,6 +21,7 @@ from typing import IO
 from e2b_dockerfile_utils import PatternMatcher
 
 from atropos import wire
+from atropos.images.unpack import WholeTar
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult, file_error
 from atropos.tasks.builder.archive import OVERHEAD_BYTES, TarPiece, changed_mode, kept_members
@@ -29,6 +30,7 @@ from atropos.tasks.errors import TaskBroken
 MAX_STAGE_BYTES = 4 << 30
 """Most that one COPY takes from another stage or image."""
 MAX_LINKS = 40
+_READ_BYTES = 1 << 20
 LAST_LINES = 50
 
 
@@ -156,7 +158,7 @@ async def unpack_archive(
         OSError: the slot can't take it.
     """
     excluded = PatternMatcher(list(exclude))
-    with tarfile.open(fileobj=archive) as source:
+    with tarfile.open(fileobj=archive, tarinfo=WholeTar) as source:
         piece = TarPiece()
         for member, content in kept_members(source, excluded.matches):
             if member.isreg() or member.isdir() or member.issym() or member.islnk():
@@ -171,6 +173,9 @@ async def unpack_archive(
                     await untar(slot, where, piece.close(), owners=True)
                     piece = TarPiece()
                 piece.add(info, data)
+        assert source.fileobj is not None
+        while source.fileobj.read(_READ_BYTES):  # what was compressed has its checksum at the end
+            pass
         await untar(slot, where, piece.close(), owners=True)
 
 
