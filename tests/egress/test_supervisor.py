@@ -121,6 +121,26 @@ async def test_slots_that_end_while_the_proxy_starts_leave_no_socket_in_it():
         await supervisor.aclose()
 
 
+async def test_a_change_that_is_asked_for_again_is_confirmed_too():
+    supervisor = EgressSupervisor(ServerConfig(token="-", slots=4, allow_network=True), None)
+    supervisor.start()
+    try:
+        listener = listening()
+        number = supervisor.add(listener)
+        assert await status(listener.getsockname()[1]) == b"403"
+        frozen = proxy()
+        assert frozen is not None
+        os.kill(frozen, signal.SIGSTOP)
+        first, again = (asyncio.create_task(supervisor.narrow(number, ())) for _ in range(2))
+        await asyncio.sleep(0)  # both have begun
+        assert (first.done(), again.done()) == (False, False)
+        os.kill(frozen, signal.SIGCONT)
+        await asyncio.gather(first, again)
+        await supervisor.narrow(number, ())
+    finally:
+        await supervisor.aclose()
+
+
 def refuses(port: int) -> bool:
     with socket.socket() as caller:
         return caller.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED

@@ -41,11 +41,13 @@ class Listener:
 
     Attributes:
         hosts: the allowed hosts that the slot may reach; None: all of them.
+        unconfirmed: the latest change, until the proxy has confirmed it.
     """
 
     number: int
     sock: socket.socket
     hosts: tuple[str, ...] | None = None
+    unconfirmed: int | None = None
 
 
 class EgressSupervisor:
@@ -191,15 +193,17 @@ class EgressSupervisor:
         if hosts is not None:
             Narrowed.to(self._policy, hosts)
         listener = self._listeners[number]
-        if listener.hosts == hosts:
+        if listener.hosts == hosts and listener.unconfirmed is None:
             return
         listener.hosts = hosts
-        serial = next(self._serials)
+        serial = listener.unconfirmed = next(self._serials)
         done = self._unconfirmed[serial] = asyncio.get_running_loop().create_future()
         try:
             self._send({"narrow": number, "hosts": hosts, "serial": serial})
             async with asyncio.timeout(CONFIRM_S):
                 await done
+            if listener.unconfirmed == serial:
+                listener.unconfirmed = None
         except TimeoutError as error:
             raise SandboxError(f"the egress proxy did not confirm a slot's network: {error!r}") from error
         finally:
