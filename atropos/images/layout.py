@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -74,7 +75,7 @@ def _check_settings(settings: object) -> None:
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) and "\0" not in value
+    return isinstance(value, str) and not re.search("[\0\ud800-\udfff]", value)
 
 
 def _blob(layout: Path, digest: object) -> Path:

@@ -7,7 +7,8 @@
                       whoever finds it unlocked
     locks/NAME        who pulls a source or unpacks an image
 
-Everything appears by a rename, so that a kill at any moment leaves a whole image or none. An image in use is locked
+Everything appears by a rename, once it is on the disk, so that a kill or a power cut at any moment leaves a whole image
+or none. An image in use is locked
 (flock, shared) by each server that uses it, and the lock ends with the server.
 """
 
@@ -207,7 +208,7 @@ class ImageStore:
                 program, f"image {source}: unpacking", folder=self._root, deadline_s=self._settings.unpack_timeout_s
             )
             image = image_info(pulled, source, json.loads(said.splitlines()[-1])["bytes"])
-            (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
+            await self._write_out(tree, image)
             os.rename(tree, self._root / "trees" / pulled.id)
             return image
 
@@ -233,11 +234,17 @@ class ImageStore:
             tree = work / "tree"
             tree.mkdir()
             await fill(str(tree / "rootfs"))
-            (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
+            await self._write_out(tree, image)
             await asyncio.to_thread(self._drop, image.id)  # its parent is gone
             os.rename(tree, self._root / "trees" / image.id)
             write_whole(self._root / "names" / _hash(image.source), image.id.encode())
             return image
+
+    async def _write_out(self, tree: Path, image: ImageInfo) -> None:
+        """Complete an image, and have the disk hold all of it before its name leads there, whenever the power fails."""
+        (tree / "image.json").write_text(image.model_dump_json(), encoding="utf-8")
+        sync = ["sync", "-f", str(tree)]
+        await run(sync, f"image {image.source}: writing", folder=self._root, deadline_s=self._settings.unpack_timeout_s)
 
     async def copy_layer(self, layer: str, target: str) -> None:
         """Copy a layer that nothing changes, whiteouts and attributes included.

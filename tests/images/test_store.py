@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -151,6 +152,8 @@ async def test_a_spoiled_blob_is_never_an_image(tmp_path, images, spoil):
         ([1], "config: not an object"),
         ({"Env": [5]}, "config: Env: no valid settings of commands"),
         ({"Env": ["A=\0"]}, "config: Env: "),
+        ({"Env": ["A=\ud800"]}, "config: Env: "),
+        ({"WorkingDir": "/\udcff"}, "config: WorkingDir: "),
         ({"User": 5}, "config: User: "),
         ({"Cmd": {"a": "b"}}, "config: Cmd: "),
     ],
@@ -459,6 +462,47 @@ async def test_a_full_disk_is_a_typed_error_and_leaves_nothing(tmp_path, images)
         with pytest.raises(ImageUnavailable, match=r"disk .* is full"):
             await store.prepare(ImageSource.parse(f"{images.host}/large:1"), nothing)
         assert (kept(store), leftovers(tmp_path)) == ([], [])
+
+
+@contextlib.contextmanager
+def disk_at(folder: Path, disk: Path, *, new: bool = False) -> Iterator[None]:
+    """An ext4 file system in a file."""
+    folder.mkdir()
+    if new:
+        subprocess.run(["mkfs.ext4", "-q", "-F", str(disk)], check=True)
+    if subprocess.run(["mount", "-o", "loop", str(disk), str(folder)], capture_output=True, check=False).returncode:
+        pytest.skip("no loop devices")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["pulled", "built"])
+async def test_a_power_cut_leaves_a_whole_image_or_none(tmp_path, images, built):
+    data = os.urandom(1 << 20)
+    made(tmp_path, images, "power:1", entry("x", data))
+    disk, cut, again = tmp_path / "disk", tmp_path / "cut", tmp_path / "again"
+    with disk.open("wb") as file:
+        file.truncate(64 << 20)
+    with disk_at(tmp_path / "store", disk, new=True):
+        store = store_at(tmp_path, images)
+        if built:
+            (tmp_path / "layer").mkdir()
+            (tmp_path / "layer/x").write_bytes(data)
+            image = ImageInfo(id="b" * 64, source="atropos-build:b", bytes=len(data))
+            await store.keep(image, functools.partial(store.copy_layer, str(tmp_path / "layer")))
+        else:
+            image = await store.prepare(ImageSource.parse(f"{images.host}/power:1"), nothing)
+        for early in (tmp_path / "store/trees" / image.id / "image.json", *(tmp_path / "store/names").iterdir()):
+            with early.open("rb") as file:
+                os.fsync(file)  # what the kernel happens to write first
+        shutil.copy(disk, cut)  # what is on the disk by now
+    with disk_at(again, cut):
+        after = ImageStore(ImageStoreSettings(folder=str(again)), str(again), 65_536)
+        assert [(each, (again / "trees" / each.id / "rootfs/x").read_bytes() == data) for each in kept(after)] == [
+            (image, True)
+        ]
 
 
 PULLER = """
