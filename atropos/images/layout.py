@@ -1,6 +1,8 @@
-"""An image in an OCI layout: its manifest, configuration and layers, read from files that nobody has checked.
+"""An image as skopeo's `dir:` keeps it: its manifest, configuration and layers, read from files that nobody has checked.
 
-Source: OCI image specification 1.1, image-layout, manifest and config.
+As they were pulled: what OCI's configurations don't have (OnBuild, Shell) would be lost in an OCI layout.
+
+Sources: OCI image specification 1.1, manifest and config; containers-transports(5); Docker image manifest V2, schema 2.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ MACHINE = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.una
 
 @dataclass(frozen=True)
 class PulledImage:
-    """An image's parts in an OCI layout.
+    """An image's parts in a folder.
 
     Attributes:
         id: SHA-256 of the configuration: what names the image.
@@ -35,23 +37,24 @@ class PulledImage:
     layers: tuple[tuple[str, str], ...]
 
 
-def read_layout(layout: Path) -> PulledImage:
-    """What an OCI layout with one image holds (OCI image specification, image-layout and config).
+def read_folder(folder: Path) -> PulledImage:
+    """What a folder with one image holds.
 
     Raises:
         ValueError: it isn't one; says what is wrong, in one line.
     """
     try:
-        return _read(layout)
+        return _read(folder)
     except (OSError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def _read(layout: Path) -> PulledImage:
-    index = _json(layout / "index.json")
-    manifest = _json(_blob(layout, index["manifests"][0]["digest"]))
+def _read(folder: Path) -> PulledImage:
+    manifest = _json(folder / "manifest.json")
+    if manifest.get("schemaVersion") == 1:
+        raise ValueError("its manifest is one of Docker's schema 1, which Docker itself reads no more: push it again")
     digest = check_digest(manifest["config"]["digest"])
-    config = _json(_blob(layout, manifest["config"]["digest"]))
+    config = _json(folder / digest)
     if config.get("os", "linux") != "linux":
         raise ValueError(f"it is for {config['os']!r}, not for Linux")
     machine = config.get("architecture") or MACHINE
@@ -59,7 +62,7 @@ def _read(layout: Path) -> PulledImage:
         raise ValueError(f"it is for {machine!r:.100}, and this machine is {MACHINE!r}")
     _check_settings(config.get("config") or {})
     diffs = [check_digest(each) for each in config["rootfs"]["diff_ids"]]
-    blobs = [str(_blob(layout, layer["digest"])) for layer in manifest["layers"]]
+    blobs = [str(folder / check_digest(layer["digest"])) for layer in manifest["layers"]]
     return PulledImage(digest, config, tuple(zip(blobs, diffs, strict=True)))
 
 
@@ -67,7 +70,7 @@ def _check_settings(settings: object) -> None:
     """Refuse what no command could start with."""
     if not isinstance(settings, dict):
         raise ValueError("config: not an object")  # noqa: TRY004 (what was read is wrong, not a type here)
-    for name in ("Env", "Entrypoint", "Cmd", "OnBuild", "WorkingDir", "User"):
+    for name in ("Env", "Entrypoint", "Cmd", "OnBuild", "Shell", "WorkingDir", "User"):
         value = cast("dict[str, object]", settings).get(name)
         texts: object = [value] if name in {"WorkingDir", "User"} else value
         if value is not None and not (isinstance(texts, list) and all(map(_is_text, cast("list[object]", texts)))):
@@ -76,10 +79,6 @@ def _check_settings(settings: object) -> None:
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and not re.search("[\0\ud800-\udfff]", value)
-
-
-def _blob(layout: Path, digest: object) -> Path:
-    return layout / "blobs" / "sha256" / check_digest(digest)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -107,4 +106,5 @@ def image_info(pulled: PulledImage, source: str, size: int) -> ImageInfo:
         entrypoint=tuple(settings.get("Entrypoint") or ()),
         cmd=tuple(settings.get("Cmd") or ()),
         onbuild=tuple(settings.get("OnBuild") or ()),
+        shell=tuple(settings.get("Shell") or ()),
     )

@@ -28,7 +28,7 @@ from typing import Literal
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
 from atropos.images import unpack
-from atropos.images.layout import PulledImage, image_info, read_layout
+from atropos.images.layout import PulledImage, image_info, read_folder
 from atropos.images.locks import is_still, locked, try_lock
 from atropos.images.programs import Skopeo, run, write_whole
 from atropos.images.reference import ImageSource, check_digest
@@ -151,7 +151,7 @@ class ImageStore:
 
     async def _pull(self, source: ImageSource, work: Path, progress: Progress, archive: str | None) -> PulledImage:
         progress("pulling", None)
-        layout = work / "layout"
+        pulled = work / "pulled"
         origin = str(source) if archive is None else f"{source.transport}:{archive}"
         expected = None if archive else await self._size(origin, str(source), work)
         limit = self._settings.quota_mib << 20
@@ -161,16 +161,16 @@ class ImageStore:
             )
 
         def report() -> None:
-            done = sum(_size_of(path) for path in layout.glob("**/*"))
+            done = sum(_size_of(path) for path in pulled.glob("*"))
             progress("pulling", min(1.0, done / expected) if expected else None)
             if done > limit:
                 raise ImageUnavailable(f"image {source}: pulling: more than {self._settings.quota_mib} MiB")
 
         await self._skopeo.run(
-            ["copy", "--retry-times", "2", origin, f"oci:{layout}:image"], str(source), work, report, limit
+            ["copy", "--retry-times", "2", "--dest-compress", origin, f"dir:{pulled}"], str(source), work, report, limit
         )
         try:
-            return await asyncio.to_thread(read_layout, layout)
+            return await asyncio.to_thread(read_folder, pulled)
         except ValueError as error:
             raise ImageUnavailable(f"image {source}: pulling: not an image: {error}") from error
 

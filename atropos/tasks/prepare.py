@@ -386,7 +386,7 @@ async def _with_verifiers(task: Task, ready: Callable[[Task], Awaitable[Task]]) 
 
 def _settings(image: ImageInfo) -> StepSettings:
     """What an image's configuration gives the instructions after FROM."""
-    return StepSettings(image.workdir or "/", image.env, image.user, image.onbuild, image.entrypoint)
+    return StepSettings(image.workdir or "/", image.env, image.user, image.onbuild, image.entrypoint, image.shell)
 
 
 def _hash(*parts: object) -> str:

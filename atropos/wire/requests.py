@@ -62,6 +62,7 @@ class ImageInfo(ImageSettings):
     entrypoint: tuple[str, ...] = ()
     cmd: tuple[str, ...] = ()
     onbuild: tuple[str, ...] = ()
+    shell: tuple[str, ...] = Field(default=(), description="what RUN begins with; empty: /bin/sh -c")
 
 
 class Lease(WireMessage):

@@ -34,7 +34,7 @@ def busybox_image(
     user: str | None = None,
     workdir: str = "/srv/app",
     python: str = "",
-    onbuild: list[str] | None = None,
+    config: dict | None = None,
     **more,
 ) -> str:
     """An image without Python, glibc or bash; its id."""
@@ -53,10 +53,7 @@ def busybox_image(
             entry("srv/app/text", text, owner=(1000, 1000)),
             *([entry("bin/python3", python, mode=0o755)] if python else []),
         ),
-        config=CONFIG
-        | {"WorkingDir": workdir}
-        | ({"User": user} if user else {})
-        | ({"OnBuild": onbuild} if onbuild else {}),
+        config=CONFIG | {"WorkingDir": workdir} | ({"User": user} if user else {}) | (config or {}),
         **more,
     )
 

@@ -7,6 +7,7 @@ import hashlib
 import io
 import lzma
 import os
+import subprocess
 import sys
 import tarfile
 from dataclasses import replace
@@ -335,12 +336,20 @@ async def test_a_file_that_no_message_holds_is_copied_like_any_other(tmp_path):
         assert (await slot.exec("stat -c %s /tests/large")).output == f"{size}\n"
 
 
-async def test_onbuild_of_an_image_is_carried_out_by_from(tmp_path, images):
-    busybox_image(tmp_path / "layout", onbuild=["COPY given.txt /opt/given", "RUN cat /opt/given > /opt/seen"])
-    images.push(tmp_path / "layout", "triggers:1")
-    task = make(tmp_path / "task", f"FROM {images.host}/triggers:1\nRUN cat /opt/seen > /last\n")
-    async with pool_for(tmp_path, images) as pool, working_on(pool, TaskImages(pool), task) as slot:
-        assert (await slot.exec("cat /last")).output == "given"
+@pytest.mark.parametrize("form", ["oci-archive", "docker-archive"])
+async def test_an_images_own_instructions_and_shell_hold_for_what_is_built_on_it(tmp_path, form):
+    config = {
+        "OnBuild": ["COPY given.txt /opt/given", "RUN cat /opt/given > /opt/seen"],
+        "Shell": ["/bin/sh", "-c", 'SHELL_OF=image; eval "$0"'],
+    }
+    busybox_image(tmp_path / "layout", config=config)
+    saved = f"{form}:{tmp_path}/saved"
+    skopeo = ["skopeo", "--insecure-policy", "copy", "-q", f"oci:{tmp_path}/layout:image", saved]
+    await asyncio.to_thread(subprocess.run, skopeo, check=True)
+    stages = f"FROM {saved} AS one\nRUN cat /opt/seen > /last; echo $SHELL_OF >> /last\nFROM one\nRUN echo $SHELL_OF >> /last\n"
+    task = make(tmp_path / "task", stages)
+    async with pool_for(tmp_path) as pool, working_on(pool, TaskImages(pool), task) as slot:
+        assert (await slot.exec("cat /last")).output == "givenimage\nimage\n"
 
 
 async def test_a_whole_stage_is_copied_without_what_the_slot_itself_needs(tmp_path):

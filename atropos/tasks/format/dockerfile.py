@@ -177,7 +177,8 @@ class _Reader:
         if parent is None:
             settings = self.images.get(words[0], StepSettings())
             triggers = settings.onbuild
-            self.stages.append(_Building(index, words[0], replace(settings, onbuild=()), name))
+            plain = replace(settings, onbuild=(), shell=())
+            self.stages.append(_Building(index, words[0], plain, name, shell=settings.shell or _SHELL))
         else:
             triggers = parent.onbuild
             self.stages.append(

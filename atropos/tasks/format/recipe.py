@@ -21,6 +21,7 @@ class StepSettings:
         user: `name`, `uid`, `name:group` or `uid:gid`; None: root.
         onbuild: of an image: instructions that its FROM carries out.
         entrypoint: what a container would start with; nothing of the build.
+        shell: of an image: what the shell form of RUN begins with; empty: `/bin/sh -c`.
     """
 
     workdir: str = "/"
@@ -28,6 +29,7 @@ class StepSettings:
     user: str | None = None
     onbuild: tuple[str, ...] = ()
     entrypoint: tuple[str, ...] = ()
+    shell: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.user in ROOT:
