@@ -12,6 +12,7 @@ import errno
 import fnmatch
 import hashlib
 import json
+import os
 import tempfile
 import time
 from collections import Counter
@@ -318,9 +319,8 @@ class TaskImages:
         except TaskBroken as error:
             raise TaskBroken(f"{build.task.name}: step {number}/{build.steps}: {error}") from None
         except OSError as error:
-            alone = (
-                "; a server that an ordinary user started has no user but root" if error.errno == errno.EINVAL else ""
-            )
+            refused = os.strerror(errno.EINVAL) in str(error)  # the kernel's word for an owner without a number here
+            alone = "; a server that an ordinary user started has no user but root" if refused else ""
             raise TaskBroken(
                 f"{build.task.name}: step {number}/{build.steps} ({_text(step)}): {error}{alone}"
             ) from error

@@ -239,6 +239,15 @@ async def test_an_archive_that_is_damaged_is_added_neither_in_part_nor_wrong(tmp
                 await TaskImages(pool).prepare(task)
 
 
+async def test_an_archive_that_climbs_is_refused_by_what_it_names(tmp_path):
+    (tmp_path / "task/environment").mkdir(parents=True)
+    (tmp_path / "task/environment/up.tar").write_bytes(layer(entry("../up", "x")))
+    task = make(tmp_path / "task", "FROM debian\nADD up.tar /added/\n")
+    async with pool_for(tmp_path) as pool:
+        with pytest.raises(TaskBroken, match=r"names a path outside its folder: \.\./up: '/added'$"):
+            await TaskImages(pool).prepare(task)
+
+
 async def test_a_mount_covers_for_one_command_what_is_there(tmp_path):
     task = make(
         tmp_path / "task",
