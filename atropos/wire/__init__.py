@@ -12,6 +12,7 @@ from atropos.wire.base import (
     MAX_COMMAND_BYTES,
     MAX_FILE_BYTES,
     MAX_FRAME_BYTES,
+    MAX_HOSTS,
     VERSION,
     Limit,
     WireMessage,

@@ -11,6 +11,8 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Largest WebSocket frame either end accepts, in bytes."""
 MAX_FILE_BYTES = 32 * 1024 * 1024
 """Largest content of one file read or write on the wire, in bytes; larger files go in pieces (`offset`, `append`)."""
+MAX_HOSTS = 256
+"""Most hosts that `SetNetwork` names."""
 MAX_COMMAND_BYTES = 2 * 1024 * 1024
 """Longest command, or data written to a process at once. Above the kernel's bound of an argument, a file passes it."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from atropos.wire.base import MAX_FILE_BYTES, WireMessage
+from atropos.wire.base import MAX_FILE_BYTES, MAX_HOSTS, WireMessage
 
 StreamId = Annotated[
     str, Field(min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$", description="unique in the lease")
@@ -129,7 +129,7 @@ class SetNetwork(WireMessage):
     """
 
     op: Literal["set_network"] = "set_network"
-    hosts: tuple[Annotated[str, Field(max_length=270)], ...] | None = Field(default=None, max_length=256)
+    hosts: tuple[Annotated[str, Field(max_length=270)], ...] | None = Field(default=None, max_length=MAX_HOSTS)
 
 
 class ProcStart(WireMessage):

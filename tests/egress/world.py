@@ -314,9 +314,10 @@ async def phases() -> dict:
             await look(slot, "restarted")
             snapshot = await slot.snapshot()
             await look(slot, "frozen")
-            with contextlib.suppress(ConfigError):
-                await slot.set_network(["not a host"])
-                found["bad"] = "was taken"
+            for bad in (["not a host"], [f"host{number}.example.org" for number in range(257)]):
+                with contextlib.suppress(ConfigError):
+                    await slot.set_network(bad)
+                    found["bad"] = "was taken"
             await slot.set_network([])
         for number in range(3):
             async with pool.lease(f"next{number}") as slot:

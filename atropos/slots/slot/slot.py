@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Self
 
 from atropos import tracing, wire
-from atropos.errors import LeaseExpired, NotSupported, SandboxError, SlotLost
+from atropos.errors import ConfigError, LeaseExpired, NotSupported, SandboxError, SlotLost
 from atropos.net.egress_policy import parse
 from atropos.slots.client import file_streams
 from atropos.slots.containers.counters import Outcome
@@ -279,9 +279,13 @@ class Slot(SlotFiles):
                 with `:PORT` or not. Empty: nothing. None: all that the pool allows.
 
         Raises:
-            ConfigError: an entry is none of these.
+            ConfigError: an entry is none of these, or there are more than 256.
             NotSupported: hosts are named, and the lease has no network.
         """
+        if hosts is not None and len(hosts) > wire.MAX_HOSTS:
+            raise ConfigError(
+                f"network: {len(hosts)} hosts; at most {wire.MAX_HOSTS}, networks and *.suffixes name many"
+            )
         for entry in hosts or ():
             parse(entry, field="network")
         result = await self.run(wire.SetNetwork(hosts=None if hosts is None else tuple(hosts)))

@@ -12,7 +12,7 @@ from atropos.net import egress_policy
 from atropos.net.egress_policy import WEB_PORTS, EgressRefused, Rule, parse
 from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB
 from atropos.tasks.format.task import Task
-from atropos.wire import LeaseLimits
+from atropos.wire import MAX_HOSTS, LeaseLimits
 
 STAND_INS = ("debian*", "ubuntu*", "python:3*", "buildpack-deps*", "ghcr.io/laude-institute/*", "*t-bench/*")
 """Images whose place a slot's own base takes, a Debian-like system with bash, Python 3, git and a C compiler. All others
@@ -184,6 +184,10 @@ def _network(task: Task, room: Room, refused: list[str], notes: list[str]) -> No
             if hosts != ():
                 notes.append(f"{table}.network_mode: slots have no network")
             continue
+        if hosts is not None and len(hosts) > MAX_HOSTS:
+            refused.append(
+                f"{table}.allowed_hosts: {len(hosts)} hosts; at most {MAX_HOSTS}, networks and *.suffixes name many"
+            )
         for host in hosts or ():
             try:
                 rule = parse(host, field=f"{table}.allowed_hosts")

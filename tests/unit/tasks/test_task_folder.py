@@ -720,6 +720,9 @@ def test_hosts_that_the_pool_leaves_out_are_noted_and_nonsense_is_refused(folder
     assert [note.split(":")[1].split()[0] for note in found.notes] == ["a.b", "10.0.0.0/8"]
     assert len(found.refused) == 1
     assert found.refused[0].startswith("verifier.allowed_hosts: 'not a host'")
+    many = ", ".join(f"'a{number}.debian.org'" for number in range(257))
+    (folder / "task.toml").write_text(f"[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = [{many}]\n")
+    assert [each.split(";")[0] for each in fit(load_task(folder), room).refused] == ["agent.allowed_hosts: 257 hosts"]
     (folder / "task.toml").write_text("[environment]\nnetwork_mode = 'public'\n")
     assert fit(load_task(folder), Room(1024, 512, network=False)).notes == (
         "agent.network_mode: slots have no network",
