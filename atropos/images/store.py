@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -152,9 +153,14 @@ class ImageStore:
     async def _pull(self, source: ImageSource, work: Path, progress: Progress, archive: str | None) -> PulledImage:
         progress("pulling", None)
         pulled = work / "pulled"
-        origin = str(source) if archive is None else f"{source.transport}:{archive}"
-        expected = None if archive else await self._size(origin, str(source), work)
         limit = self._settings.quota_mib << 20
+        origin = str(source) if archive is None else f"{source.transport}:{archive}"
+        if archive is not None and source.transport == "oci-archive":  # skopeo would follow the links in it
+            layout = work / "layout"
+            layout.mkdir()
+            await self._run_unpack(f"image {source}: pulling", layout, limit, 1, "/", ((archive, "-"),))
+            origin = f"oci:{layout}"
+        expected = None if archive else await self._size(origin, str(source), work)
         if expected is not None and expected > limit:
             raise ImageUnavailable(
                 f"image {source}: pulling: {expected >> 20} MiB, more than the store may hold ({self._settings.quota_mib} MiB)"
@@ -201,16 +207,21 @@ class ImageStore:
             except ImageUnavailable as error:
                 raise ImageUnavailable(f"image {source}: unpacking: {error}") from None
             workdir = image_info(pulled, source, 0).workdir or "/"
-            arguments = [str(rootfs), str(room), str(MAX_MEMBERS), str(self._ids), workdir]
-            arguments += [part for layer in pulled.layers for part in layer]
-            program = [sys.executable, "-I", "-S", os.path.abspath(unpack.__file__), *arguments]
-            said = await run(
-                program, f"image {source}: unpacking", folder=self._root, deadline_s=self._settings.unpack_timeout_s
-            )
-            image = image_info(pulled, source, json.loads(said.splitlines()[-1])["bytes"])
+            what = f"image {source}: unpacking"
+            size = await self._run_unpack(what, rootfs, room, self._ids, workdir, pulled.layers)
+            image = image_info(pulled, source, size)
             await self._write_out(tree, image)
             os.rename(tree, self._root / "trees" / pulled.id)
             return image
+
+    async def _run_unpack(
+        self, what: str, folder: Path, room: int, ids: int, workdir: str, layers: tuple[tuple[str, str], ...]
+    ) -> int:
+        """Run `unpack`; the bytes that it wrote."""
+        arguments = [str(folder), str(room), str(MAX_MEMBERS), str(ids), workdir, *itertools.chain(*layers)]
+        program = [sys.executable, "-I", "-S", os.path.abspath(unpack.__file__), *arguments]
+        said = await run(program, what, folder=self._root, deadline_s=self._settings.unpack_timeout_s)
+        return json.loads(said.splitlines()[-1])["bytes"]
 
     async def keep(self, image: ImageInfo, fill: Callable[[str], Awaitable[None]]) -> ImageInfo:
         """Keep a layer as a built image; under an id that is here already, the one that is here.

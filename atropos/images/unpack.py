@@ -1,11 +1,13 @@
 """Unpacks the layers of an image into one folder. A program of its own, standard library only.
 
-    unpack.py FOLDER MAX_BYTES MAX_MEMBERS IDS LAYER DIFF_ID [LAYER DIFF_ID …]
+    unpack.py FOLDER MAX_BYTES MAX_MEMBERS IDS WORKDIR LAYER DIFF_ID [LAYER DIFF_ID …]
+    unpack.py FOLDER MAX_BYTES MAX_MEMBERS 1 / ARCHIVE -
 
 Layers come from strangers. A member is opened below its parent's descriptor and no link is ever followed, so nothing
 reaches outside FOLDER; names that try are refused. Whiteouts are applied as deletions (OCI image layout, "Layer
 Filesystem Changeset"). Device nodes are left out. Owners are those of the running user namespace, of which slots have the
-ids 0 to IDS-1; with IDS 1 everything belongs to root. The last line on stdout is JSON: bytes and members.
+ids 0 to IDS-1; with IDS 1 everything belongs to root. `-` in place of a layer's digest: an archive of files that a program
+will read here, so that links are left out, too. The last line on stdout is JSON: bytes and members.
 
 Exit codes: 0 done, 1 the image is refused (the reason is one line on stderr), 2 the machine failed, 28 the disk is full.
 """
@@ -95,6 +97,7 @@ class ImageTree:
 
     def __init__(self, folder: str, max_bytes: int, max_members: int, ids: int) -> None:
         self._root = os.open(folder, _FOLDER)
+        self._links = True
         self._max_bytes, self._max_members, self._ids = max_bytes, max_members, ids
         self._room = f"the {max_bytes >> 20} MiB that the image store has room for (image_store.quota_mib)"
         self._parent: tuple[str, int] = ("", os.dup(self._root))
@@ -104,8 +107,9 @@ class ImageTree:
         self.bytes = 0
         self.members = 0
 
-    def apply(self, stream: IO[bytes]) -> None:
-        """Unpack one layer, an uncompressed tar."""
+    def apply(self, stream: IO[bytes], *, links: bool = True) -> None:
+        """Unpack one layer, an uncompressed tar; without `links`, files and folders alone."""
+        self._links = links
         self._added.clear()
         self._times.clear()
         with tarfile.open(
@@ -134,7 +138,7 @@ class ImageTree:
         if name.startswith(WHITEOUT):
             self._whiteout(where, name)
             return
-        if member.ischr() or member.isblk():
+        if member.ischr() or member.isblk() or (not self._links and (member.issym() or member.isfifo())):
             return
         parent = self._open(where, create=True)
         self._make_room(parent, path, name, member)
@@ -374,6 +378,8 @@ def unpack(
 ) -> ImageTree:
     """Unpack `layers` (file and SHA-256 of the uncompressed tar, lowest first) into an empty folder, and make the WORKDIR.
 
+    In place of a layer's SHA-256, `-`: an archive of no image's.
+
     Raises:
         ImageRefused: what an image must not hold, or not what its configuration says.
     """
@@ -382,11 +388,11 @@ def unpack(
         with uncompressed(path) as raw:
             stream = Digesting(raw, 2 * max_bytes + max_members * 1024)
             try:
-                tree.apply(cast("IO[bytes]", stream))
+                tree.apply(cast("IO[bytes]", stream), links=wanted != "-")
                 found = stream.finish()
             except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
                 raise ImageRefused(f"layer {wanted[:12]} is no tar: {error}") from None
-        if found != wanted:
+        if wanted not in {found, "-"}:
             raise ImageRefused(f"layer {wanted[:12]} is not the one that the image names ({found[:12]})")
     tree.make_folder(workdir)
     return tree

@@ -188,6 +188,17 @@ async def test_an_image_of_this_machine_needs_no_registry(tmp_path, kind):
         assert (r.exit_code, r.output) == (0, f"from {kind}")
 
 
+async def test_a_layout_may_keep_its_blobs_elsewhere(tmp_path):
+    """As Bazel's rules_oci have it."""
+    busybox_image(tmp_path / "layout", "from elsewhere")
+    (tmp_path / "layout/blobs/sha256").rename(tmp_path / "cache")
+    (tmp_path / "layout/blobs/sha256").mkdir()
+    for blob in (tmp_path / "cache").iterdir():
+        (tmp_path / "layout/blobs/sha256" / blob.name).symlink_to(blob)
+    async with pool_for(tmp_path) as pool, pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
+        assert (await slot.exec("cat /srv/app/text")).output == "from elsewhere"
+
+
 async def test_an_archive_that_has_changed_is_not_sent_whole_under_its_old_name(tmp_path):
     file = tmp_path / "image.tar"
     file.write_bytes(b"first")

@@ -27,7 +27,7 @@ from atropos.images.programs import run
 from atropos.images.reference import ImageSource
 from atropos.images.store import ImageStore
 from atropos.wire import ImageInfo
-from tests.images.making import entry, folder, layer, layout
+from tests.images.making import entry, folder, layer, layout, link
 from tests.images.registry import PASSWORD, USER, registry
 from tests.waiting import until
 
@@ -178,6 +178,26 @@ async def test_an_image_of_another_machine_is_refused(tmp_path, images):
     with pytest.raises(ImageUnavailable, match="it is for 's390x', and this machine is '"):
         await store.prepare(ImageSource.parse("oci-archive:x"), nothing, str(archive))
     assert (kept(store), leftovers(tmp_path)) == ([], [])
+
+
+async def test_an_archive_writes_nothing_but_its_image(tmp_path, images):
+    """skopeo follows links that the archive itself has brought."""
+    at, archive, victim = tmp_path / "layout", tmp_path / "archive.tar", tmp_path / "victim"
+    image_id = layout(at, layer(entry("x", "x")))
+    victim.mkdir()
+    with tarfile.open(archive, "w") as tar:
+        tar.add(at, ".")
+        tar.addfile(link("out", str(victim))[0])
+        tar.addfile(entry("out/planted")[0])
+    store = store_at(tmp_path, images)
+    assert (await store.prepare(ImageSource.parse("oci-archive:x"), nothing, str(archive))).id == image_id
+    assert list(victim.iterdir()) == []
+    with tarfile.open(archive, "w") as tar:
+        tar.add(at, ".")
+        tar.addfile(entry("../../../victim/planted")[0])
+    with pytest.raises(ImageUnavailable, match=r"pulling: .*a path that leaves the image"):
+        await store.prepare(ImageSource.parse("oci-archive:y"), nothing, str(archive))
+    assert list(victim.iterdir()) == []
 
 
 class Between:

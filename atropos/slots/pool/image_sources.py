@@ -102,7 +102,7 @@ def _digest(path: Path) -> str:
 def _write_layout(path: Path, file: IO[bytes]) -> None:
     """Write an OCI layout with one image; files are sorted, so that equal layouts have one digest."""
     layout, index = _one_image(path)
-    with tarfile.open(fileobj=file, mode="w") as tar:
+    with tarfile.open(fileobj=file, mode="w", dereference=True) as tar:
         for each in sorted(layout.rglob("*")):
             info = tar.gettarinfo(str(each), str(each.relative_to(layout)))
             info.mtime = 0
