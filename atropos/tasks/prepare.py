@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from atropos.errors import ConfigError, ImageUnavailable
 from atropos.images.reference import POOL_BASE
@@ -211,6 +212,13 @@ class TaskImages:
 
     async def _image(self, task: Task, name: str | None, report: Progress) -> tuple[ImageInfo, str]:
         """What a FROM means here, and the source that a lease names."""
+        if name is not None and name.startswith("dir:") and not self._stands_in(name):
+            folder = Path(name.removeprefix("dir:"))
+            if not os.path.lexists(folder / "bin/sh") or folder.samefile("/"):
+                raise TaskBroken(
+                    f"{task.name}: {name}: a task takes no folder of this machine, unless it is another root file system, "
+                    "with /bin/sh; COPY from the build context"
+                )
         if name != "scratch":
             return await self._had(task, POOL_BASE if name is None or self._stands_in(name) else name, name, report)
         async with self._scratch_turn:  # the folder is there until the pool has read it, and keeps what it read

@@ -248,6 +248,25 @@ async def test_an_archive_that_climbs_is_refused_by_what_it_names(tmp_path):
             await TaskImages(pool).prepare(task)
 
 
+@pytest.mark.parametrize(
+    "text", ["FROM {}", "FROM debian\nCOPY --from={} /key /", "FROM debian\nRUN --mount=from={},target=/m true"]
+)
+async def test_no_folder_of_the_pools_machine_is_read_for_a_task(tmp_path, text):
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key").write_text("ours")
+    task = make(tmp_path / "task", text.format(f"dir:{secret}"))
+    prebuilt = make(tmp_path / "prebuilt", "FROM debian", toml=f'[environment]\ndocker_image = "dir:{secret}"\n')
+    machine = make(tmp_path / "machine", text.format("dir:/proc/1/root"))
+    async with pool_for(tmp_path) as pool:
+        for each in (task, prebuilt, machine):
+            with pytest.raises(TaskBroken, match=r"dir:\S+: a task takes no folder of this machine"):
+                await TaskImages(pool, ()).prepare(each)
+        (secret / "bin").mkdir()
+        (secret / "bin/sh").symlink_to("busybox")
+        assert (await TaskImages(pool, ()).prepare(prebuilt)).image  # a root file system is one
+
+
 async def test_a_mount_covers_for_one_command_what_is_there(tmp_path):
     task = make(
         tmp_path / "task",
