@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
@@ -62,14 +63,16 @@ class ImageStoreSettings(BaseModel):
     unpack_timeout_s: float = Field(default=600, gt=0, description="longest one image may take to be unpacked")
 
 
-def _names(value: object) -> object:
-    """Comma-separated text as a list."""
-    if isinstance(value, str) and not value.lstrip().startswith("["):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return value
+def split_names(value: object) -> object:
+    """Text as a list: of comma-separated names, or in JSON."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        return json.loads(value)
+    return [part.strip() for part in value.split(",") if part.strip()]
 
 
-HostNames = Annotated[tuple[str, ...], BeforeValidator(_names)]
+HostNames = Annotated[tuple[str, ...], BeforeValidator(split_names)]
 """Host names, *.suffixes or networks; as text, comma-separated."""
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Generator
 from copy import copy
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
-from atropos.config import SlotLimits, WholePath, one_line
+from atropos.config import SlotLimits, WholePath, one_line, split_names
 from atropos.envs.adapter import BaseEnvConfig
 from atropos.errors import ConfigError
 from atropos.net.sockets import is_loopback
@@ -29,19 +28,15 @@ from atropos.tools import ToolExecutorConfig, ToolLimits
 from atropos.tools.parsers import get_parser
 
 
-def _names(value: object) -> object:
-    """A list from comma-separated text or JSON."""
-    if not isinstance(value, str):
-        return value
-    text = value.strip()
-    if text.startswith("["):
-        return json.loads(text)
-    return [part.strip() for part in text.split(",") if part.strip()]
+def _known_parser(name: str) -> str:
+    return get_parser(name).name  # raises ConfigError, a ValueError that names those there are
 
 
-Names = Annotated[list[str], BeforeValidator(_names)]
+Names = Annotated[list[str], BeforeValidator(split_names)]
 """A list of names; as a flag, comma-separated."""
-OptionalNames = Annotated[list[str] | None, BeforeValidator(_names)]
+OptionalNames = Annotated[list[str] | None, BeforeValidator(split_names)]
+ParserName = Annotated[str, AfterValidator(_known_parser)]
+"""A format of tool calls in a model's text."""
 
 
 def like(name: str, of: type[BaseModel] = SlotPoolConfig, *, default: Any = ...) -> Any:
@@ -243,13 +238,7 @@ class AgentEnvConfig(SandboxEnvConfig):
     agent_max_tokens: int | None = Field(default=None, ge=1, description="most tokens of a turn; None: what is left")
     agent_tool_delay_s: float = Field(default=0.0, ge=0, description="pause after each tool call")
     agent_system_prompt: str | None = Field(default=None, description="text before the tools; None: a short default")
-    agent_tool_parser: str = Field(default="hermes", description="format of tool calls in the model's text")
+    agent_tool_parser: ParserName = Field(default="hermes", description="format of tool calls in the model's text")
     agent_max_result_chars: int = Field(default=30_000, ge=100, description="of a tool result shown to the model")
     enabled_toolsets: Names = Field(default_factory=lambda: ["default"], description="toolsets the model is offered")
     disabled_toolsets: Names = Field(default_factory=list[str], description="toolsets taken away again")
-
-    @field_validator("agent_tool_parser")
-    @classmethod
-    def _known_parser(cls, value: str) -> str:
-        get_parser(value)  # raises ConfigError, a ValueError that names those there are
-        return value

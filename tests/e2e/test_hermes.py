@@ -235,7 +235,7 @@ def test_wrong_settings_are_refused_by_name(tmp_path):
 
 
 def test_settings_have_their_effect():
-    config = HermesAgentEnvConfig(terminal_backend="docker", terminal_timeout=900, extra_body='{"a": {"b": 1}}')
+    config = HermesAgentEnvConfig(terminal_backend="docker", terminal_timeout=900, extra_body={"a": {"b": 1}})
     assert config.pool_config().backend == "docker"
     assert config.executor_config().limits.command_timeout_s == 900
     assert config.executor_config().limits.max_timeout_s == 900

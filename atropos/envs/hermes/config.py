@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
-from atropos.envs.config import OptionalNames, SandboxEnvConfig
+from atropos.envs.config import OptionalNames, ParserName, SandboxEnvConfig
 from atropos.slots import SlotPoolConfig
 from atropos.slots.config import BackendName
 from atropos.tools import ToolExecutorConfig
 from atropos.tools.base import ToolLimits
-from atropos.tools.parsers import get_parser
 from atropos.tools.toolsets import get_distribution
-
-
-def _mapping(value: object) -> object:
-    return json.loads(value) if isinstance(value, str) else value
 
 
 class HermesAgentEnvConfig(SandboxEnvConfig):
@@ -44,16 +38,12 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
     dataset_split: str = Field(default="train", min_length=1, description="of a dataset on the hub")
     prompt_field: str = Field(default="prompt", min_length=1, description="the row's field with the prompt")
     tool_pool_size: int = Field(default=128, ge=1, description="most tool calls, and most reward functions, in flight")
-    tool_call_parser: str = Field(default="hermes", description="format of calls in the text of a vllm or sglang model")
-    extra_body: Annotated[dict[str, JsonValue] | None, BeforeValidator(_mapping)] = Field(
+    tool_call_parser: ParserName = Field(
+        default="hermes", description="format of calls in the text of a vllm or sglang model"
+    )
+    extra_body: dict[str, JsonValue] | None = Field(
         default=None, description="further fields of requests, for OpenAI-compatible servers only"
     )
-
-    @field_validator("tool_call_parser")
-    @classmethod
-    def _known_parser(cls, value: str) -> str:
-        get_parser(value)  # raises ConfigError, a ValueError that names those there are
-        return value
 
     @field_validator("distribution")
     @classmethod
