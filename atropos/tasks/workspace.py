@@ -1,4 +1,4 @@
-"""What happens in a built workspace: its health is awaited, the solution or an agent works in it, it is verified.
+"""What happens in a built workspace: commands start in it, the solution or an agent works, it is verified.
 
 Verification comes after the agent has finished: tests are uploaded only then, and run with a clean environment. In a
 `view` they run on the task's own machine as it was built, with the agent's folders and servers (`Slot.view`). `shared`
@@ -21,21 +21,39 @@ from atropos.errors import NotSupported
 from atropos.slots import Slot
 from atropos.slots.slot.profile import PLAIN
 from atropos.slots.slot.results import ExecResult
-from atropos.tasks.builder.accounts import enter, profile_of, reach
+from atropos.tasks.builder.accounts import profile_of
 from atropos.tasks.builder.archive import LargeFile, packed_folder
 from atropos.tasks.builder.transfer import is_missing, untar
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.format.recipe import PATH
-from atropos.tasks.format.task import Task
+from atropos.tasks.format.task import Hosts, Task
 from atropos.tasks.verifier.carry import carry_in, carry_out
 from atropos.tasks.verifier.layers import VerifierLayers
 from atropos.tasks.verifier.mode import Mode, choose
 from atropos.tasks.verifier.reward import Verdict, read_verdict
 from atropos.tasks.verifier.services import end_processes
 
-__all__ = ["Verdict", "clear", "enter", "healthy", "prepare_step", "solve", "verify"]
-
 _log = logging.getLogger(__name__)
+
+
+async def enter(slot: Slot, task: Task) -> None:
+    """Set up a prepared workspace for the agent: the network, and the folder, variables and user of its commands.
+
+    Raises:
+        TaskBroken: there is no such user, or no such folder.
+    """
+    slot.profile = await profile_of(slot, task, task.agent_settings)
+    await _reach(slot, task.agent_hosts)
+    if (await slot.exec("true", timeout_s=60)).exit_code != 0:
+        raise TaskBroken(
+            f"{task.name}: commands can't start in {task.recipe.workdir} as {task.agent_settings.user or 'root'}"
+        )
+
+
+async def _reach(slot: Slot, hosts: Hosts) -> None:
+    """Change what a slot's programs reach, where it has a network at all."""
+    if slot.network:
+        await slot.set_network(hosts)
 
 
 async def healthy(slot: Slot, task: Task) -> None:
@@ -213,7 +231,7 @@ async def _collect(slot: Slot, task: Task) -> None:
 
 async def _judge(slot: Slot, task: Task) -> Verdict:
     profile = await profile_of(slot, task, task.verifier_settings)
-    await reach(slot, task.verifier_hosts)
+    await _reach(slot, task.verifier_hosts)
     # links and files where folders belong would send the tests, or the reward, to a place of the agent's choice
     plain = "for d in /logs /tmp; do if [ -L $d ] || [ ! -d $d ]; then rm -f $d && mkdir -m 1777 $d; fi; done"
     script = f"/tests/{task.test_script}"

@@ -8,31 +8,11 @@ from atropos.slots import Slot
 from atropos.slots.slot.profile import Profile, UserAccount
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.recipe import ROOT, StepSettings
-from atropos.tasks.format.task import Hosts, Task
-
-
-async def enter(slot: Slot, task: Task) -> None:
-    """Set up a prepared workspace for the agent: the network, and the folder, variables and user of its commands.
-
-    Raises:
-        TaskBroken: there is no such user, or no such folder.
-    """
-    slot.profile = await profile_of(slot, task, task.agent_settings)
-    await reach(slot, task.agent_hosts)
-    if (await slot.exec("true", timeout_s=60)).exit_code != 0:
-        raise TaskBroken(
-            f"{task.name}: commands can't start in {task.recipe.workdir} as {task.agent_settings.user or 'root'}"
-        )
-
-
-async def reach(slot: Slot, hosts: Hosts) -> None:
-    """Change what a slot's programs reach, where it has a network at all."""
-    if slot.network:
-        await slot.set_network(hosts)
+from atropos.tasks.format.task import Task
 
 
 async def profile_of(slot: Slot, task: Task, settings: StepSettings) -> Profile:
-    """StepSettings with the user looked up in the slot.
+    """What commands start with under these settings; the user is looked up in the slot.
 
     Raises:
         TaskBroken: there is no such user.
