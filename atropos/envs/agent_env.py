@@ -131,25 +131,8 @@ class AgentEnv(SandboxEnv):
         self.metrics.tool_errors += result.tool_errors
         acted = time.perf_counter()
         score, details = await self._call_verification(item, trajectory_id, verification, result)
-        return Rollout(
-            trajectory_id,
-            result.trajectory_data,
-            score,
-            steps=len(result.steps),
-            calls=result.total_tool_calls,
-            stop_reason=result.stop_reason,
-            final_response=result.final_response,
-            info=_plain({**info, **details}),
-            turns=[step.timing() for step in result.steps],
-            changes=changed,
-            phases={
-                "setup": set_up - started,
-                "model": sum(step.model_s for step in result.steps),
-                "tools": sum(step.tools_s for step in result.steps),
-                "agent": acted - set_up,
-                "verify": time.perf_counter() - acted,
-            },
-        )
+        info = _plain({**info, **details})
+        return Rollout.of(trajectory_id, result, score, (started, set_up, acted), info=info, changes=changed)
 
     async def _call_workspace_setup(
         self, item: object, trajectory_id: str, verification: Verification

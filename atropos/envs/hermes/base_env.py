@@ -218,29 +218,14 @@ class HermesAgentBaseEnv(SandboxEnv):
         self._record_errors(result)
         await verification.open()
         score = await self._call_reward(item, trajectory_id, result)
-        return Rollout(
-            trajectory_id,
-            result.transcript,
-            score,
-            steps=result.turns_used,
-            calls=result.tool_calls,
-            stop_reason=result.stop_reason,
-            final_response=result.final_response,
-            info={
-                "toolsets": list(tools.names),
-                "reasoning": [text is not None for text in result.reasoning_per_turn],
-                "tool_errors": [asdict(error) for error in result.tool_errors],
-            },
-            turns=[turn.timing() for turn in result.turns],
-            changes=changed,
-            phases={
-                "setup": set_up - started,
-                "model": sum(turn.model_s for turn in result.turns),
-                "tools": sum(turn.tools_s for turn in result.turns),
-                "agent": acted - set_up,
-                "verify": time.perf_counter() - acted,
-            },
-        )
+        info: dict[str, object] = {
+            "toolsets": list(tools.names),
+            "reasoning": [text is not None for text in result.reasoning_per_turn],
+            "tool_errors": [asdict(error) for error in result.tool_errors],
+        }
+        rollout = Rollout.of(trajectory_id, result.run, score, (started, set_up, acted), info=info, changes=changed)
+        rollout.stop_reason = result.stop_reason
+        return rollout
 
     async def _call_rollout_setup(self, item: object, trajectory_id: str) -> None:
         ctx = ToolContext(self.executor, trajectory_id, limit=self._calls, setup=True)

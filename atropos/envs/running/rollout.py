@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Required, SupportsFloat, TypedDict
 
-from atropos.agent import Message, Transcript
+from atropos.agent import AgentResult, Message, Transcript
 from atropos.agent.config import Timing
 
 
@@ -79,6 +80,39 @@ class Rollout:
     phases: dict[str, float] = field(default_factory=dict[str, float])
     turns: list[Timing] = field(default_factory=list[Timing])
     changes: dict[str, object] = field(default_factory=dict[str, object])
+
+    @classmethod
+    def of(
+        cls,
+        trajectory_id: str,
+        result: AgentResult,
+        score: float,
+        times: tuple[float, float, float],
+        *,
+        info: dict[str, object],
+        changes: dict[str, object],
+    ) -> Rollout:
+        """What an agent did, scored just now; `times`: when set-up began, the agent began, and it ended."""
+        started, set_up, acted = times
+        return cls(
+            trajectory_id,
+            result.trajectory_data,
+            score,
+            steps=len(result.steps),
+            calls=result.total_tool_calls,
+            stop_reason=result.stop_reason,
+            final_response=result.final_response,
+            info=info,
+            phases={
+                "setup": set_up - started,
+                "model": sum(step.model_s for step in result.steps),
+                "tools": sum(step.tools_s for step in result.steps),
+                "agent": acted - set_up,
+                "verify": time.perf_counter() - acted,
+            },
+            turns=[step.timing() for step in result.steps],
+            changes=changes,
+        )
 
     def summary(self) -> dict[str, object]:
         """The fields of the JSONL and the pages other than tokens and messages."""
