@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import TypeVar
 
+T = TypeVar("T")
 RECEIVE_BYTES = 65_536
 """Most bytes of one read. glibc maps a buffer of 128 KiB or more anew for each read and gives it back: on Linux 6.18 in a
 virtual machine that takes 17 µs, ten times the read of a small frame."""
@@ -45,6 +47,11 @@ async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+async def off_loop(size: int, most: int, work: Callable[..., T], *arguments: object) -> T:
+    """Call `work` on an input of this size: in a thread where that is more than `most`, so that no other task waits for it."""
+    return work(*arguments) if size <= most else await asyncio.to_thread(work, *arguments)
 
 
 def backoff_s(attempt: int, *, first_s: float, longest_s: float) -> float:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import posixpath
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from pydantic import Field, field_validator
 
 from atropos import wire
+from atropos.aio import off_loop
 from atropos.tools.arguments import Arguments, no_nul
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
@@ -22,7 +20,6 @@ from atropos.tools.sandboxed.text import is_binary, plural
 
 ON_LOOP_BYTES = 32_768
 """Texts of up to this size are processed on the event loop, longer ones in a thread."""
-_T = TypeVar("_T")
 MAX_FILES = 200
 """Most files that one diff may change."""
 
@@ -91,7 +88,7 @@ class PatchTool(Tool):
         if arguments.old == arguments.new:
             raise ToolError("patch: old and new are the same; nothing would change")
         found = await _whole(scope, arguments.path)
-        after = await _off_loop(found.data, _replaced, found.data, arguments)
+        after = await off_loop(len(found.data), ON_LOOP_BYTES, _replaced, found.data, arguments)
         return [_Edit(arguments.path, found.data, after, found.mode, found.mode)]
 
 
@@ -127,7 +124,7 @@ def _places(text: bytes, wanted: bytes) -> str:
 async def _from_diff(text: str, scope: ToolScope) -> list[_Edit]:
     if len(text) > wire.MAX_FILE_BYTES:
         raise ToolError(f"patch: the diff is longer than {wire.MAX_FILE_BYTES:,} characters")
-    changes = await _off_loop(text, diffs.parse, text)
+    changes = await off_loop(len(text), ON_LOOP_BYTES, diffs.parse, text)
     if len(changes) > MAX_FILES:
         raise ToolError(f"patch: the diff changes {len(changes)} files; at most {MAX_FILES} at once")
     edits: dict[str, _Edit] = {}
@@ -141,13 +138,6 @@ async def _from_diff(text: str, scope: ToolScope) -> list[_Edit]:
 def _applied(before: bytes, change: diffs.FileChange) -> bytes:
     """A file's bytes after a change; bytes that aren't UTF-8 are kept."""
     return diffs.apply(before.decode("utf-8", "surrogateescape"), change).encode("utf-8", "surrogateescape")
-
-
-async def _off_loop(measure: bytes | str, work: Callable[..., _T], *arguments: object) -> _T:
-    """Do the work here if `measure` is short, else in a thread, so that it delays no other trajectory's calls."""
-    if len(measure) <= ON_LOOP_BYTES:
-        return work(*arguments)
-    return await asyncio.to_thread(work, *arguments)
 
 
 async def _plan(change: diffs.FileChange, edits: dict[str, _Edit], scope: ToolScope) -> None:
@@ -169,7 +159,7 @@ async def _plan(change: diffs.FileChange, edits: dict[str, _Edit], scope: ToolSc
         known = _Edit(change.old_path, found.data, found.data, found.mode, found.mode)
     if known.after is None:
         raise diffs.PatchError(f"{change.old_path} is deleted earlier in the same diff. Nothing was changed")
-    after = await _off_loop(known.after, _applied, known.after, change)
+    after = await off_loop(len(known.after), ON_LOOP_BYTES, _applied, known.after, change)
     mode = known.mode if change.mode is None else change.mode
     gone = _Edit(change.old_path, known.before, None, None, known.old_mode)
     if change.new_path is None:

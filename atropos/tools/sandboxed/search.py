@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import posixpath
 import re
 import shlex
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic import Field, field_validator
 
 from atropos import wire
+from atropos.aio import off_loop
 from atropos.tools.arguments import Arguments, no_nul
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
@@ -139,9 +140,8 @@ async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | Non
         raise ToolError(f"search_files: not done after {SEARCH_S:g} s; search a smaller folder")
     if result.exit_code == 2 and not result.output:
         return None  # ripgrep refuses the pattern or path: the runner's search says why
-    if len(result.output) > ON_LOOP_BYTES:
-        return await asyncio.to_thread(_parsed, arguments, decode(result.output), truncated=result.truncated)
-    return _parsed(arguments, decode(result.output), truncated=result.truncated)
+    parse = partial(_parsed, arguments, truncated=result.truncated)
+    return await off_loop(len(result.output), ON_LOOP_BYTES, parse, decode(result.output))
 
 
 def _parsed(arguments: SearchArguments, text: str, *, truncated: bool) -> _Found:

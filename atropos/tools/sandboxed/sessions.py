@@ -14,6 +14,7 @@ import regex
 from pydantic import Field, field_validator
 
 from atropos import wire
+from atropos.aio import off_loop
 from atropos.tools.arguments import Arguments, Seconds, no_nul
 from atropos.tools.base import Tool, ToolError, ToolScope, ToolState
 from atropos.tools.models import ToolResult
@@ -26,8 +27,8 @@ QUIET_S = 0.15
 """A program without output for so long has finished drawing."""
 SETTLE_S = 2.0
 """Longest wait for that after keys; then the screen is shown as it is."""
-IN_THREAD_BYTES = 4096
-"""Longer output is drawn in a thread, so that it delays no other trajectory's calls."""
+ON_LOOP_BYTES = 4096
+"""Output of up to this size is drawn on the event loop, more in a thread."""
 MAX_KEYS = 1000
 MATCH_S = 0.5
 """Longest search for a pattern on the screen."""
@@ -309,11 +310,7 @@ async def _read(
     session.finished = not state.running and session.seen >= state.total_bytes
     if not state.output:
         return
-    if len(state.output) > IN_THREAD_BYTES:
-        text = await asyncio.to_thread(session.screen.feed, state.output)
-    else:
-        text = session.screen.feed(state.output)
-    session.note("o", text)
+    session.note("o", await off_loop(len(state.output), ON_LOOP_BYTES, session.screen.feed, state.output))
     answers = session.screen.answers()
     if answers and state.running:
         await scope.slot.run(wire.ProcWrite(id=session.id, data=answers))
