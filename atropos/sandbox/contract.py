@@ -25,9 +25,8 @@ class RootUnchanged(SandboxError):
 
 @dataclass(frozen=True)
 class Layer:
-    """A frozen volume. `path` is its upper directory, ready to be a lower one."""
+    """A frozen volume. `path` is its upper directory, ready to be a lower one; no other layer of a server ever has it."""
 
-    id: str
     path: str
     bytes: int
 
@@ -113,7 +112,7 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def freeze(self, layer_id: str) -> Layer:
+    async def freeze(self) -> Layer:
         """End the sandbox and turn its volume into a read-only layer.
 
         Raises:
@@ -161,7 +160,7 @@ class Host(Protocol):
         """
         ...
 
-    async def import_layer(self, layer_id: str, fill: Callable[[str], Awaitable[None]]) -> Layer:
+    async def import_layer(self, fill: Callable[[str], Awaitable[None]]) -> Layer:
         """Make a layer of what `fill` writes into the folder whose path it is given; nothing is left if it raises."""
         ...
 

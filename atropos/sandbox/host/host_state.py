@@ -41,7 +41,7 @@ class HostState:
 
     Attributes:
         live: the slots that were started and are not confirmed gone.
-        layers: volumes that have become layers, by layer id.
+        layers: volumes that have become layers.
         bases: by name; None: the default one.
         environment: what every command starts with.
         empty: an empty, read-only folder.
@@ -57,7 +57,7 @@ class HostState:
         self.entered = entered
         self.scratch = entered.scratch
         self.live: set[Sandbox] = set()
-        self.layers: dict[str, volumes.Volume] = {}
+        self.layers: dict[Layer, volumes.Volume] = {}
         self.bases: dict[str | None, skeleton.Base] = {}
         self.environment = _ENVIRONMENT | self.threads(config.limits)
         self.empty = f"{self.scratch}/empty"
@@ -77,12 +77,12 @@ class HostState:
             self._seccomp, self.runtime = bytes.fromhex(shared.seccomp), shared.runtime
             os.mkdir(f"{self.scratch}/runtime/{volumes.NEXT}", 0o755)
             for path in (self.runtime.empty, self.empty):
-                volumes.read_only(path)
+                volumes.bind_read_only(path)
             self._prepare_bases(shared.skeleton)
         except OSError as error:
             raise IsolationUnavailable(f"the server's own files could not be set up: {error}") from error
         self.roots = RootChanger()
-        self.spawner = SpawnerClient(prestarted.spawner, prestarted.starts)
+        self.spawner = SpawnerClient(prestarted.spawner, prestarted.sock)
         if self.egress is not None:
             self.egress.start()
 

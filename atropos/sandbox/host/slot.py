@@ -465,16 +465,16 @@ class SlotSandbox:
             pause *= 2
         return ""
 
-    async def freeze(self, layer_id: str) -> Layer:
+    async def freeze(self) -> Layer:
         """End the sandbox and keep its volume as a read-only layer; see `contract.Sandbox.freeze`."""
         if self._stopping is not None or self._gone:
             raise SandboxError(f"slot {self.name} has ended, so it can't be frozen")
         frozen: asyncio.Future[Layer] = self._loop.create_future()
-        self._stopping = self._loop.create_task(self._freeze(layer_id, frozen), name=f"freeze {self.name}")
+        self._stopping = self._loop.create_task(self._freeze(frozen), name=f"freeze {self.name}")
         await asyncio.shield(self._stopping)
         return frozen.result()
 
-    async def _freeze(self, layer_id: str, frozen: asyncio.Future[Layer]) -> Stopped:
+    async def _freeze(self, frozen: asyncio.Future[Layer]) -> Stopped:
         """End the sandbox, and return how it ended; `frozen` gets the layer, or why there is none."""
         began = time.monotonic()
         self._close_network()
@@ -482,14 +482,14 @@ class SlotSandbox:
         try:
             if problems[0]:
                 raise OSError(problems[0])
-            await volumes.make_read_only(self.volume)
+            await volumes.freeze(self.volume)
             used = await asyncio.to_thread(volumes.used_bytes, self.volume)
         except OSError as error:
             frozen.set_exception(SandboxError(f"the snapshot of slot {self.name} can't be trusted: {error}"))
             problems.append(await self._dispose())
         else:
-            layer = Layer(layer_id, self.volume.upper, used)
-            self._host.layers[layer.id] = self.volume
+            layer = Layer(self.volume.upper, used)
+            self._host.layers[layer] = self.volume
             self._detached = True
             frozen.set_result(layer)
         problems.append(await self._remove_cgroup())

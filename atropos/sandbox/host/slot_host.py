@@ -178,42 +178,42 @@ class SlotHost:
         """
         return ImageInfo(id=skeleton.identity(self.state.base(base_name(source))), source=source, bytes=0)
 
-    async def import_layer(self, layer_id: str, fill: Callable[[str], Awaitable[None]]) -> Layer:
+    async def import_layer(self, fill: Callable[[str], Awaitable[None]]) -> Layer:
         """Make a layer of what `fill` writes into a folder; see `contract.Host.import_layer`."""
-        unique = f"{next(self._serial)}"
         if self.max_layers is not None and len(self.state.layers) + self._importing >= self.max_layers:
-            raise SandboxError(f"layer {layer_id}: no cell is free, with {self.max_layers} layers on disk")
+            raise SandboxError(f"no cell is free for a layer, with {self.max_layers} layers on disk")
         self._importing += 1
         try:
-            volume = await self._blank_volume(unique, layer_id)
+            volume = await self._blank_volume()
             try:
                 await fill(volume.upper)
-                volumes.freeze(volume)
-                used = await asyncio.to_thread(volumes.used_bytes, volume)
+                volumes.remount_read_only(volume)
+                layer = Layer(volume.upper, await asyncio.to_thread(volumes.used_bytes, volume))
             except BaseException:
                 await self.state.disposer.submit(volume.detach(), volume.disk)
                 raise
-            self.state.layers[layer_id] = volume
+            self.state.layers[layer] = volume
         finally:
             self._importing -= 1
-        return Layer(layer_id, volume.upper, used)
+        return layer
 
-    async def _blank_volume(self, unique: str, layer_id: str) -> volumes.Volume:
+    async def _blank_volume(self) -> volumes.Volume:
+        unique = f"{next(self._serial)}"
         disk = await self.state.cells.acquire(unique)
         try:
             return volumes.blank(f"{self.state.scratch}/slots/{unique}", self._config.limits, disk)
         except OSError as error:
             self.state.cells.release(disk)
-            raise SandboxError(f"layer {layer_id} could not be created: {error}") from error
+            raise SandboxError(f"a layer could not be created: {error}") from error
 
     async def drop_layer(self, layer: Layer) -> None:
         """Drop an unused layer."""
-        volume = self.state.layers.pop(layer.id, None)
+        volume = self.state.layers.pop(layer, None)
         if volume is not None:
             try:
                 await self.state.disposer.submit(volume.detach(), volume.disk)
             except OSError as error:
-                raise SandboxError(f"layer {layer.id} could not be dropped: {error}") from error
+                raise SandboxError(f"layer {layer.path} could not be dropped: {error}") from error
 
     async def probe(self) -> Sequence[Feature]:
         """Try every isolation property from inside a throw-away sandbox."""

@@ -12,7 +12,6 @@ import aiohttp
 import pytest
 
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, OutcomeUnknown, PoolFull, SlotLost
-from atropos.sandbox.contract import Layer
 from atropos.slots.client import SandboxClient
 from atropos.slots.client.server_requests import ServerRequests
 from atropos.wire import CommandResult, Exec, ImageInfo, LeaseEnded, LeaseRequest, OpError, ProcRead, WriteFile
@@ -365,8 +364,7 @@ async def test_a_copy_that_breaks_is_begun_again_and_one_that_always_breaks_leav
         there = target.core.state.snapshots
         if snapshot_id not in there.by_id:
             there.reserve(())
-            there.commit(snapshot_id, Layer("x", "/x", 1), (), query["client_id"], None, 0)
-            target.host.layers["x"] = {}
+            there.commit(snapshot_id, target.host.add_layer({"x": b"1"}), (), query["client_id"], None, 0)
         if tries <= cuts:
             raise aiohttp.ServerDisconnectedError
         return there.by_id[snapshot_id].info.model_dump_json().encode()

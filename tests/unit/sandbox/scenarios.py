@@ -765,7 +765,7 @@ async def sockets_on_their_way_that_hold_a_file_do_not_keep_a_volume_from_its_fr
     for number in range(5):
         sandbox = await host.start(f"cycle-{number}")
         await out(sandbox, 'exec python3 -c "$CODE"', env={"CODE": CYCLE})
-        layer = await sandbox.freeze(f"cycle-{number}")
+        layer = await sandbox.freeze()
         async with slot(host, layers=[layer]) as s:
             assert await out(s, "cat held") == "written"
         await host.drop_layer(layer)
@@ -778,7 +778,7 @@ async def a_freeze_that_fails_is_its_own_error_and_the_sandbox_is_gone(host):
     if sandbox.volume.disk is None:
         with open(f"{sandbox.volume.upper}/workspace/held", "a"):
             try:
-                await sandbox.freeze("held")
+                await sandbox.freeze()
             except SandboxError as error:
                 assert "open for writing" in str(error)
             else:
@@ -795,7 +795,7 @@ async def forks_share_a_frozen_layer(host):
         first,
         "mkdir -p tree; for i in $(seq 200); do echo $i > tree/$i; done; echo t > /tmp/kept; rmdir /srv; sleep 1000 & disown",
     )
-    layer = await first.freeze("layer-1")
+    layer = await first.freeze()
     assert layer.bytes > 0
     async with slot(host, layers=[layer]) as a, slot(host, layers=[layer]) as b:
         assert (
@@ -809,7 +809,7 @@ async def forks_share_a_frozen_layer(host):
         assert await out(b, "ls tree | wc -l; test ! -e own") == "200\n"
     second = await started(host, "above", layers=[layer])
     await out(second, "echo deeper > tree/deeper")
-    upper = await second.freeze("layer-2")
+    upper = await second.freeze()
     async with slot(host, layers=[upper, layer]) as s:
         assert await out(s, "ls tree | wc -l; cat tree/deeper") == "201\ndeeper\n"
     await host.drop_layer(upper)
@@ -820,7 +820,7 @@ async def a_fork_s_mounts_are_those_of_any_slot(host):
     look = "cut -d' ' -f5,6 /proc/self/mountinfo | grep -v ^/.atropos/next | sort; ls -A / /dev; grep -E 'Cap|Seccomp:|NoNew' /proc/self/status"
     async with slot(host) as plain:
         expected = (await out(plain, look)).splitlines()
-        layer = await (await host.start("origin-of-mounts")).freeze("mounts")
+        layer = await (await host.start("origin-of-mounts")).freeze()
         async with slot(host, layers=[layer]) as fork:
             seen = (await out(fork, look)).splitlines()
             assert seen == expected, set(seen) ^ set(expected)
@@ -860,7 +860,7 @@ async def planted_mount_points_lead_nowhere(host):
         "mkdir -p /workspace/.keep; rm -rf /opt; ln -s /oldroot /opt; mv /etc /etc2; ln -s /etc2 /etc; rm -rf /workspace; ln -s / /workspace",
         workdir="/",
     )
-    layer = await first.freeze("planted")
+    layer = await first.freeze()
     async with slot(host, layers=[layer]) as s:
         assert (
             await out(s, "stat -c %F /etc /tmp /root /workspace /etc/ld.so.preload", workdir="/")
@@ -934,12 +934,12 @@ async def layers_on_disk_are_counted_while_they_are_imported(host):
     async def fill(_):
         nonlocal most
         most += 1
-        await host.import_layer(f"layer-{most}", fill)
+        await host.import_layer(fill)
 
     await freed(host)
     places = host.state.cells._free.qsize()
     try:
-        await host.import_layer("layer-0", fill)
+        await host.import_layer(fill)
     except SandboxError as error:
         assert f"with {host.max_layers} layers on disk" in str(error), error
     assert most == host.max_layers

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import socket
 import tempfile
@@ -162,7 +163,7 @@ class FakeSandbox:
             raise SandboxError("no more mounts")
         self.layers, self.base = tuple(layers), base
         for layer in reversed(self.layers):
-            self.files.update(self.host.layers[layer.id])
+            self.files.update(self.host.layers[layer])
 
     async def stop(self) -> Stopped:
         if self.stopped is None:
@@ -174,15 +175,14 @@ class FakeSandbox:
             return self.stopped
         return dataclasses.replace(self.stopped, clean=True)
 
-    async def freeze(self, layer_id: str) -> Layer:
+    async def freeze(self) -> Layer:
         self._fail(OutcomeUnknown("frozen"))
         await asyncio.sleep(0)
         self.host.live.discard(self)
         self.stopped = Stopped(clean=True, seconds=0)
         if self.host.freeze_fails:
             raise SandboxError("a writer was left")
-        self.host.layers[layer_id] = dict(self.files)
-        return Layer(layer_id, f"/layers/{layer_id}", sum(map(len, self.files.values())))
+        return self.host.add_layer(dict(self.files))
 
 
 class FakeHost:
@@ -191,7 +191,8 @@ class FakeHost:
     def __init__(self) -> None:
         self.live: set[FakeSandbox] = set()
         self.started: list[FakeSandbox] = []
-        self.layers: dict[str, dict[str, bytes]] = {}
+        self.layers: dict[Layer, dict[str, bytes]] = {}
+        self.layer_numbers = itertools.count(1)
         self.ran: Counter[str] = Counter()
         self.dirty: set[str] = set()
         self.most_at_once = 0
@@ -223,15 +224,19 @@ class FakeHost:
         await view.change_root(layers, base)
         return view
 
-    async def import_layer(self, layer_id: str, fill: Callable[[str], Awaitable[None]]) -> Layer:
+    def add_layer(self, files: dict[str, bytes]) -> Layer:
+        layer = Layer(f"/layers/{next(self.layer_numbers)}", sum(map(len, files.values())))
+        self.layers[layer] = files
+        return layer
+
+    async def import_layer(self, fill: Callable[[str], Awaitable[None]]) -> Layer:
         with tempfile.TemporaryDirectory() as folder:
             await fill(folder)
             files = {each.name: each.read_bytes() for each in Path(folder).iterdir()}
-        self.layers[layer_id] = files
-        return Layer(layer_id, f"/layers/{layer_id}", sum(map(len, files.values())))
+        return self.add_layer(files)
 
     async def drop_layer(self, layer: Layer) -> None:
-        del self.layers[layer.id]
+        del self.layers[layer]
 
     async def aclose(self) -> None:
         assert not self.live, self.live

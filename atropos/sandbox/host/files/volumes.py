@@ -240,7 +240,7 @@ def restack(volume: Volume, base: Base, layers: Sequence[str], empty_file: str, 
         volume: the slot's.
         base: the lowest layer.
         layers: upper folders of frozen volumes, topmost first.
-        empty_file: covers /etc/ld.so.preload; mounted read-only (`read_only`), which a mount of it inherits.
+        empty_file: covers /etc/ld.so.preload; mounted read-only (`bind_read_only`), which a mount of it inherits.
         empty_folder: covers it where it is a folder; likewise.
 
     Raises:
@@ -260,7 +260,7 @@ def restack(volume: Volume, base: Base, layers: Sequence[str], empty_file: str, 
         volume.mounts.append(target)
 
 
-def read_only(path: str) -> None:
+def bind_read_only(path: str) -> None:
     """Mount a file or folder read-only over itself.
 
     Raises:
@@ -279,7 +279,7 @@ def blank(folder: str, limits: SlotLimits, disk: str | None) -> Volume:
     os.mkdir(folder, 0o755)
     volume = Volume(folder, disk)
     try:
-        _data(volume, limits)
+        _mount_data(volume, limits)
     except OSError:
         with contextlib.suppress(OSError):
             _free(volume.detach(), disk)
@@ -287,7 +287,7 @@ def blank(folder: str, limits: SlotLimits, disk: str | None) -> Volume:
     return volume
 
 
-def _data(volume: Volume, limits: SlotLimits) -> None:
+def _mount_data(volume: Volume, limits: SlotLimits) -> None:
     size, inodes = bounds(limits)
     if volume.disk is not None:
         os.mkdir(volume.disk, 0o755)
@@ -362,7 +362,7 @@ def preload_cover(root: str, empty_file: str, empty_folder: str) -> str:
     return empty_file
 
 
-def freeze(volume: Volume) -> None:
+def remount_read_only(volume: Volume) -> None:
     """Make a volume in memory read-only; one on disk can't be.
 
     Raises:
@@ -372,8 +372,8 @@ def freeze(volume: Volume) -> None:
         syscalls.mount(None, volume.folder, None, syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _NOSUID_NODEV)
 
 
-async def make_read_only(volume: Volume) -> None:
-    """Freeze a volume, once files that only messages in sockets hold are closed.
+async def freeze(volume: Volume) -> None:
+    """Leave a volume's data alone, read-only, once files that only messages in sockets hold are closed.
 
     Raises:
         OSError: a writer was left.
@@ -382,7 +382,7 @@ async def make_read_only(volume: Volume) -> None:
     pause = 0.001
     while True:
         try:
-            freeze(volume)
+            remount_read_only(volume)
         except OSError as error:
             if error.errno != errno.EBUSY:
                 raise

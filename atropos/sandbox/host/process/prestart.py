@@ -44,7 +44,7 @@ class Prestarted:
     """The process that starts sandboxes, our end of its socket, and the one that prepares what all slots share."""
 
     spawner: subprocess.Popen[bytes]
-    starts: socket.socket
+    sock: socket.socket
     _maker: int
     _answer: int
 
@@ -97,18 +97,18 @@ def prestart(scratch: str, base: str | None) -> None:
     if maker == 0:
         _make(scratch, parent, answer_w, skeleton=default_base(base) is None)
     os.close(answer_w)
-    starts, their_starts = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     script = str(Path(__file__).parents[2] / "programs" / "spawner.py")
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", script],
-        stdin=their_starts.fileno(),
+        stdin=theirs.fileno(),
         stdout=subprocess.DEVNULL,
         cwd="/",
         env={},
     )
-    their_starts.close()
-    starts.setblocking(False)
-    _prestarted.append(Prestarted(process, starts, maker, answer_r))
+    theirs.close()
+    sock.setblocking(False)
+    _prestarted.append(Prestarted(process, sock, maker, answer_r))
 
 
 def adopt(scratch: str, base: str | None) -> Prestarted:

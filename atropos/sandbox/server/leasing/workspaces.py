@@ -113,7 +113,7 @@ class Workspaces:
         run.sandbox = None  # from here on the freeze ends it, so its death is expected
         began = time.monotonic()
         try:
-            layer = await old.freeze(f"layer-{uuid.uuid4().hex[:12]}")
+            layer = await old.freeze()
         except BaseException as error:
             self._state.meters.snapshot.observe(time.monotonic() - began, "error")
             self._state.snapshots.abandon()

@@ -74,5 +74,5 @@ class Layers:
         try:
             await self._state.host.drop_layer(layer)
         except Exception:
-            log.exception("layer %s could not be dropped", layer.id)
+            log.exception("layer %s could not be dropped", layer.path)
             self._state.counters["layers_leaked"] += 1

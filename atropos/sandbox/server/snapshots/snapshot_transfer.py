@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
@@ -87,7 +86,7 @@ class SnapshotTransfer:
                 await unpack_layers([folder], what, chunks)
 
         async with self._unpacking:
-            return await self._state.host.import_layer(f"layer-{uuid.uuid4().hex[:12]}", fill)
+            return await self._state.host.import_layer(fill)
 
     async def receive(self, wanted: IncomingSnapshot, chunks: AsyncIterator[bytes]) -> SnapshotInfo:
         """Make a snapshot of an archive, after those before it. Under an id that is here already, the one that is here.
@@ -136,7 +135,7 @@ class SnapshotTransfer:
             async def fill(folder: str) -> None:
                 await level([*folders, folder])
 
-            layers.append(await self._state.host.import_layer(f"layer-{uuid.uuid4().hex[:12]}", fill))
+            layers.append(await self._state.host.import_layer(fill))
 
         try:
             async with self._unpacking:

@@ -58,13 +58,12 @@ class SnapshotStore:
     max_layers: int | None = None
     by_id: dict[str, StoredSnapshot] = field(default_factory=dict[str, StoredSnapshot])
     pending: int = 0
-    _layers: dict[str, Layer] = field(default_factory=dict[str, Layer])
-    _references: Counter[str] = field(default_factory=Counter[str])
+    _references: Counter[Layer] = field(default_factory=Counter[Layer])
 
     @property
     def bytes(self) -> int:
         """What all layers hold together."""
-        return sum(layer.bytes for layer in self._layers.values())
+        return sum(layer.bytes for layer in self._references)
 
     @property
     def full(self) -> bool:
@@ -73,7 +72,7 @@ class SnapshotStore:
 
     @property
     def _no_place(self) -> bool:
-        return self.max_layers is not None and len(self._layers) + self.pending >= self.max_layers
+        return self.max_layers is not None and len(self._references) + self.pending >= self.max_layers
 
     def reserve(self, below: Sequence[Layer]) -> None:
         """Check that one more snapshot on `below` may be taken, before anything is frozen; `commit` or `abandon` ends it.
@@ -121,18 +120,16 @@ class SnapshotStore:
 
     def hold(self, layers: Sequence[Layer]) -> None:
         """Count one more user of these layers."""
-        for layer in layers:
-            self._layers[layer.id] = layer
-            self._references[layer.id] += 1
+        self._references.update(layers)
 
     def release(self, layers: Sequence[Layer]) -> list[Layer]:
         """Count one user less of these layers. Returns the unused ones, topmost first."""
         unused: list[Layer] = []
         for layer in layers:
-            self._references[layer.id] -= 1
-            if self._references[layer.id] <= 0:
-                del self._references[layer.id]
-                unused.append(self._layers.pop(layer.id))
+            self._references[layer] -= 1
+            if not self._references[layer]:
+                del self._references[layer]
+                unused.append(layer)
         return unused
 
     def drop(self, snapshot_id: str) -> list[Layer]:
