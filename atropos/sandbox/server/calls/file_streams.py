@@ -46,7 +46,7 @@ class FileStream:
         self._loop = asyncio.get_running_loop()
         self._broke_off = broke_off
         self._moved_at = self._loop.time()
-        self._timer = self._loop.call_later(IDLE_S, self._look)
+        self._timer = self._loop.call_later(IDLE_S, self._check_idle)
         self._turn: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._unsent: list[memoryview] = []
@@ -56,11 +56,11 @@ class FileStream:
     def __repr__(self) -> str:
         return f"<FileStream {self.received} bytes received{', closed' if self.closed else ''}>"
 
-    def _look(self) -> None:
+    def _check_idle(self) -> None:
         """Abort the stream when it was idle for `IDLE_S`; else check again."""
         left = self._moved_at + IDLE_S - self._loop.time()
         if left > 0:
-            self._timer = self._loop.call_later(left, self._look)
+            self._timer = self._loop.call_later(left, self._check_idle)
         else:
             self.broken = True
             self._broke_off()

@@ -79,7 +79,7 @@ class CallIntake:
         """The client has these answers."""
         for call_id in call_ids:
             client.journal.ack(call_id)
-        client.eased()
+        client.signal_room()
 
     async def call(self, lease_id: str, request: CallRequest) -> Reply | Fault:
         """One call by HTTP: the same journal, the same lanes, and the answer as the return value."""
@@ -107,7 +107,7 @@ class CallIntake:
         answer = entry.answer
         if own:
             client.journal.keep(entry)
-            client.eased()
+            client.signal_room()
         else:
             self.ack(client, (call_id,))
         return answer

@@ -67,7 +67,7 @@ class Leasing:
             state.host,
             target=lambda: 0 if self._table.draining else self._table.free + spare,
             parallel=PARALLEL_STARTS,
-            broken=self.breaks,
+            broken=self.mark_broken,
             network=config.allow_network,
         )
 
@@ -118,7 +118,7 @@ class Leasing:
             sandbox = await self._sandbox_for(run)
         except BaseException as error:
             code = error.code if isinstance(error, SandboxError) else BackendUnavailable.code
-            self._granted(held, began, code, warm=warm)
+            self._measure_grant(held, began, code, warm=warm)
             self._layers.leave(run)
             if self._table.begin_end(held, code, str(error)):
                 self._finish(run, Stopped(clean=True, seconds=0))
@@ -130,16 +130,16 @@ class Leasing:
         if held.state == "ending":  # released during the start; its end waits for this task and stops the sandbox
             raise LeaseExpired("the lease was released before it was granted")
         client = self._state.clients.of(held.client_id)
-        run.lanes = Lanes(sandbox, client.journal, client.answered, client.room, self._state.meters)
+        run.lanes = Lanes(sandbox, client.journal, client.answered, client.wait_for_room, self._state.meters)
         held.state = "active"
         held.renewed_at = self._state.now()
         self.watch(run, sandbox)
-        self._granted(held, began, "ok", warm=warm)
+        self._measure_grant(held, began, "ok", warm=warm)
         self._state.counters["leases_granted"] += 1
         self.warm_pool.fill()
         return self.lease_of(held)
 
-    def _granted(self, held: HeldLease, began: float, result: str, *, warm: bool) -> None:
+    def _measure_grant(self, held: HeldLease, began: float, result: str, *, warm: bool) -> None:
         took = time.monotonic() - began
         if held.request.snapshot is not None:
             self._state.meters.fork.observe(took, result)
@@ -194,7 +194,7 @@ class Leasing:
         """End the lease when this sandbox of it dies."""
 
         def died(future: asyncio.Future[str]) -> None:
-            if not future.cancelled() and sandbox in (run.sandbox, run.agent):
+            if not future.cancelled() and sandbox in (run.sandbox, run.viewed):
                 self._state.counters["sandboxes_died"] += 1
                 self.end(run.held, SlotLost.code, f"the sandbox ended: {future.result()}")
 
@@ -277,7 +277,9 @@ class Leasing:
         self._state.counters["slots_retired"] += 1
         limit = self._config.max_retired or max(1, self._config.slots // 2)
         if len(self._table.retired) >= limit:
-            self.breaks(f"{len(self._table.retired)} of {self._config.slots} slots are retired; the last: {detail}")
+            self.mark_broken(
+                f"{len(self._table.retired)} of {self._config.slots} slots are retired; the last: {detail}"
+            )
         elif run.sandbox is not None:
             self._confirming.add(self._state.spawn(self._confirm_later(run)))
 
@@ -292,7 +294,7 @@ class Leasing:
                 self._offer()
                 return
 
-    def breaks(self, reason: str) -> None:
+    def mark_broken(self, reason: str) -> None:
         """Stop granting leases; the server ends after the last one."""
         if not self.broken:
             log.error("the server is broken: %s", reason)
@@ -333,7 +335,7 @@ class Leasing:
             if lease_id not in holds:
                 for entry in client.journal.give_up(lease_id):
                     client.answered(entry)
-        client.eased()
+        client.signal_room()
 
     # ---------------------------------------------------------------------------------------------------------- close
 

@@ -103,12 +103,12 @@ class Workspaces:
     async def _freeze(self, run: LeaseRun, name: str) -> SnapshotInfo:
         assert run.sandbox is not None
         assert run.lanes is not None
-        if run.agent is not None:  # the view ends: its slot is frozen
+        if run.viewed is not None:  # the view ends: its slot is frozen
             if not (stopped := await stop(run.sandbox)).clean:  # the end of the lease retires the slot
                 self._state.snapshots.abandon()
                 self._leasing.end(run.held, SlotLost.code, f"the view could not be confirmed gone: {stopped.detail}")
                 raise SlotLost(f"the view could not be confirmed gone: {stopped.detail}")
-            run.sandbox, run.agent = run.agent, None
+            run.sandbox, run.viewed = run.viewed, None
         request, old, below = run.held.request, run.sandbox, run.layers
         run.sandbox = None  # from here on the freeze ends it, so its death is expected
         began = time.monotonic()
@@ -137,7 +137,7 @@ class Workspaces:
         return snapshot.info
 
     async def _copy(self, run: LeaseRun, name: str) -> SnapshotInfo:
-        copied = run.agent or run.sandbox
+        copied = run.viewed or run.sandbox
         assert copied is not None
         try:
             layer = await self._transfer.copy(copied)
@@ -161,7 +161,7 @@ class Workspaces:
             SandboxError: no view could be started; the lease goes on as before.
         """
         run = self._state.active_run(lease_id, epoch)
-        if run.viewing is None or (run.viewing.done() and run.agent is None):
+        if run.viewing is None or (run.viewing.done() and run.viewed is None):
             run.viewing = self._state.spawn(self._between_calls(run, lambda: self._open_view(run, folders)))
         await asyncio.shield(run.viewing)
         return self._leasing.lease_of(run.held)
@@ -177,7 +177,7 @@ class Workspaces:
             log.warning("lease %s: no view: %s; it is retried", run.held.lease_id, error)
             await asyncio.sleep(AGAIN_S)
             view = await self._view_of(run, run.sandbox, folders)
-        run.agent, run.sandbox = run.sandbox, view
+        run.viewed, run.sandbox = run.sandbox, view
         run.lanes.sandbox = view
         self._leasing.watch(run, view)
         self._state.counters["views_opened"] += 1

@@ -61,12 +61,12 @@ class ClientState:
         if self.connection is not None:
             self.connection.push(entry)
 
-    def eased(self) -> None:
-        """Answers were acknowledged or dropped: calls that waited for that may go on."""
+    def signal_room(self) -> None:
+        """Answers were acknowledged or dropped: calls go on that wait for room in the journal, if there is some."""
         if not self.journal.congested:
             self.acked.set()
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Wait until the client has acknowledged enough."""
         while self.journal.congested:
             self.acked.clear()
@@ -181,7 +181,7 @@ class ClientTable:
             for lease_id in client.journal.lease_ids():
                 if lease_id not in leases.held and lease_id not in leases.ended:
                     client.journal.forget_lease(lease_id)
-            client.eased()
+            client.signal_room()
             seen = leases.last_seen(client_id) or client.since
             if client.connection is None and client_id not in holding and now - seen > FORGET_S:
                 del self._all[client_id]

@@ -24,8 +24,8 @@ class LeaseRun:
     limits: SlotLimits | None = None
     """Its own; None: as every slot's."""
     sandbox: Sandbox | None = None
-    agent: Sandbox | None = None
-    """While `sandbox` is a view: the one that it is a view of."""
+    viewed: Sandbox | None = None
+    """The one that `sandbox` is a view of, while it is one."""
     lanes: Lanes | None = None
     layers: tuple[Layer, ...] = ()
     view_layers: tuple[Layer, ...] = ()
@@ -47,6 +47,6 @@ class LeaseRun:
 
     async def stop(self) -> Stopped:
         """Stop its sandboxes; `clean` when all are confirmed gone."""
-        held = [sandbox for sandbox in (self.sandbox, self.agent) if sandbox is not None]
+        held = [sandbox for sandbox in (self.sandbox, self.viewed) if sandbox is not None]
         found = await asyncio.gather(*map(stop, held))
         return next((each for each in found if not each.clean), Stopped(clean=True, seconds=0))
