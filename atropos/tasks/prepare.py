@@ -76,7 +76,7 @@ class _PlannedStep:
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _PlannedStage:
     """A stage with the key of each step."""
 
     parent: ImageInfo
@@ -89,7 +89,7 @@ class _Build:
     """One task's build: its stages by number, and what has been done of them."""
 
     task: Task
-    plan: dict[int, _Planned]
+    plan: dict[int, _PlannedStage]
     progress: Progress
     steps: int
     end: float
@@ -220,26 +220,32 @@ class TaskImages:
                     "with /bin/sh; COPY from the build context"
                 )
         if name != "scratch":
-            return await self._had(task, POOL_BASE if name is None or self._stands_in(name) else name, name, report)
+            return await self._prepare_source(
+                task, POOL_BASE if name is None or self._stands_in(name) else name, name, report
+            )
         async with self._scratch_turn:  # the folder is there until the pool has read it, and keeps what it read
             with tempfile.TemporaryDirectory(prefix="atropos-scratch-") as empty:
                 self._scratch = self._scratch or f"dir:{empty}"
-                return await self._had(task, self._scratch, name, report)
+                return await self._prepare_source(task, self._scratch, name, report)
 
-    async def _had(self, task: Task, source: str, name: str | None, report: Progress) -> tuple[ImageInfo, str]:
+    async def _prepare_source(
+        self, task: Task, source: str, name: str | None, report: Progress
+    ) -> tuple[ImageInfo, str]:
         def seen(_: str, state: ImageState) -> None:
             if state.phase not in {"ready", "failed"}:
                 report(state.model_copy(update={"source": name or source}))
 
         try:
-            image = await self.once_up(source, seen)
+            image = await self.prepare_when_up(source, seen)
         except (ImageUnavailable, ConfigError) as error:
             raise TaskBroken(f"{task.name}: {error}") from error
         if image is None:
             raise ImageUnavailable(f"{task.name}: no container is running that could prepare {name or 'its workspace'}")
         return image, source
 
-    async def once_up(self, source: str, progress: Callable[[str, ImageState], None] | None = None) -> ImageInfo | None:
+    async def prepare_when_up(
+        self, source: str, progress: Callable[[str, ImageState], None] | None = None
+    ) -> ImageInfo | None:
         """What a source is, prepared as soon as a container is up, for which it waits as an acquire does.
 
         Raises:
@@ -252,10 +258,10 @@ class TaskImages:
 
     # ------------------------------------------------------------------------------------------------------------ keys
 
-    def _plan(self, task: Task, images: _Images) -> dict[int, _Planned]:
+    def _plan(self, task: Task, images: _Images) -> dict[int, _PlannedStage]:
         recipe = task.recipe
         context = Context.of(task.context)
-        plan: dict[int, _Planned] = {}
+        plan: dict[int, _PlannedStage] = {}
         # a stage copies from earlier ones alone, and images come before all
         stages = sorted(recipe.stages, key=lambda stage: (stage.index >= 0, stage.index))
         last = Stage(_LAST, recipe.image or "", recipe.steps or (Folder("/"),))
@@ -267,10 +273,10 @@ class TaskImages:
                 described = self._described(step, context, plan)
                 key = _hash(RULES, key, described)
                 planned.append(_PlannedStep(key, step, described))
-            plan[stage.index] = _Planned(parent, source, tuple(planned))
+            plan[stage.index] = _PlannedStage(parent, source, tuple(planned))
         return plan
 
-    def _described(self, step: Step, context: Context, plan: dict[int, _Planned]) -> list[object]:
+    def _described(self, step: Step, context: Context, plan: dict[int, _PlannedStage]) -> list[object]:
         """All that a step's result depends on, beside what it starts from."""
         if isinstance(step, Copy):
             if step.stage is None:

@@ -30,10 +30,10 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build) -
     if not environment.is_dir() and config.environment.docker_image is None:
         raise ConfigError(f"{environment}: is missing; put the workspace's files there (it may be empty)")
     tests = root / "tests"
-    told = (root if not config.steps else root / "steps" / config.steps[0].name) / "trajectory.json"
-    if told.exists():
+    conversation = (root if not config.steps else root / "steps" / config.steps[0].name) / "trajectory.json"
+    if conversation.exists():
         raise ConfigError(
-            f"{told}: no agent is given an earlier conversation; tell it in the instruction, or leave the task out"
+            f"{conversation}: no agent is given an earlier conversation; tell it in the instruction, or leave the task out"
         )
     if not config.steps:
         instruction = read_instruction(root / "instruction.md")

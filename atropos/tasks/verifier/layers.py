@@ -44,7 +44,7 @@ class VerifierLayers:
     async def _taken(self, images: TaskImages, source: str, to: Path) -> Path:
         if Path(source).is_file():
             source = (await images.build(load_task(source))).source
-        elif await images.once_up(source) is None:
+        elif await images.prepare_when_up(source) is None:
             raise ImageUnavailable(f"no container is running that could prepare {source}")
         async with images.pool.lease("verifier-layer", image=source) as slot:
             [(_, archive)] = await pack_files(slot, ("/",))
