@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 
 from atropos.config import ServerConfig, SlotLimits
@@ -141,11 +140,6 @@ class HostState:
         quota = limits.cpu_quota
         threads = str(max(1, min(cores, round(quota) if quota is not None else cores // self.config.slots)))
         return dict.fromkeys(_THREADS, threads)
-
-    def restack(self, volume: volumes.Volume, base: str | None, layers: Sequence[Layer]) -> None:
-        """Mount another root in a volume's gate; see `volumes.restack`."""
-        paths = [layer.path for layer in layers]
-        volumes.restack(volume, self.base(base), paths, self.runtime.empty, self.empty)
 
     def request(
         self,

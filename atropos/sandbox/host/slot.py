@@ -324,20 +324,22 @@ class SlotSandbox:
             raise SandboxError(f"slot {self.name} is in use: its root can't change")
         if self._init_fd < 0 or self.died.done():
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
+        host, root = self._host, self._host.base(base)
         try:
-            self._host.restack(self.volume, base, layers)
+            paths = [layer.path for layer in layers]
+            volumes.restack(self.volume, root, paths, host.runtime.empty, host.empty)
             if view is not None:
                 await asyncio.to_thread(view.mount, self.volume)
             new_root = f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}"
             async with asyncio.timeout(START_DEADLINE_S):
-                await self._host.roots.change(self._init_fd, new_root)
+                await host.roots.change(self._init_fd, new_root)
         except (OSError, TimeoutError) as error:
             raise RootUnchanged(
                 f"slot {self.name}: its root could not be changed: {error or type(error).__name__}"
             ) from error
         self.layers = tuple(layers)
         self._base = base
-        self._image = self._host.base(base).image
+        self._image = root.image
 
     async def _receive_network(self, near: socket.socket, errors: int) -> None:
         """Receive the slot's own network, which its views share."""
