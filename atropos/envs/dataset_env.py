@@ -13,7 +13,7 @@ from pydantic import Field
 from atropos.envs.adapter import Item, ServerConfigs
 from atropos.envs.agent_env import AgentEnv
 from atropos.envs.config import AgentEnvConfig
-from atropos.envs.running.hooks import first_of
+from atropos.envs.running.lifecycle import task_group
 from atropos.envs.running.rollout import GroupDropped, GroupsDropped, Rollout
 
 _log = logging.getLogger(__name__)
@@ -94,12 +94,9 @@ class DatasetEnv(AgentEnv):
                     _log.warning("%s is not evaluated: %s", self.item_name(item), dropped)
 
         began = time.time()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for item in self.items:
-                    tasks.create_task(one(item))
-        except BaseExceptionGroup as errors:
-            raise first_of(errors) from None
+        async with task_group() as tasks:
+            for item in self.items:
+                tasks.create_task(one(item))
         await self._report(scored, began)
 
     async def _report(self, scored: list[tuple[str, Rollout]], began: float) -> None:

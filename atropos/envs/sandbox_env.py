@@ -45,8 +45,8 @@ from atropos.envs.reporting.wandb_run import WandbRun, pool_gauges, readable_gro
 from atropos.envs.reporting.watch import TrainerWatch, report_evaluation, watch_inference
 from atropos.envs.running.backend import ToolBackend
 from atropos.envs.running.groups import Event, GroupCollector, GroupMember
-from atropos.envs.running.hooks import ExecTool, HookCalls, Hooks, first_of
-from atropos.envs.running.lifecycle import SENDS_S, WORKERS_S, Lifetime, beside, bounded, cancel_and_wait
+from atropos.envs.running.hooks import ExecTool, HookCalls, Hooks
+from atropos.envs.running.lifecycle import SENDS_S, WORKERS_S, Lifetime, beside, bounded, cancel_and_wait, task_group
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import GroupsDropped, Rollout, ScoredGroup, scored_item
 from atropos.errors import ConfigError
@@ -329,18 +329,15 @@ class SandboxEnv(BaseEnv):
         fill = math.ceil(self.config.capacity / self.config.group_size)
         free = asyncio.Semaphore(self.config.process_concurrency or fill)
         started = 0
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while total < 0 or started < total:
-                    await free.acquire()
-                    item = await self.hooks.call("get_next_item", self.get_next_item)
-                    if item is None:
-                        break
-                    started += 1
-                    task = tasks.create_task(self._process_group(item))
-                    task.add_done_callback(lambda _: free.release())
-        except BaseExceptionGroup as errors:
-            raise first_of(errors) from None
+        async with task_group() as tasks:
+            while total < 0 or started < total:
+                await free.acquire()
+                item = await self.hooks.call("get_next_item", self.get_next_item)
+                if item is None:
+                    break
+                started += 1
+                task = tasks.create_task(self._process_group(item))
+                task.add_done_callback(lambda _: free.release())
 
     async def _process_group(self, item: object) -> None:
         group, _ = await self.collect_trajectories(item)

@@ -18,8 +18,8 @@ from atropos.aio import backoff_s
 from atropos.envs.adapter import Item
 from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.backend import ToolBackend
-from atropos.envs.running.hooks import first_of, ungrouped
-from atropos.envs.running.lifecycle import Lifetime
+from atropos.envs.running.hooks import ungrouped
+from atropos.envs.running.lifecycle import Lifetime, task_group
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import (
     GroupDropped,
@@ -208,14 +208,11 @@ class GroupCollector:
         raise AssertionError("unreachable")
 
     async def _members(self, item: object, name: str, size: int, group: str, prefix: str) -> list[Rollout]:
-        try:
-            async with self._prepared(item, prefix) as snapshot, asyncio.TaskGroup() as tasks:
-                members = [
-                    tasks.create_task(self._member(item, prefix, GroupMember(group, i, self._seed(name, i), snapshot)))
-                    for i in range(size)
-                ]
-        except BaseExceptionGroup as errors:
-            raise first_of(errors) from None
+        async with self._prepared(item, prefix) as snapshot, task_group() as tasks:
+            members = [
+                tasks.create_task(self._member(item, prefix, GroupMember(group, i, self._seed(name, i), snapshot)))
+                for i in range(size)
+            ]
         return [task.result() for task in members]
 
     def _seed(self, name: str, index: int) -> int | None:

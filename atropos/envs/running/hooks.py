@@ -7,14 +7,14 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from types import CodeType, FrameType
 from typing import TypeVar, cast
 
 from atropos import tracing
 from atropos.agent import PromptTooLong
 from atropos.envs.running.metrics import EnvMetrics
-from atropos.envs.running.rollout import GroupDropped, HookError, TaskFault
+from atropos.envs.running.rollout import HookError, TaskFault
 from atropos.errors import ConfigError, InferenceError, SandboxError, code_of
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
 
@@ -304,25 +304,13 @@ def ungrouped() -> Generator[None]:
         raise inner from errors
 
 
-def only_known(error: Exception) -> Exception | None:
-    """The known failure in a group of errors that holds nothing else."""
-    if not isinstance(error, ExceptionGroup):
-        return None
-    flat = list(_flatten(error))
-    if not all(isinstance(one, KNOWN) for one in flat):
-        return None
-    return next((one for one in flat if isinstance(one, Exception)), None)
+def only_known(error: Exception) -> BaseException | None:
+    """The first failure in a group of errors that holds known ones alone."""
+    known, others = error.split(KNOWN) if isinstance(error, ExceptionGroup) else (None, error)
+    return None if known is None or others is not None else first_of(known)
 
 
 def first_of(errors: BaseExceptionGroup) -> BaseException:
-    """The error to report of several: a fatal one before a dropped group."""
-    flat = list(_flatten(errors))
-    return next((error for error in flat if not isinstance(error, GroupDropped)), flat[0])
-
-
-def _flatten(errors: BaseExceptionGroup) -> Iterator[BaseException]:
-    for error in errors.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _flatten(error)
-        else:
-            yield error
+    """The first error in a group, however deep it is."""
+    first = errors.exceptions[0]
+    return first_of(first) if isinstance(first, BaseExceptionGroup) else first

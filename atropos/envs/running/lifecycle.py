@@ -19,7 +19,8 @@ from types import FrameType
 from typing import Any
 
 from atropos.aio import outlive
-from atropos.envs.running.hooks import Interrupted, in_hook
+from atropos.envs.running.hooks import Interrupted, first_of, in_hook
+from atropos.envs.running.rollout import GroupDropped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BLOCKED_S = 1.0
@@ -153,6 +154,17 @@ async def beside(work: Coroutine[object, object, None]) -> AsyncGenerator[None]:
         yield
     finally:
         await cancel_and_wait([task])
+
+
+@contextlib.asynccontextmanager
+async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
+    """asyncio's, which raises one of its errors: a fatal one before a dropped group."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as errors:
+        _, fatal = errors.split(GroupDropped)
+        raise first_of(fatal or errors) from None
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Task[object] | None], seconds: float | None = None) -> None:
