@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from atropos.aio import set_within
 from atropos.api.e2b.sandbox import Sandbox
 from atropos.api.executor.models import ExecutorServerSettings
 from atropos.config import SlotLimits
@@ -157,11 +158,7 @@ class Sandboxes:
         while True:
             first = min((one.end for one in self._open.values()), default=time.monotonic() + 60)
             self._moved.clear()
-            try:
-                async with asyncio.timeout(max(0.0, first - time.monotonic())):
-                    await self._moved.wait()
-            except TimeoutError:
-                pass
+            await set_within(self._moved, max(0.0, first - time.monotonic()))
             over = [one.id for one in list(self._open.values()) if self.find(one.id) is None]
             ends = await asyncio.gather(*(self.kill(one) for one in over), return_exceptions=True)
             for error in ends:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Protocol, Self
 
 from atropos import wire
+from atropos.aio import set_within
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
 from atropos.metrics import Family
 from atropos.sandbox.linux import host_limits
@@ -136,18 +137,14 @@ class SlotPool:
             if self._state.fleet.ready and self.backend.trouble():
                 log.warning("starting with %d containers: %s", self._state.fleet.ready, self.backend.trouble())
                 return
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._state.news.wait()
-            except TimeoutError:
-                if self._state.fleet.ready:
-                    log.warning(
-                        "starting with %d of %d containers", self._state.fleet.ready, self.config.min_containers
-                    )
-                    return
-                reason = self.backend.trouble() or self._keeper.trouble or self._unreachable()
-                text = f"no container could be leased from within start_timeout_s ({self.config.start_timeout_s:g} s)"
-                raise BackendUnavailable(f"{text}: {reason}{host_limits.load()}") from None
+            if await set_within(self._state.news, deadline - self._state.now()):
+                continue
+            if self._state.fleet.ready:
+                log.warning("starting with %d of %d containers", self._state.fleet.ready, self.config.min_containers)
+                return
+            reason = self.backend.trouble() or self._keeper.trouble or self._unreachable()
+            text = f"no container could be leased from within start_timeout_s ({self.config.start_timeout_s:g} s)"
+            raise BackendUnavailable(f"{text}: {reason}{host_limits.load()}")
 
     async def _prepare_ahead(self, image: str) -> None:
         try:
