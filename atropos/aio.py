@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 RECEIVE_BYTES = 65_536
@@ -37,6 +37,18 @@ async def outlive(work: Coroutine[object, None, None]) -> None:
         task.result()
     else:
         raise cancelled from (None if task.cancelled() else task.exception())
+
+
+async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any] | None], seconds: float | None = None) -> bool:
+    """Cancel tasks and wait until all have ended, at most this long; whether they have. Their errors are ignored.
+
+    None among them and the current task are left out.
+    """
+    alive = [task for task in tasks if task is not None and task is not asyncio.current_task()]
+    for task in alive:
+        task.cancel()
+    _, late = await asyncio.wait([asyncio.gather(*alive, return_exceptions=True)], timeout=seconds)
+    return not late
 
 
 async def set_within(event: asyncio.Event, seconds: float | None) -> bool:

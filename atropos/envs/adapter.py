@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from atropos.agent.model import EXACT, Model, ModelFailure, capturing, describe
 from atropos.agent.template import Tokenizer
+from atropos.aio import cancel_and_wait
 from atropos.errors import ConfigError, InferenceError
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -325,11 +326,7 @@ async def _probe_chat(one: APIServer, timeout_s: float) -> None:
 async def stop_servers(server: ServerManager) -> None:
     """End the health checks that atroposlib starts and never ends, and close the clients."""
     for one in servers_of(server):
-        task = getattr(one, "check_task", None)
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
+        await cancel_and_wait([getattr(one, "check_task", None)])
         client = getattr(one, "openai", None)
         if client is not None:
             with contextlib.suppress(Exception):

@@ -19,7 +19,7 @@ from atropos import tracing
 from atropos.agent import TurnRenderer
 from atropos.agent.model import EXACT
 from atropos.agent.transcript import MASKED
-from atropos.aio import outlive
+from atropos.aio import cancel_and_wait, outlive
 from atropos.envs.adapter import (
     APIServerConfig,
     BaseEnv,
@@ -46,7 +46,7 @@ from atropos.envs.reporting.watch import TrainerWatch, report_evaluation, watch_
 from atropos.envs.running.backend import ToolBackend
 from atropos.envs.running.groups import Event, GroupCollector, GroupMember
 from atropos.envs.running.hooks import ExecTool, HookCalls, Hooks
-from atropos.envs.running.lifecycle import SENDS_S, WORKERS_S, Lifetime, beside, bounded, cancel_and_wait, task_group
+from atropos.envs.running.lifecycle import SENDS_S, WORKERS_S, Lifetime, beside, bounded, task_group
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import GroupsDropped, Rollout, ScoredGroup, scored_item
 from atropos.errors import ConfigError
@@ -482,7 +482,9 @@ class SandboxEnv(BaseEnv):
     async def _close(self) -> None:
         """Workers first, then executor and pool, then files; each in bounded time."""
         self.sink.end_within(SENDS_S)
-        await cancel_and_wait({*self.collector.tasks, *self.workers, *self.eval_workers, self.eval_runner}, WORKERS_S)
+        workers = {*self.collector.tasks, *self.workers, *self.eval_workers, self.eval_runner}
+        if not await cancel_and_wait(workers, WORKERS_S):
+            _log.warning("shutdown: cancelled workers took longer than %g s and are abandoned", WORKERS_S)
         await asyncio.gather(
             bounded("the tool backend", self.shutdown_tool_backend(), 90),
             bounded("the inference clients", stop_servers(self.server), 5),

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import h11
 
+from atropos.aio import cancel_and_wait
 from atropos.net.egress_policy import Address, EgressRefused
 
 HEAD_S, CONNECT_S = 20.0, 10.0
@@ -193,9 +194,7 @@ async def _splice(
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(tasks)
 
 
 class _Forwarding:
@@ -234,9 +233,7 @@ class _Forwarding:
                 if task.done():
                     task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_and_wait(tasks)
 
     async def _send(self, data: bytes | None, sink: asyncio.StreamWriter) -> None:
         if data:

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Coroutine
 from typing import TypeVar
 
+from atropos.aio import cancel_and_wait
+
 log = logging.getLogger("atropos.slots")
 T = TypeVar("T")
 
@@ -42,8 +44,4 @@ class Tasks:
 
     async def cancel(self) -> None:
         """Cancel all and wait until they have ended; their failures were logged."""
-        me = asyncio.current_task()
-        others = [task for task in self._tasks if task is not me]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await cancel_and_wait(self._tasks)

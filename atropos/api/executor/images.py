@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from atropos.aio import cancel_and_wait
 from atropos.api.http import Refusal
 from atropos.errors import ConfigError, SandboxError
 from atropos.images.reference import SERVERS_OWN, ImageSource
@@ -95,7 +96,4 @@ class PreparedImages:
 
     async def aclose(self) -> None:
         """Cancel what is under way."""
-        tasks = [one.task for one in self._all.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait([one.task for one in self._all.values()])

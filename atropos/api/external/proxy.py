@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 
+from atropos.aio import cancel_and_wait
 from atropos.api.external.guard import Guard
 from atropos.net.relay import CHUNK_BYTES, basic_credentials, connect, relay
 
@@ -42,9 +43,7 @@ class GuardedProxy:
         self._closing = True
         if self._server is not None:
             self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(self._tasks)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

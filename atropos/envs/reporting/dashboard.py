@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter, deque
 
+from atropos.aio import cancel_and_wait
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveView, Sample
 from atropos.dashboard.server import DashboardServer
 from atropos.dashboard.store import TrajectoryStore
@@ -16,7 +17,6 @@ from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.activity import MODEL
 from atropos.envs.running.backend import ToolBackend
 from atropos.envs.running.groups import Event
-from atropos.envs.running.lifecycle import cancel_and_wait
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import Rollout, messages_of
 from atropos.metrics import percentiles

@@ -14,11 +14,11 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from types import FrameType
 from typing import Any
 
-from atropos.aio import outlive
+from atropos.aio import cancel_and_wait, outlive
 from atropos.envs.running.hooks import Interrupted, first_of, in_hook
 from atropos.envs.running.rollout import GroupDropped
 
@@ -165,22 +165,6 @@ async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
     except BaseExceptionGroup as errors:
         _, fatal = errors.split(GroupDropped)
         raise first_of(fatal or errors) from None
-
-
-async def cancel_and_wait(tasks: Iterable[asyncio.Task[object] | None], seconds: float | None = None) -> None:
-    """Cancel tasks and wait until each is over; their errors are ignored.
-
-    Args:
-        tasks: None among them and the current task are left out.
-        seconds: how long to wait; tasks that are still not over are abandoned, and the log says so.
-    """
-    alive = [task for task in tasks if task is not None and task is not asyncio.current_task()]
-    for task in alive:
-        task.cancel()
-    over = asyncio.gather(*alive, return_exceptions=True)
-    _, late = await asyncio.wait([over], timeout=seconds)
-    if late:
-        _log.warning("shutdown: cancelled tasks took longer than %g s and are abandoned", seconds)
 
 
 async def bounded(what: str, work: Awaitable[object], seconds: float) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from dataclasses import dataclass
 
+from atropos.aio import cancel_and_wait
 from atropos.config import ServerConfig
 from atropos.errors import IsolationUnavailable, SandboxError
 from atropos.net.egress_policy import Narrowed, Policy
@@ -224,9 +225,7 @@ class EgressSupervisor:
 
     async def aclose(self) -> None:
         """End the proxy."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        await cancel_and_wait([self._watch])
         for number in list(self._listeners):
             self.drop(number)
         self._close()

@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from atropos.aio import Backoff, set_within
+from atropos.aio import Backoff, cancel_and_wait, set_within
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.engines import ChangeFlag
@@ -253,6 +253,4 @@ class _Place:
                 return True
             return False
         finally:
-            for one in (task, over):
-                one.cancel()
-            await asyncio.gather(task, over, return_exceptions=True)
+            await cancel_and_wait([task, over])

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Protocol, Self
 
 from atropos import wire
-from atropos.aio import set_within
+from atropos.aio import cancel_and_wait, set_within
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
 from atropos.metrics import Family
 from atropos.sandbox.linux import host_limits
@@ -177,9 +177,7 @@ class SlotPool:
         self._state.phase = "stopping"
         self._state.news.set()
         self._state.fail_all(BackendUnavailable("the pool was stopped"))
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+        await cancel_and_wait([self._starting])
         await self._loops.cancel()
         links = list(self._links.values())
         try:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
+from atropos.aio import cancel_and_wait
 from atropos.envs import sandbox_env
 from atropos.envs.reporting import watch
 from atropos.envs.reporting.group_sink import GroupSink
@@ -205,7 +206,7 @@ async def test_a_shutdown_waits_for_all_sends_together_in_bounded_time(caplog):
         workers = [asyncio.create_task(env.handle_send_to_api(group(), {"name": "x"})) for _ in range(8)]
         await asyncio.sleep(0.1)
         env.sink.end_within(0.3)
-        await lifecycle.cancel_and_wait(workers, seconds=20)
+        await cancel_and_wait(workers, seconds=20)
         assert all(worker.cancelled() for worker in workers)
     assert dict(env.metrics.unsent) == {"send_failed": 8}
     assert "had not answered when the run ended" in caplog.text

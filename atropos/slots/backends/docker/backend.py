@@ -18,7 +18,7 @@ from typing import Any
 
 from docker.types import CancellableStream
 
-from atropos.aio import Backoff
+from atropos.aio import Backoff, cancel_and_wait
 from atropos.cgroup_paths import start_time
 from atropos.errors import BackendUnavailable
 from atropos.slots.backends.base import Backend, Container
@@ -151,9 +151,7 @@ class DockerBackend(Backend):
 
         Containers that can't be removed because the engine doesn't answer are logged.
         """
-        if self._main is not None:
-            self._main.cancel()
-            await asyncio.gather(self._main, return_exceptions=True)
+        await cancel_and_wait([self._main])
         again_s = PURGE_AWAY_S if self._outage.away_s > PURGE_RETRY_S else PURGE_RETRY_S
         # Creations go on though their callers were cancelled: the purge must find these containers.
         await self._calls.settled(min(SETTLE_S, again_s))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from atropos.aio import Backoff
+from atropos.aio import Backoff, cancel_and_wait
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.net.tls import read_pair
 from atropos.slots.backends.base import Backend, Container
@@ -181,9 +181,7 @@ class NomadBackend(Backend):
 
         What can't be removed because Nomad doesn't answer is logged, after seconds.
         """
-        if self._main is not None:
-            self._main.cancel()
-            await asyncio.gather(self._main, return_exceptions=True)
+        await cancel_and_wait([self._main])
         unanswered_s = PURGE_AWAY_S if self._outage.away_s > PURGE_UNANSWERED_S else PURGE_UNANSWERED_S
         await self._api.settled(unanswered_s)
         try:
