@@ -1,8 +1,7 @@
 """Sandboxes started ahead, so that a lease takes one from here instead of waiting for it.
 
-The pool is kept filled to a target (the free slots and some spare ones, so that a slot that is released can be leased
-again before its successor has started). There are two kinds, with a network and without, kept in the proportion of the
-last requests. Starts run a few at a time; failures back off, and too many in a row are reported.
+The pool is kept filled to a target: the free slots and some spare ones, so that a slot can be leased again before its next
+sandbox has started. There are two kinds, with a network and without, kept in the proportion of the last requests. Starts run a few at a time; failures back off, and too many in a row are reported.
 """
 
 from __future__ import annotations

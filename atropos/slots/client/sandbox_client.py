@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 import aiohttp
 
 from atropos import tracing
-from atropos.aio import outlive
+from atropos.aio import backoff_s, outlive
 from atropos.errors import (
     BackendUnavailable,
     ImageUnavailable,
@@ -350,7 +350,7 @@ class SandboxClient:
                     raise BackendUnavailable(
                         f"the snapshot could not be copied to {to._requests.url}: {error!r}"
                     ) from error
-            await asyncio.sleep(0.1 * 2**attempt)
+            await asyncio.sleep(backoff_s(attempt, first_s=0.1, longest_s=1))
         raise AssertionError
 
     # --------------------------------------------------------------------------------------------------------- looking

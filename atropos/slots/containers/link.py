@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from atropos import wire
-from atropos.aio import Backoff, set_within
+from atropos.aio import Backoff, backoff_s, set_within
 from atropos.errors import IsolationUnavailable, LeaseExpired, SandboxError, SlotLost, from_code
 from atropos.slots.backends.base import Container
 from atropos.slots.client import SandboxClient
@@ -206,7 +206,7 @@ class ContainerLink:
                 return
             except SandboxError as error:
                 log.info("slot %s could not be released yet: %s", lease.slot, error)
-                await asyncio.sleep(0.1 * 2**attempt)
+                await asyncio.sleep(backoff_s(attempt, first_s=0.1, longest_s=3.2))
                 continue
             if result.released:
                 self.state.counters.reset_s.append(result.reset_s)

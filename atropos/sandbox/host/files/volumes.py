@@ -303,7 +303,7 @@ def _mount_data(volume: Volume, limits: SlotLimits) -> None:
 
 
 def resize(volume: Volume, limits: SlotLimits) -> None:
-    """Change how much fits into a volume in memory; places on disk have one size.
+    """Change how much fits into a volume in memory; cells have one size.
 
     Raises:
         OSError: more is in it already.
