@@ -198,7 +198,7 @@ class TaskEnv(DatasetEnv):
         else:
             slot = await self.executor.slot(trajectory_id)
             await workspace.enter(slot, item)
-        await workspace.healthy(slot, item)
+        await workspace.wait_until_healthy(slot, item)
         return {"task": item.name}
 
     async def verify_and_score_trajectory(

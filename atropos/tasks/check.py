@@ -311,7 +311,7 @@ class _Run:
         prepared = await self.images.prepare(self.task, self.progress)
         self.task, self.image = prepared.task, prepared.image
         slot = await self._lease(self.task, self.image)
-        await workspace.healthy(slot, self.task)
+        await workspace.wait_until_healthy(slot, self.task)
         prepared_s = time.perf_counter() - started
         self.so_far = Attempt(prepared_s=round(prepared_s, 3), size_bytes=prepared.bytes)
         verdicts = [await self._judged(self.task)] if not self.task.steps else await self._steps()

@@ -56,7 +56,7 @@ async def _reach(slot: Slot, hosts: Hosts) -> None:
         await slot.set_network(hosts)
 
 
-async def healthy(slot: Slot, task: Task) -> None:
+async def wait_until_healthy(slot: Slot, task: Task) -> None:
     """Wait until the task's health check succeeds, where it has one; of a step: the step's own.
 
     Raises:
@@ -96,7 +96,7 @@ async def prepare_step(slot: Slot, task: Task) -> None:
             raise TaskBroken(
                 f"{task.name}: workdir/setup.sh ended with {result.exit_code}: {result.output[-500:].strip()}"
             )
-    await healthy(slot, task)
+    await wait_until_healthy(slot, task)
 
 
 async def solve(slot: Slot, task: Task) -> ExecResult:

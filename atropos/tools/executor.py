@@ -249,7 +249,7 @@ class ToolExecutor:
         async with self._call(trajectory):
             return await self._leased(trajectory, network=network, image=image, limits=limits)
 
-    def holds(self, trajectory_id: str) -> bool:
+    def has_slot(self, trajectory_id: str) -> bool:
         """Whether the trajectory has a slot."""
         trajectory = self._trajectories.get(trajectory_id)
         return trajectory is not None and trajectory.slot is not None

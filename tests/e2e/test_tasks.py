@@ -253,10 +253,10 @@ async def test_services_stay_for_the_tests_and_other_processes_end(pool, tmp_pat
 async def test_a_health_check_is_awaited_and_its_failure_is_the_tasks(pool, tmp_path):
     toml = '[environment.healthcheck]\ncommand = "date >> tries; [ $(wc -l < tries) -ge {} ]"\ninterval_sec = 0.01\nretries = 3\n'
     async with working_on(pool, task := make_task(tmp_path, toml=toml.format(3))) as run:
-        await workspace.healthy(run.slot, task)
+        await workspace.wait_until_healthy(run.slot, task)
     async with working_on(pool, task := make_task(tmp_path, toml=toml.format(4))) as run:
         with pytest.raises(TaskBroken, match="healthcheck failed 3 times"):
-            await workspace.healthy(run.slot, task)
+            await workspace.wait_until_healthy(run.slot, task)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -267,7 +267,7 @@ async def test_a_step_has_its_own_health_check_and_the_tasks_holds_before_the_fi
     toml += '[steps.healthcheck]\ncommand = "echo two >> checks; false"\ninterval_sec = 0\nretries = 2\n'
     task = make_task(tmp_path, toml=toml, files={f"steps/{name}/instruction.md": "Go." for name in ("one", "two")})
     async with working_on(pool, task) as run:
-        await workspace.healthy(run.slot, task)
+        await workspace.wait_until_healthy(run.slot, task)
         await workspace.prepare_step(run.slot, task.steps[0])
         with pytest.raises(TaskBroken, match=r"steps\.healthcheck failed 2 times"):
             await workspace.prepare_step(run.slot, task.steps[1])

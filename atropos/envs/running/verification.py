@@ -35,7 +35,7 @@ class Verification:
         Raises:
             SandboxError: the slot was lost, or its container keeps no more snapshots (`max_snapshots`, `max_snapshot_mib`).
         """
-        if self._view and self._executor.holds(self._trajectory):
+        if self._view and self._executor.has_slot(self._trajectory):
             slot: Slot = await self._executor.slot(self._trajectory)
             await slot.settle()
 
@@ -45,7 +45,7 @@ class Verification:
         Raises:
             SandboxError: the slot was lost.
         """
-        if not self._executor.holds(self._trajectory):
+        if not self._executor.has_slot(self._trajectory):
             return
         if self._config.verifier_quiesce or not self._view:
             slot: Slot = await self._executor.slot(self._trajectory)

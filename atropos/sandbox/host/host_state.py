@@ -141,7 +141,7 @@ class HostState:
         threads = str(max(1, min(cores, round(quota) if quota is not None else cores // self.config.slots)))
         return dict.fromkeys(_THREADS, threads)
 
-    def request(
+    def start_request(
         self,
         volume: volumes.Volume,
         base: skeleton.Base,

@@ -19,7 +19,7 @@ from atropos.sandbox.host import egress_supervisor
 from atropos.sandbox.host.files import skeleton, views, volumes
 from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.host.limit_watch import LimitWatch
-from atropos.sandbox.host.process.spawner_client import hold
+from atropos.sandbox.host.process.spawner_client import pidfd_of
 from atropos.sandbox.host.runner_link import RunnerLink
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, stopped_children
@@ -266,7 +266,7 @@ class SlotSandbox:
         self._channel = RunnerLink(ours, output_bytes=limits.output_bytes, on_broken=self._fail)
         try:
             joins = [self.network.namespace] if self._joined else []
-            request = self._host.request(
+            request = self._host.start_request(
                 self.volume, base, self.cgroup, limits, network=self.network.has_egress, joins=self._joined
             )
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -274,7 +274,7 @@ class SlotSandbox:
                 fds = [theirs.fileno(), errors, far.fileno(), *joins]
                 self._started, self._ended = await self._host.spawner.start(request, fds)
                 self.host_pid = pid = await asyncio.shield(self._started)
-                self._init_fd = hold(pid)
+                self._init_fd = pidfd_of(pid)
                 if not joins:
                     far.close()
                     await self._receive_network(near, errors)
@@ -442,7 +442,7 @@ class SlotSandbox:
         if self._started is not None and self._init_fd < 0 and not (self._ended is not None and self._ended.done()):
             # the start was cancelled, but its process may still come; or an earlier stop did not see its end
             with contextlib.suppress(SandboxError, TimeoutError):
-                self._init_fd = hold(await asyncio.wait_for(asyncio.shield(self._started), STOP_DEADLINE_S))
+                self._init_fd = pidfd_of(await asyncio.wait_for(asyncio.shield(self._started), STOP_DEADLINE_S))
         self._kill()
         problem = ""
         if self._ended is not None and not self._ended.done():

@@ -75,7 +75,7 @@ class StandInExecutor:
     async def check_alive(self, trajectory_id: str) -> None:
         pass
 
-    def holds(self, trajectory_id: str) -> bool:
+    def has_slot(self, trajectory_id: str) -> bool:
         return False  # no view can be opened of its slots
 
     def acquire_s(self, trajectory_id: str) -> float:

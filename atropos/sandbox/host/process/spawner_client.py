@@ -111,8 +111,8 @@ class SpawnerClient:
             await asyncio.to_thread(self._process.wait)
 
 
-def hold(pid: int) -> int:
-    """A pidfd, which never refers to another process; -1 when the process has gone."""
+def pidfd_of(pid: int) -> int:
+    """A descriptor of a process, which never refers to another process; -1 when the process has gone."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:

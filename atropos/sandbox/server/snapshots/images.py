@@ -206,15 +206,15 @@ class Images:
                 base = f"{_PREFIX}{image.id}"
             else:
                 raise ImageUnavailable(f"image {request.image}: it is not prepared on this server")
-        self.use(base)
+        self.ensure_base(base)
         return base
 
     def image(self, base: str | None) -> ImageInfo | None:
         """The image that a base is."""
         return None if base is None else self._bases.get(base)
 
-    def use(self, base: str | None) -> None:
-        """Check that a lease can use a base.
+    def ensure_base(self, base: str | None) -> None:
+        """Have the host know a base, which a lease or snapshot is to stand on.
 
         Raises:
             NotSupported: there is no such base.

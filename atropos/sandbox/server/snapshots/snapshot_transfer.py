@@ -104,7 +104,7 @@ class SnapshotTransfer:
             return known.info
         if not 1 <= wanted.layers <= MAX_LAYERS:
             raise NotSupported(f"layers: {wanted.layers} is not between 1 and {MAX_LAYERS}")
-        self._images.use(wanted.base)
+        self._images.ensure_base(wanted.base)
         self._layers.reserve(())
         over = asyncio.Event()
         self._arriving[wanted.snapshot_id] = wanted.base, over
