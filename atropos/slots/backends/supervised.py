@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from atropos.aio import Backoff, cancel_and_wait, set_within
+from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.engines import ChangeFlag
@@ -92,6 +93,11 @@ class SupervisedBackend(Backend):
         Raises:
             BackendUnavailable: it can't be started.
         """
+
+    def remote_config(self, token: str) -> ServerConfig:
+        """The configuration of a server elsewhere: without its pool, it ends when the leases have."""
+        unattended_s = max(self.config.lease_ttl_s, self.config.start_timeout_s)
+        return self.config.server_config(token, drain_s=DRAIN_S, unattended_s=unattended_s)
 
     @property
     def _stop_s(self) -> float:

@@ -6,7 +6,7 @@ from atropos.errors import ConfigError
 from atropos.slots.backends.modal.server import ModalServer, Wanted
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
-from atropos.slots.backends.supervised import DRAIN_S, Server, SupervisedBackend
+from atropos.slots.backends.supervised import Server, SupervisedBackend
 from atropos.slots.config import SlotPoolConfig
 
 
@@ -29,13 +29,11 @@ class ModalBackend(SupervisedBackend):
             )
 
     async def launch(self, index: int, token: str) -> Server:
-        """A server in a new sandbox. Without its pool, it and the sandbox end when the leases have."""
+        """A server in a new sandbox, which ends with it."""
         del index
         memory_mib = ContainerSpec.from_pool(self.config).container_memory_mib
-        unattended_s = max(self.config.lease_ttl_s, self.config.start_timeout_s)
-        config = self.config.server_config(token, drain_s=DRAIN_S, unattended_s=unattended_s)
         wanted = Wanted(self.config.job_id, self.config.image, self.config.modal_cpus, memory_mib)
-        return ModalServer(wanted, config, self._http)
+        return ModalServer(wanted, self.remote_config(token), self._http)
 
     async def aclose(self, *, purge: bool) -> None:
         """End all sandboxes, whether `purge` or not."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atropos.errors import ConfigError
 from atropos.slots.backends.ssh.server import SshServer, place
-from atropos.slots.backends.supervised import DRAIN_S, Server, SupervisedBackend
+from atropos.slots.backends.supervised import Server, SupervisedBackend
 
 
 class SshBackend(SupervisedBackend):
@@ -25,8 +25,6 @@ class SshBackend(SupervisedBackend):
             )
 
     async def launch(self, index: int, token: str) -> Server:
-        """A server on the host of this index. Without its pool, it ends when the leases have."""
-        config = self.config.server_config(
-            token, drain_s=DRAIN_S, unattended_s=max(self.config.lease_ttl_s, self.config.start_timeout_s)
-        )
-        return SshServer(self.config.ssh_hosts[index], self.config.ssh_python, self.config.ssh_config, config)
+        """A server on the host of this index."""
+        config = self.config
+        return SshServer(config.ssh_hosts[index], config.ssh_python, config.ssh_config, self.remote_config(token))
