@@ -26,8 +26,8 @@ from atropos.adapters.sharing import SharedPool, pool_config, shared_pool, shell
 from atropos.errors import ConfigError
 from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
 from atropos.tasks.builder.accounts import profile_of
-from atropos.tasks.builder.limits import STAND_INS, Room
 from atropos.tasks.errors import TaskBroken
+from atropos.tasks.fit import STAND_INS, Room
 from atropos.tasks.format import machines
 from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB, EnvironmentSection, TaskConfig
 from atropos.tasks.format.task import Task, first_recipe

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from atropos.cli.options import Base
 from atropos.errors import ConfigError
-from atropos.tasks.builder.limits import STAND_INS, Policy
 from atropos.tasks.check import Agent, Attempt, CheckConfig, TaskFinding, check
+from atropos.tasks.fit import STAND_INS, Policy
 from atropos.tasks.folder import TaskSet, read_folders, task_folders
 from atropos.tasks.format.datasets import dataset_folders
 from atropos.tasks.format.task import Task

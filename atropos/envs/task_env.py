@@ -27,8 +27,8 @@ from atropos.envs.sandbox_env import ExecTool, GroupMember
 from atropos.errors import ConfigError, ImageUnavailable
 from atropos.slots import Slot, Snapshot
 from atropos.tasks import workspace
-from atropos.tasks.builder.limits import STAND_INS, Policy, Room, fit
 from atropos.tasks.errors import TaskBroken, VerifierFailed
+from atropos.tasks.fit import STAND_INS, Policy, Room, fit
 from atropos.tasks.folder import TaskSet, read_folders, read_tasks
 from atropos.tasks.format.datasets import dataset_folders
 from atropos.tasks.format.task import Task

@@ -21,8 +21,8 @@ from atropos.config import SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.slots import Slot, SlotPool, SlotPoolConfig, Snapshot
 from atropos.tasks import workspace
-from atropos.tasks.builder.limits import STAND_INS, Policy, Room, TaskFit, fit
 from atropos.tasks.errors import TaskBroken, VerifierFailed
+from atropos.tasks.fit import STAND_INS, Policy, Room, TaskFit, fit
 from atropos.tasks.folder import TaskSet
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import Progress, TaskImages

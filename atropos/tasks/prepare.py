@@ -25,9 +25,9 @@ from atropos.images.reference import POOL_BASE
 from atropos.slots import Slot, SlotPool
 from atropos.tasks.builder import steps
 from atropos.tasks.builder.archive import digest_of
-from atropos.tasks.builder.limits import STAND_INS
 from atropos.tasks.builder.transfer import PackedFiles, pack_files
 from atropos.tasks.errors import TaskBroken
+from atropos.tasks.fit import STAND_INS
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Run, Stage, Step, StepSettings, copies
 from atropos.tasks.format.task import Task

@@ -11,7 +11,7 @@ import pytest
 
 from atropos.errors import ConfigError
 from atropos.tasks.builder.archive import LargeFile, changed_mode, pack, unpack_steps
-from atropos.tasks.builder.limits import Room, TaskFit, fit
+from atropos.tasks.fit import Room, TaskFit, fit
 from atropos.tasks.folder import load_task, read_folders, read_tasks
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import PATH, Copy, Download, Folder, Mount, Run, StepSettings
