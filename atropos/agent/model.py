@@ -250,7 +250,7 @@ def _ending(reason: object, endings: frozenset[str]) -> str:
 
 
 def _token(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 32:  # as tokenizers have them
         raise ValueError(f"{value!r} is no token id")
     return value
 

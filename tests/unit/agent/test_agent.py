@@ -318,6 +318,7 @@ async def test_what_will_not_pass_is_not_tried_again(fault, why):
         ([5], [float("nan")], "infinite"),
         (["five"], [-0.1], "invalid answer"),
         ([-1], [-0.1], "invalid answer"),
+        ([1 << 32], [-0.1], "invalid answer"),
     ],
 )
 async def test_nonsense_is_an_inference_error(ids, logprobs, why):
