@@ -40,6 +40,8 @@ class DatasetEnv(AgentEnv):
         super().__init__(config, server_configs, slurm, testing)
         self.items: list[Item] = []
         self._given = 0
+        self._again: list[int] = []
+        """Places of items that an earlier run had begun at its checkpoint; they come first."""
         self._pass = -1
         self._order: list[int] = []
         self._serving = False
@@ -53,6 +55,9 @@ class DatasetEnv(AgentEnv):
         """The next item, pass after pass; None when the passes are over."""
         if not self.items:
             return None
+        while self._again:
+            if (place := self._again.pop(0)) < len(self.items):  # there may be fewer than in the earlier run
+                return self.items[place]
         turn, place = divmod(self._given, len(self.items))
         passes = self.config.epochs if self.config.epochs is not None else (None if self._serving else 1)
         if passes is not None and turn >= passes:
@@ -66,12 +71,15 @@ class DatasetEnv(AgentEnv):
         return self.items[self._order[place]]
 
     def save_checkpoint(self, step: int, data: dict[str, object] | None = None) -> None:
-        """As atroposlib's, with the number of items given: an env that is started again goes on after them.
+        """As atroposlib's, with the items given: an env that is started again begins with the unfinished ones and goes on.
 
         The folder is the trainer's, which may be on another machine: one that can't be written to is reported.
         """
+        places = {id(item): place for place, item in enumerate(self.items)}
+        begun = [*(running["item"] for running in self.running_items.values()), *self.backlog]
+        again = [*(places[id(item)] for item in begun if id(item) in places), *self._again]
         try:
-            super().save_checkpoint(step, {"_given": self._given, **(data or {})})
+            super().save_checkpoint(step, {"_given": self._given, "_again": again, **(data or {})})
         except OSError as error:
             _log.warning("no checkpoint of step %d; an env that is started again goes on earlier: %s", step, error)
 

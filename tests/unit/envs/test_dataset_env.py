@@ -12,6 +12,7 @@ from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError
 from examples.policy.tokenizer import FOLDER
 from tests.unit.envs.support import ScriptEnv, items
+from tests.waiting import until
 
 
 class Dataset(DatasetEnv, ScriptEnv):
@@ -46,6 +47,37 @@ async def test_an_env_that_is_started_again_goes_on_where_its_checkpoint_was(tmp
     again.load_checkpoint()
     assert await names(again, 20 - given) == later
     assert await again.get_next_item() is None
+
+
+async def test_items_that_a_checkpoint_finds_unfinished_come_first_in_the_next_run(tmp_path, policy):
+    held = asyncio.Event()
+
+    class Env(Dataset):
+        async def score_trajectory(self, item, final_response):
+            if item["name"] in {"item-0", "item-2"}:
+                await held.wait()
+            return 1.0
+
+    def started_again():
+        env = make(Env, policy.url, batch_size=12)
+        env.checkpoint_dir, env.wandb_prepend, env.curr_step = str(tmp_path), "dataset_0", 40
+        env.load_checkpoint()
+        return env
+
+    first = started_again()
+    await first.setup()
+    first.status_dict = {"queue_size": 0, "self_queue_size": 0, "max_group_size": 4}
+    first.max_num_workers = 3
+    await first.add_train_workers()
+    await until(lambda: len(first.running_items) == 2, "all but the held items are finished")
+    first.save_checkpoint(40)
+    held.set()
+    await asyncio.gather(*first.workers)
+
+    second = started_again()
+    assert await names(second, 1) == ["item-0"]
+    second.save_checkpoint(40)
+    assert await names(started_again(), 3) == ["item-2", "item-3", "item-4"]
 
 
 async def test_a_checkpoint_that_can_not_be_written_ends_no_run(tmp_path, caplog):
