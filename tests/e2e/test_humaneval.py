@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos.envs import humaneval_env
+from atropos.envs import humaneval_check, humaneval_env
 from atropos.envs.humaneval_env import SOLUTION, answer_in, judge, load_problems
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
@@ -128,6 +128,40 @@ async def test_solutions_that_cheat_fail(executor, made, monkeypatch):
     ends = await outcomes({name: judged(executor, made, text, timeout_s=60) for name, text in cheats.items()})
     assert [name for name, (passed, _) in ends.items() if passed] == []
     assert await judged(executor, made, PROBLEM["prompt"] + PROBLEM["canonical_solution"], timeout_s=60) == (True, "")
+
+
+FEW_IDS = """
+import os, subprocess, sys
+from atropos.sandbox.linux import syscalls
+
+ready, mapped = os.pipe(), os.pipe()
+child = os.fork()
+if child == 0:
+    syscalls.unshare(syscalls.CLONE_NEWUSER)
+    os.write(ready[1], b".")
+    os.read(mapped[0], 1)
+    os.setgroups([])
+    os.execv("/usr/bin/python3", ["/usr/bin/python3", "-I", *sys.argv[1:]])
+os.read(ready[0], 1)
+for file in ("uid_map", "gid_map"):
+    with open(f"/proc/{child}/{file}", "w") as map:
+        map.write("0 0 4096")
+os.write(mapped[1], b".")
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+"""Runs the check in a user namespace of 4,096 ids, as a slot has it where /etc/subuid gives no more."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who can give a namespace several ids")
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_slot_with_few_user_ids_judges_as_well(tmp_path):
+    problem, solution = tmp_path / "problem.json", tmp_path / "solution.py"
+    problem.write_text(json.dumps(PROBLEM))
+    solution.write_text(PROBLEM["prompt"] + PROBLEM["canonical_solution"])
+    command = [sys.executable, "-c", FEW_IDS, humaneval_check.__file__, str(problem), str(solution)]
+    judging = await asyncio.create_subprocess_exec(*command, cwd=REPO, stdout=asyncio.subprocess.PIPE)
+    out, _ = await judging.communicate()
+    assert json.loads(out) == {"passed": True, "detail": ""}
 
 
 RIGGED = """
