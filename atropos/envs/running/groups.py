@@ -164,6 +164,7 @@ class GroupCollector:
             await self._after_drop(dropped)
             return None
         self._metrics.groups += 1
+        self._metrics.scores.extend(rollout.score for rollout in rollouts)
         self._dropped_in_a_row = 0
         _log.info("group %s: scores %s", name, " ".join(f"{rollout.score:.2f}" for rollout in rollouts))
         self._notify(Event("group", name, rollouts=tuple(rollouts)))
@@ -336,7 +337,6 @@ class GroupCollector:
 
     def _count(self, rollout: Rollout) -> None:
         self._metrics.trajectories += 1
-        self._metrics.scores.append(rollout.score)
         self._metrics.trajectory_seconds.observe(rollout.seconds)
         self._metrics.stop_reasons[rollout.stop_reason] += 1
         for phase, seconds in rollout.phases.items():

@@ -25,6 +25,7 @@ class EnvMetrics:
         maybe_sent_twice: groups that the trajectory API may have taken more than once.
         verifier_zeros: trajectories scored 0 because they left their verifier without a reward.
         retries: new attempts of trajectories, by the failure's code.
+        scores: of completed groups; evaluations have their own mean.
         hook_errors: by hook.
         activity: the trajectories in flight.
         verify: the verifying hook, by result: ok, or the failure's code.

@@ -110,3 +110,11 @@ async def test_a_hook_s_config_error_ends_an_evaluation_as_itself(policy):
 
     with pytest.raises(ConfigError, match="task_names: wrong"):
         await make(Env, policy.url)._run_evaluate()
+
+
+async def test_an_evaluation_beside_training_leaves_its_mean_score_alone(policy):
+    env = make(url=policy.url)
+    await env.setup()
+    await env.collect_trajectories({"name": "one letter", "script": ["x"]})
+    await env.evaluate()
+    assert env.metrics.as_dict()["env/score_mean"] == 1.0
