@@ -34,6 +34,9 @@ try:
     from atroposlib.envs import base
     from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ScoredDataGroup
     from atroposlib.envs.server_handling import server_baseline, sglang_server, trl_vllm_server, vllm_server
+    from atroposlib.envs.server_handling.server_baseline import (
+        VALID_REASONING_EFFORTS as REASONING_EFFORTS,
+    )
     from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
     from atroposlib.envs.server_handling.server_manager import ServerManager
     from atroposlib.type_definitions import Item
@@ -47,6 +50,7 @@ finally:
         gc.enable()
 
 __all__ = [
+    "REASONING_EFFORTS",
     "APIServerConfig",
     "BaseEnv",
     "BaseEnvConfig",
@@ -208,6 +212,9 @@ def prepare_server_configs(configs: ServerConfigs, tokenizer_name: str) -> list[
         url = (config.base_url or "").rstrip("/")
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"openai.base_url: {config.base_url!r} is no URL; write http://host:port/v1")
+        for name in ("num_max_requests_at_once", "num_requests_for_eval"):
+            if getattr(config, name) < 1:
+                raise ConfigError(f"openai.{name}: must be at least 1, not {getattr(config, name)}")
         changes: dict[str, object] = {"base_url": url, "api_key": config.api_key or "x"}
         if config.server_type in EXACT and config.tokenizer_name == "none":
             changes["tokenizer_name"] = tokenizer_name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from copy import copy
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -19,7 +20,7 @@ from pydantic import (
 )
 
 from atropos.config import SlotLimits, WholePath, one_line, split_names
-from atropos.envs.adapter import BaseEnvConfig
+from atropos.envs.adapter import REASONING_EFFORTS, BaseEnvConfig
 from atropos.errors import ConfigError
 from atropos.net.sockets import is_loopback
 from atropos.slots import SlotPoolConfig
@@ -183,6 +184,23 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
         if self.min_batch_allocation is not None and not 0 <= self.min_batch_allocation <= 1:
             raise ValueError(
                 f"min_batch_allocation: a share of a batch is from 0 to 1, not {self.min_batch_allocation}"
+            )
+        if self.max_num_workers < 1 and self.max_num_workers != -1:
+            raise ValueError(
+                f"max_num_workers: must be at least 1, or -1 for max_num_workers_per_node, not {self.max_num_workers}"
+            )
+        for name in ("max_num_workers_per_node", "max_batches_offpolicy"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name}: must be at least 1, or `serve` never starts a group; not {getattr(self, name)}"
+                )
+        if self.reasoning_effort is not None and self.reasoning_effort not in REASONING_EFFORTS:
+            known = ", ".join(sorted(REASONING_EFFORTS))
+            raise ValueError(f"reasoning_effort: must be one of {known}, not {self.reasoning_effort!r}")
+        path = self.data_path_to_save_groups
+        if path is not None and Path(path).is_dir():
+            raise ValueError(
+                f"data_path_to_save_groups: {path} is a folder; give a file, as {Path(path, 'groups.jsonl')}"
             )
         if self.total_steps < 1 and self.total_steps != -1:
             raise ValueError(f"total_steps: must be at least 1, or -1 for all items, not {self.total_steps}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import enum
 import json
+import os
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -182,6 +183,8 @@ class SettingsCommand(click.Command):
                 getattr(settings, space)[setting] = value
             elif name != "config":
                 setattr(settings, name, value)
+        if settings.slurm and "SLURM_JOB_NODELIST" not in os.environ:
+            raise ConfigError("--slurm: SLURM_JOB_NODELIST is not set; run this in a Slurm job, or set --slurm false")
         if settings.servers is not None and len(settings.servers) > 1 and settings.openai:
             first = next(iter(settings.openai))
             raise ConfigError(

@@ -32,6 +32,8 @@ async def check_run_api(url: str) -> None:
     Raises:
         ConfigError: it doesn't.
     """
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"env.rollout_server_url: {url!r} is no URL; write http://host:port")
     last: Exception | None = None
     for attempt in range(3):
         try:
@@ -46,7 +48,7 @@ async def check_run_api(url: str) -> None:
                         "http://localhost:8001"
                     )
                 return
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             last = error
         await asyncio.sleep(0.3 * (attempt + 1))
     raise ConfigError(

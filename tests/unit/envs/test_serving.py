@@ -322,7 +322,10 @@ async def test_a_trainer_that_does_not_come_is_reported_within_seconds(monkeypat
 
 
 async def test_an_inference_server_in_the_place_of_run_api_is_named(policy):
-    with pytest.raises(ConfigError, match="is no trajectory API; run-api and many inference servers use port 8000"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^env\.rollout_server_url: the server at .* is no trajectory API; run-api and many inference servers use port 8000",
+    ):
         await check_run_api(policy.url.removesuffix("/v1"))
 
 
