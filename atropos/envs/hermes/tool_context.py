@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 from atropos import wire
 from atropos.envs.hermes.bridge import in_bridge, wait
 from atropos.envs.running.hooks import TAIL_CHARS, HookCalls, failed_call
-from atropos.envs.running.rollout import TaskFault
+from atropos.envs.running.rollout import HookError, TaskFault
 from atropos.errors import SandboxError
 from atropos.slots import Slot
 from atropos.slots.slot.files import MAX_READ_BYTES
@@ -296,7 +296,7 @@ class ToolContext(HookCalls):
 
     @_either
     async def web_search(self, query: str) -> AwaitableDict:
-        """Search the web, through the ToolServer."""
+        """Search the web, through the ToolServer. This and the next three raise a `HookError` where the env has no such tool."""
         return await self._tool("web_search", {"query": query})
 
     @_either
@@ -320,6 +320,11 @@ class ToolContext(HookCalls):
         return (await self._call(tool_name, arguments or {})).to_json()
 
     async def _tool(self, name: str, arguments: Mapping[str, object]) -> AwaitableDict:
+        tools = self._executor.tools
+        if name not in tools:
+            raise (TaskFault if self._setup else HookError)(
+                f"ctx.{name}: {tools.unknown(name)}; offer it with enabled_toolsets and a ToolServer that has it"
+            )
         result = await self._call(name, arguments)
         answer = AwaitableDict(result.for_model())
         if result.data is not None:

@@ -18,7 +18,7 @@ from atropos.envs.running.hooks import Hooks
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import GroupDropped, GroupsDropped, HookError, TaskFault
 from atropos.errors import ConfigError, SlotLost, ToolServerUnavailable
-from atropos.tools import ToolCall, ToolResult
+from atropos.tools import ToolCall, ToolResult, build_tool_registry
 from examples.policy.tokenizer import FOLDER
 from tests.unit.envs.support import ScriptEnv, StandInExecutor, items, make
 from tests.unit.envs.test_process import groups_in
@@ -307,6 +307,20 @@ async def test_a_hermes_call_without_await_in_a_task_of_its_own_is_a_fault(setup
 
     with pytest.raises(fault, match="compute_reward: a call was not awaited"):
         await Hooks("Env", EnvMetrics(), 10).call("compute_reward", lambda: bridged(hook), calls=context, setup=setup)
+
+
+async def test_a_reward_that_needs_a_tool_which_the_env_lacks_is_no_score():
+    context = ToolContext(StandInExecutor(build_tool_registry(["default"])), "t")
+
+    def reward():
+        with contextlib.suppress(Exception):
+            return float(context.web_search("answer")["success"])
+        return 0.0
+
+    with pytest.raises(
+        HookError, match=r"compute_reward: ctx\.web_search: there is no tool 'web_search'.*enabled_toolsets"
+    ):
+        await Hooks("Env", EnvMetrics(), 10).call("compute_reward", lambda: bridged(reward), calls=context)
 
 
 @pytest.mark.parametrize("how", ["given up", "not awaited", "no dict"])
