@@ -440,7 +440,8 @@ class SandboxEnv(BaseEnv):
         async with self.lifetime.running(self._close):
             await self.setup()
             self._wandb.start(self.wandb_project, self.wandb_group)
-            await self.evaluate()
+            async with beside(watch_inference(self.server, self.config.model_timeout_s)):
+                await self.evaluate()
 
     # -------------------------------------------------------------------------------------------- wandb and the end
 

@@ -23,6 +23,7 @@ from atropos.envs.running import lifecycle
 from atropos.envs.running.rollout import HookError
 from atropos.errors import ConfigError
 from tests.unit.envs.support import ScriptEnv, make
+from tests.waiting import until
 
 
 @contextlib.asynccontextmanager
@@ -378,6 +379,15 @@ async def test_an_inference_server_that_goes_and_comes_is_told_once_each(monkeyp
             await asyncio.sleep(0.1)
     assert caplog.text.count("http://127.0.0.1:9/v1 doesn't answer") == 1
     assert caplog.text.count("http://127.0.0.1:9/v1 answers again") == 1
+
+
+async def test_an_evaluation_reports_an_inference_server_that_is_gone_too(policy, caplog):
+    class Env(ScriptEnv):
+        async def evaluate(self, *_args, **_kwargs):
+            self.server.servers[0].server_healthy = False
+            await until(lambda: "doesn't answer; calls wait for it" in caplog.text, "the log says so")
+
+    await make(Env, policy.url, None)._run_evaluate()
 
 
 async def test_messages_are_kept_for_wandb_and_sent_only_where_the_trainer_wants_them(policy):
