@@ -24,7 +24,7 @@ from atropos.errors import (
 )
 from atropos.metrics import Family, gauge
 from atropos.tools.arguments import BadArguments
-from atropos.tools.base import ToolError, ToolScope, tool_states
+from atropos.tools.base import ToolScope
 from atropos.tools.models import ToolCall, ToolResult, fingerprint, new_call_id
 from atropos.tools.registry import CheckedCall, ToolRegistry
 from atropos.tools.running import run_tool
@@ -45,8 +45,6 @@ MAX_WAITING = 256
 """Calls of one trajectory that may wait for their turn."""
 INTERRUPT_S = 5.0
 """How long a release waits for interrupted calls before it releases their slot."""
-FINISH_S = 5.0
-"""How long a release waits for one tool's `ToolState.finish`."""
 
 _log = logging.getLogger(__name__)
 
@@ -287,9 +285,7 @@ class ToolExecutor:
         trajectory = self._trajectory(trajectory_id)
         async with self._call(trajectory):
             slot = await self._leased(trajectory)
-            await self._finish_states(trajectory)
-            trajectory.recorded = trajectory.recordings()
-            trajectory.state.clear()
+            await trajectory.end_sessions(self.config.limits)
             await slot.view(folders)
 
     async def start_from(self, trajectory_id: str, snapshot: Snapshot) -> Slot:
@@ -304,6 +300,24 @@ class ToolExecutor:
             if trajectory.slot is not None:
                 raise RuntimeError(f"trajectory {trajectory_id!r} has a slot already; release it first")
             return await self._leased(trajectory, snapshot)
+
+    async def fork(self, trajectory_id: str, fork_id: str) -> Slot:
+        """Lease trajectory `fork_id`'s slot as a fork of this trajectory's, which ends.
+
+        If this trajectory makes another call, it gets a slot that starts from the same snapshot: it holds none while it waits
+        for the fork's, else those of a full pool would wait for each other.
+
+        Raises:
+            SandboxError: the slot was lost, or none could be leased.
+        """
+        trajectory = self._trajectory(trajectory_id)
+        async with self._call(trajectory):
+            slot = await self._leased(trajectory)
+            await trajectory.end_sessions(self.config.limits)
+            trajectory.left = await slot.snapshot()
+            trajectory.slot = None
+            await slot.release()
+            return await self.start_from(fork_id, trajectory.left)
 
     async def _leased(
         self,
@@ -321,13 +335,14 @@ class ToolExecutor:
         asked = time.perf_counter()
         with trajectory.requesting("pool"):
             slot = await self.pool.acquire(
-                trajectory.id, snapshot=snapshot, network=network, image=image, limits=limits
+                trajectory.id, snapshot=snapshot or trajectory.left, network=network, image=image, limits=limits
             )
         trajectory.acquire_s += time.perf_counter() - asked
         if trajectory.released:  # the acquire ignored its cancellation
             await slot.release()
             raise LeaseExpired(f"trajectory {trajectory.id!r} was released while it waited for a slot")
         trajectory.slot = slot
+        await trajectory.drop_left()
         try:
             await self._check_isolation(slot)
         except SandboxError as error:
@@ -384,7 +399,7 @@ class ToolExecutor:
             trajectory.idle.clear()
             await set_within(trajectory.idle, INTERRUPT_S)
         # Each by itself: a failed recording or a lost slot must not keep the rest from being released.
-        steps: list[Awaitable[object]] = [self._store_recordings(trajectory)]
+        steps: list[Awaitable[object]] = [self._store_recordings(trajectory), trajectory.drop_left()]
         if trajectory.slot is not None:
             steps.append(trajectory.slot.release())
         if trajectory.external and self._server is not None:
@@ -400,21 +415,10 @@ class ToolExecutor:
 
     async def _store_recordings(self, trajectory: TrajectoryState) -> None:
         """Finish the tools' states while the slot is still there, and write the recordings."""
-        await self._finish_states(trajectory)
+        await trajectory.finish_states(self.config.limits)
         recordings = trajectory.recordings()
         if recordings and self.config.recordings_dir is not None:
             await asyncio.to_thread(write_recordings, self.config.recordings_dir, trajectory.id, recordings)
-
-    async def _finish_states(self, trajectory: TrajectoryState) -> None:
-        scope = ToolScope(trajectory.id, "release", self.config.limits, trajectory.state, trajectory.slot)
-        for state in tool_states(trajectory.state) if trajectory.broken is None else ():
-            try:
-                async with asyncio.timeout(FINISH_S):
-                    await state.finish(scope)
-            except (SandboxError, ToolError, TimeoutError) as error:
-                _log.info("release of %s: a tool could not finish: %s", trajectory.id, error)
-            except Exception:
-                _log.exception("release of trajectory %s: %s.finish failed", trajectory.id, type(state).__name__)
 
     # ------------------------------------------------------------------------------------------------ turns
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import OrderedDict
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from atropos.errors import SandboxError
-from atropos.tools.base import tool_states
+from atropos.tools.base import ToolError, ToolLimits, ToolScope, tool_states
 from atropos.tools.models import ToolCall, ToolResult, fingerprint
 
 if TYPE_CHECKING:
-    from atropos.slots import Slot
+    from atropos.slots import Slot, Snapshot
 
 REMEMBERED = 8
 """Results a trajectory remembers, so that a call sent again under its id is not run again."""
 REMEMBERED_BYTES = 400_000
 """Longest that they are together as JSON; the latest is kept whatever its length."""
+FINISH_S = 5.0
+"""How long a release waits for one tool's `ToolState.finish`."""
 Peer = Literal["pool", "ToolServer"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -30,6 +35,8 @@ class TrajectoryState:
     id: str
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     slot: Slot | None = None
+    left: Snapshot | None = None
+    """What the next slot starts from, where the last one was given back for a fork's."""
     acquire_s: float = 0.0
     state: dict[str, object] = field(default_factory=dict[str, object])
     broken: SandboxError | None = None
@@ -50,8 +57,14 @@ class TrajectoryState:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to release: no slot, nothing on a ToolServer, no remembered or unanswered call."""
-        nothing = self.slot is None and not self.external and not self.unanswered
+        nothing = self.slot is None and self.left is None and not self.external and not self.unanswered
         return nothing and self.broken is None and not self.answered
+
+    async def drop_left(self) -> None:
+        """Drop the snapshot of a slot that was given back, if there is one."""
+        left, self.left = self.left, None
+        if left is not None:
+            await left.drop()
 
     @contextlib.contextmanager
     def requesting(self, peer: Peer) -> Generator[None]:
@@ -63,6 +76,24 @@ class TrajectoryState:
             self.unanswered.discard(peer)
             raise
         self.unanswered.discard(peer)
+
+    async def end_sessions(self, limits: ToolLimits) -> None:
+        """Make tools forget their sessions, whose recordings are kept."""
+        await self.finish_states(limits)
+        self.recorded = self.recordings()
+        self.state.clear()
+
+    async def finish_states(self, limits: ToolLimits) -> None:
+        """Let the tools' states finish while the slot is still there."""
+        scope = ToolScope(self.id, "release", limits, self.state, self.slot)
+        for state in tool_states(self.state) if self.broken is None else ():
+            try:
+                async with asyncio.timeout(FINISH_S):
+                    await state.finish(scope)
+            except (SandboxError, ToolError, TimeoutError) as error:
+                _log.info("release of %s: a tool could not finish: %s", self.id, error)
+            except Exception:
+                _log.exception("release of trajectory %s: %s.finish failed", self.id, type(state).__name__)
 
     def recordings(self) -> dict[str, str]:
         """Recorded terminals by session id, as asciinema v2 text."""

@@ -169,10 +169,11 @@ async def test_members_start_as_forks_and_verify_in_a_fork(policy, tmp_path):
             assert mine["output"].splitlines()[:3] == ["base", "made", "y"]
             return float(ctx.read_file("base.txt")["content"] == "base\n")
 
-    env = make(policy, tmp_path, [WRITES], cls=Forking, slots_per_container=6, process_concurrency=1)
+    env = make(policy, tmp_path, [WRITES], cls=Forking, slots_per_container=2)
     await env.process_manager()
     assert groups(tmp_path)[0]["scores"] == [1.0, 1.0]
     assert Forking.prepared == 1
+    assert env.metrics.retries == {}  # no rollout of a full pool waits for another's slot
 
 
 async def test_turns_and_context_and_idle_time_are_bounded(policy, tmp_path):

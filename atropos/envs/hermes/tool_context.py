@@ -269,21 +269,17 @@ class ToolContext(HookCalls):
 
     @contextlib.asynccontextmanager
     async def fork(self) -> AsyncGenerator[ToolContext]:
-        """Another slot with this one's files and none of its processes, for verification; given back at the end.
+        """A slot with this one's files and none of its processes, for verification; given back at the end.
 
-        Both continue over the same snapshot. A second slot must come free within the pool's acquire timeout.
+        This one is given back before. If it is used again, within or after, it continues from the same files in another slot;
+        within, that one must come free within the pool's acquire timeout.
         """
         name = f"{self.trajectory_id}-fork-{uuid.uuid4().hex[:8]}"
         context = ToolContext(self._executor, name, limit=self._limit, setup=self._setup)
         try:
             with self.watched():
                 async with self._limit:
-                    snapshot = await (await self._slot()).snapshot()
-                    try:
-                        await self._executor.start_from(name, snapshot)
-                    finally:
-                        with contextlib.suppress(SandboxError):
-                            await snapshot.drop()
+                    await self._executor.fork(self.trajectory_id, name)
             try:
                 yield context
             finally:

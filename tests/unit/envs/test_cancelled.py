@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from atropos.envs.hermes.tool_context import ToolContext
+from atropos.tools import ToolExecutor, build_tool_registry
 from tests.unit.envs.support import ScriptEnv, StandInExecutor, make
+from tests.unit.tools.fakes import FakePool
 
 
 class SlowExecutor(StandInExecutor):
@@ -57,15 +59,20 @@ async def test_a_group_that_is_cancelled_while_it_is_prepared_leaves_no_snapshot
 
 
 async def test_a_fork_that_is_cancelled_while_it_begins_leaves_no_slot():
-    executor = SlowExecutor(None)
-    context = ToolContext(executor, "t")
+    pool = FakePool()
+    free = pool.free
+    async with ToolExecutor(pool, build_tool_registry(["default"])) as executor:
 
-    async def fork():
-        async with context.fork():
-            pass
+        async def fork():
+            context = ToolContext(executor, "t")
+            try:
+                async with context.fork():
+                    pass
+                return (await executor.slot("t")).options["snapshot"]
+            finally:
+                await executor.release_trajectory("t")
 
-    await cancelled_at_every_step(fork)
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert executor.live == {"t"}
-    assert all(snapshot.dropped for snapshot in executor.snapshots)
+        started_from = await cancelled_at_every_step(fork)
+    assert pool.free == free
+    assert started_from is pool.snapshots[-1]
+    assert all(snapshot.dropped for snapshot in pool.snapshots)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from atropos import wire
+from atropos.aio import outlive
 from atropos.errors import SandboxError
 from atropos.slots.slot.profile import PLAIN
 
@@ -36,8 +37,15 @@ class FakeSlot:
     async def check_alive(self):
         pass
 
+    async def snapshot(self):
+        self.pool.snapshots.append(FakeSnapshot())
+        return self.pool.snapshots[-1]
+
     async def release(self):
         self.released += 1
+        await outlive(self._end())
+
+    async def _end(self):
         for proc in self.procs.values():
             proc.kill()
             await proc.reader
@@ -185,8 +193,17 @@ class FakeProc:
         )  # fmt: skip
 
 
+class FakeSnapshot:
+    dropped = False
+
+    async def drop(self):
+        self.dropped = True
+        await asyncio.sleep(0)
+
+
 class FakePool:
     def __init__(self, slots=8):
+        self.snapshots = []
         self.free, self.slots, self.release_s, self.refuse_write = slots, [], 0, ""
         self.acquire_error: Exception | None = None
         self.hold_acquire: asyncio.Event | None = None
