@@ -325,10 +325,9 @@ class SandboxEnv(BaseEnv):
             raise GroupsDropped(f"{dropped} of {dropped + self.metrics.groups} groups were dropped ({reasons})")
 
     async def _process(self, total: int) -> None:
-        self.curr_step = 0
-        fill = math.ceil(self.config.capacity / self.config.group_size)
-        free = asyncio.Semaphore(self.config.process_concurrency or fill)
-        started = 0
+        self.curr_step = started = 0
+        config = self.config
+        free = asyncio.Semaphore(config.process_concurrency or math.ceil(config.capacity / config.group_size))
         async with task_group() as tasks:
             while total < 0 or started < total:
                 await free.acquire()
@@ -343,7 +342,8 @@ class SandboxEnv(BaseEnv):
         group, _ = await self.collect_trajectories(item)
         if group is None:
             return
-        processed = cast("ScoredDataGroup", await self.postprocess_histories(group))
+        with self.hooks.guard("postprocess_histories"):
+            processed = cast("ScoredDataGroup", await self.postprocess_histories(group))
         await self.handle_send_to_api(processed, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False)
         await self.wandb_log()
         self.curr_step += 1

@@ -7,7 +7,7 @@ import contextlib
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import aiohttp
 from tenacity import RetryError
@@ -92,8 +92,15 @@ def json_of(group: Mapping[str, object]) -> str:
 
 
 def _text(value: object) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=_listed)
     return json.dumps(replace_surrogates(value)) if "\\ud" in text else text
+
+
+def _listed(value: Any) -> object:
+    """An array, or a number of its type, as scores and advantages are computed with."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"a group can't be written as JSON: it holds {type(value).__name__}")
+    return value.tolist()
 
 
 def _packed(groups: Sequence[Mapping[str, object]], listed: bool) -> bytes:

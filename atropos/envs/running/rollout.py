@@ -226,6 +226,8 @@ def messages_of(transcript: Transcript) -> list[Message]:
 
 def drop_reason(group: ScoredGroup, *, group_size: int, same_scores_dropped: bool, max_token_len: int) -> str | None:
     """The reason, for a counter, why atroposlib would leave a group out; None: it sends it."""
+    if len(group["scores"]) != len(group["tokens"]) or not all(map(math.isfinite, group["scores"])):
+        return "bad_scores"
     size = (group.get("group_overrides") or {}).get("group_size", group_size)
     if len(group.get("tokens", [])) != size:
         return "wrong_size"

@@ -8,11 +8,12 @@ import json
 import signal
 import time
 
+import numpy as np
 import pytest
 
 from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED
 from atropos.envs import adapter
-from atropos.envs.running.rollout import GroupDropped, GroupsDropped, VerifierError
+from atropos.envs.running.rollout import GroupDropped, GroupsDropped, HookError, VerifierError
 from atropos.errors import AcquireTimeout, ConfigError, InferenceError, NotSupported, SlotLost
 from tests.e2e.hermes_support import sampled
 from tests.unit.envs.support import ScriptEnv, StandInExecutor, call, items, make, turns
@@ -452,6 +453,32 @@ async def test_what_is_left_out_of_a_batch_is_counted_by_name(policy, tmp_path):
     await env.process_manager()
     assert env.metrics.unsent == {"same_scores": 3}
     assert env.metrics.as_dict()["env/groups_unsent/same_scores"] == 3
+
+
+async def test_scores_and_advantages_may_be_arrays_and_must_be_finite(policy, tmp_path):
+    class Env(ScriptEnv):
+        async def postprocess_histories(self, trajectories):
+            scores = np.array(trajectories["scores"], dtype=np.float32) / 8
+            name = trajectories["atropos"]["item"]
+            given = {"item-0": scores, "item-1": [*scores[:2], float("nan")], "item-2": scores[:2]}[name]
+            return {**trajectories, "scores": given, "advantages": [scores[:1], list(scores[:1]), scores]}
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    await env.process_manager()
+    [kept] = groups_in(tmp_path / "g.jsonl")
+    assert kept["scores"] == [0.5] * 3
+    assert kept["advantages"] == [[0.5], [0.5], [0.5] * 3]
+    assert env.metrics.unsent == {"bad_scores": 2}
+
+
+async def test_an_error_in_postprocess_histories_is_named(policy, tmp_path, caplog):
+    class Env(ScriptEnv):
+        async def postprocess_histories(self, trajectories):
+            raise KeyError("mine")
+
+    with pytest.raises(HookError, match="postprocess_histories raised KeyError: 'mine'"):
+        await make(Env, policy.url, tmp_path / "g.jsonl").process_manager()
+    assert "Traceback" in caplog.text
 
 
 async def test_a_run_in_which_nothing_works_ends_by_itself(policy, tmp_path):
