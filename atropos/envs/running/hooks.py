@@ -166,7 +166,7 @@ class Hooks:
         self._owner = owner
         self._metrics = metrics
         self._timeout_s = timeout_s
-        self._logged: set[tuple[str, type[Exception]]] = set()
+        self._logged: set[tuple[str, type[BaseException]]] = set()
 
     async def call(
         self,
@@ -234,7 +234,7 @@ class Hooks:
                 yield
         except KNOWN:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # unittest.main() and the like exit, and would end the run
             if (inner := only_known(error)) is not None:
                 raise inner from error
             self._metrics.hook_errors[name] += 1
@@ -304,7 +304,7 @@ def ungrouped() -> Generator[None]:
         raise inner from errors
 
 
-def only_known(error: Exception) -> BaseException | None:
+def only_known(error: BaseException) -> BaseException | None:
     """The first failure in a group of errors that holds known ones alone."""
     known, others = error.split(KNOWN) if isinstance(error, ExceptionGroup) else (None, error)
     return None if known is None or others is not None else first_of(known)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import signal
+import sys
 import time
 
 import numpy as np
@@ -133,7 +134,7 @@ async def test_what_another_slot_cannot_cure_is_not_tried_again(policy, tmp_path
     assert len(tried) == 1
 
 
-@pytest.mark.parametrize("wrong", ["raises", "nan", "text", "none", "huge", "long"])
+@pytest.mark.parametrize("wrong", ["raises", "exits", "nan", "text", "none", "huge", "long"])
 async def test_a_reward_that_fails_is_reported_and_is_not_zero(policy, tmp_path, wrong, caplog):
     class Env(ScriptEnv):
         async def score_trajectory(self, item, final_response):
@@ -141,6 +142,8 @@ async def test_a_reward_that_fails_is_reported_and_is_not_zero(policy, tmp_path,
                 return 1.0
             if wrong == "raises":
                 raise ZeroDivisionError("in the reward")
+            if wrong == "exits":
+                sys.exit(0)  # as unittest.main() does
             return {"nan": float("nan"), "text": "1.0", "none": None, "huge": 10**400, "long": 10**5000}[wrong]
 
     env = make(Env, policy.url, tmp_path / "g.jsonl")
