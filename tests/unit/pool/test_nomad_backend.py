@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError
-from atropos.slots import SlotPoolConfig
+from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.nomad.api import NomadApi
 from atropos.slots.backends.nomad.backend import NomadBackend
 from atropos.slots.backends.nomad.settings import NomadSettings
@@ -121,6 +121,50 @@ async def test_a_parser_that_is_away_is_no_mistake_in_the_job(status, kind):
         nomad.answers["/parse"] = [web.Response(status=status, text="rpc error: EOF")]
         with pytest.raises(kind, match="Nomad refused to parse the job: rpc error: EOF"):
             await nomad.pool().start()
+
+
+PAGES = [
+    pytest.param({"text": "<html>\n<head><title>404 Not Found</title></head>\n</html>\n"}, "404 Not Found", id="nginx"),
+    pytest.param({"text": "404 page not found\n"}, "status 404", id="Traefik"),
+    pytest.param({}, "status 404", id="Envoy"),
+    pytest.param({"status": 403, "text": "<HTML><TITLE>Forbidden</TITLE>"}, "Forbidden", id="a firewall"),
+]
+
+
+@pytest.mark.parametrize(("page", "says"), PAGES)
+async def test_what_a_proxy_says_in_place_of_nomad_is_no_answer_of_nomads(page, says):
+    def answer() -> web.Response:
+        return web.Response(**({"status": 404} | page))
+
+    async with FakeNomad() as nomad, nomad.pool(max_containers=1) as pool:
+        (link,) = pool.links.values()
+        nomad.answers["/stop"] = [answer()]
+        with pytest.raises(BackendUnavailable, match=r"a proxy answers in place of Nomad .* an allocation: ") as caught:
+            await pool.backend.retire(link.container)
+        assert str(caught.value).endswith(says)
+        assert [each.state for each in pool.backend.containers()] == ["running"], "it is still there"
+        nomad.answers["/namespace/default"] = [answer()]
+        with pytest.raises(BackendUnavailable, match=r"a proxy answers in place of Nomad .* the namespace: "):
+            await nomad.pool().start()
+
+
+async def test_an_allocation_that_nomad_does_not_know_any_more_needs_no_stop():
+    async with FakeNomad() as nomad, nomad.pool(max_containers=1) as pool:
+        (link,) = pool.links.values()
+        nomad.answers["/stop"] = [web.Response(status=404, text="allocation not found")]
+        await pool.backend.retire(link.container)
+        assert [each.state for each in pool.backend.containers()] == ["ending"]
+
+
+async def test_a_tls_connection_that_is_closed_is_an_agent_that_is_away_and_no_wrong_setting():
+    async def closed(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(closed, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(BackendUnavailable, match=rf"Nomad does not answer at https://127.0.0.1:{port} ") as caught:
+            await SlotPool(SlotPoolConfig(backend="nomad", nomad_address=f"https://127.0.0.1:{port}")).start()
+    assert caught.value.retryable
 
 
 async def test_a_name_that_nomad_can_not_take_is_refused_before_it_is_asked():

@@ -20,6 +20,7 @@ from atropos.slots.backends.engines import BlockingCalls
 from atropos.slots.backends.nomad.refusals import (
     NomadRefused,
     denied,
+    from_proxy,
     missing_namespace,
     refused,
     unreachable,
@@ -116,10 +117,10 @@ class NomadApi:
             response = cast("object", error.nomad_resp)
             if not isinstance(response, requests.Response):
                 raise unreachable(self.settings, response) from error
-            if response.status_code in DENIED:
+            reason = response.text.strip()[:1000] or response.reason
+            if response.status_code in DENIED and not from_proxy(response.status_code, reason):
                 known = await self._whoami()
                 raise denied(self.settings, what, response.status_code, known) from error
-            reason = response.text.strip()[:1000] or response.reason
             raise refused(self.settings, what, response.status_code, reason) from error
         except (requests.RequestException, ValueError) as error:
             raise self._invalid(what, error) from error

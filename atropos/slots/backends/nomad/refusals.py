@@ -5,8 +5,10 @@ The settings are the NOMAD_* variables of Nomad's own command line.
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Iterator
+from http import HTTPStatus
 
 from atropos.errors import BackendUnavailable
 from atropos.slots.backends.nomad.settings import NomadSettings
@@ -46,8 +48,23 @@ class NomadMisconfigured(NomadRefused):
         super().__init__(message, status)
 
 
+def from_proxy(status: int, reason: str) -> bool:
+    """Whether an error answer is of a proxy in front of Nomad, which sends no HTML and says what it has not found."""
+    nowhere = reason == "404 page not found" or not reason.endswith("not found")
+    return reason.startswith("<") or (status == HTTPStatus.NOT_FOUND and nowhere)
+
+
 def refused(settings: NomadSettings, what: str, status: int, reason: str) -> NomadRefused:
-    """An error answer of Nomad, other than 401 and 403 (see `denied`)."""
+    """An error answer, other than Nomad's own 401 and 403 (see `denied`).
+
+    A proxy's has the status of a bad gateway: its 404, while it finds no Nomad, says nothing of a job or an allocation.
+    """
+    reason = reason.strip()
+    if from_proxy(status, reason):
+        title = re.search(r"<title>\s*([^<]+?)\s*</title>", reason, re.IGNORECASE)
+        said = title[1] if title else f"status {status}"
+        text = f"a proxy answers in place of Nomad at {settings.address} to a request to {what}: {said}"
+        return NomadRefused(text, HTTPStatus.BAD_GATEWAY)
     if "HTTP request to an HTTPS server" in reason:
         return NomadMisconfigured(
             f"NOMAD_ADDR: {settings.shown} speaks TLS; write https:// (and set NOMAD_CACERT where its CA is your own)",
@@ -61,7 +78,7 @@ def refused(settings: NomadSettings, what: str, status: int, reason: str) -> Nom
         )
     if "nonexistent namespace" in reason or "Namespace not found" in reason:
         return missing_namespace(settings, status)
-    text = "; ".join(line.strip(" *") for line in reason.splitlines() if line.strip())
+    text = "; ".join(line.strip(" *") for line in reason.splitlines() if line.strip()) or f"status {status}"
     return NomadRefused(f"Nomad refused to {what}: {text}", status)
 
 
@@ -153,7 +170,9 @@ def _chain(error: object) -> Iterator[BaseException]:
 
 
 def _faults(error: object) -> Iterator[ssl.SSLError]:
-    return (each for each in _chain(error) if isinstance(each, ssl.SSLError))
+    """Errors of TLS. A connection that was closed is none: so does an agent that ends, or a balancer that has none."""
+    closed = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
+    return (each for each in _chain(error) if isinstance(each, ssl.SSLError) and not isinstance(each, closed))
 
 
 def _innermost(error: object) -> str:
