@@ -108,6 +108,23 @@ async def test_an_image_or_an_engine_that_is_not_there_is_told_at_once_by_name()
         await SlotPool(pool_config("docker", docker_host="unix:///nowhere")).start()
 
 
+async def test_an_image_without_a_sandbox_server_fails_the_start_with_a_question_about_it():
+    image = "atropos-other:local"
+    text = b'FROM atropos-sandbox:local\nENTRYPOINT ["true"]\n'
+    await asyncio.to_thread(
+        subprocess.run, ["docker", "build", "-q", "-t", image, "-"], input=text, check=True, capture_output=True
+    )
+    config = pool_config("docker", image=image)
+    try:
+        with pytest.raises(
+            BackendUnavailable, match=r"exit code 0: it printed nothing; is sandbox_image one of `make image`"
+        ):
+            await SlotPool(config).start()
+    finally:
+        await asyncio.to_thread(subprocess.run, ["docker", "rmi", "-f", image], check=True, capture_output=True)
+    assert leftovers("docker", config.job_id) == []
+
+
 async def test_a_server_that_can_not_isolate_fails_the_start_with_its_own_words():
     config = pool_config("docker", base="/no/such/folder")
     with pytest.raises((ConfigError, BackendUnavailable), match="/no/such/folder"):

@@ -8,6 +8,7 @@ import re
 import subprocess
 
 import pytest
+from aiohttp import web
 
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots import SlotPool
@@ -83,6 +84,33 @@ async def test_what_can_not_run_fails_the_start_with_the_cure(tmp_path):
     assert "/nowhere.json" in no_profile
     assert "copy docker/sandbox/seccomp.json there" in no_profile
     assert "a seccomp profile that allows mount and unshare" in weak_profile
+
+
+async def test_an_image_that_takes_longer_to_pull_than_a_start_may_is_named_as_the_reason():
+    async def drip(request: web.Request) -> web.StreamResponse:
+        if request.path == "/v2/":
+            return web.Response()
+        kind = "application/vnd.docker.distribution.manifest.v2+json"
+        response = web.StreamResponse(headers={"Content-Type": kind, "Content-Length": "5000"})
+        await response.prepare(request)
+        await asyncio.Event().wait()
+        return response
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", drip)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    image = f"127.0.0.1:{runner.addresses[0][1]}/atropos-sandbox:1"
+    try:
+        pool = SlotPool(pool_config("nomad", image=image, start_timeout_s=6))
+        with pytest.raises(BackendUnavailable, match=r"start_timeout_s \(6 s\): container .* is starting: Downloading"):
+            await pool.start()
+        async with SlotPool(pool_config("nomad", image=image, min_containers=0)) as pool:
+            with pytest.raises(AcquireTimeout, match="is starting: Downloading image"):
+                await pool.acquire("t", timeout_s=6)
+    finally:
+        await runner.cleanup()
 
 
 def test_what_the_docker_driver_says_of_a_client_is_given_its_cure():

@@ -90,4 +90,6 @@ def refused(code: int | None, reason: str) -> ConfigError | IsolationUnavailable
 
 def hopeless(code: int | None, reason: str, failures: int) -> Exception | None:
     """Why no container will ever start, by how the first ones ended; None: a retry may help."""
+    if code == 0:  # a server ends so only when it is told to
+        reason = f"{reason}; is sandbox_image one of `make image`, or derived from it with its entry point?"
     return refused(code, reason) or (BackendUnavailable(reason) if failures >= HOPELESS_CRASHES else None)

@@ -142,7 +142,7 @@ class SlotPool:
             if self._state.fleet.ready:
                 log.warning("starting with %d of %d containers", self._state.fleet.ready, self.config.min_containers)
                 return
-            reason = self.backend.trouble() or self._keeper.trouble or self._unreachable()
+            reason = self.backend.trouble() or self._keeper.trouble or self._awaited()
             text = f"no container could be leased from within start_timeout_s ({self.config.start_timeout_s:g} s)"
             raise BackendUnavailable(f"{text}: {reason}{host_limits.load()}")
 
@@ -152,12 +152,15 @@ class SlotPool:
         except SandboxError as error:
             log.warning("%s; the next lease on it retries", error)
 
-    def _unreachable(self) -> str:
-        """A reason where neither the backend nor the keeper has one: a container whose server can't be reached."""
+    def _awaited(self) -> str:
+        """What is waited for where neither the backend nor the keeper has trouble: a container that starts."""
         for container in self.backend.containers():
+            if container.state == "starting" and container.detail:
+                return f"container {container.id} is starting: {container.detail}"
             if container.url is not None:
                 return f"no server answers at {container.url}: can that address be reached from here?"
-        return "the backend gives no reason"
+            return f"container {container.id} has not started yet"
+        return "the backend has no container yet"
 
     async def stop(self, *, purge_job: bool | None = None) -> None:
         """End all leases, close all connections, and end or leave the containers. Idempotent; continues when cancelled.
@@ -410,7 +413,8 @@ class SlotPool:
             f"{s.ready} of {s.containers} containers ready (at most {self.config.max_containers}), "
             f"{s.slots} slots ({s.free} free, {s.leased} leased, {s.retired} retired), {s.waiting} waiting"
         )
-        return f"{text}; backend: {s.trouble}" if s.trouble else text
+        reason = s.trouble or (self._awaited() if s.containers and not s.ready else "")
+        return f"{text}; backend: {reason}" if reason else text
 
     async def _guard(self, loop: Coroutine[object, object, None]) -> None:
         """Run a loop that must not end: a bug in it stops the pool from granting slots, with that error."""

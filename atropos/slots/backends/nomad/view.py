@@ -45,6 +45,7 @@ class Allocation:
         detail: Nomad's last error about it, of interest while its server doesn't answer.
         exit_code: of its task's last end, where it has ended.
         unrecoverable: its driver says that a retry can't help.
+        doing: what its task was at last, before its server was started: an image may be pulled for minutes.
     """
 
     id: str
@@ -56,6 +57,7 @@ class Allocation:
     failed: bool = False
     exit_code: int | None = None
     unrecoverable: bool = False
+    doing: str = ""
     node: str = ""
     modified: int = 0
 
@@ -66,16 +68,18 @@ class Allocation:
         index = re.search(r"\[(\d+)\]$", row["Name"])
         events: Sequence[Json] = task.get("Events") or []
         detail, exit_code = _task_trouble(events)
+        state = _state(row, task)
         return cls(
             id=row["ID"],
             run=f"{row['ID']}.{task.get('Restarts', 0)}",
             index=int(index[1]) if index else 0,
-            state=_state(row, task),
+            state=state,
             url=_url(row, "https" if tls else "http"),
             detail=detail,
             failed=row.get("ClientStatus") == "failed",
             exit_code=exit_code,
             unrecoverable=any(event.get("RestartReason") == UNRECOVERABLE for event in events),
+            doing=str(events[-1].get("DisplayMessage") or "") if events and state == "starting" else "",
             node=row.get("NodeName") or "",
             modified=int(row.get("ModifyIndex") or 0),
         )
@@ -154,9 +158,8 @@ def container(allocation: Allocation, secret: JobSecret, *, ready: bool, ending:
         state = "ending"
     elif ready and allocation.state in {"running", "unknown"}:
         state = "running"
-    return Container(
-        allocation.run, allocation.index, allocation.url, secret.token, state, allocation.detail, secret.certificate
-    )
+    detail = allocation.detail or allocation.doing
+    return Container(allocation.run, allocation.index, allocation.url, secret.token, state, detail, secret.certificate)
 
 
 def placement_failures(evaluations: Iterable[Json]) -> str:
