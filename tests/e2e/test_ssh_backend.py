@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from atropos.envs import HermesAgentEnvConfig
-from atropos.errors import ConfigError, SandboxError
+from atropos.errors import BackendUnavailable, ConfigError, SandboxError
 from atropos.slots import SlotPool, SlotPoolConfig
 from tests.engines import SMALL
 from tests.processes import adopt_orphans, descendants, gone_within
@@ -80,10 +80,23 @@ async def test_a_host_that_forwards_no_ports_is_named(tmp_path):
         assert "AllowTcpForwarding" in await refusal(strict)
 
 
+async def test_a_host_that_accepts_connections_and_says_nothing_is_named(host):
+    async def nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    async with await asyncio.start_server(nothing, "127.0.0.1", 0) as server:
+        silent = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(BackendUnavailable, match=silent):
+            await SlotPool(settings(host, ssh_hosts=[silent], start_timeout_s=1)).start()
+
+
 async def test_each_host_is_one_container(host):
     assert settings(host, ssh_hosts="a,b,c").max_containers == 3
     assert "1 for max_containers 2" in await refusal(host, max_containers=2)
-    assert "[user@]host[:port]" in await refusal(host, ssh_hosts=["a b"])
+    for name in ("a b", "a:65536"):
+        assert "[user@]host[:port]" in await refusal(host, ssh_hosts=[name])
+    with pytest.raises(BackendUnavailable, match=r"a\.\.b can't be reached by ssh: .*label empty"):
+        await SlotPool(settings(host, ssh_hosts=["a..b"])).start()
     assert "0 for max_containers" in await refusal(host, ssh_hosts=[], min_containers=0)
 
 

@@ -56,6 +56,9 @@ class SlotPool:
         config: what it is made of.
         backend: where containers come from; None: what the configuration names.
         make_client: how a container is connected to; None: `SandboxClient`.
+
+    Raises:
+        ConfigError: the backend can't be made, or is a name.
     """
 
     def __init__(
@@ -67,6 +70,10 @@ class SlotPool:
     ) -> None:
         self.config = config or SlotPoolConfig()
         self.client_id = f"{os.uname().nodename[:60]}-{os.getpid()}-{secrets.token_hex(16)}"
+        if isinstance(backend, str):
+            raise ConfigError(
+                f"backend: {backend!r} is a name; give it to the configuration: SlotPoolConfig(backend=…)"
+            )
         self.backend = backend or make_backend(self.config)
         self.backend.client_id = self.client_id
         self._state = SharedState(self.config, self.backend, self.client_id)

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
 
-from atropos.errors import SandboxError
+from atropos.errors import ConfigError, SandboxError
 from atropos.slot_python import SLOT_PYTHON
 from atropos.slots.slot import Slot
 from atropos.slots.slot.processes import Process
 from atropos.slots.task_owner import Tasks
 
 LOOPBACK = "127.0.0.1"
+MAX_PORT = 65535
 HEAD_BYTES = 9
 READ_BYTES = 64 * 1024
 BUFFER_BYTES = 1024 * 1024
@@ -66,9 +67,11 @@ class PortForward:
             listen: this machine's; 0: any free one.
 
         Raises:
+            ConfigError: a port is none of TCP's.
             SandboxError: the slot is gone.
             OSError: the port can't be listened on.
         """
+        _check_ports(port=port, listen=listen or 1)
         self = await cls._start(slot, "connect", port, None)
         try:
             self._server = await asyncio.start_server(self._accept, LOOPBACK, listen)
@@ -88,9 +91,11 @@ class PortForward:
             target: this machine's.
 
         Raises:
+            ConfigError: a port is none of TCP's.
             SandboxError: the slot is gone.
             OSError: the port is taken.
         """
+        _check_ports(port=port, target=target)
         self = await cls._start(slot, "listen", port, target)
         self.port = port
         return self
@@ -222,6 +227,12 @@ class PortForward:
             if self._server is not None:
                 self._server.close()
             self._drop(*self._connections)
+
+
+def _check_ports(**ports: int) -> None:
+    for name, port in ports.items():
+        if not 1 <= port <= MAX_PORT:
+            raise ConfigError(f"{name}: {port} is no TCP port (1 to {MAX_PORT})")
 
 
 async def _frames(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[bytes, int, bytes]]:

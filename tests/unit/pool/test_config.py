@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from atropos.adapters.sharing import MAX_OUTPUT_BYTES, pool_config
 from atropos.config import ServerConfig, SlotLimits, one_line
 from atropos.errors import ConfigError
-from atropos.slots import SlotPoolConfig
+from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.config import server_json
 
 
@@ -65,3 +65,28 @@ def test_the_servers_configuration_arrives_whole_and_neither_its_repr_nor_an_err
 def test_by_default_a_partition_of_20_s_costs_neither_a_lease_nor_a_call():
     config = SlotPoolConfig()
     assert 20 < config.reconnect_s < config.lease_ttl_s
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"backend": "docker", "docker_host": "tcp://host:99999"},
+            r"docker_host or DOCKER_HOST must look like .*0-65535",
+        ),
+        ({"backend": "docker", "docker_host": "tcp://["}, "docker_host or DOCKER_HOST must look like .*Invalid IPv6"),
+        (
+            {"backend": "nomad", "nomad_address": "http://host:99999"},
+            "nomad_address 'http://host:99999' must look like",
+        ),
+        ({"backend": "nomad", "nomad_address": "http://["}, r"nomad_address 'http://\[' must look like"),
+    ],
+)
+async def test_an_engines_address_that_is_none_is_told_by_its_setting(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        await SlotPool(SlotPoolConfig(**settings)).start()
+
+
+def test_a_backends_name_in_place_of_a_backend_is_told_with_the_cure():
+    with pytest.raises(ConfigError, match=r"backend: 'local' is a name.*SlotPoolConfig\(backend="):
+        SlotPool(backend="local")

@@ -8,6 +8,9 @@ import contextlib
 import socket
 import sys
 
+import pytest
+
+from atropos.errors import ConfigError
 from atropos.slots.slot.ports import PROGRAM, READ_BYTES, PortForward
 from tests.waiting import SLOWNESS, until
 
@@ -73,6 +76,15 @@ async def ended(forward: PortForward) -> None:
                 _, writer = await asyncio.open_connection("127.0.0.1", forward.port)
                 writer.close()
                 await asyncio.sleep(0.01)
+
+
+async def test_a_port_that_tcp_does_not_have_is_refused_by_name():
+    slot = OneRelay(Relay(LISTENS))
+    for port, listen, says in ((70_000, 0, "port: 70000"), (0, 0, "port: 0"), (80, 70_000, "listen: 70000")):
+        with pytest.raises(ConfigError, match=f"{says} is no TCP port"):
+            await PortForward.to_slot(slot, port, listen=listen)
+    with pytest.raises(ConfigError, match="target: 70000 is no TCP port"):
+        await PortForward.from_slot(slot, 80, 70_000)
 
 
 async def test_a_forward_to_the_slot_leads_no_program_of_it_to_this_machine():

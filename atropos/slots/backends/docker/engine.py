@@ -75,6 +75,7 @@ class DockerEngine:
 
         Raises:
             BackendUnavailable: no engine answers; the message names DOCKER_HOST.
+            ConfigError: its address is none.
         """
         with self._failures():
             self._client, self._lists = self._open(ANSWER_S), self._open(LIST_S)
@@ -83,9 +84,14 @@ class DockerEngine:
         self._address = "" if parts.scheme == "unix" else (parts.hostname or "")
 
     def _open(self, timeout_s: int) -> Any:
-        if self._host:
-            return docker.DockerClient(base_url=self._host, timeout=timeout_s)
-        return docker.from_env(timeout=timeout_s)
+        try:
+            if self._host:
+                return docker.DockerClient(base_url=self._host, timeout=timeout_s)
+            return docker.from_env(timeout=timeout_s)
+        except ValueError as error:
+            raise ConfigError(
+                f"docker_host or DOCKER_HOST must look like unix://… or tcp://host:port: {error}"
+            ) from error
 
     @contextmanager
     def _failures(self) -> Generator[None]:

@@ -39,8 +39,12 @@ class NomadSettings:
         """
         env = {name: value.strip() for name, value in os.environ.items() if name.startswith("NOMAD_")}
         address = (address or env.get("NOMAD_ADDR") or DEFAULT_ADDRESS).rstrip("/")
-        parts = urlsplit(address)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
+        try:
+            parts = urlsplit(address)
+            valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # of the port, or an IPv6 address
+            valid = False
+        if not valid:
             raise ConfigError(f"nomad_address {address!r} must look like http://host:4646 or https://host:4646")
         settings = cls(
             address=address,

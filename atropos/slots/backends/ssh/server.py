@@ -27,6 +27,7 @@ BANNER_LINES = 100
 """Lines that the host's login shell may print before the server's own."""
 NO_PYTHON = (126, 127)
 """A shell's exit codes when it can't start a program."""
+MAX_PORT = 65535
 _PLACE = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^:\[\]@\s]+)(?::(?P<port>[0-9]{1,5}))?")
 
 
@@ -37,7 +38,7 @@ def place(text: str) -> dict[str, object]:
         ConfigError: it has another form.
     """
     match = _PLACE.fullmatch(text)
-    if match is None:
+    if match is None or int(match["port"] or 0) > MAX_PORT:
         raise ConfigError(f"ssh_hosts: {text!r} is not of the form [user@]host[:port]")
     given: dict[str, object] = {"host": match["host"].strip("[]")}
     if match["user"]:
@@ -67,7 +68,7 @@ def _failures(host: str) -> Generator[None]:
         raise BackendUnavailable(f"{host}: {error.reason}") from error
     except (asyncssh.KeyImportError, asyncssh.ConfigParseError) as error:
         raise ConfigError(f"ssh_config: {error}") from error
-    except (asyncssh.Error, OSError) as error:
+    except (asyncssh.Error, OSError, UnicodeError) as error:  # UnicodeError: no name of a host, as `a..b`
         raise BackendUnavailable(f"{host} can't be reached by ssh: {error}") from error
 
 
