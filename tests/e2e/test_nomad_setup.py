@@ -135,6 +135,9 @@ def test_a_quota_and_a_node_class_are_told_too():
     assert said == "node class 'gpu' filtered 3 of 4 nodes; quota limit hit: memory"
     said = explain({"NodesEvaluated": 2, "NodesInPool": 2, "ConstraintFiltered": {"missing drivers": 2}})
     assert said.startswith("constraint 'missing drivers' filtered 2 of 2 nodes (install Docker on the clients")
+    said = explain({"NodesEvaluated": 0, "NodesInPool": 0, "NodePool": "default"})  # so too when each node drains
+    assert "no ready node of node pool 'default'" in said
+    assert "`nomad node status` shows nodes that drain or are ineligible; else set node_pool" in said
 
 
 async def test_a_job_of_the_same_name_that_is_something_else_is_left_alone_by_pools_and_operators():

@@ -187,7 +187,10 @@ def cure(metric: Json) -> str:
     """What to change where the scheduler can't place containers; empty where only the cluster can help."""
     cures: list[str] = []
     if not metric.get("NodesInPool", 1):
-        cures.append("set node_pool or datacenters in nomad_variables to where there are clients")
+        cures.append(
+            "`nomad node status` shows nodes that drain or are ineligible; else set node_pool or datacenters in "
+            "nomad_variables to where there are clients"
+        )
     for key in metric.get("ConstraintFiltered") or {}:
         if key == "missing drivers":
             cures.append("install Docker on the clients and merge nomad/client-plugin.hcl (docs/cluster.md)")
