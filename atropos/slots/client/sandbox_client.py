@@ -137,15 +137,19 @@ class SandboxClient:
         self._stream = stream
         self.boot_id = stream.boot_id
 
-    async def close(self) -> None:
-        """End the stream and everything that waits on it, within `CLOSE_S` and a bit. Leases are not released."""
+    async def close(self, reason: str = "the client was closed") -> None:
+        """End the stream and everything that waits on it, within `CLOSE_S` and a bit. Leases are not released.
+
+        Args:
+            reason: why, for the calls that end so.
+        """
         if self._requests.closed:
             return
         self._requests.closed = True
         try:
             await self._tasks.settle(CLOSE_S)
             if self._stream is not None:
-                await self._stream.close("the client was closed")
+                await self._stream.close(reason)
         finally:
             await outlive(self._requests.close_sessions())
 

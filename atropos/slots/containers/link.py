@@ -177,15 +177,15 @@ class ContainerLink:
         self.snapshots.clear()
         for ticket in state.fleet.leave(self.seat):
             state.fail(ticket, SlotLost(f"the container that holds the snapshot is gone: {reason}"))
-        state.tasks.spawn(self._close_client(), f"close {self.container.id}")
+        state.tasks.spawn(self._close_client(reason), f"close {self.container.id}")
         for task in (self.task, self._polling):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
 
-    async def _close_client(self) -> None:
+    async def _close_client(self, reason: str) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                await self.client.close()
+                await self.client.close(f"container {self.container.id} is lost: {reason}")
 
     # --------------------------------------------------------------------------------------------------- releases
 

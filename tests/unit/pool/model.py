@@ -114,7 +114,7 @@ class ModelClient:
         except SlotLost as error:
             raise BackendUnavailable(str(error)) from None
 
-    async def close(self) -> None:
+    async def close(self, reason: str = "") -> None:
         self.closed = True
 
     async def acquire(self, request: wire.LeaseRequest) -> wire.Lease:
