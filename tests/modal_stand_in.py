@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from grpclib.exceptions import StreamTerminatedError
 from modal import exception
 
 from atropos.slots.backends.modal import server
@@ -61,6 +62,9 @@ class Sandbox:
         self.process = process
         self.port = port
         self.listens = 0
+        self.unanswered = asyncio.Event()
+        """While it is set, Modal doesn't say whether the sandbox has ended."""
+        self.asked = 0
         self.stdin = Stdin(self)
         self.stdout = self._lines()
         self.stderr = SimpleNamespace(read=Aio(self._errors))
@@ -88,7 +92,15 @@ class Sandbox:
 
     async def _wait(self, *, raise_on_termination: bool) -> None:
         assert not raise_on_termination
-        await self.process.wait()
+        self.asked += 1
+        either = [asyncio.ensure_future(self.process.wait()), asyncio.ensure_future(self.unanswered.wait())]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in either:
+                one.cancel()
+        if self.unanswered.is_set():
+            raise StreamTerminatedError("Connection lost")
 
     async def _terminate(self, *, wait: bool) -> int | None:
         with contextlib.suppress(ProcessLookupError):

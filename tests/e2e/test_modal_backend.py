@@ -8,6 +8,7 @@ import os
 
 import modal as sdk
 import pytest
+from grpclib.exceptions import StreamTerminatedError
 from modal import exception
 
 from atropos.envs import HermesAgentEnvConfig
@@ -53,6 +54,7 @@ async def test_a_sandbox_is_asked_for_with_the_pools_settings_and_ends_with_it()
         (exception.AuthError("Token missing.\nCould not authenticate"), ConfigError, "modal token new"),
         (exception.NotFoundError("no such image"), ConfigError, "Modal refused the sandbox: no such image"),
         (exception.ConnectionError("no route"), BackendUnavailable, "Modal: no route"),
+        (StreamTerminatedError("Connection lost"), BackendUnavailable, "Modal: Connection lost"),
     ],
 )
 async def test_what_modal_refuses_is_said_in_one_line(refusal, error, said):
@@ -78,6 +80,23 @@ async def test_a_start_that_is_given_up_leaves_no_sandbox():
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
+    assert await gone_within(5, but=others) == []
+
+
+async def test_a_modal_that_does_not_answer_costs_no_lease_and_a_sandbox_that_ends_meanwhile_is_replaced():
+    others = set(descendants())
+    with modal() as stand_in:
+        async with SlotPool(settings(acquire_timeout_s=60)) as pool:
+            (sandbox,) = stand_in.created.values()
+            slot = await pool.acquire("t")
+            sandbox.unanswered.set()
+            await until(lambda: sandbox.asked >= 2, "another try")
+            assert (await slot.exec("echo still here")).output == "still here\n"
+            assert list(pool.links) == [slot.container]
+            sandbox.process.kill()
+            async with pool.lease("u") as other:
+                assert (await other.exec("echo ok")).output == "ok\n"
+        assert len(stand_in.created) == 2
     assert await gone_within(5, but=others) == []
 
 

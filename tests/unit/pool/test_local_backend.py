@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import signal
 import sys
 import textwrap
 from contextlib import asynccontextmanager
@@ -178,3 +179,16 @@ async def test_ending_while_a_server_starts_leaves_nothing():
     for delay in (0, 0.01, 0.03):
         async with running(GOOD, 2):
             await asyncio.sleep(delay)
+
+
+async def test_a_server_whose_folder_can_not_be_made_is_started_once_it_can():
+    async with running(GOOD) as backend:
+        await until(ready(backend, 1), "a server")
+        away = backend.scratch.with_name("away")
+        backend.scratch.rename(away)  # as on a full disk, no folder can be made there
+        (container,) = backend.containers()
+        os.kill(pid_of(container), signal.SIGKILL)
+        await until(lambda: "could not be started: [Errno 2]" in backend.trouble(), "the reason")
+        away.rename(backend.scratch)
+        await until(ready(backend, 1), "another server")
+        assert backend.trouble() == ""

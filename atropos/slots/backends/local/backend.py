@@ -68,8 +68,11 @@ class LocalServer(ServerProcess):
         Raises:
             BackendUnavailable: the process could not be started.
         """
-        folder = Path(tempfile.mkdtemp(dir=scratch))
-        folder.chmod(0o755)  # the server passes through it as another user
+        try:
+            folder = Path(tempfile.mkdtemp(dir=scratch))
+            folder.chmod(0o755)  # the server passes through it as another user
+        except OSError as error:  # no space, or somebody has removed `scratch`
+            raise BackendUnavailable(f"a sandbox server could not be started: {error}") from error
         own = config.model_copy(update={"die_with_parent": True, "state_dir": str(folder)})
         server = await cls.start(own, command)
         server.folder = folder

@@ -10,12 +10,13 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 import modal
+from grpclib.exceptions import GRPCError, StreamTerminatedError
 from modal import exception
 
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.local.server_process import SHOWN_CHARS, last_line
-from atropos.slots.backends.server_http import ServerHttp
+from atropos.slots.backends.server_http import DOUBT_S, ServerHttp
 from atropos.slots.backends.spec import SERVER_COMMAND, refused
 from atropos.slots.config import server_json
 
@@ -25,6 +26,8 @@ LIFETIME_S = 86_400
 """Longest life of a sandbox at Modal, after which it is replaced."""
 GONE_S = 4.0
 """How long Modal may take to end a sandbox."""
+AGAIN_S = 1.0
+"""Pause before Modal is asked again whether a sandbox has ended, where it gave no answer."""
 _REFUSED = (
     exception.AuthError,
     exception.ImageBuildError,
@@ -33,6 +36,8 @@ _REFUSED = (
     exception.PermissionDeniedError,
     exception.VersionError,
 )
+_UNANSWERED = (exception.Error, GRPCError, StreamTerminatedError, OSError)
+"""The SDK raises its transport's own errors where its retries have failed."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def _failures() -> Generator[None]:
         ) from error
     except _REFUSED as error:
         raise ConfigError(f"backend: Modal refused the sandbox: {_line(error)}") from error
-    except (exception.Error, OSError) as error:
+    except _UNANSWERED as error:
         raise BackendUnavailable(f"Modal: {_line(error)}") from error
 
 
@@ -137,9 +142,19 @@ class ModalServer:
         """Wait until the server and its sandbox have ended."""
         assert self._creating is not None
         sandbox = await self._creating
-        with contextlib.suppress(exception.Error, OSError):
-            await sandbox.wait.aio(raise_on_termination=False)
+        while not await self._ended(sandbox) and self.url and await self._http.until_healthy(self.url, DOUBT_S):  # noqa: ASYNC110 (Modal is asked)
+            await asyncio.sleep(AGAIN_S)
+        with contextlib.suppress(*_UNANSWERED):
             self._last = last_line((await sandbox.stderr.read.aio()).split("\n"))
+
+    @staticmethod
+    async def _ended(sandbox: modal.Sandbox) -> bool:
+        """Wait until a sandbox has ended; False: Modal doesn't answer, which says nothing of it."""
+        try:
+            await sandbox.wait.aio(raise_on_termination=False)
+        except _UNANSWERED:
+            return False
+        return True
 
     def failure(self) -> Exception:
         """Why it ended."""
@@ -160,7 +175,7 @@ class ModalServer:
         except TimeoutError:
             pass
         finally:
-            with contextlib.suppress(TimeoutError, exception.Error, OSError):
+            with contextlib.suppress(*_UNANSWERED):
                 async with asyncio.timeout(GONE_S):
                     sandbox = await asyncio.shield(self._creating)
                     await sandbox.terminate.aio(wait=True)
