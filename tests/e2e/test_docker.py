@@ -10,10 +10,13 @@ import subprocess
 import sys
 
 import pytest
+from aiohttp import web
 
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots import SlotPool
+from tests.e2e.docker_proxy import ENGINE, DockerProxy
 from tests.engines import BACKENDS, ROOT, containers, leftovers, pool_config
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.docker,
@@ -98,6 +101,25 @@ async def test_a_purge_spares_containers_that_another_pool_works_in():
             assert a.name != b.name
         async with two.lease("c") as c:
             assert (await c.exec("echo still here")).output == "still here\n"
+    assert leftovers("docker", config.job_id) == []
+
+
+@pytest.mark.skipif(not os.path.exists(ENGINE), reason="the engine is not on a unix socket of this machine")
+async def test_a_copy_that_the_engine_breaks_off_is_no_answer_and_costs_a_running_pool_nothing():
+    def broken_off(request: web.Request) -> web.Response | None:
+        return web.Response(body=b"\0" * 100) if request.method == "GET" and "/archive" in request.path else None
+
+    async with DockerProxy() as proxy:
+        config = pool_config("docker", docker_host=proxy.url, slots_per_container=1)
+        async with SlotPool(config) as pool, pool.lease("t") as slot:
+            proxy.instead = broken_off
+            async with SlotPool(config.model_copy(update={"docker_host": None})) as other, other.lease("u"):
+                await until(lambda: "broke off" in pool.trouble(), "the other pool's container", 60)
+            proxy.instead = lambda request: None
+            async with pool.lease("v") as another:
+                assert (await another.exec("echo ok")).output == "ok\n"
+            await until(lambda: not pool.trouble(), "no trouble", 60)
+            assert (await slot.exec("echo still here")).output == "still here\n"
     assert leftovers("docker", config.job_id) == []
 
 

@@ -192,9 +192,12 @@ class DockerEngine:
                 chunks, _ = self._client.api.get_archive(container_id, f"{TOKEN_DIR}/{TOKEN_FILE}")
             except NotFound:
                 return None
-            with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
-                member = archive.extractfile(archive.getmembers()[0])
-                return member.read().decode().strip() if member else None
+            try:
+                with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
+                    member = archive.extractfile(archive.getmembers()[0])
+                    return member.read().decode().strip() if member else None
+            except (tarfile.TarError, IndexError) as error:  # Docker ends what it breaks off as it ends what is whole
+                raise BackendUnavailable(f"Docker broke off a copy out of container {container_id}: {error}") from error
 
     def ending(self, container_id: str) -> Ending:
         """How a container ended."""
