@@ -123,6 +123,28 @@ async def test_a_copy_that_the_engine_breaks_off_is_no_answer_and_costs_a_runnin
     assert leftovers("docker", config.job_id) == []
 
 
+@pytest.mark.skipif(not os.path.exists(ENGINE), reason="the engine is not on a unix socket of this machine")
+async def test_of_two_containers_that_two_processes_started_for_one_only_one_is_kept():
+    made: list[str] = []
+
+    def blind(request: web.Request) -> web.Response | None:
+        """Until the second process has made its container, it doesn't see the first one's."""
+        if request.path.endswith("/containers/create"):
+            made.append(request.query["name"])
+        return None if made or not request.path.endswith("/containers/json") else web.json_response([])
+
+    config = pool_config("docker", max_containers=1, idle_container_s=0.3)
+    async with SlotPool(config) as first, DockerProxy() as proxy:
+        proxy.instead = blind
+        async with SlotPool(config.model_copy(update={"docker_host": proxy.url})) as second:
+            assert len(made) == 1
+            await until(lambda: len(containers(config.job_id)) == 1, "one container", 60)
+            for pool in (first, second):
+                async with pool.lease("t") as slot:
+                    assert (await slot.exec("echo ok")).output == "ok\n"
+    assert leftovers("docker", config.job_id) == []
+
+
 async def test_an_image_or_an_engine_that_is_not_there_is_told_at_once_by_name():
     with pytest.raises(ConfigError, match=r"no image 'no-such-image:local'.*make image"):
         await SlotPool(pool_config("docker", image="no-such-image:local")).start()

@@ -292,10 +292,16 @@ class DockerBackend(Backend):
                 self._members[member.container.id] = member
                 self._changed.set()
                 self._group.create_task(self._bring_up(member))
-        for member in sorted(live, key=lambda m: -m.container.index)[: max(0, len(live) - self._target)]:
+        order = sorted(live, key=lambda m: (not self._is_twin(m), -m.container.index))
+        for member in order[: max(0, len(live) - self._target)]:
             if not member.busy:
                 member.busy = True
                 self._group.create_task(self._drain(member))
+
+    def _is_twin(self, member: _Member) -> bool:
+        """Whether it is the one to go of two with the same index, which two processes started at once."""
+        mine = member.container
+        return any(m.container.index == mine.index and m.container.id < mine.id for m in self._live())
 
     def _fresh(self, index: int) -> Container:
         name = f"{self._pool}-{index}-{secrets.token_hex(3)}"
@@ -361,10 +367,15 @@ class DockerBackend(Backend):
     async def _drain(self, member: _Member) -> None:
         """End a surplus container once its last lease has ended.
 
-        One that another process is connected to is kept, and not drained: that process, or this one, may soon use it.
+        One that another process is connected to is kept, and not drained: that process, or this one, may soon use it. But
+        not a twin, or each would keep it for the other.
         """
         container = member.container
-        used = container.url and await self._http.used_by_others(container.url, container.token, self.client_id)
+        used = (
+            container.url
+            and not self._is_twin(member)
+            and await self._http.used_by_others(container.url, container.token, self.client_id)
+        )
         member.busy = False
         if used or len(self._live()) <= self._target or member.container.state == "ending":
             return

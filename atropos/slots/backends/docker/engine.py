@@ -197,7 +197,7 @@ class DockerEngine:
                     member = archive.extractfile(archive.getmembers()[0])
                     return member.read().decode().strip() if member else None
             except (tarfile.TarError, IndexError) as error:  # Docker ends what it breaks off as it ends what is whole
-                raise BackendUnavailable(f"Docker broke off a copy out of container {container_id}: {error}") from error
+                raise BackendUnavailable(f"Docker broke off a copy out of container {container_id}") from error
 
     def ending(self, container_id: str) -> Ending:
         """How a container ended."""
