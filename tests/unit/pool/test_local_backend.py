@@ -184,7 +184,7 @@ async def test_ending_while_a_server_starts_leaves_nothing():
 async def test_a_server_whose_folder_can_not_be_made_is_started_once_it_can():
     async with running(GOOD) as backend:
         await until(ready(backend, 1), "a server")
-        away = backend.scratch.with_name("away")
+        away = backend.scratch.with_name(f"away-{backend.scratch.name}")
         backend.scratch.rename(away)  # as on a full disk, no folder can be made there
         (container,) = backend.containers()
         os.kill(pid_of(container), signal.SIGKILL)
