@@ -63,7 +63,7 @@ def refused(settings: NomadSettings, what: str, status: int, reason: str) -> Nom
     if from_proxy(status, reason):
         title = re.search(r"<title>\s*([^<]+?)\s*</title>", reason, re.IGNORECASE)
         said = title[1] if title else f"status {status}"
-        text = f"a proxy answers in place of Nomad at {settings.address} to a request to {what}: {said}"
+        text = f"a proxy answers in place of Nomad at {settings.shown} to a request to {what}: {said}"
         return NomadRefused(text, HTTPStatus.BAD_GATEWAY)
     if "HTTP request to an HTTPS server" in reason:
         return NomadMisconfigured(
