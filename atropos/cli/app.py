@@ -94,8 +94,9 @@ def main() -> None:
 
     def terminate(_number: int, _frame: FrameType | None) -> None:
         nonlocal terminated
-        terminated = True
-        signal.raise_signal(signal.SIGINT)
+        if not terminated:  # a second one would break off the clean-up
+            terminated = True
+            signal.raise_signal(signal.SIGINT)
 
     signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job has it ignored

@@ -180,7 +180,12 @@ async def policy(tasks: Path, mistakes: float) -> AsyncIterator[dict[str, Any]]:
 
 
 def _terminated(_number: int, _frame: Any) -> NoReturn:
+    signal.signal(signal.SIGTERM, _ending)  # a second one would break off the end
     raise SystemExit(143)
+
+
+def _ending(_number: int, _frame: Any) -> None:
+    pass
 
 
 if __name__ == "__main__":
