@@ -1,4 +1,4 @@
-"""Unpacks the layers of an image into one folder. A program of its own, standard library only.
+"""Unpacks the layers of an image into one folder. A program of its own, without site-packages.
 
     unpack.py FOLDER MAX_BYTES MAX_MEMBERS IDS WORKDIR LAYER DIFF_ID [LAYER DIFF_ID …]
     unpack.py FOLDER MAX_BYTES MAX_MEMBERS 1 / ARCHIVE -
@@ -28,8 +28,12 @@ import sys
 import tarfile
 import zlib
 from collections.abc import Generator
-from tarfile import HeaderError, ReadError
-from typing import IO, Self, cast
+from typing import IO, cast
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from atropos.archives import WholeTar
 
 CHUNK = 1 << 20
 BLOCK = 4096
@@ -41,31 +45,8 @@ CAPABILITY = "security.capability"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-# of the tar module; typeshed doesn't know them. Archives end in zeros, or, as Docker reads them too, just so.
-_ENDS: tuple[type[HeaderError], ...] = tuple(getattr(tarfile, name) for name in ("EOFHeaderError", "EmptyHeaderError"))
-
-
 class ImageRefused(Exception):
     """The image holds something that it must not."""
-
-
-class WholeTar(tarfile.TarInfo):
-    """A member of an archive that is read to its end: the tar module takes a damaged or cut off header for the end."""
-
-    @classmethod
-    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
-        """The next member.
-
-        Raises:
-            HeaderError: there is none.
-            ReadError: its header is damaged or cut off.
-        """
-        try:
-            return super().fromtarfile(tarfile)
-        except _ENDS:
-            raise
-        except HeaderError as error:
-            raise ReadError(str(error)) from None
 
 
 class Digesting:

@@ -28,12 +28,12 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
-from tarfile import HeaderError
-from typing import IO, Self, cast
+from typing import IO, cast
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
 
+from atropos.archives import IN_ZEROS, WholeTar
 from atropos.sandbox.programs.layer_folders import NOFOLLOW, Folders, LayerFolder
 
 _XATTR = "SCHILY.xattr."
@@ -235,26 +235,9 @@ class _Parts(io.RawIOBase):
 # ----------------------------------------------------------------------------------------------------------- unpacking
 
 
-_EndOfArchive: type[HeaderError] = getattr(tarfile, "EOFHeaderError")  # noqa: B009 (typeshed doesn't know it)
-
-
-class _WholeTar(tarfile.TarInfo):
-    """A member of an archive that ends as archives do: the tar module takes a damaged or missing header for the end."""
-
-    @classmethod
-    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
-        """The next member.
-
-        Raises:
-            _EndOfArchive: there is none.
-            NotASnapshot: its header is damaged or cut off.
-        """
-        try:
-            return super().fromtarfile(tarfile)
-        except _EndOfArchive:
-            raise
-        except HeaderError as error:
-            raise NotASnapshot(f"it is cut off or damaged: {error}") from None
+class _Member(WholeTar):
+    ends = (IN_ZEROS,)
+    damaged = NotASnapshot
 
 
 class Unpacker:
@@ -284,7 +267,7 @@ class Unpacker:
             bufsize=_BUFFER,
             encoding="utf-8",
             errors="surrogateescape",
-            tarinfo=_WholeTar,
+            tarinfo=_Member,
         ) as tar:
             while (info := tar.next()) is not None:
                 _forget_members(tar)

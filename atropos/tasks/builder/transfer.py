@@ -21,7 +21,7 @@ from typing import IO
 from e2b_dockerfile_utils import PatternMatcher
 
 from atropos import wire
-from atropos.images.unpack import WholeTar
+from atropos.archives import WholeTar
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult, file_error
 from atropos.tasks.builder.archive import OVERHEAD_BYTES, TarPiece, changed_mode, kept_members
