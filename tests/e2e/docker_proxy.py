@@ -11,6 +11,8 @@ from typing import Self
 import aiohttp
 from aiohttp import web
 
+from tests.e2e.nomad_proxy import pass_on
+
 ENGINE = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
 KEPT = ("Content-Type", "X-Docker-Container-Path-Stat")
 
@@ -50,10 +52,4 @@ class DockerProxy:
         headers = {"Content-Type": request.headers["Content-Type"]} if "Content-Type" in request.headers else {}
         url = f"http://docker{request.path_qs}"
         async with self._session.request(request.method, url, data=body, headers=headers) as answer:
-            kept = {name: answer.headers[name] for name in KEPT if name in answer.headers}
-            response = web.StreamResponse(status=answer.status, headers=kept)
-            await response.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
-            return response
+            return await pass_on(answer, request, KEPT)

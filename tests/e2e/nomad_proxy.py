@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from typing import Literal, Self
 
 import aiohttp
@@ -75,10 +76,15 @@ class NomadProxy:
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         async with self._session.request(request.method, f"{self.target}{request.path_qs}", data=body) as answer:
-            kept = {name: answer.headers[name] for name in ("X-Nomad-Index", "Content-Type") if name in answer.headers}
-            response = web.StreamResponse(status=answer.status, headers=kept)
-            await response.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
-            return response
+            return await pass_on(answer, request, ("X-Nomad-Index", "Content-Type"))
+
+
+async def pass_on(answer: aiohttp.ClientResponse, request: web.Request, headers: Sequence[str]) -> web.StreamResponse:
+    """Answer a request as another server did, piece by piece, with these of its headers."""
+    kept = {name: answer.headers[name] for name in headers if name in answer.headers}
+    response = web.StreamResponse(status=answer.status, headers=kept)
+    await response.prepare(request)
+    async for chunk in answer.content.iter_any():
+        await response.write(chunk)
+    await response.write_eof()
+    return response
