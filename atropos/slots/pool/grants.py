@@ -181,7 +181,6 @@ class Grants:
             await snapshot.bring(link)
         except SandboxError as error:
             log.warning("snapshot %s could not be copied to %s: %s", snapshot.id, link.container.id, error)
-            snapshot.stays_because = str(error)
             self._state.fleet.cancel_reservation(ticket)
             self._state.serve()
             home = snapshot.pin(ticket.mib)

@@ -120,5 +120,11 @@ class Snapshot:
     async def _copy(self, link: ContainerLink) -> None:
         if self._dropped or not self.places:
             raise SlotLost(f"snapshot {self.id} is gone")
-        await self.places[0].client.copy_snapshot(self.id, link.client)
+        source = self.places[0]
+        try:
+            await source.client.copy_snapshot(self.id, link.client)
+        except SandboxError as error:
+            if not any(end.gone or end.client.lost.is_set() for end in (source, link)):  # else others may take it
+                self.stays_because = str(error)
+            raise
         self.add(link)

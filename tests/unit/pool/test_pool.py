@@ -710,6 +710,22 @@ async def test_a_fork_whose_copy_fails_says_why_at_once_and_later_ones_wait_wher
         await gets_the_slot_of_its_origin(later, slot, pool)
 
 
+async def test_a_fork_whose_target_ends_during_the_copy_goes_to_another_one(monkeypatch):
+    monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.05)
+    pool, backend = model_pool(slots=1, containers=2, min_containers=2)
+    async with pool:
+        slot = await pool.acquire("origin")
+        snapshot = await slot.snapshot()
+        (target,) = (name for name in backend.servers if name != slot.container)
+        backend.servers[target].delay_s = 0.05
+        waiting = asyncio.create_task(pool.acquire("fork", snapshot=snapshot))
+        await asyncio.sleep(0.02)
+        backend.servers[target].kill()
+        fork = await waiting
+        assert fork.container not in (slot.container, target)
+        assert not snapshot.stays_because
+
+
 async def test_a_snapshot_that_another_container_does_not_take_is_waited_for():
     pool, backend = model_pool(slots=1, containers=2, min_containers=2)
     async with pool:
