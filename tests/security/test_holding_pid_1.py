@@ -171,3 +171,14 @@ int main() {
         await asyncio.sleep(0.1)
     await attacker.quiesce()
     await says(attacker, "echo next", "next\n")
+
+
+async def test_tables_of_users_without_end_cost_a_call_its_user_and_pid_1_no_memory(attacker):
+    """PID 1 reads them for each call with a user: were it ended for want of memory, its slot would be lost."""
+    lines = "head -c 1000000 /dev/zero | tr '\\0' '\\n'"
+    await attacker.exec(f"{lines} | tee -a /etc/passwd >> /etc/group; head -c 40000000 /dev/zero > full")
+    await says(attacker, "id -u", "0\n", user="root")
+    await attacker.exec("{ head -c 1000000 /dev/zero | tr '\\0' ,; echo; } | tee /etc/passwd > /etc/group")
+    refused = await attacker.run(wire.Exec(command="id -u", user="root"))
+    assert (refused.kind, refused.error) == ("op_error", "unknown_user"), refused
+    await says(attacker, "echo next", "next\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from atropos.sandbox.programs.runner.start_failures import NO_SUCH_ID
 from atropos.sandbox.programs.runner.syscalls import deny_tracing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from atropos.sandbox.programs.runner.work import Outcome
 
@@ -19,6 +20,8 @@ MAX_TABLE_BYTES = 1 << 20
 MAX_ID = 0xFFFF_FFFE
 """The number above means "no change" to the kernel."""
 MAX_GROUPS = 1000
+MAX_FIELDS = 6
+"""Of a row that are split off: one of colons alone would be a million."""
 
 
 class Identity:
@@ -54,42 +57,66 @@ def identity_of(user: str) -> Identity:
     Raises:
         OpFailed: /etc/passwd or /etc/group doesn't have the name, or the number is no id.
     """
-    name, _, group = user.partition(":")
-    users = [row for row in table("/etc/passwd") if len(row) >= 6 and row[2].isdecimal() and row[3].isdecimal()]
-    found = next((row for row in users if row[0] == name), None)
-    if found is None and name.isdecimal():
-        found = next((row for row in users if int(row[2]) == int(name)), [name, "", name, "0", "", "/"])
-    if found is None:
-        raise OpFailed("unknown_user", f"this slot has no user {name!r} (see its /etc/passwd)")
-    rows = [row for row in table("/etc/group") if len(row) >= 4 and row[2].isdecimal()]
-    gid = group_id(group, rows) if group else int(found[3])
-    uid = int(found[2])
+    wanted, _, group = user.partition(":")
+    name, uid, gid, home = user_row(wanted)
+    gid, groups = group_ids(name, group, gid)
     if uid > MAX_ID or gid > MAX_ID:
         raise OpFailed("unknown_user", f"not the number of a user and a group: {user!r}")
-    others = sorted({int(row[2]) for row in rows if found[0] in row[3].split(",")} - {gid})
-    return Identity(found[0], uid, gid, [gid, *others][:MAX_GROUPS], found[5] or "/")
+    return Identity(name, uid, gid, [gid, *sorted(groups - {gid})][:MAX_GROUPS], home)
 
 
-def group_id(group: str, rows: list[list[str]]) -> int:
-    """The number of a group."""
-    for row in rows:
-        if row[0] == group:
-            return int(row[2])
-    if group.isdecimal():
-        return int(group)
-    raise OpFailed("unknown_user", f"this slot has no group {group!r} (see its /etc/group)")
+def user_row(wanted: str) -> tuple[str, int, int, str]:
+    """Name, uid, gid and home of a user: the first row of the name, else the first of the number."""
+    number = int(wanted) if wanted.isdecimal() else -1
+    by_number = None
+    for row in table("/etc/passwd"):
+        if len(row) >= 6 and is_id(row[2]) and is_id(row[3]):
+            found = row[0], int(row[2]), int(row[3]), row[5] or "/"
+            if row[0] == wanted:
+                return found
+            if by_number is None and found[1] == number:
+                by_number = found
+    if by_number is None and number < 0:
+        raise OpFailed("unknown_user", f"this slot has no user {wanted!r} (see its /etc/passwd)")
+    return by_number or (wanted, number, 0, "/")
 
 
-def table(path: str) -> list[list[str]]:
-    """Rows of a file with colon-separated fields; none if it can't be read."""
+def group_ids(member: str, group: str, gid: int) -> tuple[int, set[int]]:
+    """The number of a group, `gid` where none is named; and of those that have this member."""
+    groups: set[int] = set()
+    found: int | None = None if group else gid
+    for row in table("/etc/group"):
+        if len(row) >= 4 and is_id(row[2]):
+            if found is None and row[0] == group:
+                found = int(row[2])
+            if len(groups) < MAX_GROUPS and f",{member}," in f",{row[3]},":
+                groups.add(int(row[2]))
+    if found is None and group.isdecimal():
+        found = int(group)
+    if found is None:
+        raise OpFailed("unknown_user", f"this slot has no group {group!r} (see its /etc/group)")
+    return found, groups
+
+
+def is_id(field: str) -> bool:
+    """Whether a field may be the number of a user or group."""
+    return field.isdecimal() and len(field) <= len(str(MAX_ID))
+
+
+def table(path: str) -> Iterator[list[str]]:
+    """Rows of a file with colon-separated fields, one at a time: all at once may take a hundred times its size.
+
+    None if it can't be read.
+    """
     try:
         fd, _ = open_regular(path)
     except (OSError, OpFailed):
-        return []
+        return
     try:
         data = read_all(fd, 0, MAX_TABLE_BYTES)
     except OSError:
-        return []
+        return
     finally:
         os.close(fd)
-    return [line.split(":") for line in data.decode("utf-8", "surrogateescape").splitlines()]
+    for line in io.BytesIO(data):
+        yield line.decode("utf-8", "surrogateescape").rstrip("\n").split(":", MAX_FIELDS)
