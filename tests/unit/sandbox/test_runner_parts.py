@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +29,17 @@ def test_an_output_is_whole_or_its_head_and_tail_with_what_is_missing(limit: int
     half = limit // 2
     note = b"\n[... %d bytes dropped ...]\n" % (len(whole) - 2 * half)
     assert kept.value() == whole[:half] + note + whole[-half:]
+
+
+def test_what_is_kept_of_an_output_in_tiny_pieces_takes_no_more_memory_than_its_bytes() -> None:
+    """It is PID 1's memory, and so its slot's."""
+    kept = HeadTail(200_000)
+    tracemalloc.start()
+    for _ in range(300_000):
+        kept.add(b"%c%c" % (65, 66))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < 2_000_000
 
 
 TABLES = {

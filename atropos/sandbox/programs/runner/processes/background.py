@@ -58,7 +58,7 @@ class Proc:
             return False
         self.buffer += data
         self.total += len(data)
-        if len(self.buffer) > 2 * self.size:
+        if len(self.buffer) > self.size + CHUNK:
             del self.buffer[: -self.size]
         self.last = now()
         self.wake()

@@ -8,13 +8,12 @@ from atropos.sandbox.programs.runner.loop import CHUNK
 class HeadTail:
     """The head and the tail of a stream, within a bound."""
 
-    __slots__ = ("half", "head", "tail", "tail_size", "total")
+    __slots__ = ("half", "head", "tail", "total")
 
     def __init__(self, limit: int) -> None:
         self.half = max(1, limit // 2)
         self.head: bytes | bytearray = b""
-        self.tail: list[bytes] = []
-        self.tail_size = 0
+        self.tail = bytearray()
         self.total = 0
 
     def add(self, data: bytes) -> None:
@@ -30,26 +29,18 @@ class HeadTail:
         if room > 0:
             self.head += data[:room]
             data = data[room:]
-        if data:
-            self.tail.append(data)
-            self.tail_size += len(data)
-            if self.tail_size > 4 * self.half + 4 * CHUNK:
-                self._trim()
-
-    def _trim(self) -> None:
-        joined = b"".join(self.tail)[-self.half :]
-        self.tail = [joined]
-        self.tail_size = len(joined)
+        self.tail += data
+        if len(self.tail) > 4 * self.half + 4 * CHUNK:
+            del self.tail[: -self.half]
 
     def dropped(self) -> int:
         """Bytes of the middle that were dropped."""
-        return max(0, self.total - len(self.head) - min(self.half, self.tail_size))
+        return max(0, self.total - len(self.head) - min(self.half, len(self.tail)))
 
     def value(self) -> bytes:
         """Both, with a line in between that says what was dropped."""
         if not self.tail:
             return bytes(self.head)
-        self._trim()
         lost = self.dropped()
         note = b"\n[... %d bytes dropped ...]\n" % lost if lost else b""
-        return b"".join((self.head, note, self.tail[0]))
+        return b"".join((self.head, note, self.tail[-self.half :]))
