@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from atropos.sandbox.programs.runner import users
 from atropos.sandbox.programs.runner.failures import OpFailed
-from atropos.sandbox.programs.runner.files.files import read_apart, write_file
+from atropos.sandbox.programs.runner.files.files import read_apart, read_result, write_file
+from atropos.sandbox.programs.runner.opening import open_regular
 from atropos.sandbox.programs.runner.processes.head_tail import HeadTail
 
 
@@ -90,3 +91,13 @@ def test_a_file_has_its_size_wherever_it_is_read(tmp_path, offset) -> None:
     (tmp_path / "file").write_bytes(b"hello")
     _, fields, blobs = read_apart(str(tmp_path / "file"), offset, 1000)
     assert (fields["size"], blobs["data"]) == (5, b"hello"[offset:])
+
+
+def test_a_file_that_grows_meanwhile_is_read_as_far_as_it_went(tmp_path) -> None:
+    """PID 1 has decided by that length to read the file itself, into its slot's memory."""
+    (tmp_path / "file").write_bytes(b"hello")
+    fd, found = open_regular(str(tmp_path / "file"))
+    os.truncate(tmp_path / "file", 64 << 20)
+    _, fields, blobs = read_result(fd, found, 1, 64 << 20)
+    os.close(fd)
+    assert (fields["size"], blobs["data"]) == (5, b"ello")
