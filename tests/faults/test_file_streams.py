@@ -130,6 +130,22 @@ async def test_a_stream_that_nobody_sends_ends_as_a_fault_of_the_infrastructure(
                 await asyncio.wait_for(client.call(lease, writing("f")), 20)
 
 
+@pytest.mark.parametrize("size", [1000, 4 << 20])
+async def test_a_stream_whose_process_in_the_slot_was_stopped_ends_as_a_result(monkeypatch, size):
+    """A program of the slot can do that: it may not turn what is asked of its slot into a fault of the infrastructure."""
+    monkeypatch.setattr(server_streams, "IDLE_S", 0.2)
+    async with serving(FakeHost(), heartbeat_s=5) as running:
+        async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
+            lease = await client.acquire(request())
+            result = await asyncio.wait_for(
+                file_streams.send(client, lease, writing("stopped"), iter(pieces(bytes(size)))), 20
+            )
+            assert isinstance(result, OpError) and result.error == "timeout", result
+            wanted = ReadStream(path="stopped", stream=f"read-{next(ids):05}", max_bytes=1 << 30)
+            result = await asyncio.wait_for(file_streams.receive(client, lease, wanted, bytearray().extend), 20)
+            assert isinstance(result, OpError) and result.error == "timeout", result
+
+
 async def test_an_empty_file_and_one_that_fits_in_a_piece():
     host = FakeHost()
     async with serving(host, heartbeat_s=5) as running:

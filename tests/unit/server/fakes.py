@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import select
 import socket
 import tempfile
 from collections import Counter
@@ -95,6 +96,11 @@ class FakeSandbox:
     def _stream(self, operation: WriteStream | ReadStream, stream: int) -> OpResult:
         """As the runner's child, in a thread."""
         with socket.socket(fileno=stream) as sock, sock.makefile("rwb") as file:
+            if operation.path == "stopped":
+                hung_up = select.poll()
+                hung_up.register(sock, 0)
+                hung_up.poll()
+                return OpError(error="timeout", message="the operation was cancelled")
             if isinstance(operation, ReadStream):
                 data = self.files[operation.path][operation.offset :]
                 file.write(data)

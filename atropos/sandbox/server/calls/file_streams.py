@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
+from typing import Literal
 
 from atropos.errors import SandboxError
+from atropos.wire import OpError
 
 OPEN_S = 20.0
 """Longest a request waits for its stream's operation to start, in seconds; the client asks again."""
@@ -51,7 +53,9 @@ class FileStream:
         self._waiter: asyncio.Future[None] | None = None
         self._unsent: list[memoryview] = []
         self.received = 0
-        self.closed = self.broken = self._finished = False
+        self._idle_side: Literal["client", "slot"] | None = None
+        """Who was waited for when the stream was aborted. A program of the slot can stop the process at its end."""
+        self.closed = self._finished = False
 
     def __repr__(self) -> str:
         return f"<FileStream {self.received} bytes received{', closed' if self.closed else ''}>"
@@ -62,8 +66,17 @@ class FileStream:
         if left > 0:
             self._timer = self._loop.call_later(left, self._check_idle)
         else:
-            self.broken = True
+            self._idle_side = "slot" if self._waiter is not None or self._finished else "client"
             self._broke_off()
+
+    def failure(self, error: OpError, path: str) -> OpError | SandboxError:
+        """What an operation's error means: after an idle client's stream was aborted, a fault of the infrastructure."""
+        if self._idle_side == "client":
+            return SandboxError(f"the stream of {path} broke off: no byte of it came for {IDLE_S:g} s")
+        if self._idle_side == "slot":
+            why = f"the process in the slot that has the file moved no byte of it for {IDLE_S:g} s (did a program stop it?)"
+            return OpError(error="timeout", message=why, limit="time")
+        return error
 
     def close(self) -> None:
         """Close both ends; an incomplete file is discarded."""
@@ -158,6 +171,7 @@ class FileStream:
         try:
             await waiter
         finally:
+            self._waiter = None
             self._unwatch()
 
     def _unwatch(self) -> None:

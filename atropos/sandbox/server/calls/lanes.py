@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from atropos.errors import OutcomeUnknown, SandboxError
 from atropos.sandbox.contract import Sandbox
-from atropos.sandbox.server.calls.file_streams import IDLE_S, FileStream, FileStreams
+from atropos.sandbox.server.calls.file_streams import FileStream, FileStreams
 from atropos.sandbox.server.calls.journal import Journal, JournalEntry, cancelled_reply
 from atropos.sandbox.server.metrics import Meters
 from atropos.wire import (
@@ -262,8 +262,8 @@ class Lanes:
             self._streaming.pop(entry.call_id, None)
             if isinstance(operation, WriteStream):  # what was read may still be on its way
                 self.streams.end(operation.stream)
-            if stream.broken and isinstance(result, OpError):
-                result = SandboxError(f"the stream of {operation.path} broke off: no byte of it came for {IDLE_S:g} s")
+            if isinstance(result, OpError):
+                result = stream.failure(result, operation.path)
             ended(result)
 
         stream = self._streaming[entry.call_id] = self.streams.open(operation.stream, broke_off)
