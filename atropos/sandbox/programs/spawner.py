@@ -187,9 +187,13 @@ class Spawner:
         Returns:
             PID 1's number here; that of the child where it got no so far.
         """
-        said_r, said_w = os.pipe2(os.O_CLOEXEC)
-        go_r, go_w = os.pipe2(os.O_CLOEXEC)
-        pid = os.fork()
+        said_r, said_w, go_r, go_w = pipes = (*os.pipe2(os.O_CLOEXEC), *os.pipe2(os.O_CLOEXEC))
+        try:
+            pid = os.fork()
+        except OSError:  # the host or container has no room for processes now
+            for fd in pipes:
+                os.close(fd)
+            raise
         if pid == 0:
             try:
                 os.close(said_r)

@@ -1,4 +1,4 @@
-"""What PID 1 of a slot does without a slot around it: its functions, in a process of their own."""
+"""What PID 1 of a slot, and the process that it is forked from, do without a slot: their functions, in a process of their own."""
 
 from __future__ import annotations
 
@@ -63,6 +63,21 @@ if far.fileno() != 3:
     far.close()
 main.main()
 """
+NO_ROOM = """
+import os, resource, socket
+from atropos.sandbox.programs.spawner import Spawner
+near, far = socket.socketpair()
+spawner = Spawner(far)
+if os.geteuid() == 0:
+    os.setresuid(65534, 65534, 65534)  # the limit is none for root
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+before = os.listdir("/proc/self/fd")
+for _ in range(10):
+    try:
+        spawner._start({}, [])
+    except BlockingIOError:
+        print(len(os.listdir("/proc/self/fd")) - len(before))
+"""
 
 
 def said(*command: str) -> str:
@@ -85,6 +100,11 @@ def test_pipes_that_background_children_hold_leave_most_descriptors_of_a_small_s
 
 def test_what_ended_before_the_runner_could_hear_of_it_is_reaped():
     assert said(sys.executable, "-c", ENDED_BEFORE) == "False\n"
+
+
+def test_starts_that_find_no_room_for_processes_cost_no_descriptors():
+    """The server asks again and again: without any left, no slot would ever start once there is room."""
+    assert said(sys.executable, "-c", NO_ROOM) == "0\n" * 10
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount terminals")
