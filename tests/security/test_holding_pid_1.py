@@ -182,3 +182,33 @@ async def test_tables_of_users_without_end_cost_a_call_its_user_and_pid_1_no_mem
     refused = await attacker.run(wire.Exec(command="id -u", user="root"))
     assert (refused.kind, refused.error) == ("op_error", "unknown_user"), refused
     await says(attacker, "echo next", "next\n")
+
+
+LEASED = """
+import fcntl, os, shutil, signal, time
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+shutil.copy("/usr/bin/true", "leased")
+fcntl.fcntl(os.open("leased", os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("held", flush=True)
+time.sleep(1000)
+"""
+SERVING = "cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -c ^atropos-runner"
+
+
+async def test_a_start_that_is_broken_off_takes_no_stream_with_it(attacker):
+    """The server ends a child that PID 1 waits for in the kernel. One that waits for a file's bytes looks alike."""
+    holder = await attacker.run(wire.ProcStart(command=("python3", "-c", LEASED)))
+    assert (await attacker.run(wire.ProcRead(id=holder.id, wait_s=10, until="output"))).output == b"held\n"
+    upload = asyncio.create_task(attacker.run(wire.WriteStream(path="file", stream="nobody-sends-it")))
+
+    async def begun() -> bool:
+        return (await attacker.exec(SERVING, concurrent=True)).output == "2\n"
+
+    async with asyncio.timeout(20):
+        while not await begun():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    ended = await attacker.run(wire.Exec(command=("/workspace/leased",), concurrent=True))
+    assert ended.kind == "op_error" or ended.exit_code == -9, ended  # by how long PID 1 had waited for it
+    assert await begun()
+    assert not upload.done(), upload
+    upload.cancel()

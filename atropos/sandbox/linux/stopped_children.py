@@ -30,7 +30,7 @@ def kill_stopped_children(pid: int) -> int:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             handle = os.pidfd_open(child)
             try:
-                # before its exec, a child has PID 1's name
+                # before its exec, a child has PID 1's name; those that serve files have another
                 if _stat(child) in ((found[0], "T", pid), (found[0], "S", pid)):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
                     released += 1

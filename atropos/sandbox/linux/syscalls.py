@@ -127,10 +127,16 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def rename_process(name: str) -> None:
-    """Have `ps` show this name instead of the program's and its arguments."""
+def name_process(name: str) -> ctypes.Array[ctypes.c_char]:
+    """Set the name in a process's /proc/…/comm, of at most 15 bytes; returns it."""
     text = ctypes.create_string_buffer(name.encode())
     prctl(PR_SET_NAME, ctypes.addressof(text))
+    return text
+
+
+def rename_process(name: str) -> None:
+    """Have `ps` show this name instead of the program's and its arguments."""
+    text = name_process(name)
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end; the state, field 3, is the first here

@@ -6,6 +6,7 @@ import marshal
 import os
 from typing import TYPE_CHECKING
 
+from atropos.sandbox.linux.syscalls import name_process
 from atropos.sandbox.programs.runner.children import children, with_room
 from atropos.sandbox.programs.runner.failures import OpFailed, failure
 from atropos.sandbox.programs.runner.frames import link
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     """The kind of a result, its fields, and its pieces of bytes."""
 
 WORK_DEADLINE_S = 30.0
+NAME = "atropos-files"
+"""What these children are called: one with PID 1's name is taken for one that it waits for (`linux.stopped_children`)."""
 STREAM = 1
 """The descriptor of the child's stream from or to the server."""
 
@@ -108,6 +111,7 @@ def in_child(job: Callable[[], Outcome], write: int, stream: int | None) -> None
     """Do the job, write its outcome and end."""
     try:
         signals.set_wakeup_fd(-1)
+        name_process(NAME)
         # an open descriptor could be reached by a path through /proc/self/fd
         last = STREAM if stream is not None else 0
         if stream is not None:
