@@ -13,7 +13,7 @@ REASON_OF_LIMIT = {"pids": "the slot's limit of processes is reached", "memory":
 
 
 class ShellHeld(BlockingIOError):
-    """A program holds a lease (F_SETLEASE) on the file that was to be executed."""
+    """A program holds a lease (F_SETLEASE) on the file that was to be executed, or stopped the start."""
 
 
 class UserRefused(OSError):
@@ -23,7 +23,8 @@ class UserRefused(OSError):
 def start_failure(error: OSError, where: str, program: str | None) -> OpFailed:
     """The answer for a command that could not start in the folder `where`; `program` None: it was a shell."""
     if isinstance(error, ShellHeld):
-        return OpFailed("io", "a program that runs in this slot holds a lease (F_SETLEASE) on the shell; end it first")
+        holder = "stops others as they start, or holds a lease (F_SETLEASE) on the shell"
+        return OpFailed("io", f"a program that runs in this slot {holder}; end it first")
     if isinstance(error, UserRefused):
         return OpFailed("not_supported", NO_SUCH_ID)
     number = error.errno or 0
