@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from atropos.tools import Tool, ToolCall, ToolRegistry, ToolResult
 from atropos.tools.models import ToolSchema
 from atropos.tools.parsers import Parser
+from atropos.tools.sandboxed.text import clip_result
 
 Tools = ToolRegistry | Iterable[Tool | ToolSchema | Mapping[str, object]]
 """The forms in which an agent takes its tools."""
@@ -55,14 +56,4 @@ def system_text(prompt: str | None, schemas: Sequence[Mapping[str, object]], par
 
 def results_text(results: Iterable[ToolResult], max_chars: int) -> str:
     """A turn's results as XML, in the order of its calls."""
-    return "\n".join(shorten(result, max_chars).to_xml() for result in results)
-
-
-def shorten(result: ToolResult, max_chars: int) -> ToolResult:
-    """The result with the middle of a long output replaced by a note."""
-    if len(result.output) <= max_chars:
-        return result
-    half = max_chars // 2
-    left_out = len(result.output) - 2 * half
-    output = f"{result.output[:half]}\n[... {left_out} characters left out ...]\n{result.output[-half:]}"
-    return result.model_copy(update={"output": output, "truncated": True})
+    return "\n".join(clip_result(result, max_chars).to_xml() for result in results)

@@ -11,7 +11,7 @@ from functools import partial
 from atropos.errors import SandboxError
 from atropos.tools.base import Tool, ToolError, ToolScope, as_result, tool_states
 from atropos.tools.models import ToolResult
-from atropos.tools.sandboxed.text import clip
+from atropos.tools.sandboxed.text import clip_result
 
 _NOTES = 2000
 """Characters beyond `max_output_bytes` that a tool which keeps to it may use for notes, such as where it left out some."""
@@ -33,7 +33,7 @@ async def run_tool(tool: Tool, arguments: object, scope: ToolScope) -> ToolResul
         result = result.model_copy(update={"duration_s": time.perf_counter() - started})
     for state in tool_states(scope.state):
         result = await _attempt(f"{type(state).__name__}.after_call", partial(state.after_call, result, scope))
-    return _clipped(result, scope.limits.max_output_bytes + _NOTES).encodable()
+    return clip_result(result, scope.limits.max_output_bytes + _NOTES).encodable()
 
 
 async def _attempt(name: str, work: Callable[[], Awaitable[object]], timeout_s: float | None = None) -> ToolResult:
@@ -59,14 +59,3 @@ def timed_out(name: str, error: TimeoutError, timeout_s: float | None) -> ToolRe
     """The result of a call that took longer than `timeout_s`; None: the tool itself raised the error."""
     late = "timed out" if timeout_s is None else f"took longer than {timeout_s:g} s"
     return ToolResult.failure(f"{name} {late}{f': {error}'[:500] if str(error) else ''}", timed_out=True)
-
-
-def _clipped(result: ToolResult, most: int) -> ToolResult:
-    output, dropped = clip(result.output, most)
-    error, of_error = clip(result.error or "", most)
-    if not dropped + of_error:
-        return result
-    total = result.dropped_bytes + dropped + of_error
-    return result.model_copy(
-        update={"output": output, "error": error or None, "truncated": True, "dropped_bytes": total}
-    )

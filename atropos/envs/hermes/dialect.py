@@ -8,13 +8,14 @@ from typing import cast
 
 from atropos.agent import AgentConfig, Dialect, Message, Outcome, Turn, TurnRenderer
 from atropos.agent.model import ChatAnswer
-from atropos.agent.prompt import shorten, system_text
+from atropos.agent.prompt import system_text
 from atropos.agent.template import Tokenizer
 from atropos.thinking import tagged_thinking, thinking, without_thinking
 from atropos.tools import ToolCall
 from atropos.tools.arguments import BadArguments, parse_object, replace_surrogates
 from atropos.tools.models import MAX_CALL_ID, escape_framing
 from atropos.tools.parsers import parser_for
+from atropos.tools.sandboxed.text import clip_result
 
 _PROBE = "\ue002probe\ue002"
 MISTRAL_ID_CHARS = 9
@@ -170,7 +171,7 @@ class OpenAIDialect(Dialect):
         answers: list[Message] = []
         unread: list[str] = []
         for outcome in outcomes:
-            content = escape_framing(replace_surrogates(shorten(outcome.result, config.max_result_chars).to_json()))
+            content = escape_framing(replace_surrogates(clip_result(outcome.result, config.max_result_chars).to_json()))
             if (call := outcome.call) is not None:
                 answers.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content})
             else:

@@ -45,6 +45,18 @@ def clip(text: str, most: int) -> tuple[str, int]:
     return f"{text[:head]}\n[… {dropped:,} characters left out …]\n{text[-tail:]}", dropped
 
 
+def clip_result(result: ToolResult, most: int) -> ToolResult:
+    """A result whose output and error are each clipped to about `most` characters."""
+    output, dropped = clip(result.output, most)
+    error, of_error = clip(result.error or "", most)
+    if not dropped + of_error:
+        return result
+    total = result.dropped_bytes + dropped + of_error
+    return result.model_copy(
+        update={"output": output, "error": error or None, "truncated": True, "dropped_bytes": total}
+    )
+
+
 def command_result(result: wire.CommandResult, *, timeout_s: float, note: str, most: int) -> ToolResult:
     """A command's result for a model.
 

@@ -266,7 +266,8 @@ async def test_an_over_long_result_is_shortened_in_the_middle():
 
     result = await agent(DirectServer(), execute, max_result_chars=200).run(script([{"calls": [call("x")]}, "ok"]))
     answer = result.messages[3]["content"]
-    assert "characters left out" in answer
+    assert "4,802 characters left out" in answer
+    assert '"dropped_bytes": 4802' in answer
     assert len(answer) < 700
 
 
