@@ -18,6 +18,7 @@ from atropos.agent.template import TurnRenderer
 from atropos.agent.transcript import Message
 from atropos.thinking import thinking, without_thinking
 from atropos.tools import ToolCall
+from atropos.tools.arguments import replace_surrogates
 from atropos.tools.parsers import Parser
 from atropos.tools.parsers.base import ParseError
 
@@ -109,7 +110,7 @@ class XmlDialect(Dialect):
         """The text, with the calls that the server parsed out of it restored."""
         text = answer.content.removesuffix(self._renderer.end_text)  # left in by trl's server
         if answer.tool_calls:
-            text = self._parser.render_turn(text, [call.tool_call() for call in answer.tool_calls])
+            text = replace_surrogates(self._parser.render_turn(text, [call.tool_call() for call in answer.tool_calls]))
         return self._turn(text, self._renderer.whole_answer(text), self._renderer.placeholder(text), cut_off=cut_off)
 
     def _turn(self, text: str, whole: str, ids: list[int], *, cut_off: bool) -> Turn:

@@ -146,7 +146,7 @@ class OpenAIDialect(Dialect):
         message = _assistant(content, calls)
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
-        text = self._parser.render_turn(content, calls)
+        text = replace_surrogates(self._parser.render_turn(content, calls))
         return Turn(
             message,
             self._renderer.placeholder(text),

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from atropos.agent import AgentConfig, AtroposAgent, InferenceError, PromptTooLong, TurnRenderer, XmlDialect, seed_for
 from atropos.agent.transcript import MASKED
+from atropos.envs.hermes.dialect import OpenAIDialect
 from atropos.errors import ConfigError, SlotLost
 from atropos.thinking import split_thinking
 from atropos.tools import ToolCall, ToolResult
@@ -401,6 +402,21 @@ async def test_arguments_that_are_nested_too_deeply_are_no_fault_of_the_server(d
     result = await agent(server).run("x")
     assert (result.final_response, result.total_tool_calls) == ("done", 1)
     assert result.steps[0].calls[0].arguments == function.arguments
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize("dialect", [XmlDialect, OpenAIDialect])
+async def test_half_of_a_surrogate_pair_in_arguments_is_no_fault_of_the_server(parser, dialect):
+    if dialect is XmlDialect:
+        made = XmlDialect(TurnRenderer(tokenizer()), get_parser(parser), [])
+    else:
+        made = OpenAIDialect(tokenizer(), [], parser)
+    function = types.SimpleNamespace(name="terminal", arguments='{"command": "echo \\ud83d"}')
+    calls = [types.SimpleNamespace(id="1", function=function)]
+    server = ChatServer([chat_answer(None, calls, "tool_calls"), chat_answer("done")])
+    result = await AtroposAgent(server, tokenizer(), execute_tool=echo, dialect=made).run("x")
+    assert (result.final_response, result.total_tool_calls) == ("done", 1)
+    json.dumps(result.messages, ensure_ascii=False).encode()
 
 
 async def test_no_message_at_all_is_an_inference_error():
