@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_jsonable_python
 
 from atropos.tools.arguments import MAX_DEPTH, deeper_than, has_lone_surrogate, replace_surrogates
 from atropos.wire import Limit
@@ -97,15 +98,19 @@ class ToolResult(BaseModel):
 
     def size_bytes(self) -> int:
         """Its length as JSON, `data` included."""
-        return len(self.__pydantic_serializer__.to_json(self, fallback=str))
+        return len(self.__pydantic_serializer__.to_json(self))
 
     def encodable(self) -> ToolResult:
-        """The result as UTF-8 JSON can hold it: '?' for half of a surrogate pair, and no data that is nested too deeply."""
+        """The result as UTF-8 JSON can hold it: '?' for half of a surrogate pair, and no data that is nested too deeply.
+
+        Bytes in `data` become base64, and what else JSON has no type for becomes text.
+        """
         data = None if deeper_than(self.data, MAX_DEPTH) else self.data
         shown = {"output": self.output, "error": self.error, "data": data}
-        if data is self.data and not has_lone_surrogate(shown):
-            return self
-        return self.model_copy(update=replace_surrogates(shown))
+        if has_lone_surrogate(shown):
+            shown = replace_surrogates(shown)
+        data = to_jsonable_python(shown["data"], bytes_mode="base64", fallback=str)
+        return self.model_copy(update={**shown, "data": data})
 
     def for_model(self) -> dict[str, object]:
         """What the model reads: empty fields are left out."""

@@ -96,7 +96,7 @@ async def weigh(value: object) -> tuple[int, bool]:
             weight += 2 + len(items)
             stack += items
         else:
-            weight += len(one) + 2 if isinstance(one, str) else 8
+            weight += len(one) + 2 if isinstance(one, str | bytes) else 8
         if nodes % _NODES_A_TURN == 0:
             await asyncio.sleep(0)
         if nodes + len(stack) > _MAX_NODES:

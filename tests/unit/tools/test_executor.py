@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from fractions import Fraction
 
 import pytest
 
@@ -183,7 +184,13 @@ async def test_a_result_can_be_encoded_whatever_a_tool_answered(pool):
             value = [value]
         return ToolResult(success=True, output="\ud83d hello", data={"\udc00": value})
 
-    async with ToolExecutor(pool, build_tool_registry(["default"], tools=[odd])) as made:
+    @tool(toolsets=("test",))
+    async def raw() -> ToolResult:
+        """Answer what JSON has no type for."""
+        return ToolResult(success=True, data={"png": b"\x89PNG", "when": Fraction(1, 2), "all": {1}})
+
+    async with ToolExecutor(pool, build_tool_registry(["default"], tools=[odd, raw])) as made:
+        assert (await made.execute("t", ToolCall(name="raw"))).data == {"png": "iVBORw==", "when": "1/2", "all": [1]}
         result = await made.execute("t", ToolCall(name="odd", arguments={"deep": False}))
         assert (result.output, result.data) == ("? hello", {"?": ["?"]})
         deep = await made.execute("t", ToolCall(name="odd", arguments={"deep": True}))
