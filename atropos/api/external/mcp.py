@@ -203,8 +203,10 @@ class McpTool(Tool):
 
     @cached_property
     def schema(self) -> ToolSchema:
-        """The server's own schema."""
-        return ToolSchema(name=self.name, description=self.description, parameters=dict(self._described.input_schema))
+        """The server's own schema, with the `properties` that inference servers insist on where the tool takes nothing."""
+        given = self._described.input_schema
+        parameters = {**given, "properties": given.get("properties") or {}}
+        return ToolSchema(name=self.name, description=self.description, parameters=parameters)
 
     async def run(self, arguments: Any, scope: ToolScope) -> ToolResult:
         """Pass the call on.

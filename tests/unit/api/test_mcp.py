@@ -50,6 +50,7 @@ async def test_an_mcp_servers_tools_are_offered_run_and_fail_as_tools_do():
         assert add["toolset"] == "mcp-little"
         assert add["read_only"] is True
         assert add["schema"]["function"]["parameters"]["required"] == ["a", "b"]
+        assert tools["little_fail"]["schema"]["function"]["parameters"] == {"type": "object", "properties": {}}
         assert (await ask(client, "little_add", "c1", a=2, b=3)).json()["result"]["output"] == "5"
         bad = (await ask(client, "little_add", "c2", a="x")).json()["result"]
         assert bad["success"] is False
