@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -49,6 +50,22 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any] | None], seconds: fl
         task.cancel()
     _, late = await asyncio.wait([asyncio.gather(*alive, return_exceptions=True)], timeout=seconds)
     return not late
+
+
+@contextlib.contextmanager
+def cancelled_from_outside(kind: type[Exception] = RuntimeError) -> Generator[None]:
+    """Around code that isn't ours: a cancellation that is not its task's is an error, else the task would just vanish.
+
+    Raises:
+        Exception: of this kind: the code awaited something that others cancelled.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if type(error) is not asyncio.CancelledError or task is None or task.cancelling():
+            raise
+        raise kind("what it awaited was cancelled, and not by its caller") from error
 
 
 async def set_within(event: asyncio.Event, seconds: float | None) -> bool:

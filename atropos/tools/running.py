@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 
-from atropos.errors import SandboxError
+from atropos.aio import cancelled_from_outside
+from atropos.errors import OutcomeUnknown, SandboxError, first_of
 from atropos.tools.base import Tool, ToolError, ToolScope, as_result, tool_states
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed.text import clip_result
@@ -36,11 +38,34 @@ async def run_tool(tool: Tool, arguments: object, scope: ToolScope) -> ToolResul
     return clip_result(result, scope.limits.max_output_bytes + _NOTES).encodable()
 
 
+@contextlib.contextmanager
+def tool_code() -> Generator[None]:
+    """Around a tool's own code: what its task group or a library of it makes of a failure changes nobody's blame.
+
+    Raises:
+        SandboxError: the infrastructure failed, in a group of errors too.
+        OutcomeUnknown: the tool awaited what others cancelled.
+        ToolError: the tool raised it, in a group of errors too.
+        RuntimeError: the tool exits, which would end the whole process.
+    """
+    try:
+        with cancelled_from_outside(OutcomeUnknown):
+            yield
+    except SystemExit as error:
+        raise RuntimeError(f"it exited with {error.code}") from error
+    except ExceptionGroup as errors:
+        found = errors.subgroup(SandboxError) or errors.subgroup(ToolError)
+        if found is None:
+            raise
+        raise first_of(found) from errors
+
+
 async def _attempt(name: str, work: Callable[[], Awaitable[object]], timeout_s: float | None = None) -> ToolResult:
     bound = asyncio.timeout(timeout_s)
     try:
         async with bound:
-            return as_result(await work())
+            with tool_code():
+                return as_result(await work())
     except ToolError as error:
         return ToolResult.failure(str(error), limit=error.limit)
     except SandboxError:

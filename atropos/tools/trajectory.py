@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from atropos.errors import SandboxError
 from atropos.tools.base import ToolError, ToolLimits, ToolScope, tool_states
 from atropos.tools.models import ToolCall, ToolResult, fingerprint
+from atropos.tools.running import tool_code
 
 if TYPE_CHECKING:
     from atropos.slots import Slot, Snapshot
@@ -89,7 +90,8 @@ class TrajectoryState:
         for state in tool_states(self.state) if self.broken is None else ():
             try:
                 async with asyncio.timeout(FINISH_S):
-                    await state.finish(scope)
+                    with tool_code():
+                        await state.finish(scope)
             except (SandboxError, ToolError, TimeoutError) as error:
                 _log.info("release of %s: a tool could not finish: %s", self.id, error)
             except Exception:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from pydantic import BaseModel, ConfigDict
 
 from atropos.api.settings import McpServerSettings
-from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
+from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable, first_of
 from atropos.tools.base import Tool, ToolScope
 from atropos.tools.models import ToolResult, ToolSchema
 
@@ -260,8 +260,7 @@ def _text(part: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup) and error.exceptions:
-        error = error.exceptions[0]
+    error = first_of(error)
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return f"{type(error).__name__}: {str(error)[:300]}"

@@ -18,7 +18,7 @@ from atropos.errors import ConfigError, OutcomeUnknown, SandboxError, ToolServer
 from atropos.tools.arguments import BadArguments, check
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
-from atropos.tools.running import timed_out
+from atropos.tools.running import timed_out, tool_code
 from atropos.tools.tool_server.external import external_tools
 from atropos.tools.tool_server.messages import ExecuteAnswer, ExecuteRefusal, ExternalCall, Owner
 
@@ -219,16 +219,19 @@ class ToolHost:
         bound = asyncio.timeout(timeout_s)
         try:
             async with bound:
-                value = await tool.run(arguments, scope)
+                with tool_code():
+                    value = await tool.run(arguments, scope)
                 result, size = await bounded(value, result_bytes=most, data_bytes=self.settings.data_bytes)
         except TimeoutError as error:
             result = timed_out(tool.name, error, timeout_s if bound.expired() else None)
         except ToolError as error:
             result = ToolResult.failure(str(error)[:most])
-        except (ToolServerUnavailable, OutcomeUnknown, Refusal):
+        except Refusal:
             raise
         except SandboxError as error:
-            if tool.read_only:
+            # one of a group says nothing of what was done beside it
+            sure = isinstance(error, ToolServerUnavailable) and not isinstance(error.__cause__, ExceptionGroup)
+            if tool.read_only or sure or isinstance(error, OutcomeUnknown):
                 raise
             raise OutcomeUnknown(f"{tool.name}: {error}") from error
         except Exception as error:

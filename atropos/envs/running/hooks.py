@@ -13,9 +13,10 @@ from typing import TypeVar, cast
 
 from atropos import tracing
 from atropos.agent import PromptTooLong
+from atropos.aio import cancelled_from_outside
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import HookError, TaskFault
-from atropos.errors import ConfigError, InferenceError, SandboxError, code_of
+from atropos.errors import ConfigError, InferenceError, SandboxError, code_of, first_of
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
 
 KNOWN = (SandboxError, InferenceError, ConfigError, HookError, PromptTooLong)
@@ -230,7 +231,7 @@ class Hooks:
     def guard(self, name: str, kind: type[HookError] = HookError) -> Generator[None]:
         """Around an env's own code: what it raises is logged, counted and becomes a `HookError`."""
         try:
-            with _cancelled_by_the_run():
+            with cancelled_from_outside():
                 yield
         except KNOWN:
             raise
@@ -242,22 +243,6 @@ class Hooks:
                 self._logged.add((name, type(error)))
                 _log.exception("%s of %s failed", name, self._owner)
             raise kind(f"{name} raised {type(error).__name__}: {error}") from error
-
-
-@contextlib.contextmanager
-def _cancelled_by_the_run() -> Generator[None]:
-    """Around an env's own code: a cancellation that isn't the run's is an error, else the task would just vanish.
-
-    Raises:
-        RuntimeError: the code awaited something that others cancelled.
-    """
-    try:
-        yield
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if isinstance(error, Interrupted) or task is None or task.cancelling():
-            raise
-        raise RuntimeError("what it awaited was cancelled, and not by the run") from error
 
 
 async def _settled(calls: HookCalls | None) -> SandboxError | HookError | None:
@@ -308,9 +293,3 @@ def only_known(error: BaseException) -> BaseException | None:
     """The first failure in a group of errors that holds known ones alone."""
     known, others = error.split(KNOWN) if isinstance(error, ExceptionGroup) else (None, error)
     return None if known is None or others is not None else first_of(known)
-
-
-def first_of(errors: BaseExceptionGroup) -> BaseException:
-    """The first error in a group, however deep it is."""
-    first = errors.exceptions[0]
-    return first_of(first) if isinstance(first, BaseExceptionGroup) else first

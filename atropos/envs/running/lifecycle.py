@@ -19,8 +19,9 @@ from types import FrameType
 from typing import Any
 
 from atropos.aio import cancel_and_wait, outlive
-from atropos.envs.running.hooks import Interrupted, first_of, in_hook
+from atropos.envs.running.hooks import Interrupted, in_hook
 from atropos.envs.running.rollout import GroupDropped
+from atropos.errors import first_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BLOCKED_S = 1.0

@@ -78,6 +78,12 @@ class Workbench:
                 raise SandboxError("the order was written, then the database was lost")
             if how == "late":
                 raise TimeoutError("the shop did not answer")
+            if how == "exit":
+                raise SystemExit(2)  # as argparse does
+            if how == "stray":
+                raise asyncio.CancelledError
+            if how == "grouped":
+                raise ExceptionGroup("parts", [ToolServerUnavailable("one provider of two was lost")])
             if how == "half":
                 raise ToolError("half of a pair: \ud83d")
             raise RuntimeError("a bug")

@@ -81,13 +81,13 @@ async def test_a_resend_to_a_restarted_server_is_told_that_nobody_knows(bench: W
         assert bench.ran == []
 
 
-@pytest.mark.parametrize("how", ["unknown", "afterwards"])
+@pytest.mark.parametrize("how", ["unknown", "afterwards", "grouped", "stray"])
 async def test_a_call_whose_outcome_is_unknown_is_not_run_again(bench: Workbench, how: str):
     async with served(bench) as client:
         for boot_id in (None, client.host.boot_id):
             answer = await client.post("/execute", json={**call("fail", how=how), "boot_id": boot_id})
             assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
-            assert "lost" in answer.json()["message"]
+            assert ("cancelled" if how == "stray" else "lost") in answer.json()["message"]
         assert bench.ran == [how]
 
 
@@ -124,7 +124,12 @@ async def test_a_call_id_of_another_call_is_refused(bench: Workbench):
 
 @pytest.mark.parametrize(
     ("how", "status", "said"),
-    [("tool", 200, "write it differently"), ("bug", 200, "a bug"), ("infrastructure", 503, "the provider is down")],
+    [
+        ("tool", 200, "write it differently"),
+        ("bug", 200, "a bug"),
+        ("exit", 200, "it exited with 2"),
+        ("infrastructure", 503, "the provider is down"),
+    ],
 )
 async def test_a_tools_failure_is_a_result_and_the_infrastructures_is_not(
     bench: Workbench, how: str, status: int, said: str

@@ -265,7 +265,7 @@ async def test_a_hook_that_awaits_what_others_cancelled_drops_its_group(policy, 
     with pytest.raises(GroupsDropped, match=r"1 of 3 groups were dropped \(1 x hook_error\)"):
         await env.process_manager()
     assert len(groups_in(tmp_path / "g.jsonl")) == 2
-    assert "what it awaited was cancelled, and not by the run" in caplog.text
+    assert "what it awaited was cancelled, and not by its caller" in caplog.text
 
 
 @pytest.mark.parametrize(("hook", "code"), [("group", "task_fault"), ("setup", "task_fault"), ("verify", "hook_error")])

@@ -45,6 +45,11 @@ async def fail(kind: str) -> str:
         "file": FileNotFoundError(2, "No such file", "f"),
         "late": TimeoutError(),
         "half": ToolError("half of a pair: \ud83d"),
+        "exit": SystemExit(2),
+        "stray": asyncio.CancelledError(),
+        "grouped tool": ExceptionGroup("parts", [ValueError("oops"), ExceptionGroup("parts", [ToolError("read this")])]),
+        "grouped bug": ExceptionGroup("parts", [ValueError("oops")]),
+        "grouped loss": ExceptionGroup("parts", [ToolError("read this"), SlotLost("gone")]),
     }[kind]
 
 
@@ -167,6 +172,9 @@ async def test_what_can_be_asked_again_breaks_nothing(executor, pool):
         ("file", "No such file: f"),
         ("late", "timed out"),
         ("half", "half of a pair: ?"),
+        ("exit", "it exited with 2"),
+        ("grouped tool", "read this"),
+        ("grouped bug", "ExceptionGroup"),
     ],
 )
 async def test_a_tools_own_failure_is_a_result(executor, kind, text):
@@ -197,9 +205,10 @@ async def test_a_result_can_be_encoded_whatever_a_tool_answered(pool):
         assert ToolResult.model_validate_json(deep.model_dump_json()).data is None
 
 
-async def test_the_infrastructures_failure_within_a_tool_is_an_exception(executor):
-    with pytest.raises(SlotLost):
-        await executor.execute("t", ToolCall(name="fail", arguments={"kind": "lost"}))
+@pytest.mark.parametrize(("kind", "error"), [("lost", SlotLost), ("grouped loss", SlotLost), ("stray", OutcomeUnknown)])
+async def test_the_infrastructures_failure_within_a_tool_is_an_exception(executor, kind, error):
+    with pytest.raises(error):
+        await executor.execute("t", ToolCall(name="fail", arguments={"kind": kind}))
 
 
 async def test_a_tools_own_time_bound_is_a_result(executor):
@@ -460,10 +469,11 @@ async def test_a_trajectory_needs_an_id(executor):
             await executor.execute(wrong, terminal("true"))
 
 
-async def test_what_a_tool_kept_and_cannot_finish_keeps_no_slot(pool, tmp_path):
+@pytest.mark.parametrize("failure", [RuntimeError("a bug of its own"), SystemExit(1)])
+async def test_what_a_tool_kept_and_cannot_finish_keeps_no_slot(pool, tmp_path, failure):
     class Kept(ToolState):
         async def finish(self, scope):
-            raise RuntimeError("a bug of its own")
+            raise failure
 
     class Recorded(ToolState):
         def recordings(self):
