@@ -15,9 +15,8 @@ from pydantic import SecretStr
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from atropos.api.http import NO_TOKEN, OPEN_PATHS
-from atropos.api.settings import LOOPBACK
 from atropos.net.admission import ACCEPTS, Admission, BearerToken
-from atropos.net.sockets import BACKLOG, listen
+from atropos.net.sockets import BACKLOG, is_loopback, listen
 from atropos.terminal import log_to_stderr
 
 _AFTER_DRAIN_S = 5
@@ -131,7 +130,7 @@ def run(
     where = listening.getsockname()
     shown = f"[{where[0]}]" if ":" in where[0] else where[0]
     ready = f"{name} on http://{shown}:{where[1]}"
-    if host not in LOOPBACK:
+    if not is_loopback(host):
         ready += " (reachable beyond this machine; put TLS in front of it)"
     bearer = None if token is None else BearerToken(token.get_secret_value())
     admission = Admission(bearer, OPEN_PATHS, NO_TOKEN.body(), token_headers=token_headers)

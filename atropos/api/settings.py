@@ -10,8 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, m
 
 from atropos.errors import ConfigError
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 
 class SettingsModel(BaseModel):
     """Base of the settings: frozen, unknown ones are refused."""
