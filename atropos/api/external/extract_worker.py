@@ -42,17 +42,20 @@ def pdf(content: bytes) -> dict[str, str]:
     return {"title": title, "text": "\n\n".join(parts).strip()}
 
 
+def decoded(content: bytes, charset: str) -> str | None:
+    """A page's text; None: there is no such charset, as servers send `binary` or `utf8mb4`."""
+    try:
+        return content.decode(charset, "replace")
+    except (LookupError, UnicodeError):
+        return None
+
+
 def html(content: bytes, charset: str | None, url: str) -> dict[str, str]:
     """The main text of a page as Markdown; the whole page's text where no main part is found."""
     import trafilatura
     from trafilatura.metadata import extract_metadata
 
-    page: str | bytes = content
-    if charset:
-        try:
-            page = content.decode(charset, "replace")
-        except LookupError:
-            page = content
+    page = (charset and decoded(content, charset)) or content
     text = trafilatura.extract(
         page, url=url, output_format="markdown", include_links=True, include_tables=True, favor_recall=True
     )
@@ -75,7 +78,7 @@ def extract(order: Mapping[str, str | int | None], content: bytes) -> dict[str, 
     if "html" in kind or kind in {"", "application/xml", "text/xml"} or content[:200].lstrip()[:1] == b"<":
         return html(content, charset, str(order["url"]))
     if kind.startswith("text/") or kind.endswith(("json", "xml", "yaml", "javascript")):
-        return {"title": "", "text": content.decode(charset or "utf-8", "replace")}
+        return {"title": "", "text": decoded(content, charset or "utf-8") or content.decode("utf-8", "replace")}
     return {"error": f"{kind or 'this'} is neither a page, text nor PDF ({len(content):,} bytes)"}
 
 

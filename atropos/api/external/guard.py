@@ -47,6 +47,11 @@ class Guard:
             raise EgressRefused(f"{url[:200]!r} names no host")
         if parts.username is not None or parts.password is not None:
             raise EgressRefused("addresses with a user name or password in them are refused")
+        if not host.isascii():
+            try:
+                host = httpx.URL(scheme="http", host=host).raw_host.decode("ascii")
+            except httpx.InvalidURL:
+                raise EgressRefused(f"{host[:200]!r} is not a host name") from None
         return host.rstrip(".").lower(), port or (443 if parts.scheme == "https" else 80)
 
     async def addresses(self, host: str, port: int) -> Sequence[Address]:

@@ -94,6 +94,12 @@ def test_only_plain_web_addresses_are_opened(url: str):
         Guard().check_url(url)
 
 
+def test_an_international_name_is_judged_as_it_is_asked_for():
+    assert Guard().check_url("https://Bücher.example/a") == ("xn--bcher-kva.example", 443)
+    with pytest.raises(EgressRefused, match="is not a host name"):
+        Guard().check_url("https://\u2603\u200d.example/")
+
+
 async def test_ports_that_pages_do_not_live_on_are_refused():
     guard = Guard()
     with pytest.raises(EgressRefused, match=r"1\.1\.1\.1:25 is not on the list"):

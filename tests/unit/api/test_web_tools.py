@@ -91,6 +91,16 @@ async def test_a_killed_worker_is_replaced():
         await extractor.aclose()
 
 
+async def test_a_text_whose_charset_does_not_exist_is_read():
+    extractor = Extractor(workers=1)
+    try:
+        for charset in ("binary", "idna"):
+            page = Page("http://x/", "text/plain", charset, "naïve".encode(), truncated=False)
+            assert (await extractor.extract(page))["text"] == "naïve"
+    finally:
+        await extractor.aclose()
+
+
 @pytest.mark.parametrize("junk", [b"%PDF-1.7 junk", b"", b"<" * 10_000, b"\0" * 1000, b"<html>" + b"<div>" * 20_000])
 async def test_junk_is_an_error_or_text_and_never_a_crash(junk: bytes):
     extractor = Extractor(workers=1)

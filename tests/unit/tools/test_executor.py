@@ -47,7 +47,9 @@ async def fail(kind: str) -> str:
         "half": ToolError("half of a pair: \ud83d"),
         "exit": SystemExit(2),
         "stray": asyncio.CancelledError(),
-        "grouped tool": ExceptionGroup("parts", [ValueError("oops"), ExceptionGroup("parts", [ToolError("read this")])]),
+        "grouped tool": ExceptionGroup(
+            "parts", [ValueError("oops"), ExceptionGroup("parts", [ToolError("read this")])]
+        ),
         "grouped bug": ExceptionGroup("parts", [ValueError("oops")]),
         "grouped loss": ExceptionGroup("parts", [ToolError("read this"), SlotLost("gone")]),
     }[kind]
