@@ -6,6 +6,7 @@ The program runs on a terminal inside the slot; the screen is computed here from
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -30,6 +31,11 @@ SETTLE_S = 2.0
 ON_LOOP_BYTES = 4096
 """Output of up to this size is drawn on the event loop, more in a thread."""
 MAX_KEYS = 1000
+_COUNT = re.compile(r"(\)?)\{(\d+)")
+_VERBOSE = re.compile(r"\(\?[A-Za-z0-9-]*x")
+"""Where white space and comments may stand within a count."""
+MAX_UNROLLED = 20_000
+"""Nodes of a pattern. `regex` makes one for each repetition that must be there: `x{999999999}` would take all memory."""
 MATCH_S = 0.5
 """Longest search for a pattern on the screen."""
 
@@ -62,6 +68,21 @@ class SessionArguments(Arguments):
     record: bool = Field(default=False, description="for start: keep a recording (asciinema v2)")
 
     _no_nul = field_validator("command", "workdir")(no_nul)
+
+    @field_validator("pattern")
+    @classmethod
+    def _bounded(cls, value: str | None) -> str | None:
+        if value is not None and (_VERBOSE.search(value) or _unrolled(value) > MAX_UNROLLED):
+            raise ValueError("it repeats too much; use * or + in place of large counts, and no (?x)")
+        return value
+
+
+def _unrolled(pattern: str) -> int:
+    """At most so many nodes `regex` makes of a pattern: `{n}` after a group multiplies what is in it."""
+    times, parts = 1, len(pattern)
+    for group, count in _COUNT.findall(pattern):
+        times, parts = (times * max(int(count), 1), parts) if group else (times, parts + int(count))
+    return times * parts
 
 
 @dataclass

@@ -6,10 +6,12 @@ import asyncio
 import json
 
 import pytest
+from pydantic import ValidationError
 
 from atropos import wire
 from atropos.slots.slot.profile import Profile
 from atropos.tools import ToolCall, build_tool_registry
+from atropos.tools.sandboxed.sessions import SessionArguments
 from tests.unit.tools.fakes import FakePool
 
 
@@ -339,6 +341,20 @@ class TestSearch:
     async def test_a_wrong_pattern_and_a_missing_folder(self, use):
         assert "pattern" in (await use("search_files", pattern="(")).error
         assert not (await use("search_files", pattern="x", path="nowhere")).success
+
+
+@pytest.mark.parametrize("pattern", ["x{999999999}", "(?:x{1000}){1000}", "((x{30}){30}){30}+", "(?ix)x{9 9 9 9 9 9}"])
+def test_a_pattern_that_would_take_all_memory_is_refused(pattern):
+    with pytest.raises(ValidationError, match="repeats too much"):
+        SessionArguments(action="wait", pattern=pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"[\da-f]{8}(-[\da-f]{4}){3}-[\da-f]{12} \d{4}(-\d{2}){2}", r"(?:.{80}\n){24}", r"(?i:x)*\$ $", "x{0,9999}"],
+)
+def test_a_pattern_for_a_screen_is_taken(pattern):
+    assert SessionArguments(action="wait", pattern=pattern).pattern == pattern
 
 
 WRONG = [
