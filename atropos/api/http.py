@@ -155,8 +155,10 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if error.status_code == 400:  # the framework's status for a body that isn't UTF-8; wrong JSON is 422 as well
-            return Refusal(422, "invalid", "body: it is not UTF-8; write one JSON object").response()
+        if error.status_code == 400:  # the framework's status for such a body; wrong JSON is 422 as well
+            return Refusal(
+                422, "invalid", "body: it is not UTF-8, or nested too deeply; write one JSON object"
+            ).response()
         codes = {404: "not_found", 405: "method_not_allowed"}
         answer = Refusal(error.status_code, codes.get(error.status_code, "http"), _safe(error.detail)).response()
         answer.headers.update(dict(error.headers or {}))

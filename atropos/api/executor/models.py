@@ -81,8 +81,8 @@ class TrajectoryList(ApiMessage):
 class CallBody(Request):
     """`POST /trajectories/{id}/calls`. `id` is the idempotency key, as is the header `Idempotency-Key`."""
 
-    name: str = Field(min_length=1, max_length=200)
-    arguments: dict[str, JsonValue] | str = Field(default_factory=dict)
+    name: str = Field(description="as the model wrote it; it need not exist")
+    arguments: dict[str, object] | str = Field(default_factory=dict)
     id: str | None = Field(default=None, min_length=1, max_length=200, pattern=_ID)
 
 

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from atropos.api.executor.images import checked_source
 from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory, TrajectoryInfo
@@ -210,8 +210,7 @@ class Trajectories:
         if body.id is not None and key is not None and body.id != key:
             raise Refusal(409, "ids_differ", "id and the header Idempotency-Key differ: give one of them")
         call_id = body.id or key or f"c-{uuid.uuid4().hex}"
-        arguments = cast("dict[str, object] | str", body.arguments)
-        content = fingerprint(body.name, arguments)
+        content = fingerprint(body.name, body.arguments)
         known = trajectory.calls.get(call_id)
         if known is not None and known.fingerprint != content:
             raise Refusal(409, "call_id_reused", f"id {call_id!r} belongs to another call of this trajectory")
@@ -223,7 +222,7 @@ class Trajectories:
             raise Refusal(503, "draining", "the server is shutting down", retry_after_s=5)
         if trajectory.running >= self._settings.max_pending:
             raise Refusal(429, "busy", f"{trajectory.running} calls of this trajectory wait", retry_after_s=1)
-        task = asyncio.create_task(self._run(trajectory, ToolCall(name=body.name, arguments=arguments)))
+        task = asyncio.create_task(self._run(trajectory, ToolCall(name=body.name, arguments=body.arguments)))
         made = trajectory.calls[call_id] = OpenCall(content, task)
         trajectory.calls.move_to_end(call_id)
         task.add_done_callback(lambda _: self._ended(trajectory, made))

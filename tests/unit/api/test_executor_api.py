@@ -392,6 +392,25 @@ async def test_nonsense_is_422(executor: HeldExecutor, body: bytes):
         assert answer.json()["code"] == "invalid"
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ('""', "{}", "there is no tool ''"),
+        (f'"{"x" * 300}"', "{}", "there is no tool 'xxx"),
+        ('"half \\ud83d"', "{}", "there is no tool 'half "),
+        ('"terminal"', f'{{"command": {"[" * 300}{"]" * 300}}}', "nested more than 64 levels"),
+        ('"terminal"', '{"command": "\\ud83d"}', "half of a surrogate pair"),
+        ('"terminal"', '"[]"', "must be a JSON object"),
+    ],
+)
+async def test_what_a_model_can_write_is_answered_by_a_result(name: str, arguments: str, said: str):
+    async with ToolExecutor(FakePool(), build_tool_registry()) as made, serving(made) as client:
+        path = (await client.post("/trajectories", json={})).headers["Location"]
+        body = f'{{"name": {name}, "arguments": {arguments}}}'
+        answer = await client.post(f"{path}/calls", content=body, headers={"Content-Type": "application/json"})
+        assert said in answer.json()["result"]["error"]
+
+
 async def test_a_trajectory_asked_for_again_under_its_key_is_opened_once(executor: HeldExecutor):
     async with api(executor) as client:
         asked = [
