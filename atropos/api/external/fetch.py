@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from dataclasses import dataclass
 from urllib.parse import urljoin
@@ -38,10 +39,14 @@ async def fetch(client: httpx.AsyncClient, guard: Guard, url: str, *, max_bytes:
         FetchError: why there is no page, for the model to read.
     """
     seen = url.strip()
+    cookies = httpx.Cookies()  # some sites send a visitor on with one
     try:
         for _ in range(_MAX_REDIRECTS + 1):
             guard.check_url(seen)
-            async with client.stream("GET", seen) as answer:
+            request = client.build_request("GET", seen)
+            cookies.set_cookie_header(request)
+            async with contextlib.aclosing(await client.send(request, stream=True)) as answer:
+                cookies.extract_cookies(answer)
                 if answer.is_redirect:
                     seen = urljoin(seen, answer.headers.get("location", ""))
                     continue
@@ -54,8 +59,6 @@ async def fetch(client: httpx.AsyncClient, guard: Guard, url: str, *, max_bytes:
         raise FetchError("the server did not answer in time") from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise FetchError(f"{type(error).__name__}: {str(error)[:300] or 'no connection'}") from None
-    finally:
-        client.cookies.clear()
     raise FetchError(f"more than {_MAX_REDIRECTS} redirects")
 
 

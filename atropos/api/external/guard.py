@@ -8,6 +8,7 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Iterable, Sequence
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -158,6 +159,7 @@ def guarded_client(guard: Guard) -> httpx.AsyncClient:
         timeout=_TIMEOUT_S,
         follow_redirects=False,
         trust_env=False,
+        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
         headers={
             "User-Agent": "Mozilla/5.0 (compatible; atropos-web-extract)",
             "Accept": "text/html,application/xhtml+xml,application/pdf,text/*;q=0.9,*/*;q=0.5",

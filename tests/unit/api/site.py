@@ -137,6 +137,7 @@ class Site:
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, hangs_up: bool = False) -> None:
         self.seen: list[str] = []
         self.hangs_up = hangs_up
+        self.visitors = 0
         self.host, self.port = host, port
         self._runner: web.AppRunner | None = None
 
@@ -154,6 +155,7 @@ class Site:
                 web.post("/submitted", self._submitted),
                 web.get("/login", self._login),
                 web.get("/who", self._who),
+                web.get("/visit", self._visit),
                 web.get("/redirect", self._redirect),
                 web.get("/loop", self._loop),
                 web.get("/file.bin", self._file),
@@ -216,6 +218,15 @@ class Site:
 
     async def _who(self, request: web.Request) -> web.Response:
         return _html(f"<title>Who</title><h1>You are {request.cookies.get('user', 'nobody')}</h1>")
+
+    async def _visit(self, request: web.Request) -> web.Response:
+        """The visitor's number, which a cookie tells: without one, a new visitor is sent here again with it."""
+        if "visit" in request.cookies:
+            return web.Response(text=request.cookies["visit"])
+        self.visitors += 1
+        answer = web.Response(status=302, headers={"Location": "/visit"})
+        answer.set_cookie("visit", str(self.visitors))
+        return answer
 
     async def _redirect(self, request: web.Request) -> web.Response:
         raise web.HTTPFound(request.query["to"])

@@ -159,6 +159,15 @@ async def test_a_redirect_to_a_private_address_is_refused(site: Site):
             await fetch(client, guard, site.url("/redirect?to=/loop"), max_bytes=1000)
 
 
+async def test_each_page_is_fetched_with_its_own_cookies_and_none_are_kept(site: Site):
+    guard = Guard(["127.0.0.1"])
+    async with guarded_client(guard) as client:
+        visits = [fetch(client, guard, site.url("/visit"), max_bytes=1000) for _ in range(20)]
+        pages = [int((await visit).content) for visit in asyncio.as_completed(visits)]
+        assert sorted(pages) == list(range(1, 21))
+        assert (await fetch(client, guard, site.url("/visit"), max_bytes=1000)).content == b"21"
+
+
 async def test_a_name_that_changes_its_mind_is_dialled_where_it_was_checked(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ):
