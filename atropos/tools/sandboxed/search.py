@@ -126,7 +126,7 @@ async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | Non
         flags += ["-e", arguments.pattern]
     else:
         flags.append("--files")
-    most = (arguments.limit + 1) * (2 * arguments.context + 2)
+    most = _most_rows(arguments)
     search = " ".join(shlex.quote(flag) for flag in [*flags, "--", arguments.path])
     rows = f"tr '\\0' '\\n' | head -n {most}" if not arguments.pattern else f"head -n {most}"
     command = (
@@ -144,13 +144,19 @@ async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | Non
     return await off_loop(len(result.output), ON_LOOP_BYTES, parse, decode(result.output))
 
 
+def _most_rows(arguments: SearchArguments) -> int:
+    return (arguments.limit + 1) * (2 * arguments.context + 2)
+
+
 def _parsed(arguments: SearchArguments, text: str, *, truncated: bool) -> _Found:
+    most = _most_rows(arguments)
+    lines = text.split("\n", most)[:most]  # the slot's rg and head may be anything
     if not arguments.pattern:
-        paths = [line.removeprefix("./") for line in text.split("\n") if line]
+        paths = [line.removeprefix("./") for line in lines if line]
         rows = [wire.Match(path=path, line=0, text="") for path in paths[: arguments.limit]]
         return _Found(rows, truncated or len(paths) > arguments.limit)
     rows, matches = list[wire.Match](), 0
-    for line in text.split("\n"):
+    for line in lines:
         path, _, rest = line.partition("\0")
         row = _ROW.match(rest)
         if row is None:
@@ -233,12 +239,13 @@ async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
         seen = {name: path for path, name in names.items() if name}
         if not seen:
             continue
+        asked = "\0".join(seen).encode("utf-8", "surrogateescape")
         answer = await scope.slot.run(
             wire.Exec(
                 command=f"git -C {shlex.quote(folder)} check-ignore -z --stdin",
-                stdin="\0".join(seen).encode("utf-8", "surrogateescape"),
+                stdin=asked,
                 timeout_s=10,
-                max_output_bytes=4_000_000,
+                max_output_bytes=len(asked) + 1,  # all of them; the slot's git may be anything
             )
         )
         if isinstance(answer, wire.CommandResult) and answer.exit_code == 0:

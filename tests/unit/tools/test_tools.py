@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 
 import pytest
 from pydantic import ValidationError
@@ -337,6 +338,13 @@ class TestSearch:
         assert result.truncated
         assert "there are more" in result.output
         assert (await use("search_files", pattern="absent")).output == "no match found in ."
+
+    async def test_no_more_is_read_of_a_slots_own_rg_and_head_than_was_asked_for(self, use, tmp_path, monkeypatch):
+        for name, script in {"rg": r"printf '%0.sf\0001-x\n' {1..1000}; printf 'f\0002:x\n'", "head": "cat"}.items():
+            (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        assert (await use("search_files", pattern="x", limit=1)).output == "no match found in ."
 
     async def test_a_wrong_pattern_and_a_missing_folder(self, use):
         assert "pattern" in (await use("search_files", pattern="(")).error
