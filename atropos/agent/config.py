@@ -54,7 +54,8 @@ class AgentConfig:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("max_steps", 1), ("context_tokens", 1), ("max_calls_per_turn", 1), ("model_retries", 0)):
+        positive = ("max_steps", "context_tokens", "max_calls_per_turn", "max_result_chars")
+        for name, least in (*((name, 1) for name in positive), ("model_retries", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.max_tokens is not None and self.max_tokens < 1:

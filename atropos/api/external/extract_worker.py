@@ -19,6 +19,8 @@ MEMORY_BYTES = 1_500_000_000
 """Address space of the worker: a decompression bomb ends the worker, not the server."""
 MAX_TEXT = 2_000_000
 """Longest text handed back, in characters."""
+MAX_TITLE = 300
+"""Longest title, in characters."""
 _MAX_PDF_PAGES = 300
 
 
@@ -93,6 +95,8 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
             answer = {"error": "the page is too complex to be read"}
         except Exception as error:
             answer = {"error": f"the page can't be read: {type(error).__name__}: {str(error)[:200]}"}
+        if "title" in answer:
+            answer["title"] = answer["title"][:MAX_TITLE]
         if len(answer.get("text", "")) > MAX_TEXT:
             answer["text"] = answer["text"][:MAX_TEXT] + "\n[... the rest is left out ...]"
         sink.write(json.dumps(answer).encode() + b"\n")

@@ -425,7 +425,13 @@ async def test_no_message_at_all_is_an_inference_error():
 
 
 def test_bad_settings_are_refused_by_name():
-    for settings_ in ({"max_steps": 0}, {"max_tokens": 0}, {"temperature": -1.0}, {"model_timeout_s": 0.0}):
+    for settings_ in (
+        {"max_steps": 0},
+        {"max_tokens": 0},
+        {"max_result_chars": 0},
+        {"temperature": -1.0},
+        {"model_timeout_s": 0.0},
+    ):
         with pytest.raises(ConfigError, match=next(iter(settings_))):
             AgentConfig(**settings_)
     with pytest.raises(ConfigError, match="unknown 'nope'"):

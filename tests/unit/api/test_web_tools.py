@@ -91,6 +91,15 @@ async def test_a_killed_worker_is_replaced():
         await extractor.aclose()
 
 
+async def test_a_title_does_not_push_the_text_of_its_page_out():
+    extractor = Extractor(workers=1)
+    try:
+        page = Page("http://x/", "text/html", None, b"<title>%b</title><p>text" % (b"x" * 100_000), truncated=False)
+        assert (await extractor.extract(page))["title"] == "x" * 300
+    finally:
+        await extractor.aclose()
+
+
 async def test_a_text_whose_charset_does_not_exist_is_read():
     extractor = Extractor(workers=1)
     try:
