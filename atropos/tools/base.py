@@ -187,6 +187,8 @@ class FunctionTool(Tool):
             if name in {"slot", "scope"}:
                 self._injected.append(name)
                 continue
+            if name == "model_config" or (name.startswith("_") and parameter.default is parameter.empty):
+                raise ConfigError(f"tool {self.name!r}: parameter {name!r} can be no argument of a model; rename it")
             kind = model if name == "arguments" and model else self._annotation(parameter)
             if isinstance(kind, type) and issubclass(kind, BaseModel) and self._by_model is None and not wanted:
                 self._by_model, self.arguments = name, kind

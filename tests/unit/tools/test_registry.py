@@ -241,6 +241,8 @@ def test_a_package_that_is_installed_offers_its_tools(tmp_path):
         (lambda: tool(description="d")(_untyped), "needs a type"),
         (lambda: tool()(_undescribed), "docstring"),
         (lambda: tool(description="d")(_star), "must be named"),
+        (lambda: tool(description="d")(_hidden), "'_a' can be no argument"),
+        (lambda: tool(description="d")(_reserved), "'model_config' can be no argument"),
         (lambda: ToolRegistry([count_words, tool("count_words")(weather.function)]), "another tool has that name"),
     ],
 )
@@ -258,6 +260,14 @@ async def _undescribed(a: int):
 
 
 async def _star(*a: int):
+    pass
+
+
+async def _hidden(_a: int):
+    pass
+
+
+async def _reserved(model_config: int):
     pass
 
 
