@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import email.utils
+import math
 import random
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterable
@@ -89,6 +91,18 @@ def backoff_s(attempt: int, *, first_s: float, longest_s: float) -> float:
     The random half keeps clients that failed together from coming back together (AWS' "equal jitter").
     """
     return min(longest_s, first_s * 2 ** min(attempt, 30)) * random.uniform(0.5, 1.0)
+
+
+def retry_after_s(header: str | None) -> float:
+    """Seconds from now that a Retry-After header asks for, as a number or a date; 0 where it asks for none."""
+    try:
+        seconds = float(header or 0)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(header or "").timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    return seconds if 0 < seconds < math.inf else 0.0
 
 
 @dataclass

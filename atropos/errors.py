@@ -97,14 +97,18 @@ class InferenceError(Exception):
     Attributes:
         status: the HTTP status, where there was one.
         retryable: whether asking again may help; False for 4xx.
+        retry_after_s: how long the server asks to wait before that, in seconds.
     """
 
     code = "inference_error"
 
-    def __init__(self, message: str, *, status: int | None = None, retryable: bool = True) -> None:
+    def __init__(
+        self, message: str, *, status: int | None = None, retryable: bool = True, retry_after_s: float = 0.0
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.retryable = retryable
+        self.retry_after_s = retry_after_s
 
 
 class ConfigError(ValueError):

@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import json
 import math
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -19,7 +19,7 @@ from aiohttp import ContentTypeError
 
 from atropos.agent.fairness import started_in_turn
 from atropos.agent.transcript import Message, numbers
-from atropos.aio import backoff_s
+from atropos.aio import backoff_s, retry_after_s
 from atropos.errors import InferenceError
 from atropos.tools import ToolCall
 from atropos.tools.arguments import MAX_DEPTH, deeper_than, replace_surrogates
@@ -171,9 +171,10 @@ class Model:
                             raise
                         last = describe(error)
                     attempt += 1
-                    if not last.retryable or attempt > self._retries:
+                    too_late = asyncio.get_running_loop().time() + last.retry_after_s > (deadline.when() or 0)
+                    if not last.retryable or attempt > self._retries or too_late:
                         raise last
-                    await asyncio.sleep(backoff_s(attempt, first_s=0.2, longest_s=5.0))
+                    await asyncio.sleep(max(last.retry_after_s, backoff_s(attempt, first_s=0.2, longest_s=5.0)))
         except TimeoutError as error:
             why = f"; before that: {last}" if last else ""
             raise InferenceError(f"the inference server gave no answer within {self._timeout_s:g} s{why}") from error
@@ -212,7 +213,10 @@ def describe(error: BaseException) -> InferenceError:
     else:
         text = f"the inference server failed ({text})"
     refused = status is not None and 400 <= status < 500 and status not in {408, 429}
-    return InferenceError(text, status=status, retryable=not refused)
+    headers: Mapping[str, str] = getattr(getattr(inner, "response", inner), "headers", None) or {}
+    return InferenceError(
+        text, status=status, retryable=not refused, retry_after_s=retry_after_s(headers.get("Retry-After"))
+    )
 
 
 def _generation(prompt: list[int], answer: object) -> Generation:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from pydantic import SecretStr, ValidationError
 
-from atropos.aio import backoff_s
+from atropos.aio import backoff_s, retry_after_s
 from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
 from atropos.tools.base import Tool
 from atropos.tools.models import ToolResult
@@ -303,9 +303,6 @@ def _problem(response: TransportResponse) -> Problem:
 
 
 async def _pause(attempt: int, response: TransportResponse | None) -> None:
-    try:
-        asked = 0.0 if response is None else float(response.headers.get("retry-after", 0))
-    except ValueError:
-        asked = 0.0
+    asked = 0.0 if response is None else retry_after_s(response.headers.get("retry-after"))
     backoff = backoff_s(attempt, first_s=0.1, longest_s=MAX_DELAY_S)
     await asyncio.sleep(min(max(asked, backoff), MAX_DELAY_S))

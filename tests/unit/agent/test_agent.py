@@ -6,12 +6,18 @@ import asyncio
 import functools
 import gc
 import json
+import time
 import types
 
+import aiohttp
+import httpx
+import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from multidict import CIMultiDict, CIMultiDictProxy
 from transformers import AutoTokenizer
+from yarl import URL
 
 from atropos.agent import AgentConfig, AtroposAgent, InferenceError, PromptTooLong, TurnRenderer, XmlDialect, seed_for
 from atropos.agent.transcript import MASKED
@@ -295,6 +301,37 @@ async def test_a_passing_fault_is_tried_again_and_leaves_no_trace(fault):
     result = await agent(server).run(script(["ok"]))
     assert result.final_response == "ok"
     assert_true_to(server.log, result.trajectory_data)
+
+
+def busy(kind, retry_after):
+    """What the client libraries raise for a 429."""
+    headers = {"retry-after": retry_after}
+    if kind == "openai":
+        response = httpx.Response(429, headers=headers, request=httpx.Request("POST", "http://x/"))
+        return openai.RateLimitError("slow down", response=response, body=None)
+    asked = aiohttp.RequestInfo(URL("http://x/"), "POST", CIMultiDictProxy(CIMultiDict()))
+    return aiohttp.ClientResponseError(asked, (), status=429, headers=CIMultiDict(headers))
+
+
+@pytest.mark.parametrize("kind", ["openai", "aiohttp"])
+async def test_a_busy_server_is_given_the_time_that_it_asks_for(kind):
+    server = DirectServer([busy(kind, "1")])
+    began = time.monotonic()
+    assert (await agent(server).run(script(["ok"]))).final_response == "ok"
+    assert time.monotonic() - began >= 1
+
+
+@pytest.mark.parametrize("asked", ["3600", "Wed, 01 Jan 2998 00:00:00 GMT"])
+async def test_a_server_that_asks_for_more_time_than_there_is_is_not_waited_for(asked):
+    server = DirectServer([busy("openai", asked)])
+    with pytest.raises(InferenceError, match="answered 429"):
+        await agent(server).run(script(["ok"]))
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("asked", ["", "soon", "-3", "nan", "inf", "Thu, 01 Jan 1970 00:00:00 GMT"])
+async def test_a_retry_after_that_asks_for_nothing_changes_nothing(asked):
+    assert (await agent(DirectServer([busy("aiohttp", asked)])).run(script(["ok"]))).final_response == "ok"
 
 
 @pytest.mark.parametrize(
