@@ -144,7 +144,9 @@ class Model:
         """
 
         async def once() -> ChatAnswer:
-            answer = await self._ask("chat_completion", messages=[dict(m) for m in messages], n=1, **options)
+            answer = await self._ask(
+                "chat_completion", messages=[replace_surrogates(dict(m)) for m in messages], n=1, **options
+            )
             return _chat_answer(answer)
 
         return await self._bounded(once)

@@ -23,6 +23,7 @@ from typing import Any
 from atropos.agent.transcript import Message
 from atropos.errors import ConfigError
 from atropos.thinking import opening_of
+from atropos.tools.arguments import replace_surrogates
 
 Tokenizer = Any
 """A Hugging Face tokenizer with a chat template; transformers declares no types for what is used of it."""
@@ -134,7 +135,7 @@ class TurnRenderer:
             spellings.append(match[0])
             return f"{key}n{len(spellings) - 1}e"
 
-        text = self._apply([self._replaced(message, placeholder) for message in messages])
+        text = self._apply([self._replaced(replace_surrogates(dict(message)), placeholder) for message in messages])
         if after is not None:
             _, found, text = text.partition(after)
             if not found:
@@ -149,11 +150,11 @@ class TurnRenderer:
                 ids.extend(self._tokenizer(part, add_special_tokens=False)["input_ids"])
         return ids
 
-    def _replaced(self, message: Mapping[str, object], placeholder: Callable[[re.Match[str]], str]) -> Message:
+    def _replaced(self, message: Message, placeholder: Callable[[re.Match[str]], str]) -> Message:
         """The message with every special token's spelling in its texts replaced."""
         pattern = self._special_pattern
         if pattern is None:
-            return dict(message)
+            return message
         return {
             name: pattern.sub(placeholder, value) if isinstance(value, str) and name != "role" else value
             for name, value in message.items()

@@ -416,7 +416,7 @@ class ChatServer:
         self.answers = list(answers)
 
     async def chat_completion(self, messages, **options):
-        self.options = options
+        self.options, self.messages = options, messages
         return self.answers.pop(0)
 
 
@@ -454,6 +454,20 @@ async def test_half_of_a_surrogate_pair_in_arguments_is_no_fault_of_the_server(p
     result = await AtroposAgent(server, tokenizer(), execute_tool=echo, dialect=made).run("x")
     assert (result.final_response, result.total_tool_calls) == ("done", 1)
     json.dumps(result.messages, ensure_ascii=False).encode()
+
+
+async def test_half_of_a_surrogate_pair_in_a_task_or_result_is_shown_as_a_question_mark():
+    async def half(_call):
+        return ToolResult(success=True, output="half \ud83d")
+
+    server = DirectServer()
+    await agent(server, half).run(f"\ud83d {script([{'calls': [call('x')]}, 'ok'])}")
+    shown = tokenizer().decode(server.log[-1][0])
+    assert "? Do as told" in shown
+    assert "half ?" in shown
+    chat = ChatServer([chat_answer("done")])
+    await agent(chat).run("\ud83d x")
+    assert chat.messages[-1]["content"] == "? x"
 
 
 async def test_no_message_at_all_is_an_inference_error():
