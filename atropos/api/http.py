@@ -149,9 +149,13 @@ def add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, Refusal)
         return error.response()
 
-    async def invalid(_: Request, error: Exception) -> Response:
+    async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return Refusal(422, "invalid", _explain(error)).response()
+        unread = request.method == "POST" and "json" not in request.headers.get(
+            "content-type", ""
+        )  # curl's -d, for one
+        cure = "; send it with Content-Type: application/json" if unread else ""
+        return Refusal(422, "invalid", f"{_explain(error)}{cure}").response()
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

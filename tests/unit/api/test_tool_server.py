@@ -445,6 +445,13 @@ async def test_nonsense_is_422_with_one_line(bench: Workbench, path: str, conten
         assert "\n" not in answer.json()["message"]
 
 
+async def test_a_body_that_is_not_sent_as_json_is_told_how_to_send_it(bench: Workbench):
+    async with served(bench) as client:
+        answer = await client.post("/execute", data={"name": "note"})
+        assert answer.status_code == 422
+        assert "send it with Content-Type: application/json" in answer.json()["message"]
+
+
 @pytest.mark.parametrize("what", ["calls", "empty", "fields", "arguments"])
 async def test_a_request_of_a_million_mistakes_is_one_complaint(bench: Workbench, what: str):
     many = json.dumps({f"k{i}": 0 for i in range(100_000)})
