@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from atropos.tools.base import ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.tool_server.external import WebExtractArguments, WebSearchArguments
 
+from .conftest import until
 from .site import Site, pdf
 
 SCOPE = ToolScope(trajectory_id="t", call_id="c")
@@ -81,11 +83,17 @@ async def test_a_killed_worker_is_replaced():
     try:
         page = Page("http://x/", "text/plain", None, b"plain", truncated=False)
         assert (await extractor.extract(page))["text"] == "plain"
-        next(iter(extractor._alive)).kill()
-        await asyncio.sleep(0.05)
-        with pytest.raises(FetchError, match="crashed"):  # or it is noticed and replaced in time
-            await extractor.extract(page)
-            raise FetchError("crashed")
+        [worker] = extractor._alive
+        worker.kill()
+        await worker.wait()
+        assert (await extractor.extract(page))["text"] == "plain"
+        worker = list(extractor._alive)[-1]
+        worker.send_signal(signal.SIGSTOP)
+        reading = asyncio.create_task(extractor.extract(page))
+        await until(lambda: extractor._alive[worker] == 2)  # pages that it was given
+        worker.kill()
+        with pytest.raises(FetchError, match="crashed"):
+            await reading
         assert (await extractor.extract(page))["text"] == "plain"
     finally:
         await extractor.aclose()
