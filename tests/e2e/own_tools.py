@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from typing import Any
 
@@ -41,6 +42,14 @@ async def nap(seconds: float) -> str:
     return "rested"
 
 
+@tool(sandboxed=False, toolsets=("own",))
+async def wait_for_file(path: str) -> str:
+    """Wait until there is such a file."""
+    while not os.path.exists(path):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    return "it is there"
+
+
 @tool(sandboxed=False, toolsets=("own",), read_only=True)
 async def look(seconds: float) -> str:
     """Take a while and change nothing."""
@@ -66,4 +75,4 @@ async def tally(key: str) -> str:
     return str(_runs[key])
 
 
-TOOLS = [echo, hang, explode, flood, nap, look, keep, tally]
+TOOLS = [echo, hang, explode, flood, nap, wait_for_file, look, keep, tally]

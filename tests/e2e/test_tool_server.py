@@ -78,6 +78,12 @@ async def asking(server: Server) -> AsyncGenerator[Asker, None]:
         yield Asker(server, http)
 
 
+async def until_running(server: Server, count: int) -> None:
+    async with asking(server) as ask, asyncio.timeout(60):
+        while (await ask.stats())["running"] != count:
+            pass
+
+
 @contextlib.asynccontextmanager
 async def noise(ask: Asker) -> AsyncGenerator[None, None]:
     """One tool that hangs, one that fails, and one that answers 50 MB, over and over."""
@@ -216,19 +222,19 @@ async def test_thousands_of_calls_leave_nothing_behind():
     assert (stats["running"], stats["with_state"], stats["trajectories"], stats["journal"]) == (0, 0, 0, 0)
 
 
-async def test_sigterm_finishes_what_runs_and_refuses_what_comes():
+async def test_sigterm_finishes_what_runs_and_refuses_what_comes(tmp_path: Path):
     async with running("tool-server", *OWN) as server, client(server) as tools:
-        nap = asyncio.create_task(tools.execute("t", "c", "nap", {"seconds": 1.0}))
-        await asyncio.sleep(0.3)
+        waiting = asyncio.create_task(tools.execute("t", "c", "wait_for_file", {"path": str(tmp_path / "go")}))
+        await until_running(server, 1)
         server.process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.2)
+        await until(lambda: "ending: running calls are finished first" in server.log)
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}) as http:
             body: dict[str, Any] = {"trajectory_id": "u", "call_id": "c", "name": "echo", "arguments": {"text": "a"}}
             refused = await http.post(f"{server.url}/execute", json=body)
         assert (refused.status_code, refused.json()["code"]) == (503, "draining")
-        assert (await nap).output == "rested"
+        (tmp_path / "go").touch()
+        assert (await waiting).output == "it is there"
         assert await asyncio.wait_for(server.process.wait(), 20) == 0
-        assert "ending: running calls are finished first" in server.log
 
 
 async def test_a_call_that_outlasts_the_drain_is_answered(tmp_path: Path):
@@ -237,9 +243,7 @@ async def test_a_call_that_outlasts_the_drain_is_answered(tmp_path: Path):
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as http:
             body: dict[str, Any] = {"trajectory_id": "t", "call_id": "c", "name": "hang", "arguments": {}}
             hang = asyncio.create_task(http.post(f"{server.url}/execute", json=body))
-            async with asyncio.timeout(20):
-                while not (await http.get(f"{server.url}/stats")).json()["running"]:
-                    pass
+            await until_running(server, 1)
             server.process.send_signal(signal.SIGTERM)
             ended = await hang
         assert (ended.status_code, ended.json()["code"]) == (409, "trajectory_ended")
@@ -250,9 +254,9 @@ async def test_a_call_that_outlasts_the_drain_is_answered(tmp_path: Path):
 async def test_a_second_signal_ends_it_at_once():
     async with running("tool-server", *OWN) as server, client(server) as tools:
         hang = asyncio.create_task(tools.execute("t", "c", "hang", {}))
-        await asyncio.sleep(0.3)
+        await until_running(server, 1)
         server.process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.2)
+        await until(lambda: "ending: running calls are finished first" in server.log)
         server.process.send_signal(signal.SIGTERM)
         await asyncio.wait_for(server.process.wait(), 20)
         hang.cancel()
@@ -277,8 +281,8 @@ async def test_a_restart_in_the_middle_is_told_as_what_it_is(monkeypatch: pytest
     async with running("tool-server", *OWN) as server, client(server) as tools:
         assert (await tools.execute("s", "k1", "keep", {"item": "a"})).output == "a"
         changing = asyncio.create_task(tools.execute("t", "c", "hang", {}))
-        looking = asyncio.create_task(tools.execute("u", "c", "look", {"seconds": 0.5}))
-        await asyncio.sleep(0.2)
+        looking = asyncio.create_task(tools.execute("u", "c", "look", {"seconds": 2}))
+        await until_running(server, 2)
         server.process.kill()
         await server.process.wait()
         late = asyncio.create_task(tools.execute("v", "c", "echo", {"text": "never left"}))
@@ -336,7 +340,7 @@ async def test_a_server_killed_in_the_middle_is_told_as_such(monkeypatch: pytest
     monkeypatch.setattr("atropos.tools.tool_server.client.MAX_ATTEMPTS", 3)  # it waits between them
     async with running("tool-server", *OWN) as server, client(server) as tools:
         call = asyncio.create_task(tools.execute("t", "c", "hang", {}))
-        await asyncio.sleep(0.3)
+        await until_running(server, 1)
         server.process.kill()
         with pytest.raises(OutcomeUnknown):
             await asyncio.wait_for(call, 60)
