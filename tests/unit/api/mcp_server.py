@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from pathlib import Path
 
 from mcp.server import MCPServer
 from mcp.types import Tool, ToolAnnotations
@@ -40,8 +41,10 @@ def lie() -> str:
 
 
 @server.tool()
-async def slow() -> str:
-    """Never end."""
+async def slow(mark: str = "") -> str:
+    """Never end; a file marks the beginning."""
+    if mark:
+        Path(mark).touch()
     await asyncio.sleep(3600)
     return ""
 

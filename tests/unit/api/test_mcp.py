@@ -159,7 +159,7 @@ async def test_a_proxys_error_and_a_lost_session_are_infrastructure_faults_and_t
         await process.wait()
 
 
-async def test_streamable_http_works_too_and_comes_back():
+async def test_streamable_http_works_too_and_comes_back(tmp_path: Path):
     port = free_port()
     process = await over_http(port)
     try:
@@ -169,8 +169,8 @@ async def test_streamable_http_works_too_and_comes_back():
         async with offering(server) as client:
             assert (await ask(client, "web_add", a=20, b=22)).json()["result"]["output"] == "42"
             assert (await ask(client, "web_fail", "f")).json()["result"]["success"] is False
-            slow = asyncio.create_task(ask(client, "web_slow", "s"))
-            await asyncio.sleep(0.3)
+            slow = asyncio.create_task(ask(client, "web_slow", "s", mark=str(tmp_path / "mark")))
+            await until((tmp_path / "mark").exists)
             process.kill()
             await process.wait()
             lost = await slow
