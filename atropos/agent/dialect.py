@@ -111,13 +111,14 @@ class XmlDialect(Dialect):
         text = answer.content.removesuffix(self._renderer.end_text)  # left in by trl's server
         if answer.tool_calls:
             text = replace_surrogates(self._parser.render_turn(text, [call.tool_call() for call in answer.tool_calls]))
-        return self._turn(text, self._renderer.whole_answer(text), self._renderer.placeholder(text), cut_off=cut_off)
+        whole, ids = self._renderer.whole_answer(text), self._renderer.placeholder(text)
+        return self._turn(text, whole, ids, cut_off=cut_off, reasoning=answer.reasoning)
 
-    def _turn(self, text: str, whole: str, ids: list[int], *, cut_off: bool) -> Turn:
+    def _turn(self, text: str, whole: str, ids: list[int], *, cut_off: bool, reasoning: str = "") -> Turn:
         parsed = self._parser.parse(without_thinking(whole))
         message: Message = {"role": "assistant", "content": whole}
         calls, unread = ((), ()) if cut_off else (parsed.calls, parsed.errors)
-        return Turn(message, ids, text, parsed.content, reasoning=thinking(whole), calls=calls, unread=unread)
+        return Turn(message, ids, text, parsed.content, reasoning or thinking(whole), calls, unread)
 
     def chat_options(self, config: AgentConfig, limit: int) -> dict[str, object]:
         """A limit where one is set: None would go out as null."""

@@ -431,6 +431,13 @@ async def test_without_token_ids_the_transcript_is_marked_as_placeholders():
     assert "max_tokens" not in server.options  # None would go out as null
 
 
+async def test_thinking_that_the_server_parsed_is_the_turns():
+    answer = chat_answer("done")
+    answer.choices[0].message.reasoning_content = "let me see"
+    result = await agent(ChatServer([answer])).run("x")
+    assert (result.steps[0].reasoning, result.final_response) == ("let me see", "done")
+
+
 @pytest.mark.parametrize("depth", [300, *range(970, 990), 1_500])  # from where on json fails depends on the stack
 async def test_arguments_that_are_nested_too_deeply_are_no_fault_of_the_server(depth):
     function = types.SimpleNamespace(name="terminal", arguments='{"a":' * depth + "1" + "}" * depth)
