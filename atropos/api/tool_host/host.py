@@ -314,7 +314,8 @@ class ToolHost:
             if close is not None:
                 try:
                     async with asyncio.timeout(_CLOSE_S):
-                        await close()
+                        with tool_code():
+                            await close()
                 except Exception:
                     _log.exception("closing %s of a trajectory failed", name)
         trajectory.state.clear()

@@ -317,6 +317,18 @@ async def test_state_is_kept_per_trajectory_and_closed_at_its_end(bench: Workben
     assert bench.jars[1].closed
 
 
+@pytest.mark.parametrize("failure", [RuntimeError("a bug of its own"), SystemExit(1)])
+async def test_state_that_cannot_be_closed_ends_no_server(bench: Workbench, failure: BaseException):
+    async def close() -> None:
+        raise failure
+
+    async with served(bench) as client:
+        await client.post("/execute", json=call("keep", item="a"))
+        bench.jars[0].aclose = close
+        assert (await client.delete("/trajectories/t1")).json() == {"ended": True}
+        assert (await client.post("/execute", json=call("note", text="a"))).status_code == 200
+
+
 async def test_a_trajectory_of_the_same_name_does_not_get_the_old_ones_answers(bench: Workbench):
     async with served(bench) as client:
         for item in ("a", "b"):
