@@ -173,10 +173,11 @@ class Model:
                             raise
                         last = describe(error)
                     attempt += 1
-                    too_late = asyncio.get_running_loop().time() + last.retry_after_s > (deadline.when() or 0)
-                    if not last.retryable or attempt > self._retries or too_late:
+                    if not last.retryable or attempt > self._retries:
                         raise last
-                    await asyncio.sleep(max(last.retry_after_s, backoff_s(attempt, first_s=0.2, longest_s=5.0)))
+                    left = (deadline.when() or 0) - asyncio.get_running_loop().time()
+                    asked = last.retry_after_s if last.retry_after_s < left else 0.0
+                    await asyncio.sleep(max(asked, backoff_s(attempt, first_s=0.2, longest_s=5.0)))
         except TimeoutError as error:
             why = f"; before that: {last}" if last else ""
             raise InferenceError(f"the inference server gave no answer within {self._timeout_s:g} s{why}") from error
