@@ -44,8 +44,10 @@ class Extractor:
         worker = await self._free.get()
         keep: asyncio.subprocess.Process | None = None
         try:
-            if worker is None or worker.returncode is not None:
-                worker = await self._start()
+            if worker is not None and worker.returncode is not None:
+                self._kill(worker)
+                worker = None
+            worker = worker or await self._start()
             async with asyncio.timeout(_PARSE_S):
                 answer = await self._ask(worker, page)
             if self._alive[worker] < _JOBS:

@@ -87,7 +87,7 @@ async def test_a_killed_worker_is_replaced():
         worker.kill()
         await worker.wait()
         assert (await extractor.extract(page))["text"] == "plain"
-        worker = list(extractor._alive)[-1]
+        [worker] = extractor._alive
         worker.send_signal(signal.SIGSTOP)
         reading = asyncio.create_task(extractor.extract(page))
         await until(lambda: extractor._alive[worker] == 2)  # pages that it was given
