@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import email.utils
 import math
 import random
 import time
@@ -95,11 +94,13 @@ def backoff_s(attempt: int, *, first_s: float, longest_s: float) -> float:
 
 def retry_after_s(header: str | None) -> float:
     """Seconds from now that a Retry-After header asks for, as a number or a date; 0 where it asks for none."""
+    from email.utils import parsedate_to_datetime  # which the programs of a sandbox server do without
+
     try:
         seconds = float(header or 0)
     except ValueError:
         try:
-            seconds = email.utils.parsedate_to_datetime(header or "").timestamp() - time.time()
+            seconds = parsedate_to_datetime(header or "").timestamp() - time.time()
         except ValueError:
             return 0.0
     return seconds if 0 < seconds < math.inf else 0.0

@@ -151,9 +151,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        unread = request.method == "POST" and "json" not in request.headers.get(
-            "content-type", ""
-        )  # curl's -d, for one
+        sent = request.headers.get("content-type", "")
+        unread = request.method == "POST" and "json" not in sent  # curl's -d sends a form
         cure = "; send it with Content-Type: application/json" if unread else ""
         return Refusal(422, "invalid", f"{_explain(error)}{cure}").response()
 
