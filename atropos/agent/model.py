@@ -216,10 +216,9 @@ def describe(error: BaseException) -> InferenceError:
     else:
         text = f"the inference server failed ({text})"
     refused = status is not None and 400 <= status < 500 and status not in {408, 429}
-    headers: Mapping[str, str] = getattr(getattr(inner, "response", inner), "headers", None) or {}
-    return InferenceError(
-        text, status=status, retryable=not refused, retry_after_s=retry_after_s(headers.get("Retry-After"))
-    )
+    headers: object = getattr(getattr(inner, "response", inner), "headers", None)
+    asked = cast("Mapping[str, str]", headers).get("Retry-After") if isinstance(headers, Mapping) else None
+    return InferenceError(text, status=status, retryable=not refused, retry_after_s=retry_after_s(asked))
 
 
 def _generation(prompt: list[int], answer: object) -> Generation:

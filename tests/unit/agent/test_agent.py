@@ -287,6 +287,8 @@ async def test_a_sandbox_failure_passes_through():
 
 
 class HttpError(Exception):
+    headers = (("Server", "of another library"),)
+
     def __init__(self, status):
         self.status = status
 
