@@ -10,6 +10,7 @@ import asyncio
 import base64
 import contextlib
 import hmac
+import ipaddress
 import os
 import re
 import socket
@@ -20,7 +21,7 @@ from urllib.parse import urlsplit
 import h11
 
 from atropos.aio import cancel_and_wait
-from atropos.net.egress_policy import Address, EgressRefused
+from atropos.net.egress_policy import Address, EgressRefused, plain
 
 HEAD_S, CONNECT_S = 20.0, 10.0
 IDLE_S = 300.0
@@ -145,6 +146,18 @@ def _destination(request: h11.Request) -> tuple[str, int, bytes]:
     # cut from the text: `urllib` would turn `//a` into `////a` (Python 3.13) and `/a?` into `/a`
     path = text.partition("://")[2].partition("#")[0].removeprefix(parts.netloc)
     return parts.hostname, parts.port or 80, (path if path.startswith("/") else f"/{path}").encode("ascii")
+
+
+def look_up(name: str, port: int) -> list[Address]:
+    """A name's addresses. For a thread of the caller's own: the C library's look-up can't be interrupted.
+
+    It also reads the odd spellings of addresses (127.1, 0x7f000001, 2130706433).
+
+    Raises:
+        OSError: there is none.
+    """
+    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(plain(ipaddress.ip_address(str(item[4][0]).partition("%")[0])) for item in found))
 
 
 async def connect(

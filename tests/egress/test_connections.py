@@ -116,7 +116,7 @@ async def test_a_name_server_that_fails_refuses_nothing(monkeypatch):
     def fails(_name: str, _port: int) -> list[Address]:
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
-    monkeypatch.setattr("atropos.sandbox.programs.egress_proxy._addresses", fails)
+    monkeypatch.setattr("atropos.sandbox.programs.egress_proxy.look_up", fails)
     async with proxied() as (_, port, _, _), asyncio.timeout(20):
         reader, _ = await ask(port, "http://files.example.org/")
         said = (await answer(reader)).decode().splitlines()

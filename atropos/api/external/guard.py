@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import ipaddress
-import socket
 import ssl
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import cast
 from urllib.parse import urlsplit
@@ -15,11 +14,14 @@ from urllib.parse import urlsplit
 import httpcore
 import httpx
 
-from atropos.net.egress_policy import Address, EgressRefused, Policy, Rule, own_addresses, parse
+from atropos.net.egress_policy import Address, EgressRefused, Policy, Rule, literal, own_addresses, parse
+from atropos.net.relay import look_up
 
 _RESOLVE_S = 10.0
 _TIMEOUT_S = 20.0
 _MAX_ADDRESSES = 8
+_MAX_RESOLVERS = 128
+"""Threads that look names up, at most; not asyncio's few, which a page with dead name servers would take from all others."""
 PAGE_PORTS = frozenset({80, 443, 8000, 8080, 8443})
 """Ports of web pages. Others (mail, databases, management) need an entry in the allow-list."""
 
@@ -30,6 +32,7 @@ class Guard:
     def __init__(self, allow: Iterable[str] = ()) -> None:
         listed = (parse(text, field="allow_hosts") for text in allow)
         self._policy = Policy((Rule("public", PAGE_PORTS), *listed), own_by_name=True)
+        self._resolvers = ThreadPoolExecutor(_MAX_RESOLVERS, "resolve")
 
     def check_url(self, url: str) -> tuple[str, int]:
         """Host and port of a well-formed URL; the host is resolved when it is dialled.
@@ -63,27 +66,20 @@ class Guard:
             OSError: the name does not resolve.
         """
         name = self._policy.judge_name(host, port)
-        return self._policy.judge_addresses(name, port, await _resolve(name, port), own_addresses())
+        address = literal(name)
+        found = await self._look_up(name, port) if address is None else [address]
+        return self._policy.judge_addresses(name, port, found, own_addresses())
 
-
-async def _resolve(host: str, port: int) -> list[Address]:
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(_RESOLVE_S):
-            # getaddrinfo also reads the odd spellings of addresses (127.1, 0x7f000001, 2130706433)
-            infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except TimeoutError:
-        raise OSError(f"{host} did not resolve within {_RESOLVE_S:g} s") from None
-    except UnicodeError:
-        raise OSError(f"{host[:100]!r} is not a host name") from None
-    found: list[Address] = []
-    for info in infos:
-        address = ipaddress.ip_address(str(info[4][0]).partition("%")[0])
-        if address not in found:
-            found.append(address)
-    if not found:
-        raise OSError(f"{host} has no address")
-    return found[:_MAX_ADDRESSES]
+    async def _look_up(self, name: str, port: int) -> list[Address]:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_RESOLVE_S):
+                found = await loop.run_in_executor(self._resolvers, look_up, name, port)
+        except TimeoutError:
+            raise OSError(f"{name} did not resolve within {_RESOLVE_S:g} s") from None
+        except UnicodeError:
+            raise OSError(f"{name[:100]!r} is not a host name") from None
+        return found[:_MAX_ADDRESSES]
 
 
 class _GuardedBackend(httpcore.AsyncNetworkBackend):

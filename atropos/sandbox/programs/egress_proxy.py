@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import os
 import resource
@@ -20,8 +19,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from atropos.net.egress_policy import Address, EgressRefused, Narrowed, Policy, literal, own_addresses, plain
-from atropos.net.relay import CHUNK_BYTES, CONNECT_S, OutOfBytes, connect, relay
+from atropos.net.egress_policy import Address, EgressRefused, Narrowed, Policy, literal, own_addresses
+from atropos.net.relay import CHUNK_BYTES, CONNECT_S, OutOfBytes, connect, look_up, relay
 from atropos.sandbox.linux import syscalls
 
 LOOKUPS = 4
@@ -136,7 +135,7 @@ class Proxy:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
             await places.acquire()
-            work = self._resolvers.submit(_addresses, name, port)
+            work = self._resolvers.submit(look_up, name, port)
             work.add_done_callback(lambda _: loop.call_soon_threadsafe(places.release))
             try:
                 return await asyncio.wrap_future(work)
@@ -159,12 +158,6 @@ class Proxy:
             return name, *await connect(name, rules.judge_addresses(name, port, found, own), port)
 
         await relay(reader, writer, dial, spend=account.spend, admit=account.admit)
-
-
-def _addresses(name: str, port: int) -> list[Address]:
-    """In a thread of its own: the C library's look-up can't be interrupted."""
-    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(plain(ipaddress.ip_address(str(item[4][0]).partition("%")[0])) for item in found))
 
 
 # ------------------------------------------------------------------------------------------------------------ process

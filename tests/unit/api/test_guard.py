@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import threading
+from typing import Any
 
 import pytest
 
@@ -173,17 +175,16 @@ async def test_a_name_that_changes_its_mind_is_dialled_where_it_was_checked(
 ):
     """DNS rebinding: the first answer is public, the second would be loopback."""
     answers = ["1.1.1.1", "127.0.0.1"]
-    loop = asyncio.get_running_loop()
     dialled: list[str] = []
 
-    async def lying(host: str, port: int, **_: object):
+    def lying(host: str, port: int, **_: object):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answers.pop(0), port))]
 
     async def connect(self: object, host: str, port: int, **_: object):
         dialled.append(host)
         raise OSError("not really")
 
-    monkeypatch.setattr(loop, "getaddrinfo", lying)
+    monkeypatch.setattr(socket, "getaddrinfo", lying)
     monkeypatch.setattr("httpcore.AnyIOBackend.connect_tcp", connect)
     guard = Guard()
     async with guarded_client(guard) as client:
@@ -193,6 +194,27 @@ async def test_a_name_that_changes_its_mind_is_dialled_where_it_was_checked(
         with pytest.raises(FetchError, match="public address"):
             await fetch(client, guard, "http://rebind.example/", max_bytes=1000)
     assert dialled == ["1.1.1.1"]
+
+
+async def test_dead_name_servers_keep_neither_other_names_nor_other_threads_waiting(monkeypatch: pytest.MonkeyPatch):
+    answering, look_up = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *rest: Any, **options: Any):
+        if host.endswith(".dead.example"):
+            answering.wait(60)
+        return look_up(host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    guard = Guard(["localhost"])
+    dead = [asyncio.create_task(guard.addresses(f"n{number}.dead.example", 443)) for number in range(40)]
+    try:
+        async with asyncio.timeout(5):
+            await asyncio.to_thread(lambda: None)
+            assert await guard.addresses("localhost", 443)
+        assert not any(one.done() for one in dead)
+    finally:
+        answering.set()
+        await asyncio.gather(*dead, return_exceptions=True)
 
 
 async def test_a_long_page_is_read_only_to_the_bound(site: Site):
