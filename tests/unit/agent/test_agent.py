@@ -173,7 +173,7 @@ async def test_a_call_that_runs_is_ended_at_the_time_limit():
 
     server = DirectServer()
     async with asyncio.timeout(20):
-        result = await agent(server, execute, timeout_s=0.3).run(script([{"calls": [call("x")] * 3}]))
+        result = await agent(server, execute, timeout_s=1).run(script([{"calls": [call("x")] * 3}]))
     assert (result.stop_reason, ended) == ("max_time", ["terminal"])
     assert [one.error for one in result.steps[0].results] == ["ended: the agent used all its time"]
     assert_true_to(server.log, result.trajectory_data)
@@ -389,12 +389,15 @@ async def test_a_silent_server_meets_the_deadline():
 
 
 async def test_cancelling_the_run_is_a_cancellation_and_no_inference_error():
+    asked = asyncio.Event()
+
     class Server:
         async def tokens_and_logprobs_completion(self, **_):
+            asked.set()
             await asyncio.Event().wait()
 
     task = asyncio.create_task(agent(Server()).run("x"))
-    await asyncio.sleep(0.01)
+    await asked.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
