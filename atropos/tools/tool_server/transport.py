@@ -153,4 +153,4 @@ class _Exchange:
 
 
 def _encoded(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
-    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+    return [(name.lower().encode(), value.encode()) for name, value in headers]  # as aiohttp does

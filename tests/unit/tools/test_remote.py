@@ -84,6 +84,11 @@ async def test_in_this_process(pool):
     assert pool.free == 8
 
 
+async def test_a_token_of_any_characters_holds_in_this_process(pool):
+    async with executor(pool, "inprocess", token="schlüssel-🔑") as made:
+        assert (await made.execute("t", call("note", text="hi"))).output == "hi None"
+
+
 async def test_what_json_has_not_is_text_in_an_answer(pool):
     async with executor(pool, "inprocess", tools=[odd]) as made:
         answer = await made.execute("t", call("odd"))
