@@ -144,7 +144,7 @@ def load_task(path: str | Path, *, variables: Mapping[str, str] | None = None) -
 def _dockerfile_task(path: Path) -> Task:
     def make(images: machines.Images, *, prebuilt: bool) -> Recipe:
         del prebuilt  # there is no `docker_image`
-        return dockerfile.parse(path, images)
+        return dockerfile.parse(path, path.parent, images)
 
     return Task(
         name=path.parent.name,

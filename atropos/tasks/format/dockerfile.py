@@ -55,11 +55,12 @@ _PROGRAMS = "/.heredocs"
 _SYMBOLIC = re.compile(r"[ugoa]*([-+=][rwxXst]*)+(,[ugoa]*([-+=][rwxXst]*)+)*")
 
 
-def parse(path: Path, images: Mapping[str, StepSettings]) -> Recipe:
+def parse(path: Path, context: Path, images: Mapping[str, StepSettings]) -> Recipe:
     """Read a Dockerfile.
 
     Args:
         path: the file.
+        context: the folder that it copies from.
         images: what the images of its FROMs set, by name, where that is known.
 
     Raises:
@@ -72,7 +73,7 @@ def parse(path: Path, images: Mapping[str, StepSettings]) -> Recipe:
         raise ConfigError(f"{path}:{error.line or 1}: {message}; see the Dockerfile reference") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {error}") from None
-    return _Reader(path, ast, images).read()
+    return _Reader(path, context, ast, images).read()
 
 
 @dataclass
@@ -96,8 +97,8 @@ class _Building:
 class _Reader:
     """Reads one Dockerfile, instruction by instruction."""
 
-    def __init__(self, path: Path, ast: DockerfileAst, images: Mapping[str, StepSettings]) -> None:
-        self.path, self.ast, self.images = path, ast, images
+    def __init__(self, path: Path, context: Path, ast: DockerfileAst, images: Mapping[str, StepSettings]) -> None:
+        self.path, self.context, self.ast, self.images = path, context, ast, images
         self.copied: dict[str, int] = {}
         """Images that files are copied from, each with a negative number in place of a stage's."""
         self.globals: dict[str, str] = dict(_PLATFORM)
@@ -380,9 +381,9 @@ class _Reader:
         if "checksum" in flags:
             raise self._refusal("--checksum: only a download has one; remove it")
         copy = self._copied(instruction, stage, flags, None)
-        context = Context.of(self.path.parent)
+        context = Context.of(self.context)
         named = [name for source in copy.sources for name in context.matching(source, copy.exclude)]
-        archives = [name for name in named if _is_archive(self.path.parent / name)]
+        archives = [name for name in named if _is_archive(self.context / name)]
         rest = tuple(name for name in named if name not in archives)
         if archives:
             stage.steps.append(replace(copy, sources=tuple(archives), files=(), unpack=True))

@@ -57,7 +57,7 @@ def machine(folder: Path, wants: EnvironmentSection, images: Images, *, prebuilt
     image = wants.docker_image if prebuilt else None
     built = own.is_file() and image is None
     if built:
-        recipe = dockerfile.parse(own, images)
+        recipe = dockerfile.parse(own, folder, images)
     else:
         start = StepSettings(DEFAULT_WORKDIR) if image is None else images.get(image, StepSettings())
         recipe = Recipe(image, start, ())

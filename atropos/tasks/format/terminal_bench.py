@@ -88,7 +88,7 @@ def _recipe(root: Path, images: Mapping[str, StepSettings], *, prebuilt: bool) -
     service = read_compose(root)
     file = dockerfile_in(root, service)
     if file.is_file():
-        recipe = dockerfile.parse(file, images)
+        recipe = dockerfile.parse(file, root, images)
     elif service is not None and service.image is not None:
         recipe = Recipe(service.image, images.get(service.image, StepSettings("/app")), ())
     else:

@@ -279,6 +279,18 @@ def test_an_archive_that_is_added_is_unpacked(folder):
     assert (as_they_are.sources, as_they_are.unpack) == (("disk.img", "torn.tar.gz"), False)
 
 
+def test_a_dockerfile_below_the_context_adds_what_is_in_the_context(folder):
+    environment = folder / "environment"
+    (environment / "docker").mkdir()
+    (environment / "docker-compose.yaml").write_text("services: {main: {build: {dockerfile: docker/Dockerfile}}}")
+    (environment / "docker/Dockerfile").write_text("FROM debian\nADD x.tar /opt/\nADD *.txt /opt/it/\n")
+    with tarfile.open(environment / "x.tar", "w") as archive:
+        archive.add(environment / "a.txt", "a.txt")
+    unpack, plain = load_task(folder).recipe.steps
+    assert (unpack.sources, unpack.unpack) == (("x.tar",), True)
+    assert plain == Copy(("a.txt",), "/opt/it/")
+
+
 def test_a_pattern_matches_leading_dots_and_a_caret_negates(folder):
     (folder / "environment/.hidden").write_text("")
     every, rest = recipe_of(folder, "FROM debian\nCOPY * /all/\nADD [^.Da]* /rest/\n").steps
