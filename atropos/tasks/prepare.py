@@ -13,6 +13,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import shlex
 import tempfile
 import time
 from collections import Counter
@@ -410,7 +411,7 @@ def _hash(*parts: object) -> str:
 def _text(step: Step) -> str:
     """The instruction, in short."""
     if isinstance(step, Run):
-        text = f"RUN {step.command}"
+        text = f"RUN {shlex.join(step.command)}"
     elif isinstance(step, Folder):
         text = f"WORKDIR {step.path}"
     elif isinstance(step, Download):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,8 +24,8 @@ from atropos.tasks.folder import load_task
 from atropos.tasks.format.recipe import Download
 from atropos.tasks.prepare import TaskImages
 from atropos.wire import MAX_FILE_BYTES
-from tests.images.making import entry, layer
-from tests.images.test_leases import busybox_image, pool_for
+from tests.images.making import entry, folder, layer, layout, link
+from tests.images.test_leases import BUSYBOX, busybox_image, pool_for
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
 TWELVE = (
@@ -378,6 +379,23 @@ async def test_an_images_own_instructions_and_shell_hold_for_what_is_built_on_it
     task = make(tmp_path / "task", stages)
     async with pool_for(tmp_path) as pool, working_on(pool, TaskImages(pool), task) as slot:
         assert (await slot.exec("cat /last")).output == "givenimage\nimage\n"
+
+
+async def test_a_command_of_the_build_needs_no_shell_but_its_own(tmp_path):
+    """As on images that have a shell elsewhere, or none: `gcr.io/distroless/static:debug`."""
+    files = [
+        folder("tools"),
+        entry("tools/busybox", Path(BUSYBOX).read_bytes(), mode=0o755),
+        link("tools/sh", "busybox"),
+    ]
+    layout(tmp_path / "layout", layer(*files), config={"Env": ["PATH=/tools"]})
+    steps = 'SHELL ["/tools/sh", "-c"]\nRUN echo $0 >/shell\nRUN ["busybox", "touch", "/a b", "/$PATH"]\n'
+    task = make(tmp_path / "task", f"FROM oci:{tmp_path}/layout\n{steps}")
+    async with pool_for(tmp_path) as pool:
+        prepared = await TaskImages(pool).prepare(task)
+        async with pool.lease("one", image=prepared.image) as slot:
+            seen = await slot.exec(["/tools/busybox", "cat", "/shell", "/a b", "/$PATH"])
+            assert (seen.exit_code, seen.output) == (0, "/tools/sh\n")
 
 
 async def test_a_whole_stage_is_copied_without_what_the_slot_itself_needs(tmp_path):

@@ -7,6 +7,7 @@ import hashlib
 import io
 import lzma
 import posixpath
+import shlex
 import tarfile
 import zlib
 from dataclasses import replace
@@ -44,12 +45,12 @@ with urllib.request.urlopen(os.environ["ADDRESS"]) as answer, open({_FETCHED!r},
 
 
 async def run(slot: Slot, step: Run, timeout_s: float) -> None:
-    """A command line.
+    """A command.
 
     Raises:
         TaskBroken: it failed; with the last lines that it printed.
     """
-    settings = step.settings
+    settings, what = step.settings, f"`{shlex.join(step.command):.200}`"
     user = settings.user
     if user is None:
         user = "0" if slot.image is not None and slot.image.user else None
@@ -59,10 +60,10 @@ async def run(slot: Slot, step: Run, timeout_s: float) -> None:
     )
     done = await slot.run(operation)
     if isinstance(done, wire.OpError):
-        raise TaskBroken(f"`{step.command:.200}`: {done.message}")
+        raise TaskBroken(f"{what}: {done.message}")
     result = ExecResult.of(done)
     if result.exit_code != 0:
-        raise command_failure(f"`{step.command:.200}`", result, late="took longer than environment.build_timeout_sec")
+        raise command_failure(what, result, late="took longer than environment.build_timeout_sec")
 
 
 async def begin_mount(slot: Slot, mount: Mount) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import shlex
 import tarfile
 import zlib
 from collections.abc import Mapping
@@ -239,16 +238,18 @@ class _Reader:
         settings = replace(stage.settings, env={**stage.arguments, **stage.settings.env})
         mounts = [self._mount(text, stage) for text in flags.get("mount", ())]
         if instruction.json:
-            command = f"exec {shlex.join(instruction.args)}"
+            command = tuple(instruction.args)
         else:
             script = self._script(instruction)
             if script.startswith("#!") and instruction.heredocs:  # a program of its own: its first line says whose
                 name = instruction.heredocs[0].name
                 content = Copy((), f"{_PROGRAMS}/", 0o755, files=((name, script),))
                 mounts.append(Mount(_PROGRAMS, content))
-                command = f"exec {_PROGRAMS}/{name}"
+                command = (f"{_PROGRAMS}/{name}",)
             else:
-                command = shlex.join((*stage.shell, script))
+                command = (*stage.shell, script)
+        if not command:
+            raise self._refusal("needs a command")
         stage.steps.append(Run(command, settings, tuple(mounts)))
 
     def _script(self, instruction: DockerfileInstruction) -> str:

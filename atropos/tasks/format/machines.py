@@ -93,6 +93,7 @@ def workspace(environment: Path, wants: EnvironmentSection, images: Images, *, p
             steps.append(Copy(tuple(files), recipe.workdir.rstrip("/") + "/", keep_folder_name=True))
     if script.is_file() and not handled:
         # The script itself is no part of the workspace.
-        run = Run("bash /tmp/.task-setup/setup.sh && rm -rf /tmp/.task-setup", replace(recipe.settings, user=None))
+        line = "bash /tmp/.task-setup/setup.sh && rm -rf /tmp/.task-setup"
+        run = Run(("/bin/sh", "-c", line), replace(recipe.settings, user=None))
         steps += [Copy((SETUP,), "/tmp/.task-setup/"), run]
     return replace(recipe, steps=tuple(steps))

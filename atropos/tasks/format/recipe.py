@@ -90,9 +90,9 @@ class Mount:
 
 @dataclass(frozen=True)
 class Run:
-    """A command line of the build."""
+    """A command of the build: a program and its arguments."""
 
-    command: str
+    command: tuple[str, ...]
     settings: StepSettings = StepSettings()
     mounts: tuple[Mount, ...] = ()
 

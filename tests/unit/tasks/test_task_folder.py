@@ -112,8 +112,8 @@ def test_dockerfile_is_honoured(folder):
         Copy(("a.txt",), "/etc/x.conf"),
         Copy(("sub/",), "/app/src/tools/"),
         Copy(("a.txt",), "/app/src/keys/", 0o600),
-        Run("/bin/sh -c 'echo 1 &&     echo 2'", there),
-        Run("exec touch 'a b'", there),
+        Run(("/bin/sh", "-c", "echo 1 &&     echo 2"), there),
+        Run(("touch", "a b"), there),
     )
     assert unpacked(folder, recipe.steps[2]) == {"/etc/x.conf": (0o644, 0, "a")}
     assert unpacked(folder, recipe.steps[3]) == {"/app/src/tools/b.sh": (0o755, 0, "b")}
@@ -127,7 +127,7 @@ def test_setup_follows_a_dockerfile_that_leaves_it_alone(folder):
     assert copy == Copy(("a.txt",), "/app/")
     assert run.settings.workdir == "/app"
     (folder / "environment/Dockerfile").write_text("FROM a\nCOPY setup.sh /\nRUN bash /setup.sh\n")
-    assert load_task(folder).recipe.steps == (Copy(("setup.sh",), "/"), Run("/bin/sh -c 'bash /setup.sh'"))
+    assert load_task(folder).recipe.steps == (Copy(("setup.sh",), "/"), Run(("/bin/sh", "-c", "bash /setup.sh")))
 
 
 def recipe_of(folder, text):
@@ -148,7 +148,9 @@ def test_variables_are_replaced_as_the_reference_says(folder):
     start, copy, run = recipe.steps
     assert start == Folder("/srv/x")
     assert copy == Copy(("a.txt",), "/srv/x/$literal/")
-    assert run == Run("/bin/sh -c 'echo $NAME'", StepSettings("/srv/x", {"VERSION": "12", "PLACE": "/srv", **env}))
+    assert run == Run(
+        ("/bin/sh", "-c", "echo $NAME"), StepSettings("/srv/x", {"VERSION": "12", "PLACE": "/srv", **env})
+    )
 
 
 @pytest.mark.parametrize("platform", ["linux/amd64", "linux/x86_64", "$BUILDPLATFORM"])
@@ -170,7 +172,7 @@ def test_users_and_shells_hold_for_what_follows_and_a_containers_start_has_no_ef
         'HEALTHCHECK --interval=5s CMD curl -f localhost\nENTRYPOINT ["/go", "on"]\nCMD run it\nUSER dev\n',
     )
     piped, start, as_dev, as_root, data = recipe.steps
-    assert piped == Run("/bin/bash -eo pipefail -c 'a | b'")
+    assert piped == Run(("/bin/bash", "-eo", "pipefail", "-c", "a | b"))
     assert start == Folder("/home/dev/app", "dev:staff")
     assert as_dev.settings == StepSettings("/home/dev/app", {}, "dev:staff")
     assert as_root.settings.user is None
@@ -185,8 +187,8 @@ def test_here_documents_are_scripts_and_files(folder):
         "COPY <<conf <<-'raw' /etc/my/\nuser=$WHO\nconf\n\tkept=$WHO\nraw\n",
     )
     script, piped, copy = recipe.steps
-    assert script.command == "/bin/sh -c 'echo one\necho two\n'"
-    assert piped.command == "/bin/sh -c 'python3 - <<'\"'\"'PY'\"'\"'\nprint(1)\nPY'"
+    assert script.command == ("/bin/sh", "-c", "echo one\necho two\n")
+    assert piped.command == ("/bin/sh", "-c", "python3 - <<'PY'\nprint(1)\nPY")
     assert unpacked(folder, copy) == {
         "/etc/my/conf": (0o644, 0, "user=me\n"),
         "/etc/my/raw": (0o644, 0, "kept=$WHO\n"),
@@ -200,9 +202,9 @@ def test_stages_that_are_copied_from_are_kept_and_others_dropped(folder):
         "FROM base\nCOPY --from=build --chown=1000 /out/* /opt/\nCOPY --from=1 /x /y\n",
     )
     (build,) = recipe.stages
-    assert (build.index, [step.command for step in build.steps]) == (1, ["/bin/sh -c base", "/bin/sh -c build"])
+    assert (build.index, [step.command[-1] for step in build.steps]) == (1, ["base", "build"])
     base, first, second = recipe.steps
-    assert base.command == "/bin/sh -c base"
+    assert base.command == ("/bin/sh", "-c", "base")
     assert (recipe.settings.env, recipe.image) == ({"A": "1"}, "debian")
     assert first == Copy(("out/*",), "/opt/", stage=1, owner="1000")
     assert second == Copy(("x",), "/y", stage=1)
@@ -360,6 +362,7 @@ def test_mounts_are_there_for_one_command(folder):
         ("FROM a\nWORKDIR ${A", "${A"),
         ("FROM a\nFROB x", "FROB"),
         ("FROM a\nRUN", "RUN needs a command"),
+        ("FROM a\nRUN []", "RUN needs a command"),
         ("RUN x", "before the first FROM"),
         ("# nothing", "no FROM"),
     ],
