@@ -34,14 +34,18 @@ from atropos.tasks.verifier.reward import Verdict, read_verdict
 from atropos.tasks.verifier.services import end_processes
 
 _log = logging.getLogger(__name__)
+LOGS = "/logs/agent /logs/verifier /logs/artifacts"
+"""Folders that anyone may write to while the agent works, as Harbor makes them."""
 
 
 async def enter(slot: Slot, task: Task) -> None:
-    """Set up a prepared workspace for the agent: the network, and the folder, variables and user of its commands.
+    """Set up a prepared workspace for the agent: the network, folders for logs, and the folder, variables and user of its commands.
 
     Raises:
         TaskBroken: there is no such user, or no such folder.
     """
+    make = f"mkdir -p {LOGS} && chmod 777 {LOGS}"
+    await slot.exec(make, workdir="/", env={"PATH": PATH}, clean_env=True, user="0", timeout_s=60)
     slot.profile = await profile_of(slot, task, task.agent_settings)
     await _reach(slot, task.agent_hosts)
     if (await slot.exec("true", timeout_s=60)).exit_code != 0:
@@ -111,9 +115,7 @@ async def solve(slot: Slot, task: Task) -> ExecResult:
     try:
         await _upload(slot, task.solution, "/solution")
         script = f"/solution/{task.solution_script}"
-        await slot.exec(
-            f"mkdir -p -m 777 /logs/agent; chmod 777 /logs/agent; chmod -R a+rX /solution; chmod +x {script}"
-        )
+        await slot.exec(f"chmod -R a+rX /solution; chmod +x {script}")
     finally:
         slot.profile = profile
     env = {"DEBIAN_FRONTEND": "noninteractive", **task.filled(task.config.solution.env)}

@@ -280,7 +280,7 @@ async def test_what_a_hook_collects_reaches_a_separate_verifier(pool, tmp_path):
         tmp_path,
         test="if [ -e /logs/artifacts/state ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt",
         toml='[verifier]\nenvironment_mode = "separate"\n[[verifier.collect]]\n'
-        'command = "mkdir -p /logs/artifacts; cp /etc/made /logs/artifacts/state"\n',
+        'command = "cp /etc/made /logs/artifacts/state"\n',
     )
     async with working_on(pool, task) as run:
         await run.slot.exec("echo x > /etc/made")
@@ -289,6 +289,19 @@ async def test_what_a_hook_collects_reaches_a_separate_verifier(pool, tmp_path):
         assert (await run.verify()).reward == 0.0, (
             "a hook that fails, since the agent made nothing, is no fault of the task"
         )
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_folders_for_logs_are_there_for_the_agents_user_as_in_harbor(pool, tmp_path):
+    task = make_task(
+        tmp_path,
+        test="[ -e /logs/artifacts/file ] && echo 1 > /logs/verifier/reward.txt",
+        toml="[agent]\nuser = 'nobody'\n",
+    )
+    async with working_on(pool, task) as run:
+        wrote = await run.slot.exec("cd /logs && touch agent/file artifacts/file verifier/file && id -un")
+        assert wrote.output == "nobody\n"
+        assert (await run.verify("view")).reward == 1.0
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -451,7 +464,7 @@ async def test_a_set_up_that_fails_or_hangs_is_the_tasks_fault(pool, tmp_path):
         ("mkdir /logs/verifier/reward.txt", "", "wrote no"),
         ("echo '{}' > /logs/verifier/reward.json", "", "object of numbers"),
         ('printf \'{"reward": 1, "x%070000d": 1}\' 0 > /logs/verifier/reward.json', "", "bytes, more than 65536"),
-        ("echo '{\"reward\": true}' > /logs/verifier/reward.json", "", "not a number"),
+        ("echo '{\"reward\": null}' > /logs/verifier/reward.json", "", "not a number"),
         ("printf '{\"reward\": 1%0400d}' 0 > /logs/verifier/reward.json", "", "too large"),
         ("printf '[%.0s' $(seq 2000) > /logs/verifier/reward.json", "", "recursion"),
         ("sleep 60; echo 1 > /logs/verifier/reward.txt", "[verifier]\ntimeout_sec = 0.5", "took longer"),
@@ -471,6 +484,7 @@ async def test_rewards_are_read_as_written(pool, tmp_path):
         ("printf ' 1e-1 \\n' > /logs/verifier/reward.txt", 0.1),
         ('echo \'{"reward": 0.5, "style": 1}\' > /logs/verifier/reward.json; echo 0 > /logs/verifier/reward.txt', 0.5),
         ("echo '{\"accuracy\": 0.75}' > /logs/verifier/reward.json", 0.75),
+        ("echo '{\"reward\": true}' > /logs/verifier/reward.json", 1.0),
         ('printf \'{"reward": 0.5, "x%09000d": 1}\' 0 > /logs/verifier/reward.json', 0.5),
     ):
         async with working_on(pool, make_task(tmp_path, test=test)) as run:

@@ -110,7 +110,7 @@ def _summary(task: Task, result: ExecResult) -> tuple[float, dict[str, float]]:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if not isinstance(value, int | float | str):  # true is 1, as Harbor reads it
         raise ValueError(f"{value!r:.100} is not a number")  # noqa: TRY004 (what was read is wrong, not a type here)
     number = float(value)
     if not math.isfinite(number):
