@@ -56,7 +56,6 @@ class AtroposEnvironment(BaseEnvironment):
             )
         self._config = pool_config(settings, network=True)
         self._stand_ins = stand_ins
-        self._bundled = not kwargs.get("enable_environment_dir_upload", True)
         self._shared: SharedPool | None = None
         self._slot: Slot | None = None
         super().__init__(*args, **kwargs)
@@ -164,7 +163,9 @@ class AtroposEnvironment(BaseEnvironment):
             build_timeout_sec=LONGEST_BUILD_S,
         )
         section = machines.with_compose(folder, section)
-        make = partial(machines.machine if self._bundled else machines.workspace, folder, section)
+        # where something is built or pulled, the folder's other files are Harbor's to bring
+        defined = wants.docker_image or machines.is_machine(folder)
+        make = partial(machines.machine if defined else machines.workspace, folder, section)
         recipe, unbuildable = first_recipe(make, section)
         return Task(
             name=self.environment_name,

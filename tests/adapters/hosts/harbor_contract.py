@@ -203,6 +203,14 @@ async def test_an_entrypoint_runs_beside_the_agent_as_in_a_container(environment
         await make(tmp_path, folder).start(force_build=False)
 
 
+async def test_a_script_called_setup_is_a_file_like_any_other(environment, tmp_path):
+    folder = written(tmp_path, {"Dockerfile": "FROM debian\nWORKDIR /srv\nCOPY . .\n", "setup.sh": "touch /ran"})
+    for config in (EnvironmentConfig(), EnvironmentConfig(docker_image="atropos-base:default", workdir="/srv")):
+        async with started(tmp_path, folder, config) as made:
+            assert (await made.exec("cd /srv; ls -d setup.sh /ran")).stdout == "setup.sh\n"
+        (folder / "Dockerfile").unlink(missing_ok=True)
+
+
 async def test_which_images_the_base_stands_in_for_is_a_setting(environment, tmp_path):
     folder = written(tmp_path, {"Dockerfile": "FROM nowhere.test/one:1\nRUN touch /built\n"})
     async with started(tmp_path, folder, task_images=["nowhere.test/*"]) as made:
