@@ -78,14 +78,14 @@ class Terminal:
     async def _read(self, process: Process, timeout_s: float | None) -> bytes:
         with infrastructure(SandboxPtyError):
             async with asyncio.timeout(timeout_s):
-                while True:
-                    ended = process.exit_code is not None
+                while not process.over:
                     wait_s = READ_WAIT_S if timeout_s is None else min(timeout_s, READ_WAIT_S)
                     data = await process.read(max_bytes=BUFFER_BYTES, wait_s=wait_s)
                     if lost := process.dropped_bytes:
                         raise SandboxPtyError(f"{lost:,} bytes of output are lost: {BUFFER_BYTES:,} are kept")
-                    if data or ended:
+                    if data:
                         return data
+        return b""
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while data := await self.read():

@@ -210,16 +210,13 @@ async def _pump(outputs: list[tuple[str, Process]], queue: asyncio.Queue[Json | 
 
 async def _copy(name: str, output: Process, queue: asyncio.Queue[Json | None]) -> None:
     dropped = 0
-    while True:
-        ended = output.exit_code is not None
+    while not output.over:
         data = await output.read(max_bytes=PIECE_BYTES, wait_s=WAIT_S)
         if output.dropped_bytes > dropped:
             lost = f"\n[{output.dropped_bytes - dropped:,} bytes of output were lost: the client read too slowly]\n"
             data, dropped = lost.encode() + data, output.dropped_bytes
         if data:
             await queue.put(_event("data", {name: base64.b64encode(data).decode()}))
-        elif ended:
-            return
 
 
 def _event(name: str, value: Json) -> Json:

@@ -35,7 +35,7 @@ class Process:
 
     def __init__(self, run: Run, state: wire.ProcState) -> None:
         self._run = run
-        self._read = 0
+        self._read, self._total = 0, state.total_bytes
         self.id, self.pid = state.id, state.pid
         self.exit_code = state.exit_code
         self.dropped_bytes = 0
@@ -48,6 +48,11 @@ class Process:
     def __repr__(self) -> str:
         state = "running" if self.exit_code is None else f"exit code {self.exit_code}"
         return f"<Process {self.id} pid {self.pid}: {state}>"
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, and all that it printed was read."""
+        return self.exit_code is not None and self._read >= self._total
 
     async def poll(self) -> int | None:
         """Its exit code; None while it runs."""
@@ -79,13 +84,9 @@ class Process:
 
     async def output(self) -> AsyncIterator[bytes]:
         """Its output as it comes, until it has ended and all is read."""
-        while True:
-            ended = self.exit_code is not None
-            data = await self.read(wait_s=READ_WAIT_S)
-            if data:
+        while not self.over:
+            if data := await self.read(wait_s=READ_WAIT_S):
                 yield data
-            elif ended:
-                return
 
     async def write(self, data: bytes | str) -> None:
         """Give it input, or type on its terminal; waits while it doesn't read."""
@@ -118,7 +119,7 @@ class Process:
 
     async def _ask(self, operation: wire.ProcRead | wire.ProcKill) -> wire.ProcState:
         state = process_state(await self._run(operation))
-        self.exit_code = state.exit_code
+        self.exit_code, self._total = state.exit_code, state.total_bytes
         return state
 
 

@@ -601,6 +601,24 @@ async def background_processes(host):
         assert (await do(s, ProcRead(id=eof.id, wait_s=5))).output == b"xclosed\n"
 
 
+async def a_process_whose_output_is_held_is_kept_until_it_is_read_to_its_end(host):
+    held = ProcStart(command="echo error >&2", split=True, hold=True)
+    async with slot(host) as s:
+        unread = await do(s, held)
+        assert not (await do(s, ProcRead(id=unread.id, wait_s=5))).running
+        for _ in range(64):
+            begun = await do(s, ProcStart(command="true"))
+            assert not (await do(s, ProcRead(id=begun.id, wait_s=5))).running
+        assert (await do(s, ProcRead(id=f"{unread.id}-errors"))).output == b"error\n"
+        begun = [await do(s, held) for _ in range(64)]
+        for one in begun:
+            assert not (await do(s, ProcRead(id=one.id, wait_s=5))).running
+        assert (await do(s, held)).error == "limit"
+        await do(s, ProcKill(id=begun[9].id))  # its starter gives it up
+        assert (await do(s, held)).kind == "proc_state"
+        assert (await do(s, ProcRead(id=begun[9].id))).error == "unknown_process"
+
+
 async def terminals(host):
     async with slot(host) as s:
         begun = await do(

@@ -40,6 +40,8 @@ class Proc:
         self.errors: Proc | None = None
         self.hold = self.held = False
         self.seen = 0
+        self.unread = False
+        """Whether it is kept until a caller has its end, and all that it printed."""
 
     def readable(self) -> bool:
         """Read a piece of its output; whether there was one."""
@@ -112,6 +114,8 @@ class Proc:
         first = self.total - len(data)
         start = min(max(offset, first), self.total)
         data = data[start - first :][:limit]
+        if limit and not self.running and start + len(data) == self.total:
+            self.unread = False
         fields: dict[str, object] = {
             "id": self.id,
             "command": (self.command if isinstance(self.command, str) else " ".join(self.command))[:10_000],
@@ -249,20 +253,14 @@ def op_proc_start(
     buffer_bytes: int,
 ) -> None:
     """Start a background process."""
-    if sum(proc.running for proc in procs.values()) >= MAX_PROCS:
-        raise OpFailed("limit", f"{MAX_PROCS} background processes run already", "pids")
-    while len(procs) >= MAX_PROCS:
-        oldest = next(key for key, proc in procs.items() if not proc.running)
-        dropped = procs.pop(oldest)
-        dropped.close_output()
-        if dropped.errors:
-            errors.pop(dropped.errors.id).close_output()
+    if len(procs) >= MAX_PROCS:
+        drop_one()
     loop.serial += 1
     proc = Proc(f"proc-{loop.serial}", command, buffer_bytes, pty=pty)
     if split and not pty:
         proc.errors = Proc(f"{proc.id}-errors", command, buffer_bytes, pty=False)
-        proc.errors.hold = hold
-    proc.hold = hold and not pty
+        proc.errors.hold = proc.errors.unread = hold
+    proc.hold = proc.unread = hold and not pty
     where = path_of(workdir) if workdir else WORKSPACE
     identity = identity_of(user) if user else None
     environment = {**state.environment, **(identity.environment() if identity else {})}
@@ -283,6 +281,19 @@ def op_proc_start(
         errors[proc.errors.id] = proc.errors
         loop.watch(proc.errors.fd, proc.errors.readable)
     answer_state(call, proc)
+
+
+def drop_one() -> None:
+    """Drop the oldest process that has ended, but for those that are kept until they are read."""
+    for proc in procs.values():
+        if not (proc.running or proc.unread or (proc.errors and proc.errors.unread)):
+            break
+    else:
+        raise OpFailed("limit", f"{MAX_PROCS} background processes run already, or are to be read to their end", "pids")
+    del procs[proc.id]
+    proc.close_output()
+    if proc.errors:
+        errors.pop(proc.errors.id).close_output()
 
 
 def start_on_terminal(
@@ -367,8 +378,11 @@ def op_proc_write(call: int, id: str, data: bytes, eof: bool, rows: int | None, 
 
 
 def op_proc_kill(call: int, id: str, signal: str) -> None:  # noqa: A002
-    """Signal a process's session."""
+    """Signal a process's session. It is no longer kept for its output: its starter gives it up."""
     proc = proc_of(id)
+    proc.unread = False
+    if proc.errors:
+        proc.errors.unread = False
     if proc.running:
         signal_session(proc.pid, getattr(signals, f"SIG{signal}"))
         if signal == "TERM":
