@@ -142,7 +142,10 @@ class ProcStart(WireMessage):
     user: str | None = Field(default=None, max_length=300, description="name or uid[:group or gid]; None: root")
     pty: bool = False
     split: bool = Field(default=False, description="keep stderr apart, to be read by `ProcState.errors`")
-    hold: bool = Field(default=False, description="on pipes: block it while half of the buffer is unread")
+    hold: bool = Field(
+        default=False,
+        description="keep it until it is read to its end; on pipes block it while half of the buffer is unread",
+    )
     rows: int = Field(default=24, ge=1, le=1000)
     cols: int = Field(default=80, ge=1, le=1000)
     buffer_bytes: int = Field(default=200_000, ge=1024, le=4_000_000)

@@ -244,8 +244,8 @@ class Slot(SlotFiles):
             user: as for `exec`.
             pty: (rows, columns) of a terminal of its own; None: pipes, its output and errors in one.
             split: on pipes, its errors are read apart, from `Process.errors`.
-            hold: on pipes, it waits while half of `buffer_bytes` waits to be read, and is kept until it is read to its end
-                or killed: then nothing falls out.
+            hold: it is kept until it is read to its end, or killed; on pipes it waits while half of `buffer_bytes` waits to
+                be read: then nothing falls out.
             buffer_bytes: output kept until it is read; older output falls out and is counted.
 
         Raises:

@@ -604,12 +604,13 @@ async def background_processes(host):
 async def a_process_whose_output_is_held_is_kept_until_it_is_read_to_its_end(host):
     held = ProcStart(command="echo error >&2", split=True, hold=True)
     async with slot(host) as s:
-        unread = await do(s, held)
+        unread, terminal = await do(s, held), await do(s, ProcStart(command="echo typed", pty=True, hold=True))
         assert not (await do(s, ProcRead(id=unread.id, wait_s=5))).running
         for _ in range(64):
             begun = await do(s, ProcStart(command="true"))
             assert not (await do(s, ProcRead(id=begun.id, wait_s=5))).running
         assert (await do(s, ProcRead(id=f"{unread.id}-errors"))).output == b"error\n"
+        assert (await do(s, ProcRead(id=terminal.id, wait_s=5))).output == b"typed\r\n"
         begun = [await do(s, held) for _ in range(64)]
         for one in begun:
             assert not (await do(s, ProcRead(id=one.id, wait_s=5))).running

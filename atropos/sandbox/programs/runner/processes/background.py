@@ -260,7 +260,7 @@ def op_proc_start(
     if split and not pty:
         proc.errors = Proc(f"{proc.id}-errors", command, buffer_bytes, pty=False)
         proc.errors.hold = proc.errors.unread = hold
-    proc.hold = proc.unread = hold and not pty
+    proc.hold, proc.unread = hold and not pty, hold
     where = path_of(workdir) if workdir else WORKSPACE
     identity = identity_of(user) if user else None
     environment = {**state.environment, **(identity.environment() if identity else {})}
