@@ -141,7 +141,7 @@ class EnvironmentSection(_Table):
             if old in table:
                 wish = table.pop(old)
                 table.setdefault(new, wish if old != "allow_internet" else ("public" if wish else "no-network"))
-        for key in ("tpu", "healthcheck", "docker_image"):
+        for key in ("tpu", "healthcheck", "docker_image", "workdir"):
             if not table.get(key, True):  # an empty form
                 del table[key]
         return table

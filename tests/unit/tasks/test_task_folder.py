@@ -558,7 +558,7 @@ def test_folders_without_tasks_and_patterns_without_match_are_named(folder, tmp_
 def test_older_spellings_and_empty_forms_are_read(folder):
     (folder / "task.toml").write_text(
         'schema_version = "1.1"\n[task]\nname = "org/demo"\n[environment]\nmemory = "2G"\nstorage = "512M"\n'
-        "mcp_servers = []\ndocker_image = ''\ncpus = 2\n[environment.env]\n[verifier.env]\nA = 'b'\n[solution.env]\n"
+        "mcp_servers = []\ndocker_image = ''\nworkdir = ''\ncpus = 2\n[environment.env]\n[verifier.env]\nA = 'b'\n[solution.env]\n"
     )
     task = load_task(folder)
     assert (task.config.environment.memory_mb, task.config.environment.docker_image) == (2048, None)
