@@ -396,6 +396,9 @@ async def test_a_command_of_the_build_needs_no_shell_but_its_own(tmp_path):
         async with pool.lease("one", image=prepared.image) as slot:
             seen = await slot.exec(["/tools/busybox", "cat", "/shell", "/a b", "/$PATH"])
             assert (seen.exit_code, seen.output) == (0, "/tools/sh\n")
+        task = make(tmp_path / "task", f'FROM oci:{tmp_path}/layout\nRUN ["/nothing"]\n')
+        with pytest.raises(TaskBroken, match=r"step 1/1: `/nothing`: No such file or directory: /nothing"):
+            await TaskImages(pool).prepare(task)
 
 
 async def test_a_whole_stage_is_copied_without_what_the_slot_itself_needs(tmp_path):
