@@ -69,18 +69,18 @@ async def wait_until_healthy(slot: Slot, task: Task) -> None:
     check = task.config.environment.healthcheck if task.step is None else task.step.healthcheck
     if check is None:
         return
-    started, failures, result = time.monotonic(), 0, None
-    while failures < check.retries:
+    started, failures = time.monotonic(), 0
+    while True:
+        starting = time.monotonic() - started < check.start_period_sec
         result = await slot.exec(check.command, timeout_s=check.timeout_sec)
         if result.exit_code == 0:
             return
-        starting = time.monotonic() - started < check.start_period_sec
         failures += not starting
+        if failures == check.retries:
+            table = "environment" if task.step is None else "steps"
+            output = result.output[-300:].strip()
+            raise TaskBroken(f"{task.name}: {table}.healthcheck failed {failures} times: {output}")
         await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)
-    output = "" if result is None else result.output[-300:].strip()
-    raise TaskBroken(
-        f"{task.name}: {'environment' if task.step is None else 'steps'}.healthcheck failed {check.retries} times: {output}"
-    )
 
 
 async def prepare_step(slot: Slot, task: Task) -> None:

@@ -257,6 +257,10 @@ async def test_a_health_check_is_awaited_and_its_failure_is_the_tasks(pool, tmp_
     async with working_on(pool, task := make_task(tmp_path, toml=toml.format(4))) as run:
         with pytest.raises(TaskBroken, match="healthcheck failed 3 times"):
             await workspace.wait_until_healthy(run.slot, task)
+    rare = '[environment.healthcheck]\ncommand = "false"\ninterval_sec = 600\nretries = 1\n'
+    async with working_on(pool, task := make_task(tmp_path, toml=rare)) as run, asyncio.timeout(60):
+        with pytest.raises(TaskBroken, match="healthcheck failed 1 times"):
+            await workspace.wait_until_healthy(run.slot, task)
 
 
 @pytest.mark.asyncio(loop_scope="module")
