@@ -90,16 +90,16 @@ async def _run(
             )
         )
     else:
-        sys.stdout.write(result.stdout or "")
-        sys.stderr.write(result.stderr or "")
+        typer.echo(result.stdout_bytes or b"", nl=False)
+        typer.echo(result.stderr_bytes or b"", nl=False, err=True)
         if result.exit_code is None:
-            sys.stderr.write(f"atropos: {result.output.rstrip()}\n")
+            typer.echo(f"atropos: {result.output.rstrip()}", err=True)
         if result.truncated:
-            sys.stderr.write(f"atropos: {result.dropped_bytes} bytes are missing in the middle of the output\n")
+            typer.echo(f"atropos: {result.dropped_bytes} bytes are missing in the middle of the output", err=True)
         if result.timed_out:
-            sys.stderr.write(f"atropos: timed out after {min(timeout_s, SlotLimits().wall_s):g} s\n")
+            typer.echo(f"atropos: timed out after {min(timeout_s, SlotLimits().wall_s):g} s", err=True)
         elif result.limit not in (None, "output"):
-            sys.stderr.write(f"atropos: stopped by the slot's {result.limit} limit\n")
+            typer.echo(f"atropos: stopped by the slot's {result.limit} limit", err=True)
     if result.timed_out:
         return 124
     code = result.exit_code if result.exit_code is not None else 1

@@ -17,7 +17,7 @@ class ExecResult:
         exit_code: -N when signal N ended it; None when it never started (`error` says why).
         output: stdout and stderr in the order written, head and tail when `truncated`; not UTF-8 is replaced.
         output_bytes: the same, as it was.
-        stdout / stderr: apart, when `split` was asked for.
+        stdout / stderr: apart, when `split` was asked for; as they were in `stdout_bytes` and `stderr_bytes`.
         dropped_bytes: how much is missing from a truncated output.
         limit: the limit that ended or truncated it, e.g. "memory"; None when none did.
         duration_s: from start to end, as the slot saw it.
@@ -29,6 +29,8 @@ class ExecResult:
     output_bytes: bytes
     stdout: str | None = None
     stderr: str | None = None
+    stdout_bytes: bytes | None = None
+    stderr_bytes: bytes | None = None
     timed_out: bool = False
     cancelled: bool = False
     truncated: bool = False
@@ -58,6 +60,8 @@ class ExecResult:
             output_bytes=result.output,
             stdout=None if result.stdout is None else result.stdout.decode(errors="replace"),
             stderr=None if result.stderr is None else result.stderr.decode(errors="replace"),
+            stdout_bytes=result.stdout,
+            stderr_bytes=result.stderr,
             timed_out=result.timed_out,
             cancelled=result.cancelled,
             truncated=result.truncated,

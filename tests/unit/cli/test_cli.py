@@ -104,6 +104,17 @@ def test_exec_passes_output_stdin_and_exit_code_on() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (7, b"from stdin\n", b"to-stderr\n")
 
 
+def test_exec_passes_bytes_on_as_they_are() -> None:
+    done = atropos("exec", r"printf '\xff\x00\xfe'; printf '\xfd' >&2")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"\xff\x00\xfe", b"\xfd")
+
+
+def test_exec_runs_without_a_standard_output() -> None:
+    command = 'exec "$0" -m atropos.cli exec "echo hi; exit 3" >&-'
+    done = subprocess.run(["bash", "-c", command, sys.executable], capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (3, b"")
+
+
 def test_exec_runs_without_a_standard_input() -> None:
     command = 'exec "$0" -m atropos.cli exec "cat; echo hi" <&-'
     done = subprocess.run(["bash", "-c", command, sys.executable], capture_output=True, timeout=120, check=False)
