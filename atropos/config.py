@@ -21,10 +21,13 @@ class SlotLimits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     memory_mib: int = Field(default=1024, ge=32, description="memory, its files in the volume included")
-    pids: int = Field(default=256, ge=8, description="processes and threads at once")
+    pids: int = Field(default=256, ge=8, le=1 << 22, description="processes and threads at once")
     cpu_weight: int = Field(default=100, ge=1, le=10_000, description="share of the CPU against the other slots")
     cpu_quota: float | None = Field(
-        default=None, gt=0, description="most cores used; None: half of the machine's, all where a server has one slot"
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="most cores used; None: half of the machine's, all where a server has one slot",
     )
     disk_mib: int = Field(default=512, ge=8, description="bytes the slot may write, /tmp and /dev/shm included")
     inodes: int = Field(default=262_144, ge=1000, description="files and folders the slot may make")
@@ -45,6 +48,16 @@ WholePath = Annotated[str, AfterValidator(_whole)]
 """An absolute path of the server's machine."""
 
 
+def _without_scheme(name: str) -> str:
+    if "://" in name:
+        raise ValueError("write the host alone, without http:// or https://")
+    return name
+
+
+RegistryName = Annotated[str, AfterValidator(_without_scheme)]
+"""HOST[:PORT], or HOST[:PORT]/PATH for a mirror."""
+
+
 class ImageStoreSettings(BaseModel):
     """Where a host keeps images, and how they get there."""
 
@@ -57,8 +70,12 @@ class ImageStoreSettings(BaseModel):
     )
     quota_mib: int = Field(default=51_200, ge=16, description="unpacked images; unused ones are removed for new ones")
     auth_file: WholePath | None = Field(default=None, description="registry credentials, as `docker login` writes them")
-    mirrors: dict[str, str] = Field(default_factory=dict, description="registry host: host[/path] that is asked first")
-    insecure_registries: tuple[str, ...] = Field(default=(), description="hosts (with port) spoken to without TLS")
+    mirrors: dict[RegistryName, RegistryName] = Field(
+        default_factory=dict, description="registry host: host[/path] that is asked first"
+    )
+    insecure_registries: tuple[RegistryName, ...] = Field(
+        default=(), description="hosts (with port) spoken to without TLS"
+    )
     pull_timeout_s: float = Field(default=600, gt=0, description="longest one image may take to be pulled")
     unpack_timeout_s: float = Field(default=600, gt=0, description="longest one image may take to be unpacked")
 
@@ -85,6 +102,9 @@ class SlotSettings(BaseModel):
         default=None, ge=0, description="sandboxes started ahead beside the leased; None: by slots"
     )
     bases: dict[str, WholePath] = Field(default_factory=dict, description="further root file systems by name")
+    image_store: ImageStoreSettings = Field(
+        default=ImageStoreSettings(), description="where images are kept and how they are pulled (docs/images.md)"
+    )
     volume: Literal["memory", "disk"] = Field(default="memory", description="where a slot's files are kept")
     allow_network: bool = Field(default=False, description="whether leases may ask for (filtered) egress")
     egress_allow: HostNames = Field(
@@ -107,7 +127,6 @@ class SandboxSettings(SlotSettings):
     """The same, with what an env names differently."""
 
     limits: SlotLimits = SlotLimits()
-    image_store: ImageStoreSettings = ImageStoreSettings()
     base: WholePath | None = Field(
         default=None, description="root file system of the slots; None: /rootfs, else the host's /usr"
     )

@@ -21,6 +21,8 @@ def shown(value: Any) -> str:
         return "secret"
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value)) or "none"
+    if isinstance(value, BaseModel):
+        return value.model_dump_json(exclude_defaults=True)
     return str(value)
 
 
@@ -45,7 +47,7 @@ def table() -> str:
     seen = set(theirs)
     lines: list[str] = []
     for cls in classes:
-        own = set(cls.__annotations__) - theirs
+        own = set(cls.__annotations__)
         new = {name: field for name, field in cls.model_fields.items() if name in own or name not in seen}
         seen |= set(new)
         if not new:

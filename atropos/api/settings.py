@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from atropos.errors import ConfigError
 
@@ -139,10 +140,13 @@ def parse_settings(model: type[Settings], values: Mapping[str, object], what: st
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        wrong = "; ".join(
-            f"{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}" for each in error.errors()
-        )
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {_reason(each)}" for each in error.errors())
         raise ConfigError(f"{what} settings: {wrong}") from None
+
+
+def _reason(error: ErrorDetails) -> str:
+    """What is wrong, without the value, which may hold a secret."""
+    return "no such setting" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
 
 
 def search_from_environment() -> SearchSettings | None:

@@ -10,8 +10,8 @@ from typing import Annotated, TypedDict
 
 import typer
 
-from atropos.cli.image_progress import image_or_task, image_store, progress_display
-from atropos.cli.options import AsJson, full_path
+from atropos.cli.image_progress import image_or_task, progress_display
+from atropos.cli.options import AsJson, AuthFile, InsecureRegistries, Mirrors, Store, image_store
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
 
@@ -43,19 +43,17 @@ def prepare(
         list[str], typer.Argument(help="python:3.13-slim, oci-archive:FILE … or a Dockerfile, a task's folder")
     ],
     backend: Annotated[str, typer.Option(help="local, docker or nomad.")] = "local",
-    store: Annotated[
-        str | None, typer.Option(help="Folder of the host that keeps them (local, docker).", callback=full_path)
-    ] = None,
-    auth_file: Annotated[
-        str | None, typer.Option(help="Registry credentials, as `docker login` writes them.", callback=full_path)
-    ] = None,
-    insecure_registry: Annotated[list[str] | None, typer.Option(help="HOST:PORT without TLS; again for more.")] = None,
+    store: Store = None,
+    auth_file: AuthFile = None,
+    insecure_registry: InsecureRegistries = None,
+    mirror: Mirrors = None,
     as_json: AsJson = False,
 ) -> None:
     """Pull or build images where slots will run, so that the first lease on them starts at once."""
     if backend == "docker" and store is None:
         raise ConfigError("--store: without a folder of the host each container keeps its own images, gone with it")
-    settings: dict[str, object] = {"backend": backend, "image_store": image_store(store, auth_file, insecure_registry)}
+    kept = image_store(store, auth_file, insecure_registry, mirror)
+    settings: dict[str, object] = {"backend": backend, "image_store": kept}
     found = asyncio.run(_prepare(images, settings))
     if as_json:
         typer.echo(json.dumps(found, indent=2))

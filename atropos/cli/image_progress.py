@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from atropos.slots.pool.images import Progress as Report
     from atropos.tasks.format.task import Task
     from atropos.wire import ImageState
-
-
-def image_store(folder: str | None, auth_file: str | None, insecure: Sequence[str] | None) -> dict[str, object]:
-    """`SlotPoolConfig.image_store` from the options of a command."""
-    given: dict[str, object] = {"folder": folder, "auth_file": auth_file, "insecure_registries": tuple(insecure or ())}
-    return {name: value for name, value in given.items() if value}
 
 
 def image_or_task(name: str) -> str | Task:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+
+from atropos.config import ImageStoreSettings
+from atropos.errors import ConfigError
 
 
 def full_path(given: str | None) -> str | None:
@@ -15,3 +19,40 @@ def full_path(given: str | None) -> str | None:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Base = Annotated[str | None, typer.Option(help="A root file system to start from (local backend).", callback=full_path)]
+Store = Annotated[
+    str | None, typer.Option(help="Folder of the host that keeps images (local, docker).", callback=full_path)
+]
+AuthFile = Annotated[
+    str | None, typer.Option(help="Registry credentials, as `docker login` writes them.", callback=full_path)
+]
+InsecureRegistries = Annotated[
+    list[str] | None, typer.Option("--insecure-registry", help="HOST:PORT without TLS; again for more.")
+]
+Mirrors = Annotated[
+    list[str] | None,
+    typer.Option("--mirror", help="HOST=MIRROR[/PATH]: a registry, and what is asked before it; again for more."),
+]
+
+
+def pair(option: str, text: str) -> tuple[str, str]:
+    """NAME=VALUE, as two.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"{option} {text}: write NAME=VALUE")
+    return name, value
+
+
+def image_store(
+    folder: str | None, auth_file: str | None, insecure: Sequence[str] | None, mirrors: Sequence[str] | None
+) -> ImageStoreSettings:
+    """The image store that the options above mean."""
+    return ImageStoreSettings(
+        folder=folder,
+        auth_file=auth_file,
+        insecure_registries=tuple(insecure or ()),
+        mirrors=dict(pair("--mirror", text) for text in mirrors or ()),
+    )

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from atropos.cli.options import Base
+from atropos.cli.options import AsJson, AuthFile, Base, InsecureRegistries, Mirrors, Store, image_store, pair
 from atropos.errors import ConfigError
 from atropos.tasks.check import Agent, Attempt, CheckConfig, TaskFinding, check
 from atropos.tasks.fit import STAND_INS, Policy
@@ -49,7 +49,7 @@ Dataset = Annotated[str | None, typer.Option(help="NAME or NAME@VERSION of the d
 Backend = Annotated[Literal["local", "docker", "nomad"], typer.Option(help="What runs the containers.")]
 Slots = Annotated[int, typer.Option(min=1, help="Attempts at once.")]
 MemoryMib = Annotated[
-    int | None, typer.Option(help="Memory of a slot in MiB. Default: what the largest task asks for.")
+    int | None, typer.Option(min=32, help="Memory of a slot in MiB. Default: what the largest task asks for.")
 ]
 Limits = Annotated[Policy, typer.Option(help="Sizes beyond a slot's: old, clamp or refuse.")]
 Images = Annotated[list[str] | None, typer.Option(help="Pattern of images that the base replaces; again for more.")]
@@ -62,7 +62,6 @@ Layers = Annotated[
     typer.Option(help="Image or Dockerfile whose files the tests find, and no agent; again for more."),
 ]
 Network = Annotated[bool, typer.Option("--network", help="Filtered egress for tasks that allow it.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Page = Annotated[Path | None, typer.Option("--html", help="Write a page of the results as well.")]
 
 
@@ -82,6 +81,10 @@ def check_command(
     pull: Pull = False,
     variable: Variables = None,
     verifier_layer: Layers = None,
+    store: Store = None,
+    auth_file: AuthFile = None,
+    insecure_registry: InsecureRegistries = None,
+    mirror: Mirrors = None,
     network: Network = False,
     as_json: AsJson = False,
     page: Page = None,
@@ -102,11 +105,10 @@ def check_command(
         images=(*(() if pull else STAND_INS), *(image or ())),
         limits=limits,
         layers=tuple(verifier_layer or ()),
+        image_store=image_store(store, auth_file, insecure_registry, mirror),
     )
-    if page is not None and (page.is_dir() or not os.access(page.parent, os.W_OK)):  # asked before the long work
-        raise ConfigError(f"--html: {page} can't be written; name a file in a folder that is there")
-    given = dict(_pair(text) for text in variable or ())
-    tasks = _read(paths, name or (), dataset, given)
+    _check_page(page)
+    tasks = _read(paths, name or (), dataset, variable or ())
     found = _check_with_progress(tasks, config)
     if page is not None:
         page.write_text(_page(found, agents), encoding="utf-8")
@@ -115,6 +117,12 @@ def check_command(
     else:
         _print(found, agents)
     raise typer.Exit(0 if all(finding.status == "sound" for finding in found) else 1)
+
+
+def _check_page(page: Path | None) -> None:
+    """Ask before the long work."""
+    if page is not None and (page.is_dir() or not os.access(page.parent, os.W_OK)):
+        raise ConfigError(f"--html: {page} can't be written; name a file in a folder that is there")
 
 
 def _check_with_progress(tasks: TaskSet, config: CheckConfig) -> list[TaskFinding]:
@@ -150,20 +158,13 @@ def _agent(text: str) -> Agent:
     return cast("Agent", text)
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise ConfigError(f"--variable {text}: write NAME=VALUE")
-    return name, value
-
-
-def _read(paths: Sequence[Path], names: Sequence[str], dataset: str | None, given: dict[str, str]) -> TaskSet:
+def _read(paths: Sequence[Path], names: Sequence[str], dataset: str | None, variables: Sequence[str]) -> TaskSet:
     folders = [
         folder
         for path in paths
         for folder in (task_folders(path, names) if dataset is None else dataset_folders(path, dataset, names))
     ]
-    return read_folders(folders, variables=given)
+    return read_folders(folders, variables=dict(pair("--variable", text) for text in variables))
 
 
 # ------------------------------------------------------------------------------------------------------------- results

@@ -151,7 +151,9 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
         default=None, description="host:port that serves the env's metrics at /metrics for Prometheus; None: nowhere"
     )
     metrics_token: SecretStr | None = Field(
-        default=None, description="bearer token that /metrics asks for; None: none, and a loopback address alone"
+        default=None,
+        min_length=1,
+        description="bearer token that /metrics asks for; None: none, and a loopback address alone",
     )
     otlp_endpoint: str | None = Field(
         default=None, description="URL of an OTLP/HTTP collector that gets the run's traces; None: there are none"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 
 from atropos.config import HostNames, SandboxSettings, ServerConfig, SlotSettings, one_line
 from atropos.errors import ConfigError
@@ -42,6 +42,7 @@ class PoolSettings(SlotSettings):
     max_containers: int = Field(default=10, ge=1, le=100_000, description="most containers")
     acquire_timeout_s: float = Field(default=30.0, gt=0, description="longest an acquire waits for a slot")
     start_timeout_s: float = Field(default=60.0, gt=0, description="longest the start waits for the first container")
+    prepare_timeout_s: float = Field(default=1200.0, gt=0, description="longest an image may take to be prepared")
     outage_s: float = Field(
         default=900.0,
         ge=0,
@@ -83,14 +84,12 @@ class PoolSettings(SlotSettings):
     purge_job_on_start: bool = Field(default=False, description="remove the job of an earlier run first")
     purge_job_on_shutdown: bool = Field(default=True, description="remove the job at the end")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_container_a_host(cls, data: object) -> object:
+    @model_validator(mode="after")
+    def _one_container_a_host(self) -> Self:
         """With ssh hosts, `max_containers` defaults to their number."""
-        if isinstance(data, dict) and data.get("ssh_hosts"):
-            hosts = TypeAdapter(HostNames).validate_python(data["ssh_hosts"])
-            return {"max_containers": len(hosts), **data}
-        return data
+        if self.ssh_hosts and "max_containers" not in self.model_fields_set:
+            object.__setattr__(self, "max_containers", len(self.ssh_hosts))  # a frozen model takes no other way
+        return self
 
     @model_validator(mode="after")
     def _check_pool(self) -> Self:
@@ -126,7 +125,6 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
         description="nomad: name of the job",
     )
     images: tuple[str, ...] = Field(default=(), description="images prepared when the pool starts")
-    prepare_timeout_s: float = Field(default=1200.0, gt=0, description="longest an image may take to be prepared")
     batch_window_ms: float = Field(
         default=20,
         ge=0,

@@ -12,12 +12,12 @@ import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from atropos.config import SlotLimits
+from atropos.config import ImageStoreSettings, SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.slots import Slot, SlotPool, SlotPoolConfig, Snapshot
 from atropos.tasks import workspace
@@ -51,6 +51,7 @@ class CheckConfig:
         slots: at once; fewer where the tasks' memory wouldn't fit on the machine.
         memory_mib: of every slot, however large the task; None: leases of each task's own size.
         layers: what is laid over the machine where tests run (`VerifierLayers`).
+        image_store: where images are kept and how they are pulled.
         attempt_s: longest that one agent's attempt may take in all.
     """
 
@@ -64,6 +65,7 @@ class CheckConfig:
     images: tuple[str, ...] = STAND_INS
     limits: Policy = "old"
     layers: tuple[str, ...] = ()
+    image_store: ImageStoreSettings = field(default_factory=ImageStoreSettings)
     attempt_s: float = 3600.0
 
 
@@ -154,7 +156,7 @@ async def check(
             with contextlib.closing(layers):
                 try:
                     await layers.prepare(images)
-                except (TaskBroken, ImageUnavailable) as error:
+                except (TaskBroken, ImageUnavailable, ConfigError) as error:
                     raise ConfigError(f"--verifier-layer: {error}") from error
                 async with asyncio.TaskGroup() as group:
                     for task in runnable:
@@ -189,6 +191,7 @@ async def _running(
         max_containers=1,
         acquire_timeout_s=config.attempt_s,
         allow_network=config.network,
+        image_store=config.image_store,
         limits=SlotLimits(memory_mib=room.memory_mib, disk_mib=room.disk_mib),
         job_id="atropos-tasks-check",
     )

@@ -17,7 +17,7 @@ class LeaseLimits(WireMessage):
     memory_mib: int | None = Field(default=None, ge=32, le=1 << 30)
     pids: int | None = Field(default=None, ge=8, le=1 << 22)
     cpu_weight: int | None = Field(default=None, ge=1, le=10_000)
-    cpu_quota: float | None = Field(default=None, gt=0)
+    cpu_quota: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     disk_mib: int | None = Field(default=None, ge=8, le=1 << 30)
     inodes: int | None = Field(default=None, ge=1000)
     wall_s: float | None = Field(default=None, gt=0)

@@ -174,4 +174,6 @@ def test_a_wrong_metrics_address_is_refused_by_name(policy, tmp_path, address):
 def test_metrics_beyond_loopback_need_a_token(policy, tmp_path, host):
     with pytest.raises(ConfigError, match=r"metrics_address: .* set metrics_token as well"):
         make(Env, policy, tmp_path, [], metrics_address=f"{host}:9400")
+    with pytest.raises(ConfigError, match=r"metrics_token: .*at least 1"):  # of a variable that isn't set
+        make(Env, policy, tmp_path, [], metrics_address=f"{host}:9400", metrics_token="")
     make(Env, policy, tmp_path, [], metrics_address=f"{host}:9400", metrics_token="t0ken")

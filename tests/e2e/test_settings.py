@@ -51,6 +51,9 @@ ELSEWHERE = {
     "reconnect_s": "truths/test_truth_02_a_call_runs_at_most_once.py",
     "warm": "unit/server/test_core.py::test_the_shelf_is_full_again_though_nobody_asks",
     "volume": "unit/sandbox/test_scenarios.py::test_with_volumes_on_disk",
+    "image_store": "images/test_command_line.py"
+    "::test_a_mirror_stands_in_for_a_registry_in_the_preparing_and_in_the_check_of_tasks",
+    "prepare_timeout_s": "images/test_leases.py::test_an_image_that_does_not_come_is_waited_for_within_its_time",
     "egress_deny": "egress/test_egress.py::test_allow_and_deny_lists",
     "egress_mib": "egress/test_egress.py::test_bytes_and_connections_are_bounded_per_slot",
     "egress_connections": "egress/test_egress.py::test_bytes_and_connections_are_bounded_per_slot",

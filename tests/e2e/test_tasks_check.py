@@ -161,7 +161,7 @@ def test_tests_find_what_a_verifier_layer_has(tmp_path):
     code, out, told = run(tmp_path / "tasks", "--json", "--verifier-layer", f"dir:{tmp_path}/layer")
     assert code == 0, out + told
     code, _, told = run(tmp_path / "tasks", "--verifier-layer", f"dir:{tmp_path}/absent")
-    assert (code, "absent" in told) == (2, True)
+    assert (code, f"--verifier-layer: image: dir:{tmp_path}/absent" in told) == (2, True)
 
 
 def test_the_table_has_a_line_for_each_task_on_80_columns(tmp_path, monkeypatch):

@@ -34,6 +34,26 @@ def test_an_image_is_prepared_once_and_a_command_runs_on_it(tmp_path, images):
     assert (ran.returncode, ran.stdout) == (0, "hello/srv/app\n"), ran.stderr
 
 
+def test_a_mirror_stands_in_for_a_registry_in_the_preparing_and_in_the_check_of_tasks(tmp_path, images):
+    image_id = busybox_image(tmp_path / "layout")
+    images.push(tmp_path / "layout", "library/mirrored:1")
+    mirror = ["--mirror", f"docker.io={images.host}", "--insecure-registry", images.host]
+    done = atropos("image", "prepare", "mirrored:1", "--store", str(tmp_path / "store"), *mirror)
+    assert (done.returncode, done.stdout.split()[:2]) == (0, ["mirrored:1", image_id]), done.stderr
+    task = tmp_path / "task"
+    (task / "tests").mkdir(parents=True)
+    (task / "task.toml").write_text('[environment]\ndocker_image = "mirrored:1"\n')
+    (task / "instruction.md").write_text("Do it.")
+    (task / "tests/test.sh").write_text("#!/bin/sh\necho 0 > /logs/verifier/reward.txt\n")
+    checked = atropos(
+        "tasks", "check", str(task), "--agent", "nop", "--json", "--store", str(tmp_path / "other"), *mirror
+    )
+    [finding] = json.loads(checked.stdout)
+    assert (finding["image"], finding["attempts"]["nop"]["reward"]) == ("mirrored:1", 0), checked
+    refused = atropos("image", "prepare", "x", "--mirror", "docker.io=http://mirror:5000")
+    assert (refused.returncode, "mirrors.docker.io: write the host alone" in refused.stderr) == (2, True), refused
+
+
 def test_an_image_without_a_shell_is_named_by_exec(tmp_path):
     (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
     ran = atropos("exec", "true", "--image", str(tmp_path / "Dockerfile"))

@@ -273,6 +273,16 @@ async def test_what_is_wrong_with_an_image_is_said_before_a_lease(tmp_path, imag
             assert (await slot.exec("true")).exit_code == 0
 
 
+async def test_an_image_that_does_not_come_is_waited_for_within_its_time(tmp_path):
+    async with (
+        await asyncio.start_server(lambda reader, _: reader.read(), "127.0.0.1", 0) as silent,
+        pool_for(tmp_path, prepare_timeout_s=0.5) as pool,
+    ):
+        name = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}/busy:1"
+        with pytest.raises(ImageUnavailable, match=r"not prepared within 0\.5 s: pulling"):
+            await pool.acquire("t", image=name)
+
+
 async def test_a_storm_pulls_each_image_once_and_delays_nobody_who_uses_a_ready_one(tmp_path, images):
     names = []
     for index in range(STORM):

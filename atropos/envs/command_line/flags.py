@@ -222,6 +222,8 @@ def _shown(name: str, value: object) -> str:
         return str(value.value)
     if isinstance(value, list):
         return ",".join(str(one) for one in cast("list[object]", value)) or "none"
+    if isinstance(value, BaseModel):
+        return value.model_dump_json(exclude_defaults=True)
     return str(value)
 
 

@@ -80,7 +80,7 @@ def test_a_port_in_use_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, capfd:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("surprise = 1", "surprise"),
+        ("surprise = 1", "surprise: no such setting"),
         ("port = 'x'", "port"),
         ("not toml", "--config"),
         ('[[mcp]]\nname = "a"', "command or url"),

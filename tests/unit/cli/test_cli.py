@@ -62,6 +62,7 @@ def test_help_and_version_answer_without_loading_atroposlib() -> None:
         (["exec", "true", "--upload", "/no/such/file"], b"/no/such/file"),
         (["exec", "true", "--backend", "cloud"], b"backend"),
         (["exec", "true", "--memory-mib", "1"], b"memory_mib"),
+        (["tasks", "check", "examples/tasks/top-words", "--memory-mib", "0"], b"--memory-mib"),
         (["tasks", "check", "examples/tasks/top-words", "--html", "/no/such/page.html"], b"--html: /no/such"),
     ],
 )

@@ -7,7 +7,7 @@ import logging
 
 import click
 import pytest
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 
 from atropos.envs import AgentEnvConfig, APIServerConfig
 from atropos.envs.command_line import app, flags
@@ -234,7 +234,7 @@ def test_dicts_are_json():
 @pytest.mark.parametrize("name", list(AgentEnvConfig.model_fields))
 def test_every_field_is_a_flag_that_takes_its_own_default(name):
     value = getattr(AgentEnvConfig(), name)
-    text = getattr(value, "value", value)
+    text = value.model_dump_json() if isinstance(value, BaseModel) else getattr(value, "value", value)
     shown = ",".join(text) if isinstance(text, list | tuple) else str(text)
     config = config_of(f"--env.{name}={shown}")
     assert getattr(config, name) == value
@@ -297,6 +297,8 @@ def test_settings_reach_pool_and_executor():
         "--env.tool_max_batch_size=17",
         "--env.lease_ttl_s=30",
         "--env.tool_server_url=http://127.0.0.1:9",
+        '--env.image_store={"mirrors": {"docker.io": "mirror:5000"}}',
+        "--env.prepare_timeout_s=9",
     )
     pool, executor = config.pool_config(), config.executor_config()
     assert (pool.backend, pool.slots_per_container, pool.max_containers) == ("nomad", 3, 4)
@@ -306,7 +308,13 @@ def test_settings_reach_pool_and_executor():
     assert (pool.job_id, pool.image, pool.batch_window_ms, pool.max_batch_size) == ("job-x", "img:y", 5, 17)
     assert (pool.require_sandbox, pool.require_stateful_sandbox) == (True, True)
     assert (executor.tool_server_url, executor.allow_network) == ("http://127.0.0.1:9", False)
+    assert (pool.image_store.mirrors, pool.prepare_timeout_s) == ({"docker.io": "mirror:5000"}, 9)
     assert config.capacity == 12
+
+
+def test_a_registry_that_is_written_as_a_url_is_named():
+    with pytest.raises(ConfigError, match=r"env\.image_store\.mirrors\.docker\.io: write the host alone, without http"):
+        config_of('--env.image_store={"mirrors": {"docker.io": "http://mirror:5000"}}')
 
 
 def test_an_unknown_setting_is_refused_in_code_too():
