@@ -229,7 +229,7 @@ def show(found: list[DoctorFinding], *, broken: bool, lacking: bool) -> None:
         console.print("[red]Slots can't start here: mend the lines marked ✗.[/]")
     elif lacking:
         console.print(
-            "[yellow]Slots start here; what is marked – is missing (require_sandbox would refuse to start).[/]"
+            "[yellow]Slots start here; see the lines marked – (require_sandbox refuses a host that lacks isolation).[/]"
         )
     else:
         console.print("[green]Slots start here with every isolation feature.[/]")

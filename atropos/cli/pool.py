@@ -9,12 +9,12 @@ from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
 from atropos.cli.options import AsJson
-from atropos.errors import ConfigError
+from atropos.cli.redraw import redrawn
+from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.survey import Survey, SurveyedContainer, open_survey
 from atropos.terminal import visible
 
@@ -60,17 +60,21 @@ def watch(
     interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="seconds between looks")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """The same, again and again until Ctrl-C; with --json, one line a look."""
+    """The same, again and again until Ctrl-C, also while the engine doesn't answer; with --json, one line a look."""
 
     async def follow(survey: Survey) -> None:
-        if as_json:
+        seen, trouble = await survey.look()
+        with redrawn(Console()) as show:
             while True:
-                typer.echo(json.dumps(_plain(job_id, *await survey.look())))
+                if as_json:
+                    typer.echo(json.dumps(_plain(job_id, seen, trouble)))
+                else:
+                    show(_table(job_id, seen, trouble))
                 await asyncio.sleep(interval_s)
-        with Live(console=Console(), auto_refresh=False) as live:
-            while True:
-                live.update(_table(job_id, *await survey.look()), refresh=True)
-                await asyncio.sleep(interval_s)
+                try:
+                    seen, trouble = await survey.look()
+                except BackendUnavailable as error:
+                    trouble = f"{error}; these are the last numbers"
 
     _run(backend, job_id, address, follow)
 

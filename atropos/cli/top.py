@@ -18,11 +18,11 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from atropos.aio import set_within
+from atropos.cli.redraw import redrawn
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveView
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.survey import Survey, open_survey
@@ -111,19 +111,19 @@ async def _show(look: Asked, interval_s: float, *, once: bool) -> None:
         console.print(Screen(await look(), rows=10_000))
         return
     with (
-        Live(console=console, auto_refresh=False, screen=console.is_terminal) as live,
+        redrawn(console, screen=True) as show,
         _quit_key(wanted=console.is_terminal) as quit_key,
     ):
         seen: Look | None = None
         while True:
             try:
                 seen = await look()
-                live.update(Screen(seen, rows=console.height), refresh=True)
+                show(Screen(seen, rows=console.height))
             except BackendUnavailable as error:
                 if seen is None:
                     raise
                 said = Text(f"{error}; these are the last numbers", "red", no_wrap=True, overflow="ellipsis")
-                live.update(Group(said, Screen(seen, rows=console.height - 1)), refresh=True)
+                show(Group(said, Screen(seen, rows=console.height - 1)))
             if await set_within(quit_key, interval_s):
                 return
 

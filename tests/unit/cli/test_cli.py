@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from atropos.cli import pool as pool_commands
 from atropos.cli.doctor import engines
-from atropos.errors import ConfigError
+from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Container
 from atropos.slots.backends.survey import Survey
 from tests.processes import running
@@ -283,6 +283,30 @@ def test_an_engines_own_words_are_shown_as_they_are(monkeypatch) -> None:
     said = " ".join(result.stdout.split())
     assert "mine[/x]: 0 containers" in said
     assert "volume [/data] [b]is missing" in said
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_watch_goes_on_while_the_engine_does_not_answer(monkeypatch, arguments: list[str]) -> None:
+    looks = iter(["", "away", "", "end"])
+
+    async def listed() -> tuple[list[Container], str]:
+        match next(looks):
+            case "away":
+                raise BackendUnavailable("Nomad does not answer")
+            case "end":
+                raise KeyboardInterrupt
+            case trouble:
+                return [Container(id="c4", index=4, url=None, token="", state="starting")], trouble
+
+    async def nothing(*_: object) -> None: ...
+
+    async def survey(backend: str, job_id: str, *, address: str | None) -> Survey:
+        return Survey(listed, nothing, nothing, nothing)
+
+    monkeypatch.setattr(pool_commands, "open_survey", survey)
+    result = CliRunner().invoke(pool_commands.pool_app, ["watch", "--interval", "0.1", *arguments])
+    assert result.output.count("c4") == 3, "without a terminal each look is printed"
+    assert "Nomad does not answer" in result.output
 
 
 def test_a_drain_of_a_container_that_is_not_there_drains_none(monkeypatch) -> None:

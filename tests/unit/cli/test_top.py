@@ -111,6 +111,22 @@ async def test_what_can_not_be_shown_is_one_line(dashboard):
         assert (found, said in text, len(text.splitlines())) == (code, True, 1), text
 
 
+async def test_without_a_terminal_each_look_is_printed_when_it_is_had(dashboard):
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "atropos.cli", "top", dashboard.url, "--interval", "0.2"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    looks = 0
+    async with asyncio.timeout(60):
+        while looks < 2:
+            looks += b"603 of" in await process.stdout.readline()
+    process.terminate()
+    await process.communicate()
+    assert process.returncode == 143
+
+
 async def test_a_proxy_for_the_internet_is_not_asked(dashboard, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     code, text = await run(dashboard.url, "--once")
