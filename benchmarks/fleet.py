@@ -47,7 +47,7 @@ class Server:
         if not self.reachable:
             raise BackendUnavailable(f"{self.name} does not answer")
 
-    async def close(self) -> None: ...
+    async def close(self, reason: str = "") -> None: ...
 
     async def acquire(self, request: wire.LeaseRequest) -> wire.Lease:
         if not self.free:

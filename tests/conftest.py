@@ -69,6 +69,7 @@ SLOW = {
     "tests/unit/envs/test_settings.py::test_the_split_of_a_hub_dataset": ANEW,
     "tests/unit/pool/test_decisions.py::test_an_acquire_costs_the_same": LARGE,
     "tests/unit/pool/test_decisions.py::test_the_fleet_does_as_the_naive_model": LARGE,
+    "tests/unit/project/test_benchmarks.py": ANEW,
     "tests/unit/project/test_dependencies.py::test_pool_tools": ANEW,
     "tests/unit/project/test_project.py::test_the_configuration_table": ANEW,
     "tests/unit/project/test_project.py::test_the_site_builds": ANEW,
