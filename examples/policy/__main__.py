@@ -46,7 +46,10 @@ def main() -> int:
     settings = Settings(
         fault=args.fault, fault_rate=args.fault_rate, delay_s=args.delay, delay_spread=args.delay_spread
     )
-    server = PolicyServer(Policy(args.tasks, mistakes=args.mistakes), settings, args.log)
+    try:
+        server = PolicyServer(Policy(args.tasks, mistakes=args.mistakes), settings, args.log)
+    except OSError as error:
+        parser.error(f"--log {args.log}: {error.strerror}")
     return asyncio.run(serve(server, args.host, args.port))
 
 
@@ -61,8 +64,8 @@ async def serve(server: PolicyServer, host: str, port: int) -> int:
         site = web.TCPSite(runner, host, port)
         try:
             await site.start()
-        except OSError as error:
-            print(f"--port {port}: {error.strerror or error}; choose another", file=sys.stderr)
+        except (OSError, OverflowError) as error:
+            print(f"--port {port}: {getattr(error, 'strerror', None) or error}; choose another", file=sys.stderr)
             return 1
         real = runner.addresses[0][1]
         ready = {"ready": True, "port": real, "base_url": f"http://{host}:{real}/v1", "model": MODEL}

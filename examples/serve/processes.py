@@ -173,7 +173,7 @@ def how(code: int) -> str:
 
 
 def run(work: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """The exit code of a program: its own, 1 after a RuntimeError, which is one line, or 128 + N after signal N.
+    """The exit code of a program: its own, 1 after a RuntimeError or OSError, which is one line, or 128 + N after signal N.
 
     SIGTERM and Ctrl-C cancel the work once, and its clean-up is waited for; a second one changes nothing.
     """
@@ -197,7 +197,7 @@ def run(work: Callable[[], Coroutine[Any, Any, int]]) -> int:
     except (asyncio.CancelledError, KeyboardInterrupt):
         print("interrupted; everything was ended", file=sys.stderr)
         return 128 + (told[0] if told else signal.SIGINT)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

@@ -191,6 +191,23 @@ async def test_a_flag_that_cannot_hold_is_one_line(tmp_path, flag, said):
     assert "Traceback" not in out.decode()
 
 
+@pytest.mark.parametrize(
+    ("program", "flag"),
+    [
+        ("examples.policy", "--port=99999"),
+        ("examples.policy", "--log=/proc/x/y"),
+        ("examples.learn", "--out=/proc/x"),
+        ("examples.serve", "--out=/proc/x"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_one_line_too(program, flag):
+    command = [sys.executable, "-m", program, flag]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in {1, 2}
+    assert "Traceback" not in done.stderr
+    assert (flag.rpartition("=")[2] if "port" not in flag else "--port 99999") in done.stderr
+
+
 def test_a_policy_whose_starter_has_ended_says_nothing():
     reader, writer = os.pipe()
     os.close(reader)
