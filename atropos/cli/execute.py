@@ -74,7 +74,10 @@ async def _run(
             image = prepared.source if prepared is not None and prepared.source.startswith("atropos-build:") else image
         slot = await stack.enter_async_context(pool.lease("atropos-exec", image=image))
         if upload is not None:
-            await slot.upload(upload, "/workspace" if upload.is_dir() else f"/workspace/{upload.name}")
+            try:
+                await slot.upload(upload, "/workspace" if upload.is_dir() else f"/workspace/{upload.name}")
+            except OSError as error:
+                raise ConfigError(f"--upload {upload}: {error.strerror}: {error.filename}") from None
         result = await slot.exec(command, timeout_s=timeout_s, stdin=stdin, split=not as_json)
     if as_json:
         typer.echo(

@@ -15,7 +15,6 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from atropos.agent.model import EXACT, Model, ModelFailure, capturing, describe
@@ -107,12 +106,13 @@ def check_tokenizer(name: str, *, field: str) -> None:
     cure = f"give a folder with tokenizer.json, or a name on the model hub, in {field}"
     if not name or name == "none":
         raise ConfigError(f"{field}: no tokenizer is named; {cure}")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not any((path / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
-            raise ConfigError(f"{field}: the folder {name} holds no tokenizer; {cure}")
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+        if not any(os.access(os.path.join(path, file), os.R_OK) for file in files):
+            raise ConfigError(f"{field}: the folder {name} holds no tokenizer that can be read; {cure}")
         return
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    if os.path.isabs(path) or name.startswith((".", "~")) or name.count("/") > 1:
         raise ConfigError(f"{field}: there is no folder {name}; {cure}")
     if _cached(name) or _on_hub(name, field, cure):
         return

@@ -110,6 +110,14 @@ def test_exec_passes_bytes_on_as_they_are() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"\xff\x00\xfe", b"\xfd")
 
 
+def test_exec_names_what_it_can_not_upload(tmp_path: Path) -> None:
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 100 << 20)
+    done = atropos("exec", "true", "--memory-mib", "64", "--upload", str(tmp_path))
+    said = f"atropos: --upload {tmp_path}: No space left on device: /workspace\n"
+    assert (done.returncode, done.stderr.decode()) == (2, said)
+
+
 def test_exec_runs_without_a_standard_output() -> None:
     command = 'exec "$0" -m atropos.cli exec "echo hi; exit 3" >&-'
     done = subprocess.run(["bash", "-c", command, sys.executable], capture_output=True, timeout=120, check=False)

@@ -89,6 +89,7 @@ def run(capsys, *argv: str) -> tuple[int, str]:
         (["process", "--openai.server_type", "foo"], "openai.server_type"),
         (["process", "--env.tokenizer_name", "/no/such"], "env.tokenizer_name: there is no folder /no/such"),
         (["process", "--env.tokenizer_name", "no-such-org/no-such"], "env.tokenizer_name"),
+        (["process", "--env.tokenizer_name", "/" + "x" * 300], "env.tokenizer_name: there is no folder /x"),
         (["serve", "--openai.server_type", "openai"], "--env.allow_placeholder_tokens true"),
         (["serve", "--env.rollout_server_url", "http://127.0.0.1:9"], "no trajectory API at http://127.0.0.1:9"),
         (["serve", "stray"], "a flag has one value"),
