@@ -1,19 +1,21 @@
-"""Prints the configuration table of docs/environments.md, made from the models themselves.
+"""Prints the tables of settings in the docs, made from the models themselves.
 
 python scripts/config_table.py           # print
-python scripts/config_table.py --write   # put it into the page, between the markers
+python scripts/config_table.py --write   # put them into their pages, between the markers
 """
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, SecretStr
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "environments.md"
-BEGIN, END = "<!-- config table: begin -->", "<!-- config table: end -->"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+MARKED = re.compile(r"(<!-- (\S+) settings: begin -->\n).*?(\n<!-- \2 settings: end -->)", re.DOTALL)
 
 
 def shown(value: Any) -> str:
@@ -26,25 +28,8 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def table() -> str:
+def table(classes: Sequence[type[BaseModel]], seen: set[str]) -> str:
     """Every field that is ours, by the class that brings it in."""
-    from atropos.envs.adapter import BaseEnvConfig
-    from atropos.envs.config import AgentEnvConfig, SandboxEnvConfig
-    from atropos.envs.dataset_env import DatasetEnvConfig
-    from atropos.envs.hermes.config import HermesAgentEnvConfig
-    from atropos.envs.humaneval_env import HumanEvalEnvConfig
-    from atropos.envs.task_env import TaskEnvConfig
-
-    classes: list[type[BaseModel]] = [
-        SandboxEnvConfig,
-        AgentEnvConfig,
-        DatasetEnvConfig,
-        TaskEnvConfig,
-        HumanEvalEnvConfig,
-        HermesAgentEnvConfig,
-    ]
-    theirs = set(BaseEnvConfig.model_fields)
-    seen = set(theirs)
     lines: list[str] = []
     for cls in classes:
         own = set(cls.__annotations__)
@@ -54,23 +39,43 @@ def table() -> str:
             continue
         lines += ["", f"**{cls.__name__}**", "", "| field | default | meaning |", "| --- | --- | --- |"]
         for name, field in new.items():
-            default = shown(field.get_default(call_default_factory=True)).replace("|", "\\|")
-            lines.append(f"| `{name}` | `{default}` | {(field.description or '').replace('|', chr(92) + '|')} |")
-    return "\n".join(lines).strip()
+            default = "" if field.is_required() else f"`{shown(field.get_default(call_default_factory=True))}`"
+            cells = (f"`{name}`", default.replace("|", "\\|"), (field.description or "").replace("|", "\\|"))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def tables() -> dict[str, str]:
+    """The tables by the names in their markers."""
+    from atropos.api.executor.models import ExecutorServerSettings
+    from atropos.api.settings import Bounds, BrowserSettings, McpServerSettings, SearchSettings, ToolServerSettings
+    from atropos.envs.adapter import BaseEnvConfig
+    from atropos.envs.config import AgentEnvConfig, SandboxEnvConfig
+    from atropos.envs.dataset_env import DatasetEnvConfig
+    from atropos.envs.hermes.config import HermesAgentEnvConfig
+    from atropos.envs.humaneval_env import HumanEvalEnvConfig
+    from atropos.envs.task_env import TaskEnvConfig
+
+    env = (SandboxEnvConfig, AgentEnvConfig, DatasetEnvConfig, TaskEnvConfig, HumanEvalEnvConfig, HermesAgentEnvConfig)
+    tool_server = (ToolServerSettings, Bounds, SearchSettings, BrowserSettings, McpServerSettings)
+    return {
+        "env": table(env, set(BaseEnvConfig.model_fields)),
+        "tool-server": table(tool_server, set()),
+        "executor-server": table((ExecutorServerSettings,), set()),
+    }
 
 
 def main() -> None:
-    text = PAGE.read_text()
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    page = f"{head}{BEGIN}\n\n{table()}\n\n{END}{tail}"
-    if "--check" in sys.argv:
-        if page != text:
-            sys.exit("docs/environments.md is behind the models: python scripts/config_table.py --write")
-    elif "--write" in sys.argv:
-        PAGE.write_text(page)
-    else:
-        print(table())
+    made = tables()
+    for page in sorted(DOCS.glob("*.md")):
+        text = page.read_text()
+        new = MARKED.sub(lambda found: f"{found[1]}{made[found[2]]}{found[3]}", text)
+        if "--write" in sys.argv:
+            page.write_text(new)
+        elif "--check" in sys.argv and new != text:
+            sys.exit(f"docs/{page.name} is behind the models: python scripts/config_table.py --write")
+    if len(sys.argv) == 1:
+        print("\n".join(made.values()))
 
 
 if __name__ == "__main__":

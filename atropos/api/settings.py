@@ -30,7 +30,7 @@ class Bounds(SettingsModel):
 class SearchSettings(SettingsModel):
     """The provider of `web_search`."""
 
-    provider: Literal["searxng", "brave", "tavily"] = "searxng"
+    provider: Literal["searxng", "brave", "tavily"] = Field(default="searxng", description="searxng, brave or tavily")
     url: str | None = Field(default=None, description="the provider's address; None: its public one (SearXNG has none)")
     api_key: SecretStr | None = Field(default=None, description="Brave and Tavily need one")
 
@@ -49,21 +49,21 @@ class BrowserSettings(SettingsModel):
     executable: str | None = Field(default=None, description="Chromium's path; None: found on PATH")
     max_contexts: int = Field(default=32, ge=1, description="trajectories that may have a browser open at once")
     max_pages: int = Field(default=8, ge=1, description="pages (pop-ups included) of one trajectory")
-    navigation_timeout_s: float = Field(default=30, gt=0)
+    navigation_timeout_s: float = Field(default=30, gt=0, description="longest that a page may take to load")
     snapshot_chars: int = Field(default=40_000, ge=500, description="longest snapshot shown to a model")
 
 
 class McpServerSettings(SettingsModel):
     """One MCP server whose tools are offered as the toolset `mcp-NAME`."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,40}$", description="its toolset is mcp-NAME")
     command: str | None = Field(default=None, description="a program to start and talk to over stdio")
-    args: tuple[str, ...] = ()
-    env: dict[str, str] = Field(default_factory=dict)
+    args: tuple[str, ...] = Field(default=(), description="the program's arguments")
+    env: dict[str, str] = Field(default_factory=dict, description="the program's further variables")
     url: str | None = Field(default=None, description="or the address of a streamable HTTP server")
-    headers: dict[str, SecretStr] = Field(default_factory=dict)
+    headers: dict[str, SecretStr] = Field(default_factory=dict, description="sent with each request to `url`")
     tools: tuple[str, ...] | None = Field(default=None, description="only these of its tools; None: all")
-    timeout_s: float = Field(default=60, gt=0)
+    timeout_s: float = Field(default=60, gt=0, description="longest that a call of its tools may take")
 
     @model_validator(mode="after")
     def _one_transport(self) -> McpServerSettings:
@@ -76,22 +76,24 @@ class ToolServerSettings(SettingsModel):
     """A ToolServer. Times in seconds, sizes in bytes."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on; beyond loopback only when asked")
-    port: int = Field(default=8460, ge=0, le=65_535)
+    port: int = Field(default=8460, ge=0, le=65_535, description="0: any free one, which the first line names")
     token: SecretStr | None = Field(default=None, description="bearer token; needed to listen, None only in-process")
     tools: tuple[str, ...] = Field(
         default=(), description="external tools of your own: module:attribute, a Tool or a list of them"
     )
     only: tuple[str, ...] | None = Field(default=None, description="offer only these tools or toolsets; None: all")
-    search: SearchSettings | None = None
-    browser: BrowserSettings = BrowserSettings()
-    mcp: tuple[McpServerSettings, ...] = ()
+    search: SearchSettings | None = Field(
+        default=None, description="None: of SEARXNG_URL, BRAVE_API_KEY and TAVILY_API_KEY the first that is set"
+    )
+    browser: BrowserSettings = Field(default=BrowserSettings(), description="the browser behind the browser tools")
+    mcp: tuple[McpServerSettings, ...] = Field(default=(), description="MCP servers whose tools are offered")
     allow_hosts: tuple[str, ...] = Field(
         default=(),
         description="private destinations that tools may reach: host, host:port, *.suffix, or address range",
     )
-    tool_bounds: Bounds = Bounds()
+    tool_bounds: Bounds = Field(default=Bounds(), description="of each tool")
     tool_overrides: dict[str, Bounds] = Field(default_factory=dict, description="bounds of single tools, by name")
-    trajectory_bounds: Bounds = Bounds(concurrency=1, queue=64)
+    trajectory_bounds: Bounds = Field(default=Bounds(concurrency=1, queue=64), description="of each trajectory")
     timeout_s: float = Field(default=60, gt=0, le=3600, description="of a tool that has none of its own")
     max_timeout_s: float = Field(
         default=300,
@@ -110,7 +112,7 @@ class ToolServerSettings(SettingsModel):
     max_trajectories: int = Field(default=4096, ge=1, description="trajectories kept at once")
     journal_calls: int = Field(default=20_000, ge=1, description="finished calls kept for resends")
     journal_bytes: int = Field(default=64_000_000, ge=1000, description="memory of those answers")
-    journal_ttl_s: float = Field(default=600, gt=0)
+    journal_ttl_s: float = Field(default=600, gt=0, description="how long they are kept at most")
     drain_s: float = Field(default=30, ge=0, description="time for running calls to finish after SIGTERM")
 
     def check_listening(self) -> None:

@@ -23,13 +23,15 @@ class ExecutorServerSettings(SettingsModel):
     """An executor API. Times in seconds."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on; beyond loopback only when asked")
-    port: int = Field(default=8461, ge=0, le=65_535)
-    token: SecretStr = Field(min_length=1)
-    pool: SlotPoolConfig = Field(default_factory=SlotPoolConfig)
-    enabled_toolsets: tuple[str, ...] = ("default",)
-    disabled_toolsets: tuple[str, ...] = ()
-    tool_server_url: str | None = None
-    tool_server_token: SecretStr | None = None
+    port: int = Field(default=8461, ge=0, le=65_535, description="0: any free one, which the first line names")
+    token: SecretStr = Field(min_length=1, description="bearer token; else --token-file, or ATROPOS_EXECUTOR_TOKEN")
+    pool: SlotPoolConfig = Field(default_factory=SlotPoolConfig, description="fields of SlotPoolConfig")
+    enabled_toolsets: tuple[str, ...] = Field(default=("default",), description="toolsets that are offered")
+    disabled_toolsets: tuple[str, ...] = Field(default=(), description="toolsets taken away again")
+    tool_server_url: str | None = Field(default=None, description="ToolServer for external tools: a URL or inprocess")
+    tool_server_token: SecretStr | None = Field(
+        default=None, description="its bearer token; None: ATROPOS_TOOL_SERVER_TOKEN"
+    )
     max_trajectories: int = Field(default=10_000, ge=1, description="open at once; one more is answered 429")
     max_pending: int = Field(
         default=64, ge=1, le=MAX_WAITING, description="calls of one trajectory that may run or wait"
@@ -39,7 +41,7 @@ class ExecutorServerSettings(SettingsModel):
     )
     acquire_s: float = Field(default=10, gt=0, description="longest that opening a trajectory waits for a slot")
     remembered: int = Field(default=64, ge=1, description="most finished calls a trajectory remembers for resends")
-    drain_s: float = Field(default=30, ge=0)
+    drain_s: float = Field(default=30, ge=0, description="time for running calls to finish after SIGTERM")
     otlp_endpoint: str | None = Field(
         default=None, description="URL of an OTLP/HTTP collector that gets the traces; None: there are none"
     )
