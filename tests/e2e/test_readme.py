@@ -78,21 +78,19 @@ def test_an_environment_of_ones_own(policy, tmp_path: Path):
     assert out.with_suffix(".html").exists()
 
 
-def lesson(name: str, page: str = "environments") -> str:
+def lesson(name: str, page: str) -> str:
     text = (ROOT / f"docs/{page}.md").read_text()
     blocks = re.findall(r"^ *```python\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
     return textwrap.dedent(next(block for block in blocks if name in block))
 
 
-@pytest.mark.parametrize("name", ["class Squares", "class Solved"])
-def test_the_lessons_environments(policy, tmp_path: Path, name: str):
+def test_the_lesson_of_hermes_environments(policy, tmp_path: Path):
     script, out = tmp_path / "env.py", tmp_path / "out.jsonl"
-    script.write_text(lesson(name))
+    script.write_text(lesson("class Solved", "environments"))
     play = [{"calls": [{"name": "terminal", "arguments": {"command": "echo 1 > made"}}]}, "done"]
     row = {"prompt": f"Make it.\n```policy\n{json.dumps(play)}\n```", "check": "grep 1 made"}
-    rows = {"env.dataset_name": json.dumps([row, {**row, "check": "false"}])} if "Solved" in name else {}
     settings = {
-        **rows,
+        "env.dataset_name": json.dumps([row, {**row, "check": "false"}]),
         "env.max_containers": 1,
         "env.tokenizer_name": policy["tokenizer"],
         "env.data_path_to_save_groups": out,
@@ -101,7 +99,7 @@ def test_the_lessons_environments(policy, tmp_path: Path, name: str):
     }
     process(script, settings)
     scores = [group["scores"] for group in map(json.loads, out.read_text().splitlines())]
-    assert sorted(scores) == ([[0.0] * 4, [1.0] * 4] if "Solved" in name else [[1.0] * 4] * 3)
+    assert sorted(scores) == [[0.0] * 4, [1.0] * 4]
 
 
 def test_an_env_without_items_says_so(policy, tmp_path: Path):
