@@ -4,6 +4,15 @@ Exit codes: 0 done; 1 the thing asked for failed; 2 wrong usage or configuration
 70 an infrastructure fault (a `SandboxError`); 130 Ctrl-C, 143 SIGTERM; `exec` passes the command's own code on (124 when it timed out).
 """
 
-from atropos.cli.app import command_line, main
+from __future__ import annotations
 
-__all__ = ["command_line", "main"]
+import sys
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C ends it with 130 from the start, while most of it is still to be loaded."""
+    try:
+        from atropos.cli.app import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()

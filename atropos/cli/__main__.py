@@ -1,6 +1,6 @@
 """`python -m atropos.cli`."""
 
-from atropos.cli.app import main
+from atropos.cli import main
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from atropos.cli import command_line
+from atropos.cli.app import command_line
 from tests.adapters.peers import HOSTS, ROOT, needs, run
 from tests.unit.dashboard.support import hostile, ordinary
 

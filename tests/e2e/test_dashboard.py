@@ -10,7 +10,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from atropos.cli import command_line
+from atropos.cli.app import command_line
 from atropos.envs import HermesAgentBaseEnv
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
 

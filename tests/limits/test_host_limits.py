@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from atropos.cli import command_line, doctor
+from atropos.cli import doctor
+from atropos.cli.app import command_line
 from atropos.cli.doctor import room_for
 from atropos.errors import BackendUnavailable
 from atropos.sandbox.linux import host_limits

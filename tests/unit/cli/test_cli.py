@@ -177,6 +177,19 @@ async def test_a_signal_gives_everything_back(number: signal.Signals) -> None:
             await process.wait()
 
 
+async def test_ctrl_c_while_it_loads_is_no_traceback() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "atropos.cli", "doctor"),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    maps = Path(f"/proc/{process.pid}/maps")
+    await until(lambda: "pydantic_core" in maps.read_text(), "pydantic, in the middle of what it loads")
+    process.send_signal(signal.SIGINT)
+    _, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert (process.returncode, errors) == (130, b"")
+
+
 def test_doctor_reports_every_feature_and_its_fix() -> None:
     done = atropos("doctor", "--json")
     report = json.loads(done.stdout)

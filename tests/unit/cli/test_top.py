@@ -119,11 +119,13 @@ async def test_without_a_terminal_each_look_is_printed_when_it_is_had(dashboard)
     )
     assert process.stdout is not None
     looks = 0
-    async with asyncio.timeout(60):
-        while looks < 2:
-            looks += b"603 of" in await process.stdout.readline()
-    process.terminate()
-    await process.communicate()
+    try:
+        async with asyncio.timeout(60):
+            while looks < 2:
+                looks += b"603 of" in await process.stdout.readline()
+    finally:
+        process.terminate()
+        await process.communicate()
     assert process.returncode == 143
 
 

@@ -8,7 +8,7 @@ import os
 import pytest
 from typer.testing import CliRunner
 
-from atropos.cli import command_line
+from atropos.cli.app import command_line
 from atropos.errors import ConfigError
 from tests.unit.dashboard.support import group, hostile, ordinary, trajectory
 

@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from atropos.agent.config import PromptTooLong
-from atropos.cli import command_line
+from atropos.cli.app import command_line
 from atropos.envs.running.rollout import HookError, TaskFault, VerifierError, WorkspaceLost
 from atropos.errors import BY_CODE, InferenceError
 
