@@ -55,6 +55,7 @@ SLOW = {
     "tests/unit/api/test_web_tools.py::test_a_killed_worker": SERVERS,
     "tests/unit/api/test_web_tools.py::test_junk": LARGE,
     "tests/unit/cli/test_cli.py::test_a_full_disk": SERVERS,
+    "tests/unit/cli/test_cli.py::test_a_slot_for": SERVERS,
     "tests/unit/cli/test_cli.py::test_ctrl_c": ANEW,
     "tests/unit/cli/test_cli.py::test_doctor": SERVERS,
     "tests/unit/cli/test_cli.py::test_exec": SERVERS,

@@ -89,13 +89,15 @@ async def serve(backend: str, toolsets: list[str], *, network: bool) -> None:
     from atropos.tools import ToolExecutor, ToolExecutorConfig, build_tool_registry
 
     tools = build_tool_registry(toolsets)
-    config = SlotPoolConfig(backend=backend, slots_per_container=1, max_containers=1, allow_network=network)
+    trajectory_id = f"mcp-{uuid.uuid4().hex}"
+    size = {"slots_per_container": 1, "max_containers": 1}
+    config = SlotPoolConfig(backend=backend, job_id=f"atropos-{trajectory_id}", allow_network=network, **size)
     source = await _stdin_lines()
     async with (
         SlotPool(config) as pool,
         ToolExecutor(pool=pool, tools=tools, config=ToolExecutorConfig(allow_network=network)) as executor,
     ):
-        server = make_server(executor, f"mcp-{uuid.uuid4().hex}")
+        server = make_server(executor, trajectory_id)
         async with stdio_server(stdin=cast("Any", source)) as (incoming, outgoing):
             await server.run(incoming, outgoing, server.create_initialization_options())
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ def execute(
         raise ConfigError(f"--upload: there is no {upload}")
     settings: dict[str, object] = {
         "backend": backend,
+        "job_id": f"atropos-exec-{secrets.token_hex(4)}",
         "slots_per_container": 1,
         "min_containers": 1,
         "max_containers": 1,

@@ -25,6 +25,7 @@ from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Container
 from atropos.slots.backends.survey import Survey
 from tests.processes import running
+from tests.unit.pool.fake_nomad import FakeNomad
 from tests.waiting import until
 
 
@@ -188,6 +189,22 @@ async def test_ctrl_c_while_it_loads_is_no_traceback() -> None:
     process.send_signal(signal.SIGINT)
     _, errors = await asyncio.wait_for(process.communicate(), 30)
     assert (process.returncode, errors) == (130, b"")
+
+
+@pytest.mark.parametrize("command", [["exec", "true"], ["mcp"]])
+async def test_a_slot_for_a_command_is_of_a_job_of_its_own(command: list[str]) -> None:
+    """A job that envs share, or that was run by hand, is not taken away at the command's end."""
+    async with FakeNomad() as nomad:
+        await nomad.register(1)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "atropos.cli", *command, "--backend", "nomad"),
+            stdin=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "NOMAD_ADDR": nomad.url},
+        )
+        await asyncio.wait_for(process.communicate(), 60)
+        asked = {name for name in nomad.asked if name.startswith("atropos-")}
+        assert len(asked) == 1
+        assert min(asked).startswith(f"atropos-{command[0]}-")
 
 
 def test_doctor_reports_every_feature_and_its_fix() -> None:
