@@ -30,7 +30,9 @@ InsecureRegistries = Annotated[
 ]
 Mirrors = Annotated[
     list[str] | None,
-    typer.Option("--mirror", help="HOST=MIRROR[/PATH]: a registry, and what is asked before it; again for more."),
+    typer.Option(
+        "--mirror", help="HOST=MIRROR, or HOST=MIRROR/PATH: a registry, and what is asked before it; again for more."
+    ),
 ]
 
 

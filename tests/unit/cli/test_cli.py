@@ -17,9 +17,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from atropos.cli import pool as pool_commands
+from atropos.cli.app import command_line
 from atropos.cli.doctor import engines
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Container
@@ -52,6 +54,19 @@ def test_help_and_version_answer_without_loading_atroposlib() -> None:
         check=True,
     )
     assert loaded.stdout.split() == ["False", "False"]
+
+
+def test_every_command_has_help_that_can_be_shown() -> None:
+    app = command_line()
+    words: list[list[str]] = [[]]
+    for group in words:
+        shown = CliRunner().invoke(app, [*group, "--help"])
+        assert shown.exit_code == 0, (group, shown.exception)
+        found = typer.main.get_command(app)
+        for word in group:
+            found = getattr(found, "commands", {})[word]
+        words += [[*group, name] for name in getattr(found, "commands", {})]
+    assert ["tasks", "check"] in words
 
 
 @pytest.mark.parametrize(
