@@ -60,7 +60,7 @@ def watch(
     interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="seconds between looks")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """The same, again and again until Ctrl-C, also while the engine doesn't answer; with --json, one line a look."""
+    """As `status`, again and again until Ctrl-C, also while the engine doesn't answer; with --json, one line a look."""
 
     async def follow(survey: Survey) -> None:
         seen, trouble = await survey.look()

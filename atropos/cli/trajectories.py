@@ -43,7 +43,7 @@ def _chosen(jsonl: Path, query: Query) -> Iterator[tuple[dict[str, object], Entr
 @trajectories_app.command()
 def export(
     jsonl: File,
-    form: Annotated[Literal["atif", "cast", "sft"], typer.Option("--format")] = "atif",
+    form: Annotated[Literal["atif", "cast", "sft"], typer.Option("--format", help="what is written")] = "atif",
     to: Annotated[
         Path | None, typer.Option(help="folder for atif and cast; file for sft, default: standard output")
     ] = None,
