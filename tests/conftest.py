@@ -57,6 +57,7 @@ SLOW = {
     "tests/unit/cli/test_cli.py::test_a_full_disk": SERVERS,
     "tests/unit/cli/test_cli.py::test_a_slot_for": SERVERS,
     "tests/unit/cli/test_cli.py::test_ctrl_c": ANEW,
+    "tests/unit/cli/test_cli.py::test_images_are": SERVERS,
     "tests/unit/cli/test_cli.py::test_doctor": SERVERS,
     "tests/unit/cli/test_cli.py::test_exec": SERVERS,
     "tests/unit/cli/test_cli.py::test_help_and_version": ANEW,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import subprocess
 import sys
 from typing import Annotated, TypedDict
@@ -11,9 +12,10 @@ from typing import Annotated, TypedDict
 import typer
 
 from atropos.cli.image_progress import image_or_task, progress_display
-from atropos.cli.options import AsJson, AuthFile, InsecureRegistries, Mirrors, Store, image_store
+from atropos.cli.options import DEFAULT_JOB, AsJson, AuthFile, InsecureRegistries, Mirrors, Store, image_store
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
+from atropos.slots.backends.survey import open_survey
 
 image_app = typer.Typer(no_args_is_help=True, help="The sandbox image, and images that slots start from.")
 
@@ -70,11 +72,29 @@ class Prepared(TypedDict):
     bytes: int
 
 
+async def _place(backend: object) -> dict[str, object]:
+    """Settings of the pool that prepares: the containers that Nomad's job has, which stay; elsewhere one of its own.
+
+    Raises:
+        ConfigError: no container of the job answers.
+    """
+    count, own = 1, dict[str, object](job_id=f"atropos-prepare-{secrets.token_hex(4)}")
+    if backend == "nomad":  # images are gone with a container, unless its node has a volume for them
+        async with await open_survey("nomad", DEFAULT_JOB, address=None) as survey:
+            seen, trouble = await survey.look()
+        count = sum(each.status is not None for each in seen)
+        if not count:
+            raise ConfigError(
+                f"--backend nomad: no container of {DEFAULT_JOB} answers, to prepare images in; {trouble or 'start an env'}"
+            )
+        own = {"job_id": DEFAULT_JOB, "purge_job_on_shutdown": False}
+    return {"slots_per_container": 1, "min_containers": count, "max_containers": count, **own}
+
+
 async def _prepare(images: list[str], settings: dict[str, object]) -> list[Prepared]:
     from atropos.slots import SlotPool, SlotPoolConfig
 
-    sizes = {"slots_per_container": 1, "min_containers": 1, "max_containers": 1}
-    async with SlotPool(SlotPoolConfig.model_validate(settings | sizes)) as pool:
+    async with SlotPool(SlotPoolConfig.model_validate(settings | await _place(settings["backend"]))) as pool:
         with progress_display() as progress_of:
             work = [pool.prepare(image_or_task(name), progress=progress_of(name)) for name in images]
             found = await asyncio.gather(*work)

@@ -17,6 +17,8 @@ def full_path(given: str | None) -> str | None:
     return None if given is None else os.path.abspath(given)
 
 
+DEFAULT_JOB = "atropos-sandbox-agent-env"
+"""The job of a pool that names none."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Base = Annotated[str | None, typer.Option(help="A root file system to start from (local backend).", callback=full_path)]
 Store = Annotated[

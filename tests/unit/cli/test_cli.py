@@ -222,6 +222,26 @@ async def test_a_slot_for_a_command_is_of_a_job_of_its_own(command: list[str]) -
         assert min(asked).startswith(f"atropos-{command[0]}-")
 
 
+async def test_images_are_prepared_in_nomads_job_as_it_is_which_stays() -> None:
+    async def prepare(nomad: FakeNomad) -> tuple[int | None, str]:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "atropos.cli", "image", "prepare", "x:1", "--backend", "nomad"),
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "NOMAD_ADDR": nomad.url},
+        )
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
+        return process.returncode, errors.decode()
+
+    async with FakeNomad() as nomad:
+        code, said = await prepare(nomad)
+        assert (code, "no container of atropos-sandbox-agent-env answers" in said) == (2, True), said
+        assert nomad.job is None
+        await nomad.register(2)
+        code, said = await prepare(nomad)
+        assert (code, "no attribute 'store'" in said) == (70, True), "the job's servers were asked, which keep none"
+        assert nomad.count == 2
+
+
 def test_doctor_reports_every_feature_and_its_fix() -> None:
     done = atropos("doctor", "--json")
     report = json.loads(done.stdout)
