@@ -81,6 +81,7 @@ class SlotSandbox:
         """Whether programs may be running, with or without a call."""
         self._watch = LimitWatch(name, cgroup, volume, limits)
         self._watchdog: asyncio.TimerHandle | None = None
+        self._stuck: set[int] = set()
         self._stopping: asyncio.Task[Stopped] | None = None
         self._gone = False
         self._detached = False
@@ -208,7 +209,7 @@ class SlotSandbox:
         if self._calls and min(due for _, due in self._calls.values()) <= self._loop.time():
             self._fail("PID 1 of the slot did not answer in time")
             return
-        stopped_children.kill_stopped_children(self.host_pid)
+        self._stuck = stopped_children.kill_stopped_children(self.host_pid, self._stuck)
         if (
             self._programs
             and self._watch.too_many_sockets(self.host_pid, self._loop.time())

@@ -11,32 +11,38 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Set as AbstractSet
 
 
-def kill_stopped_children(pid: int) -> int:
-    """Kill children of a slot's PID 1 that it waits for, and that are stopped or sleep before their exec.
+def kill_stopped_children(pid: int, seen: AbstractSet[int]) -> set[int]:
+    """Kill children of a slot's PID 1 that it waits for, and that are stopped or sleep before their exec for a second time.
+
+    Not at the first: it may be over at any moment, and PID 1 takes a child that dies soon after its start for a program that
+    did (`SLOW_START_S` of the runner).
 
     Args:
         pid: PID 1's in this namespace.
+        seen: what the last check returned.
 
     Returns:
-        How many were killed.
+        Those that it waits for now.
     """
     found = _stat(pid)
+    stuck: set[int] = set()
     if found is None or found[1] != "D":
-        return 0
-    released = 0
+        return stuck
     for child in children_of(pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             handle = os.pidfd_open(child)
             try:
                 # before its exec, a child has PID 1's name; those that serve files have another
                 if _stat(child) in ((found[0], "T", pid), (found[0], "S", pid)):
-                    signal.pidfd_send_signal(handle, signal.SIGKILL)
-                    released += 1
+                    stuck.add(child)
+                    if child in seen:
+                        signal.pidfd_send_signal(handle, signal.SIGKILL)
             finally:
                 os.close(handle)
-    return released
+    return stuck
 
 
 def _stat(pid: int) -> tuple[bytes, str, int] | None:

@@ -25,9 +25,11 @@ def test_a_child_that_waits_for_a_lease_on_its_program_is_ended(tmp_path):
         with subprocess.Popen([sys.executable, "-c", STARTER, str(program)], stdout=subprocess.PIPE) as starter:
             try:
                 ends = time.monotonic() + 20
-                while stopped_children.kill_stopped_children(starter.pid) == 0:
+                while not (stuck := stopped_children.kill_stopped_children(starter.pid, set())):
                     assert time.monotonic() < ends
                     time.sleep(0.02)
+                assert stopped_children.kill_stopped_children(starter.pid, set()) == stuck  # it was not killed at once
+                assert stopped_children.kill_stopped_children(starter.pid, stuck) == stuck
                 assert starter.communicate(timeout=20)[0] == b"9\n"
             finally:
                 os.close(fd)
