@@ -10,8 +10,9 @@ import posixpath
 import re
 import shlex
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from atropos import wire
 from atropos.slots import Slot
@@ -39,14 +40,23 @@ async def carry_out(slot: Slot, path: str, exclude: Sequence[str] = ()) -> Carri
     if isinstance(seen, wire.FileResult):
         if seen.size > MAX_ARTIFACT_BYTES:
             raise VerifierFailed(f"the artifact {path} can't be carried over: {seen.size} bytes")
-        return CarriedArtifact(await slot.read_file(path), seen.mode & 0o777)
+        return CarriedArtifact(await _read(slot, partial(slot.read_file, path)), seen.mode & 0o777)
     if isinstance(seen, wire.OpError) and seen.error in {"not_found", "not_directory"}:
         return None
     try:
-        archive = await slot.download(path, max_bytes=MAX_ARTIFACT_BYTES)
+        archive = await _read(slot, partial(slot.download, path, max_bytes=MAX_ARTIFACT_BYTES))
     except OSError as error:
         raise VerifierFailed(f"the artifact {path} can't be carried over: {error}") from None
     return CarriedArtifact(await asyncio.to_thread(safe_archive, archive, path, exclude), None)
+
+
+async def _read(slot: Slot, read: Callable[[], Awaitable[bytes]]) -> bytes:
+    """What `read` returns, if need be once the slot's programs, which may have killed what reads it, are ended."""
+    try:
+        return await read()
+    except OSError:
+        await slot.quiesce()
+        return await read()
 
 
 def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> bytes:
