@@ -123,8 +123,10 @@ def _second_stage(text: str) -> int:
     from atropos.sandbox.server.serve import Server
 
     def without_traceback(record: logging.LogRecord) -> bool:
-        """A request that can't be read is its sender's mistake: a line says so."""
+        """A request that can't be read is its sender's mistake: a line says so. A connection that broke is nobody's."""
         error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, ConnectionError):
+            return False
         if isinstance(error, HttpProcessingError):
             record.msg, record.exc_info = f"{record.msg}: {error.code} {type(error).__name__}", None
         return True

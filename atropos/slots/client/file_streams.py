@@ -15,10 +15,12 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from atropos.aio import Backoff, backoff_s
 from atropos.errors import BackendUnavailable, OutcomeUnknown
 from atropos.slots.client.sandbox_client import SandboxClient
-from atropos.wire import Done, Lease, OpResult, ReadStream, WriteStream
+from atropos.wire import Done, Lease, OpError, OpResult, ReadStream, WriteStream
 
 PAUSE_S = (0.02, 1.0)
 """First and longest pause between attempts to send a piece; each is drawn from half to all of it."""
+ENDED_S = 5.0
+"""Longest that a stream's call is waited for when the stream has broken off, in seconds."""
 READ_TRIES = 5
 """Attempts to read what breaks off, each from where a file's last one ended."""
 
@@ -109,9 +111,15 @@ async def receive(
         try:
             await copying
         except BackendUnavailable:
-            return None
+            await asyncio.wait([call], timeout=ENDED_S)
+            return call.result() if call.done() and call.exception() is None and _held_up(call.result()) else None
         result = await call
         return None if isinstance(result, Done) and result.count != got else result
+
+
+def _held_up(result: OpResult) -> bool:
+    """Whether the slot ended the stream: to read it again would take as long again, and end so."""
+    return isinstance(result, OpError) and result.error == "timeout"
 
 
 @contextlib.asynccontextmanager

@@ -15,7 +15,17 @@ from pathlib import Path
 import pytest
 
 from atropos.slots.client import SandboxClient
-from atropos.wire import CommandResult, Exec, LeaseRequest, ProcStart, ProcState, ReadFile, WriteFile
+from atropos.wire import (
+    CommandResult,
+    Exec,
+    LeaseRequest,
+    OpError,
+    ProcStart,
+    ProcState,
+    ReadFile,
+    ReadStream,
+    WriteFile,
+)
 from tests.processes import alive, descendants
 from tests.processes import running as count
 from tests.unit.server.fakes import TOKEN
@@ -351,3 +361,18 @@ async def test_requests_that_can_not_be_read_are_a_line_each_in_the_log():
         _, log = await server.ended()
     assert log.count("Error handling request from 127.0.0.1: 400 BadHttpMessage\n") == 2, log
     assert "Traceback" not in log
+
+
+async def test_a_reader_that_goes_away_is_not_in_the_log():
+    async with running(slots=1) as server:
+        async with server.client() as client:
+            lease = await client.acquire(request())
+            await client.call(lease, Exec(command="head -c 30000000 /dev/zero > /workspace/large"))
+            reading = ReadStream(path="/workspace/large", stream="stream-00001", max_bytes=1 << 30)
+            call = asyncio.create_task(client.call(lease, reading))
+            async with contextlib.aclosing(client.get_stream(lease, reading.stream)) as chunks:
+                assert await anext(chunks)
+            assert isinstance(await call, OpError)
+        server.process.terminate()
+        _, log = await server.ended()
+    assert log == ""
