@@ -7,11 +7,13 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
+TICK_S = 1.0
+"""How often an `Allowance` looks at the clock; what passes in between without a look is not counted."""
 RECEIVE_BYTES = 65_536
 """Most bytes of one read. glibc maps a buffer of 128 KiB or more anew for each read and gives it back: on Linux 6.18 in a
 virtual machine that takes 17 µs, ten times the read of a small frame."""
@@ -77,6 +79,60 @@ async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+class Allowance:
+    """A time limit that goes on after a stop of this process (SIGSTOP, a host without CPU to spare): a second of it counts.
+
+    Attributes:
+        expired: whether a `limit` ended its body.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self.expired = False
+        self._loop = asyncio.get_running_loop()
+        self._seen = self._loop.time()
+        self._end = math.inf if seconds is None else self._seen + seconds
+        self._limit: asyncio.Timeout | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        if self._end < math.inf:
+            self._timer = self._loop.call_later(TICK_S, self._tick)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def left_s(self) -> float:
+        """What is left, in seconds."""
+        self._look()
+        return self._end - self._loop.time()
+
+    @contextlib.asynccontextmanager
+    async def limit(self) -> AsyncGenerator[None]:
+        """End the body with `TimeoutError` when nothing is left; one at a time."""
+        async with asyncio.timeout(self.left_s) as limit:
+            self._limit = limit
+            try:
+                yield
+            finally:
+                self.expired = limit.expired()
+                self._limit = None
+
+    def _tick(self) -> None:
+        self._look()
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        passed, self._seen = now - self._seen, now
+        if passed > 2 * TICK_S:
+            self._end += passed - TICK_S
+            if self._limit is not None and not self._limit.expired():
+                self._limit.reschedule(self._end)
 
 
 async def off_loop(size: int, most: int, work: Callable[..., T], *arguments: object) -> T:

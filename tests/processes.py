@@ -18,6 +18,13 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 
 
+async def be_stopped(seconds: float) -> None:
+    """Have this process stopped and continued, as `kill -STOP`, a debugger or a suspended virtual machine does."""
+    pid = os.getpid()
+    script = f"kill -STOP {pid}; sleep {seconds}; kill -CONT {pid}"
+    await (await asyncio.create_subprocess_exec("sh", "-c", script)).wait()
+
+
 def descendants(root: int | None = None, but: Collection[int] = ()) -> dict[int, str]:
     """The living processes below one, with their command lines; zombies and what is below `but` are not among them."""
     children: dict[int, list[int]] = {}

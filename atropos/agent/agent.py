@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -18,6 +17,7 @@ from atropos.agent.model import Model
 from atropos.agent.prompt import Tools, schemas_of
 from atropos.agent.template import Tokenizer, TurnRenderer
 from atropos.agent.transcript import Message, Transcript
+from atropos.aio import Allowance
 from atropos.tools import ToolCall, ToolResult
 from atropos.tools.models import new_call_id
 from atropos.tools.parsers import parser_for
@@ -127,8 +127,11 @@ class AtroposAgent:
         return True
 
     async def _loop(self, transcript: Transcript, steps: list[AgentStep]) -> StopReason:
+        with Allowance(self.config.timeout_s) as allowance:
+            return await self._turns(transcript, steps, allowance)
+
+    async def _turns(self, transcript: Transcript, steps: list[AgentStep], allowance: Allowance) -> StopReason:
         earlier = len(steps)
-        deadline = time.monotonic() + (math.inf if self.config.timeout_s is None else self.config.timeout_s)
         while True:
             with tracing.span("chat", "client", gen_ai__operation__name="chat") as span:
                 step, ids, ended = await self._turn(transcript, len(steps))
@@ -142,8 +145,8 @@ class AtroposAgent:
                 return "final"
             if len(steps) - earlier >= self.config.max_steps:
                 return "max_steps"
-            await self._run_calls(step, deadline)
-            if time.monotonic() >= deadline:
+            await self._run_calls(step, allowance)
+            if allowance.left_s <= 0:
                 return "max_time"
             async with gate():
                 answers = self._dialect.results(step.outcomes, self.config)
@@ -204,22 +207,22 @@ class AtroposAgent:
         seed: dict[str, object] = {} if self.config.seed is None else {self._model.seed_name: self.config.seed}
         return {"temperature": self.config.temperature, **seed}
 
-    async def _run_calls(self, step: AgentStep, deadline: float) -> None:
-        """Run the turn's calls in order, until the deadline; a call that could not be parsed gets an error in its place."""
+    async def _run_calls(self, step: AgentStep, allowance: Allowance) -> None:
+        """Run the turn's calls in order, while there is time; a call that could not be parsed gets an error in its place."""
         started = time.perf_counter()
         for index in range(len(step.calls) + 1):
-            if time.monotonic() >= deadline:
+            if allowance.left_s <= 0:
                 break
             step.outcomes += [
                 Outcome(None, ToolResult.failure(message)) for position, message in step.unread if position == index
             ]
             if index < len(step.calls):
                 step.outcomes.append(
-                    Outcome(step.calls[index], await self._run_call(step.calls[index], index, deadline))
+                    Outcome(step.calls[index], await self._run_call(step.calls[index], index, allowance))
                 )
         step.tools_s = time.perf_counter() - started
 
-    async def _run_call(self, call: ToolCall, index: int, deadline: float) -> ToolResult:
+    async def _run_call(self, call: ToolCall, index: int, allowance: Allowance) -> ToolResult:
         most = self.config.max_calls_per_turn
         if index >= most:
             return ToolResult.failure(f"not run: more than {most} calls in one turn; make it again in the next")
@@ -227,12 +230,11 @@ class AtroposAgent:
             return ToolResult.failure("no tool can be run here")
         # Models repeat ids between turns, and to the executor the same id is the same work.
         call = call.model_copy(update={"id": new_call_id()})
-        limit = asyncio.timeout(deadline - time.monotonic())
         try:
-            async with limit:
+            async with allowance.limit():
                 result = await self._execute(call)
         except TimeoutError:
-            if not limit.expired():
+            if not allowance.expired:
                 raise
             return ToolResult.failure("ended: the agent used all its time", timed_out=True)
         if self.config.tool_delay_s:

@@ -29,6 +29,7 @@ from atropos.tools.parsers import get_parser, parser_names
 from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer
 from examples.policy.tokenizer import FOLDER
+from tests.processes import be_stopped
 
 
 @functools.cache
@@ -177,6 +178,17 @@ async def test_a_call_that_runs_is_ended_at_the_time_limit():
     assert (result.stop_reason, ended) == ("max_time", ["terminal"])
     assert [one.error for one in result.steps[0].results] == ["ended: the agent used all its time"]
     assert_true_to(server.log, result.trajectory_data)
+
+
+async def test_the_time_in_which_this_process_is_stopped_is_not_the_agents():
+    async def execute(call):
+        if call.arguments["command"] == "stopped":
+            await be_stopped(6)
+        return ToolResult(success=True)
+
+    calls = [{"calls": [call("stopped"), call("x")]}, {"calls": [call("x")]}, "done"]
+    result = await agent(DirectServer(), execute, timeout_s=4).run(script(calls))
+    assert (result.stop_reason, [one.error for step in result.steps for one in step.results]) == ("final", [None] * 3)
 
 
 @pytest.mark.parametrize("name", parser_names())
