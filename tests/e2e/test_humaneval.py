@@ -127,7 +127,17 @@ async def test_solutions_that_cheat_fail(executor, made, monkeypatch):
     }
     ends = await outcomes({name: judged(executor, made, text, timeout_s=60) for name, text in cheats.items()})
     assert [name for name, (passed, _) in ends.items() if passed] == []
+    assert ends["endless"][1] == "SolutionError: a call took more than 3 s of CPU time"
     assert await judged(executor, made, PROBLEM["prompt"] + PROBLEM["canonical_solution"], timeout_s=60) == (True, "")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_call_has_cpu_time_and_not_the_hosts(executor, made, monkeypatch):
+    """A solution that runs for a small part of the time, as on a host that is busy, is as good as ever."""
+    checker = humaneval_env._checker().replace("\nCALL_S = 10.0\n", "\nCALL_S = 1.0\n")
+    monkeypatch.setattr(humaneval_env, "_checker", lambda: checker)
+    slow = "import time\ntime.sleep(2.5)\n" + PROBLEM["prompt"] + PROBLEM["canonical_solution"]
+    assert await judged(executor, made, slow, timeout_s=60) == (True, "")
 
 
 FEW_IDS = """

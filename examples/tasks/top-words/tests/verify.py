@@ -21,6 +21,8 @@ WORK = Path("/workspace")
 REWARD = Path("/logs/verifier/reward.txt")
 NOBODY = 65534
 MAX_BYTES = 8_000_000
+PATIENCE_S = 60.0  # for what waits or hangs; a busy host makes a program slow that is right
+CPU_S = 10  # of a program; they don't depend on what else the machine does
 
 
 def _can_drop() -> bool:
@@ -36,9 +38,8 @@ def _can_drop() -> bool:
 DROP = os.getuid() == 0 and _can_drop()
 
 
-def _limits(cpu_s: int | None = None) -> None:
-    if cpu_s is not None:
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+def _limits(cpu_s: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
@@ -55,7 +56,7 @@ def _sweep() -> None:
 
 @contextlib.contextmanager
 def started(
-    argv, *, cwd, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=None, cpu_s=None
+    argv, *, cwd, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=None, cpu_s=CPU_S
 ):
     """A program of the agent's, running until the block ends; then it and all it started are killed."""
     extra = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if DROP else {}
@@ -80,11 +81,8 @@ def started(
             _sweep()
 
 
-def run(argv, *, cwd, text="", timeout_s=10.0, env=None, cpu_s=None):
-    """Run a program of the agent's; returns (exit code, stdout, stderr). A timeout raises.
-
-    `cpu_s` bounds its processor seconds, which don't depend on what else the machine does.
-    """
+def run(argv, *, cwd, text="", timeout_s=PATIENCE_S, env=None, cpu_s=CPU_S):
+    """Run a program of the agent's; returns (exit code, stdout, stderr). A timeout raises."""
     with tempfile.TemporaryFile() as fed, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         fed.write(text if isinstance(text, bytes) else text.encode())
         fed.seek(0)
@@ -128,7 +126,7 @@ def read(name: str, root: Path = WORK) -> str:
         return file.read(MAX_BYTES).decode()
 
 
-def wait_for(what, *, seconds=10.0):
+def wait_for(what, *, seconds=PATIENCE_S):
     """Ask until the answer is true; for a server that is coming up."""
     end = time.monotonic() + seconds
     while True:
