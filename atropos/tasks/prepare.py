@@ -8,6 +8,7 @@ already is one look-up. Every trajectory then leases the last step's image.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fnmatch
 import hashlib
@@ -17,7 +18,7 @@ import shlex
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from atropos.tasks.fit import STAND_INS
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Run, Stage, Step, StepSettings, copies
 from atropos.tasks.format.task import Task
-from atropos.wire import ImageInfo, ImageSettings, ImageState
+from atropos.wire import ImageInfo, ImageSettings, ImageState, LeaseLimits
 
 RULES = 3
 """Part of every key: another number when a step's result changes though its instruction doesn't."""
@@ -101,6 +102,16 @@ class _Build:
         if left <= 0:
             raise TaskBroken(f"{self.task.name}: its build took longer than environment.build_timeout_sec")
         return left
+
+    @contextlib.asynccontextmanager
+    async def lease(
+        self, pool: SlotPool, name: str, source: str | None, limits: LeaseLimits | None
+    ) -> AsyncGenerator[Slot]:
+        """A slot of the build; the time until one is free is not the task's."""
+        asked = time.monotonic()
+        async with pool.lease(f"build-{self.task.name}{name}", image=source, limits=limits) as slot:
+            self.end += time.monotonic() - asked
+            yield slot
 
     def waiting(self) -> None:
         """Report that another builder works on the step, within the time limit."""
@@ -322,12 +333,11 @@ class TaskImages:
         step = planned.step
         taken = {copy: await self._taken(build, copy.stage, copy) for copy in copies(step) if copy.stage is not None}
         fetched = await self._fetched(build, step) if isinstance(step, Download) else b""
-        name = f"build-{build.task.name}"
         number = len(build.done) + 1
         build.progress(ImageState(source=_text(step), phase="building", step=number, steps=build.steps))
         self.counters["steps"] += 1
         try:
-            async with self.pool.lease(name, image=source, limits=build.task.limits) as slot:
+            async with build.lease(self.pool, "", source, build.task.limits) as slot:
                 await self._carry_out(build, slot, step, taken, fetched)
                 await self._check_unchanged(build, planned)
                 return await slot.keep(planned.key)
@@ -373,14 +383,14 @@ class TaskImages:
         planned = build.plan[stage]
         image = await self._stage(build, stage)
         source = image.source if planned.steps else planned.source
-        async with self.pool.lease(f"build-{build.task.name}-from", image=source, limits=build.task.limits) as slot:
+        async with build.lease(self.pool, "-from", source, build.task.limits) as slot:
             try:
                 return await pack_files(slot, step.sources)
             except TaskBroken as error:
                 raise TaskBroken(f"{build.task.name}: COPY --from: {error}") from None
 
     async def _fetched(self, build: _Build, step: Download) -> bytes:
-        async with self.pool.lease(f"build-{build.task.name}-add") as slot:
+        async with build.lease(self.pool, "-add", None, None) as slot:
             try:
                 return await steps.fetch(slot, step, build.left())
             except TaskBroken as error:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from atropos.tasks.prepare import TaskImages
 from atropos.wire import MAX_FILE_BYTES
 from tests.images.making import entry, folder, layer, layout, link
 from tests.images.test_leases import BUSYBOX, busybox_image, pool_for
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
 TWELVE = (
@@ -284,6 +286,17 @@ async def test_a_mount_covers_for_one_command_what_is_there(tmp_path):
         seen = (await slot.exec(script, user="root")).output.splitlines()
         assert seen[:9] == ["givenmade", "7 750", "old", "kept", "by python", "given.txt", "33:44 711", *seen[7:9]]
         assert all("No such file" in line for line in seen[7:]), "nothing of a mount is left"
+
+
+async def test_the_wait_for_a_slot_is_no_part_of_a_builds_time(tmp_path):
+    task = make(tmp_path / "task", "FROM debian\nRUN true\n", toml="[environment]\nbuild_timeout_sec = 5.0\n")
+    async with pool_for(tmp_path, slots_per_container=1) as pool:
+        async with pool.lease("other"):
+            build = asyncio.create_task(TaskImages(pool).prepare(task))
+            await until(lambda: pool.stats().waiting, "the build waits for the slot")
+            end = time.monotonic() + 5
+            await until(lambda: time.monotonic() > end, "so long that its time would be over")
+        await build
 
 
 async def test_a_file_that_changes_during_a_build_is_never_kept_under_what_it_was(tmp_path):
