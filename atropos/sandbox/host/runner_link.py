@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from atropos.sandbox.contract import OnResult
 
 _MAX_HEADER = 32 * 1024 * 1024
-_MAX_QUEUED = 128 * 1024 * 1024
+_MAX_QUEUED = 384 * 1024 * 1024
+"""More bytes than the unanswered calls of a client have (`http.stream.MAX_QUEUED_BYTES` and one frame beyond)."""
 _BLOBS = frozenset(("output", "stdout", "stderr", "data"))
 _KINDS = {
     "exec": "exec_result",

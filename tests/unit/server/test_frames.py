@@ -20,6 +20,8 @@ from pydantic import ValidationError
 
 from atropos import wire
 from atropos.sandbox.host.runner_link import RunnerLink
+from atropos.sandbox.server.calls.lanes import MAX_CONCURRENT
+from atropos.slots.slot.uploads import PIECE_BYTES
 from tests.unit.client.test_client import until
 
 EXAMPLES = settings(
@@ -190,3 +192,18 @@ async def test_a_slot_is_not_empty_while_another_command_may_run():
     assert seen == [False, True]
     channel.close(ConnectionError("over"))
     theirs.close()
+
+
+def test_a_runner_that_is_late_is_sent_all_that_a_client_may_have_unanswered():
+    """As many concurrent commands as run at once, each with the longest input that one call carries."""
+    asyncio.run(_all_sent(MAX_CONCURRENT, bytes(PIECE_BYTES)))
+
+
+async def _all_sent(commands: int, stdin: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    channel = RunnerLink(ours, output_bytes=1000, on_broken=pytest.fail)
+    for _ in range(commands):
+        channel.call("exec", {"command": "x", "stdin": stdin}, lambda _: None)
+    channel.close(ConnectionError("over"))
+    theirs.close()
+    await asyncio.sleep(0)
