@@ -71,6 +71,19 @@ def cancelled_from_outside(kind: type[Exception] = RuntimeError) -> Generator[No
         raise kind("what it awaited was cancelled, and not by its caller") from error
 
 
+async def done_within(future: asyncio.Future[Any], seconds: float) -> bool:
+    """Wait until a future is done, at most this long, and cancel nothing; whether it is.
+
+    Time in which this process did not run (it was stopped, its container frozen) is not counted: what should have ended
+    the wait did not run then either, or could not be seen.
+    """
+    while seconds > 0 and not future.done():
+        step = min(seconds, 0.5)
+        await asyncio.wait([future], timeout=step)
+        seconds -= step
+    return future.done()
+
+
 async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
     """Wait for an event, at most this long (None: without end); whether it came. `wait_for` may swallow a cancellation."""
     try:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from atropos.aio import done_within
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import Layer, RootUnchanged, Stopped
@@ -203,9 +204,12 @@ class SlotSandbox:
 
     def _check(self) -> None:
         """Check pending calls and running programs: one timer for all of them, while there are any."""
+        late = 0.0 if self._watchdog is None else self._loop.time() - self._watchdog.when()
         self._watchdog = None
         if not (self._calls or self._programs) or self.host_pid is None or self._gone or self.died.done():
             return
+        if late > CHECK_S:  # this process did not run, and PID 1 perhaps neither: its answers are still to come
+            self._calls = {call_id: (number, due + late) for call_id, (number, due) in self._calls.items()}
         if self._calls and min(due for _, due in self._calls.values()) <= self._loop.time():
             self._fail("PID 1 of the slot did not answer in time")
             return
@@ -442,17 +446,15 @@ class SlotSandbox:
             self._channel.close(OutcomeUnknown(f"slot {self.name} was stopped while the call ran"))
         if self._started is not None and self._init_fd < 0 and not (self._ended is not None and self._ended.done()):
             # the start was cancelled, but its process may still come; or an earlier stop did not see its end
-            with contextlib.suppress(SandboxError, TimeoutError):
-                self._init_fd = pidfd_of(await asyncio.wait_for(asyncio.shield(self._started), STOP_DEADLINE_S))
+            came = await done_within(self._started, STOP_DEADLINE_S)
+            with contextlib.suppress(SandboxError):
+                self._init_fd = pidfd_of(self._started.result()) if came else -1
         self._kill()
         problem = ""
-        if self._ended is not None and not self._ended.done():
-            try:
-                # the kernel reaps PID 1 after every process of its namespace: nothing else confirms their end
-                await asyncio.wait_for(asyncio.shield(self._ended), STOP_DEADLINE_S)
-            except TimeoutError:
-                self.cgroup.kill()
-                problem = f"its processes did not end within {STOP_DEADLINE_S} s"
+        # the kernel reaps PID 1 after every process of its namespace: nothing else confirms their end
+        if self._ended is not None and not await done_within(self._ended, STOP_DEADLINE_S):
+            self.cgroup.kill()
+            problem = f"its processes did not end within {STOP_DEADLINE_S} s"
         if self._init_fd >= 0:
             os.close(self._init_fd)
         self._init_fd = -1

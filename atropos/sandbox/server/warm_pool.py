@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from atropos.aio import done_within
 from atropos.errors import BackendUnavailable, SandboxError
 from atropos.sandbox.contract import Host, Sandbox, Stopped
 
@@ -232,8 +233,7 @@ class WarmPool:
 async def stop(sandbox: Sandbox) -> Stopped:
     """Stop a sandbox, bounded in time; a failure or a timeout is `not clean`."""
     stopping = asyncio.get_running_loop().create_task(sandbox.stop())
-    await asyncio.wait((stopping,), timeout=STOP_S)  # cancels nothing
-    if not stopping.done():
+    if not await done_within(stopping, STOP_S):
         return Stopped(clean=False, seconds=STOP_S, detail=f"the sandbox did not end within {STOP_S:g} s")
     if (error := stopping.exception()) is not None:
         log.error("stopping sandbox %s failed", sandbox.name, exc_info=error)

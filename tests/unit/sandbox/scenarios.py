@@ -6,8 +6,10 @@ import io
 import itertools
 import os
 import re
+import signal
+import subprocess
 import tarfile
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -919,6 +921,36 @@ async def a_stop_that_could_not_be_confirmed_is_tried_again(host):
         while not (stopped := await sandbox.stop()).clean:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert await sandbox.stop() == stopped
+    await freed(host)
+
+
+@contextmanager
+def frozen(seconds, pid):
+    """Stop this process and another one, as where a container or machine is frozen; the body runs as this one goes on."""
+    os.kill(pid, signal.SIGSTOP)
+    with subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}; sleep 0.2; kill -CONT {pid}"]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        yield
+
+
+async def a_call_goes_on_where_all_was_frozen_for_longer_than_it_may_take(host):
+    async with slot(host) as sandbox:
+        with mock.patch.object(host_slot, "ANSWER_GRACE_S", 2.0):
+            call = asyncio.create_task(sh(sandbox, "sleep 0.5; echo over", timeout_s=1.0))
+            await asyncio.sleep(0)
+        with frozen(4.0, sandbox.host_pid):
+            assert (await call).output == b"over\n"
+
+
+async def a_slot_that_ends_where_all_was_frozen_is_confirmed(host):
+    sandbox = await host.start("ends-late")
+    with mock.patch.object(host_slot, "STOP_DEADLINE_S", 1.0):
+        stopping = asyncio.create_task(sandbox.stop())
+        for _ in range(3):  # until its PID 1 is killed
+            await asyncio.sleep(0)
+        with frozen(2.0, host.state.spawner._process.pid):
+            stopped = await stopping
+    assert stopped.clean, stopped
     await freed(host)
 
 
