@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 
 import pytest
 
 from atropos import errors
+from atropos.aio import cancel_and_wait
 from atropos.errors import ConfigError, SandboxError
 from atropos.slots import ExecResult
 from tests.waiting import until
@@ -68,3 +70,16 @@ async def test_whatever_kills_the_server_no_result_is_made_up(local_pool, engine
         assert len(ended) == 1
         for call, result in zip(calls, results, strict=True):
             assert isinstance(result, ExecResult if call in ended else SandboxError), result
+
+
+async def test_a_slot_that_answered_while_its_own_client_was_busy_is_alive(shared_pool, monkeypatch):
+    """A hook that computes without an `await` keeps the event loop, and with it the check of another trajectory."""
+    monkeypatch.setattr("atropos.slots.slot.slot.ALIVE_S", 1.0)
+    async with shared_pool.lease("t") as slot:
+        given_up = asyncio.create_task(slot.exec("sleep 1000"))
+        await until(lambda: slot._due, "the call")
+        check = asyncio.create_task(slot.check_alive())
+        await until(lambda: slot._due == 2, "the check's own call")
+        asyncio.get_running_loop().call_soon(time.sleep, 1.5)
+        await check
+        await cancel_and_wait([given_up])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Self
 
 from atropos import tracing, wire
+from atropos.aio import cancel_and_wait, done_within
 from atropos.errors import ConfigError, LeaseExpired, NotSupported, SandboxError, SlotLost
 from atropos.net.egress_policy import parse
 from atropos.slots.client import file_streams
@@ -157,11 +158,13 @@ class Slot(SlotFiles):
         """
         if not self._due:
             return
+        asking = asyncio.create_task(self.run(wire.ProcList()))  # which waits behind no other call
         try:
-            async with asyncio.timeout(ALIVE_S):
-                await self.run(wire.ProcList())  # which waits behind no other call
-        except TimeoutError:
-            raise SlotLost(f"slot {self.name} of container {self.container} does not answer") from None
+            if not await done_within(asking, ALIVE_S):
+                raise SlotLost(f"slot {self.name} of container {self.container} does not answer")
+            asking.result()
+        finally:
+            await cancel_and_wait([asking])
 
     async def exec(
         self,
