@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from atropos.aio import cancel_and_wait
 from atropos.errors import NotSupported
 from atropos.slots import SlotPool
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
 from tests.backends import Engine
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -294,3 +296,12 @@ async def test_all_slots_may_have_a_view_at_once_and_leave_nothing(pool):
             return (await slot.exec("cat answer")).output
 
     assert await asyncio.gather(*map(one, range(12))) == [f"{number}\n" for number in range(12)]
+
+
+async def test_a_settling_that_is_cancelled_leaves_no_snapshot(pool):
+    async with pool.lease("agent") as slot:
+        settling = asyncio.create_task(slot.settle())
+        while not pool.stats().snapshots:  # noqa: ASYNC110 (it is there for a moment only)
+            await asyncio.sleep(0)
+        await cancel_and_wait([settling])
+        await until(lambda: not pool.stats().snapshots, "the drop")

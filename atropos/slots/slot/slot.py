@@ -377,11 +377,10 @@ class Slot(SlotFiles):
         """
         running = (await self.exec("kill -STOP -1", user="0:0", timeout_s=10)).exit_code == 0
         try:
-            settled = await self._snapshot(beside=running)
+            await (await self._snapshot(beside=running)).drop()
         finally:
             if running:
                 await self.exec("kill -CONT -1", user="0:0", timeout_s=10)
-        await settled.drop()
 
     async def _freeze(self, *, beside: bool) -> Snapshot:
         info = await self.link.client.snapshot(self.lease, beside=beside)
