@@ -300,8 +300,11 @@ async def test_all_slots_may_have_a_view_at_once_and_leave_nothing(pool):
 
 async def test_a_settling_that_is_cancelled_leaves_no_snapshot(pool):
     async with pool.lease("agent") as slot:
+        await slot.exec("(setsid sleep 1000 >/dev/null 2>&1 &)")
         settling = asyncio.create_task(slot.settle())
         while not pool.stats().snapshots:  # noqa: ASYNC110 (it is there for a moment only)
+            await asyncio.sleep(0)
+        for _ in range(3):  # for it to come to its last call
             await asyncio.sleep(0)
         await cancel_and_wait([settling])
         await until(lambda: not pool.stats().snapshots, "the drop")
