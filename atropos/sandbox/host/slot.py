@@ -214,11 +214,8 @@ class SlotSandbox:
             self._fail("PID 1 of the slot did not answer in time")
             return
         self._stuck = stopped_children.kill_stopped_children(self.host_pid, self._stuck)
-        if (
-            self._programs
-            and self._watch.too_many_sockets(self.host_pid, self._loop.time())
-            and self._channel is not None
-        ):
+        too_many = self._programs and self._watch.too_many_sockets(self.host_pid, self._loop.time())
+        if too_many and self._channel is not None:
             self._watch.record_socket_kill(list(self._calls))
             self._channel.call("end_all", {}, lambda _: None)
         self._watchdog = self._loop.call_later(CHECK_S, self._check)
