@@ -15,7 +15,6 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from atropos.config import one_line
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
 from atropos.tasks.errors import TaskBroken
 from atropos.terminal import LogLines, visible
@@ -82,6 +81,8 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
 def describe(error: Exception) -> str:
     """An expected failure in one line, or in those that a program wrote."""
     if isinstance(error, ValidationError):
+        from atropos.config import one_line
+
         return one_line(error)
     if isinstance(error, SandboxError) and not isinstance(error, IsolationUnavailable):
         return f"{error} ({error.code})"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atropos.config import ImageStoreSettings
 from atropos.errors import ConfigError
+
+if TYPE_CHECKING:
+    from atropos.config import ImageStoreSettings
 
 
 def full_path(given: str | None) -> str | None:
@@ -54,6 +56,8 @@ def image_store(
     folder: str | None, auth_file: str | None, insecure: Sequence[str] | None, mirrors: Sequence[str] | None
 ) -> ImageStoreSettings:
     """The image store that the options above mean."""
+    from atropos.config import ImageStoreSettings
+
     return ImageStoreSettings(
         folder=folder,
         auth_file=auth_file,
