@@ -109,6 +109,8 @@ class ToolResult(BaseModel):
         shown = {"output": self.output, "error": self.error, "data": data}
         if has_lone_surrogate(shown):
             shown = replace_surrogates(shown)
+        elif self.data is None:
+            return self
         data = to_jsonable_python(shown["data"], bytes_mode="base64", fallback=str)
         return self.model_copy(update={**shown, "data": data})
 
