@@ -39,6 +39,8 @@ OVERLAP_CHARS = 4096
 """Longest match that may be split between two reads."""
 ESCAPES = re.compile(r"\x1b[@-_][0-?]*[ -/]*[@-~]")
 INTERRUPT, SUSPEND = "\x03", "\x1a"
+KILL_SUSPENDED = "sh -c 'kill -9 -$1; while kill -0 -$1; do sleep 0.02; done' sh $(jobs -p %%) 2>/dev/null"
+"""It waits for the end of the job's process group, so that bash says "Killed" and not "Stopped" once more."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,9 @@ class BashSession:
             return BashObservation(output=clean(match.before + after).strip(), exit_code=0, expect_string=match.string)
         await self._process.write(SUSPEND)
         match = await self._expect(action.expect, PROMPT_WAIT_S, "^Z")
-        after = await self._answer("stty -echo; kill -9 %%", PROMPT_WAIT_S)
+        after = await self._answer("stty -echo", PROMPT_WAIT_S)
+        killed = await self._answer(KILL_SUSPENDED, PROMPT_WAIT_S)
+        self._pending = killed + self._pending  # read with the next action, as in SWE-ReX's own sessions
         return BashObservation(output=clean(match.before + after).strip(), exit_code=0, expect_string=match.string)
 
     async def _interact(self, action: BashAction) -> BashObservation:
