@@ -165,6 +165,7 @@ async def test_a_tls_connection_that_is_closed_is_an_agent_that_is_away_and_no_w
         with pytest.raises(BackendUnavailable, match=rf"Nomad does not answer at https://127.0.0.1:{port} ") as caught:
             await SlotPool(SlotPoolConfig(backend="nomad", nomad_address=f"https://127.0.0.1:{port}")).start()
     assert caught.value.retryable
+    assert "Caused by" not in str(caught.value)
 
 
 async def test_a_name_that_nomad_can_not_take_is_refused_before_it_is_asked():

@@ -176,8 +176,8 @@ def _faults(error: object) -> Iterator[ssl.SSLError]:
 
 
 def _innermost(error: object) -> str:
-    """The operating system's message where there is one (`Connection refused`), without the layers around it."""
+    """The system's message, or that of TLS, where there is one (`Connection refused`), without the layers around it."""
     for each in _chain(error):
-        if isinstance(each, OSError) and each.strerror and type(each).__module__ == "builtins":
+        if isinstance(each, OSError) and each.strerror and type(each).__module__ in {"builtins", "ssl"}:
             return each.strerror
     return str(error) or type(error).__name__
