@@ -22,7 +22,7 @@ if (live && button && stale) {
         if (answer.status === 401) told = "Another env answers here, or this one was started again: open the URL that it printed.";
         if (!answer.ok) throw new Error(String(answer.status));
         const parsed = new DOMParser().parseFromString(await answer.text(), "text/html");
-        live.replaceChildren(...parsed.body.childNodes);
+        if (!paused) live.replaceChildren(...parsed.body.childNodes); // pressed while this answer was on its way
         told = live.querySelector(".trouble") ? "There is trouble; see below." : "";
       } catch {
         // what is shown stays

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import time
@@ -519,3 +520,27 @@ async def test_the_live_page_follows_pauses_and_works_with_the_keyboard(browser)
         await page.get_by_text("compare").first.click()
         assert await page.locator("tr.same").count() == 2  # the prompts
         assert await page.locator("tr.differs th", has_text="found").count() == 1
+
+
+@in_the_browser_s_loop
+async def test_an_answer_that_was_on_its_way_at_a_pause_changes_no_number(browser):
+    looks, asked, answer = itertools.count(1), asyncio.Event(), asyncio.Event()
+
+    async def held(route) -> None:
+        asked.set()
+        await answer.wait()
+        await route.continue_()
+
+    def counting() -> LiveView:
+        return LiveView(numbers={"looks": str(next(looks))}, trouble="no room")
+
+    async with serving([], live=counting) as server:
+        page = await browser.new_page()
+        await page.goto(server.url)
+        await page.route("**/live", held)
+        await asked.wait()
+        await page.get_by_role("button", name="Pause").click()
+        shown = await page.locator("dd").first.text_content()
+        answer.set()
+        await page.get_by_text("There is trouble; see below.").wait_for()  # said once the answer is there
+        assert await page.locator("dd").first.text_content() == shown
