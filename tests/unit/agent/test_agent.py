@@ -13,7 +13,7 @@ import aiohttp
 import httpx
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 from transformers import AutoTokenizer
@@ -103,7 +103,7 @@ turn = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(turns=st.lists(turn, max_size=4), output=text, max_tokens=st.sampled_from([None, None, 40, 200]))
 def test_tokens_masks_and_logprobs_are_exactly_what_was_sampled(turns, output, max_tokens):
     async def execute(_call):

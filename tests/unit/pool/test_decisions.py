@@ -189,7 +189,7 @@ class FleetMachine(RuleBasedStateMachine):
         assert self.fleet.reserved == sum(s.reserved for s in self.seats)
 
 
-FleetMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+FleetMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 test_the_fleet_does_as_the_naive_model = FleetMachine.TestCase
 
 

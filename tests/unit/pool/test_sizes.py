@@ -123,7 +123,7 @@ class MixedSizes(RuleBasedStateMachine):
             assert not any(s.open and s.free >= SLOT and s.kept_for is None for s in self.seats)
 
 
-MixedSizes.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+MixedSizes.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
 test_mixed_sizes = MixedSizes.TestCase
 
 

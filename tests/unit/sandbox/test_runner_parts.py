@@ -16,7 +16,7 @@ from atropos.sandbox.programs.runner.opening import open_regular
 from atropos.sandbox.programs.runner.processes.head_tail import HeadTail
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(2, 64), st.lists(st.binary(max_size=200), max_size=30))
 def test_an_output_is_whole_or_its_head_and_tail_with_what_is_missing(limit: int, pieces: list[bytes]) -> None:
     kept = HeadTail(limit)

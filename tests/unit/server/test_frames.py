@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -26,8 +26,6 @@ from tests.unit.client.test_client import until
 
 EXAMPLES = settings(
     max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "100")),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 CALL = wire.Call(call_id="c", lease_id="lease-1", epoch=1, operation=wire.Exec(command="é", stdin=b"\x00"))
 CLIENT = [

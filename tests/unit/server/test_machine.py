@@ -399,7 +399,6 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(
     max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "1000")),
     stateful_step_count=15,
-    deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -21,7 +21,7 @@ def join(lines, end=True):
     return "\n".join(lines) + ("\n" if end and lines else "")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(texts, texts, st.booleans(), st.booleans(), st.integers(0, 3))
 def test_a_diff_applied_gives_the_new_text(old, new, old_end, new_end, context):
     before, after = join(old, old_end), join(new, new_end)
@@ -125,7 +125,7 @@ def test_what_is_no_diff_is_told(text, wanted):
         diffs.apply("", diffs.parse(text)[0])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.sampled_from(["--- a/f", "+++ b/f", "@@ -1 +1 @@", "@@", "+x", "-a", " b", "\\ No newline", "diff --git a/f b/f",

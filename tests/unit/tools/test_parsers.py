@@ -11,7 +11,7 @@ import time
 import warnings
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atropos.errors import ConfigError
@@ -47,7 +47,7 @@ def same(call, parsed):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "60")), deadline=None)
+@settings(max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "60")))
 @given(call_name=tool_names, arguments=st.dictionaries(keys, json_values, max_size=4))
 def test_a_rendered_call_is_parsed_back(name, call_name, arguments):
     if name in TYPELESS:
@@ -78,8 +78,6 @@ def test_several_calls_keep_their_order_and_the_content(name):
 @pytest.mark.parametrize("name", NAMES)
 @settings(
     max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "150")),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(pieces=st.lists(st.sampled_from(TOKENS) | st.text(max_size=5), max_size=25))
 def test_no_text_breaks_a_parser(name, pieces):
@@ -92,7 +90,7 @@ def test_no_text_breaks_a_parser(name, pieces):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_turn_cut_off_anywhere_is_never_another_call(name, data):
     call = ToolCall(name="write_file", arguments={"path": "a.txt", "content": "one\ntwo }} ]] \"q\" 'z'"})

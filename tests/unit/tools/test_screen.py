@@ -79,7 +79,7 @@ def test_bytes_split_anywhere_draw_the_same():
     assert single.text() == whole.text()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(PIECES) | st.binary(max_size=6), max_size=40), st.integers(2, 30), st.integers(10, 90))
 def test_nothing_breaks_it(pieces, rows, cols):
     screen = Screen(10, 40)
