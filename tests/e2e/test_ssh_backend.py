@@ -15,7 +15,7 @@ from atropos.envs import HermesAgentEnvConfig
 from atropos.errors import BackendUnavailable, ConfigError, SandboxError
 from atropos.slots import SlotPool, SlotPoolConfig
 from tests.engines import SMALL
-from tests.processes import adopt_orphans, descendants, gone_within
+from tests.processes import adopt_orphans, descendants, gone_within, running
 from tests.sshd import SSHD, Sshd, make_key, sshd
 from tests.waiting import until
 
@@ -28,8 +28,8 @@ NOISY = 'ForceCommand sh -c \'echo "Welcome! {1}"; echo careful >&2; exec sh -c 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
     adopt_orphans()
-    with sshd(tmp_path_factory.mktemp("sshd"), NOISY) as running:
-        yield running
+    with sshd(tmp_path_factory.mktemp("sshd"), NOISY) as host:
+        yield host
 
 
 def settings(host: Sshd, **changes) -> SlotPoolConfig:
@@ -110,13 +110,14 @@ async def test_the_terminal_backend_of_a_hermes_env(host):
     )
     async with SlotPool(config.pool_config()) as pool, pool.lease("t") as slot:
         assert (await slot.exec("echo ok")).output == "ok\n"
+    assert await gone_within(5, host.pid) == []
 
 
 async def test_a_cut_connection_loses_its_leases_ends_the_server_and_is_made_again(host):
     async with SlotPool(settings(host, acquire_timeout_s=60)) as pool:
         slot = await pool.acquire("t")
         call = asyncio.create_task(slot.exec("sleep 600"))
-        await asyncio.sleep(0.3)
+        await until(lambda: running("sleep 600", host.pid), "the call's program")
         (connection,) = (pid for pid, line in descendants(host.pid).items() if "far_end" not in line and "@" in line)
         before = set(descendants(host.pid))
         os.kill(connection, signal.SIGKILL)

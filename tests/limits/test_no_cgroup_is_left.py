@@ -87,7 +87,9 @@ class Place:
         return [*self.enter_shell(), sys.executable, "-c", code]
 
     def below(self) -> list[Path]:
-        return [path for folder in self.folders for path in folder.rglob("*/") if path != folder / "inner"]
+        # walked, not globbed: what ends meanwhile is no error
+        found = (Path(at, name) for folder in self.folders for at, names, _ in os.walk(folder) for name in names)
+        return [path for path in found if path.name != "inner"]
 
     def of(self, server: int) -> list[Path]:
         return [path for path in self.below() if path.name.startswith(f"{cgroup_paths.PREFIX}{server}-")]

@@ -82,8 +82,12 @@ async def test_heaps_of_files_and_processes_that_fight_are_forgotten_whole_at_th
         async with pool.lease("first"):
             (link,) = pool.links.values()
         pid = int(link.container.id.partition("-")[0])
-        groups = [*Path("/sys/fs/cgroup").glob(f"**/atropos-{pid}-*/memory.usage_in_bytes")]
-        groups += Path("/sys/fs/cgroup").glob(f"**/atropos-{pid}-*/memory.current")
+        groups = [  # walked, not globbed: other servers' come and go meanwhile
+            Path(folder, name)
+            for folder, _, names in os.walk("/sys/fs/cgroup")
+            if os.path.basename(folder).startswith(f"atropos-{pid}-")
+            for name in {"memory.usage_in_bytes", "memory.current"}.intersection(names)
+        ]
 
         def held() -> tuple[int, int]:
             """MiB in use, and mounts."""

@@ -12,7 +12,8 @@ import pytest
 from atropos import wire
 from atropos.errors import LeaseExpired, SandboxError
 from atropos.slots import PortForward
-from tests.processes import descendants
+from tests.processes import running
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -196,7 +197,9 @@ async def test_an_expression_that_never_ends_is_ended(attacker):
     search.cancel()
     await asyncio.gather(search, return_exceptions=True)
     async with asyncio.timeout(20):
-        await says(attacker, f"until set -- /proc/[0-9]*; [ $# -le {idle} ]; do sleep 0.05; done; echo ended", "ended\n")
+        await says(
+            attacker, f"until set -- /proc/[0-9]*; [ $# -le {idle} ]; do sleep 0.05; done; echo ended", "ended\n"
+        )
 
 
 @pytest.mark.parametrize("name", ["../../up", "/absolute", "in/../../../out"])
@@ -321,11 +324,11 @@ async def test_a_lease_finds_nothing_of_the_one_before(pool, beside):
 
 
 async def test_a_released_slot_leaves_no_process_on_the_machine(pool, beside):
-    before = {pid for pid, line in descendants().items() if "sleep 54321" in line}
     async with pool.lease("daemon") as slot:
-        await slot.exec("for i in $(seq 20); do (setsid setsid sleep 54321 &); done; sleep 0.1")
-        assert len({pid for pid, line in descendants().items() if "sleep 54321" in line} - before) == 20
-    assert {pid for pid, line in descendants().items() if "sleep 54321" in line} == before
+        await slot.exec("for i in $(seq 20); do (setsid setsid sleep 54321 &); done")
+        # what starts one has its words too, until it ends
+        await until(lambda: running("sleep 54321") == 20, "twenty programs in sessions of their own")
+    assert running("sleep 54321") == 0
 
 
 async def test_a_slot_that_was_released_answers_nothing(pool, beside):
