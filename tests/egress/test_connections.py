@@ -11,6 +11,7 @@ import pytest
 
 from atropos.net.egress_policy import Address, Policy
 from atropos.sandbox.programs.egress_proxy import Proxy
+from tests.waiting import until
 
 BIG = 8 << 20
 
@@ -85,8 +86,7 @@ async def test_a_connection_counts_until_its_answer_has_been_read():
         again, _ = await ask(port, f"http://{origin}/again")
         assert (await answer(again)).endswith(b"xx")
         proxy.drop(1)
-        await asyncio.sleep(0.1)
-        assert not [task for task in asyncio.all_tasks() if "Proxy._serve" in repr(task)]
+        await until(lambda: not any("Proxy._serve" in repr(task) for task in asyncio.all_tasks()), "their end")
 
 
 async def test_what_comes_after_a_request_is_counted():

@@ -91,6 +91,16 @@ async def do(sandbox, operation):
     return await sandbox.run(f"call-{next(_numbers)}", operation)
 
 
+async def until_said(sandbox, process, words):
+    """All that a background process has written, once these words are in it."""
+    said = b""
+    while words not in said:
+        state = await do(sandbox, ProcRead(id=process, offset=len(said), wait_s=20, until="output"))
+        assert state.output, (said, state)
+        said += state.output
+    return said
+
+
 # ------------------------------------------------------------------------------------------------------------ commands
 
 
@@ -174,13 +184,13 @@ async def a_command_longer_than_the_kernel_takes(host):
 
 async def a_cancelled_call_says_so(host):
     async with slot(host) as s:
-        call = asyncio.create_task(s.run("long", Exec(command="echo begun; sleep 100")))
-        await asyncio.sleep(0.2)
+        call = asyncio.create_task(s.run("long", Exec(command="echo begun; : > said; sleep 100")))
+        await out(s, "until [ -e said ]; do sleep 0.02; done")
         s.cancel("long")
         result = await call
         assert result.cancelled and result.output == b"begun\n"
-        waiting = asyncio.create_task(s.run("dropped", Exec(command="sleep 100")))
-        await asyncio.sleep(0.1)
+        waiting = asyncio.create_task(s.run("dropped", Exec(command=": > runs; sleep 100")))
+        await out(s, "until [ -e runs ]; do sleep 0.02; done")
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         command = "for i in $(seq 100); do grep -q sleep /proc/[0-9]*/comm 2>/dev/null || break; sleep 0.02; done; cat /proc/[0-9]*/comm"
@@ -203,11 +213,12 @@ async def pid_1_shows_nothing_of_the_server(host):
 
 async def calls_run_beside_each_other(host):
     async with slot(host) as s:
-        slow = asyncio.create_task(sh(s, "sleep 5; echo slow", timeout_s=20))
-        async with asyncio.timeout(4):
-            for _ in range(20):
-                assert await out(s, "echo quick") == "quick\n"
-        slow.cancel()
+        slow = asyncio.create_task(out(s, "until [ -e go ]; do sleep 0.02; done; echo slow"))
+        for _ in range(20):
+            assert await out(s, "echo quick") == "quick\n"
+        assert not slow.done()
+        await out(s, ": > go")
+        assert await slow == "slow\n"
 
 
 async def the_process_limit_is_named_and_the_slot_goes_on(host):
@@ -633,15 +644,14 @@ async def terminals(host):
                 cols=99,
             ),
         )
-        state = await do(s, ProcRead(id=begun.id, wait_s=10, until="quiet", quiet_s=0.5))
-        assert state.output.replace(b"\r", b"").split(b"\n")[0] == b"30 99", state
-        assert b"/dev/pts/" in state.output
+        said = await until_said(s, begun.id, b"\r\n99\r\n")
+        assert said.startswith(b"30 99\r\n/dev/pts/"), said
         await do(s, ProcWrite(id=begun.id, data=b"typed\n", rows=40, cols=120))
         state = await do(s, ProcRead(id=begun.id, wait_s=10))
         assert b"40 120" in state.output and state.output.rstrip().endswith(b"typed") and state.exit_code == 0
         shell = await do(s, ProcStart(command="exec bash --norc", pty=True))
         await do(s, ProcWrite(id=shell.id, data=b"sleep 100\n"))
-        await do(s, ProcRead(id=shell.id, wait_s=5, until="quiet"))
+        await out(s, "until grep -qsx sleep /proc/[0-9]*/comm; do sleep 0.02; done")
         await do(s, ProcWrite(id=shell.id, data=b"\x03"))
         await do(s, ProcWrite(id=shell.id, data=b"echo alive-$((40+2))\n"))
         for _ in range(100):
@@ -1020,5 +1030,6 @@ async def places_on_disk_are_used_again_once_they_are_empty(host):
 ALL = [
     name
     for name, value in list(globals().items())
-    if asyncio.iscoroutinefunction(value) and name not in ("sh", "out", "do", "freed", "started", *ON_DISK_ONLY)
+    if asyncio.iscoroutinefunction(value)
+    and name not in ("sh", "out", "do", "until_said", "freed", "started", *ON_DISK_ONLY)
 ]
