@@ -193,13 +193,17 @@ async def test_no_more_trajectories_are_admitted_than_there_are_slots(policy, tm
 async def test_groups_fill_the_slots(policy):
     together = 0
     most = 0
+    full = asyncio.Event()
 
     class Env(ScriptEnv):
         async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
             nonlocal together, most
             together += 1
             most = max(most, together)
-            await asyncio.sleep(0.05)
+            if together == 12:
+                full.set()
+            await full.wait()
+            await asyncio.sleep(0.05)  # for one too many
             together -= 1
             return {}
 

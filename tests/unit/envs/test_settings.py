@@ -175,13 +175,17 @@ async def test_a_model_call_has_a_deadline(policy, tmp_path):
 @pytest.mark.parametrize("groups", [1, 3])
 async def test_as_many_groups_are_in_flight_as_told(policy, tmp_path, groups):
     inside = most = 0
+    full = asyncio.Event()
 
     class Env(ScriptEnv):
         async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
             nonlocal inside, most
             inside += 1
             most = max(most, inside)
-            await asyncio.sleep(0.1)
+            if inside == groups:
+                full.set()
+            await full.wait()
+            await asyncio.sleep(0.05)  # for one too many
             inside -= 1
             return {}
 
@@ -218,9 +222,11 @@ class Hermes(HermesAgentBaseEnv):
 
     fault = None
     most_rewards = rewards = 0
+    together = 1
+    """As many rewards wait for each other."""
 
     async def setup(self):
-        self.rows = self.load_rows()
+        self.rows, self.full = self.load_rows(), asyncio.Event()
 
     async def get_next_item(self):
         return next(self.rows, None)
@@ -231,7 +237,10 @@ class Hermes(HermesAgentBaseEnv):
     async def compute_reward(self, item, result, ctx):
         self.rewards += 1
         self.most_rewards = max(self.most_rewards, self.rewards)
-        await asyncio.sleep(0.05)
+        if self.rewards == self.together:
+            self.full.set()
+        await self.full.wait()
+        await asyncio.sleep(0.05)  # for one too many
         self.rewards -= 1
         return 1.0
 
@@ -273,7 +282,8 @@ async def test_hermes_calls_are_read_in_the_parsers_format(policy, tmp_path):
 
 @shows("tool_pool_size")
 @pytest.mark.parametrize("size", [1, 3])
-async def test_no_more_rewards_are_in_flight_than_tool_pool_size(policy, tmp_path, size):
+async def test_no_more_rewards_are_in_flight_than_tool_pool_size(policy, tmp_path, monkeypatch, size):
+    monkeypatch.setattr(Hermes, "together", size)
     env, _ = await hermes(policy, tmp_path, ["done"], tool_pool_size=size, group_size=4)
     assert env.most_rewards == size
 

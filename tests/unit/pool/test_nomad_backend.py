@@ -8,6 +8,7 @@ import contextlib
 import pytest
 from aiohttp import web
 
+from atropos.aio import cancel_and_wait
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.nomad.api import NomadApi
@@ -26,9 +27,12 @@ async def test_containers_without_a_place_are_taken_back_when_nobody_waits_for_t
     async with FakeNomad() as nomad, nomad.pool(max_containers=5) as pool:
         nomad.room = 2
         slots = [await pool.acquire(f"t{n}") for n in range(2)]
+        waiting = [asyncio.create_task(pool.acquire("no place", timeout_s=60)) for _ in range(2)]
+        await until(pool.trouble, "why they wait")
         with pytest.raises(AcquireTimeout, match="Nomad can't place 3 of its containers: memory exhausted"):
-            await asyncio.gather(*(pool.acquire("no place", timeout_s=0.3) for _ in range(3)))
+            await pool.acquire("no place", timeout_s=0.3)
         assert nomad.count == 5
+        await cancel_and_wait(waiting)
         low, high = sorted(slots, key=lambda slot: pool.links[slot.container].container.index)
         await high.release()
         await until(lambda: nomad.count == 1, "one container asked for")
