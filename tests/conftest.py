@@ -34,10 +34,12 @@ RELEASES = "tests/security/test_attack_programs.py::test_a_slot_released_in_the_
 ALONE = {
     "tests/adapters/test_nemo_gym.py::test_tasks_by": STARTS_RAY,
     **{f"{test}[{name}]": USES_UP for test in (BOMBS, RELEASES) for name in COUNTED_TOGETHER},
+    "tests/e2e/test_unauthenticated.py::test_half_open": MEASURES,
     "tests/limits/test_limits.py::test_the_kernel_s_side_of_limits[the_share": MEASURES,
     "tests/security/test_heaps.py::test_counters_that_no_namespace": USES_UP,
     "tests/security/test_neighbours_stay_quick.py": MEASURES,
     "tests/truths/test_truth_07_everything_acquired_is_given_back.py::test_a_trainer_that_is_ended": MEASURES,
+    "tests/unit/server/test_unauthenticated.py::test_half_open": MEASURES,
 }
 """Beginnings of node ids, each with why its tests can't share the machine."""
 
