@@ -396,13 +396,14 @@ async def test_cancelling_a_call_ends_its_command_and_leaves_the_trajectory_usab
 
 async def test_recordings_are_written_at_the_release(pool: SlotPool, tmp_path: Path) -> None:
     config = ToolExecutorConfig(recordings_dir=str(tmp_path), limits=ToolLimits(record_sessions=True))
-    async with ToolExecutor(pool, build_tool_registry(["session"]), config) as executor:
-        start = ToolCall(
-            name="session", arguments={"action": "start", "command": "echo recorded; sleep 0.3; echo late"}
-        )
-        result = await executor.execute("rec/1", start)
-        session = session_id(result)
-        await asyncio.sleep(0.4)
+    async with ToolExecutor(pool, build_tool_registry(["session", "default"]), config) as executor:
+        command = "echo recorded; until [ -e go ]; do sleep 0.02; done; echo late; touch over"
+        start = ToolCall(name="session", arguments={"action": "start", "command": command})
+        session = session_id(await executor.execute("rec/1", start))
+        late: dict[str, object] = {
+            "command": "touch go; until [ -e over ]; do sleep 0.02; done"
+        }  # no call of the session shows it
+        assert (await executor.execute("rec/1", ToolCall(name="terminal", arguments=late))).success
         await executor.release_trajectory("rec/1")
     text = (tmp_path / f"rec_1-{session}.cast").read_text()
     assert "recorded" in text
