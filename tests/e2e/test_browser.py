@@ -17,7 +17,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from atropos.api.external.browser import BrowserHost, browser_available
+from atropos.api.external.browser import _ANSWER_MS, BrowserHost, browser_available
 from atropos.api.external.browser_tools import BrowserTool, browser_tools
 from atropos.api.external.guard import Guard
 from atropos.api.http import Refusal
@@ -354,7 +354,8 @@ async def test_a_crashed_browser_is_restarted_and_says_so(
 async def test_a_crashed_page_is_told_and_its_logins_are_kept(ada: Person, site: Site):
     await ada("navigate", url=site.url("/login"))
     for pid in processes("--type=renderer"):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # Chromium ends those that it keeps for later pages itself
+            os.kill(pid, signal.SIGKILL)
     await until(lambda: ada.scope.state["browser"]._crashed)
     try:
         said = await ada("snapshot")
@@ -366,12 +367,12 @@ async def test_a_crashed_page_is_told_and_its_logins_are_kept(ada: Person, site:
 
 async def test_a_new_page_that_never_opens_is_given_up(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
     """As when its process dies at the wrong moment: Playwright waits forever."""
-    monkeypatch.setattr("atropos.api.external.browser._OPEN_S", 0.5)
     await ada("navigate", url=site.url("/login"))
     session = ada.scope.state["browser"]
     await session.page.close()
 
     with monkeypatch.context() as hung:
+        hung.setattr("atropos.api.external.browser._OPEN_S", 0.5)
         hung.setattr(session._context, "new_page", asyncio.Event().wait)
         with pytest.raises(ToolError, match="open an address again"):
             await asyncio.wait_for(ada("snapshot"), 30)
@@ -399,11 +400,13 @@ async def test_a_browser_that_hangs_at_its_start_is_no_failure_of_the_tool(
 async def test_a_page_that_does_not_answer_is_replaced(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atropos.api.external.browser._CLOSE_S", 1.0)
     await ada("navigate", url=site.url("/login"))
-    ada.scope.state["browser"]._context.set_default_timeout(800)
+    context = ada.scope.state["browser"]._context
+    context.set_default_timeout(800)
     with pytest.raises(ToolError, match="stopped answering"):
         await ada("navigate", url=site.url("/spin"))
         await asyncio.sleep(0.5)
         await ada("snapshot")
+    context.set_default_timeout(_ANSWER_MS)  # of the page that took its place
     assert "You are ada" in await ada("navigate", url=site.url("/who"))
 
 

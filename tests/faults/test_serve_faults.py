@@ -115,8 +115,10 @@ async def kill_containers(env: asyncio.subprocess.Process, killed: list[int]) ->
         await asyncio.sleep(CONTAINER_EVERY_S)
         found = containers(env.pid)
         if len(found) > 1:
-            os.kill(found[len(killed) % len(found)], signal.SIGKILL)
-            killed.append(found[len(killed) % len(found)])
+            pid = found[len(killed) % len(found)]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
 
 
 def check(group: dict, truth: Truth) -> None:

@@ -255,6 +255,7 @@ async def test_a_connection_that_is_cut_or_falls_silent_is_a_typed_error(tmp_pat
             await store.prepare(ImageSource.parse(f"{between.host}/far:1"), nothing)
         assert (kept(store), leftovers(tmp_path)) == ([], [])
         between.left = None
+        store = store if cuts else store_at(tmp_path, between)  # a second may be too short for what is no failure
         assert (await store.prepare(ImageSource.parse(f"{between.host}/far:1"), nothing)).bytes >= 300_000
 
 

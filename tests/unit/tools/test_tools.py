@@ -64,6 +64,9 @@ class TestTerminal:
         started = await use("terminal", command="echo begun; read x; echo got $x; read y", background=True)
         session = started.data["session_id"]
         assert session in started.output
+        async with asyncio.timeout(10):
+            while "begun" not in (await use("process", action="log", session_id=session)).output:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         polled = await use("process", action="wait", session_id=session, timeout=0.2)
         assert "begun" in polled.output
         assert "still running" in polled.output
