@@ -206,13 +206,13 @@ def test_an_acquire_costs_the_same_in_a_fleet_a_hundred_times_larger():
             fleet.granted(ticket)
         best = float("inf")
         for _ in range(5):
-            began = time.perf_counter()
+            began = time.process_time()
             for _ in range(300):
                 fleet.ask(fleet.ticket())
                 (ticket,) = fleet.match()
                 fleet.granted(ticket)
                 fleet.returned(ticket.seat, 1, clean=True, now=0)
-            best = min(best, time.perf_counter() - began)
+            best = min(best, time.process_time() - began)
         return best
 
     assert cost(5000) < 15 * cost(50)
