@@ -42,6 +42,8 @@ CLAIM = "claim"
 """File of a work folder: how many bytes its image will take, in digits."""
 UNPACKED_RATIO = 3
 """Bytes of an unpacked layer for one of its compressed bytes: Debian's and Python's images have 2.5 to 3."""
+PARALLEL = 3
+"""Images that one server pulls at once: enough to fill a network, few enough that each gets on."""
 Phase = Literal["waiting", "pulling", "unpacking"]
 Progress = Callable[[Phase, float | None], None]
 """Called with the phase and how much of it is done, from 0 to 1, where that is known."""
@@ -60,6 +62,7 @@ class ImageStore:
         self._root = Path(folder)
         self._ids = ids
         self._skopeo = Skopeo(settings, self._root)
+        self._turns = asyncio.Semaphore(PARALLEL)
         self._held: dict[str, tuple[int, int]] = {}
         """Of images in use: the descriptor that locks it, and how many use it."""
         self._known: dict[str, ImageInfo] = {}
@@ -144,7 +147,7 @@ class ImageStore:
             known = self.known(name)
             if known is not None:
                 return known
-            async with self._work() as work:
+            async with self._turns, self._work() as work:
                 pulled = await self._pull(source, work, progress, archive)
                 image = await self._unpack(pulled, name, work, progress)
             write_whole(self._root / "names" / _hash(name), image.id.encode())

@@ -19,6 +19,7 @@ from atropos.metrics import exposition
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.pool.image_sources import archive_of
 from tests.images.making import entry, folder, layer, layout, link
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
 STORM = int(os.environ.get("ATROPOS_STORM", "6"))
@@ -281,6 +282,42 @@ async def test_an_image_that_does_not_come_is_waited_for_within_its_time(tmp_pat
         name = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}/busy:1"
         with pytest.raises(ImageUnavailable, match=r"not prepared within 0\.5 s: pulling"):
             await pool.acquire("t", image=name)
+
+
+async def test_an_image_that_a_host_has_or_that_comes_waits_for_none_that_does_not_come(tmp_path, images):
+    """Neither behind those that this server pulls, nor behind those that it waits for while another one does."""
+    for index in range(2):
+        busybox_image(tmp_path / f"layout{index}", f"image {index}")
+        images.push(tmp_path / f"layout{index}", f"comes:{index}")
+    here, comes = (f"{images.host}/comes:{index}" for index in range(2))
+    async with await asyncio.start_server(lambda reader, _: reader.read(), "127.0.0.1", 0) as silent:
+        far = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        never = [f"{far}/never:{index}" for index in range(4)]
+        store = ImageStoreSettings(folder=str(tmp_path / "store"), insecure_registries=(images.host, far))
+        more = {"image_store": store, "prepare_timeout_s": 100}
+        async with pool_for(tmp_path, **more) as one, pool_for(tmp_path, **more) as other:
+            phases = {}
+
+            def progress_of(pool: SlotPool, name: str):
+                return lambda _, state: phases.update({(pool, name): state.phase})
+
+            def start(pool: SlotPool, names: list[str]) -> list[asyncio.Task]:
+                return [asyncio.create_task(pool.prepare(each, progress=progress_of(pool, each))) for each in names]
+
+            await one.prepare(here)
+            pulling = start(one, never[:3])
+            await until(lambda: list(phases.values()) == ["pulling"] * 3, "three are pulled")
+            waiting = start(other, never[:3])
+            await until(lambda: list(phases.values())[3:] == ["waiting"] * 3, "another server waits for them")
+            await other.prepare(comes)
+            waiting += start(other, never[3:])
+            async with other.lease("t", image=here) as slot:
+                assert (await slot.exec("cat text")).output == "image 0"
+            async with one.lease("t", image=comes) as slot:
+                assert (await slot.exec("cat text")).output == "image 1"
+            for each in (*pulling, *waiting):
+                assert not each.done()
+                each.cancel()
 
 
 async def test_a_storm_pulls_each_image_once_and_delays_nobody_who_uses_a_ready_one(tmp_path, images):

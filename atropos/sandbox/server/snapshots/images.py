@@ -19,10 +19,6 @@ from atropos.sandbox.server.state.state import ServerState
 from atropos.wire import ImageInfo, ImageSettings, ImageState, KeepRequest, LayerOffer, LeaseRequest
 
 log = logging.getLogger(__name__)
-PARALLEL = 3
-"""Images pulled at once: enough to fill a network, few enough that each gets on."""
-MAX_STATES = 1000
-"""Sources whose state is remembered."""
 _PREFIX = "image:"
 
 
@@ -38,8 +34,8 @@ class Images:
         self._state = state
         self._layers = layers
         self._states: dict[str, ImageState] = {}
+        """Of sources that are being prepared."""
         self._preparing: dict[str, asyncio.Task[ImageState]] = {}
-        self._turns = asyncio.Semaphore(PARALLEL)
         self._bases: dict[str, ImageInfo] = {}
 
     async def prepare(self, source: str, wait_s: float = 0, archive: str | None = None) -> ImageState:
@@ -52,22 +48,19 @@ class Images:
         parsed = ImageSource.parse(name)
         if parsed.transport == "atropos-base":
             return ImageState(source=name, phase="ready", image=self._state.host.base_image(name))
+        known = self._state.host.store.known(name)
+        if known is not None:
+            return ImageState(source=name, phase="ready", done=1.0, image=known)
         if parsed.transport == "atropos-build":
-            built = self._state.host.store.known(name)
-            if built is None:
-                raise ImageUnavailable(f"image {source}: it is not on this server's host")
-            return ImageState(source=name, phase="ready", image=built)
-        if self._must_begin(name):
-            if parsed.transport != "docker" and archive is None and self._state.host.store.known(name) is None:
+            raise ImageUnavailable(f"image {source}: it is not on this server's host")
+        if name not in self._preparing:
+            if parsed.transport != "docker" and archive is None:
                 raise NotSupported(f"image {source}: send it as an archive (PUT /v1/images/archive?source=…)")
-            self._set(ImageState(source=name, phase="queued"))
+            self._states[name] = ImageState(source=name, phase="queued")
             self._preparing[name] = self._state.spawn(self._prepare(parsed, archive))
-        preparing = self._preparing.get(name)
-        if preparing is not None:
-            await asyncio.wait([preparing], timeout=wait_s)
-            if preparing.done():
-                return preparing.result()
-        return self._states[name]
+        preparing = self._preparing[name]
+        await asyncio.wait([preparing], timeout=wait_s)
+        return preparing.result() if preparing.done() else self._states[name]
 
     async def receive(self, source: str, chunks: AsyncIterator[bytes]) -> ImageState:
         """Prepare an image from the archive that a client sends.
@@ -143,23 +136,15 @@ class Images:
         finally:
             store.release(image.id)
 
-    def _must_begin(self, name: str) -> bool:
-        """Whether an image was never prepared, or failed, or was removed from the store since."""
-        state = self._states.get(name)
-        if state is None or state.phase == "failed":
-            return True
-        return state.phase == "ready" and self._state.host.store.known(name) is None
-
     async def _prepare(self, source: ImageSource, archive: str | None) -> ImageState:
         name = str(source)
         began, result = time.monotonic(), ImageUnavailable.code
 
         def progress(phase: Phase, done: float | None) -> None:
-            self._set(ImageState(source=name, phase=phase, done=done))
+            self._states[name] = ImageState(source=name, phase=phase, done=done)
 
         try:
-            async with self._turns:
-                image = await self._state.host.store.prepare(source, progress, archive)
+            image = await self._state.host.store.prepare(source, progress, archive)
             state, result = ImageState(source=name, phase="ready", done=1.0, image=image), "ok"
             self._state.counters["images_prepared"] += 1
         except SandboxError as error:
@@ -168,23 +153,10 @@ class Images:
         except OSError as error:
             log.exception("image %s could not be prepared", name)
             state = ImageState(source=name, phase="failed", error=f"image {name}: {error}")
-        except BaseException:
-            self._states.pop(name, None)
-            raise
         finally:
             self._state.meters.prepare.observe(time.monotonic() - began, result)
-            del self._preparing[name]
-        self._set(state)
+            del self._preparing[name], self._states[name]
         return state
-
-    def _set(self, state: ImageState) -> None:
-        self._states.pop(state.source, None)
-        self._states[state.source] = state
-        excess = len(self._states) - MAX_STATES
-        if excess > 0:
-            over = [name for name in self._states if name not in self._preparing and name != state.source]
-            for name in over[:excess]:
-                del self._states[name]
 
     # ------------------------------------------------------------------------------------------------------------ bases
 
