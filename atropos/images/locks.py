@@ -37,10 +37,10 @@ async def locked(path: Path, waiting: Callable[[], None]) -> AsyncGenerator[None
             os.close(fd)
 
 
-def try_lock(fd: int) -> bool:
-    """Lock an open file; False when it is locked."""
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """Lock an open file, alone or with others that share it; False when it is locked otherwise."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

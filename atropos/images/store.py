@@ -3,8 +3,8 @@
     names/HASH        what a source last meant: one line, the image's id
     trees/ID/         image.json (`ImageInfo`) and rootfs/; there from the moment in which it is whole. Of a built image
                       rootfs/ is one layer, as overlay keeps it, to be stacked on its parent
-    work/RANDOM/      what is being pulled or unpacked, and skopeo's temporary files; locked by its maker, and removed by
-                      whoever finds it unlocked
+    work/RANDOM/      what is being pulled, unpacked or removed, and skopeo's temporary files; locked as long as that goes
+                      on, and removed by whoever finds it unlocked
     locks/NAME        who pulls a source or unpacks an image
 
 Everything appears by a rename, once it is on the disk, so that a kill or a power cut at any moment leaves a whole image
@@ -68,7 +68,6 @@ class ImageStore:
         self._known: dict[str, ImageInfo] = {}
         for name in ("names", "trees", "work", "locks"):
             self._root.joinpath(name).mkdir(exist_ok=True)
-        self._sweep()
 
     def __repr__(self) -> str:
         return f"<ImageStore {self._root}: {len(self._held)} images in use>"
@@ -100,8 +99,7 @@ class ImageStore:
                 fd = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except OSError as error:
                 raise ImageUnavailable(f"image {image.source}: it is no longer in the store") from error
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            if not is_still(tree, fd):
+            if not (try_lock(fd, shared=True) and is_still(tree, fd)):
                 os.close(fd)
                 raise ImageUnavailable(f"image {image.source}: it is no longer in the store")
         self._held[image.id] = fd, uses + 1
@@ -277,15 +275,17 @@ class ImageStore:
 
     @contextlib.asynccontextmanager
     async def _work(self) -> AsyncGenerator[Path]:
-        work = self._root / "work" / f"{os.getpid()}-{os.urandom(6).hex()}"
-        work.mkdir()
-        fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        await asyncio.to_thread(self._sweep)
+        name = f"{os.getpid()}-{os.urandom(6).hex()}"
+        made, work = self._root / "locks" / name, self._root / "work" / name
+        made.mkdir()
+        fd = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(fd, fcntl.LOCK_EX)
         try:
+            os.rename(made, work)  # locked by now: what stands there unlocked is removed
             yield work
         finally:
-            os.close(fd)  # first: the removal may be cancelled
-            await asyncio.to_thread(_remove, work)
+            await asyncio.shield(asyncio.to_thread(_remove_locked, work, fd))
 
     @contextlib.asynccontextmanager
     async def receiving(self, chunks: AsyncIterator[bytes]) -> AsyncGenerator[str]:
@@ -309,23 +309,21 @@ class ImageStore:
             yield str(path)
 
     def _sweep(self) -> None:
-        """Remove what killed servers left behind."""
+        """Remove what killed servers left behind. Blocking."""
         for path in self._root.joinpath("work").iterdir():
-            try:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # just removed; a file of earlier versions
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except (FileNotFoundError, NotADirectoryError):  # removed since it was listed; a file of earlier versions
-                continue
-            try:
                 if try_lock(fd):
-                    _remove(path)
-            finally:
-                os.close(fd)
+                    _remove_locked(path, fd)
+                else:
+                    os.close(fd)
 
     # ------------------------------------------------------------------------------------------------------------ room
 
     async def _claim(self, wanted: int, work: Path) -> int:
         """As `make_room`; until the work folder is removed, what was claimed in it is taken for all other claims."""
         async with self._locked("room", lambda _phase, _done: None):
+            await asyncio.to_thread(self._sweep)  # what killed servers claimed
             room = await asyncio.to_thread(self.make_room, wanted)
             (work / CLAIM).write_text(str(min(wanted, room)), encoding="utf-8")
             return room
@@ -373,14 +371,12 @@ class ImageStore:
             fd = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             return True
-        try:
-            if not (try_lock(fd) and is_still(tree, fd)):
-                return False
-            removed = self._root / "work" / f"removed-{image_id[:12]}-{os.urandom(4).hex()}"
-            os.rename(tree, removed)
-        finally:
+        if not (try_lock(fd) and is_still(tree, fd)):
             os.close(fd)
-        _remove(removed)
+            return False
+        removed = self._root / "work" / f"removed-{image_id[:12]}-{os.urandom(4).hex()}"
+        os.rename(tree, removed)
+        _remove_locked(removed, fd)
         return True
 
     def _trees(self) -> list[Path]:
@@ -426,8 +422,12 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _remove(folder: Path) -> None:
-    remove_tree(str(folder))  # other ways recurse
+def _remove_locked(folder: Path, fd: int) -> None:
+    """Remove a folder that `fd` locks, which keeps others from removing it at the same time."""
+    try:
+        remove_tree(str(folder))  # other ways recurse
+    finally:
+        os.close(fd)
 
 
 def _size_of(path: Path) -> int:

@@ -351,22 +351,24 @@ def test_an_image_whose_parent_is_gone_makes_room_too(tmp_path, images):
 
 async def test_calls_of_slots_wait_for_no_removal(tmp_path, images, monkeypatch):
     made(tmp_path, images, "quick:1", entry("x", "x"))
-    store = store_at(tmp_path, images)
-    put(store, "b" * 64, 1, parent="a" * 64)
     removed = []
 
-    def remove(folder: Path) -> None:
-        removed.append((folder.name.partition("-")[0], threading.current_thread() is threading.main_thread()))
+    def remove(folder: str) -> None:
+        name = Path(folder).name.partition("-")[0]
+        removed.append((name, threading.current_thread() is threading.main_thread()))
         shutil.rmtree(folder)
 
     async def fill(target: str) -> None:
         os.mkdir(target)
 
-    monkeypatch.setattr("atropos.images.store._remove", remove)
+    monkeypatch.setattr("atropos.images.store.remove_tree", remove)
+    (tmp_path / "store/work/killed").mkdir(parents=True)
+    store = store_at(tmp_path, images)
+    put(store, "b" * 64, 1, parent="a" * 64)
     await store.keep(ImageInfo(id="b" * 64, source="atropos-build:b", bytes=1), fill)
     await store.prepare(ImageSource.parse(f"{images.host}/quick:1"), nothing)
     pid = str(os.getpid())
-    assert removed == [("removed", False), (pid, False), (pid, False)]
+    assert removed == [("killed", False), ("removed", False), (pid, False), (pid, False)]
 
 
 async def test_an_image_that_can_not_be_read_is_replaced(tmp_path, images):
@@ -408,6 +410,50 @@ async def test_two_that_are_unpacked_at_once_share_the_room(tmp_path, images):
     assert first.make_room(0) == 16 << 20
 
 
+CLAIMER = """
+import asyncio, sys
+from pathlib import Path
+from atropos.config import ImageStoreSettings
+from atropos.images.store import ImageStore
+
+async def main():
+    store = ImageStore(ImageStoreSettings(folder=sys.argv[1], quota_mib=16), sys.argv[1], 65536)
+    async with store._work() as work:
+        await store._claim(16 << 20, work)
+        print("claimed", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_the_room_that_a_killed_server_took_is_free_for_those_that_run(tmp_path, images):
+    store = store_at(tmp_path, images, quota_mib=16)
+    claiming = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", CLAIMER, str(tmp_path / "store")), stdout=subprocess.PIPE
+    )
+    assert claiming.stdout is not None and await claiming.stdout.readline() == b"claimed\n"
+    async with store._work() as work:
+        with pytest.raises(ImageUnavailable, match="is full"):
+            await store._claim(1, work)
+        claiming.kill()
+        await claiming.wait()
+        assert await store._claim(1, work) == 16 << 20
+        assert leftovers(tmp_path) == [work.name]
+
+
+async def test_a_server_that_is_stopped_while_it_removes_an_image_stops_no_other(tmp_path, images):
+    store = store_at(tmp_path, images)
+    put(store, "a" * 64, 1)
+    fd = os.open(tmp_path / "store/trees" / ("a" * 64), os.O_RDONLY)
+    try:
+        assert try_lock(fd)  # as the one that is stopped
+        with pytest.raises(ImageUnavailable, match="no longer in the store"):
+            await asyncio.wait_for(asyncio.to_thread(store.hold, kept(store)[0]), 10)
+    finally:
+        os.close(fd)
+
+
 async def test_servers_that_start_during_a_pull_leave_it_alone(tmp_path, images):
     at, archive = tmp_path / "layout", tmp_path / "archive.tar"
     image_id = layout(at, *(layer(entry(f"f{index}", os.urandom(4 << 20))) for index in range(4)))
@@ -416,8 +462,7 @@ async def test_servers_that_start_during_a_pull_leave_it_alone(tmp_path, images)
     store = store_at(tmp_path, images)
     pulling = asyncio.create_task(store.prepare(ImageSource.parse("oci-archive:x"), nothing, str(archive)))
     while not pulling.done():
-        store_at(tmp_path, images)
-        await asyncio.sleep(0.001)
+        await asyncio.to_thread(store_at(tmp_path, images)._sweep)
     assert (await pulling).id == image_id
 
 
@@ -425,12 +470,12 @@ async def test_a_pull_that_is_cancelled_while_it_cleans_up_keeps_no_lock(tmp_pat
     store = store_at(tmp_path, images)
     cleaning, go_on = threading.Event(), threading.Event()
 
-    def remove_late(folder: Path) -> None:
+    def remove_late(folder: str) -> None:
         cleaning.set()
         go_on.wait(60)
         shutil.rmtree(folder)
 
-    monkeypatch.setattr("atropos.images.store._remove", remove_late)
+    monkeypatch.setattr("atropos.images.store.remove_tree", remove_late)
     before = set(os.listdir("/proc/self/fd"))
 
     async def pull() -> None:
@@ -438,23 +483,30 @@ async def test_a_pull_that_is_cancelled_while_it_cleans_up_keeps_no_lock(tmp_pat
             await asyncio.Event().wait()
 
     pulling = asyncio.create_task(pull())
-    await asyncio.sleep(0)
+    await until(lambda: leftovers(tmp_path), "its work folder")
     pulling.cancel()
-    await asyncio.to_thread(cleaning.wait, 60)
+    assert await asyncio.to_thread(cleaning.wait, 60)
     pulling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pulling
-    assert set(os.listdir("/proc/self/fd")) <= before
     go_on.set()
     await until(lambda: leftovers(tmp_path) == [], "the end of cleaning up")
+    await until(lambda: set(os.listdir("/proc/self/fd")) <= before, "the end of its lock")
 
 
-async def test_servers_that_start_at_once_clean_up_together(tmp_path, images):
+async def test_servers_clean_up_together_after_killed_ones_and_never_after_living_ones(tmp_path, images):
     left = tmp_path / "store/work"
     for index in range(300):
-        (left / str(index)).mkdir(parents=True)
+        (left / str(index) / "deep/er").mkdir(parents=True)
     (left / "registries-of-an-earlier-version.conf").touch()
-    await asyncio.gather(*(asyncio.to_thread(store_at, tmp_path, images) for _ in range(4)))
+
+    async def work() -> None:
+        store = store_at(tmp_path, images)
+        for _ in range(25):
+            async with store._work() as folder:
+                (folder / "file").touch()
+
+    await asyncio.gather(*(work() for _ in range(4)))
     assert [path.name for path in left.iterdir()] == ["registries-of-an-earlier-version.conf"]
 
 
@@ -565,6 +617,5 @@ async def test_a_kill_at_any_moment_leaves_a_whole_image_or_none(tmp_path, image
         after = await store.prepare(ImageSource.parse(f"{images.host}/killed:1"), nothing)
         assert len([path for path in Path(store.hold(after)).rglob("*") if path.is_file()]) == 1500
         store.release(after.id)
-    store = store_at(tmp_path, images)
     assert leftovers(tmp_path) == []
     assert whole < rounds
