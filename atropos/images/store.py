@@ -1,6 +1,6 @@
 """The images of one host, unpacked: each once, shared read-only by every sandbox server that uses the folder.
 
-    names/HASH        what a source last meant: one line, the image's id
+    names/HASH        what a source last meant: one line, the image's id; none for a built image, whose source has its id
     trees/ID/         image.json (`ImageInfo`) and rootfs/; there from the moment in which it is whole. Of a built image
                       rootfs/ is one layer, as overlay keeps it, to be stacked on its parent
     work/RANDOM/      what is being pulled, unpacked or removed, and skopeo's temporary files; locked as long as that goes
@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Literal
@@ -36,7 +37,7 @@ from atropos.images.reference import ImageSource, check_digest
 from atropos.trees import remove_tree
 from atropos.wire import ImageInfo
 
-BASE = "atropos-base:"
+BASE, BUILD = "atropos-base:", "atropos-build:"
 MAX_MEMBERS = 2_000_000
 CLAIM = "claim"
 """File of a work folder: how many bytes its image will take, in digits."""
@@ -75,12 +76,18 @@ class ImageStore:
     # ---------------------------------------------------------------------------------------------------------- asking
 
     def known(self, source: str) -> ImageInfo | None:
-        """The image that a source last meant, if it is here."""
+        """The image that a source last meant, if it is here; who asks is about to use it."""
         try:
-            with open(f"{self._root}/names/{_hash(source)}", encoding="ascii") as file:
-                return self.find(check_digest(f"sha256:{file.read(100)}"))
+            if source.startswith(BUILD):
+                image_id = source.removeprefix(BUILD)
+            else:
+                image_id = (self._root / "names" / _hash(source)).read_text(encoding="ascii")
+            chain = self._chain(check_digest(f"sha256:{image_id}"))
         except (OSError, ValueError):
             return None
+        for each in chain:
+            self._touch(each.id)
+        return chain[0] if chain else None
 
     def find(self, image_id: str) -> ImageInfo | None:
         """An image by its id, if it and those below it are here."""
@@ -104,8 +111,7 @@ class ImageStore:
                 raise ImageUnavailable(f"image {image.source}: it is no longer in the store")
         self._held[image.id] = fd, uses + 1
         self._known[image.id] = image
-        with contextlib.suppress(OSError):
-            os.utime(tree)
+        self._touch(image.id)
         return str(tree / "rootfs")
 
     def release(self, image_id: str) -> None:
@@ -114,7 +120,14 @@ class ImageStore:
         if uses > 1:
             self._held[image_id] = fd, uses - 1
         elif uses:
+            self._touch(image_id)
             os.close(fd)
+
+    def _touch(self, image_id: str) -> None:
+        """Mark an image as the one used last. Called for an image before those below it, it makes room before these."""
+        now = time.time_ns()  # the kernel's own clock for this stands still for milliseconds
+        with contextlib.suppress(OSError):
+            os.utime(self._root / "trees" / image_id, ns=(now, now))
 
     def chain(self, image: ImageInfo) -> list[ImageInfo]:
         """An image and its parents, topmost first; the last one has none, or is a layer on a server's base.
@@ -249,7 +262,6 @@ class ImageStore:
             await self._write_out(tree, image)
             await asyncio.to_thread(self._drop, image.id)  # its parent is gone
             os.rename(tree, self._root / "trees" / image.id)
-            write_whole(self._root / "names" / _hash(image.source), image.id.encode())
             return image
 
     async def _write_out(self, tree: Path, image: ImageInfo) -> None:
@@ -382,11 +394,11 @@ class ImageStore:
     def _trees(self) -> list[Path]:
         """The folders of all images, the one used longest ago first."""
 
-        def used_at(tree: Path) -> float:
+        def used_at(tree: Path) -> int:
             try:
-                return tree.stat().st_mtime
+                return tree.stat().st_mtime_ns
             except OSError:
-                return 0.0
+                return 0
 
         return sorted(self._root.joinpath("trees").iterdir(), key=used_at)
 

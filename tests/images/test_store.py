@@ -341,6 +341,48 @@ def put(store: ImageStore, image_id: str, mib: int, parent: str | None = None) -
     (tree / "image.json").write_text(image.model_dump_json())
 
 
+def test_what_is_asked_for_or_was_just_given_back_makes_room_last(tmp_path, images):
+    store = store_at(tmp_path, images, quota_mib=16)
+    for used_at, letter in enumerate("abcd"):
+        put(store, letter * 64, 4)
+        os.utime(store._root / "trees" / (letter * 64), (used_at, used_at))
+    store.hold(store.find("a" * 64))
+    assert store.known(f"atropos-build:{'b' * 64}")
+    store.release("a" * 64)
+    store.make_room(8 << 20)
+    assert {image.id[0] for image in kept(store)} == {"a", "b"}
+
+
+def test_what_images_stand_on_makes_room_after_them(tmp_path, images):
+    """Without it they could not be used, but would take room."""
+    store = store_at(tmp_path, images, quota_mib=16)
+    for letter, below in ("a", None), ("b", "a"), ("c", "b"), ("d", "c"):
+        put(store, letter * 64, 4, below and below * 64)
+    for used in range(2):
+        if used:
+            chain = store.chain(store.find("d" * 64))
+            for act in (store.hold, lambda image: store.release(image.id)):
+                for image in chain:
+                    act(image)
+        else:
+            store.known(f"atropos-build:{'d' * 64}")
+        assert [tree.name[0] for tree in store._trees()] == ["d", "c", "b", "a"]
+
+
+async def test_a_build_that_was_kept_is_known_though_the_server_was_killed_at_its_last_step(tmp_path, images):
+    store, image = store_at(tmp_path, images), ImageInfo(id="b" * 64, source=f"atropos-build:{'b' * 64}", bytes=1)
+
+    async def fill(target: str) -> None:
+        os.mkdir(target)
+
+    await store.keep(image, fill)
+    for name in (tmp_path / "store/names").iterdir():
+        name.unlink()
+    assert await store.keep(image, fill) == image
+    assert store_at(tmp_path, images).known(image.source) == image
+    assert store.known("atropos-build:../../x") is None
+
+
 def test_an_image_whose_parent_is_gone_makes_room_too(tmp_path, images):
     store = store_at(tmp_path, images, quota_mib=16)
     put(store, "b" * 64, 8, parent="a" * 64)
@@ -567,9 +609,11 @@ async def test_a_power_cut_leaves_a_whole_image_or_none(tmp_path, images, built)
             await store.keep(image, functools.partial(store.copy_layer, str(tmp_path / "layer")))
         else:
             image = await store.prepare(ImageSource.parse(f"{images.host}/power:1"), nothing)
-        for early in (tmp_path / "store/trees" / image.id / "image.json", *(tmp_path / "store/names").iterdir()):
-            with early.open("rb") as file:
-                os.fsync(file)  # what the kernel happens to write first
+        trees = tmp_path / "store/trees"
+        for early in (trees / image.id / "image.json", trees, *(tmp_path / "store/names").iterdir()):
+            fd = os.open(early, os.O_RDONLY)
+            os.fsync(fd)  # what the kernel happens to write first
+            os.close(fd)
         shutil.copy(disk, cut)  # what is on the disk by now
     with disk_at(again, cut):
         after = ImageStore(ImageStoreSettings(folder=str(again)), str(again), 65_536)
