@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -19,6 +20,11 @@ from atropos.images.layout import MAX_JSON_BYTES
 
 POLL_S = 0.2
 SAID_BYTES = 4096
+RETRIES = 2
+"""How often skopeo itself tries again after a connection that failed."""
+BUSY_PAUSES_S = (1.0, 3.0, 9.0)
+"""Pauses before a registry that answered with 5xx is asked again, which skopeo doesn't do."""
+_BUSY = re.compile(r"(?:HTTP status:|status code from registry) 5\d\d\b")
 
 
 class Skopeo:
@@ -58,17 +64,26 @@ class Skopeo:
         registries.write_text(_registries(settings), encoding="utf-8")
         options = ["--insecure-policy", "--override-os", "linux"]
         options += ["--registries-conf", str(registries), "--tmpdir", str(work)]
+        arguments = [arguments[0], "--retry-times", str(RETRIES), *arguments[1:]]
         if settings.auth_file and arguments[-1 if arguments[0] == "inspect" else -2].startswith("docker://"):
             arguments = [arguments[0], "--authfile", settings.auth_file, *arguments[1:]]
-        return await run(
-            [program, *options, *arguments],
-            f"image {name}: pulling",
-            folder=self._folder,
-            deadline_s=settings.pull_timeout_s,
-            report=report,
-            largest=largest,
-            environment=_own_folders(work),
-        )
+        pauses = iter(BUSY_PAUSES_S)
+        while True:
+            try:
+                return await run(
+                    [program, *options, *arguments],
+                    f"image {name}: pulling",
+                    folder=self._folder,
+                    deadline_s=settings.pull_timeout_s,
+                    report=report,
+                    largest=largest,
+                    environment=_own_folders(work),
+                )
+            except ImageUnavailable as error:
+                pause_s = next(pauses, None)
+                if pause_s is None or not _BUSY.search(str(error)):
+                    raise
+            await asyncio.sleep(pause_s)
 
 
 def _own_folders(instead: Path) -> dict[str, str]:

@@ -186,9 +186,7 @@ class ImageStore:
             if done > limit:
                 raise ImageUnavailable(f"image {source}: pulling: more than {self._settings.quota_mib} MiB")
 
-        await self._skopeo.run(
-            ["copy", "--retry-times", "2", "--dest-compress", origin, f"dir:{pulled}"], str(source), work, report, limit
-        )
+        await self._skopeo.run(["copy", "--dest-compress", origin, f"dir:{pulled}"], str(source), work, report, limit)
         try:
             return await asyncio.to_thread(read_folder, pulled)
         except ValueError as error:

@@ -15,9 +15,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Self
 
 import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
 
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
@@ -267,6 +270,30 @@ async def test_a_slow_registry_gives_a_whole_image(tmp_path, images):
         image = await store_at(tmp_path, between).prepare(source, lambda phase, done: seen.append((phase, done)))
         assert image.bytes >= 300_000
         assert [done for phase, done in seen if phase == "pulling" and done and 0 < done < 1], "progress is shown"
+
+
+@pytest.mark.parametrize("busy_with", ["/v2/", "/manifests/", "/blobs/"])
+async def test_a_registry_that_is_busy_for_a_moment_is_asked_again(tmp_path, images, busy_with):
+    """As one that restarts behind its proxy."""
+    image_id = made(tmp_path, images, "busy:1", entry("x", "x"))
+    left = 2
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal left
+        if left and (request.path.endswith if busy_with == "/v2/" else request.path.__contains__)(busy_with):
+            left -= 1
+            return web.Response(status=503)
+        kinds = [("Accept", kind) for kind in request.headers.getall("Accept", [])]
+        async with session.get(f"http://{images.host}{request.path}", headers=kinds) as given:
+            return web.Response(status=given.status, body=await given.read(), content_type=given.content_type)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with ClientSession() as session, TestServer(app) as front:
+        host = f"127.0.0.1:{front.port}"
+        store = store_at(tmp_path, SimpleNamespace(host=host, auth_file=None))
+        assert (await store.prepare(ImageSource.parse(f"{host}/busy:1"), nothing)).id == image_id
+    assert left == 0
 
 
 async def test_a_mirror_is_asked_in_a_registrys_place_and_an_index_gives_this_machines_image(tmp_path, images):
