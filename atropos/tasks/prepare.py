@@ -113,10 +113,26 @@ class _Build:
             self.end += time.monotonic() - asked
             yield slot
 
-    def waiting(self) -> None:
-        """Report that another builder works on the step, within the time limit."""
-        self.left()
-        self.progress(ImageState(source=self.task.name, phase="waiting"))
+    @contextlib.asynccontextmanager
+    async def turn(self, pool: SlotPool, planned: _PlannedStep) -> AsyncGenerator[ImageInfo | None]:
+        """A step's turn, and its image if it exists; the time for which another builder works on it is not the task's.
+
+        Raises:
+            ImageUnavailable: another one works on it for longer than it may.
+        """
+        asked = time.monotonic()
+        most_s = self.task.config.environment.build_timeout_sec + pool.config.acquire_timeout_s
+
+        def waiting() -> None:
+            if time.monotonic() - asked > most_s:
+                raise ImageUnavailable(
+                    f"{self.task.name}: {_text(planned.step)}: another builder on this machine is not done after {most_s:g} s"
+                )
+            self.progress(ImageState(source=self.task.name, phase="waiting"))
+
+        async with pool.building(planned.key, waiting) as found:
+            self.end += time.monotonic() - asked
+            yield found
 
 
 class TaskImages:
@@ -323,7 +339,7 @@ class TaskImages:
         current = stage.parent if image is None else image
         source = stage.source if image is None else image.source
         for planned in stage.steps[first:]:
-            async with self.pool.building(planned.key, build.waiting) as found:
+            async with build.turn(self.pool, planned) as found:
                 current = found or await self._step(build, planned, source)
             build.done.add(planned.key)
             source = current.source

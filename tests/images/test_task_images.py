@@ -299,6 +299,24 @@ async def test_the_wait_for_a_slot_is_no_part_of_a_builds_time(tmp_path):
         await build
 
 
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_the_wait_for_another_builder_is_no_part_of_a_builds_time_and_ends(tmp_path, in_time):
+    text, limit = f"FROM debian\nRUN sleep {3 if in_time else 100}\n", "[environment]\nbuild_timeout_sec = 0.5\n"
+    first, second = make(tmp_path / "first", text), make(tmp_path / "second", text, toml=limit)
+    async with pool_for(tmp_path, acquire_timeout_s=30.0 if in_time else 2.0) as pool:
+        states = []
+        one = asyncio.create_task(TaskImages(pool).prepare(first, lambda state: states.append(state.phase)))
+        await until(lambda: "building" in states or one.done(), "the first builds")
+        other = asyncio.create_task(TaskImages(pool).prepare(second, lambda state: states.append(state.phase)))
+        if in_time:
+            assert (await other).image == (await one).image
+        else:
+            with pytest.raises(ImageUnavailable, match=r"RUN .*sleep 100.* is not done after 2\.5 s"):
+                await other
+        assert "waiting" in states
+        one.cancel()
+
+
 async def test_a_file_that_changes_during_a_build_is_never_kept_under_what_it_was(tmp_path):
     task = make(
         tmp_path / "task",
