@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -318,6 +319,22 @@ async def test_an_image_that_a_host_has_or_that_comes_waits_for_none_that_does_n
             for each in (*pulling, *waiting):
                 assert not each.done()
                 each.cancel()
+
+
+async def test_a_prepare_that_was_cancelled_says_nothing_when_its_pool_ends(tmp_path, caplog):
+    async def cancelled() -> None:
+        async with (
+            await asyncio.start_server(lambda reader, _: reader.read(), "127.0.0.1", 0) as silent,
+            pool_for(tmp_path) as pool,
+        ):
+            name, seen = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}/busy:1", []
+            asking = asyncio.create_task(pool.prepare(name, progress=lambda _, state: seen.append(state.phase)))
+            await until(lambda: "pulling" in seen, "it is pulled")
+            asking.cancel()
+
+    await cancelled()
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_a_storm_pulls_each_image_once_and_delays_nobody_who_uses_a_ready_one(tmp_path, images):

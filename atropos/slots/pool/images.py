@@ -118,6 +118,7 @@ class PoolImages:
         if task is None or _failed(task):
             work = self._prepare(link, name, archive, progress)
             task = self._tasks[link, name] = self._state.tasks.spawn(work, f"prepare {name}", awaited=True)
+            task.add_done_callback(_failed)  # perhaps nobody waits for it any more
         return task
 
     async def _prepare(
