@@ -97,8 +97,10 @@ async def relay(
             else:
                 forwarding = _Forwarding(moved, connection, (reader, writer), (remote, upstream))
                 await forwarding.run(request, target, _authority(name, port))
+                await _hear_out(connection, reader, writer, moved)
     except (EgressRefused, OutOfBytes, h11.ProtocolError, ValueError, OSError) as error:
         await _answer(connection, writer, *_refusal(error))
+        await _hear_out(connection, reader, writer, spend)
     except asyncio.CancelledError:
         for stream in filter(None, (writer, upstream)):
             stream.transport.abort()  # nobody reads what is left
@@ -254,6 +256,14 @@ class _Forwarding:
             sink.write(data)
             await sink.drain()
 
+    async def _offer(self, data: bytes) -> None:
+        """Send the origin more of the request. One that takes no more has perhaps answered: `_down` sees it."""
+        self._spend(len(data))
+        with contextlib.suppress(OSError):
+            if not self._upstream.is_closing():
+                self._upstream.write(data)
+                await self._upstream.drain()
+
     async def _up(self, asked: h11.Request) -> None:
         client, origin = self._client, self._origin
         await self._send(origin.send(asked), self._upstream)
@@ -265,7 +275,7 @@ class _Forwarding:
                     await self._send(client.send(go_on), self._writer)
                 client.receive_data(await self._reader.read(CHUNK_BYTES))
             elif isinstance(event, (h11.Data, h11.EndOfMessage)):
-                await self._send(origin.send(event), self._upstream)
+                await self._offer(origin.send(event) or b"")
                 if isinstance(event, h11.EndOfMessage):
                     break
             else:
@@ -327,6 +337,25 @@ async def _answer(connection: h11.Connection, writer: asyncio.StreamWriter, stat
     with contextlib.suppress(OSError):
         async with asyncio.timeout(HEAD_S):
             await writer.drain()
+
+
+async def _hear_out(
+    connection: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, spend: Callable[[int], None]
+) -> None:
+    """Read the rest of a request that was answered before its end.
+
+    To close with unread data is to reset, which takes the answer from a client that still sends (RFC 9112, 9.6).
+    """
+    if writer.is_closing() or connection.they_are_waiting_for_100_continue:
+        return
+    with contextlib.suppress(OSError, OutOfBytes, h11.ProtocolError):
+        async with asyncio.timeout(HEAD_S):
+            while connection.their_state is h11.SEND_BODY:
+                if connection.next_event() is h11.NEED_DATA:
+                    writer.write_eof()
+                    data = await reader.read(CHUNK_BYTES)
+                    spend(len(data))
+                    connection.receive_data(data)
 
 
 async def _hang_up(*streams: asyncio.StreamWriter) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from atropos.net.egress_policy import Address, Policy
 from atropos.sandbox.programs.egress_proxy import Proxy
-from tests.waiting import until
+from tests.waiting import SLOWNESS, until
 
 BIG = 8 << 20
 
@@ -34,6 +34,12 @@ async def proxied(*, budget: int = 1 << 40, connections: int = 8) -> AsyncIterat
     async def origin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         asked.append(head.split(b"\r\n")[0])
+        if b"/too-large" in head:  # before it is all there
+            writer.write(b"HTTP/1.1 413 Too large\r\nContent-Length: 2\r\n\r\nno")
+            if b"/too-large-and-gone" not in head:
+                await reader.read()
+            writer.close()
+            return
         with contextlib.suppress(OSError):
             size = BIG if b"/big" in head else 2
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
@@ -58,6 +64,21 @@ async def ask(port: int, target: str) -> tuple[asyncio.StreamReader, asyncio.Str
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
     return reader, writer
+
+
+async def upload(port: int, target: str, *, chunked: bool = False) -> bytes:
+    """The answer to a request that is sent to its end before anything is read."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {BIG}"
+    writer.write(f"POST {target} HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
+    with contextlib.suppress(ConnectionError):
+        for _ in range(BIG >> 16):
+            writer.write(b"10000\r\n" + bytes(1 << 16) + b"\r\n" if chunked else bytes(1 << 16))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n" if chunked else b"")
+    got = await answer(reader)
+    writer.close()
+    return got
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
@@ -121,3 +142,22 @@ async def test_a_name_server_that_fails_refuses_nothing(monkeypatch):
         reader, _ = await ask(port, "http://files.example.org/")
         said = (await answer(reader)).decode().splitlines()
     assert said[0].startswith("HTTP/1.1 502 egress: files.example.org has no address (Temporary failure")
+
+
+@pytest.mark.parametrize("path", ["too-large", "too-large-and-gone"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_an_answer_that_comes_before_the_end_of_an_upload_is_read(path, chunked):
+    async with proxied() as (_, port, origin, _), asyncio.timeout(20 * SLOWNESS):
+        assert (await upload(port, f"http://{origin}/{path}", chunked=chunked)).startswith(b"HTTP/1.1 413 Too large")
+
+
+async def test_a_refusal_of_an_upload_is_read():
+    async with proxied() as (_, port, _, _), asyncio.timeout(20 * SLOWNESS):
+        assert (await upload(port, "ftp://files.example.org/")).startswith(b"HTTP/1.1 403 egress refused")
+
+
+async def test_the_rest_of_an_upload_that_is_answered_is_counted():
+    async with proxied(budget=1 << 20) as (_, port, origin, _), asyncio.timeout(20 * SLOWNESS):
+        await upload(port, f"http://{origin}/too-large")
+        after, _ = await ask(port, f"http://{origin}/after")
+        assert b"as many bytes as it may" in await answer(after)
