@@ -161,3 +161,11 @@ async def test_the_rest_of_an_upload_that_is_answered_is_counted():
         await upload(port, f"http://{origin}/too-large")
         after, _ = await ask(port, f"http://{origin}/after")
         assert b"as many bytes as it may" in await answer(after)
+
+
+async def test_a_slot_s_connections_wait_in_the_kernel_while_the_proxy_is_busy():
+    """A queue that is full drops them, and their kernel tries again after a second, three, and seven."""
+    async with proxied(connections=64) as (_, port, _, _):
+        with contextlib.ExitStack() as opened:
+            for _ in range(64):  # meanwhile the proxy's loop does not run
+                opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5 * SLOWNESS))

@@ -101,7 +101,9 @@ class Proxy:
         if number not in self._rules:  # dropped meanwhile
             server.close()
             return
-        self._accounts[number] = SlotTraffic(server, budget, min(connections, self._most))
+        most = min(connections, self._most)
+        listener.listen(most)  # else a burst of them waits for the kernel's next try, a second and more
+        self._accounts[number] = SlotTraffic(server, budget, most)
 
     def narrow(self, number: int, hosts: Sequence[str] | None) -> None:
         """From now on a slot reaches these hosts of what the policy allows (None: all of it); its connections are cut."""
