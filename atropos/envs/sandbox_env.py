@@ -291,12 +291,13 @@ class SandboxEnv(BaseEnv):
             await self.add_rollouts_for_wandb(cast("ScoredDataGroup", group), item)
             if not self.config.include_messages:
                 group["messages"] = None
-            await outlive(self.sink.write(group, sent=do_send_to_api))
             kept.append(group)
         if kept and do_send_to_api:
             self.items_sent_this_step += len(kept)
-            # a cancellation of this worker waits until they are sent
-            await outlive(self.sink.send(kept, env_id=getattr(self, "env_id", None), listed=several))
+        # atroposlib no longer has their items: a cancellation of this worker waits
+        await outlive(
+            self.sink.deliver(kept, sent=do_send_to_api, env_id=getattr(self, "env_id", None), listed=several)
+        )
 
     # ---------------------------------------------------------------------------------------------------- process
 

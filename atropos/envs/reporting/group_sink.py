@@ -86,6 +86,17 @@ class GroupSink:
             _log.warning("group %s is not sent: %s", name, reason)
         return reason is None
 
+    async def deliver(self, groups: list[ScoredGroup], *, sent: bool, env_id: int | None, listed: bool) -> None:
+        """Write groups that were admitted, then send them if they are to be `sent`; see `write` and `send`.
+
+        Raises:
+            OSError: one can't be written, and goes nowhere else.
+        """
+        for group in groups:
+            await self.write(group, sent=sent)
+        if groups and sent:
+            await self.send(groups, env_id=env_id, listed=listed)
+
     async def write(self, group: ScoredGroup, *, sent: bool) -> None:
         """Append a group to the JSONL; its JSON is made in a thread.
 

@@ -200,6 +200,21 @@ async def test_a_finished_group_is_sent_though_its_worker_is_cancelled():
     assert len(taken) == 1
 
 
+async def test_a_group_whose_worker_is_cancelled_at_any_step_reaches_the_record_and_the_trainer(tmp_path):
+    """A full queue cancels all workers; atroposlib hands out the items of running ones again, but not those of finished ones."""
+    record, groups = tmp_path / "out.jsonl", 12
+    async with trajectory_api() as (api, taken):
+        env = make(ScriptEnv, "http://127.0.0.1:9/v1", record, rollout_server_url=api)
+        env.items_sent_this_step = 0
+        for steps in range(1, groups + 1):
+            worker = asyncio.create_task(env.handle_send_to_api(group() | {"scores": [0.0, 1.0, steps]}, {"name": "x"}))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            await cancel_and_wait([worker])
+    assert [sent["scores"][2] for sent in taken] == [*range(1, groups + 1)]
+    assert len(record.read_text().splitlines()) == groups
+
+
 async def test_a_shutdown_waits_for_all_sends_together_in_bounded_time(caplog):
     async with trajectory_api(delay_s=60) as (api, _):
         env = env_at(api)
