@@ -250,12 +250,14 @@ async def _wait(arguments: SessionArguments, scope: ToolScope, session: _Session
         raise ToolError(f"session: pattern is no regular expression: {error}") from None
     deadline = time.monotonic() + wait_s
     await _update(scope, session)
+    last = False
     while not await _matches(wanted, session.screen.text()):
-        left = deadline - time.monotonic()
-        if session.finished or left <= 0:
+        if session.finished or last:
             why = "the program has ended" if session.finished else f"it did not show within {wait_s:g} s"
             return _show(session, "; ".join(part for part in (f"pattern not found: {why}", cut) if part), found=False)
-        await _read(scope, session, wait_s=left, until="output")
+        left = deadline - time.monotonic()
+        last = left <= 0  # what came while the event loop was late is read all the same
+        await _read(scope, session, wait_s=max(left, 0), until="output")
     return _show(session, cut, found=True)
 
 
