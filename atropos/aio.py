@@ -95,7 +95,9 @@ async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
 
 
 class Allowance:
-    """A time limit that goes on after a stop of this process (SIGSTOP, a host without CPU to spare): a second of it counts.
+    """A time limit of which a stop of the event loop takes a second: this process was stopped or had no CPU, or some code blocked.
+
+    What the body waits for may have come meanwhile, and nobody could see it.
 
     Attributes:
         expired: whether a `limit` ended its body.
@@ -127,7 +129,7 @@ class Allowance:
     @contextlib.asynccontextmanager
     async def limit(self) -> AsyncGenerator[None]:
         """End the body with `TimeoutError` when nothing is left; one at a time."""
-        async with asyncio.timeout(self.left_s) as limit:
+        async with asyncio.timeout(self.left_s if self._end < math.inf else None) as limit:
             self._limit = limit
             try:
                 yield

@@ -19,7 +19,7 @@ from aiohttp import ContentTypeError
 
 from atropos.agent.fairness import started_in_turn
 from atropos.agent.transcript import Message, numbers
-from atropos.aio import backoff_s, retry_after_s
+from atropos.aio import Allowance, backoff_s, retry_after_s
 from atropos.errors import InferenceError
 from atropos.tools import ToolCall
 from atropos.tools.arguments import MAX_DEPTH, deeper_than, replace_surrogates
@@ -151,6 +151,19 @@ class Model:
 
         return await self._bounded(once)
 
+    async def probe_chat(self) -> None:
+        """Ask for one token of a conversation. Any well-formed answer passes: a reasoning model has no message yet.
+
+        Raises:
+            InferenceError: as for `chat`.
+        """
+
+        async def once() -> None:
+            answer: Any = await self._ask("chat_completion", messages=[{"role": "user", "content": "hi"}], max_tokens=1)
+            _ = answer.choices[0].message.content
+
+        await self._bounded(once)
+
     async def _ask(self, method: str, **request: object) -> object:
         answer: object = await getattr(self._server, method)(**request)
         if isinstance(answer, ModelFailure):
@@ -161,23 +174,21 @@ class Model:
         attempt = 0
         last: InferenceError | None = None
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
-                while True:
-                    try:
-                        with _capture():
-                            return await started_in_turn(once)
-                    except InferenceError as error:
-                        last = error
-                    except Exception as error:
-                        if deadline.expired():
-                            raise
-                        last = describe(error)
-                    attempt += 1
-                    if not last.retryable or attempt > self._retries:
-                        raise last
-                    left = (deadline.when() or 0) - asyncio.get_running_loop().time()
-                    asked = last.retry_after_s if last.retry_after_s < left else 0.0
-                    await asyncio.sleep(max(asked, backoff_s(attempt, first_s=0.2, longest_s=5.0)))
+            with Allowance(self._timeout_s) as allowance:
+                async with allowance.limit():
+                    while True:
+                        try:
+                            with _capture():
+                                return await started_in_turn(once)
+                        except InferenceError as error:
+                            last = error
+                        except Exception as error:
+                            last = describe(error)
+                        attempt += 1
+                        if not last.retryable or attempt > self._retries or allowance.left_s <= 0:
+                            raise last
+                        asked = last.retry_after_s if last.retry_after_s < allowance.left_s else 0.0
+                        await asyncio.sleep(max(asked, backoff_s(attempt, first_s=0.2, longest_s=5.0)))
         except TimeoutError as error:
             why = f"; before that: {last}" if last else ""
             raise InferenceError(f"the inference server gave no answer within {self._timeout_s:g} s{why}") from error

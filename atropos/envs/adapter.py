@@ -7,7 +7,6 @@ for one 503) and endless waits for an unhealthy server; health checks that never
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import logging
@@ -17,7 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
-from atropos.agent.model import EXACT, Model, ModelFailure, capturing, describe
+from atropos.agent.model import EXACT, Model, ModelFailure, capturing
 from atropos.agent.template import Tokenizer
 from atropos.aio import cancel_and_wait
 from atropos.errors import ConfigError, InferenceError
@@ -277,7 +276,7 @@ async def probe_servers(server: ServerManager, tokenizer: Tokenizer, timeout_s: 
             if model.exact:
                 await model.generate(tokenizer.encode("hi", add_special_tokens=False), max_tokens=1, temperature=0.0)
             else:
-                await _probe_chat(one, timeout_s)
+                await model.probe_chat()
         except InferenceError as error:
             raise InferenceError(
                 f"openai.base_url: {config.base_url} ({config.server_type}): {error}; {_cure(error, config.server_type)}",
@@ -291,6 +290,8 @@ def _cure(error: InferenceError, kind: str) -> str:
     status = error.status
     if status in {401, 403}:
         return "set --openai.api_key"
+    if status in {408, 429}:
+        return "it has too much to do; start again later"
     if status is not None and status >= 500:
         return "its own log says why"
     if status is None and isinstance(error.__cause__, OSError | APIConnectionError):
@@ -315,19 +316,9 @@ class _Direct:
         ask = self._server._tokens_and_logprobs_completion_wrapper  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
         return await ask(model=self.config.model_name, **kwargs)
 
-
-async def _probe_chat(one: APIServer, timeout_s: float) -> None:
-    """Ask for one token. Any well-formed answer passes: a reasoning model has no message yet."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            answer = await one._chat_completion_wrapper(  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - no health check in front
-                model=one.config.model_name, messages=[{"role": "user", "content": "hi"}], max_tokens=1
-            )
-        _ = answer.choices[0].message.content
-    except TimeoutError as error:
-        raise InferenceError(f"no answer within {timeout_s:g} s") from error
-    except Exception as error:
-        raise describe(error) from error
+    async def chat_completion(self, **kwargs: object) -> object:
+        ask = self._server._chat_completion_wrapper  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        return await ask(model=self.config.model_name, **kwargs)
 
 
 async def stop_servers(server: ServerManager) -> None:

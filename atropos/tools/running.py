@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 
-from atropos.aio import cancelled_from_outside
+from atropos.aio import Allowance, cancelled_from_outside
 from atropos.errors import OutcomeUnknown, SandboxError, first_of
 from atropos.tools.base import Tool, ToolError, ToolScope, as_result, tool_states
 from atropos.tools.models import ToolResult
@@ -61,17 +60,18 @@ def tool_code() -> Generator[None]:
 
 
 async def _attempt(name: str, work: Callable[[], Awaitable[object]], timeout_s: float | None = None) -> ToolResult:
-    bound = asyncio.timeout(timeout_s)
+    bound = Allowance(timeout_s)
     try:
-        async with bound:
-            with tool_code():
-                return as_result(await work())
+        with bound:
+            async with bound.limit():
+                with tool_code():
+                    return as_result(await work())
     except ToolError as error:
         return ToolResult.failure(str(error), limit=error.limit)
     except SandboxError:
         raise
     except TimeoutError as error:
-        return timed_out(name, error, timeout_s if bound.expired() else None)
+        return timed_out(name, error, timeout_s if bound.expired else None)
     except OSError as error:  # a slot's files raise as Python's own do
         where = f": {error.filename}" if error.filename else ""
         return ToolResult.failure(f"{error.strerror or error}{where}")

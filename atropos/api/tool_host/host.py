@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import Counter
 
+from atropos.aio import Allowance
 from atropos.api.http import Refusal
 from atropos.api.settings import ToolServerSettings
 from atropos.api.tool_host.answers import bounded
@@ -216,14 +217,15 @@ class ToolHost:
         timeout_s = min(call.timeout_s or own, max(own, self.settings.max_timeout_s))
         began = time.monotonic()
         most, size = self.settings.result_bytes, 500
-        bound = asyncio.timeout(timeout_s)
+        bound = Allowance(timeout_s)
         try:
-            async with bound:
-                with tool_code():
-                    value = await tool.run(arguments, scope)
-                result, size = await bounded(value, result_bytes=most, data_bytes=self.settings.data_bytes)
+            with bound:
+                async with bound.limit():
+                    with tool_code():
+                        value = await tool.run(arguments, scope)
+                    result, size = await bounded(value, result_bytes=most, data_bytes=self.settings.data_bytes)
         except TimeoutError as error:
-            result = timed_out(tool.name, error, timeout_s if bound.expired() else None)
+            result = timed_out(tool.name, error, timeout_s if bound.expired else None)
         except ToolError as error:
             result = ToolResult.failure(str(error)[:most])
         except Refusal:

@@ -400,6 +400,16 @@ async def test_a_silent_server_meets_the_deadline():
         await agent(Server(), model_timeout_s=0.05).run("x")
 
 
+async def test_the_time_in_which_the_loop_is_blocked_is_not_the_servers():
+    class Server(DirectServer):
+        async def tokens_and_logprobs_completion(self, input_ids, n, **sampling):
+            asyncio.get_running_loop().call_soon(time.sleep, 4)  # as a hook of another trajectory does
+            await asyncio.sleep(0.1)
+            return await super().tokens_and_logprobs_completion(input_ids, n, **sampling)
+
+    assert (await agent(Server(), model_timeout_s=1.5, model_retries=0).run(script(["one"]))).final_response == "one"
+
+
 async def test_cancelling_the_run_is_a_cancellation_and_no_inference_error():
     asked = asyncio.Event()
 

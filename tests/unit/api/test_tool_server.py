@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import time
 import tracemalloc
 from urllib.parse import quote
 
@@ -264,6 +265,15 @@ async def test_a_timeout_is_a_result_and_frees_the_place(bench: Workbench):
             answer = await client.post("/execute", json={**call("hang", f"t{number}"), "timeout_s": 0.05})
             assert answer.json()["result"]["timed_out"] is True
         assert bench.running == 0
+
+
+async def test_the_time_in_which_the_loop_is_blocked_is_not_a_tools(bench: Workbench):
+    async with served(bench) as client:
+        asked = asyncio.create_task(client.post("/execute", json={**call("hang"), "timeout_s": 1.5}))
+        await until(lambda: bench.running == 1)
+        asyncio.get_running_loop().call_later(0.1, bench.hold.set)
+        time.sleep(4)  # noqa: ASYNC251 - as an env's hook does, whose ToolServer is in its process
+        assert (await asked).json()["result"]["output"] == "held "
 
 
 async def test_a_tools_own_timeout_error_is_not_told_as_the_servers_timeout(bench: Workbench):

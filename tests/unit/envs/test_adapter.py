@@ -7,6 +7,7 @@ import contextlib
 import pytest
 from aiohttp import web
 
+from atropos.envs.adapter import probe_servers
 from atropos.errors import InferenceError
 from tests.unit.envs.support import ScriptEnv, make
 
@@ -47,6 +48,7 @@ JSON = {"content_type": "application/json"}
         ({"status": 404}, "vllm", "answered 404.*set --openai.server_type"),
         ({"status": 401}, "vllm", "answered 401.*set --openai.api_key"),
         ({"status": 401}, "openai", "answered 401.*set --openai.api_key"),
+        ({"status": 429}, "openai", "answered 429.*too much to do"),
         ({"status": 500}, "vllm", "answered 500.*its own log says why"),
         (
             {"text": "<html>log in", "content_type": "text/html"},
@@ -61,6 +63,13 @@ async def test_a_useless_server_is_named_with_what_would_help(answer, kind, says
         with pytest.raises(InferenceError, match=f"(?s)openai.base_url: {url}.*{says}"):
             await env.setup()
         assert not env.backend.running
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+async def test_a_server_that_is_busy_for_a_moment_is_asked_again(kind, faulty_policy):
+    async with faulty_policy(fault="503", fault_rate=0.33) as policy:  # the first two requests
+        env = make(ScriptEnv, policy.url, None, server_type=kind)
+        await probe_servers(env.server, env.tokenizer, 20)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "openai"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from fractions import Fraction
 
 import pytest
@@ -217,6 +218,18 @@ async def test_a_tools_own_time_bound_is_a_result(executor):
     result = await executor.execute("t", ToolCall(name="slow"))
     assert result.timed_out
     assert "longer than 0.05 s" in result.error
+
+
+async def test_the_time_in_which_the_loop_is_blocked_is_not_a_tools(pool):
+    @tool(toolsets=("test",), timeout_s=1.5)
+    async def asks() -> str:
+        """Ask somebody who answers at once."""
+        asyncio.get_running_loop().call_soon(time.sleep, 4)  # as a hook of another trajectory does
+        await asyncio.sleep(0.1)
+        return "answer"
+
+    async with ToolExecutor(pool, build_tool_registry(["default"], tools=[asks])) as made:
+        assert (await made.execute("t", ToolCall(name="asks"))).output == "answer"
 
 
 async def test_a_time_bound_within_a_tool_is_not_the_tools_own(pool):
