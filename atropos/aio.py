@@ -137,6 +137,13 @@ class Allowance:
                 self.expired = limit.expired()
                 self._limit = None
 
+    @contextlib.asynccontextmanager
+    async def once(self) -> AsyncGenerator[None]:
+        """`limit` of the only body that there is."""
+        with self:
+            async with self.limit():
+                yield
+
     def _tick(self) -> None:
         self._look()
         self._timer = self._loop.call_later(TICK_S, self._tick)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, cast
 
+from atropos.aio import Allowance
 from atropos.api.external.guard import Guard
 from atropos.api.external.proxy import GuardedProxy
 from atropos.api.http import Refusal
@@ -151,7 +152,7 @@ class Session:
         """Whether the page answers. The next call replaces one that doesn't, as with a script that never ends."""
         page = self.page
         try:
-            async with asyncio.timeout(_CLOSE_S):
+            async with Allowance(_CLOSE_S).once():
                 await page.evaluate("1")
         except Exception:
             self._crashed.add(page)
@@ -257,7 +258,7 @@ class BrowserHost:
 
     async def _open_context(self) -> Session:
         browser = await self._started()
-        async with asyncio.timeout(_CONTEXT_S):
+        async with Allowance(_CONTEXT_S).once():
             context = await browser.new_context(
                 accept_downloads=False, viewport={"width": 1280, "height": 900}, service_workers="block", locale="en-US"
             )
@@ -317,7 +318,7 @@ class BrowserHost:
         if browser is None:
             return
         try:
-            async with asyncio.timeout(_PROBE_S):
+            async with Allowance(_PROBE_S).once():
                 session = await browser.new_browser_cdp_session()
                 await session.send("Browser.getVersion")
                 await session.detach()

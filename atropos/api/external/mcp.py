@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from pydantic import BaseModel, ConfigDict
 
+from atropos.aio import Allowance
 from atropos.api.settings import McpServerSettings
 from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable, first_of
 from atropos.tools.base import Tool, ToolScope
@@ -132,7 +133,7 @@ class McpConnection:
     async def answers(self, client: Client) -> bool:
         """Whether the server answers this connection, which is dropped if not."""
         try:
-            async with asyncio.timeout(_PING_S):
+            async with Allowance(_PING_S).once():
                 await client.list_tools(cache_mode="bypass")  # every server has it; `ping` is gone from the protocol
         except Exception as error:
             _log.warning("MCP server %s does not answer; reconnecting: %s", self.server.name, _reason(error))

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,22 @@ async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(monke
         await until(lambda: server not in descendants())
         assert (await ask(client, "little_add", "c2", a=1, b=2)).json()["result"]["output"] == "3"
     assert not [line for line in descendants().values() if SERVER in line]
+
+
+async def test_a_check_that_a_stop_of_the_tool_server_outlasts_drops_no_mcp_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr("atropos.api.external.mcp._PING_S", 3.0)
+    async with offering(STDIO.model_copy(update={"timeout_s": 300})) as client:
+        body = call("little_slow", "other", mark=str(tmp_path / "mark"))
+        other = asyncio.create_task(client.post("/execute", json=body))
+        await until((tmp_path / "mark").exists)
+        late = await client.post("/execute", json={**call("little_slow", "late"), "timeout_s": 0.3})
+        assert late.json()["result"]["timed_out"] is True
+        time.sleep(3.5)  # noqa: ASYNC251 (the event loop is blocked, or the process stopped, during the check)
+        assert (await ask(client, "little_add", a=1, b=2)).json()["result"]["output"] == "3"
+        await client.delete("/trajectories/other")
+        assert (await other).json()["code"] == "trajectory_ended"
 
 
 async def test_calls_that_wait_for_a_server_that_does_not_come_back_are_no_failures_of_its_tools(tmp_path: Path):
