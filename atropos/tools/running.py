@@ -62,10 +62,9 @@ def tool_code() -> Generator[None]:
 async def _attempt(name: str, work: Callable[[], Awaitable[object]], timeout_s: float | None = None) -> ToolResult:
     bound = Allowance(timeout_s)
     try:
-        with bound:
-            async with bound.limit():
-                with tool_code():
-                    return as_result(await work())
+        async with bound.once():
+            with tool_code():
+                return as_result(await work())
     except ToolError as error:
         return ToolResult.failure(str(error), limit=error.limit)
     except SandboxError:

@@ -219,11 +219,10 @@ class ToolHost:
         most, size = self.settings.result_bytes, 500
         bound = Allowance(timeout_s)
         try:
-            with bound:
-                async with bound.limit():
-                    with tool_code():
-                        value = await tool.run(arguments, scope)
-                    result, size = await bounded(value, result_bytes=most, data_bytes=self.settings.data_bytes)
+            async with bound.once():
+                with tool_code():
+                    value = await tool.run(arguments, scope)
+                result, size = await bounded(value, result_bytes=most, data_bytes=self.settings.data_bytes)
         except TimeoutError as error:
             result = timed_out(tool.name, error, timeout_s if bound.expired else None)
         except ToolError as error:

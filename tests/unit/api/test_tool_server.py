@@ -267,12 +267,12 @@ async def test_a_timeout_is_a_result_and_frees_the_place(bench: Workbench):
         assert bench.running == 0
 
 
-async def test_the_time_in_which_the_loop_is_blocked_is_not_a_tools(bench: Workbench):
+async def test_a_stop_of_the_server_is_no_time_of_a_tool(bench: Workbench):
     async with served(bench) as client:
-        asked = asyncio.create_task(client.post("/execute", json={**call("hang"), "timeout_s": 1.5}))
-        await until(lambda: bench.running == 1)
-        asyncio.get_running_loop().call_later(0.1, bench.hold.set)
-        time.sleep(4)  # noqa: ASYNC251 - as an env's hook does, whose ToolServer is in its process
+        asked = asyncio.create_task(client.post("/execute", json={**call("hang"), "timeout_s": 3}))
+        await bench.started.wait()
+        asyncio.get_running_loop().call_later(1, bench.hold.set)  # what it waits for comes meanwhile
+        time.sleep(3.5)  # noqa: ASYNC251 (the process is stopped, or a tool blocks the event loop)
         assert (await asked).json()["result"]["output"] == "held "
 
 
