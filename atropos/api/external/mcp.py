@@ -52,6 +52,8 @@ class McpConnection:
         self._stop = asyncio.Event()
         self._lock = asyncio.Lock()
         self._check: asyncio.Task[bool] | None = None
+        self.answered = 0
+        """Calls that it answered: a server that answers some is no hanging one, however late it is."""
 
     def __repr__(self) -> str:
         return f"<McpConnection {self.server.name} {'down' if self._task is None else 'up'}>"
@@ -118,11 +120,12 @@ class McpConnection:
             async with Client(transport, read_timeout_seconds=server.timeout_s) as client:
                 yield client
 
-    async def lost(self, client: Client) -> None:
+    async def lost(self, client: Client, error: Exception) -> None:
         """Drop a connection that failed, unless it was replaced already."""
         async with self._lock:
             ready = self._ready
             if ready is not None and ready.done() and ready.exception() is None and ready.result() is client:
+                _log.warning("MCP server %s does not answer; reconnecting: %s", self.server.name, _reason(error))
                 await self._close()
 
     def suspect(self, client: Client) -> None:
@@ -132,12 +135,14 @@ class McpConnection:
 
     async def answers(self, client: Client) -> bool:
         """Whether the server answers this connection, which is dropped if not."""
+        before = self.answered
         try:
             async with Allowance(_PING_S).once():
                 await client.list_tools(cache_mode="bypass")  # every server has it; `ping` is gone from the protocol
         except Exception as error:
-            _log.warning("MCP server %s does not answer; reconnecting: %s", self.server.name, _reason(error))
-            await self.lost(client)
+            if isinstance(error, TimeoutError) and self.answered > before:
+                return True
+            await self.lost(client, error)
             return False
         return True
 
@@ -237,8 +242,9 @@ class McpTool(Tool):
             self._connection.suspect(client)
             raise
         except OSError as error:  # RuntimeError is the SDK's of an answer that the tool's own schema forbids
-            await self._connection.lost(client)
+            await self._connection.lost(client, error)
             raise self._broken(error) from error
+        self._connection.answered += 1
         output = "\n".join(_text(part) for part in answer.content)
         data = answer.structured_content if isinstance(answer.structured_content, dict) else None
         if answer.is_error:

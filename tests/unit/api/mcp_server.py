@@ -13,7 +13,12 @@ from mcp.types import Tool, ToolAnnotations
 
 class Server(MCPServer):
     async def list_tools(self) -> list[Tool]:
-        """The tools; of `lie` the schema says what it does not answer, of `fail` it has null, as some servers' do."""
+        """The tools; of `lie` the schema says what it does not answer, of `fail` it has null, as some servers' do.
+
+        They are listed once the file in `LISTING_HELD` is gone.
+        """
+        while (held := os.environ.get("LISTING_HELD")) and Path(held).exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         number = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
         declared = {"lie": {"output_schema": number}, "fail": {"input_schema": {"type": "object", "properties": None}}}
         return [tool.model_copy(update=declared.get(tool.name)) for tool in await super().list_tools()]

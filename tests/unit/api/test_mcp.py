@@ -37,6 +37,7 @@ async def offering(*servers: McpServerSettings) -> AsyncGenerator[httpx.AsyncCli
         async with httpx.AsyncClient(
             transport=transport, base_url="http://test", headers={"Authorization": "Bearer x"}, timeout=60
         ) as client:
+            client.host = app.state.host
             yield client
 
 
@@ -110,6 +111,30 @@ async def test_a_check_that_a_stop_of_the_tool_server_outlasts_drops_no_mcp_serv
         assert (await ask(client, "little_add", a=1, b=2)).json()["result"]["output"] == "3"
         await client.delete("/trajectories/other")
         assert (await other).json()["code"] == "trajectory_ended"
+
+
+async def test_an_mcp_server_that_is_busy_with_the_calls_of_others_is_not_taken_for_hanging(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    server = STDIO.model_copy(update={"timeout_s": 300, "env": {"LISTING_HELD": str(tmp_path / "held")}})
+    async with offering(server) as client:
+        body = call("little_slow", "other", mark=str(tmp_path / "mark"))
+        others = [asyncio.create_task(client.post("/execute", json={**body, "call_id": str(n)})) for n in range(3)]
+        await until((tmp_path / "mark").exists)
+        (tmp_path / "held").touch()  # what the check asks for comes late
+        connection = client.host.tools["little_slow"]._connection
+        for busy, ping_s in ((True, 6.0), (False, 0.5)):
+            monkeypatch.setattr("atropos.api.external.mcp._PING_S", ping_s)
+            late = await client.post("/execute", json={**call("little_slow", f"late-{busy}"), "timeout_s": 0.3})
+            assert late.json()["result"]["timed_out"] is True
+            while busy and not connection._check.done():
+                assert (await ask(client, "little_add", call_id=os.urandom(4).hex(), a=1, b=2)).status_code == 200
+            assert await connection._check is busy
+            assert not busy or not any(one.done() for one in others)
+        assert {(await one).json()["code"] for one in others} == {"outcome_unknown"}
+    assert [one.message for one in caplog.records if "does not answer" in one.message] == [
+        "MCP server little does not answer; reconnecting: no answer in time"
+    ]
 
 
 async def test_calls_that_wait_for_a_server_that_does_not_come_back_are_no_failures_of_its_tools(tmp_path: Path):
