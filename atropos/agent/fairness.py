@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
+from atropos.aio import cancel_and_wait
+
 Value = TypeVar("Value")
 
 SHORT_TOKENS = 256
@@ -41,7 +43,6 @@ async def started_in_turn(work: Callable[[], Coroutine[object, object, Value]]) 
         try:
             await asyncio.sleep(0)
         except asyncio.CancelledError:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel_and_wait([task])
             raise
     return await task

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Header, Path, Request, Response
 from fastapi.responses import StreamingResponse
 
 from atropos import tracing
+from atropos.aio import cancel_and_wait
 from atropos.api.e2b.app import create_e2b_app
 from atropos.api.e2b.sandboxes import Sandboxes
 from atropos.api.executor.images import PreparedImages
@@ -81,9 +82,7 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
             try:
                 yield
             finally:
-                for reaper in reapers:
-                    reaper.cancel()
-                await asyncio.wait(reapers)
+                await cancel_and_wait(reapers)
                 await asyncio.gather(trajectories.aclose(), sandboxes.aclose(), images.aclose())
 
     app.router.lifespan_context = lifespan

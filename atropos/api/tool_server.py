@@ -12,6 +12,7 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import SecretStr
 from starlette.convertors import PathConvertor, register_url_convertor
 
+from atropos.aio import cancel_and_wait
 from atropos.api.external import external_services
 from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth
 from atropos.api.settings import ToolServerSettings, search_from_environment
@@ -77,8 +78,7 @@ def create_app(
             try:
                 yield
             finally:
-                reaper.cancel()
-                await asyncio.wait([reaper])
+                await cancel_and_wait([reaper])
                 await host.aclose()
 
     app = FastAPI(

@@ -10,6 +10,7 @@ import logging
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 
+from atropos.aio import cancel_and_wait
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.files import path_of
@@ -190,8 +191,7 @@ async def follow(
         assert process.exit_code is not None
         yield _event("end", _ending(process.exit_code))
     finally:
-        pump.cancel()
-        await asyncio.wait([pump])
+        await cancel_and_wait([pump])
 
 
 async def _pump(outputs: list[tuple[str, Process]], queue: asyncio.Queue[Json | None]) -> None:

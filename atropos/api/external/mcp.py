@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from pydantic import BaseModel, ConfigDict
 
-from atropos.aio import Allowance
+from atropos.aio import Allowance, cancel_and_wait
 from atropos.api.settings import McpServerSettings
 from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable, first_of
 from atropos.tools.base import Tool, ToolScope
@@ -150,16 +150,12 @@ class McpConnection:
         self._stop.set()
         task, self._task, self._ready = self._task, None, None
         if task is not None:
-            _, pending = await asyncio.wait([task], timeout=5)
-            for one in pending:
-                one.cancel()
             await asyncio.wait([task], timeout=5)
+            await cancel_and_wait([task], 5)
 
     async def aclose(self) -> None:
         """End the connection; a server started here ends with it."""
-        if self._check is not None:
-            self._check.cancel()
-            await asyncio.wait([self._check])
+        await cancel_and_wait([self._check])
         async with self._lock:
             await self._close()
 

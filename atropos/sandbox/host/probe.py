@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from atropos.aio import cancel_and_wait
 from atropos.config import SlotLimits
 from atropos.errors import SandboxError
 from atropos.sandbox.boot.root_phase import Entered
@@ -241,9 +242,7 @@ async def run(host: HostState, start: Start) -> list[Feature]:
             passed, detail = await egress
             features.append(_feature("egress", passed, detail))
     finally:
-        if egress is not None:
-            egress.cancel()
-            await asyncio.wait([egress])
+        await cancel_and_wait([egress])
     return features
 
 

@@ -21,7 +21,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from atropos import tracing
-from atropos.aio import Backoff, receive_small, set_within
+from atropos.aio import Backoff, cancel_and_wait, receive_small, set_within
 from atropos.errors import BackendUnavailable, OutcomeUnknown, SandboxError, SlotLost, from_code
 from atropos.slots.client.acknowledgements import Acknowledgements
 from atropos.wire import (
@@ -224,9 +224,7 @@ class CallStream:
         """End the stream; calls that wait end as lost."""
         self._lose(reason, report=False)
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task], timeout=2)
+        await cancel_and_wait([task], 2)
 
     async def _connect(self) -> aiohttp.ClientWebSocketResponse:
         try:
@@ -314,9 +312,7 @@ class CallStream:
             return next(iter(done)).result()
         finally:
             self._socket = None
-            for part in parts:
-                part.cancel()
-            await asyncio.wait(parts)
+            await cancel_and_wait(parts)
             with contextlib.suppress(aiohttp.ClientError, OSError):
                 async with asyncio.timeout(1):
                     await socket.close()

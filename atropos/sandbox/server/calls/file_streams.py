@@ -15,6 +15,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
+from atropos.aio import cancel_and_wait
 from atropos.errors import SandboxError
 from atropos.wire import OpError
 
@@ -98,8 +99,7 @@ class FileStream:
             StreamGone: the stream is over, or another request has taken over.
         """
         while self._turn is not None:  # after its end, another one may have come first
-            self._turn.cancel()
-            await asyncio.wait([self._turn])
+            await cancel_and_wait([self._turn])
         if self.closed or offset > self.received:
             raise StreamGone(f"a piece starts at {offset}, and the stream has {self.received} bytes")
         self._turn = turn = self._loop.create_task(self._receive(offset, chunks, last=last))
