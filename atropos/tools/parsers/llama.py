@@ -52,8 +52,7 @@ class Llama3JsonParser(Parser):
                     found.text(f"\n{text[at:]}")
                 break
             found.json_calls(value, text[at:end], _CURE)
-            at = end
-            at = skip(text, at, "; \t\r\n,")
+            at = skip(text, end, "; \t\r\n,")
             if text.startswith(TAG, at):
                 at += len(TAG)
         return found.done()

@@ -39,7 +39,7 @@ class Qwen3CoderParser(Parser):
             match = _FUNCTION.search(text, at)
             if match is None:
                 rest = text[at:]
-                if rest.strip() == "<tool_call>":
+                if rest.strip() == _CALL:
                     found.error("the tool call was cut off before its <function=name>", rest)
                 else:
                     found.text(rest)

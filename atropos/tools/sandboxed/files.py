@@ -123,25 +123,18 @@ def _content(path: str, content: str, first_line: int, size: int) -> dict[str, o
 
 async def _lines(scope: ToolScope, arguments: ReadFileArguments, first: wire.FileResult) -> tuple[int, list[str], str]:
     """The number of the first line, the lines, and what follows them ('' at the end of the file)."""
-    start = arguments.offset
-    if start < 0:
-        if first.size > len(first.data):
-            raise ToolError(
-                f"{arguments.path} is too large ({plural(first.size, 'byte')}) to count its lines from the end; "
-                f"use the terminal: tail -n {-start} FILE"
-            )
-        start += len(_split(first.data)) + 1
-    start = max(start, 1)
+    start = _first_line(arguments, first)
     skip, kept, kept_bytes = start - 1, list[bytes](), 0
-    data, position, line = first.data, len(first.data), b""  # `line`: the start of one that the next chunk continues
+    data, position = first.data, len(first.data)
+    begun = b""  # the start of a line that the next chunk continues
     while True:
         at_end = position >= first.size or not data
         newlines = data.count(b"\n")
         if skip > newlines and not at_end:
             skip -= newlines  # the whole chunk is before the requested lines
         else:
-            pieces = _split(line + data) if at_end else (line + data).split(b"\n")
-            line = b"" if at_end else pieces.pop()[:CHUNK_BYTES]  # only the start of a very long line is shown
+            pieces = _split(begun + data) if at_end else (begun + data).split(b"\n")
+            begun = b"" if at_end else pieces.pop()[:CHUNK_BYTES]  # only the start of a very long line is shown
             skip, pieces = max(skip - len(pieces), 0), pieces[skip:]
             for piece in pieces:
                 if len(kept) == arguments.limit or kept_bytes > 2 * scope.limits.max_output_bytes:
@@ -159,6 +152,18 @@ async def _lines(scope: ToolScope, arguments: ReadFileArguments, first: wire.Fil
             )
         chunk = await fetch(scope, arguments.path, position, CHUNK_BYTES)
         data, position = chunk.data, position + len(chunk.data)
+
+
+def _first_line(arguments: ReadFileArguments, first: wire.FileResult) -> int:
+    """The number of the first requested line, which may be counted from the end."""
+    if arguments.offset >= 0:
+        return max(arguments.offset, 1)
+    if first.size > len(first.data):
+        raise ToolError(
+            f"{arguments.path} is too large ({plural(first.size, 'byte')}) to count its lines from the end; "
+            f"use the terminal: tail -n {-arguments.offset} FILE"
+        )
+    return max(len(_split(first.data)) + 1 + arguments.offset, 1)
 
 
 def _texts(lines: list[bytes]) -> list[str]:

@@ -12,7 +12,7 @@ from atropos import wire
 from atropos.tools.arguments import Arguments, Seconds
 from atropos.tools.base import Tool, ToolError, ToolScope, ToolState
 from atropos.tools.models import ToolResult
-from atropos.tools.sandboxed.text import clip, decode, plural, shown, without_escapes
+from atropos.tools.sandboxed.text import bounded_s, clip, decode, plural, shown, without_escapes
 
 BUFFER_BYTES = 200_000
 """Latest output of a background process that is kept; the dropped bytes are counted."""
@@ -89,10 +89,8 @@ class ProcessTool(Tool):
         if not session_id:
             listing: wire.ProcListing = await scope.run(wire.ProcList())
             raise ToolError(f"process: action {arguments.action!r} needs session_id; {_sessions(listing)}")
-        if arguments.action in {"write", "submit"} and arguments.data is None:
-            if arguments.action == "write":
-                raise ToolError("process: action 'write' needs data, the text to send")
-            arguments = arguments.model_copy(update={"data": ""})
+        if arguments.action == "write" and arguments.data is None:
+            raise ToolError("process: action 'write' needs data, the text to send")
         actions = {
             "poll": self._poll,
             "log": self._log,
@@ -137,9 +135,8 @@ class ProcessTool(Tool):
         )
 
     async def _wait(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
-        most = scope.limits.max_wait_s
-        asked = arguments.timeout if arguments.timeout is not None else most
-        wait_s = min(asked, most)
+        most_s = scope.limits.max_wait_s
+        wait_s, cut = bounded_s("the wait of", arguments.timeout or most_s, most_s)
         state = await read(
             scope,
             session_id,
@@ -148,9 +145,8 @@ class ProcessTool(Tool):
             wait_s=wait_s,
             until="exit",
         )
-        note = f"[the wait of {asked:g} s was shortened to {wait_s:g} s, the longest allowed]" if asked > wait_s else ""
-        if state.running:
-            note = f"[still running after {wait_s:g} s]" + (f"\n{note}" if note else "")
+        running = f"still running after {wait_s:g} s" if state.running else ""
+        note = "\n".join(f"[{part}]" for part in (running, cut) if part)
         return self._report(state, scope, "no new output", note)
 
     async def _kill(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:

@@ -22,7 +22,7 @@ from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed.process import BUFFER_BYTES, read
 from atropos.tools.sandboxed.recording import Recording
 from atropos.tools.sandboxed.screen import TERM, Screen
-from atropos.tools.sandboxed.text import clip, plural
+from atropos.tools.sandboxed.text import bounded_s, clip, plural
 
 QUIET_S = 0.15
 """A program without output for so long has finished drawing."""
@@ -224,8 +224,8 @@ async def _send(arguments: SessionArguments, scope: ToolScope, session: _Session
         await _update(scope, session)
         if not session.finished:
             raise ToolError(f"session: {result.message}", limit=result.limit)
-    # Wait for the program to start to answer before waiting for quiet; some never answer.
-    await _read(scope, session, wait_s=min(0.5, arguments.timeout or 0.5), until="output", beyond=before)
+    if session.seen == before:  # wait until the program starts to answer, before waiting for quiet; some never answer
+        await _read(scope, session, wait_s=min(0.5, arguments.timeout or 0.5), until="output")
     settle = SETTLE_S if arguments.timeout is None else min(arguments.timeout, scope.limits.max_wait_s)
     await _settle(scope, session, settle)
     return _show(session)
@@ -238,9 +238,8 @@ async def _screen(arguments: SessionArguments, scope: ToolScope, session: _Sessi
 
 
 async def _wait(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
-    asked = arguments.timeout if arguments.timeout is not None else min(30.0, scope.limits.max_wait_s)
-    wait_s = min(asked, scope.limits.max_wait_s)
-    cut = f"the wait of {asked:g} s was shortened to {wait_s:g} s, the longest allowed" if asked > wait_s else ""
+    most_s = scope.limits.max_wait_s
+    wait_s, cut = bounded_s("the wait of", arguments.timeout or min(30.0, most_s), most_s)
     if arguments.pattern is None:
         quiet = await _settle(scope, session, wait_s, quiet_s=1.0)
         return _show(session, cut if quiet else f"output has not stopped after {wait_s:g} s")
@@ -321,10 +320,9 @@ async def _read(
     wait_s: float,
     until: Literal["exit", "output", "quiet"],
     quiet_s: float = QUIET_S,
-    beyond: int | None = None,
 ) -> None:
     """Read and draw the program's output, and send the terminal's answers to its queries."""
-    if session.finished or (beyond is not None and session.seen > beyond):
+    if session.finished:
         return
     state = await read(scope, session.id, offset=session.seen, wait_s=wait_s, until=until, quiet_s=quiet_s)
     session.state = state
@@ -350,11 +348,8 @@ async def _settle(scope: ToolScope, session: _Session, wait_s: float, *, quiet_s
         await _read(scope, session, wait_s=left, until="quiet", quiet_s=quiet_s)
         if session.finished or session.seen == before:
             return True
-        if (
-            time.monotonic() < deadline - quiet_s
-            and session.state is not None
-            and session.seen >= session.state.total_bytes
-        ):
+        drawn = session.state is not None and session.seen >= session.state.total_bytes
+        if drawn and time.monotonic() < deadline - quiet_s:  # else the slot's own wait may have ended it
             return True
 
 

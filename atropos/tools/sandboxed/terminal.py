@@ -13,7 +13,7 @@ from atropos.tools.arguments import Arguments, Seconds, no_nul
 from atropos.tools.base import Tool, ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed.process import BUFFER_BYTES, process_reports, read
-from atropos.tools.sandboxed.text import command_result, decode, without_escapes
+from atropos.tools.sandboxed.text import bounded_s, command_result, decode, without_escapes
 
 
 class TerminalArguments(Arguments):
@@ -61,9 +61,7 @@ class TerminalTool(Tool):
         if arguments.background:
             return await self._start(arguments, scope)
         limits = scope.limits
-        asked = arguments.timeout if arguments.timeout is not None else limits.command_timeout_s
-        timeout_s = min(asked, limits.max_timeout_s)
-        note = f"timeout {asked:g} s was shortened to {timeout_s:g} s, the longest allowed" if asked > timeout_s else ""
+        timeout_s, note = bounded_s("timeout", arguments.timeout or limits.command_timeout_s, limits.max_timeout_s)
         result: wire.CommandResult
         if arguments.pty:
             result = await self._on_terminal(arguments, scope, timeout_s)

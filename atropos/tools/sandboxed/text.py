@@ -110,6 +110,13 @@ def _describe_failure(result: wire.CommandResult, timeout_s: float) -> str | Non
     return f"exit code {result.exit_code}" if result.exit_code else None
 
 
+def bounded_s(what: str, asked_s: float, most_s: float) -> tuple[float, str]:
+    """The time that a model asked for, or the longest allowed; and a note where that is less."""
+    if asked_s <= most_s:
+        return asked_s, ""
+    return most_s, f"{what} {asked_s:g} s was shortened to {most_s:g} s, the longest allowed"
+
+
 def plural(count: int, noun: str) -> str:
     """`1 line`, `2 lines`, `2 matches`."""
     ending = "" if count == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
