@@ -12,13 +12,12 @@ import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 
-from atropos.aio import Backoff, backoff_s
+from atropos.aio import Backoff, backoff_s, cancel_and_wait
 from atropos.errors import BackendUnavailable, OutcomeUnknown
+from atropos.slots.client.call_stream import PAUSE_S
 from atropos.slots.client.sandbox_client import SandboxClient
 from atropos.wire import Done, Lease, OpError, OpResult, ReadStream, WriteStream
 
-PAUSE_S = (0.02, 1.0)
-"""First and longest pause between attempts to send a piece; each is drawn from half to all of it."""
 ENDED_S = 5.0
 """Longest that a stream's call is waited for when the stream has broken off, in seconds."""
 READ_TRIES = 5
@@ -132,6 +131,4 @@ async def _both(
     try:
         yield tasks
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await cancel_and_wait(tasks)

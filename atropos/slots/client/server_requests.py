@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from atropos.aio import Backoff, set_within
 from atropos.errors import BackendUnavailable, PoolFull, SandboxError, SlotLost, from_code
 from atropos.net.tls import client_context
-from atropos.slots.client.call_stream import ClientRefused
+from atropos.slots.client.call_stream import CONNECT_S, PAUSE_S, ClientRefused
 from atropos.wire import Lease, Problem
 
 T = TypeVar("T", bound=BaseModel)
@@ -22,8 +22,6 @@ REQUEST_S = 60.0
 """Longest one HTTP request may take: a lease may wait for its sandbox, a release for its reset."""
 MAX_REQUESTS = 100
 """HTTP requests under way at once; more wait for these."""
-CONNECT_S = 5.0
-"""Longest an attempt to connect may take."""
 SLICE_BYTES = 1 << 18
 """Part of a body that the loop handles at once."""
 
@@ -109,8 +107,10 @@ class ServerRequests:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=REQUEST_S)
         try:
             async with self._long.request(method, url, timeout=timeout, **arguments) as response:
-                if response.status != 200:
-                    raise BackendUnavailable(str(_problem(response.status, await response.read())))
+                try:
+                    await _check(response)
+                except SandboxError as error:
+                    raise BackendUnavailable(str(error)) from None
                 yield response
         except (aiohttp.ClientError, OSError) as error:
             raise BackendUnavailable(f"stream {stream} of {self.url} broke off: {error!r}") from error
@@ -124,10 +124,8 @@ class ServerRequests:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=None)
         try:
             async with self._connected().put(self.url + path, params=query, data=chunks, timeout=timeout) as response:
-                raw = await response.read()
-                if response.status != 200:
-                    raise _problem(response.status, raw)
-                return raw
+                await _check(response)
+                return await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise BackendUnavailable(f"{query} could not be sent to {self.url}: {error!r}") from error
 
@@ -141,8 +139,7 @@ class ServerRequests:
         source, target = self._connected(), to._connected()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=REQUEST_S)
         async with source.get(f"{self.url}{path}", timeout=timeout) as archive:
-            if archive.status != 200:
-                raise _problem(archive.status, await archive.read())
+            await _check(archive)
             put = target.put(
                 to.url + path.partition("?")[0],
                 params=query,
@@ -151,10 +148,8 @@ class ServerRequests:
                 timeout=timeout,
             )
             async with put as response:
-                raw = await response.read()
-                if response.status != 200:
-                    raise _problem(response.status, raw)
-                return raw
+                await _check(response)
+                return await response.read()
 
     async def ask(
         self, method: str, path: str, kind: type[T] | None, body: BaseModel | None = None, *, patient: bool = False
@@ -166,7 +161,7 @@ class ServerRequests:
         Raises:
             SandboxError: it was refused, or the server can't be reached or is lost.
         """
-        backoff = Backoff(first_s=0.02, longest_s=1)
+        backoff = Backoff(*PAUSE_S)
         patience_s = self._patience_s if method != "GET" else 1.0
         until: float | None = None
         while True:
@@ -192,13 +187,18 @@ class ServerRequests:
         data = None if body is None else body.__pydantic_serializer__.to_json(body)
         headers = {"Content-Type": "application/json"} if data is not None else None
         async with self._connected().request(method, self.url + path, data=data, headers=headers) as response:
+            await _check(response)
             raw = await response.read()
-            if response.status >= 300:
-                raise _problem(response.status, raw)
         try:
             return kind.model_validate_json(raw) if kind is not None else None  # pyright: ignore[reportReturnType]
         except ValidationError as error:
             raise BackendUnavailable(f"{self.url}{path} sent an invalid answer: {error.errors()[:1]}") from None
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    """Raise what a refusal stands for."""
+    if response.status >= 300:
+        raise _problem(response.status, await response.read())
 
 
 def _problem(status: int, raw: bytes) -> SandboxError:

@@ -148,9 +148,8 @@ class Grants:
                 await asyncio.sleep(REFUSED_S)
             return None
         except SandboxError as error:
-            if not error.retryable or (
-                isinstance(error, SlotLost) and snapshot is not None and snapshot.places in ([], [link])
-            ):
+            nowhere_else = snapshot is not None and {*snapshot.places} <= {link}
+            if not error.retryable or (isinstance(error, SlotLost) and nowhere_else):
                 state.fleet.cancel_reservation(ticket)
                 state.serve()
                 raise
@@ -191,26 +190,20 @@ class Grants:
             ) from error
         return True
 
-    async def _in_turn(
-        self,
-        link: ContainerLink,
-        ticket: Ticket,
-        request: wire.LeaseRequest,
-        snapshot: Snapshot | None,
-        before: asyncio.Task[Slot | None] | None,
-    ) -> Slot | None:
-        """As `_grant`, in order: a container's answers come over several connections and may overtake each other."""
-        slot = await self._grant(link, ticket, request, snapshot)
-        if before is not None and not before.done():
-            await asyncio.wait([before], timeout=IN_TURN_S)
-        return slot
-
     async def _finish(
         self, link: ContainerLink, ticket: Ticket, request: wire.LeaseRequest, snapshot: Snapshot | None
     ) -> Slot | None:
         """Turn a reservation into a lease; None: try elsewhere. When cancelled, a slot that is still granted is released."""
         before = self._last.get(link) if snapshot is None else None
-        task = self._state.tasks.spawn(self._in_turn(link, ticket, request, snapshot, before), "grant", awaited=True)
+
+        async def in_turn() -> Slot | None:
+            """A container's answers come over several connections and may overtake each other."""
+            slot = await self._grant(link, ticket, request, snapshot)
+            if before is not None and not before.done():
+                await asyncio.wait([before], timeout=IN_TURN_S)
+            return slot
+
+        task = self._state.tasks.spawn(in_turn(), "grant", awaited=True)
         if snapshot is None:  # a fork may wait for a copy, which must not delay others
             self._last[link] = task
             task.add_done_callback(lambda ended: self._forget(link, ended))

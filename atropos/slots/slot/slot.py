@@ -127,9 +127,7 @@ class Slot(SlotFiles):
             operation: any of `atropos.wire`'s.
             call_id: the idempotency key; None: a fresh one.
         """
-        if self._over is not None:
-            self._due += 1
-            raise type(self._over)(*self._over.args)
+        self._check_held()
         if self.profile is not PLAIN:
             operation = self.profile.applied(operation)
         with (
@@ -140,6 +138,12 @@ class Slot(SlotFiles):
             outcome.result = wire.outcome(answer)
             span.set(atropos__result=outcome.result)
         return answer
+
+    def _check_held(self) -> None:
+        """Raise why the lease is over, if it is."""
+        if self._over is not None:
+            self._due += 1
+            raise type(self._over)(*self._over.args)
 
     @contextlib.contextmanager
     def _measured(self, op: str) -> Generator[Outcome]:
@@ -339,8 +343,7 @@ class Slot(SlotFiles):
         return await self._snapshot()
 
     async def _snapshot(self, *, beside: bool = False) -> Snapshot:
-        if self._over is not None:
-            raise type(self._over)(*self._over.args)
+        self._check_held()
         task = self.link.state.tasks.spawn(self._freeze(beside=beside), f"snapshot {self.name}", awaited=True)
         self._due += 1
         try:
@@ -363,8 +366,7 @@ class Slot(SlotFiles):
             NotSupported: a folder can't be shown, as `/` or `/proc`; nothing has changed.
             SlotLost: the slot is gone.
         """
-        if self._over is not None:
-            raise type(self._over)(*self._over.args)
+        self._check_held()
         await self.link.client.view(self.lease, folders)
 
     async def settle(self) -> None:
