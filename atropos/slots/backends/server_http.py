@@ -67,19 +67,30 @@ class ServerHttp:
         return True
 
     async def status(self, url: str, token: str, *, patience_s: float = 0.0) -> Status | None:
-        """A server's status; None when it doesn't answer.
+        """A server's status; None when it doesn't answer. `patience_s`: see `_ask`."""
+        raw = await self._ask("GET", f"{url}/v1/status", token, patience_s=patience_s)
+        try:
+            return None if raw is None else Status.model_validate_json(raw)
+        except ValidationError:
+            return None
+
+    async def _ask(
+        self, method: str, url: str, token: str, *, patience_s: float, body: str | None = None
+    ) -> bytes | None:
+        """The answer to a request; None: there is none, or it is a refusal.
 
         The request is retried for `patience_s` where the server is too busy to answer within `ANSWER_S`: it may hold leases.
         """
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         until = time.monotonic() + patience_s
         while True:
             try:
-                async with self._open().get(f"{url}/v1/status", headers=_bearer(token), ssl=self._tls) as answer:
-                    return Status.model_validate_json(await answer.read()) if answer.ok else None
+                async with self._open().request(method, url, data=body, headers=headers, ssl=self._tls) as answer:
+                    return await answer.read() if answer.ok else None
             except TimeoutError:
                 if time.monotonic() >= until:
                     return None
-            except (aiohttp.ClientError, OSError, ValidationError):
+            except (aiohttp.ClientError, OSError):
                 return None
 
     async def until_idle(self, url: str, token: str) -> None:
@@ -109,18 +120,5 @@ class ServerHttp:
         Unless `deadline_s` is 0, the request is retried for `DOUBT_S` where the server is too busy to answer.
         """
         body = DrainRequest(deadline_s=deadline_s).model_dump_json()
-        headers = _bearer(token) | {"Content-Type": "application/json"}
-        until = time.monotonic() + (DOUBT_S if deadline_s else 0)
-        while True:
-            try:
-                async with self._open().post(f"{url}/v1/drain", data=body, headers=headers, ssl=self._tls) as answer:
-                    return answer.ok
-            except TimeoutError:
-                if time.monotonic() >= until:
-                    return False
-            except (aiohttp.ClientError, OSError):
-                return False
-
-
-def _bearer(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"}
+        patience_s = DOUBT_S if deadline_s else 0
+        return await self._ask("POST", f"{url}/v1/drain", token, patience_s=patience_s, body=body) is not None
