@@ -171,15 +171,10 @@ def last_capability() -> int:
 
 def set_capabilities(permitted: frozenset[int], inheritable: frozenset[int] = frozenset()) -> None:
     """Set the permitted and effective sets to `permitted`, and the inheritable set."""
-    low, high, inherit_low, inherit_high = 0, 0, 0, 0
-    for cap in permitted:
-        low, high = (low | 1 << cap, high) if cap < 32 else (low, high | 1 << (cap - 32))
-    for cap in inheritable:
-        inherit_low, inherit_high = (
-            (inherit_low | 1 << cap, inherit_high) if cap < 32 else (inherit_low, inherit_high | 1 << (cap - 32))
-        )
+    own, inherited = (sum(1 << cap for cap in caps) for caps in (permitted, inheritable))
     header = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0)
-    data = (ctypes.c_uint32 * 6)(low, low, inherit_low, high, high, inherit_high)
+    # effective, permitted and inheritable: of capabilities 0 to 31, then of those above
+    data = (ctypes.c_uint32 * 6)(*(mask >> shift & 0xFFFF_FFFF for shift in (0, 32) for mask in (own, own, inherited)))
     _check(libc.capset(header, data), "capset")
 
 

@@ -72,7 +72,6 @@ class Server:
         loop = asyncio.get_running_loop()
         upkeep = loop.create_task(pulse(core))
         probing = loop.create_task(host.probe())
-        clean = False
         try:
             async with contextlib.AsyncExitStack() as site:
                 core.leasing.warm_pool.fill()
@@ -88,13 +87,13 @@ class Server:
                 finally:
                     # Before the site goes, so that clients are notified and calls are answered.
                     upkeep.cancel()
-                    clean = await self._close(core)
+                    await self._close(core)
         finally:
             upkeep.cancel()
             await asyncio.wait([probing])
             if not probing.cancelled():
                 probing.exception()  # retrieved, so that asyncio logs nothing: an earlier error is what is raised
-            clean = await self._close(core) and clean
+            clean = await self._close(core)
             listener.close()
         return 0 if clean and not core.leasing.broken else 1
 
@@ -189,9 +188,8 @@ class Server:
         core.leasing.drain(self._deadline_s)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        while core.state.runs and loop.time() < began + self._deadline_s:
-            left = min(0.25, max(0.0, began + self._deadline_s - loop.time()))
-            await set_within(core.leasing.idle, left)
+        while core.state.runs and (left := began + self._deadline_s - loop.time()) > 0:
+            await set_within(core.leasing.idle, min(0.25, left))  # the time may be shortened meanwhile
 
 
 def check_required(config: ServerConfig, features: Sequence[Feature]) -> None:

@@ -221,17 +221,17 @@ def _preamble(made: _Filter) -> bytes:
         return b""
     highest = max(number for number in range(1024) if made.resolve(number))
 
-    def instruction(code: int, jt: int, jf: int, k: int) -> bytes:
-        return struct.pack("<HBBI", code, jt, jf, k)
+    def instruction(code: int, jump_unless: int, value: int) -> bytes:
+        return struct.pack("<HBBI", code, 0, jump_unless, value)
 
     load, equal, greater, answer = 0x20, 0x15, 0x25, 0x06
     enosys = 0x00050000 | errno.ENOSYS
     return b"".join(
         (
-            instruction(load, 0, 0, 4),  # seccomp_data.arch
-            instruction(equal, 0, 3, arch),  # another: to libseccomp's part, which kills
-            instruction(load, 0, 0, 0),  # seccomp_data.nr
-            instruction(greater, 0, 1, highest),
-            instruction(answer, 0, 0, enosys),
+            instruction(load, 0, 4),  # seccomp_data.arch
+            instruction(equal, 3, arch),  # another: to libseccomp's part, which kills
+            instruction(load, 0, 0),  # seccomp_data.nr
+            instruction(greater, 1, highest),
+            instruction(answer, 0, enosys),
         )
     )
