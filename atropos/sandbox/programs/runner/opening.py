@@ -1,4 +1,4 @@
-"""Opening regular files of the slot without ever waiting."""
+"""Opening regular files of the slot without ever waiting, reading and writing them."""
 
 from __future__ import annotations
 
@@ -47,3 +47,10 @@ def read_all(fd: int, offset: int, limit: int) -> bytes:
         offset += len(data)
         limit -= len(data)
     return b"".join(parts)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of `data`."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

@@ -11,6 +11,7 @@ from atropos.sandbox.programs.runner.children import children, with_room
 from atropos.sandbox.programs.runner.failures import OpFailed, failure
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import loop, now
+from atropos.sandbox.programs.runner.opening import write_all
 from atropos.sandbox.programs.runner.signals import signals
 from atropos.sandbox.programs.runner.state import state
 
@@ -123,8 +124,6 @@ def in_child(job: Callable[[], Outcome], write: int, stream: int | None) -> None
         except BaseException as error:
             failed = failure(error)
             result = marshal.dumps(("failed", failed.error, failed.message, failed.limit))
-        view = memoryview(result)
-        while view:
-            view = view[os.write(0, view) :]
+        write_all(0, result)
     finally:
         os._exit(0)

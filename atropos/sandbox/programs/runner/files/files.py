@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, text
 from atropos.sandbox.programs.runner.frames import link
-from atropos.sandbox.programs.runner.opening import check_regular, open_at_once, open_regular, read_all
+from atropos.sandbox.programs.runner.opening import check_regular, open_at_once, open_regular, read_all, write_all
 from atropos.sandbox.programs.runner.paths import make_folders, path_of
 from atropos.sandbox.programs.runner.state import is_special
 from atropos.sandbox.programs.runner.users import identity_of
@@ -104,7 +104,9 @@ def write_file(path: str, data: bytes, mode: int | None, if_sha256: str | None, 
             flags = os.O_WRONLY | in_place | os.O_CREAT | os.O_NOFOLLOW
             fd = open_at_once(name, flags, 0o644 if mode is None else mode, folder)
             try:
-                write_all(fd, data, mode)
+                write_all(fd, data)
+                if mode is not None:
+                    os.fchmod(fd, mode)
             finally:
                 os.close(fd)
         else:
@@ -167,15 +169,6 @@ def folder_of(path: str) -> tuple[int, str]:
         raise
 
 
-def write_all(fd: int, data: bytes, mode: int | None) -> None:
-    """Write all of `data`, and set the file's mode."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    if mode is not None:
-        os.fchmod(fd, mode)
-
-
 def replace_file(folder: int, name: str, pieces: Iterable[bytes], mode: int | None, old: os.stat_result | None) -> None:
     """Write a temporary file and rename it: readers see the old file or the new, and a full disk keeps the old."""
     beside = f".{os.urandom(9).hex()}.tmp"  # a name that no program can have taken already, and never too long
@@ -184,7 +177,7 @@ def replace_file(folder: int, name: str, pieces: Iterable[bytes], mode: int | No
     try:
         try:
             for data in pieces:
-                write_all(fd, data, None)
+                write_all(fd, data)
             if mode is None and old is not None:
                 mode = old.st_mode & 0o7777
             if mode is not None:

@@ -8,7 +8,7 @@ import posixpath
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, text
-from atropos.sandbox.programs.runner.files.files import write_all
+from atropos.sandbox.programs.runner.opening import write_all
 from atropos.sandbox.programs.runner.paths import make_folders, path_of
 from atropos.sandbox.programs.runner.state import is_special
 from atropos.sandbox.programs.runner.work import Work
@@ -228,7 +228,7 @@ def extract(source: Readable, member: TarMember, places: Places) -> None:
         while left:
             data = exactly(source, min(left, 1 << 20))
             left -= len(data)
-            write_all(fd, data, None)
+            write_all(fd, data)
         exactly(source, -member.size % 512)
         finish_member(fd, member)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.children import children, with_room
 from atropos.sandbox.programs.runner.loop import IN, now
+from atropos.sandbox.programs.runner.opening import write_all
 from atropos.sandbox.programs.runner.paths import make_folders
 from atropos.sandbox.programs.runner.signals import signals
 from atropos.sandbox.programs.runner.start_failures import ShellHeld, UserRefused
@@ -190,10 +191,8 @@ def give(pipes: list[int], identity: Identity) -> None:
 def memory_file(data: bytes) -> int:
     """An unlinked file in memory that holds `data`, at its start."""
     fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
-    view = memoryview(data)
     try:
-        while view:
-            view = view[os.write(fd, view) :]
+        write_all(fd, data)
         os.lseek(fd, 0, 0)
     except OSError:
         os.close(fd)
