@@ -117,22 +117,18 @@ class WarmPool:
         future: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()
         waiting.append(future)
         self.fill()
-        taken = False
         try:
             async with asyncio.timeout(timeout_s):
-                sandbox = await future
-            taken = True
-            return sandbox
-        except TimeoutError:
-            message = (
-                f"no sandbox could be started within {timeout_s:g} s ({self._failures[network]} starts failed in a row)"
-            )
-            raise BackendUnavailable(message) from None
-        finally:
+                return await future
+        except BaseException as error:
             with contextlib.suppress(ValueError):
                 waiting.remove(future)
-            if not taken and not future.cancel() and not future.cancelled() and future.exception() is None:
+            if future.done() and not future.cancelled() and future.exception() is None:
                 self._put(future.result(), network=network)  # it started just as its taker was cancelled
+            if not isinstance(error, TimeoutError):
+                raise
+            failures = f"{self._failures[network]} starts failed in a row"
+            raise BackendUnavailable(f"no sandbox could be started within {timeout_s:g} s ({failures})") from None
 
     def drop(self, sandbox: Sandbox, why: str) -> None:
         """Stop an unused sandbox."""
