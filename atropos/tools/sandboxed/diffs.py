@@ -156,25 +156,7 @@ def _unquoted(name: str) -> str:
 def _hunks(lines: list[str], index: int, change: FileChange) -> int:
     """Parse the hunks after a file's header; returns the index after them."""
     while index < len(lines) and lines[index].startswith("@@"):
-        match = _HUNK.match(lines[index])
-        start = int(match[1]) if match and match[1] else None
-        hunk = Hunk(start)
-        index += 1
-        while index < len(lines):
-            line = lines[index]
-            if line.startswith(("@@", "diff --git ")) or _header(lines, index):
-                break
-            if line.startswith("\\"):
-                _mark_end(hunk)
-            elif line[:1] in {" ", "+", "-"}:
-                hunk.lines.append((line[0], line[1:]))
-            elif not line:
-                hunk.lines.append(("", ""))  # editors and models drop the blank of an empty line
-            else:
-                break
-            index += 1
-        while hunk.lines and hunk.lines[-1] == ("", "") and _between(lines, index):
-            hunk.lines.pop()  # blank lines between two files belong to neither
+        hunk, index = _hunk(lines, index)
         if not hunk.lines:
             raise PatchError(f"a hunk of {change.path} is empty")
         if len(change.hunks) == MAX_HUNKS:
@@ -183,6 +165,27 @@ def _hunks(lines: list[str], index: int, change: FileChange) -> int:
     if not change.hunks and not change.rename:
         raise PatchError(f"the diff has no hunk ('@@ -1,3 +1,4 @@') for {change.path}")
     return index
+
+
+def _hunk(lines: list[str], index: int) -> tuple[Hunk, int]:
+    """The hunk that begins at an index, and the index after it."""
+    match = _HUNK.match(lines[index])
+    hunk = Hunk(int(match[1]) if match and match[1] else None)
+    index += 1
+    while not _between(lines, index) and not lines[index].startswith("@@"):
+        line = lines[index]
+        if line.startswith("\\"):
+            _mark_end(hunk)
+        elif line[:1] in {" ", "+", "-"}:
+            hunk.lines.append((line[0], line[1:]))
+        elif not line:
+            hunk.lines.append(("", ""))  # editors and models drop the blank of an empty line
+        else:
+            break
+        index += 1
+    while hunk.lines and hunk.lines[-1] == ("", "") and _between(lines, index):
+        hunk.lines.pop()  # blank lines between two files belong to neither
+    return hunk, index
 
 
 def _header(lines: list[str], index: int) -> bool:
@@ -195,6 +198,7 @@ def _header(lines: list[str], index: int) -> bool:
 
 
 def _between(lines: list[str], index: int) -> bool:
+    """Whether a file's part ends before this line."""
     return index >= len(lines) or lines[index].startswith("diff --git ") or _header(lines, index)
 
 

@@ -153,12 +153,8 @@ async def _plan(change: diffs.FileChange, edits: dict[str, _Edit], scope: ToolSc
     if change.new_path is not None and change.new_path != change.old_path and not change.rename:
         named = change.new_path in edits or await _exists(scope, change.new_path)
         change.old_path = change.new_path = change.new_path if named else change.old_path
-    known = edits.get(change.old_path)
-    if known is None:
-        found = await _whole(scope, change.old_path)
-        known = _Edit(change.old_path, found.data, found.data, found.mode, found.mode)
-    if known.after is None:
-        raise diffs.PatchError(f"{change.old_path} is deleted earlier in the same diff. Nothing was changed")
+    known = await _known(change.old_path, edits, scope)
+    assert known.after is not None
     after = await off_loop(len(known.after), ON_LOOP_BYTES, _applied, known.after, change)
     mode = known.mode if change.mode is None else change.mode
     gone = _Edit(change.old_path, known.before, None, None, known.old_mode)
@@ -177,6 +173,17 @@ async def _plan(change: diffs.FileChange, edits: dict[str, _Edit], scope: ToolSc
             )
         edits[change.old_path] = gone
         edits[change.new_path] = _Edit(change.new_path, None, after, mode)
+
+
+async def _known(path: str, edits: dict[str, _Edit], scope: ToolScope) -> _Edit:
+    """What a file that is there will be after the edits so far."""
+    known = edits.get(path)
+    if known is None:
+        found = await _whole(scope, path)
+        return _Edit(path, found.data, found.data, found.mode, found.mode)
+    if known.after is None:
+        raise diffs.PatchError(f"{path} is deleted earlier in the same diff. Nothing was changed")
+    return known
 
 
 async def _write(edits: list[_Edit], scope: ToolScope) -> None:
