@@ -132,19 +132,23 @@ class Relay:
         else:
             self.drop(connection, tell=False)
 
+    def ready(self) -> list[tuple[int, int]]:
+        """The files that can be read or written, as `poll` has them, once one can; none for which there is no room."""
+        poll = select.poll()
+        if sum(len(connection.waiting) for connection in self.by_number.values()) < MAX_WAITING_BYTES:
+            poll.register(0, select.POLLIN)
+        if self.listener is not None and len(self.by_number) < MAX_CONNECTIONS:
+            poll.register(self.listener.fileno(), select.POLLIN)
+        for file, connection in self.by_file.items():
+            events = (0 if connection.ended_here else select.POLLIN) | (select.POLLOUT if connection.waiting else 0)
+            if events:
+                poll.register(file, events)
+        return poll.poll()
+
     def run(self) -> None:
         """Until the other end has gone."""
         while True:
-            poll = select.poll()
-            if sum(len(connection.waiting) for connection in self.by_number.values()) < MAX_WAITING_BYTES:
-                poll.register(0, select.POLLIN)
-            if self.listener is not None and len(self.by_number) < MAX_CONNECTIONS:
-                poll.register(self.listener.fileno(), select.POLLIN)
-            for file, connection in self.by_file.items():
-                events = (0 if connection.ended_here else select.POLLIN) | (select.POLLOUT if connection.waiting else 0)
-                if events:
-                    poll.register(file, events)
-            for file, events in poll.poll():
+            for file, events in self.ready():
                 if file == 0:
                     if not self.hear():
                         return
