@@ -269,43 +269,49 @@ class NomadApi:
         Raises:
             ConfigError: the job has a token, and no certificate or another one than `pair`.
         """
-        path, namespace = f"nomad/jobs/{job_id}", self.settings.namespace
+        path = f"nomad/jobs/{job_id}"
         for _ in range(3):
-            try:
-                found: Json = await self._ask(
-                    "read the variable", lambda: self._nomad.variable.get_variable(path, namespace), kind=dict
-                )
-                items: dict[str, str] = found["Items"]
-                if items.get("token"):
-                    if pair is not None and items.get("certificate", "").strip() != pair[0].strip():
-                        raise ConfigError(
-                            f"tls_certificate: job {job_id} runs with another certificate, or without TLS: purge it first "
-                            "(atropos pool purge), or name the files that it was started with"
-                        )
-                    return JobSecret(items["token"], items.get("certificate") or None)
-                index = found["ModifyIndex"]
-            except NomadRefused as error:
-                if error.status != NOT_FOUND:
-                    raise
-                index, items = 0, {}
+            items, index = await self._variable(path)
+            if items.get("token"):
+                if pair is not None and items.get("certificate", "").strip() != pair[0].strip():
+                    raise ConfigError(
+                        f"tls_certificate: job {job_id} runs with another certificate, or without TLS: purge it first "
+                        "(atropos pool purge), or name the files that it was started with"
+                    )
+                return JobSecret(items["token"], items.get("certificate") or None)
             if not make:
                 return JobSecret()
             items |= {"token": secrets.token_hex(32)}
             if pair is not None:
                 items |= {"certificate": pair[0], "key": pair[1]}
-            payload = {"Path": path, "Items": items}
-            try:
-                await self._ask(
-                    "write the variable",
-                    lambda index=index, payload=payload: self._nomad.variable.create_variable(
-                        path, payload, namespace, cas=index
-                    ),
-                    changes=True,
-                )
-            except NomadRefused as error:
-                if error.status != requests.codes.conflict:
-                    raise
+            await self._set_variable(path, items, index)
         raise BackendUnavailable(f"the Nomad variable {path} keeps changing")
+
+    async def _variable(self, path: str) -> tuple[dict[str, str], int]:
+        """What a variable holds, and the index that it has now; 0: there is none."""
+        namespace = self.settings.namespace
+        try:
+            found: Json = await self._ask(
+                "read the variable", lambda: self._nomad.variable.get_variable(path, namespace), kind=dict
+            )
+        except NomadRefused as error:
+            if error.status != NOT_FOUND:
+                raise
+            return {}, 0
+        return found["Items"], found["ModifyIndex"]
+
+    async def _set_variable(self, path: str, items: dict[str, str], index: int) -> None:
+        """Write a variable, unless its index is another one by now."""
+        payload, namespace = {"Path": path, "Items": items}, self.settings.namespace
+        try:
+            await self._ask(
+                "write the variable",
+                lambda: self._nomad.variable.create_variable(path, payload, namespace, cas=index),
+                changes=True,
+            )
+        except NomadRefused as error:
+            if error.status != requests.codes.conflict:
+                raise
 
     async def drop_secret(self, job_id: str) -> None:
         """Delete a job's secret."""
