@@ -123,32 +123,35 @@ class ImageTree:
             return
         parent = self._open(where, create=True)
         self._make_room(parent, path, name, member)
-        if member.isdir():
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o755, dir_fd=parent)
-            fd = os.open(name, _FOLDER, dir_fd=parent)
-            self._times.append((path, member.mtime))
-            self._count(BLOCK)
-        elif member.issym():
-            os.symlink(member.linkname, name, dir_fd=parent)
-            self._own_link(parent, name, member)
-            fd = -1
-        elif member.islnk():
-            self._link(parent, name, member)
-            fd = -1
-        elif member.isfifo():
-            os.mkfifo(name, 0o600, dir_fd=parent)
-            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-        elif member.isreg():
-            fd = self._file(tar, parent, name, member)
-        else:
-            raise ImageRefused(f"{path}: an entry of unknown type {member.type!r}")
+        fd = self._made(tar, parent, path, name, member)
         while path and path not in self._added:
             self._added.add(path)
             path = path.rpartition("/")[0]
-        if fd >= 0:
+        if fd is not None:
             self._adopt(fd, member)
             os.close(fd)
+
+    def _made(self, tar: tarfile.TarFile, parent: int, path: str, name: str, member: tarfile.TarInfo) -> int | None:
+        """Make what a member is; the descriptor of what has an owner and attributes of its own, and can be opened."""
+        if member.isdir():
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o755, dir_fd=parent)
+            self._times.append((path, member.mtime))
+            self._count(BLOCK)
+            return os.open(name, _FOLDER, dir_fd=parent)
+        if member.issym():
+            os.symlink(member.linkname, name, dir_fd=parent)
+            self._own_link(parent, name, member)
+            return None
+        if member.islnk():
+            self._link(parent, name, member)
+            return None
+        if member.isfifo():
+            os.mkfifo(name, 0o600, dir_fd=parent)
+            return os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        if member.isreg():
+            return self._file(tar, parent, name, member)
+        raise ImageRefused(f"{path}: an entry of unknown type {member.type!r}")
 
     def _make_room(self, parent: int, path: str, name: str, member: tarfile.TarInfo) -> None:
         """Remove what stands where a member goes, unless both are folders."""
