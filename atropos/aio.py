@@ -129,7 +129,7 @@ class Allowance:
     @contextlib.asynccontextmanager
     async def limit(self) -> AsyncGenerator[None]:
         """End the body with `TimeoutError` when nothing is left; one at a time."""
-        async with asyncio.timeout(self.left_s if self._end < math.inf else None) as limit:
+        async with asyncio.timeout(self.left_s) as limit:
             self._limit = limit
             try:
                 yield
@@ -140,6 +140,9 @@ class Allowance:
     @contextlib.asynccontextmanager
     async def once(self) -> AsyncGenerator[None]:
         """`limit` of the only body that there is."""
+        if self._end == math.inf:
+            yield
+            return
         with self:
             async with self.limit():
                 yield

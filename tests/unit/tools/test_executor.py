@@ -68,18 +68,8 @@ async def slow() -> None:
     await asyncio.sleep(30)
 
 
-@tool(toolsets=("test",), timeout_s=3)
-async def fetch() -> str:
-    """Wait for what comes after a second, while the process is stopped, or other code blocks the event loop."""
-    there, loop = asyncio.Event(), asyncio.get_running_loop()
-    loop.call_later(1, there.set)
-    loop.call_soon(time.sleep, 3.5)
-    await there.wait()
-    return "fetched"
-
-
 def make(pool, **config):
-    tools = build_tool_registry(["default"], tools=[hold, fail, picture, slow, fetch])
+    tools = build_tool_registry(["default"], tools=[hold, fail, picture, slow])
     return ToolExecutor(pool, tools, ToolExecutorConfig(**config))
 
 
@@ -104,10 +94,6 @@ async def test_a_slot_is_leased_at_the_first_sandboxed_call_and_kept(executor, p
     await executor.execute("t", terminal("echo 1 > f"))
     assert (await executor.execute("t", terminal("cat f"))).output == "1\n"
     assert pool.free == 7
-
-
-async def test_a_stop_of_this_process_is_no_time_of_a_tool(executor):
-    assert (await executor.execute("t", ToolCall(name="fetch"))).output == "fetched"
 
 
 async def test_calls_of_a_trajectory_run_in_the_order_given(executor):
