@@ -55,8 +55,11 @@ async def test_an_adopted_job_of_which_not_all_has_a_place_shrinks_without_start
 async def test_why_one_more_container_does_not_come_up_is_told_though_others_run():
     async with FakeNomad() as nomad, nomad.pool(max_containers=2) as pool, pool.lease("t"):
         nomad.broken_images = True
+        waiting = asyncio.create_task(pool.acquire("u", timeout_s=60))
+        await until(lambda: "docker load" in pool.trouble(), "why it waits")
         with pytest.raises(AcquireTimeout, match=r"container 1 on .*Failed to pull `nowhere:1`.*docker load"):
-            await pool.acquire("u", timeout_s=0.5)
+            await pool.acquire("v", timeout_s=0.1)
+        await cancel_and_wait([waiting])
         nomad.broken_images = False
         nomad.allocations.pop()
         await nomad.register(2)
