@@ -6,13 +6,15 @@ Exit codes: 0 done; 1 the thing asked for failed; 2 wrong usage or configuration
 
 from __future__ import annotations
 
-import sys
+import signal
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C ends it with 130 from the start, while most of it is still to be loaded."""
-    try:
-        from atropos.cli.app import main as run
-    except KeyboardInterrupt:
-        sys.exit(130)
+    """Run the command line; Ctrl-C ends it from the start, while most of it is still to be loaded.
+
+    At once then, as nothing is held yet: a KeyboardInterrupt in the middle of an import may be lost.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from atropos.cli.app import main as run
+
     run()

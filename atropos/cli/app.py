@@ -7,6 +7,7 @@ import io
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from types import FrameType
 from typing import Annotated
@@ -99,22 +100,26 @@ def main() -> None:
             terminated = True
             signal.raise_signal(signal.SIGINT)
 
-    signal.signal(signal.SIGTERM, terminate)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job has it ignored
+    def loaded() -> None:
+        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job has it ignored
+
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks, as on stderr
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(LogLines())
     try:
-        _run()
+        _run(loaded)
     finally:
         if terminated:
             sys.exit(128 + signal.SIGTERM)
 
 
-def _run() -> None:
+def _run(loaded: Callable[[], None]) -> None:
     try:
-        command_line(*(name for name in sys.argv[1:2] if name in COMMANDS))()
+        command = command_line(*(name for name in sys.argv[1:2] if name in COMMANDS))
+        loaded()
+        command()
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
