@@ -67,8 +67,10 @@ def serving(*options: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving("--slots-per-container", "20") as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    settings = tmp_path_factory.mktemp("server") / "settings.toml"
+    settings.write_text("acquire_s = 60")  # twenty at once, on a busy machine
+    with serving("--slots-per-container", "20", "--config", str(settings)) as running:
         yield running
 
 

@@ -50,7 +50,8 @@ CLEAR = {"disk": "rm -f f", "inodes": "rm -f f*"}
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool():
     engine = Engine("local")
-    config = engine.config(slots_per_container=2, max_containers=1, limits=LIMITS)
+    # its leases outlive tests with an event loop of their own, while which this one stands still
+    config = engine.config(slots_per_container=2, max_containers=1, limits=LIMITS, lease_ttl_s=3600)
     async with SlotPool(config) as pool:
         yield pool
         assert pool.stats().retired == 0, repr(pool)
