@@ -67,6 +67,7 @@ SLOW = {
     "tests/unit/client/test_client.py::test_a_call_too_large": LARGE,
     "tests/unit/dashboard/test_server.py::test_a_name_of_any_length": SERVERS,
     "tests/unit/dashboard/test_server.py::test_a_replay_plays": SERVERS,
+    "tests/unit/dashboard/test_server.py::test_an_answer_that_was_on_its_way": SERVERS,
     "tests/unit/dashboard/test_server.py::test_no_page_is_wider": SERVERS,
     "tests/unit/dashboard/test_server.py::test_nothing_hostile": SERVERS,
     "tests/unit/dashboard/test_server.py::test_the_live_page_follows": SERVERS,
