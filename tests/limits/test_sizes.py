@@ -92,8 +92,8 @@ async def test_neighbours_of_a_large_lease_keep_their_memory(pool):
     """All that a container has is leased, each lease uses nearly all of its own while one tries to take more."""
     async with (
         pool.lease("large", limits=LeaseLimits(memory_mib=192, wall_s=60)) as large,
-        pool.lease("one") as one,
-        pool.lease("two") as two,
+        pool.lease("one", limits=LeaseLimits(wall_s=60)) as one,
+        pool.lease("two", limits=LeaseLimits(wall_s=60)) as two,
     ):
         hold = "exec python3 -c \"import time; x = b'x' * ({} << 20); time.sleep({}); print(len(x) >> 20)\""
         seconds = 3 * SLOWNESS
