@@ -43,6 +43,10 @@ CLAIM = "claim"
 """File of a work folder: how many bytes its image will take, in digits."""
 UNPACKED_RATIO = 3
 """Bytes of an unpacked layer for one of its compressed bytes: Debian's and Python's images have 2.5 to 3."""
+LET_GO_S = 12.0
+"""How long an image stays after it was made, asked for or in use, whatever room is needed: until its lease, or the next one,
+begins. A little more than a server takes to let go of an image that nothing stands on."""
+ROOM_POLL_S = 0.5
 PARALLEL = 3
 """Images that one server pulls at once: enough to fill a network, few enough that each gets on."""
 Phase = Literal["waiting", "pulling", "unpacking"]
@@ -331,12 +335,30 @@ class ImageStore:
     # ------------------------------------------------------------------------------------------------------------ room
 
     async def _claim(self, wanted: int, work: Path) -> int:
-        """As `make_room`; until the work folder is removed, what was claimed in it is taken for all other claims."""
-        async with self._locked("room", lambda _phase, _done: None):
-            await asyncio.to_thread(self._sweep)  # what killed servers claimed
-            room = await asyncio.to_thread(self.make_room, wanted)
-            (work / CLAIM).write_text(str(min(wanted, room)), encoding="utf-8")
-            return room
+        """Make room for an image; until its work folder is removed, what was claimed in it is taken for all other claims.
+
+        Waits for the room of images that are being made, and of those that a server is about to let go.
+
+        Returns:
+            Bytes that may be added; less than `wanted` when images in use take the rest.
+
+        Raises:
+            ImageUnavailable: these leave no room at all.
+        """
+        end = time.monotonic() + 2 * LET_GO_S  # one is let go, and then stays for a while
+        while True:
+            async with self._locked("room", lambda _phase, _done: None):
+                await asyncio.to_thread(self._sweep)  # what killed servers claimed
+                room = await asyncio.to_thread(self.make_room, wanted)
+                if room >= wanted or (time.monotonic() >= end and not self._claimed()):
+                    if room <= 0:
+                        quota_mib = self._settings.quota_mib
+                        raise ImageUnavailable(
+                            f"the image store is full: {quota_mib - (room >> 20)} of {quota_mib} MiB are in use"
+                        )
+                    (work / CLAIM).write_text(str(min(wanted, room)), encoding="utf-8")
+                    return room
+            await asyncio.sleep(ROOM_POLL_S)
 
     def _claimed(self) -> int:
         """Bytes that are being unpacked or kept."""
@@ -349,29 +371,26 @@ class ImageStore:
     def make_room(self, wanted: int) -> int:
         """Remove images that nobody uses, the one used longest ago first, until `wanted` bytes fit into the quota.
 
-        Returns:
-            Bytes that may be added; less than `wanted` when images in use, and those being unpacked, take the rest.
+        Those used within `LET_GO_S` stay.
 
-        Raises:
-            ImageUnavailable: these leave no room at all.
+        Returns:
+            Bytes that may be added; less than `wanted`, or below zero, when images in use, and those being unpacked, take
+            the rest.
         """
         quota = self._settings.quota_mib << 20
         images: list[ImageInfo] = []
-        for tree in self._trees():
-            if (image := self._read(tree.name)) is not None:
+        used_at = self._used_at()
+        for image_id in sorted(used_at, key=lambda each: used_at[each]):
+            if (image := self._read(image_id)) is not None:
                 images.append(image)
             else:  # damaged, or another version's: nobody could use, count or replace it
-                self._drop(tree.name)
+                self._drop(image_id)
         used = sum(image.bytes for image in images) + self._claimed()
         for image in images:
-            if used + wanted <= quota:
+            if used + wanted <= quota or used_at[image.id] > time.time_ns() - LET_GO_S * 1e9:
                 break
             if self._drop(image.id):
                 used -= image.bytes
-        if used >= quota:
-            raise ImageUnavailable(
-                f"the image store is full: {used >> 20} of {self._settings.quota_mib} MiB are in use"
-            )
         return quota - used
 
     def _drop(self, image_id: str) -> bool:
@@ -389,16 +408,13 @@ class ImageStore:
         _remove_locked(removed, fd)
         return True
 
-    def _trees(self) -> list[Path]:
-        """The folders of all images, the one used longest ago first."""
-
-        def used_at(tree: Path) -> int:
-            try:
-                return tree.stat().st_mtime_ns
-            except OSError:
-                return 0
-
-        return sorted(self._root.joinpath("trees").iterdir(), key=used_at)
+    def _used_at(self) -> dict[str, int]:
+        """When each image was used last, in nanoseconds since the epoch."""
+        found: dict[str, int] = {}
+        for tree in self._root.joinpath("trees").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # just removed
+                found[tree.name] = tree.stat().st_mtime_ns
+        return found
 
     def _chain(self, image_id: str) -> list[ImageInfo]:
         """An image and those below it; empty where one of them is not here."""

@@ -37,6 +37,12 @@ from tests.waiting import until
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
 
 
+@pytest.fixture
+def at_once(monkeypatch):
+    """Images make room in the moment in which they are used no more."""
+    monkeypatch.setattr("atropos.images.store.LET_GO_S", 0)
+
+
 def store_at(tmp_path: Path, images, **settings) -> ImageStore:
     root = tmp_path / "store"
     root.mkdir(exist_ok=True)
@@ -329,6 +335,7 @@ async def test_fifty_who_ask_at_once_pull_an_image_once(tmp_path, images):
     assert pulls.count("unpacking") == 1
 
 
+@pytest.mark.usefixtures("at_once")
 async def test_unused_images_make_room_and_leased_ones_never_do(tmp_path, images):
     names = [f"room{index}:1" for index in range(4)]
     for name in names:
@@ -350,6 +357,7 @@ async def test_unused_images_make_room_and_leased_ones_never_do(tmp_path, images
     assert {image.id for image in kept(store)} == {third.id, fourth.id}
 
 
+@pytest.mark.usefixtures("at_once")
 async def test_an_image_of_folders_deeper_than_python_recurses_makes_room_as_any_other(tmp_path, images):
     made(tmp_path, images, "deep:1", entry("d/" * 1500 + "f", os.urandom(10 << 20)))
     made(tmp_path, images, "next:1", entry("x", os.urandom(10 << 20)))
@@ -368,6 +376,7 @@ def put(store: ImageStore, image_id: str, mib: int, parent: str | None = None) -
     (tree / "image.json").write_text(image.model_dump_json())
 
 
+@pytest.mark.usefixtures("at_once")
 def test_what_is_asked_for_or_was_just_given_back_makes_room_last(tmp_path, images):
     store = store_at(tmp_path, images, quota_mib=16)
     for used_at, letter in enumerate("abcd"):
@@ -393,7 +402,7 @@ def test_what_images_stand_on_makes_room_after_them(tmp_path, images):
                     act(image)
         else:
             store.known(f"atropos-build:{'d' * 64}")
-        assert [tree.name[0] for tree in store._trees()] == ["d", "c", "b", "a"]
+        assert sorted("abcd", key=lambda letter: store._used_at()[letter * 64]) == ["d", "c", "b", "a"]
 
 
 async def test_a_build_that_was_kept_is_known_though_the_server_was_killed_at_its_last_step(tmp_path, images):
@@ -410,6 +419,7 @@ async def test_a_build_that_was_kept_is_known_though_the_server_was_killed_at_it
     assert store.known("atropos-build:../../x") is None
 
 
+@pytest.mark.usefixtures("at_once")
 def test_an_image_whose_parent_is_gone_makes_room_too(tmp_path, images):
     store = store_at(tmp_path, images, quota_mib=16)
     put(store, "b" * 64, 8, parent="a" * 64)
@@ -451,6 +461,7 @@ async def test_an_image_that_can_not_be_read_is_replaced(tmp_path, images):
     assert kept(store) == [image]
 
 
+@pytest.mark.usefixtures("at_once")
 def test_an_image_that_was_just_replaced_is_not_removed_for_the_former(tmp_path, images, monkeypatch):
     one = store_at(tmp_path, images, quota_mib=16)
     put(one, "b" * 64, 8, parent="a" * 64)
@@ -467,16 +478,54 @@ def test_an_image_that_was_just_replaced_is_not_removed_for_the_former(tmp_path,
     assert [image.id for image in kept(one)] == ["b" * 64]
 
 
-async def test_two_that_are_unpacked_at_once_share_the_room(tmp_path, images):
+async def looked(store: ImageStore) -> None:
+    """Wait until a claim has looked for room, and found what is no image."""
+    broken = store._root / "trees" / "broken"
+    broken.mkdir()
+    await until(lambda: not broken.exists(), "a claim has looked")
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_those_that_are_unpacked_at_once_share_the_room_and_wait_for_it(tmp_path, images):
     first, second = (store_at(tmp_path, images, quota_mib=16) for _ in range(2))
     put(first, "a" * 64, 4)
-    async with first._work() as one, second._work() as other:
-        assert await first._claim(10 << 20, one) == 12 << 20
-        assert await second._claim(6 << 20, other) == 6 << 20, "the unused image makes room"
-        async with second._work() as last:
-            with pytest.raises(ImageUnavailable, match="is full"):
-                await second._claim(1, last)
+    async with second._work() as last:
+        async with first._work() as one, second._work() as other:
+            assert await first._claim(10 << 20, one) == 12 << 20
+            assert await second._claim(6 << 20, other) == 6 << 20, "the unused image makes room"
+            waits = asyncio.create_task(second._claim(1, last))
+            await looked(first)
+            assert not waits.done()
+        assert await waits >= 6 << 20
     assert first.make_room(0) == 16 << 20
+
+
+async def test_an_image_makes_room_soon_after_it_is_let_go_and_not_before_the_lease_it_was_made_for(
+    tmp_path, images, monkeypatch
+):
+    monkeypatch.setattr("atropos.images.store.LET_GO_S", 3)
+    store, other = (store_at(tmp_path, images, quota_mib=16) for _ in range(2))
+    for letter in "ab":
+        put(store, letter * 64, 6)
+    other.hold(store.find("a" * 64))
+    os.utime(tmp_path / "store/trees" / ("a" * 64), (1, 1))
+    assert store.make_room(16 << 20) == 4 << 20
+    async with store._work() as work:
+        claiming = asyncio.create_task(store._claim(16 << 20, work))
+        await looked(store)
+        other.release("a" * 64)
+        assert await claiming == 16 << 20
+    assert kept(store) == []
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_store_in_use_is_full(tmp_path, images):
+    store = store_at(tmp_path, images, quota_mib=16)
+    put(store, "a" * 64, 16)
+    store.hold(store.find("a" * 64))
+    async with store._work() as work:
+        with pytest.raises(ImageUnavailable, match="the image store is full: 16 of 16 MiB are in use"):
+            await store._claim(1, work)
 
 
 CLAIMER = """
@@ -503,11 +552,11 @@ async def test_the_room_that_a_killed_server_took_is_free_for_those_that_run(tmp
     )
     assert claiming.stdout is not None and await claiming.stdout.readline() == b"claimed\n"
     async with store._work() as work:
-        with pytest.raises(ImageUnavailable, match="is full"):
-            await store._claim(1, work)
+        waits = asyncio.create_task(store._claim(1, work))
+        await looked(store)
         claiming.kill()
         await claiming.wait()
-        assert await store._claim(1, work) == 16 << 20
+        assert await waits == 16 << 20
         assert leftovers(tmp_path) == [work.name]
 
 
