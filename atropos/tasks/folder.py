@@ -16,7 +16,6 @@ from pathlib import Path
 from atropos.errors import ConfigError
 from atropos.tasks.format import dockerfile, machines
 from atropos.tasks.format.config import TaskConfig
-from atropos.tasks.format.context import Context
 from atropos.tasks.format.harbor import load_harbor_task
 from atropos.tasks.format.recipe import Recipe, copies
 from atropos.tasks.format.task import Task
@@ -165,7 +164,7 @@ def _check_sources(task: Task) -> None:
     for other in (task.verifier, *(step.verifier for step in task.steps)):
         if other is not None:
             _check_sources(other)
-    context = Context.of(task.context)
+    context = task.build_context
     for copy in (copy for step in task.recipe.steps for copy in copies(step)):
         if copy.stage is None:
             for source in copy.sources:

@@ -288,7 +288,7 @@ class TaskImages:
 
     def _plan(self, task: Task, images: _Images) -> dict[int, _PlannedStage]:
         recipe = task.recipe
-        context = Context.of(task.context)
+        context = task.build_context
         plan: dict[int, _PlannedStage] = {}
         # a stage copies from earlier ones alone, and images come before all
         stages = sorted(recipe.stages, key=lambda stage: (stage.index >= 0, stage.index))
@@ -368,7 +368,7 @@ class TaskImages:
 
     async def _check_unchanged(self, build: _Build, planned: _PlannedStep) -> None:
         """Raise `TaskBroken` where a step copied other files than its key says."""
-        context = Context.of(build.task.context)
+        context = build.task.build_context
         if await asyncio.to_thread(self._described, planned.step, context, build.plan) != planned.described:
             raise TaskBroken(f"{_text(planned.step)}: a file of the build context changed meanwhile; build again")
 
@@ -391,9 +391,9 @@ class TaskImages:
         elif step in taken:
             await steps.copy_from_stage(slot, step, taken[step])
         elif step.unpack:
-            await steps.unpack(slot, step, Context.of(build.task.context))
+            await steps.unpack(slot, step, build.task.build_context)
         else:
-            await steps.copy(slot, step, Context.of(build.task.context))
+            await steps.copy(slot, step, build.task.build_context)
 
     async def _taken(self, build: _Build, stage: int, step: Copy) -> PackedFiles:
         planned = build.plan[stage]

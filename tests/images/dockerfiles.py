@@ -111,7 +111,7 @@ DOCKERFILES = {
     "user-group": "FROM @BASE@\nARG WHO=app\nUSER ${WHO}:staff\nRUN id -u > /tmp/u; id -g > /tmp/g",
     # ---- COPY
     "copy-names": "FROM @BASE@\nCOPY a.txt /made\nCOPY a.txt /folder/\nCOPY a.txt b.txt /both/\nCOPY a.txt /etc\nCOPY a.txt relative\n"
-    "WORKDIR /w\nCOPY a.txt .\nCOPY a.txt sub/name\nCOPY ./a.txt ./dot",
+    "WORKDIR /w\nCOPY a.txt .\nCOPY a.txt sub/name\nCOPY ./a.txt ./dot\nCOPY ./dir/sub/../../a.txt ./climbed",
     "copy-folders": "FROM @BASE@\nCOPY dir /d\nCOPY dir /e/\nCOPY dir/ /f\nCOPY empty /g\nCOPY dir glob /h/\nCOPY .hidden /i",
     "copy-all": "FROM @BASE@\nCOPY . /all/\n",
     "copy-to-root": "FROM @BASE@\nCOPY . /\nCOPY dir /\n",

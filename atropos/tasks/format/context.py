@@ -25,20 +25,21 @@ class Context:
     ignored: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, folder: Path) -> Context:
-        """The context with its ignore file.
+    def of(cls, folder: Path, dockerfile: Path | None) -> Context:
+        """The context with its ignore file: one beside the Dockerfile that has its name comes first.
 
         Raises:
             ConfigError: a pattern that can't be read.
         """
-        for name in ("Dockerfile.dockerignore", ".dockerignore"):
-            if (folder / name).is_file():
-                lines = (folder / name).read_text(encoding="utf-8-sig", errors="replace").splitlines()
+        own = dockerfile or folder / "Dockerfile"
+        for path in (own.with_name(f"{own.name}.dockerignore"), folder / ".dockerignore"):
+            if path.is_file():
+                lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
                 patterns = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
                 try:
                     PatternMatcher(list(patterns))
                 except ValueError as error:
-                    raise ConfigError(f"{folder / name}: {error}") from None
+                    raise ConfigError(f"{path}: {error}") from None
                 return cls(folder, patterns)
         return cls(folder)
 

@@ -118,7 +118,7 @@ class _Reader:
         if not self.stages:
             raise ConfigError(f"{self.path}: no FROM; begin with one, or replace the Dockerfile by setup.sh")
         last = self.stages[-1].done()
-        return Recipe(last.image, self.stages[-1].settings, last.steps, self._needed(last))
+        return Recipe(last.image, self.stages[-1].settings, last.steps, self._needed(last), self.path)
 
     def _instruction(self, instruction: DockerfileInstruction) -> None:
         getattr(self, f"_{instruction.name.lower()}")(instruction, self.stages[-1])
@@ -349,9 +349,12 @@ class _Reader:
 
     def _inside(self, source: str) -> str:
         """A source as it is named from its context or stage."""
-        if ".." in source.split("/"):
+        inside = source.lstrip("/") or "."
+        if ".." in source.split("/"):  # the name decides, as with Docker, whatever is a link
+            inside = posixpath.normpath(inside)
+        if inside.split("/")[0] == "..":
             raise self._refusal(f"{source} leads out of environment/; keep the build context's files there")
-        return source.lstrip("/") or "."
+        return inside
 
     def _mode(self, flags: dict[str, list[str]], stage: _Building) -> int | str | None:
         """--chmod: a number, or words that chmod knows."""
@@ -382,7 +385,7 @@ class _Reader:
         if "checksum" in flags:
             raise self._refusal("--checksum: only a download has one; remove it")
         copy = self._copied(instruction, stage, flags, None)
-        context = Context.of(self.context)
+        context = Context.of(self.context, self.path)
         named = [name for source in copy.sources for name in context.matching(source, copy.exclude)]
         archives = [name for name in named if _is_archive(self.context / name)]
         rest = tuple(name for name in named if name not in archives)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Of an image that sets none."""
@@ -146,12 +147,14 @@ class Recipe:
         image: the base of the last stage; None: whatever the slot has.
         settings: what every command in the workspace starts with.
         stages: the earlier stages that files are copied from, in order.
+        dockerfile: where it was read from; None: it was made of something else.
     """
 
     image: str | None
     settings: StepSettings
     steps: tuple[Step, ...]
     stages: tuple[Stage, ...] = ()
+    dockerfile: Path | None = field(default=None, compare=False)
 
     @property
     def workdir(self) -> str:

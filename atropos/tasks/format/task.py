@@ -18,6 +18,7 @@ from atropos.tasks.format.config import (
     TaskConfig,
     VerifierSection,
 )
+from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import Recipe, StepSettings
 from atropos.wire import ImageInfo, ImageState, LeaseLimits
 
@@ -86,6 +87,15 @@ class Task:
     unbuildable: str | None = None
     make: Make | None = field(default=None, repr=False, compare=False)
     builder: Build | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def build_context(self) -> Context:
+        """What the recipe copies from.
+
+        Raises:
+            ConfigError: its ignore file can't be read.
+        """
+        return Context.of(self.context, self.recipe.dockerfile)
 
     @property
     def image(self) -> str | None:

@@ -40,7 +40,7 @@ def folder(tmp_path):
 
 def unpacked(folder, step):
     found = {}
-    for where, data in unpack_steps(Context.of(folder / "environment"), step):
+    for where, data in unpack_steps(Context.of(folder / "environment", None), step):
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             for member in archive:
                 content = archive.extractfile(member).read().decode() if member.isfile() else member.linkname
@@ -233,6 +233,26 @@ def test_the_ignore_file_and_exclusions_leave_files_behind(folder):
             recipe_of(folder, f"FROM debian\nCOPY {source} /\n")
 
 
+def test_an_ignore_file_of_a_dockerfiles_own_comes_before_the_one_of_all(folder):
+    environment = folder / "environment"
+    for name, ignored in (("", "nothing"), ("Dockerfile", "sub"), ("Other", "a.txt")):
+        (environment / f"{name}.dockerignore").write_text(f"{ignored}\n*ockerfile\nOther\n*.dockerignore\n")
+    for name, found in (
+        ("Dockerfile", {"a.txt"}),
+        ("Other", {"sub", "sub/b.sh"}),
+        ("Third", {"a.txt", "sub", "sub/b.sh", "Third"}),
+    ):
+        (environment / name).write_text("FROM debian\nCOPY . /all\n")
+        task = load_task(environment / name)
+        assert {path for path, _ in task.build_context.below(environment, ())} == found
+        (environment / name).unlink()
+
+
+def test_a_source_may_climb_within_its_context_or_stage(folder):
+    recipe = recipe_of(folder, "FROM a AS b\nFROM a\nCOPY ./sub/../a.txt /x/../a/\nCOPY --from=b /opt/../etc/x /\n")
+    assert [step.sources for step in recipe.steps] == [("a.txt",), ("etc/x",)]
+
+
 def test_a_link_that_a_copy_names_is_followed_within_the_context(folder):
     environment = folder / "environment"
     (environment / "below").mkdir(exist_ok=True)
@@ -343,6 +363,7 @@ def test_mounts_are_there_for_one_command(folder):
         ("FROM a\nCOPY --chmod=u+k a.txt y", "--chmod=u+k"),
         ("FROM a\nCOPY missing.txt /x", "missing.txt"),
         ("FROM a\nCOPY ../x /x", "../x"),
+        ("FROM a\nCOPY /sub/../../x /x", "../x"),
         ("FROM a\nCOPY x", "a source and a target"),
         ("FROM a\nCOPY --exclude=[ sub /x", ":2: COPY --exclude: "),
         ("FROM a\nCOPY <<E /x\n${A:?none}\nE", ":2: COPY ${A:?none}"),
