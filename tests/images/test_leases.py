@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from atropos.images.reference import ImageSource
 from atropos.metrics import exposition
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.pool.image_sources import archive_of
+from tests.images.between import Between
 from tests.images.making import entry, folder, layer, layout, link
 from tests.waiting import until
 
@@ -319,6 +321,19 @@ async def test_an_image_that_a_host_has_or_that_comes_waits_for_none_that_does_n
             for each in (*pulling, *waiting):
                 assert not each.done()
                 each.cancel()
+
+
+async def test_a_lease_whose_server_ends_while_it_pulls_the_image_waits_for_the_next_one(tmp_path, images):
+    busybox_image(tmp_path / "layout", "hello")
+    images.push(tmp_path / "layout", "lost:1")
+    async with Between(images.host, 0, cuts=False) as between, pool_for(tmp_path, between) as pool:
+        asking = asyncio.create_task(pool.acquire("t", image=f"{between.host}/lost:1"))
+        await until(lambda: any((tmp_path / "store/work").glob("*/registries.conf")), "it is pulled")
+        between.left = None
+        os.kill(int(pool.backend.containers()[0].id.split("-")[0]), signal.SIGKILL)
+        slot = await asking
+        assert (await slot.exec("cat text")).output == "hello"
+        await slot.release()
 
 
 async def test_a_prepare_that_was_cancelled_says_nothing_when_its_pool_ends(tmp_path, caplog):

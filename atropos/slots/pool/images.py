@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from atropos.errors import ImageUnavailable
+from atropos.errors import ImageUnavailable, SandboxError, SlotLost
 from atropos.images.locks import locked
 from atropos.images.reference import SERVERS_OWN, ImageSource
 from atropos.slots.containers.link import ContainerLink
@@ -75,12 +75,15 @@ class PoolImages:
         return name, next(task.result() for task in tasks if task.exception() is None)
 
     async def leased(self, image: str, grant: Callable[[str], Awaitable[T]]) -> T:
-        """Prepare an image, and call `grant` with its name in leases; once more where a server has lost the image.
+        """Prepare an image, and call `grant` with its name in leases; once more where a server ended or lost the image.
 
         Raises:
             ConfigError, ImageUnavailable, SlotLost: as `prepare`.
         """
-        source = (await self.prepare(image))[0]
+        try:
+            source = (await self.prepare(image))[0]
+        except SlotLost:  # by others, which the lease waits for
+            source = (await self.prepare(image))[0]
         try:
             return await grant(source)
         except ImageUnavailable:  # removed there for others, or in a container that came since
@@ -141,6 +144,10 @@ class PoolImages:
                     return await link.client.images.prepare(name, progress=report, archive=chunks)
             except TimeoutError:
                 raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen[0]}") from None
+            except SandboxError as error:
+                if link.gone is None:
+                    raise
+                raise SlotLost(f"image {name}: container {link.container.id} prepares it no more: {link.gone}") from error
 
     async def _built(self, link: ContainerLink, name: str) -> ImageInfo:
         """A built image; copied from another container's host where it is missing, after its parent."""
