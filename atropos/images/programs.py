@@ -22,9 +22,11 @@ POLL_S = 0.2
 SAID_BYTES = 4096
 RETRIES = 2
 """How often skopeo itself tries again after a connection that failed."""
-BUSY_PAUSES_S = (1.0, 3.0, 9.0)
-"""Pauses before a registry that answered with 5xx is asked again, which skopeo doesn't do."""
-_BUSY = re.compile(r"(?:HTTP status:|status code from registry) 5\d\d\b")
+PAUSES_S = (1.0, 3.0, 9.0)
+"""Pauses before a registry that answered with 5xx, or broke off, is asked again, which skopeo doesn't do."""
+_MOMENTARY = re.compile(
+    r"(?:HTTP status:|status code from registry) 5\d\d\b|\bEOF\b|connection reset by peer|transport connection broken"
+)
 
 
 class Skopeo:
@@ -67,7 +69,7 @@ class Skopeo:
         arguments = [arguments[0], "--retry-times", str(RETRIES), *arguments[1:]]
         if settings.auth_file and arguments[-1 if arguments[0] == "inspect" else -2].startswith("docker://"):
             arguments = [arguments[0], "--authfile", settings.auth_file, *arguments[1:]]
-        pauses = iter(BUSY_PAUSES_S)
+        pauses = iter(PAUSES_S)
         while True:
             try:
                 return await run(
@@ -81,7 +83,7 @@ class Skopeo:
                 )
             except ImageUnavailable as error:
                 pause_s = next(pauses, None)
-                if pause_s is None or not _BUSY.search(str(error)):
+                if pause_s is None or not _MOMENTARY.search(str(error)):
                     raise
             await asyncio.sleep(pause_s)
 

@@ -211,7 +211,8 @@ async def test_an_archive_writes_nothing_but_its_image(tmp_path, images):
 
 @pytest.mark.parametrize("left", [0, 300, 100_000])
 @pytest.mark.parametrize("cuts", [True, False], ids=["cut", "silent"])
-async def test_a_connection_that_is_cut_or_falls_silent_is_a_typed_error(tmp_path, images, left, cuts):
+async def test_a_connection_that_is_cut_or_falls_silent_is_a_typed_error(tmp_path, images, monkeypatch, left, cuts):
+    monkeypatch.setattr("atropos.images.programs.PAUSES_S", (0.1,))
     made(tmp_path, images, "far:1", entry("x", os.urandom(300_000)))
     async with Between(images.host, left, cuts=cuts) as between:
         store = store_at(tmp_path, between, pull_timeout_s=20 if cuts else 1)
@@ -221,6 +222,17 @@ async def test_a_connection_that_is_cut_or_falls_silent_is_a_typed_error(tmp_pat
         between.left = None
         store = store if cuts else store_at(tmp_path, between)  # a second may be too short for what is no failure
         assert (await store.prepare(ImageSource.parse(f"{between.host}/far:1"), nothing)).bytes >= 300_000
+
+
+@pytest.mark.parametrize("left", [300, 100_000])
+async def test_an_image_whose_connection_is_cut_once_comes_nevertheless(tmp_path, images, left):
+    made(tmp_path, images, "cut:1", entry("x", os.urandom(300_000)))
+    async with Between(images.host, left) as between:
+        source = ImageSource.parse(f"{between.host}/cut:1")
+        pulling = asyncio.create_task(store_at(tmp_path, between).prepare(source, nothing))
+        await until(lambda: between.left == 0 or pulling.done(), "it is cut")
+        between.left = None
+        assert (await pulling).bytes >= 300_000
 
 
 async def test_a_slow_registry_gives_a_whole_image(tmp_path, images):

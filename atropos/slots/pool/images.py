@@ -147,7 +147,9 @@ class PoolImages:
             except SandboxError as error:
                 if link.gone is None:
                     raise
-                raise SlotLost(f"image {name}: container {link.container.id} prepares it no more: {link.gone}") from error
+                raise SlotLost(
+                    f"image {name}: container {link.container.id} prepares it no more: {link.gone}"
+                ) from error
 
     async def _built(self, link: ContainerLink, name: str) -> ImageInfo:
         """A built image; copied from another container's host where it is missing, after its parent."""
