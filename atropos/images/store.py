@@ -21,6 +21,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -183,6 +184,8 @@ class ImageStore:
             raise ImageUnavailable(
                 f"image {source}: pulling: {expected >> 20} MiB, more than the store may hold ({self._settings.quota_mib} MiB)"
             )
+
+        await asyncio.to_thread(self.make_room, expected or 0)
 
         def report() -> None:
             done = sum(_size_of(path) for path in pulled.glob("*"))
@@ -369,7 +372,7 @@ class ImageStore:
         return claimed
 
     def make_room(self, wanted: int) -> int:
-        """Remove images that nobody uses, the one used longest ago first, until `wanted` bytes fit into the quota.
+        """Remove images that nobody uses, the one used longest ago first, until `wanted` bytes fit into quota and disk.
 
         Those used within `LET_GO_S` stay.
 
@@ -385,12 +388,16 @@ class ImageStore:
                 images.append(image)
             else:  # damaged, or another version's: nobody could use, count or replace it
                 self._drop(image_id)
-        used = sum(image.bytes for image in images) + self._claimed()
+        claimed = self._claimed()
+        used = sum(image.bytes for image in images) + claimed
+        free = shutil.disk_usage(self._root).free - claimed
         for image in images:
-            if used + wanted <= quota or used_at[image.id] > time.time_ns() - LET_GO_S * 1e9:
+            fits = used + wanted <= quota and wanted <= free
+            if fits or used_at[image.id] > time.time_ns() - LET_GO_S * 1e9:
                 break
             if self._drop(image.id):
                 used -= image.bytes
+                free += image.bytes
         return quota - used
 
     def _drop(self, image_id: str) -> bool:

@@ -622,6 +622,20 @@ async def test_a_full_disk_is_a_typed_error_and_leaves_nothing(tmp_path, images)
         assert (kept(store), leftovers(tmp_path)) == ([], [])
 
 
+@pytest.mark.parametrize(("there", "comes"), [(2 << 20, 1 << 20), (3 << 20, 3 << 19)], ids=["unpacked", "pulled"])
+@pytest.mark.usefixtures("at_once")
+async def test_unused_images_make_room_on_a_disk_that_is_smaller_than_the_quota(tmp_path, images, there, comes):
+    image_id = made(tmp_path, images, "large:2", entry("x", os.urandom(comes)))
+    root = tmp_path / "store"
+    root.mkdir()
+    with small_disk(root):
+        store = store_at(tmp_path, images)
+        put(store, "a" * 64, there >> 20)
+        (root / "trees" / ("a" * 64) / "rootfs/x").write_bytes(os.urandom(there))
+        assert (await store.prepare(ImageSource.parse(f"{images.host}/large:2"), nothing)).id == image_id
+        assert [image.id for image in kept(store)] == [image_id]
+
+
 @contextlib.contextmanager
 def disk_at(folder: Path, disk: Path, *, new: bool = False) -> Iterator[None]:
     """An ext4 file system in a file."""
