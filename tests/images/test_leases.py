@@ -336,6 +336,12 @@ async def test_a_lease_whose_server_ends_while_it_pulls_the_image_waits_for_the_
         await slot.release()
 
 
+async def test_a_server_that_ends_while_it_is_asked_has_no_built_image(tmp_path):
+    async with pool_for(tmp_path) as pool:
+        os.kill(int(pool.backend.containers()[0].id.split("-")[0]), signal.SIGKILL)
+        assert await pool.find_built("0" * 64) is None
+
+
 async def test_a_prepare_that_was_cancelled_says_nothing_when_its_pool_ends(tmp_path, caplog):
     async def cancelled() -> None:
         async with (

@@ -94,8 +94,12 @@ class PoolImages:
     async def find(self, source: str) -> ImageInfo | None:
         """The image of a source that only servers know, from the first container that has it."""
         for link in [link for link in self._links.values() if link.seat.open]:
-            if (found := await link.client.images.find(source)) is not None:
-                return found
+            try:
+                if (found := await link.client.images.find(source)) is not None:
+                    return found
+            except SandboxError as error:
+                if link.gone is None and not isinstance(error, SlotLost):
+                    raise
         return None
 
     @contextlib.asynccontextmanager
