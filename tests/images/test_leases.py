@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from atropos.config import ImageStoreSettings
-from atropos.errors import ConfigError, ImageUnavailable
+from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.images.reference import ImageSource
 from atropos.metrics import exposition
 from atropos.slots import SlotPool, SlotPoolConfig
@@ -336,10 +336,14 @@ async def test_a_lease_whose_server_ends_while_it_pulls_the_image_waits_for_the_
         await slot.release()
 
 
-async def test_a_server_that_ends_while_it_is_asked_has_no_built_image(tmp_path):
+async def test_a_server_that_ends_while_it_is_asked_has_no_built_image_and_later_requests_say_so(tmp_path):
     async with pool_for(tmp_path) as pool:
         os.kill(int(pool.backend.containers()[0].id.split("-")[0]), signal.SIGKILL)
+        (link,) = pool.links.values()
         assert await pool.find_built("0" * 64) is None
+        await until(lambda: link.gone, "it is lost")
+        with pytest.raises(SandboxError, match=f"container {link.container.id} is lost: "):
+            await link.client.images.prepare("busybox")
 
 
 async def test_a_prepare_that_was_cancelled_says_nothing_when_its_pool_ends(tmp_path, caplog):

@@ -116,7 +116,7 @@ class SandboxClient:
             BackendUnavailable: the server can't be reached, refuses the token, or speaks another version.
         """
         if self._requests.closed:
-            raise BackendUnavailable("this client is closed")
+            raise BackendUnavailable(self._requests.closed)
         session = self._requests.open()
         if self._stream is not None:
             return
@@ -141,11 +141,11 @@ class SandboxClient:
         """End the stream and everything that waits on it, within `CLOSE_S` and a bit. Leases are not released.
 
         Args:
-            reason: why, for the calls that end so.
+            reason: why, for what ends so or is asked later.
         """
         if self._requests.closed:
             return
-        self._requests.closed = True
+        self._requests.closed = reason
         try:
             await self._tasks.settle(CLOSE_S)
             if self._stream is not None:
@@ -253,7 +253,7 @@ class SandboxClient:
             raise type(over)(*over.args)
         stream = self._stream
         if stream is None or self._requests.closed:
-            raise SlotLost("this client is closed" if self._requests.closed else "this client is not connected")
+            raise SlotLost(self._requests.closed or "this client is not connected")
         if call_id is None:
             name = f"{self._prefix}.{next(self._count)}"
         else:

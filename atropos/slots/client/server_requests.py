@@ -44,14 +44,14 @@ class ServerRequests:
 
     Attributes:
         lost: set when the server is gone for good: nothing is asked any more.
-        closed: nothing is asked any more.
+        closed: why nothing is asked any more; empty until then.
     """
 
     def __init__(self, url: str, token: str, *, certificate: str | None, patience_s: float) -> None:
         self.url = url.rstrip("/")
         self.lost = asyncio.Event()
         self.lost_reason = ""
-        self.closed = False
+        self.closed = ""
         self._token = token
         self._tls = True if certificate is None else client_context(certificate)
         self._patience_s = patience_s
@@ -80,7 +80,7 @@ class ServerRequests:
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._short is None:
-            raise BackendUnavailable("this client is closed" if self.closed else "this client is not connected")
+            raise BackendUnavailable(self.closed or "this client is not connected")
         return self._short
 
     def _new_session(self, limit: int) -> aiohttp.ClientSession:
