@@ -163,14 +163,15 @@ class ImageStore:
             known = self.known(name)
             if known is not None:
                 return known
-            async with self._turns, self._work() as work:
-                pulled = await self._pull(source, work, progress, archive)
-                image = await self._unpack(pulled, name, work, progress)
+            async with self._turns:
+                progress("pulling", None)
+                async with self._work() as work:
+                    pulled = await self._pull(source, work, progress, archive)
+                    image = await self._unpack(pulled, name, work, progress)
             write_whole(self._root / "names" / _hash(name), image.id.encode())
             return image
 
     async def _pull(self, source: ImageSource, work: Path, progress: Progress, archive: str | None) -> PulledImage:
-        progress("pulling", None)
         pulled = work / "pulled"
         limit = self._settings.quota_mib << 20
         origin = str(source) if archive is None else f"{source.transport}:{archive}"
