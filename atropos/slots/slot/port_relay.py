@@ -1,7 +1,9 @@
 """Runs in a slot: TCP connections of its loopback as frames on stdin and stdout; `atropos.slots.slot.ports` is the other end.
 
 A frame is a kind, the connection's number, the payload's length and the payload. `O` opens, `D` has data, `E` ends one
-direction, `C` ends both; `L` says that the port listens. It runs in the runner's own Python, which has few modules.
+direction, `C` ends both; `L` says that the port listens. `A` says how many more bytes of data its sender has passed on: at
+most `WINDOW_BYTES` of each direction of a connection are under way, so that one whose reader pauses holds up no other.
+It runs in the runner's own Python, which has few modules.
 """
 
 import _socket
@@ -11,16 +13,24 @@ import sys
 
 HEAD_BYTES = 9
 READ_BYTES = 65_536
-MAX_WAITING_BYTES = 4 * 1024 * 1024
+WINDOW_BYTES = 512 * 1024
 MAX_CONNECTIONS = 1024
 LOOPBACK = "127.0.0.1"
+RESET = (1).to_bytes(4, sys.byteorder) + bytes(4)
+"""SO_LINGER of no seconds: to close is to reset."""
 
 
 class Connection:
-    """One of the slot's, and what waits to be written to it."""
+    """One of the slot's, and what waits to be written to it.
+
+    Attributes:
+        sent: bytes that the far end has not passed on yet.
+        passed: bytes written to it of which the far end was not told yet.
+    """
 
     def __init__(self, number: int, peer: _socket.socket) -> None:
         self.number, self.peer, self.waiting = number, peer, bytearray()
+        self.sent = self.passed = 0
         self.ended_here = self.ended_there = self.shut = False
 
 
@@ -44,8 +54,10 @@ class Relay:
         self.by_number[number] = self.by_file[peer.fileno()] = Connection(number, peer)
 
     def drop(self, connection: Connection, *, tell: bool = True) -> None:
-        """Close a connection, at the other end as well."""
+        """Close a connection, at the other end as well; one that is not over is reset, there too."""
         del self.by_number[connection.number], self.by_file[connection.peer.fileno()]
+        if not (connection.ended_here and connection.shut):
+            connection.peer.setsockopt(_socket.SOL_SOCKET, _socket.SO_LINGER, RESET)
         connection.peer.close()
         if tell:
             self.emit(b"C", connection.number)
@@ -58,16 +70,21 @@ class Relay:
         self.add(self.last, _socket.socket(fileno=file))
         self.emit(b"O", self.last)
 
+    def may_read(self, connection: Connection) -> bool:
+        """Whether the far end takes more of what it has."""
+        return not connection.ended_here and connection.sent < WINDOW_BYTES
+
     def read(self, connection: Connection) -> None:
         """Pass what a connection has to the other end."""
         try:
-            data = connection.peer.recv(READ_BYTES)
+            data = connection.peer.recv(min(READ_BYTES, WINDOW_BYTES - connection.sent))
         except BlockingIOError:
             return
         except OSError:
             self.drop(connection)
             return
         if data:
+            connection.sent += len(data)
             self.emit(b"D", connection.number, data)
         else:
             connection.ended_here = True
@@ -77,12 +94,17 @@ class Relay:
     def write(self, connection: Connection) -> None:
         """Give a connection what waits for it."""
         try:
-            del connection.waiting[: connection.peer.send(connection.waiting)]
+            count = connection.peer.send(connection.waiting)
         except BlockingIOError:
             return
         except OSError:
             self.drop(connection)
             return
+        del connection.waiting[:count]
+        connection.passed += count
+        if connection.passed >= WINDOW_BYTES // 2:
+            self.emit(b"A", connection.number, connection.passed.to_bytes(4, "big"))
+            connection.passed = 0
         self.finish(connection)
 
     def finish(self, connection: Connection) -> None:
@@ -126,6 +148,8 @@ class Relay:
             return  # it has ended meanwhile
         if kind == b"D":
             connection.waiting += data
+        elif kind == b"A":
+            connection.sent -= int.from_bytes(data, "big")
         elif kind == b"E":
             connection.ended_there = True
             self.finish(connection)
@@ -135,12 +159,11 @@ class Relay:
     def ready(self) -> list[tuple[int, int]]:
         """The files that can be read or written, as `poll` has them, once one can; none for which there is no room."""
         poll = select.poll()
-        if sum(len(connection.waiting) for connection in self.by_number.values()) < MAX_WAITING_BYTES:
-            poll.register(0, select.POLLIN)
+        poll.register(0, select.POLLIN)
         if self.listener is not None and len(self.by_number) < MAX_CONNECTIONS:
             poll.register(self.listener.fileno(), select.POLLIN)
         for file, connection in self.by_file.items():
-            events = (0 if connection.ended_here else select.POLLIN) | (select.POLLOUT if connection.waiting else 0)
+            events = (select.POLLIN if self.may_read(connection) else 0) | (select.POLLOUT if connection.waiting else 0)
             if events:
                 poll.register(file, events)
         return poll.poll()
@@ -155,7 +178,7 @@ class Relay:
                 elif self.listener is not None and file == self.listener.fileno():
                     self.accept()
                 else:
-                    if events & ~select.POLLOUT and file in self.by_file and not self.by_file[file].ended_here:
+                    if events & ~select.POLLOUT and file in self.by_file and self.may_read(self.by_file[file]):
                         self.read(self.by_file[file])
                     if events & select.POLLOUT and file in self.by_file:
                         self.write(self.by_file[file])

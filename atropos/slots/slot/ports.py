@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import struct
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,20 +24,78 @@ LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
 HEAD_BYTES = 9
 READ_BYTES = 64 * 1024
+WINDOW_BYTES = 512 * 1024
+"""Bytes of each direction of a connection that are under way at most, as in the relay."""
+MAX_WRITES = 16
+"""Frames that are on their way to the relay at once."""
 BUFFER_BYTES = 1024 * 1024
 """Output of the relay that waits in the slot; beyond half of it, the slot's connections wait."""
 MAX_CONNECTIONS = 4096
 """More than the relay has open at once, those that have ended there and not here among them."""
 FORGED = "a program of the slot has written into the port relay's output, and the forward has ended"
+RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER of no seconds: to close is to reset."""
 PROGRAM = Path(__file__).with_name("port_relay.py").read_text()
 
 
 @dataclass
 class _Connection:
+    """One of them here.
+
+    Attributes:
+        ended: whether one direction has.
+        incoming: data from the slot.
+        held: bytes from the slot that the relay does not know to be passed on, `incoming` among them.
+        over: whether no more comes from the slot.
+        cut: whether that is no end of the data.
+        sent: bytes to the slot that the relay has not passed on yet.
+        room: set while the slot takes more.
+        heard: set when data or its end has come.
+    """
+
     writer: asyncio.StreamWriter | None = None
     ended: bool = False
-    incoming: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(64))
-    """Data from the slot; an empty piece ends that direction, None both."""
+    incoming: bytearray = field(default_factory=bytearray)
+    held: int = 0
+    over: bool = False
+    cut: bool = False
+    sent: int = 0
+    room: asyncio.Event = field(default_factory=asyncio.Event)
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def receive(self) -> bytes:
+        """What has come from the slot, as soon as there is something; empty when no more comes."""
+        while not self.incoming and not self.over:
+            self.heard.clear()
+            await self.heard.wait()
+        data, self.incoming = bytes(self.incoming), bytearray()
+        return data
+
+    def hear(self, kind: bytes, data: bytes) -> None:
+        """Take a frame of the relay's."""
+        if kind == b"A":
+            self.sent -= int.from_bytes(data)
+            self.room.set()
+            return
+        if kind == b"D":
+            self.incoming += data
+            self.held += len(data)
+            if self.held > WINDOW_BYTES:
+                raise SandboxError(FORGED)
+        elif not self.over:
+            self.over, self.cut = True, kind != b"E"
+        self.heard.set()
+
+    def reset(self) -> None:
+        """End it unfinished: its client must not take what came for all of it. Its tasks go on to their ends."""
+        self.incoming.clear()
+        self.over = self.cut = True
+        self.heard.set()
+        self.sent = 0
+        self.room.set()
+        if self.writer is not None and not self.writer.is_closing():
+            self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            self.writer.transport.abort()
 
 
 class PortForward:
@@ -54,6 +114,7 @@ class PortForward:
         self._server: asyncio.Server | None = None
         self._listens = asyncio.Event()
         self._lost: SandboxError | OSError | None = None
+        self._writes = asyncio.Semaphore(MAX_WRITES)
         self._tasks = Tasks("port forward")
         self._frames = self._tasks.spawn(self._hear(), "frames")
 
@@ -129,11 +190,11 @@ class PortForward:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the port and its connections. Idempotent."""
+        """Close the port and reset its connections. Idempotent."""
         if self._server is not None:
             self._server.close()
         await self._tasks.cancel()
-        self._drop(*self._connections)
+        self._reset(*self._connections)
         with contextlib.suppress(SandboxError, OSError):
             await self._process.kill()
 
@@ -141,6 +202,8 @@ class PortForward:
         self._last += 1
         number = self._last
         connection = self._connections[number] = _Connection(writer)
+        if self._frames.done():  # while it waited to be accepted
+            self._reset(number)
         await self._emit(b"O", number)
         self._carry(number, connection, reader, writer)
 
@@ -155,61 +218,76 @@ class PortForward:
         try:
             reader, connection.writer = await asyncio.open_connection(LOOPBACK, target)
         except OSError:
-            await self._emit(b"C", number)
-            self._drop(number)
+            await self._give_up(number)
         else:
             self._carry(number, connection, reader, connection.writer)
 
     def _carry(
         self, number: int, connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        if self._connections.get(number) is not connection:  # the forward has ended meanwhile
+            connection.reset()
+            return
         self._tasks.spawn(self._to_slot(number, connection, reader), f"connection {number} to the slot")
         self._tasks.spawn(self._from_slot(number, connection, writer), f"connection {number} from the slot")
 
     async def _to_slot(self, number: int, connection: _Connection, reader: asyncio.StreamReader) -> None:
         try:
-            while data := await reader.read(READ_BYTES):
+            while data := await reader.read(min(READ_BYTES, WINDOW_BYTES - connection.sent)):
+                connection.sent += len(data)
                 await self._emit(b"D", number, data)
+                while connection.sent >= WINDOW_BYTES:
+                    connection.room.clear()
+                    await connection.room.wait()
         except ConnectionError:
-            await self._emit(b"C", number)
-            self._drop(number)
+            await self._give_up(number)
             return
         await self._emit(b"E", number)
         self._ended(number, connection)
 
     async def _from_slot(self, number: int, connection: _Connection, writer: asyncio.StreamWriter) -> None:
+        passed = 0
         try:
-            while data := await connection.incoming.get():
+            while data := await connection.receive():
                 writer.write(data)
                 await writer.drain()
-            if data is not None:
+                passed += len(data)
+                if passed >= WINDOW_BYTES // 2:
+                    connection.held -= passed
+                    await self._emit(b"A", number, passed.to_bytes(4))
+                    passed = 0
+            if not connection.cut:
                 writer.write_eof()
         except OSError:
-            await self._emit(b"C", number)
-            data = None
-        if data is None:
-            self._drop(number)
+            await self._give_up(number)
             return
-        self._ended(number, connection)
+        if connection.cut:
+            self._reset(number)
+        else:
+            self._ended(number, connection)
 
     def _ended(self, number: int, connection: _Connection) -> None:
         """One direction has; after the second there is no connection."""
-        if connection.ended:
-            self._drop(number)
+        if connection.ended and self._connections.pop(number, None) is not None and connection.writer is not None:
+            connection.writer.close()
         connection.ended = True
 
-    def _drop(self, *numbers: int) -> None:
+    async def _give_up(self, number: int) -> None:
+        """Reset a connection that failed here, at both ends."""
+        self._reset(number)
+        await self._emit(b"C", number)
+
+    def _reset(self, *numbers: int) -> None:
         for number in numbers:
-            if (connection := self._connections.pop(number, None)) is None:
-                continue
-            while not connection.incoming.empty():  # or `_hear` waits for room in it for ever
-                connection.incoming.get_nowait()
-            if connection.writer is not None:
-                connection.writer.close()
+            if (connection := self._connections.pop(number, None)) is not None:
+                connection.reset()
 
     async def _emit(self, kind: bytes, number: int, data: bytes = b"") -> None:
-        with contextlib.suppress(SandboxError, OSError):  # `_hear` sees it too, and ends all connections
-            await self._process.write(kind + number.to_bytes(4) + len(data).to_bytes(4) + data)
+        try:
+            async with self._writes:
+                await self._process.write(kind + number.to_bytes(4) + len(data).to_bytes(4) + data)
+        except (SandboxError, OSError):
+            self._frames.cancel()  # what was lost is missing in a connection
 
     async def _hear(self) -> None:
         """Frames of the slot's end, until that is gone, or a program of the slot has forged one."""
@@ -220,13 +298,13 @@ class PortForward:
                 elif kind == b"O":
                     self._opened(number)
                 elif (connection := self._connections.get(number)) is not None:
-                    await connection.incoming.put({b"D": data, b"E": b""}.get(kind))
+                    connection.hear(kind, data)
         except (SandboxError, OSError) as error:  # OSError: a snapshot has ended the slot's end
             self._lost = error
         finally:
             if self._server is not None:
                 self._server.close()
-            self._drop(*self._connections)
+            self._reset(*self._connections)
 
 
 def _check_ports(**ports: int) -> None:

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from atropos.errors import ConfigError
+from atropos.errors import ConfigError, SandboxError
 from atropos.slots.slot.ports import PROGRAM, READ_BYTES, PortForward
 from tests.waiting import SLOWNESS, until
 
@@ -23,7 +23,7 @@ class Relay:
     def __init__(self, *output: bytes) -> None:
         self.says: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.hears = b""
-        self.killed = False
+        self.killed = self.refuses = False
         for piece in output:
             self.says.put_nowait(piece)
 
@@ -32,6 +32,8 @@ class Relay:
             yield piece
 
     async def write(self, data: bytes) -> None:
+        if self.refuses:
+            raise SandboxError("1024 calls wait in this lease already; it was not run")
         self.hears += data
 
     async def kill(self) -> None:
@@ -133,3 +135,25 @@ async def test_a_service_whose_queue_is_full_holds_up_no_connection_that_it_has_
             relay.kill()
             await relay.communicate()
     assert said == {b"%d" % n for n in range(8)}
+
+
+async def test_a_frame_that_is_not_sent_ends_the_forward():
+    """Else it would be missing in the middle of what its connection carries."""
+    relay = Relay(LISTENS)
+    async with await PortForward.to_slot(OneRelay(relay), 9) as forward, asyncio.timeout(10 * SLOWNESS):
+        reader, writer = await asyncio.open_connection("127.0.0.1", forward.port)
+        await until(lambda: relay.hears)
+        relay.refuses = True
+        writer.write(b"lost")
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+        await ended(forward)
+
+
+async def test_no_connection_to_this_machine_outlives_the_relay():
+    async with service() as (port, visits):
+        relay = Relay(LISTENS)
+        async with await PortForward.from_slot(OneRelay(relay), 9, port):
+            relay.says.put_nowait(frame(b"O", 1))
+            relay.says.put_nowait(None)
+            await until(lambda: visits and visits[0].transport.is_closing())
