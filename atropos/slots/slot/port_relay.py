@@ -51,6 +51,7 @@ class Relay:
     def add(self, number: int, peer: _socket.socket) -> None:
         """Take a connection."""
         peer.setblocking(False)
+        peer.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)  # as asyncio does at the other end
         self.by_number[number] = self.by_file[peer.fileno()] = Connection(number, peer)
 
     def drop(self, connection: Connection, *, tell: bool = True) -> None:

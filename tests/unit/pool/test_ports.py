@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import os
 import socket
 import sys
 
@@ -135,6 +137,38 @@ async def test_a_service_whose_queue_is_full_holds_up_no_connection_that_it_has_
             relay.kill()
             await relay.communicate()
     assert said == {b"%d" % n for n in range(8)}
+
+
+async def test_a_request_in_two_pieces_waits_for_no_acknowledgement():
+    """Which Linux delays by 40 ms: a client's head and body, sent apart, arrive as two frames."""
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        service.setblocking(False)
+        command = (sys.executable, "-c", PROGRAM, "connect", str(service.getsockname()[1]))
+        relay = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1)
+        try:
+            async with asyncio.timeout(20 * SLOWNESS):
+                relay.stdin.write(frame(b"O", 1))
+                (await loop.sock_accept(service))[0].close()
+                (theirs,) = sockets_of(relay.pid)
+                with theirs:
+                    assert theirs.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        finally:
+            relay.kill()
+            await relay.communicate()
+
+
+def sockets_of(pid: int) -> list[socket.socket]:
+    """A process's TCP sockets, duplicated."""
+    pidfd_getfd, found = 438, []
+    process = os.pidfd_open(pid)
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/{fd}").startswith("socket:"):
+                each = socket.socket(fileno=ctypes.CDLL(None).syscall(pidfd_getfd, process, int(fd), 0))
+                found += [each] if each.family == socket.AF_INET else []
+    os.close(process)
+    return found
 
 
 async def test_a_frame_that_is_not_sent_ends_the_forward():
