@@ -118,9 +118,9 @@ async def test_an_mcp_server_that_is_busy_with_the_calls_of_others_is_not_taken_
 ):
     server = STDIO.model_copy(update={"timeout_s": 300, "env": {"LISTING_HELD": str(tmp_path / "held")}})
     async with offering(server) as client:
-        body = call("little_slow", "other", mark=str(tmp_path / "mark"))
-        others = [asyncio.create_task(client.post("/execute", json={**body, "call_id": str(n)})) for n in range(3)]
-        await until((tmp_path / "mark").exists)
+        bodies = [call("little_slow", f"other-{n}", mark=str(tmp_path / f"{n}")) for n in range(3)]
+        others = [asyncio.create_task(client.post("/execute", json=body)) for body in bodies]
+        await until(lambda: all((tmp_path / f"{n}").exists() for n in range(3)))
         (tmp_path / "held").touch()  # what the check asks for comes late
         connection = client.host.tools["little_slow"]._connection
         for busy, ping_s in ((True, 6.0), (False, 0.5)):
