@@ -9,6 +9,7 @@ import secrets
 from collections.abc import AsyncGenerator, Mapping
 
 from atropos import tracing, wire
+from atropos.aio import Allowance
 from atropos.errors import ConfigError, PoolFull, SandboxError, SlotLost
 from atropos.slots.containers.fleet import Ticket
 from atropos.slots.containers.link import ContainerLink
@@ -93,8 +94,9 @@ class Grants:
             else:
                 counters.acquire.observe(seconds, "cold" if ticket.waited else "warm", result)
 
-        with counters.measure(observe), tracing.span("acquire slot", atropos__fork=snapshot is not None):
-            async with asyncio.timeout(timeout_s):
+        span = tracing.span("acquire slot", atropos__fork=snapshot is not None)
+        with counters.measure(observe), span, Allowance(timeout_s) as allowance:
+            async with allowance.limit():
                 yield
 
     async def _seat(self, ticket: Ticket) -> ContainerLink | None:

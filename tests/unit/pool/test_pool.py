@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import time
 
 import pytest
 
@@ -240,6 +241,18 @@ async def test_an_acquire_that_times_out_says_what_there_is_and_why():
         async with pool.lease("next"):
             pass
         assert pool.stats().timeouts == 1
+
+
+async def test_the_time_in_which_the_loop_is_blocked_is_no_wait_for_a_slot():
+    pool, _ = model_pool(slots=1, containers=1)
+    async with pool:
+        held = await pool.acquire("holder")
+        waiting = asyncio.create_task(pool.acquire("next", timeout_s=1.5))
+        await until(lambda: pool.stats().waiting == 1, "it waits")
+        release = asyncio.create_task(held.release())
+        time.sleep(4)  # noqa: ASYNC251 - as an env's hook does
+        await release
+        await (await waiting).release()
 
 
 @pytest.mark.parametrize("moment", [0, 0.001, 0.003, 0.005, 0.008, 0.012])
