@@ -113,8 +113,9 @@ class Trainer:
     """
 
     def __init__(self, url: str, *, batch_size: int, max_token_len: int = 30_000, steps: int = 1_000_000) -> None:
-        self._url = url
+        self.url = url
         self._session = aiohttp.ClientSession(url)
+        self._first: list[dict[str, Any]] | None = None
         self._facts = {
             "wandb_group": "none",
             "wandb_project": "none",
@@ -127,9 +128,9 @@ class Trainer:
         }
 
     async def __aenter__(self) -> Self:
-        """Register; the first request for a batch lets envs start."""
+        """Register; the first request for a batch lets envs start, and may get one that an earlier trainer left."""
         await self._answer("POST", "/register", json=self._facts)
-        await self.batch()
+        self._first = await self.batch()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -137,8 +138,8 @@ class Trainer:
 
     async def batch(self) -> list[dict[str, Any]] | None:
         """The groups of the next batch, or None while there is none."""
-        found = (await self._answer("GET", "/batch"))["batch"]
-        return found or None
+        first, self._first = self._first, None
+        return first or (await self._answer("GET", "/batch"))["batch"] or None
 
     async def batches(self, *watched: asyncio.subprocess.Process) -> AsyncIterator[list[dict[str, Any]]]:
         """The batches, as they come.
@@ -163,7 +164,7 @@ class Trainer:
                 return await answer.json()
         except aiohttp.ClientError as error:
             raise RuntimeError(
-                f"the trajectory API at {self._url} is gone ({type(error).__name__}: {error})"
+                f"the trajectory API at {self.url} is gone ({type(error).__name__}: {error})"
             ) from error
 
 

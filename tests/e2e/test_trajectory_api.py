@@ -91,3 +91,12 @@ async def test_what_the_trainer_would_not_take_is_counted_and_nothing_waits_for_
     for n in range(2):
         await send(two, f"p{n}")
     assert [group["group_overrides"] for group in await trainer.batch()] == [{"placeholder_tokens": True}] * 2
+
+
+async def test_a_trainer_that_is_started_again_gets_the_batch_that_waited(world):
+    env, trainer, _ = world
+    one = await env("one", group_size=4)
+    for name in ("a", "b"):
+        await send(one, name)
+    async with Trainer(trainer.url, batch_size=8) as again:
+        assert len(await again.batch()) == 2
