@@ -295,9 +295,8 @@ class SandboxEnv(BaseEnv):
         if kept and do_send_to_api:
             self.items_sent_this_step += len(kept)
         # atroposlib no longer has their items: a cancellation of this worker waits
-        await outlive(
-            self.sink.deliver(kept, sent=do_send_to_api, env_id=getattr(self, "env_id", None), listed=several)
-        )
+        env_id = getattr(self, "env_id", None)
+        await outlive(self.sink.deliver(kept, sent=do_send_to_api, env_id=env_id, listed=several))
 
     # ---------------------------------------------------------------------------------------------------- process
 
@@ -398,6 +397,7 @@ class SandboxEnv(BaseEnv):
         except ValueError as error:
             raise ConfigError(f"env.group_size: {size} is more than the trainer's batch; {error}") from error
         self._trainer.check_batch(self.config.batch_size)
+        self.config.worker_timeout = self.collector.take_over(self.config.worker_timeout)
 
     async def get_status(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As atroposlib's; a lost trajectory API ends the run with one line, and a long wait is reported.

@@ -163,9 +163,7 @@ class Trainer:
                 answer.raise_for_status()
                 return await answer.json()
         except aiohttp.ClientError as error:
-            raise RuntimeError(
-                f"the trajectory API at {self.url} is gone ({type(error).__name__}: {error})"
-            ) from error
+            raise RuntimeError(f"the trajectory API at {self.url} is gone ({type(error).__name__}: {error})") from error
 
 
 def how(code: int) -> str:

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from atropos import tracing
 from atropos.agent import PromptTooLong, seed_for
-from atropos.aio import backoff_s
+from atropos.aio import Allowance, backoff_s
 from atropos.envs.adapter import Item
 from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.backend import ToolBackend
@@ -131,7 +131,13 @@ class GroupCollector:
         self._numbers = itertools.count(1)
         self.tasks: set[asyncio.Task[object]] = set()
         self._dropped_in_a_row = 0
+        self._group_s: float | None = None
         self.observers: list[Callable[[Event], None]] = []
+
+    def take_over(self, worker_timeout: float) -> float:
+        """Bound groups from now on, -1: not; returns -1. atroposlib's own bound loses an item without its name or a count."""
+        self._group_s = worker_timeout if worker_timeout > 0 else None
+        return -1
 
     async def collect(self, item: object) -> ScoredGroup | None:
         """One whole scored group, or None when it can't be completed.
@@ -156,7 +162,7 @@ class GroupCollector:
     async def _collect(self, item: object) -> ScoredGroup | None:
         name = self._env.item_name(item)
         try:
-            rollouts = await self.rollouts(item, self._config.group_size)
+            rollouts = await self._in_time(self.rollouts(item, self._config.group_size))
         except GroupDropped as dropped:
             self._metrics.dropped[dropped.code] += 1
             _log.warning("group %s dropped: %s", name, dropped)
@@ -171,6 +177,17 @@ class GroupCollector:
         # wandb shows the messages; they are sent only where they are included
         wanted = self._config.include_messages or self._config.use_wandb
         return scored_group(rollouts, name=name, include_messages=wanted)
+
+    async def _in_time(self, rollouts: Awaitable[list[Rollout]]) -> list[Rollout]:
+        with Allowance(self._group_s) as allowance:
+            try:
+                async with allowance.limit():
+                    return await rollouts
+            except TimeoutError:
+                if not allowance.expired:
+                    raise
+                text = f"it took longer than worker_timeout ({self._group_s:g} s)"
+                raise GroupDropped(text, code="worker_timeout") from None
 
     async def _after_drop(self, dropped: GroupDropped) -> None:
         """Slow down after several drops in a row, and end the run after many."""

@@ -263,6 +263,21 @@ async def test_the_trainers_limit_bounds_every_trajectory():
         assert env.context_tokens == 999
 
 
+async def test_a_group_that_takes_too_long_is_named_and_counted(caplog):
+    class Hangs(ScriptEnv):
+        async def run_trajectory(self, item, trajectory_id, member):
+            await asyncio.Event().wait()
+
+    async with trajectory_api(batch_size=9) as (api, _):
+        env = make(Hangs, "http://127.0.0.1:9/v1", None, rollout_server_url=api, worker_timeout=0.1)
+        await env.start_tool_backend()
+        await env.get_server_info()
+        assert env.config.worker_timeout == -1, "atroposlib's bound, of which only a number would be told"
+        assert await env.collect_trajectories({"name": "x"}) == (None, [])
+    assert dict(env.metrics.dropped) == {"worker_timeout": 1}
+    assert "group x dropped: it took longer than worker_timeout (0.1 s)" in caplog.text
+
+
 async def test_a_trajectory_api_that_is_gone_is_one_line():
     env = env_at("http://127.0.0.1:9")
     env.env_id = 0
