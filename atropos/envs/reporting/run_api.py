@@ -20,6 +20,8 @@ API_FAILURES = (RetryError, aiohttp.ClientError, KeyError)
 """What atroposlib raises when the trajectory API is gone, or is another one."""
 SEND_TRIES, SEND_TIMEOUT_S = 3, 30.0
 """Tries of sending a group, and the timeout of one try."""
+CHECK_TIMEOUT_S = 5.0
+"""Timeout of one look before the start."""
 ASK_TIMEOUT_S = 10.0
 """Timeout of asking for the newest group."""
 NOT_TAKEN = (aiohttp.ClientConnectorError,)
@@ -38,7 +40,7 @@ async def check_run_api(url: str) -> None:
     for attempt in range(3):
         try:
             async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)) as session,
                 session.get(f"{url.rstrip('/')}/status") as answer,
             ):
                 if answer.status == 404:
@@ -51,8 +53,9 @@ async def check_run_api(url: str) -> None:
         except (aiohttp.ClientError, TimeoutError) as error:
             last = error
         await asyncio.sleep(0.3 * (attempt + 1))
+    why = str(last) or f"no answer within {CHECK_TIMEOUT_S:g} s, three times"
     raise ConfigError(
-        f"env.rollout_server_url: no trajectory API at {url} ({last}); start it with `run-api`, and give its "
+        f"env.rollout_server_url: no trajectory API at {url} ({why}); start it with `run-api`, and give its "
         "address in --env.rollout_server_url"
     ) from last
 

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from atropos.aio import cancel_and_wait
 from atropos.envs import sandbox_env
-from atropos.envs.reporting import watch
+from atropos.envs.reporting import run_api, watch
 from atropos.envs.reporting.group_sink import GroupSink
 from atropos.envs.reporting.run_api import TrajectoryApiLost, check_run_api
 from atropos.envs.running import lifecycle
@@ -358,6 +358,15 @@ async def test_an_inference_server_in_the_place_of_run_api_is_named(policy):
         match=r"^env\.rollout_server_url: the server at .* is no trajectory API; run-api and many inference servers use port 8000",
     ):
         await check_run_api(policy.url.removesuffix("/v1"))
+
+
+async def test_a_run_api_that_hangs_is_said_to_hang(monkeypatch):
+    monkeypatch.setattr(run_api, "CHECK_TIMEOUT_S", 0.1)
+    silent = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    async with silent:
+        url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"no trajectory API at {url} \(no answer within 0\.1 s, three times\)"):
+            await check_run_api(url)
 
 
 async def test_weights_that_run_api_can_not_share_out_are_named():
