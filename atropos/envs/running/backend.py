@@ -101,6 +101,10 @@ class ToolBackend:
             raise
         return snapshot
 
+    def at_work(self) -> bool:
+        """Whether slots are leased, so that one comes free."""
+        return self.pool is not None and self.pool.stats().leased > 0
+
     def outage(self) -> str:
         """Why Nomad or Docker is away with no container left; empty if it isn't."""
         return "" if self.pool is None else self.pool.outage()

@@ -25,6 +25,7 @@ from atropos.envs.running.rollout import (
     GroupDropped,
     GroupsDropped,
     HookError,
+    NoSlotYet,
     Rollout,
     ScoredGroup,
     VerifierError,
@@ -32,6 +33,7 @@ from atropos.envs.running.rollout import (
     scored_group,
 )
 from atropos.errors import (
+    AcquireTimeout,
     BackendUnavailable,
     ConfigError,
     InferenceError,
@@ -296,6 +298,10 @@ class GroupCollector:
             rollout = await self._env.run_trajectory(item, trajectory_id, member)
             rollout.seconds = time.perf_counter() - started
             acquire_s = self._backend.executor.acquire_s(trajectory_id)
+        except AcquireTimeout as error:
+            if self._backend.at_work() and not self._backend.executor.has_slot(trajectory_id):
+                raise NoSlotYet(str(error)) from error
+            raise
         finally:
             released = time.perf_counter()
             await self._backend.release(trajectory_id)
@@ -311,7 +317,8 @@ class GroupCollector:
     async def _persist(self, what: str, once: Callable[[str], Awaitable[Value]]) -> Value:
         """Call `once`, and retry it in a fresh slot after infrastructure failures; then drop the group.
 
-        Failures while Nomad or Docker is away with all containers are not counted: the engine is awaited (`outage_s`).
+        Failures while Nomad or Docker is away with all containers are not counted: the engine is awaited (`outage_s`). Nor
+        is a wait for slots that are all at work.
 
         Raises:
             GroupDropped: it can't be completed.
@@ -326,8 +333,9 @@ class GroupCollector:
             except (HookError, PromptTooLong) as error:
                 raise GroupDropped(f"{what}: {error}", code=error.code) from error
             except (SandboxError, InferenceError) as error:
-                if isinstance(error, SandboxError) and self._backend.outage():
+                if isinstance(error, NoSlotYet) or (isinstance(error, SandboxError) and self._backend.outage()):
                     self._metrics.retries[error.code] += 1
+                    _log.info("%s waits on: %s", what, error)
                     continue
                 hopeless = isinstance(error, NOT_RETRIED) or (isinstance(error, InferenceError) and not error.retryable)
                 if hopeless or attempt == self._config.trajectory_retries:

@@ -10,6 +10,7 @@ from typing import Required, SupportsFloat, TypedDict
 
 from atropos.agent import AgentResult, Message, Transcript
 from atropos.agent.config import Timing
+from atropos.errors import AcquireTimeout
 
 
 class GroupDropped(Exception):
@@ -30,6 +31,10 @@ class WorkspaceLost(Exception):
     """The snapshot that a group's trajectories start from went with its container."""
 
     code = "workspace_lost"
+
+
+class NoSlotYet(AcquireTimeout):
+    """A trajectory without a slot waits for one of those at work: one was retired, or its container is being replaced."""
 
 
 class GroupsDropped(Exception):

@@ -1,0 +1,52 @@
+"""Slots that are retired are missing until their container is replaced: trajectories wait for the others, and no group is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from atropos.envs import HermesAgentBaseEnv
+from atropos.envs.running.rollout import GroupsDropped
+from tests.e2e.hermes_support import call, groups, make, running_policy, script
+
+
+class ShortEnv(HermesAgentBaseEnv):
+    """One slot of its pool is gone, which its admission of trajectories doesn't know."""
+
+    name = "short"
+
+    async def setup(self):
+        self.rows = self.load_rows()
+        self.gone = await self.pool.acquire("gone")
+
+    async def get_next_item(self):
+        return next(self.rows, None)
+
+    async def compute_reward(self, item, result, ctx):
+        return 1.0
+
+
+class GreedyEnv(ShortEnv):
+    """Its reward functions want a second slot while they hold the first."""
+
+    async def compute_reward(self, item, result, ctx):
+        await self.executor.slot(f"{ctx.trajectory_id}-second")
+        return 1.0
+
+
+ROWS = [{"name": "long", "prompt": script({"calls": [call("terminal", command="sleep 3")]}, "done")}]
+SHORT = {"slots_per_container": 2, "max_containers": 1, "acquire_timeout_s": 1}
+
+
+async def test_a_trajectory_waits_on_while_all_slots_are_at_work(tmp_path):
+    async with running_policy(tmp_path) as policy:
+        env = make(ShortEnv, policy, tmp_path, ROWS, trajectory_retries=0, **SHORT)
+        await env.process_manager()
+    assert [group["scores"] for group in groups(tmp_path)] == [[1.0, 1.0]]
+    assert env.metrics.retries["acquire_timeout"] > 0
+
+
+async def test_a_hook_that_waits_for_a_second_slot_in_vain_ends(tmp_path):
+    async with running_policy(tmp_path) as policy:
+        env = make(GreedyEnv, policy, tmp_path, ROWS, trajectory_retries=1, **SHORT)
+        with pytest.raises(GroupsDropped, match="acquire_timeout"):
+            await env.process_manager()
