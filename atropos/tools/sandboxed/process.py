@@ -12,7 +12,7 @@ from atropos import wire
 from atropos.tools.arguments import Arguments, Seconds
 from atropos.tools.base import Tool, ToolError, ToolScope, ToolState
 from atropos.tools.models import ToolResult
-from atropos.tools.sandboxed.text import bounded_s, clip, decode, plural, shown, without_escapes
+from atropos.tools.sandboxed.text import bounded_s, clip, decode, plural, shown, unfinished, without_escapes
 
 BUFFER_BYTES = 200_000
 """Latest output of a background process that is kept; the dropped bytes are counted."""
@@ -180,8 +180,11 @@ class ProcessTool(Tool):
 
     def _report(self, state: wire.ProcState, scope: ToolScope, nothing: str, note: str = "") -> ToolResult:
         seen = process_reports(scope).seen
-        seen[state.id] = state.offset + len(state.output)
-        left = state.total_bytes - seen[state.id]
+        end = state.offset + len(state.output)
+        left = state.total_bytes - end
+        if (held := unfinished(state.output)) and (state.running or left):
+            state, end = state.model_copy(update={"output": state.output[:-held]}), end - held
+        seen[state.id] = end
         lost = f"[{plural(state.dropped_bytes, 'byte')} before this were dropped]\n" if state.dropped_bytes else ""
         more = f"\n[{plural(left, 'more byte')}; poll again]" if left > 0 else ""
         text = _text(state) if state.output else nothing

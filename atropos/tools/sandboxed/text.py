@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 
 from atropos import wire
@@ -21,6 +22,13 @@ def is_binary(data: bytes) -> bool:
 def decode(data: bytes) -> str:
     """Decode UTF-8; invalid bytes are replaced."""
     return data.decode("utf-8", "replace")
+
+
+def unfinished(data: bytes) -> int:
+    """Bytes at the end that begin a character, of which the rest has not come."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    return len(decoder.getstate()[0])
 
 
 def without_escapes(text: str) -> str:

@@ -83,6 +83,20 @@ class TestTerminal:
         late = await use("process", action="write", session_id=session, data="x")
         assert "has ended" in late.error
 
+    async def test_a_character_that_comes_in_two_pieces_is_shown_whole(self, use):
+        command = r"printf 'gr\303'; read x; printf '\274n'; read x; printf 'end\303'"
+        session = (await use("terminal", command=command, background=True)).data["session_id"]
+        polled = ""
+        for piece in ("gr", "ün", "end\ufffd"):
+            async with asyncio.timeout(10):
+                while not polled.endswith(piece):
+                    polled += (await use("process", action="poll", session_id=session)).output.partition("\n")[2]
+                    polled = polled.replace("no new output", "")
+                    await asyncio.sleep(0.01)
+            if piece != "end\ufffd":
+                await use("process", action="submit", session_id=session)
+        assert polled == "grünend\ufffd"
+
     async def test_the_log_shows_the_last_lines_and_what_was_dropped(self, use):
         started = await use("terminal", command="seq 100000", background=True)
         session = started.data["session_id"]
