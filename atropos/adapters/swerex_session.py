@@ -215,7 +215,7 @@ class BashSession:
             SessionNotInitializedError: the shell has ended.
         """
         loop = asyncio.get_running_loop()
-        deadline = None if timeout_s is None else loop.time() + timeout_s
+        deadline, late = None if timeout_s is None else loop.time() + timeout_s, False
         self._pending = self._taken(self._pending)
         while True:
             if line is not None:
@@ -227,11 +227,12 @@ class BashSession:
             if self._searched.tell() > 2 * MAX_OUTPUT_CHARS:
                 end = self._taken()
                 self._searched.write(end)
-            left = READ_WAIT_S if deadline is None else deadline - loop.time()
-            if left <= 0:
+            if late:
                 raise CommandTimeoutError(f"timeout after {timeout_s} seconds while running command {command!r}")
+            left = READ_WAIT_S if deadline is None else deadline - loop.time()
+            late = left <= 0  # what came in time may be unread: this process did not run meanwhile
             ended = self._process.exit_code is not None
-            data = await self._process.read(max_bytes=BUFFER_BYTES, wait_s=min(left, READ_WAIT_S))
+            data = await self._process.read(max_bytes=BUFFER_BYTES, wait_s=max(0.0, min(left, READ_WAIT_S)))
             if not data and ended:
                 raise SessionNotInitializedError(f"the shell ended in {command!r}: {clean(self._pending)[-2000:]!r}")
             self._pending += self._decoder.decode(data)

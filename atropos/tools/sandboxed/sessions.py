@@ -247,16 +247,15 @@ async def _wait(arguments: SessionArguments, scope: ToolScope, session: _Session
         wanted = regex.compile(arguments.pattern, regex.MULTILINE)
     except (regex.error, OverflowError, RecursionError) as error:
         raise ToolError(f"session: pattern is no regular expression: {error}") from None
-    deadline = time.monotonic() + wait_s
+    deadline, late = time.monotonic() + wait_s, False
     await _update(scope, session)
-    last = False
     while not await _matches(wanted, session.screen.text()):
-        if session.finished or last:
+        if session.finished or late:
             why = "the program has ended" if session.finished else f"it did not show within {wait_s:g} s"
             return _show(session, "; ".join(part for part in (f"pattern not found: {why}", cut) if part), found=False)
         left = deadline - time.monotonic()
-        last = left <= 0  # what came while the event loop was late is read all the same
-        await _read(scope, session, wait_s=max(left, 0), until="output")
+        late = left <= 0  # what came in time may be unread: this process did not run meanwhile
+        await _read(scope, session, wait_s=max(0.0, left), until="output")
     return _show(session, cut, found=True)
 
 

@@ -41,6 +41,20 @@ async def test_a_command_may_be_longer_than_a_terminals_line(runtime_with_defaul
     assert await say(runtime_with_default_session, f"echo {text}") == f"{text}\n"
 
 
+async def test_what_came_in_time_is_read_though_this_process_was_stopped_meanwhile(runtime_with_default_session):
+    process = runtime_with_default_session._sessions["default"]._process
+    read = process.read
+
+    async def stopped(**options):
+        data = await read(**options)
+        if b"one" in data:
+            time.sleep(5)  # noqa: ASYNC251 (the process is stopped, or starved)
+        return data
+
+    process.read = stopped
+    assert await say(runtime_with_default_session, "echo one; sleep 0.5; echo two", timeout=2) == "one\ntwo\n"
+
+
 async def test_output_of_megabytes_comes_whole(runtime_with_default_session):
     assert (
         await say(runtime_with_default_session, "yes 0123456789 | head -c 3000000")
@@ -62,7 +76,9 @@ async def test_of_more_output_than_is_kept_the_end_is_whole_and_the_rest_is_coun
 async def test_a_little_output_costs_the_same_after_much(runtime_with_default_session):
     async def seconds(before):
         started = time.process_time()
-        await say(runtime_with_default_session, f"{before}; for i in $(seq 1 300); do echo $i; sleep 0.01; done")
+        await say(
+            runtime_with_default_session, f"{before}; for i in $(seq 1 300); do echo $i; sleep 0.01; done", timeout=240
+        )
         return time.process_time() - started
 
     alone = await seconds("true")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 
 import pytest
 from pydantic import ValidationError
 
 from atropos import wire
 from atropos.slots.slot.profile import Profile
-from atropos.tools import ToolCall, build_tool_registry
+from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
 from atropos.tools.sandboxed.sessions import SessionArguments
 from tests.unit.tools.fakes import FakePool
 
@@ -441,3 +442,27 @@ async def test_overhead_is_small():
         for _ in range(3):
             await executor.execute("t", ToolCall(name="terminal", arguments={"command": "true"}))
         assert len(pool.slots[0].ran) == 3
+
+
+async def test_a_pattern_that_came_while_this_process_was_stopped_is_found(pool):
+    async with ToolExecutor(pool, build_tool_registry(["session"])) as executor:
+
+        async def use(**arguments):
+            return await executor.execute("t", ToolCall(name="session", arguments=arguments))
+
+        await use(action="start", command="exec sleep 60")
+        slot = pool.slots[0]
+        log, read = slot.procs["p1"].log, slot._proc_read
+
+        async def stopped(operation):
+            if operation.until != "output" or log:
+                return await read(operation)
+            log.extend(b"one\r\n")
+            state = await read(operation)
+            time.sleep(1.5)  # noqa: ASYNC251 (the process is stopped, or the event loop blocked)
+            log.extend(b"two\r\n")
+            return state
+
+        slot._proc_read = stopped
+        found = await use(action="wait", pattern="^two$", timeout=1)
+        assert (found.success, found.data["found"]) == (True, True), found.output
