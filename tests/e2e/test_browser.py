@@ -452,18 +452,23 @@ async def test_a_browser_or_a_driver_that_gives_no_sign_of_life_is_started_again
     assert "page: Home" in await ada("navigate", url=site.url("/"))
 
 
-async def test_what_a_stop_of_the_tool_server_outlasts_closes_no_page_and_no_browser(
+async def test_what_a_stop_of_the_tool_server_outlasts_fails_no_call_and_closes_no_page_and_no_browser(
     ada: Person, site: Site, world: tuple[BrowserHost, Site, Site], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("atropos.api.external.browser._PROBE_S", 3.0)
     monkeypatch.setattr("atropos.api.external.browser._CLOSE_S", 3.0)
-    await ada("navigate", url=site.url("/login"))
-    before = browsers()
-    for check in (world[0].probe, ada.scope.state["browser"].responds):
+    monkeypatch.setattr(sys.modules[BrowserTool.__module__], "_ANSWER_S", 3.0)
+    home = await ada("navigate", url=site.url("/login"))
+    before, session = browsers(), ada.scope.state["browser"]
+    found = re.search(r"\[ref=(\w+)\]", home)
+    assert found
+    tool = ada.tools["click"]
+    assert isinstance(tool, BrowserTool)
+    for check in (world[0].probe, session.responds, lambda: tool.element(session.page, found[1])):
         checking = asyncio.create_task(check())
         await asyncio.sleep(0)
         time.sleep(3.5)  # noqa: ASYNC251 (the event loop is blocked, or the process stopped, during the check)
         await checking
     assert browsers() == before
     assert "You are ada" in await ada("navigate", url=site.url("/who"))
-    assert not ada.scope.state["browser"]._crashed
+    assert not session._crashed

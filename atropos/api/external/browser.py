@@ -167,7 +167,7 @@ class Session:
         """
         before = self.page
         if before.is_closed() or before in self._crashed:
-            async with asyncio.timeout(_OPEN_S):
+            async with Allowance(_OPEN_S).once():
                 self.page = await self._context.new_page()
             self._watch(self.page)
             if not before.is_closed():
@@ -354,7 +354,7 @@ async def _close(closing: Awaitable[object]) -> Exception | None:
     Playwright raises plain `Exception` where its driver has ended.
     """
     try:
-        async with asyncio.timeout(_CLOSE_S):
+        async with Allowance(_CLOSE_S).once():
             await closing
     except Exception as error:
         _log.debug("the browser: %s", _line(error))

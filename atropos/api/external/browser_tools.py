@@ -8,6 +8,7 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from atropos.aio import Allowance
 from atropos.api.external.browser import CRASHED, PAGE_CRASHED, PAGE_HANGS, BrowserHost, Session
 from atropos.errors import ToolServerUnavailable
 from atropos.net.egress_policy import EgressRefused
@@ -88,7 +89,7 @@ class BrowserTool(Tool, Generic[Arguments]):
         """The page as text, with notes on what happened since the last answer."""
         page = await session.open_page()
         tree = await page.aria_snapshot(mode="ai")
-        async with asyncio.timeout(_ANSWER_S):
+        async with Allowance(_ANSWER_S).once():
             title, url = await page.title(), page.url
         most = self._host.settings.snapshot_chars * (4 if full else 1)
         truncated = len(tree) > most
@@ -117,7 +118,7 @@ class BrowserTool(Tool, Generic[Arguments]):
             raise ToolError(f"{ref[:60]!r} is not a reference; take one from the snapshot, such as e12")
         found = page.locator(f"aria-ref={match[1]}")
         try:
-            async with asyncio.timeout(_ANSWER_S):
+            async with Allowance(_ANSWER_S).once():
                 there = await found.count()
         except Error:
             there = 0
@@ -274,7 +275,7 @@ def _explain(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if re.search(r"(?:Page|Target) crashed", str(error)):
         return PAGE_CRASHED
-    text = re.sub(r"^(Page|Locator|Frame)\.\w+: ", "", lines[0] if lines else type(error).__name__)
+    text = re.sub(r"^(Page|Locator|Frame)\.\w+: ", "", lines[0] if lines else "the page did not answer in time")
     if "ERR_TUNNEL_CONNECTION_FAILED" in text:
         text += " (the server can't be reached, or the address leads where this browser may not go)"
     if "intercepts pointer events" in str(error):
