@@ -262,43 +262,42 @@ class SlotSandbox:
         Raises:
             SandboxError: it could not be started; `stop` cleans up.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         errors = memory_files.bounded("errors", ERRORS_BYTES)
-        limits = self.limits
-        self._channel = RunnerLink(ours, output_bytes=limits.output_bytes, on_broken=self._fail)
         try:
-            joins = [self.network.namespace] if self._joined else []
-            request = self._host.start_request(
-                self.volume, base, self.cgroup, limits, network=self.network.has_egress, joins=self._joined
-            )
-            near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                fds = [theirs.fileno(), errors, far.fileno(), *joins]
-                self._started, self._ended = await self._host.spawner.start(request, fds)
-                self.host_pid = pid = await asyncio.shield(self._started)
-                self._init_fd = pidfd_of(pid)
-                if not joins:
-                    far.close()
-                    await self._receive_network(near, errors)
-            finally:
-                near.close()
-                far.close()
-                theirs.close()
-            self._ended.add_done_callback(lambda _: self._fail("its PID 1 ended"))
-            try:
-                async with asyncio.timeout(START_DEADLINE_S):
-                    await self._greet(pid)
-            except TimeoutError:
-                why = memory_files.line(errors) or "PID 1 sent nothing"
-                raise SandboxError(
-                    f"slot {self.name} could not be started within {START_DEADLINE_S} s: "
-                    f"{why}{host_limits.named()}{host_limits.load()}"
-                ) from None
-            except (SlotLost, OutcomeUnknown, OSError) as error:
-                why = memory_files.line(errors) or error
-                raise SandboxError(f"slot {self.name} could not be started: {why}{host_limits.named()}") from None
+            pid = await self._spawn(base, errors)
+            async with asyncio.timeout(START_DEADLINE_S):
+                await self._greet(pid)
+        except TimeoutError:
+            why = memory_files.line(errors) or "PID 1 sent nothing"
+            raise SandboxError(
+                f"slot {self.name} could not be started within {START_DEADLINE_S} s: "
+                f"{why}{host_limits.named()}{host_limits.load()}"
+            ) from None
+        except (SlotLost, OutcomeUnknown, OSError) as error:
+            why = memory_files.line(errors) or error
+            raise SandboxError(f"slot {self.name} could not be started: {why}{host_limits.named()}") from None
         finally:
             os.close(errors)
+
+    async def _spawn(self, base: skeleton.Base, errors: int) -> int:
+        """Have PID 1 forked, with our end of its socket in `_channel`; its pid, once the slot has a network."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._channel = RunnerLink(ours, output_bytes=self.limits.output_bytes, on_broken=self._fail)
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, near, far:
+            request = self._host.start_request(
+                self.volume, base, self.cgroup, self.limits, network=self.network.has_egress, joins=self._joined
+            )
+            joins = [self.network.namespace] if self._joined else []
+            fds = [theirs.fileno(), errors, far.fileno(), *joins]
+            self._started, self._ended = await self._host.spawner.start(request, fds)
+            self.host_pid = pid = await asyncio.shield(self._started)
+            self._init_fd = pidfd_of(pid)
+            if not self._joined:
+                far.close()
+                await self._receive_network(near, errors)
+        self._ended.add_done_callback(lambda _: self._fail("its PID 1 ended"))
+        return pid
 
     def resize(self, limits: SlotLimits) -> None:
         """Change the limits; see `contract.Sandbox.resize`."""
