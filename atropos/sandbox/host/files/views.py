@@ -120,11 +120,11 @@ class View:
         layers = [part.fd for part in parts]
         room = min(MAX_HIDDEN, os.statvfs(upper).f_favail // 2)
         for number, part in enumerate(parts):
+            if part.layer >= self.written:  # an image's own links
+                follows = follows or next(_walk(part.fd), None) is not None
+                continue
             for place, name, target in _walk(part.fd):
                 path = "/".join((*place.path_from(0), name))
-                if part.layer >= self.written:
-                    follows = True
-                    break
                 if target is not None and not _may_reach_hidden(f"{folder}/{path}", target):
                     follows = True
                     continue
