@@ -140,11 +140,7 @@ class TaskEnv(DatasetEnv):
                 raise outcome
             else:
                 usable.append(outcome)
-        chosen = TaskSet(tuple(usable), refused)
-        if not self.config.skip_bad_tasks:
-            chosen.check()
-        for name, reason in refused.items():
-            _log.warning("task %s is left out: %s", name, reason)
+        _leave_out(TaskSet(tuple(usable), refused), self.config)
         if not usable:
             raise ConfigError("tasks_path: no task's image is available; the log has the reasons")
         self.items = usable
@@ -235,11 +231,8 @@ class TaskEnv(DatasetEnv):
             agent.config = replace(agent.config, timeout_s=step.config.agent.timeout_sec)
             result = await agent.run(step.instruction + guidance, after=result)
             guidance = ""
-
-            async def judged(step: Task = step) -> tuple[Verdict, dict[str, object]]:
-                return await self._verdict(item, step, trajectory_id)
-
-            outcome: tuple[Verdict, dict[str, object]] = await self.hooks.call("verify_and_score_trajectory", judged)
+            judge = partial(self._verdict, item, step, trajectory_id)
+            outcome: tuple[Verdict, dict[str, object]] = await self.hooks.call("verify_and_score_trajectory", judge)
             verdict, details = outcome
             attempt.verdicts.append(verdict)
             attempt.details[step.name] = details
@@ -308,10 +301,7 @@ class TaskEnv(DatasetEnv):
             await workspace.prepare_step(slot, step)
             if step is task:
                 break
-
-        async def fresh() -> Slot:
-            return await self._fresh_slot(item, trajectory_id, task.verifier)
-
+        fresh = partial(self._fresh_slot, item, trajectory_id, task.verifier)
         mode = "shared" if task.verifier is None else "separate"
         await workspace.verify(slot, task, mode=mode, fresh=fresh, layers=self._layers)
 
@@ -355,19 +345,33 @@ def _room(config: TaskEnvConfig) -> Room:
     )
 
 
+def _read(config: TaskEnvConfig) -> TaskSet:
+    variables = {name: os.environ[name] for name in config.task_variables if name in os.environ}
+    if config.dataset is None:
+        return read_tasks(config.tasks_path, config.task_names, variables=variables)
+    folders = dataset_folders(config.dataset_path or ".", config.dataset, config.task_names)
+    return read_folders(folders, variables=variables)
+
+
+def _leave_out(tasks: TaskSet, config: TaskEnvConfig) -> None:
+    """Log which tasks were refused.
+
+    Raises:
+        ConfigError: some were, and `skip_bad_tasks` is off.
+    """
+    if not config.skip_bad_tasks:
+        tasks.check()
+    for name, reason in tasks.refused.items():
+        _log.warning("task %s is left out: %s", name, reason)
+
+
 def _usable(config: TaskEnvConfig) -> list[Task]:
     """The tasks that fit the slots; all others are reported together.
 
     Raises:
         ConfigError: some task is unusable and `skip_bad_tasks` is off, or none is left.
     """
-    variables = {name: os.environ[name] for name in config.task_variables if name in os.environ}
-    if config.dataset is not None:
-        folders = dataset_folders(config.dataset_path or ".", config.dataset, config.task_names)
-        found = read_folders(folders, variables=variables)
-    else:
-        found = read_tasks(config.tasks_path, config.task_names, variables=variables)
-    room = _room(config)
+    found, room = _read(config), _room(config)
     fits = {task.name: fit(task, room, images=config.task_images, policy=config.task_limits) for task in found.tasks}
     misfits = {
         task.name: f"{task.path / 'task.toml'}: {'; '.join(fits[task.name].refused)}"
@@ -375,10 +379,7 @@ def _usable(config: TaskEnvConfig) -> list[Task]:
         if fits[task.name].refused
     }
     chosen = TaskSet(tuple(task for task in found.tasks if task.name not in misfits), {**found.refused, **misfits})
-    if not config.skip_bad_tasks:
-        chosen.check()
-    for name, reason in chosen.refused.items():
-        _log.warning("task %s is left out: %s", name, reason)
+    _leave_out(chosen, config)
     if not chosen.tasks:
         raise ConfigError(f"tasks_path: none of {len(chosen.refused)} tasks can be used; see the log for each")
     clamped = [f"{task.name}: {text}" for task in chosen.tasks for text in fits[task.name].clamped]

@@ -116,20 +116,15 @@ class EnvDashboard:
                 _log.exception("the dashboard could not store group %s", item)
 
     async def _sample(self) -> None:
-        found, calls, trajectories, at = (
-            self._metrics,
-            self._metrics.calls,
-            self._metrics.trajectories,
-            time.monotonic(),
-        )
+        found = self._metrics
+        calls, trajectories, at = found.calls, found.trajectories, time.monotonic()
         while True:
             await asyncio.sleep(SAMPLE_S)
             now = time.monotonic()
             took, new = now - at, found.calls - calls
             latest = [found.call_s[-1 - i] for i in range(min(new, len(found.call_s)))]
             call_p50_s, call_p99_s = percentiles(latest, 0.5, 0.99)
-            pool = self._backend.pool
-            stats = PoolStats() if pool is None else pool.stats()
+            stats = self._stats()
             self._history.append(
                 Sample(
                     trajectories_per_min=60 * (found.trajectories - trajectories) / took,
@@ -142,10 +137,13 @@ class EnvDashboard:
             )
             calls, trajectories, at = found.calls, found.trajectories, now
 
+    def _stats(self) -> PoolStats:
+        pool = self._backend.pool
+        return PoolStats() if pool is None else pool.stats()
+
     def view(self) -> LiveView:
         """The env's current state."""
-        found, pool = self._metrics, self._backend.pool
-        stats = PoolStats() if pool is None else pool.stats()
+        found, pool, stats = self._metrics, self._backend.pool, self._stats()
         uptime = time.monotonic() - self._started
         numbers = {
             "up": duration(uptime),

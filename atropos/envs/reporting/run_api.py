@@ -157,9 +157,9 @@ class TrajectoryApi:
                         if await self._took(session, groups[-1]):
                             self._newest = groups[-1]
                             return unanswered > 1
-                    if attempt == SEND_TRIES - 1 and unanswered:
-                        raise GroupInDoubt(f"{type(error).__name__}: {error}", unanswered) from error
                     if attempt == SEND_TRIES - 1:
+                        if unanswered:
+                            raise GroupInDoubt(f"{type(error).__name__}: {error}", unanswered) from error
                         raise
                 else:
                     self._newest = groups[-1]

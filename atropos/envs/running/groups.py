@@ -324,7 +324,7 @@ class GroupCollector:
             GroupDropped: it can't be completed.
             WorkspaceLost: there is nothing left to start from.
         """
-        attempt = 0
+        failures = 0
         for number in itertools.count():
             await self._wait_for_engine(what)
             try:
@@ -337,15 +337,16 @@ class GroupCollector:
                     self._metrics.retries[error.code] += 1
                     _log.info("%s waits on: %s", what, error)
                     continue
-                hopeless = isinstance(error, NOT_RETRIED) or (isinstance(error, InferenceError) and not error.retryable)
-                if hopeless or attempt == self._config.trajectory_retries:
+                hopeless = isinstance(error, NOT_RETRIED)
+                refused = isinstance(error, InferenceError) and not error.retryable
+                if hopeless or refused or failures == self._config.trajectory_retries:
                     text = f"{what}: {type(error).__name__}: {error}"
-                    raise GroupDropped(text, code=error.code, hopeless=isinstance(error, NOT_RETRIED)) from error
+                    raise GroupDropped(text, code=error.code, hopeless=hopeless) from error
                 self._metrics.retries[error.code] += 1
                 _log.warning("%s is retried after %s: %s", what, type(error).__name__, error)
                 self._notify(Event("retry", what, detail=str(error)))
-                await asyncio.sleep(backoff_s(attempt, first_s=0.1, longest_s=2.0))
-                attempt += 1
+                await asyncio.sleep(backoff_s(failures, first_s=0.1, longest_s=2.0))
+                failures += 1
         raise AssertionError("unreachable")
 
     async def _wait_for_engine(self, what: str) -> None:
