@@ -22,7 +22,15 @@ from harbor.environments.capabilities import EnvironmentCapabilities, Environmen
 from harbor.environments.definition import should_use_prebuilt_docker_image
 from harbor.models.task.config import NetworkMode, NetworkPolicy
 
-from atropos.adapters.sharing import SharedPool, pool_config, shared_pool, shell_code, time_limit, upload_file
+from atropos.adapters.sharing import (
+    CANNOT_EXECUTE,
+    SharedPool,
+    pool_config,
+    shared_pool,
+    shell_code,
+    time_limit,
+    upload_file,
+)
 from atropos.errors import ConfigError
 from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
 from atropos.tasks.builder.accounts import profile_of
@@ -245,7 +253,7 @@ class AtroposEnvironment(BaseEnvironment):
         if result.timed_out:
             raise RuntimeError(f"Command timed out after {time_limit(result, timeout_s)}")
         if result.exit_code is None:
-            return ExecResult(stdout="", stderr=result.output, return_code=126)
+            return ExecResult(stdout="", stderr=result.output, return_code=CANNOT_EXECUTE)
         return ExecResult(stdout=result.stdout, stderr=result.stderr, return_code=shell_code(result.exit_code))
 
     @override

@@ -28,7 +28,9 @@ from pydantic import BaseModel, ValidationError
 from typing_extensions import override
 
 from atropos.adapters.sharing import (
+    CANNOT_EXECUTE,
     MAX_OUTPUT_BYTES,
+    NOT_FOUND,
     HeldSlot,
     SlotRequest,
     infrastructure,
@@ -43,8 +45,6 @@ from atropos.tasks.format.files import parse_yaml, read_text
 FILE_NAMES = ["atropos.yaml", "atropos.yml"]
 KEEP_RUNNING = ("tail", "-f", "/dev/null")
 """In the place of an image's CMD, as in inspect_ai's own compose file."""
-CANNOT_EXECUTE, NOT_FOUND = 126, 127
-"""Exit codes of a shell for a command that it can't start."""
 
 
 class AtroposSandboxConfig(SlotRequest):

@@ -11,14 +11,9 @@ from typing import Self, cast, get_args
 
 from nemo_gym.sandbox.providers.base import SandboxPtyError, SandboxPtySpec
 
-from atropos.adapters.sharing import HeldSlot, infrastructure, shell_code
+from atropos.adapters.sharing import BUFFER_BYTES, READ_WAIT_S, HeldSlot, infrastructure, shell_code
 from atropos.errors import SandboxError
 from atropos.slots import Process, Signal
-
-READ_WAIT_S = 30.0
-"""Longest wait of one request for output."""
-BUFFER_BYTES = 4_000_000
-"""Output that the slot keeps until it is read."""
 
 
 class Terminal:

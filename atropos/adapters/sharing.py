@@ -23,6 +23,13 @@ MAX_OUTPUT_BYTES = 10 * 1024**2
 LONGEST_COMMAND_S = 24 * 3600.0
 """Longest a command may run, where `limits` has no `wall_s`: an agent may be one, and the host has its own time limits."""
 
+CANNOT_EXECUTE, NOT_FOUND = 126, 127
+"""Exit codes of a shell for a command that it can't start."""
+READ_WAIT_S = 30.0
+"""Longest wait of one request for a terminal's output."""
+BUFFER_BYTES = 4_000_000
+"""Output of a terminal that the slot keeps until it is read."""
+
 
 @dataclass
 class SharedPool:

@@ -48,13 +48,10 @@ from swerex.utils.log import get_logger
 from typing_extensions import override
 
 from atropos.adapters.event_loop import event_loop, in_event_loop
-from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, time_limit
+from atropos.adapters.sharing import CANNOT_EXECUTE, HeldSlot, SlotRequest, infrastructure, time_limit
 from atropos.adapters.swerex_session import BashSession
 from atropos.errors import SandboxError
 from atropos.slots import ExecResult
-
-CANNOT_EXECUTE = 126
-"""Exit code of a shell for a command that it can't start."""
 
 
 class SandboxGoneError(SwerexException):

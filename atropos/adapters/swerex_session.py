@@ -20,7 +20,7 @@ from swerex.exceptions import (
 )
 from swerex.runtime.abstract import BashAction, BashInterruptAction, BashObservation, CreateBashSessionRequest
 
-from atropos.adapters.sharing import HeldSlot
+from atropos.adapters.sharing import BUFFER_BYTES, READ_WAIT_S, HeldSlot
 from atropos.slots.slot.processes import Process
 
 SHELL_START_S = 30.0
@@ -29,10 +29,6 @@ PROMPT_WAIT_S = 5.0
 """How long an idle shell may take to answer."""
 RETRY_PAUSE_S = 0.2
 """Between two interrupts."""
-READ_WAIT_S = 30.0
-"""Longest wait of one request for output."""
-BUFFER_BYTES = 4_000_000
-"""Output that the slot keeps until it is read."""
 MAX_OUTPUT_CHARS = 10_000_000
 """Output of an action that is kept: its end."""
 OVERLAP_CHARS = 4096

@@ -21,16 +21,21 @@ from verifiers.v1.runtimes import DockerConfig, ProgramResult, Runtime, RuntimeP
 from verifiers.v1.runtimes.docker import DockerRuntimeInfo
 from verifiers.v1.utils.compile import resolve_runtime_config
 
-from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code, time_limit
+from atropos.adapters.sharing import (
+    CANNOT_EXECUTE,
+    NOT_FOUND,
+    HeldSlot,
+    SlotRequest,
+    infrastructure,
+    shell_code,
+    time_limit,
+)
 from atropos.net.egress_policy import parse
 from atropos.slots import PortForward, Process
 
 __all__ = ["AtroposEnv"]  # what verifiers loads by this module's name
 
 MIB_PER_GB = 1024
-NOT_FOUND = 127
-"""Exit code of a shell for a program that isn't there."""
-CANNOT_EXECUTE = 126
 BASE = "base"
 """`image` in a trace of a slot on the pool's base."""
 
