@@ -21,6 +21,8 @@ def full_path(given: str | None) -> str | None:
 
 DEFAULT_JOB = "atropos-sandbox-agent-env"
 """The job of a pool that names none."""
+Job = Annotated[str, typer.Option("--job-id", help="the pool's sandbox_job_id")]
+Address = Annotated[str | None, typer.Option(help="of the engine; default: NOMAD_ADDR or DOCKER_HOST")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Base = Annotated[str | None, typer.Option(help="A root file system to start from (local backend).", callback=full_path)]
 Store = Annotated[

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from atropos.cli.options import DEFAULT_JOB, AsJson
+from atropos.cli.options import DEFAULT_JOB, Address, AsJson, Job
 from atropos.cli.redraw import redrawn
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.survey import Survey, SurveyedContainer, open_survey
@@ -24,8 +24,6 @@ pool_app = typer.Typer(
 )
 
 Backend = Annotated[str, typer.Option(help="docker or nomad")]
-Job = Annotated[str, typer.Option("--job-id", help="the pool's sandbox_job_id")]
-Address = Annotated[str | None, typer.Option(help="of the engine; default: NOMAD_ADDR or DOCKER_HOST")]
 SUCCESSOR_S = 60.0
 """How long the next container is not drained because the last one's successor does not answer yet, in seconds."""
 

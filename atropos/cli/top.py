@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atropos.aio import set_within
-from atropos.cli.options import DEFAULT_JOB
+from atropos.cli.options import DEFAULT_JOB, Address, Job
 from atropos.cli.redraw import redrawn
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveView
 from atropos.errors import BackendUnavailable, ConfigError
@@ -66,8 +66,8 @@ def top(
         str | None, typer.Option(envvar="ATROPOS_DASHBOARD_TOKEN", help="where the URL doesn't carry it")
     ] = None,
     backend: Annotated[str, typer.Option(help="docker or nomad, without a URL")] = "nomad",
-    job_id: Annotated[str, typer.Option("--job-id", help="the pool's sandbox_job_id")] = DEFAULT_JOB,
-    address: Annotated[str | None, typer.Option(help="of the engine; default: NOMAD_ADDR or DOCKER_HOST")] = None,
+    job_id: Job = DEFAULT_JOB,
+    address: Address = None,
     interval_s: Annotated[float, typer.Option("--interval", min=0.2, help="seconds between looks")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="print one look and end")] = False,
 ) -> None:
