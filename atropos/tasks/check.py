@@ -270,26 +270,25 @@ async def _attempt(run: _Run) -> Attempt:
         await run.end()
 
 
+@dataclass(eq=False)
 class _Run:
     """One agent's attempt at one task: one slot at a time."""
 
-    def __init__(
-        self,
-        images: TaskImages,
-        layers: VerifierLayers,
-        task: Task,
-        agent: Agent,
-        config: CheckConfig,
-        progress: Progress,
-        mode: Literal["task"] | Mode,
-    ) -> None:
-        self.images, self.layers, self.pool, self.progress = images, layers, images.pool, progress
-        self.mode: Literal["task"] | Mode = mode
-        self.task, self.agent, self.config = task, agent, config
-        self.image, self.name = "", f"{task.name}-{agent}"
-        self.kept: Snapshot | None = None
-        self.slot: Slot | None = None
-        self.so_far = Attempt()
+    images: TaskImages
+    layers: VerifierLayers
+    task: Task
+    agent: Agent
+    config: CheckConfig
+    progress: Progress
+    mode: Literal["task"] | Mode
+    image: str = ""
+    kept: Snapshot | None = None
+    slot: Slot | None = None
+    so_far: Attempt = Attempt()
+
+    @property
+    def name(self) -> str:
+        return f"{self.task.name}-{self.agent}"
 
     async def end(self) -> None:
         await self.release()
@@ -305,7 +304,9 @@ class _Run:
         """A slot with a prepared machine, in the place of the one before."""
         await self.release()
         network = self.config.network and not machine.offline
-        slot = self.slot = await self.pool.acquire(self.name, image=image, network=network, limits=machine.limits)
+        slot = self.slot = await self.images.pool.acquire(
+            self.name, image=image, network=network, limits=machine.limits
+        )
         await workspace.enter(slot, machine)
         return slot
 
@@ -343,7 +344,7 @@ class _Run:
             await self.release()
             async with self.kept as kept:
                 self.kept = None
-                self.slot = await self.pool.acquire(self.name, snapshot=kept, limits=self.task.limits)
+                self.slot = await self.images.pool.acquire(self.name, snapshot=kept, limits=self.task.limits)
 
     async def _judged(self, task: Task, *, keep: bool = False) -> Verdict:
         slot = self.slot

@@ -19,10 +19,10 @@ from atropos.slots.slot.results import ExecResult
 from atropos.tasks.builder.accounts import owner_ids
 from atropos.tasks.builder.archive import LargeFile, TarPiece, unpack_steps
 from atropos.tasks.builder.transfer import (
-    MAX_LINKS,
     PackedFiles,
     change_owner,
     command_failure,
+    followed,
     is_folder,
     is_missing,
     make_folder,
@@ -33,8 +33,6 @@ from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Run
 
-_LINK_BYTES = 16_384
-"""More than the archive of a link with the longest target has."""
 _FETCHED = "/tmp/fetched"
 _KEPT = ".atropos-kept"
 """Ends the name of what a mount covers, for its time."""
@@ -111,7 +109,7 @@ async def copy(slot: Slot, step: Copy, context: Context) -> None:
         return  # patterns without a match
     into = not step.target.endswith("/") and await is_folder(slot, step.target)
     if not into:
-        step = replace(step, target=await _followed(slot, step.target))
+        step = replace(step, target=await followed(slot, step.target))
     owner = await owner_ids(slot, step.owner)
 
     if step.target.endswith("/"):
@@ -128,20 +126,6 @@ async def copy(slot: Slot, step: Copy, context: Context) -> None:
         empty = False
     if empty:  # an empty folder's content: the folder is made
         await make_folder(slot, step.target.rstrip("/") or "/", owner)
-
-
-async def _followed(slot: Slot, path: str) -> str:
-    """Where a target leads that is a link: as Docker has it, what the link names is written."""
-    for _ in range(MAX_LINKS):
-        seen = None if path.endswith("/") else await slot.run(wire.Tar(path=path, max_bytes=_LINK_BYTES))
-        if not isinstance(seen, wire.FileResult):
-            return path
-        with tarfile.open(fileobj=io.BytesIO(seen.data)) as tar:
-            first = tar.next()
-        if first is None or not first.issym():
-            return path
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(path), first.linkname))
-    raise TaskBroken(f"{path}: too many links")
 
 
 async def unpack(slot: Slot, step: Copy, context: Context) -> None:
@@ -180,7 +164,7 @@ async def copy_from_stage(slot: Slot, step: Copy, taken: PackedFiles) -> None:
         archive.seek(0)
         where, rename = step.target, given
         if not folder and not step.target.endswith("/") and not await is_folder(slot, step.target):
-            where, rename = posixpath.split(await _followed(slot, step.target))
+            where, rename = posixpath.split(await followed(slot, step.target))
         where = where.rstrip("/") or "/"
         await make_folder(slot, where, owner or (0, 0))
         name = rename if not folder else None

@@ -8,6 +8,7 @@ import copy
 import errno
 import fnmatch
 import glob
+import io
 import itertools
 import os
 import posixpath
@@ -29,7 +30,9 @@ from atropos.tasks.errors import TaskBroken
 
 MAX_STAGE_BYTES = 4 << 30
 """Most that one COPY takes from another stage or image."""
-MAX_LINKS = 40
+_MAX_LINKS = 40
+_LINK_BYTES = 16_384
+"""More than the archive of a link with the longest target has."""
 _READ_BYTES = 1 << 20
 LAST_LINES = 50
 
@@ -88,7 +91,7 @@ async def pack_files(slot: Slot, sources: tuple[str, ...]) -> PackedFiles:
         TaskBroken: there is no such file, or it is too large.
     """
     paths = [path for pattern in sources for path in await _named(slot, pattern)]
-    return [(posixpath.basename(path), await _archive(slot, path)) for path in paths]
+    return [(posixpath.basename(path), await _archive(slot, await followed(slot, path))) for path in paths]
 
 
 async def _named(slot: Slot, pattern: str) -> list[str]:
@@ -108,20 +111,25 @@ async def _named(slot: Slot, pattern: str) -> list[str]:
     return sorted(name for name in plain if all(map(fnmatch.fnmatchcase, name.split("/"), parts)))
 
 
-async def _archive(slot: Slot, path: str) -> IO[bytes]:
-    """A file or folder as an archive; a link is followed."""
-    for _ in range(MAX_LINKS):
-        archive = await _one_archive(slot, path)
-        with tarfile.open(fileobj=archive) as tar:
+async def followed(slot: Slot, path: str) -> str:
+    """Where a path leads that is a link: as Docker has it, what the link names is copied, or written.
+
+    Raises:
+        TaskBroken: over too many links.
+    """
+    for _ in range(_MAX_LINKS):
+        seen = None if path.endswith("/") else await slot.run(wire.Tar(path=path, max_bytes=_LINK_BYTES))
+        if not isinstance(seen, wire.FileResult):
+            return path
+        with tarfile.open(fileobj=io.BytesIO(seen.data)) as tar:
             first = tar.next()
-        archive.seek(0)
         if first is None or not first.issym():
-            return archive
+            return path
         path = posixpath.normpath(posixpath.join(posixpath.dirname(path), first.linkname))
     raise TaskBroken(f"{path}: too many links")
 
 
-async def _one_archive(slot: Slot, path: str) -> IO[bytes]:
+async def _archive(slot: Slot, path: str) -> IO[bytes]:
     with contextlib.ExitStack() as closing:
         file = closing.enter_context(tempfile.NamedTemporaryFile())
         try:

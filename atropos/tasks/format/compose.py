@@ -17,21 +17,10 @@ from atropos.tasks.format.recipe import Folder, Recipe
 
 COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 _WITHOUT_EFFECT = {
-    *("build", "image", "environment", "working_dir", "user", "command", "entrypoint", "network_mode", "volumes"),
-    *(
-        "container_name",
-        "hostname",
-        "init",
-        "tty",
-        "stdin_open",
-        "restart",
-        "stop_grace_period",
-        "stop_signal",
-        "labels",
-    ),
-    *("expose", "ports", "platform", "pull_policy", "mem_limit", "memswap_limit", "cpus", "deploy", "logging"),
+    *("command", "entrypoint", "container_name", "hostname", "labels", "init", "tty", "stdin_open", "logging"),
+    *("restart", "stop_grace_period", "stop_signal", "expose", "ports", "platform", "pull_policy", "memswap_limit"),
 }
-"""Keys that are read, and keys about a container's start or its name."""
+"""Keys about a container's start or its name, which change nothing here."""
 _OF_THE_BUILDER = {"cache_from", "cache_to", "labels", "no_cache", "platforms", "pull", "shm_size", "tags"}
 _VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_]\w*)(?::?-([^}]*))?[^}]*\}|\$([A-Za-z_]\w*)")
 _LOGS = re.compile(r"LOGS|_PATH\}|/logs\b")
