@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from atropos.cli.app import command_line
 from atropos.envs import HermesAgentBaseEnv
-from tests.e2e.hermes_support import call, groups, make, running_policy, script
+from tests.e2e.hermes_support import call, groups, make, script
 
 CHANGES = "touch made; echo new >> kept; rm gone; sleep 3"
 WORKS = script({"calls": [call("terminal", command=CHANGES)]}, "finished")
@@ -62,12 +62,6 @@ class Env(HermesAgentBaseEnv):
             self.pages["metrics"] = self.metrics_text()
             self.tokens = {container.token for container in self.pool.backend.containers()}
         return 1.0
-
-
-@pytest.fixture
-async def policy(tmp_path):
-    async with running_policy(tmp_path) as running:
-        yield running
 
 
 async def test_a_real_run_is_seen_live_and_afterwards(policy, tmp_path, capfd):

@@ -14,7 +14,7 @@ from atropos.envs.running.rollout import GroupsDropped
 from atropos.envs.sandbox_env import SandboxEnv
 from atropos.errors import ConfigError, SlotLost
 from examples.policy.truth import Truth
-from tests.e2e.hermes_support import call, groups, running_policy, sampled, script
+from tests.e2e.hermes_support import call, groups, sampled, script
 from tests.e2e.hermes_support import make as make_env
 
 WRITES = script(
@@ -42,12 +42,6 @@ class Env(HermesAgentBaseEnv):
 
     async def judge(self, item, result, ctx):
         return float(ctx.terminal("grep -q made made.txt")["exit_code"] == 0)
-
-
-@pytest.fixture
-async def policy(tmp_path):
-    async with running_policy(tmp_path) as running:
-        yield running
 
 
 def make(policy, tmp_path, rows, *, cls=Env, **settings):

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from atropos.envs import HermesAgentBaseEnv
 from atropos.errors import ConfigError
-from tests.e2e.hermes_support import call, make, running_policy, script
+from tests.e2e.hermes_support import call, make, script
 from tests.waiting import until
 
 WORKS = script(
@@ -45,12 +45,6 @@ class Env(HermesAgentBaseEnv):
         if self.pool is not None:
             type(self).last = self.metrics_text()
         await super().shutdown_tool_backend()
-
-
-@pytest.fixture
-async def policy(tmp_path):
-    async with running_policy(tmp_path) as running:
-        yield running
 
 
 def samples(text) -> dict[tuple[str, str], float]:

@@ -11,14 +11,8 @@ from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError
 from atropos.tasks.errors import VerifierFailed
 from examples.policy.truth import Truth
-from tests.e2e.hermes_support import call, groups, make, running_policy, sampled, script
+from tests.e2e.hermes_support import call, groups, make, sampled, script
 from tests.settings import shows
-
-
-@pytest.fixture
-async def policy(tmp_path):
-    async with running_policy(tmp_path) as running:
-        yield running
 
 
 def task(

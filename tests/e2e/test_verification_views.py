@@ -6,7 +6,7 @@ import pytest
 
 from atropos.envs import AgentEnv, AgentEnvConfig
 from atropos.tools import ToolCall
-from tests.e2e.hermes_support import call, groups, make, running_policy, script
+from tests.e2e.hermes_support import call, groups, make, script
 from tests.e2e.test_hermes import Env as HermesEnv
 
 REWRITES = (
@@ -17,12 +17,6 @@ SERVES = "echo 42 > answer; (setsid python3 -m http.server 8125 >/dev/null 2>&1 
 FETCHES = "python3 -I -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8125/answer').read().decode(), end='')\""
 MACHINE = "printf '#!/usr/bin/python3\\nprint(42)\\n' > /b; chmod +x /b; cp /b /usr/bin/cat; cp /b /usr/local/bin/cat; echo 41 > answer"
 HIDDEN = "sleep 0.3; cat answer 2>/dev/null || echo none"
-
-
-@pytest.fixture
-async def policy(tmp_path):
-    async with running_policy(tmp_path) as running:
-        yield running
 
 
 class Agent(AgentEnv):
