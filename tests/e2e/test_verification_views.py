@@ -13,7 +13,13 @@ REWRITES = (
     "cat > d.sh <<'END'\nwhile :; do for f in hidden.sh /tmp/hidden.sh; do [ -e $f ] && echo 'echo 42' > $f; done; done\nEND\n"
     "for i in 1 2; do (setsid bash d.sh >/dev/null 2>&1 &); done"
 )
-SERVES = "echo 42 > answer; (setsid python3 -m http.server 8125 >/dev/null 2>&1 &); sleep 1"
+SERVES = """echo 42 > answer; setsid -w python3 -c '
+import http.server, os
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 8125), http.server.SimpleHTTPRequestHandler)
+if not os.fork():
+    server.serve_forever()
+' >/dev/null 2>&1"""
+"""Ends when the server listens."""
 FETCHES = "python3 -I -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8125/answer').read().decode(), end='')\""
 MACHINE = "printf '#!/usr/bin/python3\\nprint(42)\\n' > /b; chmod +x /b; cp /b /usr/bin/cat; cp /b /usr/local/bin/cat; echo 41 > answer"
 HIDDEN = "sleep 0.3; cat answer 2>/dev/null || echo none"
