@@ -91,33 +91,29 @@ async def test_a_read_that_breaks_off_says_after_what():
             assert bytes(got) == data
 
 
-async def test_a_source_that_fails_midway_leaves_the_old_file_and_the_next_call_runs():
-    def source():
-        yield bytes(1 << 20)
-        yield bytes(1 << 20)
-        raise OSError("the disk is gone")
+def broken_source():
+    yield bytes(1 << 20)
+    yield bytes(1 << 20)
+    raise OSError("the disk is gone")
 
+
+async def test_a_source_that_fails_midway_leaves_the_old_file_and_the_next_call_runs():
     host = FakeHost()
     async with serving(host, heartbeat_s=5) as running:
         async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
             lease = await client.acquire(request())
             with pytest.raises(OSError, match="the disk is gone"):
-                await file_streams.send(client, lease, writing("f"), source())
+                await file_streams.send(client, lease, writing("f"), broken_source())
             assert not any("f" in sandbox.files for sandbox in host.started)
             assert (await asyncio.wait_for(client.call(lease, Exec(command="echo on")), 20)).output == b"on"
 
 
 async def test_after_a_source_that_failed_nothing_is_sent_any_more():
-    def source():
-        yield bytes(1 << 20)
-        yield bytes(1 << 20)
-        raise OSError("the disk is gone")
-
     async with serving(FakeHost(), heartbeat_s=5) as running:
         async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
             lease = await client.acquire(request())
             with pytest.raises(OSError, match="the disk is gone"):
-                await file_streams.send(client, lease, writing("f"), source())
+                await file_streams.send(client, lease, writing("f"), broken_source())
             assert not [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "_put"]
 
 

@@ -291,15 +291,8 @@ async def test_a_sender_that_goes_away_leaves_nothing(server, curl):
 async def test_archives_are_unpacked_two_at_a_time_whoever_sends_how_many(server, curl):
     lease = await curl.lease()
     whole, go_on, most = archive("0/a"), asyncio.Event(), 0
-
-    async def slowly():
-        yield whole[:512]
-        await go_on.wait()
-        yield whole[512:]
-
-    sending = [
-        asyncio.create_task(curl("PUT", f"/v1/snapshots/snap-{n}/archive?layers=1", data=slowly())) for n in range(8)
-    ]
+    paths = [f"/v1/snapshots/snap-{n}/archive?layers=1" for n in range(8)]
+    sending = [asyncio.create_task(curl("PUT", path, data=in_two(whole, go_on))) for path in paths]
     try:
         async with asyncio.timeout(20):
             while len(server.core.transfer) < 8 or unpacking() < 2:
@@ -316,6 +309,12 @@ async def test_archives_are_unpacked_two_at_a_time_whoever_sends_how_many(server
     assert [status for status, _ in answers] == [200] * 8
 
 
+async def in_two(data, go_on):
+    yield data[:512]
+    await go_on.wait()
+    yield data[512:]
+
+
 def unpacking() -> int:
     """Programs that unpack a snapshot for us."""
     return sum("snapshot_tar" in command for command in descendants().values())
@@ -324,15 +323,9 @@ def unpacking() -> int:
 async def test_an_archive_that_is_sent_again_waits_for_what_became_of_the_first(server, curl):
     path, whole = "/v1/snapshots/snap-sent/archive?layers=1", archive("0/a")
     go_on = asyncio.Event()
-
-    async def slowly():
-        yield whole[:512]
-        await go_on.wait()
-        yield whole[512:]
-
     for breaks in (True, False):
         go_on.clear()
-        first = asyncio.create_task(curl("PUT", path, data=slowly()))
+        first = asyncio.create_task(curl("PUT", path, data=in_two(whole, go_on)))
         async with asyncio.timeout(10):
             while not server.core.transfer:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
