@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import re
+import socket
 from collections.abc import Collection
 from pathlib import Path
 
@@ -23,6 +24,13 @@ async def be_stopped(seconds: float) -> None:
     pid = os.getpid()
     script = f"kill -STOP {pid}; sleep {seconds}; kill -CONT {pid}"
     await (await asyncio.create_subprocess_exec("sh", "-c", script)).wait()
+
+
+def free_port() -> int:
+    """A port that nobody listens on, for a program that can't choose one itself."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def descendants(root: int | None = None, but: Collection[int] = ()) -> dict[int, str]:

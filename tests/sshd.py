@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.processes import free_port
 from tests.waiting import SLOWNESS
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
@@ -60,9 +61,7 @@ def sshd(folder: Path, *options: str) -> Iterator[Sshd]:
     (folder / "authorized_keys").write_text(make_key(folder / "user"))
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     lines = [
         f"Port {port}",
         "ListenAddress 127.0.0.1",

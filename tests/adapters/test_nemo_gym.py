@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 
 from tests.adapters.peers import HOSTS, NEMO_GYM, ROOT, needs, run
 from tests.adapters.scripted_model import scripted_model
-from tests.processes import descendants
+from tests.processes import descendants, free_port
 
 pytestmark = needs("gym", NEMO_GYM)
 NEWER = ROOT / ".peers/share/nemo-gym"
@@ -117,9 +116,3 @@ def task(number: int) -> dict[str, Any]:
 
 def rows(path: Path) -> dict[int, dict[str, Any]]:
     return {row["_ng_task_index"]: row for row in map(json.loads, path.read_text().splitlines())}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from atropos.slots import SlotPool
 from atropos.slots.containers.counters import Counters
 from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
 from tests.backends import Engine
+from tests.processes import free_port
 
 FOLDER = Path(__file__).parents[2] / "monitoring"
 BOARD = json.loads((FOLDER / "grafana/dashboards/atropos.json").read_text())
@@ -87,8 +87,7 @@ def first_faults(labels: str) -> list[str]:
 @contextlib.asynccontextmanager
 async def prometheus(folder: Path, targets: list[dict[str, object]]):
     """A Prometheus with the folder's alerts that scrapes these jobs each half second; gives its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     settings = {
         "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
         "rule_files": [str(FOLDER / "alerts.yml")],

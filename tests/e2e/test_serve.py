@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import aiohttp
 from examples.policy.tokenizer import FOLDER
 from examples.policy.truth import Truth
 from tests.e2e.hermes_support import sampled
+from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,12 +31,6 @@ async def program(*argv: str, **options):
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def answer(session: aiohttp.ClientSession, method: str, path: str, **options):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -12,6 +11,8 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.processes import free_port
 
 MISSING = [name for name in ("skopeo", "docker-registry") if shutil.which(name) is None]
 USER, PASSWORD = "ann", "secret"
@@ -58,9 +59,7 @@ class Registry:
 @contextlib.contextmanager
 def registry(at: Path, *, auth: str | None = None) -> Iterator[Registry]:
     """Run one; with `auth`, the line of an htpasswd file that opens it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     folder = at / "registry"
     folder.mkdir(parents=True)
     config = at / "registry.yml"

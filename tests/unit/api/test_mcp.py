@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncGenerator
@@ -20,7 +19,7 @@ from pydantic import SecretStr
 from atropos.api.settings import McpServerSettings, ToolServerSettings
 from atropos.api.tool_server import create_app
 from atropos.errors import ConfigError, ToolServerUnavailable
-from tests.processes import descendants
+from tests.processes import descendants, free_port
 
 from .conftest import call, until
 
@@ -171,12 +170,6 @@ async def over_http(port: int, server: str = SERVER) -> asyncio.subprocess.Proce
                 return process
             except OSError:
                 await asyncio.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def test_a_proxys_error_and_a_lost_session_are_infrastructure_faults_and_the_session_is_opened_again():
