@@ -302,12 +302,12 @@ async def phases() -> dict:
             found["public_elsewhere"] = (await slot.exec(get + f"http://{FAR}/")).output
             await slot.set_network(None)
             await look(slot, "again")
-            hang = asyncio.create_task(slot.exec("curl -sS -m 20 http://files.example.org/hang", timeout_s=25))
-            beside = asyncio.create_task(neighbour.exec("curl -sS -m 3 http://files.example.org/hang", timeout_s=25))
-            await asyncio.sleep(1)
+            hang = await slot.start("curl -sSN -m 20 http://files.example.org/hang")
+            beside = await neighbour.start("curl -sSN -m 3 http://files.example.org/hang")
+            assert (await hang.read(wait_s=15), await beside.read(wait_s=15)) == (b"abc", b"abc")
             began = time.monotonic()
             await slot.set_network([])
-            found["cut"] = [(await hang).exit_code, time.monotonic() - began, (await beside).exit_code]
+            found["cut"] = [await hang.wait(), time.monotonic() - began, await beside.wait()]
             for pid in [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_our_proxy(pid)]:
                 os.kill(pid, 9)
             await slot.set_network(["files.example.org"])  # while there is no proxy

@@ -88,6 +88,7 @@ PROGRAMS = {
         "mkdir -p /run/sshd ~/.ssh; grep -q ^sshd /etc/passwd || useradd -r sshd\n"
         "for key in user host; do ssh-keygen -q -t ed25519 -N '' -f $key; done; cp user.pub ~/.ssh/authorized_keys\n"
         "/usr/sbin/sshd -f /dev/null -p 2200 -h $PWD/host -E log -o StrictModes=no\n"
+        "until grep -qs listening log; do sleep 0.1; done\n"
         "ssh -F /dev/null -p 2200 -i user -o StrictHostKeyChecking=no root@127.0.0.1 echo 42; cat log",
     ),
     "docker's client": Program(("docker",), "docker --host tcp://127.0.0.1:9 version 2>&1", "Client"),
