@@ -138,7 +138,8 @@ class GroupCollector:
 
     def take_over(self, worker_timeout: float) -> float:
         """Bound groups from now on, -1: not; returns -1. atroposlib's own bound loses an item without its name or a count."""
-        self._group_s = worker_timeout if worker_timeout > 0 else None
+        if worker_timeout > 0:
+            self._group_s = worker_timeout
         return -1
 
     async def collect(self, item: object) -> ScoredGroup | None:
