@@ -20,8 +20,6 @@ from atropos.images.layout import MAX_JSON_BYTES
 
 POLL_S = 0.2
 SAID_BYTES = 4096
-RETRIES = 2
-"""How often skopeo itself tries again after a connection that failed."""
 PAUSES_S = (1.0, 3.0, 9.0)
 """Pauses before a registry that answered with 5xx, or broke off, is asked again, which skopeo doesn't do."""
 _MOMENTARY = re.compile(
@@ -66,7 +64,6 @@ class Skopeo:
         registries.write_text(_registries(settings), encoding="utf-8")
         options = ["--insecure-policy", "--override-os", "linux"]
         options += ["--registries-conf", str(registries), "--tmpdir", str(work)]
-        arguments = [arguments[0], "--retry-times", str(RETRIES), *arguments[1:]]
         if settings.auth_file and arguments[-1 if arguments[0] == "inspect" else -2].startswith("docker://"):
             arguments = [arguments[0], "--authfile", settings.auth_file, *arguments[1:]]
         pauses = iter(PAUSES_S)

@@ -194,7 +194,10 @@ class ImageStore:
             if done > limit:
                 raise ImageUnavailable(f"image {source}: pulling: more than {self._settings.quota_mib} MiB")
 
-        await self._skopeo.run(["copy", "--dest-compress", origin, f"dir:{pulled}"], str(source), work, report, limit)
+        # its own retries are for what fails in the middle: what can't be reached at all is told at once, by `inspect` before it
+        await self._skopeo.run(
+            ["copy", "--retry-times", "2", "--dest-compress", origin, f"dir:{pulled}"], str(source), work, report, limit
+        )
         try:
             return await asyncio.to_thread(read_folder, pulled)
         except ValueError as error:
