@@ -173,22 +173,22 @@ class Model:
     async def _bounded(self, once: Callable[[], Coroutine[object, object, Answer]]) -> Answer:
         attempt = 0
         last: InferenceError | None = None
+        allowance = Allowance(self._timeout_s)
         try:
-            with Allowance(self._timeout_s) as allowance:
-                async with allowance.limit():
-                    while True:
-                        try:
-                            with _capture():
-                                return await started_in_turn(once)
-                        except InferenceError as error:
-                            last = error
-                        except Exception as error:
-                            last = describe(error)
-                        attempt += 1
-                        if not last.retryable or attempt > self._retries or allowance.left_s <= 0:
-                            raise last
-                        asked = last.retry_after_s if last.retry_after_s < allowance.left_s else 0.0
-                        await asyncio.sleep(max(asked, backoff_s(attempt, first_s=0.2, longest_s=5.0)))
+            async with allowance.once():
+                while True:
+                    try:
+                        with _capture():
+                            return await started_in_turn(once)
+                    except InferenceError as error:
+                        last = error
+                    except Exception as error:
+                        last = describe(error)
+                    attempt += 1
+                    if not last.retryable or attempt > self._retries or allowance.left_s <= 0:
+                        raise last
+                    asked = last.retry_after_s if last.retry_after_s < allowance.left_s else 0.0
+                    await asyncio.sleep(max(asked, backoff_s(attempt, first_s=0.2, longest_s=5.0)))
         except TimeoutError as error:
             why = f"; before that: {last}" if last else ""
             raise InferenceError(f"the inference server gave no answer within {self._timeout_s:g} s{why}") from error

@@ -182,15 +182,15 @@ class GroupCollector:
         return scored_group(rollouts, name=name, include_messages=wanted)
 
     async def _in_time(self, rollouts: Awaitable[list[Rollout]]) -> list[Rollout]:
-        with Allowance(self._group_s) as allowance:
-            try:
-                async with allowance.limit():
-                    return await rollouts
-            except TimeoutError:
-                if not allowance.expired:
-                    raise
-                text = f"it took longer than worker_timeout ({self._group_s:g} s)"
-                raise GroupDropped(text, code="worker_timeout") from None
+        allowance = Allowance(self._group_s)
+        try:
+            async with allowance.once():
+                return await rollouts
+        except TimeoutError:
+            if not allowance.expired:
+                raise
+            text = f"it took longer than worker_timeout ({self._group_s:g} s)"
+            raise GroupDropped(text, code="worker_timeout") from None
 
     async def _after_drop(self, dropped: GroupDropped) -> None:
         """Slow down after several drops in a row, and end the run after many."""

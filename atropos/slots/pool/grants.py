@@ -94,9 +94,8 @@ class Grants:
             else:
                 counters.acquire.observe(seconds, "cold" if ticket.waited else "warm", result)
 
-        span = tracing.span("acquire slot", atropos__fork=snapshot is not None)
-        with counters.measure(observe), span, Allowance(timeout_s) as allowance:
-            async with allowance.limit():
+        with counters.measure(observe), tracing.span("acquire slot", atropos__fork=snapshot is not None):
+            async with Allowance(timeout_s).once():
                 yield
 
     async def _seat(self, ticket: Ticket) -> ContainerLink | None:
