@@ -64,9 +64,10 @@ class Skopeo:
         registries.write_text(_registries(settings), encoding="utf-8")
         options = ["--insecure-policy", "--override-os", "linux"]
         options += ["--registries-conf", str(registries), "--tmpdir", str(work)]
-        if settings.auth_file and arguments[-1 if arguments[0] == "inspect" else -2].startswith("docker://"):
+        registry = arguments[-1 if arguments[0] == "inspect" else -2].startswith("docker://")
+        if settings.auth_file and registry:
             arguments = [arguments[0], "--authfile", settings.auth_file, *arguments[1:]]
-        pauses = iter(PAUSES_S)
+        pauses = iter(PAUSES_S if registry else ())
         while True:
             try:
                 return await run(

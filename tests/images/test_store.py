@@ -269,6 +269,16 @@ async def test_a_registry_that_is_busy_for_a_moment_is_asked_again(tmp_path, ima
     assert left == 0
 
 
+@pytest.mark.timeout(60)
+async def test_an_archive_that_ends_early_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("atropos.images.programs.PAUSES_S", (600,))
+    archive = tmp_path / "image.tar"
+    archive.write_bytes(layer(entry("manifest.json", "[" * 5000))[:2000])
+    store = store_at(tmp_path, SimpleNamespace(host="127.0.0.1:9", auth_file=None))
+    with pytest.raises(ImageUnavailable, match="EOF"):
+        await store.prepare(ImageSource.parse("docker-archive:/image.tar"), nothing, str(archive))
+
+
 async def test_a_mirror_is_asked_in_a_registrys_place_and_an_index_gives_this_machines_image(tmp_path, images):
     at, other = tmp_path / "ours", tmp_path / "other"
     layout(other, layer(entry("x", "another machine's")))
