@@ -187,8 +187,10 @@ async def public() -> dict:
                 "direct": f"curl -sS --noproxy '*' -m 3 http://{FAR}/",
                 "odd_scheme": "printf 'GET ftp://files.example.org/ HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n' >/dev/tcp/127.0.0.1/3128; "
                 "exec 3<>/dev/tcp/127.0.0.1/3128; printf 'GET ftp://files.example.org/ HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n' >&3; head -1 <&3",
-                "smuggle": "exec 3<>/dev/tcp/127.0.0.1/3128; printf 'GET http://files.example.org/one HTTP/1.1\\r\\nHost: private.example.org\\r\\n"
-                f"\\r\\nGET http://{PRIVATE}/two HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n' >&3; cat <&3 | tail -1",
+                # with one write, which bash's printf isn't: the proxy hangs up once it has answered the first
+                "smuggle": "python3 -c \"import socket; s = socket.create_connection(('127.0.0.1', 3128)); "
+                "s.sendall(b'GET http://files.example.org/one HTTP/1.1\\r\\nHost: private.example.org\\r\\n\\r\\n'"
+                f"b'GET http://{PRIVATE}/two HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n'); print(s.makefile().read())\"",
                 "long_head": "exec 3<>/dev/tcp/127.0.0.1/3128; (printf 'GET http://files.example.org/ HTTP/1.1\\r\\nA: '; "
                 "head -c 200000 /dev/zero | tr '\\0' a) >&3 2>/dev/null; timeout 10 head -1 <&3",
                 "still": get + "http://files.example.org/still",
