@@ -47,6 +47,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):  # one that comes while Python ends would break that off
+            signal.signal(number, _ending)
 
 
 def run(args: argparse.Namespace) -> int:
