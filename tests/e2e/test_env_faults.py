@@ -247,7 +247,8 @@ class ForkingEnv(NumberingEnv):
         if item not in self.work.killed and "setup" not in trajectory_id:
             self.work.killed.add(item)
             for pid in containers(os.getpid()):
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # killed for the other group just before
+                    os.kill(pid, signal.SIGKILL)
         return await super().execute_tool(trajectory_id, call)
 
     async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
