@@ -45,6 +45,15 @@ async def opened(**settings: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
         yield client
 
 
+async def granted(client: httpx.AsyncClient, **wanted: Any) -> str:
+    """The path of a new trajectory, asked for until there is a slot."""
+    async with asyncio.timeout(60):
+        while (answer := await client.post("/trajectories", json=wanted)).status_code == 429:
+            pass
+    assert answer.status_code == 201, answer.text
+    return answer.headers["Location"]
+
+
 @pytest_asyncio.fixture
 async def api() -> AsyncGenerator[httpx.AsyncClient, None]:
     async with opened(acquire_s=2) as client:
@@ -56,8 +65,7 @@ async def terminal(client: httpx.AsyncClient, path: str, command: str, **more: A
 
 
 async def test_trajectories_of_other_processes_run_in_slots_of_their_own(api: httpx.AsyncClient):
-    one = (await api.post("/trajectories", json={})).headers["Location"]
-    two = (await api.post("/trajectories", json={})).headers["Location"]
+    one, two = await granted(api), await granted(api)
     await terminal(api, one, "echo secret > note; sleep 0.1")
     answers = await asyncio.gather(terminal(api, one, "cat note"), terminal(api, two, "cat note"))
     assert answers[0].json()["result"]["output"] == "secret\n"
@@ -71,19 +79,15 @@ async def test_trajectories_of_other_processes_run_in_slots_of_their_own(api: ht
     assert 'atropos_pool_slots{state="leased"} 2' in metrics.text
     assert (await api.get("/metrics", headers={"Authorization": "Bearer wrong"})).status_code == 401
     await api.delete(one)
-    again = await api.post("/trajectories", json={"trajectory_id": "again", "ttl_s": 0.5})
-    assert again.status_code == 201
-    assert (await terminal(api, "/trajectories/again", "ls -A")).json()["result"]["output"] == ""
     # its client goes away: the lease ends by itself, and the slot is had by another
-    third: list[httpx.Response] = []
-    async with asyncio.timeout(30):
-        while not third or third[-1].status_code != 201:
-            third.append(await api.post("/trajectories", json={}))
-    assert (await api.get("/trajectories/again")).status_code == 404
+    away = await granted(api, ttl_s=0.5)
+    another = await granted(api)
+    assert (await terminal(api, another, "ls -A")).json()["result"]["output"] == ""
+    assert (await api.get(away)).status_code == 404
 
 
 async def test_a_resent_call_is_not_run_again_and_a_long_one_answers_events(api: httpx.AsyncClient):
-    path = (await api.post("/trajectories", json={})).headers["Location"]
+    path = await granted(api)
     for _ in range(3):
         await terminal(api, path, "echo x >> log", id="once")
     assert (await terminal(api, path, "wc -l < log")).json()["result"]["output"].strip() == "1"
