@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import re
+import secrets
 import socket
 from collections.abc import Collection
 from pathlib import Path
@@ -27,10 +28,14 @@ async def be_stopped(seconds: float) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, for a program that can't choose one itself."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on, for a program that can't choose one itself.
+
+    It is below those that the kernel gives out, so that no other test's server gets it before the program listens.
+    """
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", 10_000 + secrets.randbelow(9_000)))
+            return probe.getsockname()[1]
 
 
 def descendants(root: int | None = None, but: Collection[int] = ()) -> dict[int, str]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -59,10 +60,11 @@ async def ended(process: asyncio.subprocess.Process) -> int:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of 127.0.0.1 that nobody listens on, below those that the kernel may give another program meanwhile."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", 10_000 + secrets.randbelow(9_000)))
+            return int(probe.getsockname()[1])
 
 
 class RunApi(NamedTuple):
