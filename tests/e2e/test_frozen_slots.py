@@ -24,6 +24,8 @@ from tests.e2e.test_demo_endings import containers
 from tests.processes import first_processes
 
 GIVES_UP_S, THAWS_S = 2.0, 12.0
+WAITS_S = 60.0
+"""For a slot that is not frozen."""
 READ = ToolCall(name="read_file", arguments={"path": "answer"})
 
 
@@ -53,15 +55,15 @@ class Freezing:
         return self.items.pop(0) if self.items else None
 
     def freeze(self, way, namespace):
-        """Whether this attempt is the one that is frozen."""
+        """Freeze the first attempt; returns after how long the hook gives up."""
         if way in self.frozen:
-            return False
+            return WAITS_S
         if self.whole:
             (server,) = containers(os.getpid())
             os.kill(server, signal.SIGSTOP)
             asyncio.get_running_loop().call_later(THAWS_S, os.kill, server, signal.SIGCONT)  # for the next attempt
         self.frozen[way] = server if self.whole else freeze(namespace.strip())
-        return True
+        return GIVES_UP_S
 
 
 class FilesAloneEnv(Freezing, AgentEnv):
@@ -78,23 +80,23 @@ class FilesAloneEnv(Freezing, AgentEnv):
 
     async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
         leased = await self.executor.slot(trajectory_id)
-        self.freeze(item["way"], (await leased.exec("readlink /proc/self/ns/pid")).output)
+        gives_up_s = self.freeze(item["way"], (await leased.exec("readlink /proc/self/ns/pid")).output)
         try:
-            found = await getattr(self, item["way"])(leased, exec_tool)
+            found = await getattr(self, item["way"])(leased, exec_tool, gives_up_s)
         except Exception:
             return 0.0, {}
         return float("42" in found), {}
 
-    async def cancelled(self, leased, exec_tool):
-        return (await asyncio.wait_for(exec_tool(READ), GIVES_UP_S)).output
+    async def cancelled(self, leased, exec_tool, gives_up_s):
+        return (await asyncio.wait_for(exec_tool(READ), gives_up_s)).output
 
-    async def left_running(self, leased, exec_tool):
+    async def left_running(self, leased, exec_tool, gives_up_s):
         reading = asyncio.ensure_future(exec_tool(READ))
-        await asyncio.wait([reading], timeout=GIVES_UP_S)
+        await asyncio.wait([reading], timeout=gives_up_s)
         return reading.result().output if reading.done() else ""
 
-    async def beside_its_tools(self, leased, exec_tool):
-        async with asyncio.timeout(GIVES_UP_S):
+    async def beside_its_tools(self, leased, exec_tool, gives_up_s):
+        async with asyncio.timeout(gives_up_s):
             return (await leased.read_file("answer")).decode()
 
 
@@ -110,17 +112,17 @@ class HermesEnv(Freezing, HermesAgentBaseEnv):
         async with contextlib.AsyncExitStack() as stack:
             if item["way"] == "forked":
                 ctx = await stack.enter_async_context(ctx.fork())
-            self.freeze(item["way"], ctx.terminal("readlink /proc/self/ns/pid")["output"])
+            gives_up_s = self.freeze(item["way"], ctx.terminal("readlink /proc/self/ns/pid")["output"])
             try:
-                found = await self.read(item["way"], ctx)
+                found = await self.read(item["way"], ctx, gives_up_s)
             except Exception:
                 return 0.0
             return float("42" in found)
 
-    async def read(self, way, ctx):
+    async def read(self, way, ctx, gives_up_s):
         if way == "in_a_thread":
-            return (await asyncio.wait_for(asyncio.to_thread(ctx.read_file, "answer"), GIVES_UP_S))["content"]
-        async with asyncio.timeout(GIVES_UP_S):  # noqa: ASYNC100 - the bridge awaits it
+            return (await asyncio.wait_for(asyncio.to_thread(ctx.read_file, "answer"), gives_up_s))["content"]
+        async with asyncio.timeout(gives_up_s):  # noqa: ASYNC100 - the bridge awaits it
             return ctx.terminal("cat answer")["output"]
 
 
