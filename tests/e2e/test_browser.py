@@ -25,7 +25,7 @@ from atropos.api.http import Refusal
 from atropos.api.settings import BrowserSettings, ToolServerSettings
 from atropos.api.tool_server import create_app
 from atropos.tools.base import ToolError, ToolScope
-from tests.processes import descendants
+from tests.processes import descendants, parent_of
 from tests.unit.api.conftest import call, until
 from tests.unit.api.site import Site
 
@@ -289,8 +289,9 @@ def processes(word: str, but: str = "\0") -> list[int]:
 
 
 def browsers() -> list[int]:
-    """Chromium's main process."""
-    return processes("--remote-debugging", but="--type=")
+    """Chromium's main process; what it has just forked has its command line too, until it runs a program."""
+    found = processes("--remote-debugging", but="--type=")
+    return [pid for pid in found if parent_of(pid) not in found]
 
 
 async def test_trajectories_leave_no_context_page_process_or_connection(
@@ -446,7 +447,8 @@ async def test_a_browser_or_a_driver_that_gives_no_sign_of_life_is_started_again
     assert "page: Home" in await ada("navigate", url=site.url("/"))
     await until(lambda: not set(stopped) & set(descendants()))
     for pid in processes("playwright/driver"):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the one before it, which was told to end
+            os.kill(pid, signal.SIGKILL)
     with pytest.raises(ToolError, match="crashed and was restarted"):
         await ada("snapshot")
     assert "page: Home" in await ada("navigate", url=site.url("/"))
