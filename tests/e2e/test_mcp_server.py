@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 from mcp import Client, StdioServerParameters
 
-from tests.processes import adopt_orphans, descendants, gone_within
+from tests.processes import adopt_orphans, descendants, gone_within, running
+from tests.waiting import until
 
 adopt_orphans()
 
 
 async def test_an_mcp_client_works_in_a_slot():
     parameters = StdioServerParameters(command=sys.executable, args=["-m", "atropos.cli", "mcp"])
-    async with asyncio.timeout(60), Client(parameters) as client:
+    async with asyncio.timeout(120), Client(parameters) as client:
         listed = {tool.name: tool for tool in (await client.list_tools()).tools}
         assert {"terminal", "read_file", "write_file"} <= set(listed)
         assert listed["terminal"].input_schema["required"] == ["command"]
@@ -39,7 +40,7 @@ async def test_a_lost_slot_is_told_and_the_next_call_has_a_fresh_one():
     async with asyncio.timeout(120), Client(parameters) as client:
         await client.call_tool("write_file", {"path": "a.txt", "content": "x"})
         hanging = asyncio.create_task(client.call_tool("terminal", {"command": "sleep 600"}))
-        await asyncio.sleep(0.3)
+        await until(lambda: running("sleep 600"), "the call's program")
         for pid in [pid for pid, line in descendants().items() if "atropos.sandbox" in line]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -56,11 +57,11 @@ async def test_a_lost_slot_is_told_and_the_next_call_has_a_fresh_one():
 async def test_a_client_that_leaves_in_the_middle_of_a_call_leaves_nothing():
     before = set(descendants())
     parameters = StdioServerParameters(command=sys.executable, args=["-m", "atropos.cli", "mcp"])
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         async with Client(parameters) as client:
             await client.call_tool("terminal", {"command": "true"})
-            hanging = asyncio.create_task(client.call_tool("terminal", {"command": "sleep 600"}))
-            await asyncio.sleep(0.3)
+            hanging = asyncio.create_task(client.call_tool("terminal", {"command": "sleep 601"}))
+            await until(lambda: running("sleep 601"), "the call's program")
         await asyncio.gather(hanging, return_exceptions=True)
     assert await gone_within(20, but=before) == []
 
@@ -77,5 +78,5 @@ async def test_a_stdin_that_is_no_pipe_is_read_to_its_end(stdin: str, tmp_path: 
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )
-        _, said = await asyncio.wait_for(process.communicate(), 60)
+        _, said = await asyncio.wait_for(process.communicate(), 120)
     assert (process.returncode, b"Traceback" in said) == (0, False), said

@@ -19,6 +19,7 @@ from atropos.metrics import CONTENT_TYPE, Histogram, build_info, counter, exposi
 from atropos.slots import SlotPool
 from atropos.testing.waiting import until
 from tests.backends import Engine
+from tests.processes import running
 
 SLOTS = int(os.environ.get("ATROPOS_TEST_METRICS_SLOTS", "8"))
 CONTAINERS = 2 if SLOTS < 100 else 10
@@ -122,7 +123,7 @@ async def test_counts_are_exact_and_never_go_backwards_when_containers_die(pool)
     assert value(first, of, operation="read_file", result="error") == 1
     assert value(first, of, operation="read_stream", result="error") == 1
     assert value(first, of, operation="write_stream", result="error") == 1
-    assert 0.2 <= value(first, "atropos_pool_operation_seconds_sum", operation="exec", result="timeout") < 5
+    assert 0.2 <= value(first, "atropos_pool_operation_seconds_sum", operation="exec", result="timeout") < 100, "in seconds"
     assert value(first, "atropos_pool_faults_total") == 0
 
     pages = await server_pages(pool)
@@ -136,13 +137,15 @@ async def test_counts_are_exact_and_never_go_backwards_when_containers_die(pool)
         check_with_promtool(text)
 
     victim = slots[-1].container
-    lost = [slot for slot in slots[2:] if slot.container == victim]
-    call = asyncio.create_task(lost[0].exec("sleep 60"))
-    await asyncio.sleep(0.3)
+    lost = [slot for slot in (slots[0], *slots[2:]) if slot.container == victim]
+    call = asyncio.create_task(lost[0].exec("sleep 600"))
+    await until(lambda: running("sleep 600"), "the call's program")
     await Engine("local").kill(pool, victim)
     with pytest.raises(SandboxError) as failure:
         await call
-    await until(lambda: pool.stats().ready == CONTAINERS, "the container was replaced", 120)
+    await until(
+        lambda: victim not in pool.links and pool.stats().ready == CONTAINERS, "the container was replaced", 120
+    )
     second = page(pool)
     never_less(first, second)
     assert value(second, "atropos_pool_faults_total", code=failure.value.code) == 1
@@ -161,7 +164,7 @@ async def test_an_acquire_that_waits_is_cold_and_one_that_gets_nothing_is_a_faul
     with pytest.raises(SandboxError):
         await pool.acquire("late", timeout_s=0.2)
     waiting = asyncio.create_task(pool.acquire("next"))
-    await asyncio.sleep(0.1)
+    await until(lambda: pool.stats().waiting == 1, "an acquire that waits")
     await slots[0].release()
     await (await waiting).release()
     text = page(pool)
