@@ -45,7 +45,7 @@ async def test_a_sandbox_is_asked_for_with_the_pools_settings_and_ends_with_it()
         "encrypted_ports": [PORT],
         "runtime": "vm",
     }
-    assert await gone_within(5, but=others) == []
+    assert await gone_within(20, but=others) == []
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ async def test_a_start_that_is_given_up_leaves_no_sandbox():
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-    assert await gone_within(5, but=others) == []
+    assert await gone_within(20, but=others) == []
 
 
 async def test_a_modal_that_does_not_answer_costs_no_lease_and_a_sandbox_that_ends_meanwhile_is_replaced():
@@ -97,7 +97,7 @@ async def test_a_modal_that_does_not_answer_costs_no_lease_and_a_sandbox_that_en
             async with pool.lease("u") as other:
                 assert (await other.exec("echo ok")).output == "ok\n"
         assert len(stand_in.created) == 2
-    assert await gone_within(5, but=others) == []
+    assert await gone_within(20, but=others) == []
 
 
 async def test_the_terminal_backend_of_a_hermes_env():
