@@ -34,8 +34,8 @@ class Env(HermesAgentBaseEnv):
         return next(self.rows, None)
 
     async def compute_reward(self, item, result, ctx):
-        if self.endpoint is not None:
-            async with httpx.AsyncClient() as client:
+        if self.endpoint is not None and item["prompt"] == WORKS:  # the others are perhaps over, and this one has a slot
+            async with httpx.AsyncClient(timeout=60) as client:
                 answer = await client.get(f"http://127.0.0.1:{self.endpoint.port}/metrics")
             assert answer.headers["content-type"].startswith("text/plain; version=")
             type(self).scraped = answer.text
@@ -62,11 +62,13 @@ def samples(text) -> dict[tuple[str, str], float]:
 def records(path: Path) -> Iterator[bytes]:
     """The records of a wandb file: LevelDB's log format (32 KiB blocks; crc32, length, type) after 7 bytes of header."""
     data, at, whole = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
+    while at + 7 <= len(data):  # its end may be on its way
         if 32_768 - at % 32_768 < 7:
             at += 32_768 - at % 32_768
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if len(data) < at + 7 + length:
+            return
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in {1, 4}:  # a full record, or the last part of one
@@ -118,7 +120,7 @@ async def test_wandb_offline_and_prometheus_tell_the_same_of_a_real_run(policy, 
     assert during["atropos_env_in_flight", ""] >= 1
 
     # wandb's own process closes its file a moment after `wandb.finish`
-    await until(lambda: sum("env/groups" in entry for entry in logged(tmp_path)) == 2, "wandb's file", 20)
+    await until(lambda: sum("env/groups" in entry for entry in logged(tmp_path)) == 2, "wandb's file", 60)
     history = logged(tmp_path)
     last = {key: value for entry in history for key, value in entry.items()}
     for key, name in {
