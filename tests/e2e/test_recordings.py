@@ -13,6 +13,7 @@ from tests.unit.envs.support import ScriptEnv, make
 SCRIPT = [
     {"calls": [{"name": "session", "arguments": {"action": "start", "command": "sh", "rows": 10, "cols": 60}}]},
     {"calls": [{"name": "session", "arguments": {"action": "send", "text": "echo $((6*7)) é", "keys": ["Enter"]}}]},
+    {"calls": [{"name": "session", "arguments": {"action": "wait", "pattern": "42"}}]},
     {"calls": [{"name": "session", "arguments": {"action": "resize", "rows": 12, "cols": 70}}]},
     {"calls": [{"name": "session", "arguments": {"action": "send", "keys": ["C-d"]}}]},
     "done",
