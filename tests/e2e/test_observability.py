@@ -34,7 +34,7 @@ class Env(HermesAgentBaseEnv):
         return next(self.rows, None)
 
     async def compute_reward(self, item, result, ctx):
-        if self.endpoint is not None and item["prompt"] == WORKS:  # the others are perhaps over, and this one has a slot
+        if self.endpoint is not None and item["prompt"] == WORKS:  # which has a slot; the others are perhaps over
             async with httpx.AsyncClient(timeout=60) as client:
                 answer = await client.get(f"http://127.0.0.1:{self.endpoint.port}/metrics")
             assert answer.headers["content-type"].startswith("text/plain; version=")

@@ -33,13 +33,16 @@ class GreedyEnv(ShortEnv):
         return 1.0
 
 
-ROWS = [{"name": "long", "prompt": script({"calls": [call("terminal", command="sleep 3")]}, "done")}]
-SHORT = {"slots_per_container": 2, "max_containers": 1, "acquire_timeout_s": 1}
+def rows(seconds: int) -> list[dict[str, str]]:
+    return [{"name": "long", "prompt": script({"calls": [call("terminal", command=f"sleep {seconds}")]}, "done")}]
+
+
+SHORT = {"slots_per_container": 2, "max_containers": 1}
 
 
 async def test_a_trajectory_waits_on_while_all_slots_are_at_work(tmp_path):
     async with running_policy(tmp_path) as policy:
-        env = make(ShortEnv, policy, tmp_path, ROWS, trajectory_retries=0, **SHORT)
+        env = make(ShortEnv, policy, tmp_path, rows(6), trajectory_retries=0, acquire_timeout_s=4, **SHORT)
         await env.process_manager()
     assert [group["scores"] for group in groups(tmp_path)] == [[1.0, 1.0]]
     assert env.metrics.retries["acquire_timeout"] > 0
@@ -47,6 +50,6 @@ async def test_a_trajectory_waits_on_while_all_slots_are_at_work(tmp_path):
 
 async def test_a_hook_that_waits_for_a_second_slot_in_vain_ends(tmp_path):
     async with running_policy(tmp_path) as policy:
-        env = make(GreedyEnv, policy, tmp_path, ROWS, trajectory_retries=1, **SHORT)
+        env = make(GreedyEnv, policy, tmp_path, rows(0), trajectory_retries=1, acquire_timeout_s=1, **SHORT)
         with pytest.raises(GroupsDropped, match="acquire_timeout"):
             await env.process_manager()
