@@ -6,7 +6,6 @@ import contextlib
 import getpass
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -86,11 +85,9 @@ def sshd(folder: Path, *options: str) -> Iterator[Sshd]:
     log = folder / "sshd.log"
     process = subprocess.Popen([SSHD, "-D", "-f", folder / "sshd_config", "-E", log], start_new_session=True)
     try:
-        deadline = time.monotonic() + 10 * SLOWNESS
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                break
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        deadline = time.monotonic() + 60 * SLOWNESS
+        while not log.exists() or "Server listening on" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.exists() and log.read_text()
             time.sleep(0.02)
         yield Sshd(port, process.pid, config, known)
     finally:
