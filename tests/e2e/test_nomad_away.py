@@ -14,8 +14,8 @@ import pytest
 
 from tests.e2e.hermes_support import running_policy, script_env
 from tests.e2e.nomad_proxy import NomadProxy
-from tests.engines import BACKENDS, NOMAD, ROOT, containers, leftovers, nomad, remove_container
-from tests.waiting import SLOWNESS, until
+from tests.engines import BACKENDS, NOMAD, ROOT, containers, nomad, nothing_left, remove_container
+from tests.waiting import SLOWNESS
 
 pytestmark = [
     pytest.mark.nomad,
@@ -100,7 +100,7 @@ async def env_and_its_nomad(tmp_path, **settings):
         await env.more_groups()
         yield env, proxy, job_id
     # by the command that its message names, after which Nomad still ends the containers
-    await until(lambda: leftovers("nomad", job_id) == [], "nothing left", 60)
+    await nothing_left("nomad", job_id)
 
 
 def names_what_may_be_left(env: Running, proxy: NomadProxy, job_id: str) -> None:
@@ -128,7 +128,7 @@ async def a_signal_ends_the_run_though_nomad_hangs(tmp_path) -> None:
 
 
 async def what_comes_back_costs_no_group(tmp_path) -> None:
-    settings = {"outage_s": 600, "acquire_timeout_s": 3, "trajectory_retries": 9}
+    settings = {"outage_s": 600, "acquire_timeout_s": 3, "trajectory_retries": 99}
     async with env_and_its_nomad(tmp_path, **settings) as (env, proxy, job_id):
         proxy.fail("gone")
         await lose_all(job_id)
@@ -141,7 +141,7 @@ async def what_comes_back_costs_no_group(tmp_path) -> None:
         assert await env.ends() == 128 + signal.SIGINT
         assert "dropped" not in env.said
         assert "may be left" not in env.said
-        assert leftovers("nomad", job_id) == []
+        await nothing_left("nomad", job_id)
 
 
 async def test_an_outage_is_waited_for_within_bounds_and_a_signal_ends_it_at_once(tmp_path):

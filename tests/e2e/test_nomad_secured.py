@@ -63,7 +63,7 @@ async def test_a_token_with_the_least_policy_is_enough_for_a_whole_life(agent, j
     namespace = f"-namespace={NAMESPACE}"
     assert await asyncio.to_thread(agent.ask, "job", "inspect", namespace, job) is None
     assert await asyncio.to_thread(agent.ask, "var", "get", namespace, "-out=json", f"nomad/jobs/{job}") is None
-    await until(lambda: containers(job) == [], "no container left", 30)
+    await until(lambda: containers(job) == [], "no container left", 60)
 
 
 @pytest.mark.parametrize(
