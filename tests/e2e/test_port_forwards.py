@@ -10,12 +10,14 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import pytest
+import pytest_asyncio
 
 from atropos.errors import SandboxError
 from atropos.slots import PortForward, Slot, SlotPool
 from tests.backends import Engine
 from tests.waiting import SLOWNESS, until
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 SERVICE = """
 import os, socket, struct, threading
 def serve(peer):
@@ -47,8 +49,14 @@ while True: threading.Thread(target=serve, args=(listener.accept()[0],), daemon=
 """
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool():
+    async with SlotPool(Engine("local").config(slots_per_container=1)) as running:
+        yield running
+
+
 @asynccontextmanager
-async def forwarded() -> AsyncGenerator[tuple[Slot, PortForward, asyncio.Queue[str]]]:
+async def forwarded(pool: SlotPool) -> AsyncGenerator[tuple[Slot, PortForward, asyncio.Queue[str]]]:
     """A slot with the service, its forward, and what it prints."""
     says: asyncio.Queue[str] = asyncio.Queue()
 
@@ -58,7 +66,7 @@ async def forwarded() -> AsyncGenerator[tuple[Slot, PortForward, asyncio.Queue[s
                 for word in piece.decode().split():
                     says.put_nowait(word)
 
-    async with SlotPool(Engine("local").config(slots_per_container=1)) as pool, pool.lease("a") as slot:
+    async with pool.lease("a") as slot:
         service = await slot.start(["python3", "-c", SERVICE])
         following = asyncio.create_task(follow())
         async with asyncio.timeout(120 * SLOWNESS):
@@ -89,8 +97,8 @@ def reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-async def test_a_service_that_does_not_read_one_connection_has_the_others():
-    async with forwarded() as (_, forward, _):
+async def test_a_service_that_does_not_read_one_connection_has_the_others(pool: SlotPool):
+    async with forwarded(pool) as (_, forward, _):
         uploads = [(await ask(forward, b"s"))[1] for _ in range(12)]
         for upload in uploads:
             upload.write(bytes(8 << 20))
@@ -103,16 +111,16 @@ async def test_a_service_that_does_not_read_one_connection_has_the_others():
             reset(upload)
 
 
-async def test_a_client_that_does_not_read_holds_up_no_other():
-    async with forwarded() as (_, forward, says):
+async def test_a_client_that_does_not_read_holds_up_no_other(pool: SlotPool):
+    async with forwarded(pool) as (_, forward, says):
         _, download = await ask(forward, b"d")
         assert await says.get() == "stuck"
         await ping(forward)
         reset(download)
 
 
-async def test_a_connection_that_one_end_resets_is_reset_at_the_other():
-    async with forwarded() as (_, forward, says):
+async def test_a_connection_that_one_end_resets_is_reset_at_the_other(pool: SlotPool):
+    async with forwarded(pool) as (_, forward, says):
         reader, writer = await ask(forward, b"r")
         assert await reader.readexactly(4) == b"some"
         writer.write(b"x")
@@ -125,8 +133,8 @@ async def test_a_connection_that_one_end_resets_is_reset_at_the_other():
 
 
 @pytest.mark.parametrize("end", ["release", "aclose"])
-async def test_a_download_that_the_end_of_its_forward_cuts_does_not_look_whole(end: str):
-    async with forwarded() as (slot, forward, _):
+async def test_a_download_that_the_end_of_its_forward_cuts_does_not_look_whole(pool: SlotPool, end: str):
+    async with forwarded(pool) as (slot, forward, _):
         reader, _ = await ask(forward, b"d")
         await reader.readexactly(1 << 20)
         await (slot.release() if end == "release" else forward.aclose())
@@ -134,8 +142,8 @@ async def test_a_download_that_the_end_of_its_forward_cuts_does_not_look_whole(e
             await reader.read()
 
 
-async def test_connections_that_are_reset_leave_nothing_behind():
-    async with forwarded() as (_, forward, _):
+async def test_connections_that_are_reset_leave_nothing_behind(pool: SlotPool):
+    async with forwarded(pool) as (_, forward, _):
         for _ in range(8):
             for what in (b"s", b"d"):
                 _, writer = await ask(forward, what)
