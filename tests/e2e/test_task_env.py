@@ -84,26 +84,26 @@ async def test_verifiers_without_a_reward_drop_the_group_or_score_zero(policy, t
     assert {group["atropos"]["item"]: group["scores"] for group in second} == {"fine": [1.0, 1.0], "silent": [0.0, 0.0]}
 
 
-@pytest.mark.parametrize(
-    "trick",
-    [
-        "mkfifo out",
-        "dd if=/dev/zero of=fill bs=1M",
-        "i=0; while : > f$i; do i=$((i+1)); done",
-        "rm -rf /bin /usr/bin",
-    ],
-)
-async def test_an_agent_that_leaves_its_verifier_without_a_reward_scores_0(policy, tmp_path, trick):
-    task(
-        tmp_path,
-        "t",
-        prompt=script({"calls": [call("terminal", command=trick, timeout=60)]}, "done"),
-        test="set -e; [ ! -e out ] || cat out > answer; cat /proc/uptime > x; echo 0.5 > /logs/verifier/reward.txt",
-        toml='[verifier]\ntimeout_sec = 5.0\nenvironment_mode = "shared"\n',  # in a view most of them hinder nothing
-    )
+TRICKS = {
+    "pipe": "mkfifo out",
+    "full": "dd if=/dev/zero of=fill bs=1M",
+    "many": "i=0; while : > f$i; do i=$((i+1)); done",
+    "bare": "rm -rf /bin /usr/bin",
+}
+
+
+async def test_an_agent_that_leaves_its_verifier_without_a_reward_scores_0(policy, tmp_path):
+    for name, trick in TRICKS.items():
+        task(
+            tmp_path,
+            name,
+            prompt=script({"calls": [call("terminal", command=trick, timeout=60)]}, "done"),
+            test="set -e; [ ! -e out ] || cat out > answer; cat /proc/uptime > x; echo 0.5 > /logs/verifier/reward.txt",
+            toml='[verifier]\ntimeout_sec = 5.0\nenvironment_mode = "shared"\n',  # in a view most of them hinder nothing
+        )
     found, env = await run(policy, tmp_path, slot_inodes=2000, slot_disk_mib=16)
-    assert found["t"]["scores"] == [0.0, 0.0]
-    assert env.metrics.verifier_zeros == 2
+    assert {name: group["scores"] for name, group in found.items()} == {name: [0.0, 0.0] for name in TRICKS}
+    assert env.metrics.verifier_zeros == 2 * len(TRICKS)
     assert not env.metrics.dropped
 
 
