@@ -26,18 +26,17 @@ HIDDEN = "sleep 0.3; cat answer 2>/dev/null || echo none"
 
 
 class Agent(AgentEnv):
-    """Items are what the agent runs; the score is whether the hidden test, written after it has ended, prints 42."""
+    """Items are what the agent runs, and where the hidden test is written after it has ended; it is to print 42."""
 
     name = "hidden"
     test = HIDDEN
-    path = "hidden.sh"
 
     async def setup_agent_env(self):
-        self.items = iter(self.work)
+        self.items = enumerate(self.work)
 
     async def get_next_item(self):
-        work = next(self.items, None)
-        return None if work is None else {"name": work[:20], "work": work}
+        number, (work, path) = next(self.items, (0, (None, "")))
+        return None if work is None else {"name": str(number), "work": work, "path": path}
 
     def build_task(self, item):
         return script({"calls": [call("terminal", command=item["work"])]}, "done")
@@ -47,33 +46,29 @@ class Agent(AgentEnv):
         return {}
 
     async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
-        await exec_tool(ToolCall(name="write_file", arguments={"path": self.path, "content": self.test}))
+        await exec_tool(ToolCall(name="write_file", arguments={"path": item["path"], "content": self.test}))
         done = await exec_tool(
-            ToolCall(name="terminal", arguments={"command": f"sleep 0.2; cat /etc/prepared && bash {self.path}"})
+            ToolCall(name="terminal", arguments={"command": f"sleep 0.2; cat /etc/prepared && bash {item['path']}"})
         )
         return float(done.output == "ready\n42\n"), {"said": done.output}
 
 
-async def scores(policy, tmp_path, work, test=HIDDEN, path="hidden.sh", base=Agent, **settings):
-    cls = type("Agent", (base,), {"work": work, "test": test, "path": path})
+async def scores(policy, tmp_path, work, test=HIDDEN, base=Agent, **settings):
+    """Those of each work: what the agent runs, or that and where the hidden test is."""
+    pairs = [(each, "hidden.sh") if isinstance(each, str) else each for each in work]
+    cls = type("Agent", (base,), {"work": pairs, "test": test})
     env = make(cls, policy, tmp_path, [], config_cls=AgentEnvConfig, tool_pool_mode="local", **settings)
     env.n_groups_to_process = -1
     await env.process_manager()
-    return [group["scores"] for group in groups(tmp_path)]
+    found = {group["atropos"]["item"]: group["scores"] for group in groups(tmp_path)}
+    return [found[str(number)] for number in range(len(pairs))]
 
 
-@pytest.mark.parametrize("path", ["hidden.sh", "/tmp/hidden.sh"])
-async def test_a_daemon_rewrites_no_hidden_test(policy, tmp_path, path):
-    assert await scores(policy, tmp_path, [REWRITES] * 3, path=path) == [[0, 0]] * 3
-
-
-async def test_honest_work_scores_beside_a_daemon_and_after_changes_to_the_machine(policy, tmp_path):
+async def test_neither_a_daemon_nor_a_changed_machine_raises_a_score_and_honest_work_has_its_own(policy, tmp_path):
+    rewrites = [REWRITES, (REWRITES, "/tmp/hidden.sh")] * 3
     honest = [f"{REWRITES}; echo 42 > answer", "echo 42 > answer; rm -rf /usr/bin/cat /etc"]
-    assert await scores(policy, tmp_path, honest) == [[1, 1]] * 2
-
-
-async def test_programs_of_the_machine_are_not_the_agents(policy, tmp_path):
-    assert await scores(policy, tmp_path, [MACHINE]) == [[0, 0]]
+    found = await scores(policy, tmp_path, [*rewrites, MACHINE, *honest])
+    assert found == [[0, 0]] * 7 + [[1, 1]] * 2
 
 
 async def test_a_server_of_the_agent_answers(policy, tmp_path):
