@@ -42,19 +42,12 @@ async def nap(seconds: float) -> str:
     return "rested"
 
 
-@tool(sandboxed=False, toolsets=("own",))
+@tool(sandboxed=False, toolsets=("own",), read_only=True)
 async def wait_for_file(path: str) -> str:
-    """Wait until there is such a file."""
+    """Wait until there is such a file, and change nothing."""
     while not os.path.exists(path):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     return "it is there"
-
-
-@tool(sandboxed=False, toolsets=("own",), read_only=True)
-async def look(seconds: float) -> str:
-    """Take a while and change nothing."""
-    await asyncio.sleep(seconds)
-    return "seen"
 
 
 @tool(sandboxed=False, toolsets=("own",))
@@ -75,4 +68,4 @@ async def tally(key: str) -> str:
     return str(_runs[key])
 
 
-TOOLS = [echo, hang, explode, flood, nap, wait_for_file, look, keep, tally]
+TOOLS = [echo, hang, explode, flood, nap, wait_for_file, keep, tally]

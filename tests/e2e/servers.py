@@ -28,6 +28,10 @@ class Server:
         while data := await self.process.stderr.read(65_536):
             self.log = (self.log + data.decode("utf-8", "replace"))[-100_000:]
 
+    async def read_out(self) -> None:
+        """Until all that an ended server said is in the log."""
+        await self._reader
+
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
