@@ -110,14 +110,7 @@ def test_allow_and_deny_lists() -> None:
     assert "only public addresses" in found["denied_net"][1]
     for named in ("mirror", "mirror_net"):
         assert found[named] == [0, "hello from private.example.org to /"]
-    for shut in (
-        "metadata",
-        *(
-            f"{name}_{host}.example.org"
-            for name in ("mirror", "mirror_net", "metadata")
-            for host in ("metadata", "loop")
-        ),
-    ):
+    for shut in ("metadata", "loop", "metadata_net", "loop_net", "metadata_literal_net"):
         assert "egress refused" in found[shut][1]
 
 
@@ -164,10 +157,8 @@ def test_a_lease_s_network_is_narrowed_and_widened_within_the_pool_s() -> None:
     assert found["none_neighbour"].startswith("hello")
     assert "not on the list of allowed hosts (none; ports none)" in found["none_files"]
     assert not found["public_elsewhere"].startswith("hello"), "a lease never widens what the pool allows"
-    code, seconds, beside = found["cut"]
-    assert code != 0
-    assert seconds < 5, "its connection was cut, not waited for"
-    assert beside == 28, "the neighbour's went on until its own time was over"
+    assert found["cut"] not in (0, 28), "its connection was cut: it neither ended nor was waited for"
+    assert found["beside"] == 0, "the neighbour's went on to its end"
     assert not {"bad", "off"} & found.keys()
 
 

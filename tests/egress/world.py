@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -40,7 +39,7 @@ HOSTS = f"""127.0.0.1 localhost
 
 SERVER = r"""
 import http.server, socket, socketserver, sys, threading
-seen = []
+seen, go = [], threading.Event()
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def setup(self):
@@ -73,7 +72,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         if self.path == "/hang":
             self.send_response(200); self.send_header("Content-Length", "10"); self.end_headers(); self.wfile.write(b"abc"); self.wfile.flush()
-            import time; time.sleep(30); return
+            if go.wait(60): self.wfile.write(b"defghij")
+            return
+        if self.path == "/go": go.set()
         body = ("hello from %s to %s%s" % (self.headers.get("Host"), self.path, self.headers.get("X-Secret", ""))).encode()
         self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
     def do_POST(self):
@@ -97,13 +98,16 @@ sys.stdin.read()
 """
 
 
+GET = "curl -sS -m 30 "
+
+
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
 
 
 @contextlib.contextmanager
 def internet():
-    """The far host and its cable; gone with this process."""
+    """The far host and its cable, gone with this process; yields that host's pid."""
     with tempfile.NamedTemporaryFile("w", suffix=".hosts") as hosts:
         hosts.write(HOSTS)
         hosts.flush()
@@ -128,7 +132,7 @@ def internet():
                 ["link", "set", "far", "up"],
             ):
                 subprocess.run(["nsenter", "--net", "--target", str(far.pid), "ip", *words], check=True)
-            yield
+            yield far.pid
         finally:
             far.kill()
             far.wait()
@@ -146,103 +150,108 @@ async def run(pool: SlotPool, commands: dict[str, str]) -> dict[str, list]:
     found = {}
     async with pool.lease("t") as slot:
         for name, command in commands.items():
-            result = await slot.exec(command, timeout_s=20)
+            result = await slot.exec(command, timeout_s=60)
             found[name] = [result.exit_code, result.output]
     return found
 
 
 async def public() -> dict:
-    get = "curl -sS -m 10 "
     async with slots() as pool:
         return await run(
             pool,
             {
-                "http": get + "http://files.example.org/path?q=1",
-                "literal": get + f"http://{FAR}/x",
-                "connect": get + "-p http://files.example.org:443/tunnel",
-                "post": "head -c 3000000 /dev/zero | " + get + "--data-binary @- http://files.example.org/",
+                "http": GET + "http://files.example.org/path?q=1",
+                "literal": GET + f"http://{FAR}/x",
+                "connect": GET + "-p http://files.example.org:443/tunnel",
+                "post": "head -c 3000000 /dev/zero | " + GET + "--data-binary @- http://files.example.org/",
                 "chunked": "head -c 300000 /dev/zero | "
-                + get
+                + GET
                 + "-H 'Transfer-Encoding: chunked' --data-binary @- http://files.example.org/",
-                "big": get + "http://files.example.org/big | wc -c",
+                "big": GET + "http://files.example.org/big | wc -c",
                 "python": "python3 -c \"import urllib.request as r; print(r.urlopen('http://files.example.org/py').read().decode())\"",
                 "git": "GIT_CURL_VERBOSE=1 git ls-remote http://files.example.org/repo 2>&1 | grep -c '200 OK'",
-                "hop": get + "-H 'Connection: X-Secret' -H 'X-Secret: yes' http://files.example.org/",
-                "private": get + "http://private.example.org/",
-                "private_literal": get + f"http://{PRIVATE}/",
+                "hop": GET + "-H 'Connection: X-Secret' -H 'X-Secret: yes' http://files.example.org/",
+                "private": GET + "http://private.example.org/",
+                "private_literal": GET + f"http://{PRIVATE}/",
                 "private_connect": f"curl -sS -v -m 10 -p http://{PRIVATE}:443/ 2>&1 | grep -i refused",
-                "metadata": get + f"http://{METADATA}/latest/",
-                "metadata_name": get + "http://metadata.example.org/",
-                "decimal": get + "--proxy-header 'x: y' http://2852039166/",
-                "octal": get + "http://0251.0376.0251.0376/",
-                "mapped": get + f"-g 'http://[::ffff:{METADATA}]/'",
-                "nat64": get + "-g 'http://[64:ff9b::a9fe:a9fe]/'",
-                "loopback": get + "http://loop.example.org/",
-                "zero": get + "http://0.0.0.0/",
-                "here": get + "http://here.example.org/",
-                "mixed": get + "http://mixed.example.org/",
-                "redirect": get + "-L http://files.example.org/redirect",
-                "port": get + "http://files.example.org:8080/",
-                "unknown": get + "http://nowhere.example.org/",
+                "metadata": GET + f"http://{METADATA}/latest/",
+                "metadata_name": GET + "http://metadata.example.org/",
+                "decimal": GET + "--proxy-header 'x: y' http://2852039166/",
+                "octal": GET + "http://0251.0376.0251.0376/",
+                "mapped": GET + f"-g 'http://[::ffff:{METADATA}]/'",
+                "nat64": GET + "-g 'http://[64:ff9b::a9fe:a9fe]/'",
+                "loopback": GET + "http://loop.example.org/",
+                "zero": GET + "http://0.0.0.0/",
+                "here": GET + "http://here.example.org/",
+                "mixed": GET + "http://mixed.example.org/",
+                "redirect": GET + "-L http://files.example.org/redirect",
+                "port": GET + "http://files.example.org:8080/",
+                "unknown": GET + "http://nowhere.example.org/",
                 "direct": f"curl -sS --noproxy '*' -m 3 http://{FAR}/",
-                "odd_scheme": "printf 'GET ftp://files.example.org/ HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n' >/dev/tcp/127.0.0.1/3128; "
-                "exec 3<>/dev/tcp/127.0.0.1/3128; printf 'GET ftp://files.example.org/ HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n' >&3; head -1 <&3",
+                "odd_scheme": "exec 3<>/dev/tcp/127.0.0.1/3128; printf 'GET ftp://files.example.org/ HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n' >&3; head -1 <&3",
                 # with one write, which bash's printf isn't: the proxy hangs up once it has answered the first
                 "smuggle": "python3 -c \"import socket; s = socket.create_connection(('127.0.0.1', 3128)); "
                 "s.sendall(b'GET http://files.example.org/one HTTP/1.1\\r\\nHost: private.example.org\\r\\n\\r\\n'"
                 f"b'GET http://{PRIVATE}/two HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n'); print(s.makefile().read())\"",
                 "long_head": "exec 3<>/dev/tcp/127.0.0.1/3128; (printf 'GET http://files.example.org/ HTTP/1.1\\r\\nA: '; "
                 "head -c 200000 /dev/zero | tr '\\0' a) >&3 2>/dev/null; timeout 10 head -1 <&3",
-                "still": get + "http://files.example.org/still",
+                "still": GET + "http://files.example.org/still",
             },
         )
 
 
 async def listed() -> dict:
-    get = "curl -sS -m 10 "
-    async with slots(egress_allow=["files.example.org", "*.sub.example.org", "other.example.net:8080"]) as pool:
+    shut = {"metadata": GET + "http://metadata.example.org/", "loop": GET + "http://loop.example.org/"}
+    names = ["files.example.org", "*.sub.example.org", "other.example.net:8080", "private.example.org"]
+    async with slots(egress_allow=names) as pool:
         found = await run(
             pool,
             {
-                "allowed": get + "http://files.example.org/a",
-                "suffix": get + "http://deep.sub.example.org/b",
-                "port": get + "http://other.example.net:8080/c",
-                "other_port": get + "http://other.example.net/c",
-                "other": get + f"http://{FAR}/",
-                "host_header": get + "-H 'Host: files.example.org' http://other.example.net/",
+                "allowed": GET + "http://files.example.org/a",
+                "suffix": GET + "http://deep.sub.example.org/b",
+                "port": GET + "http://other.example.net:8080/c",
+                "other_port": GET + "http://other.example.net/c",
+                "other": GET + f"http://{FAR}/",
+                "host_header": GET + "-H 'Host: files.example.org' http://other.example.net/",
+                "mirror": GET + "http://private.example.org/",
+                **shut,
             },
         )
-    for name, allow in {"mirror": "private.example.org", "mirror_net": "10.9.8.0/24", "metadata": METADATA}.items():
-        async with slots(egress_allow=[allow]) as pool:
-            host = METADATA if name == "metadata" else "private.example.org"
-            shut = {
-                f"{name}_{other}": get + f"http://{other}/" for other in ("metadata.example.org", "loop.example.org")
-            }
-            found |= await run(pool, {name: get + f"http://{host}/", **shut})
-    async with slots(egress_deny=["files.example.org", "93.184.215.0/25"]) as pool:
+    async with slots(egress_allow=["10.9.8.0/24", METADATA]) as pool:
         found |= await run(
             pool,
-            {"denied": get + "http://files.example.org/", "denied_net": get + "http://other.example.net/"},
+            {
+                "mirror_net": GET + "http://private.example.org/",
+                "metadata_literal_net": GET + f"http://{METADATA}/",
+                **{f"{name}_net": command for name, command in shut.items()},
+            },
         )
-    return found
+    async with slots(egress_deny=["files.example.org", "93.184.215.0/25"]) as pool:
+        return found | await run(
+            pool,
+            {"denied": GET + "http://files.example.org/", "denied_net": GET + "http://other.example.net/"},
+        )
 
 
 async def bounds() -> dict:
     async with slots(egress_mib=20, egress_connections=4) as pool:
         async with pool.lease("greedy") as greedy, pool.lease("other") as other:
             many = await greedy.exec(
-                "for i in 1 2 3 4; do curl -sS -m 20 -o /dev/null http://files.example.org/hang & done; sleep 0.7; "
-                "curl -sS -m 5 http://files.example.org/fifth; kill $(jobs -p); wait",
-                timeout_s=30,
-            )
-            spent = await greedy.exec(
-                "for i in 1 2 3 4; do curl -sS -m 20 http://files.example.org/big | wc -c; done; "
-                "curl -sS -m 5 http://files.example.org/after",
+                "for i in 1 2 3 4; do curl -sSN http://files.example.org/hang > $i & done; "
+                "for i in 1 2 3 4; do until [ -s $i ]; do sleep 0.02; done; done; "
+                f"{GET} http://files.example.org/fifth; kill $(jobs -p); wait; "
+                # the proxy sees their ends a moment later
+                f"until {GET} http://files.example.org/again | grep -q hello; do sleep 0.02; done",
                 timeout_s=60,
             )
-            neighbour = await other.exec("curl -sS -m 5 http://files.example.org/neighbour")
+            spent = await greedy.exec(
+                f"for i in 1 2 3 4; do {GET} http://files.example.org/big | wc -c; done; "
+                f"{GET} http://files.example.org/after",
+                timeout_s=60,
+            )
+            neighbour = await other.exec(GET + "http://files.example.org/neighbour")
         async with pool.lease("next") as fresh:
-            again = await fresh.exec("curl -sS -m 5 http://files.example.org/again")
+            again = await fresh.exec(GET + "http://files.example.org/again")
     return {
         name: [result.exit_code, result.output]
         for name, result in {"many": many, "spent": spent, "neighbour": neighbour, "again": again}.items()
@@ -253,22 +262,22 @@ async def ends() -> dict:
     """The proxy dies and comes back; a fork has a network of its own; without one there is only loopback."""
     found: dict = {}
     async with slots() as pool, pool.lease("a") as slot:
-        found["before"] = (await slot.exec("curl -sS -m 5 http://files.example.org/1")).output
+        found["before"] = (await slot.exec(GET + "http://files.example.org/1")).output
         mine = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_our_proxy(pid)]
         status = Path(f"/proc/{mine[0]}/status").read_text()
         found["capabilities"] = [line.split()[1] for line in status.splitlines() if line.startswith("CapEff")]
         found["proxies"] = len(mine)
         os.kill(mine[0], 9)
         for _ in range(100):
-            result = await slot.exec("curl -sS -m 5 http://files.example.org/2")
+            result = await slot.exec(GET + "http://files.example.org/2")
             if result.exit_code == 0:
                 break
             await asyncio.sleep(0.1)
         found["after"] = result.output
         snapshot = await slot.snapshot()
         async with pool.lease("fork", snapshot=snapshot) as fork:
-            found["fork"] = (await fork.exec("curl -sS -m 5 http://files.example.org/fork")).output
-        found["original"] = (await slot.exec("curl -sS -m 5 http://files.example.org/orig")).output
+            found["fork"] = (await fork.exec(GET + "http://files.example.org/fork")).output
+        found["original"] = (await slot.exec(GET + "http://files.example.org/orig")).output
         async with pool.lease("off", network=False) as off:
             result = await off.exec(
                 f"env | grep -ic _proxy; curl -sS -m 3 http://127.0.0.1:3128; curl -m 3 -sS http://{FAR}"
@@ -280,13 +289,12 @@ async def ends() -> dict:
 async def phases() -> dict:
     """What one lease reaches, changed again and again within what the pool allows."""
     found: dict = {}
-    get = "curl -sS -m 5 "
 
     async def look(slot: Slot, name: str) -> None:
         hosts = {"files": "files.example.org", "other": "other.example.net", "deep": "deep.sub.example.org"}
         for key, host in hosts.items():
-            found[f"{name}_{key}"] = (await slot.exec(get + f"http://{host}/")).output
-        found[f"{name}_private"] = (await slot.exec(get + "http://private.example.org/")).output
+            found[f"{name}_{key}"] = (await slot.exec(GET + f"http://{host}/")).output
+        found[f"{name}_private"] = (await slot.exec(GET + "http://private.example.org/")).output
 
     allow = ["files.example.org", "*.sub.example.org", "other.example.net", "private.example.org"]
     async with slots(egress_allow=allow, slots_per_container=2) as pool:
@@ -294,22 +302,23 @@ async def phases() -> dict:
             await look(slot, "all")
             await slot.set_network([])
             await look(slot, "none")
-            found["none_neighbour"] = (await neighbour.exec(get + "http://files.example.org/")).output
+            found["none_neighbour"] = (await neighbour.exec(GET + "http://files.example.org/")).output
             await slot.set_network(["files.example.org", "*.sub.example.org", "elsewhere.example.net"])
             await look(slot, "some")
             await slot.set_network(["10.0.0.0/8", "93.184.0.0/16:8080"])
             await look(slot, "network")
             await slot.set_network(["public"])
             await look(slot, "public")
-            found["public_elsewhere"] = (await slot.exec(get + f"http://{FAR}/")).output
+            found["public_elsewhere"] = (await slot.exec(GET + f"http://{FAR}/")).output
             await slot.set_network(None)
             await look(slot, "again")
             hang = await slot.start("curl -sSN -m 20 http://files.example.org/hang")
-            beside = await neighbour.start("curl -sSN -m 3 http://files.example.org/hang")
+            beside = await neighbour.start("curl -sSN -m 50 http://files.example.org/hang")
             assert (await hang.read(wait_s=15), await beside.read(wait_s=15)) == (b"abc", b"abc")
-            began = time.monotonic()
             await slot.set_network([])
-            found["cut"] = [await hang.wait(), time.monotonic() - began, await beside.wait()]
+            found["cut"] = await hang.wait()
+            await neighbour.exec(GET + "http://files.example.org/go")
+            found["beside"] = await beside.wait()
             for pid in [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_our_proxy(pid)]:
                 os.kill(pid, 9)
             await slot.set_network(["files.example.org"])  # while there is no proxy
@@ -337,7 +346,7 @@ async def phases() -> dict:
 
 async def task_phases() -> dict:
     """A task whose agent is offline and whose tests reach one host; the pool reaches more."""
-    get = "curl -sS -m 5 http://{}/"
+    get = GET + "http://{}/"
     with tempfile.TemporaryDirectory() as folder:
         for name, text in {
             "task.toml": "schema_version = '1.4'\n[agent]\nnetwork_mode = 'no-network'\n[verifier]\n"

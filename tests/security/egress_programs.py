@@ -2,9 +2,10 @@
 
 PRELUDE = r'''
 import os, socket, struct, sys, threading, time
+patience = 3
 def proxy():
     s = socket.socket()
-    s.settimeout(3)
+    s.settimeout(patience)
     s.connect(("127.0.0.1", 3128))
     return s
 def say(data, more=b"", head=False):
@@ -81,6 +82,7 @@ for port in ("22", "0", "65616", "+80", "-80", " 80", "80 ", "0x50", "080", "８
     get(f"http://169.254.169.254:{port}/")
 """,
     "a_host_header_that_says_something_else": r"""
+patience = 60  # what the origin says is looked at
 for host in ("private.example.org", "169.254.169.254", "files.example.org:81", "x\r\n y"):
     answer = get("http://files.example.org/host", host=host)
     if "hello from " in answer and "hello from files.example.org to" not in answer:

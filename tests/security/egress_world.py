@@ -18,7 +18,7 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
-from tests.egress.world import FAR, HERE, METADATA, PRIVATE, _is_our_proxy, internet, ip, slots
+from tests.egress.world import FAR, GET, HERE, METADATA, PRIVATE, _is_our_proxy, internet, ip, slots
 from tests.security.egress_programs import ATTACKS, HOGS, PRELUDE
 
 HERE6, FAR6, UNIQUE6 = "2606:4700:10::1", "2606:4700:10::2", "fd00:ec2::254"
@@ -105,14 +105,14 @@ def proxy_size() -> dict[str, int]:
 async def attacks(traps: Traps) -> dict:
     found: dict = {"attacks": {}, "hogs": {}}
     async with slots(egress_deny=["denied.example.org"], slots_per_container=3) as pool:
-        fetch = "curl -sS -m 15 http://files.example.org/"
+        fetch = GET + "http://files.example.org/"
         async with pool.lease("attacker") as slot:
             await slot.exec(fetch)
             seen()
             found["before"] = proxy_size()
             for name, body in ATTACKS.items():
                 traps.reached.clear()
-                result = await slot.exec("python3 -I -", stdin=PRELUDE + body + "\nprint('HELD')\n", timeout_s=60)
+                result = await slot.exec("python3 -I -", stdin=PRELUDE + body + "\nprint('HELD')\n", timeout_s=200)
                 lines = await asyncio.to_thread(seen)
                 reached = sorted(traps.reached) + forbidden(lines)
                 found["attacks"][name] = {"output": result.output, "reached": reached, "asked": lines}
@@ -137,7 +137,7 @@ async def attacks(traps: Traps) -> dict:
 
 
 @contextlib.contextmanager
-def names_and_addresses():
+def names_and_addresses(far: int):
     with tempfile.NamedTemporaryFile("w", suffix=".conf") as conf, tempfile.NamedTemporaryFile("w") as switch:
         conf.write("nameserver 127.0.0.1\noptions timeout:3 attempts:2\n")
         switch.write("hosts: files dns\n")
@@ -150,21 +150,10 @@ def names_and_addresses():
             hosts.write(f"{DENIED} denied.example.org denied-under-another-name.example.org\n")
         ip("addr", "add", f"{HERE6}/64", "dev", "near", "nodad")
         ip("addr", "add", "fd00:ec2::1/64", "dev", "near", "nodad")
-        (far,) = [
-            pid
-            for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-            if _parent(pid) == os.getpid() and os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
-        ]
         for address in (f"{FAR6}/64", f"{UNIQUE6}/64", f"{DENIED}/24"):
             words = ["ip", "addr", "add", address, "dev", "far", *(["nodad"] if ":" in address else [])]
             subprocess.run(["nsenter", "--net", "--target", str(far), *words], check=True)
         yield
-
-
-def _parent(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
 
 
 def control(traps: Traps) -> list[str]:
@@ -180,7 +169,7 @@ def control(traps: Traps) -> list[str]:
 
 
 if __name__ == "__main__":
-    with internet(), names_and_addresses():
+    with internet() as host, names_and_addresses(host):
         Names().start()
         trapped = Traps()
         outcome = asyncio.run(attacks(trapped))
