@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from pathlib import Path
 
 from atropos.config import SlotLimits
 from atropos.errors import SlotLost
-from atropos.wire import ProcKill, ProcList, ProcRead, ProcStart, Quiesce
+from atropos.wire import ProcKill, ProcList, ProcRead, ProcStart, Quiesce, WriteFile
 from tests.unit.sandbox.driver import LIMITS
 from tests.unit.sandbox.scenarios import do, freed, memory_limit_is_named_and_the_slot_goes_on, out, sh, slot
 from tests.waiting import SLOWNESS, until
@@ -45,27 +46,39 @@ async def processes_are_counted_by_the_cgroup(host):
 
 async def a_kill_for_want_of_the_container_s_memory_is_no_result(host):
     """Run where all slots together have less memory than each may use alone times their number."""
-    within = f"exec python3 -c \"x = b'x' * ({LIMITS.memory_mib * 3 // 4} << 20); import time; time.sleep(3)\""
+    held = f"x = b'x' * ({LIMITS.memory_mib * 3 // 4} << 20)"
+    within = f"exec python3 -c \"{held}; import os, time\nwhile not os.path.exists('over'): time.sleep(0.02)\""
     beyond = f"exec python3 -c \"x = b'x' * ({LIMITS.memory_mib * 2} << 20)\""
     async with slot(host) as a:
         assert (await sh(a, beyond)).limit == "memory", "its own limit is still blamed for what it did"
     async with slot(host) as a, slot(host) as b, slot(host) as c, slot(host) as d:
-        found = await asyncio.gather(*(sh(s, within) for s in (a, b, c, d)), return_exceptions=True)
+        found = await until_one_is_lost((a, b, c, d), lambda s: sh(s, within))
         lost = [one for one in found if isinstance(one, SlotLost)]
         assert lost and all("out of memory" in str(one) for one in lost), found
         assert all(one.limit is None and one.exit_code == 0 for one in found if one not in lost), found
     async with slot(host) as a:
         assert await out(a, "echo usable") == "usable\n"
         beside = [await host.start(f"beside-{number}") for number in range(3)]
-        begun = [(s, (await do(s, ProcStart(command=within))).id) for s in (a, *beside)]
-        states = await asyncio.gather(
-            *(do(s, ProcRead(id=ident, wait_s=20)) for s, ident in begun), return_exceptions=True
-        )
+
+        async def in_the_background(s):
+            return await do(s, ProcRead(id=(await do(s, ProcStart(command=within))).id, wait_s=20))
+
+        states = await until_one_is_lost((a, *beside), in_the_background)
         lost = [one for one in states if isinstance(one, SlotLost)]
         assert lost, states
         assert all((one.limit, one.exit_code) == (None, 0) for one in states if one not in lost), states
         for s in beside:
             assert (await s.stop()).clean
+
+
+async def until_one_is_lost(slots, fill):
+    """Fill these slots until one of them is lost, and then end what the others hold; what became of each."""
+    tasks = [asyncio.create_task(fill(s)) for s in slots]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for s in slots:
+        with contextlib.suppress(SlotLost):
+            await do(s, WriteFile(path="over", data=b""))
+    return await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def a_volume_leaves_room_in_memory_for_the_command_that_clears_it(host):
@@ -178,6 +191,14 @@ def cpu_s(pids):
     return used
 
 
+async def spent(pids):
+    """CPU seconds that processes use in about two, and how many those are at most."""
+    began = time.monotonic()
+    used = cpu_s(pids)
+    await asyncio.sleep(2)
+    return cpu_s(pids) - used, time.monotonic() - began
+
+
 async def the_share_of_the_cpu_follows_the_weight(host):
     # a ceiling that is higher than the machine: the slots are held by nothing but their weight
     light, heavy = (LIMITS.model_copy(update={"cpu_weight": weight, "cpu_quota": 1000}) for weight in (20, 500))
@@ -195,10 +216,7 @@ async def a_quota_is_a_ceiling(host):
     quota = 0.05 if SLOWNESS < 2 else 0.3  # emulated, a twentieth is too little to start a slot in time
     limits = LIMITS.model_copy(update={"cpu_quota": quota})
     async with slot(host, limits=limits) as s:
-        pids = await spinning(s)
-        used, began = cpu_s(pids), time.monotonic()
-        await asyncio.sleep(2)
-        used, wall = cpu_s(pids) - used, time.monotonic() - began
+        used, wall = await spent(await spinning(s))
         assert used < quota * wall + 0.05, f"{used} s of {wall} s under a quota of {quota}"
         path = next(
             p for t, p in zip(host.state.entered.cgroups.trees, s.cgroup.paths, strict=True) if "cpu" in t.controllers
@@ -210,10 +228,7 @@ async def a_quota_is_a_ceiling(host):
 async def half_of_the_cores_are_a_slots_ceiling_unless_asked(host):
     cores = len(os.sched_getaffinity(0))
     async with slot(host) as s:
-        pids = await spinning(s, cores)
-        used, began = cpu_s(pids), time.monotonic()
-        await asyncio.sleep(2)
-        used, wall = cpu_s(pids) - used, time.monotonic() - began
+        used, wall = await spent(await spinning(s, cores))
         assert used < max(1, cores / 2) * wall + 0.1, f"{used} s of {wall} s on {cores} cores"
 
 

@@ -41,11 +41,11 @@ import os, signal
 from atropos import cgroup_paths
 from atropos.sandbox.linux import cgroups
 
-places, pids = cgroup_paths.own_places(), []
+places, pids, parent = cgroup_paths.own_places(), [], os.getpid()
 for _ in range(2):
     pids.append(os.fork())
     if pids[-1] == 0:
-        while os.getppid() != 1:
+        while os.getppid() == parent:
             cgroup_paths.remove_server(places, "0-0")
         os._exit(0)
 wanted = cgroups.claim("/proc/no-folder", 4321, 4321)

@@ -13,7 +13,7 @@ from atropos.config import SlotLimits
 from atropos.errors import LimitTooLarge, NotSupported
 from atropos.slots import LeaseLimits, Slot, SlotPool
 from tests.backends import Engine
-from tests.waiting import SLOWNESS
+from tests.waiting import SLOWNESS, until
 
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 PLAIN = SlotLimits(memory_mib=96, pids=48, disk_mib=32, inodes=3000, wall_s=8 * SLOWNESS)
@@ -136,6 +136,7 @@ async def test_a_storm_of_mixed_sizes_leaves_a_plain_pool(pool):
         for number in range(60):
             group.create_task(trajectory(number))
     assert done >= 20
+    await until(lambda: pool.stats().free == 4, "the slots of the cancelled ones back")
     status = await next(iter(pool.links.values())).client.status()
     assert (status.free, status.free_mib, status.leased) == (4, 384, 0)
     held = [await pool.acquire(f"p{n}") for n in range(4)]
