@@ -16,7 +16,7 @@ def engine() -> Engine:
     return Engine("local")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def local_pool(engine):
     """`async with local_pool(slots_per_container=4) as pool:` and nothing is left of it afterwards."""
 
@@ -31,11 +31,9 @@ def local_pool(engine):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_pool(engine):
+async def shared_pool(local_pool):
     """One container of four slots for a module's tests, which give back what they take."""
-    config = engine.config(slots_per_container=4, max_containers=1)
-    async with SlotPool(config) as pool:
+    async with local_pool(slots_per_container=4, max_containers=1) as pool:
         yield pool
         stats = pool.stats()
         assert (stats.leased, stats.waiting, stats.free + stats.retired) == (0, 0, 4), repr(pool)
-    assert await engine.residue(config) == []

@@ -14,9 +14,11 @@ from atropos.errors import LeaseExpired, OutcomeUnknown, SandboxError, SlotLost
 from tests.processes import running
 from tests.waiting import until
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-async def test_a_call_of_one_id_runs_once_however_often_it_is_made(local_pool):
-    async with local_pool(max_containers=1) as pool, pool.lease("t") as slot:
+
+async def test_a_call_of_one_id_runs_once_however_often_it_is_made(shared_pool):
+    async with shared_pool.lease("t") as slot:
         operation = wire.Exec(command="echo x >> count; sleep 0.05")
         first = await asyncio.gather(*(slot.run(operation, call_id="once") for _ in range(10)))
         assert all(result == first[0] for result in first)
@@ -56,8 +58,8 @@ async def test_a_server_killed_in_the_middle_leaves_no_call_without_a_definite_a
                 await slot.release()
 
 
-async def test_a_server_that_stops_and_goes_on_loses_and_doubles_nothing(local_pool, engine):
-    async with local_pool(slots_per_container=2, max_containers=1) as pool, pool.lease("t") as slot:
+async def test_a_server_that_stops_and_goes_on_loses_and_doubles_nothing(shared_pool, engine):
+    async with shared_pool.lease("t") as slot:
         await slot.exec("true")
 
         async def calls():
@@ -73,8 +75,8 @@ async def test_a_server_that_stops_and_goes_on_loses_and_doubles_nothing(local_p
         await asyncio.wait_for(task, 60)
 
 
-async def test_a_cancelled_call_is_not_run_later(local_pool):
-    async with local_pool(max_containers=1) as pool, pool.lease("t") as slot:
+async def test_a_cancelled_call_is_not_run_later(shared_pool):
+    async with shared_pool.lease("t") as slot:
         first = asyncio.create_task(slot.exec("sleep 1002"))
         await until(lambda: running("sleep 1002"), "the first call's program")
         queued = asyncio.create_task(slot.exec("touch ran"))

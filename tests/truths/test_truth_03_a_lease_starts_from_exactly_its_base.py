@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import pytest_asyncio
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LOOK = r"""
 cd /; find / -xdev \( -path /proc -o -path /sys -o -path /usr -o -path /.atropos \) -prune -o -printf '%p %y %m %U %G\n' 2>&1 | sort
@@ -16,8 +19,6 @@ set -- /proc/[0-9]*; echo $# processes
 ls /proc/sys/fs/mqueue; ipcs -a; cat /proc/net/tcp /proc/net/unix | wc -l
 hostname; umask; awk '{print $2, $3, $5, $9}' /proc/self/mountinfo | wc -l
 """
-
-ROOMY = {"inodes": 100_000}
 
 MESSES = {
     "processes": "for i in 1 2 3 4 5; do (setsid nohup sh -c 'trap \"\" TERM HUP INT; while :; do sleep 1; done' >/dev/null 2>&1 &); done",
@@ -36,26 +37,32 @@ MESSES = {
 }
 
 
-async def test_nothing_of_an_earlier_lease_is_left_whatever_it_did(local_pool):
-    async with local_pool(slots_per_container=1, max_containers=1, limits=ROOMY) as pool:
-        async with pool.lease("first") as slot:
-            fresh = (await slot.exec(LOOK)).output
-            assert "/workspace" in fresh
-        for name, mess in MESSES.items():
-            async with pool.lease(name) as slot:
-                await slot.exec(mess, timeout_s=2 if "stopped" in name else 60)
-            async with pool.lease(f"after {name}") as slot:
-                assert (await slot.exec(LOOK)).output == fresh, name
-        assert pool.stats().retired == 0
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def one_slot(local_pool):
+    """A pool of one slot, so that each lease follows on the one before."""
+    async with local_pool(slots_per_container=1, max_containers=1, limits={"inodes": 100_000}) as pool:
+        yield pool
 
 
-async def test_a_reset_takes_no_longer_for_many_files(local_pool):
+async def test_nothing_of_an_earlier_lease_is_left_whatever_it_did(one_slot):
+    async with one_slot.lease("first") as slot:
+        fresh = (await slot.exec(LOOK)).output
+        assert "/workspace" in fresh
+    for name, mess in MESSES.items():
+        async with one_slot.lease(name) as slot:
+            await slot.exec(mess, timeout_s=2 if "stopped" in name else 60)
+        async with one_slot.lease(f"after {name}") as slot:
+            assert (await slot.exec(LOOK)).output == fresh, name
+    assert one_slot.stats().retired == 0
+
+
+async def test_a_reset_takes_no_longer_for_many_files(one_slot):
     """Compared in one run and very generously: wiping 30,000 files takes some hundred times as long as forgetting them."""
 
     async def reset_s(command: str) -> float:
         best = 1e9
         for _ in range(3):
-            slot = await pool.acquire("t")
+            slot = await one_slot.acquire("t")
             await slot.exec(command, timeout_s=120)
             loop = asyncio.get_running_loop()
             began = loop.time()
@@ -63,28 +70,26 @@ async def test_a_reset_takes_no_longer_for_many_files(local_pool):
             best = min(best, loop.time() - began)
         return best
 
-    async with local_pool(slots_per_container=1, max_containers=1, limits=ROOMY) as pool:
-        few = await reset_s("touch one")
-        many = await reset_s("mkdir many; cd many; seq 30000 | xargs touch")
-        assert many < 10 * few + 0.25
+    few = await reset_s("touch one")
+    many = await reset_s("mkdir many; cd many; seq 30000 | xargs touch")
+    assert many < 10 * few + 0.25
 
 
 @pytest.mark.parametrize("deep", [1, 3])
-async def test_a_fork_starts_from_exactly_its_snapshot(local_pool, deep):
-    async with local_pool(slots_per_container=4, max_containers=1) as pool:
-        async with pool.lease("origin") as origin:
-            snapshots = []
-            for n in range(deep):
-                await origin.exec(f"echo {n} > file{n}; echo {n} > last; (setsid sleep 1000 >/dev/null 2>&1 &)")
-                snapshots.append(await origin.snapshot())
-                assert "sleep" not in (await origin.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
-            await origin.exec("echo after > last; rm file0")
-            for n, snapshot in enumerate(snapshots):
-                async with pool.lease(f"fork{n}", snapshot=snapshot) as fork:
-                    names = "".join(f"file{i}\n" for i in range(n + 1))
-                    assert (await fork.exec("ls; cat last")).output == f"{names}last\n{n}\n"
-                    assert "sleep" not in (await fork.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
-                    await fork.exec("rm -r /workspace/*; echo fork > last")
-            assert (await origin.exec("cat last")).output == "after\n"
-        for snapshot in snapshots:
-            await snapshot.drop()
+async def test_a_fork_starts_from_exactly_its_snapshot(shared_pool, deep):
+    async with shared_pool.lease("origin") as origin:
+        snapshots = []
+        for n in range(deep):
+            await origin.exec(f"echo {n} > file{n}; echo {n} > last; (setsid sleep 1000 >/dev/null 2>&1 &)")
+            snapshots.append(await origin.snapshot())
+            assert "sleep" not in (await origin.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
+        await origin.exec("echo after > last; rm file0")
+        for n, snapshot in enumerate(snapshots):
+            async with shared_pool.lease(f"fork{n}", snapshot=snapshot) as fork:
+                names = "".join(f"file{i}\n" for i in range(n + 1))
+                assert (await fork.exec("ls; cat last")).output == f"{names}last\n{n}\n"
+                assert "sleep" not in (await fork.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
+                await fork.exec("rm -r /workspace/*; echo fork > last")
+        assert (await origin.exec("cat last")).output == "after\n"
+    for snapshot in snapshots:
+        await snapshot.drop()

@@ -74,13 +74,13 @@ async def test_whatever_kills_the_server_no_result_is_made_up(local_pool, engine
 
 async def test_a_slot_that_answered_while_its_own_client_was_busy_is_alive(shared_pool, monkeypatch):
     """A hook that computes without an `await` keeps the event loop, and with it the check of another trajectory."""
-    monkeypatch.setattr("atropos.slots.slot.slot.ALIVE_S", 1.0)
+    monkeypatch.setattr("atropos.slots.slot.slot.ALIVE_S", 3.0)
     async with shared_pool.lease("t") as slot:
         given_up = asyncio.create_task(slot.exec("sleep 1000"))
         await until(lambda: slot._due, "the call")
         check = asyncio.create_task(slot.check_alive())
         while slot._due < 2:  # noqa: ASYNC110 (a poll with pauses would miss the check's own call)
             await asyncio.sleep(0)
-        time.sleep(1.5)  # noqa: ASYNC251 (as the hook does)
+        time.sleep(3.2)  # noqa: ASYNC251 (as the hook does)
         await check
         await cancel_and_wait([given_up])

@@ -22,6 +22,8 @@ from atropos.wire import LeaseRequest
 from tests.processes import descendants, running
 from tests.waiting import until
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 async def trainer(mark: str) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
@@ -45,7 +47,7 @@ async def test_a_trainer_that_is_ended_leaves_no_server_and_no_process(engine, n
     try:
         await until(lambda: sum(mark in line for line in descendants().values()) >= 6, "slots at work")
         process.send_signal(number)
-        await asyncio.wait_for(process.wait(), 20)
+        await asyncio.wait_for(process.wait(), 60)
     finally:
         if process.returncode is None:
             process.kill()
@@ -63,11 +65,12 @@ async def test_the_next_pool_removes_what_a_killed_trainer_left_on_disk(engine, 
     await until(lambda: not any("1234567" in line for line in descendants().values()), "the end of its servers")
     async with local_pool():
         pass
-    assert not any(path.exists() for path in scratch)
+    # a pool of another process may be removing it just now
+    await until(lambda: not any(path.exists() for path in scratch), "the end of what it left")
 
 
 async def test_a_dead_clients_leases_end_within_twice_their_ttl():
-    ttl_s = 1.0
+    ttl_s = 4.0  # whoever is alive says so in it, also on a machine that is busy for seconds
     scratch = make_scratch()
     config = SlotPoolConfig(slots_per_container=2).server_config("token", state_dir=str(scratch), heartbeat_s=0.3)
     server = await ServerProcess.start(config)
@@ -78,7 +81,7 @@ async def test_a_dead_clients_leases_end_within_twice_their_ttl():
             dying = SandboxClient(url, "token", client_id="dying")
             await dying.connect()
             lease = await dying.acquire(LeaseRequest(lease_id="lease-0001", client_id="dying", ttl_s=ttl_s))
-            await asyncio.sleep(2 * ttl_s)  # alive, it keeps its lease past the TTL
+            await asyncio.sleep(1.25 * ttl_s)  # alive, it keeps its lease past the TTL
             assert (await watcher.status()).leased == 1
             await dying._stream.close("killed")  # its stream ends and nothing is said, as after kill -9
             began = asyncio.get_running_loop().time()
@@ -129,46 +132,46 @@ async def test_a_dead_containers_slots_are_gone_at_once_and_the_pool_is_whole_ag
         await until(lambda: pool.stats().free == 4, "four free slots again")
 
 
-async def test_cancelled_acquires_leak_no_slot(local_pool):
-    async with local_pool(slots_per_container=2, max_containers=1) as pool:
-        for n in range(60):
-            task = asyncio.create_task(pool.acquire("t"))
-            await asyncio.sleep(n * 0.0002)
-            task.cancel()
-            try:
-                await (await task).release()
-            except asyncio.CancelledError:
-                pass
-        await until(lambda: pool.stats().free == 2, "both slots free")
-        (link,) = pool.links.values()
-        assert (await link.client.status()).leased == 0
+async def all_are_free(pool) -> None:
+    """Each of the four slots, by the word of the pool and of the server."""
+    await until(lambda: pool.stats().free == 4, "four slots free")
+    (link,) = pool.links.values()
+    assert (await link.client.status()).leased == 0
 
 
-async def test_an_acquire_that_the_wire_cannot_carry_takes_no_slot(local_pool):
-    async with local_pool(slots_per_container=1, max_containers=1) as pool:
-        with pytest.raises(ValueError, match="trajectory_id"):
-            await pool.acquire("item-\udcff")
-        async with pool.lease("next"):
+async def test_cancelled_acquires_leak_no_slot(shared_pool):
+    for n in range(60):
+        task = asyncio.create_task(shared_pool.acquire("t"))
+        await asyncio.sleep(n * 0.0002)
+        task.cancel()
+        try:
+            await (await task).release()
+        except asyncio.CancelledError:
             pass
+    await all_are_free(shared_pool)
 
 
-async def test_a_release_that_is_cancelled_happens(local_pool):
-    async with local_pool(slots_per_container=1, max_containers=1) as pool:
-        for n in range(20):
-            slot = await pool.acquire("t")
-            task = asyncio.create_task(slot.release())
-            await asyncio.sleep(n * 0.0005)
-            task.cancel()
-            await asyncio.wait([task])
-        await until(lambda: pool.stats().free == 1, "the slot free")
+async def test_an_acquire_that_the_wire_cannot_carry_takes_no_slot(shared_pool):
+    with pytest.raises(ValueError, match="trajectory_id"):
+        await shared_pool.acquire("item-\udcff")
+    await all_are_free(shared_pool)
+
+
+async def test_a_release_that_is_cancelled_happens(shared_pool):
+    for n in range(20):
+        slot = await shared_pool.acquire("t")
+        task = asyncio.create_task(slot.release())
+        await asyncio.sleep(n * 0.0005)
+        task.cancel()
+        await asyncio.wait([task])
+    await all_are_free(shared_pool)
 
 
 async def test_stopping_with_slots_in_use_leaves_nothing(local_pool):
-    async with local_pool(slots_per_container=8, max_containers=2) as pool:
-        slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(16)))
-        calls = [asyncio.create_task(slot.exec("sleep 1007")) for slot in slots]
-        await until(lambda: running("sleep 1007") >= 16, "a program in each slot")
+    async with local_pool(slots_per_container=4, max_containers=2) as pool:
+        slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(8)))
+        calls = [asyncio.create_task(slot.exec("exec sleep 1007")) for slot in slots]
+        await until(lambda: running("sleep 1007") >= 8, "a program in each slot")
         await pool.stop()
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(result, SandboxError) for result in results)
-    assert os.path.exists("/proc/self")

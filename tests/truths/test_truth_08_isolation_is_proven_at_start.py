@@ -7,24 +7,27 @@ import pytest
 from atropos.errors import ConfigError, IsolationUnavailable
 from atropos.slots import SlotPool
 
-
-async def test_what_the_probe_found_is_published(local_pool):
-    async with local_pool(slots_per_container=1, max_containers=1) as pool:
-        (link,) = pool.links.values()
-        found = await link.client.capabilities()
-        assert len(found.features) >= 10
-        assert all(feature.ok for feature in found.features if feature.required)
-        assert found.isolated == all(feature.ok for feature in found.features)
-        for feature in found.features:
-            assert feature.ok or feature.fix, f"{feature.name} is missing and no cure is named"
-        async with pool.lease("t") as slot:
-            assert bool(slot.lease.limit_note) == (not found.isolated)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_require_sandbox_refuses_exactly_what_the_probe_misses(engine, local_pool):
-    async with local_pool(slots_per_container=1, max_containers=1) as pool:
-        (link,) = pool.links.values()
-        isolated = (await link.client.capabilities()).isolated
+async def capabilities(pool):
+    (link,) = pool.links.values()
+    return await link.client.capabilities()
+
+
+async def test_what_the_probe_found_is_published(shared_pool):
+    found = await capabilities(shared_pool)
+    assert len(found.features) >= 10
+    assert all(feature.ok for feature in found.features if feature.required)
+    assert found.isolated == all(feature.ok for feature in found.features)
+    for feature in found.features:
+        assert feature.ok or feature.fix, f"{feature.name} is missing and no cure is named"
+    async with shared_pool.lease("t") as slot:
+        assert bool(slot.lease.limit_note) == (not found.isolated)
+
+
+async def test_require_sandbox_refuses_exactly_what_the_probe_misses(engine, shared_pool):
+    isolated = (await capabilities(shared_pool)).isolated
     strict = SlotPool(engine.config(slots_per_container=1, max_containers=1, require_sandbox=True))
     if isolated:
         async with strict, strict.lease("t") as slot:
@@ -50,13 +53,11 @@ async def test_a_base_that_is_not_there_is_named(engine):
     assert await engine.residue(pool.config) == []
 
 
-async def test_egress_is_tried_and_published_where_slots_may_have_a_network(local_pool):
-    for allowed in (True, False):
-        async with local_pool(slots_per_container=1, max_containers=1, allow_network=allowed) as pool:
-            (link,) = pool.links.values()
-            found = {feature.name: feature for feature in (await link.client.capabilities()).features}
-            assert ("egress" in found) is allowed
-            assert not allowed or found["egress"].ok, found["egress"]
+async def test_egress_is_tried_and_published_where_slots_may_have_a_network(local_pool, shared_pool):
+    assert all(feature.name != "egress" for feature in (await capabilities(shared_pool)).features)
+    async with local_pool(slots_per_container=1, max_containers=1, allow_network=True) as pool:
+        (egress,) = (feature for feature in (await capabilities(pool)).features if feature.name == "egress")
+        assert egress.ok, egress
 
 
 async def test_a_proxy_that_lets_through_what_it_must_not_is_found_out_at_start(engine, monkeypatch, tmp_path):
