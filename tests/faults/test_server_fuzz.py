@@ -29,6 +29,8 @@ from tests.unit.server.test_serve import Process, running
 FACTOR = int(os.environ.get("ATROPOS_FAULTS", "1"))
 ANSWER_S = 1.0
 """A wait that a request asked for may be longer: then its connection is closed."""
+READY_S = 60.0
+"""What must be answered may take longer on a busy machine: a lease, its end, an open stream."""
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
 OPERATIONS = (
     {"op": "exec", "command": "echo hi; cat", "stdin": "aGk=", "env": {"A": "b"}, "timeout_s": 1, "workdir": "/tmp"},
@@ -176,10 +178,10 @@ class Fuzz:
         """A fresh lease, whose name stands for `{lease}` from now on."""
         self.names = {"{lease}": f"fuzz-lease-{next(self._numbers)}", "{call}": f"call-{next(self._numbers)}"}
         body = json.dumps({"lease_id": "{lease}", "client_id": "fuzz"}).encode()
-        assert self.request("POST", "leases", {}, body) == 200
+        assert self.request("POST", "leases", {}, body, answer_s=READY_S) == 200
 
     def release(self) -> None:
-        self.request("DELETE", "leases/{lease}", {}, b"")
+        self.request("DELETE", "leases/{lease}", {}, b"", answer_s=READY_S)
 
     def filled(self, data: bytes) -> bytes:
         for name, value in self.names.items():
@@ -187,10 +189,17 @@ class Fuzz:
         return data
 
     def request(
-        self, method: str, path: str, query: dict[str, str], body: bytes, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        query: dict[str, str],
+        body: bytes,
+        headers: dict[str, str] | None = None,
+        *,
+        answer_s: float = ANSWER_S,
     ):
         path = quote(self.filled(path.encode()), safe="/%")
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=answer_s)
         try:
             connection.request(
                 method, f"/v1/{path}?{urlencode(query)}", self.filled(body), {**AUTHORIZED, **(headers or {})}
@@ -210,7 +219,7 @@ class Fuzz:
         return answer.status
 
     def frames(self, frames: list[tuple[int, bytes]]) -> None:
-        with socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER_S) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=READY_S) as connection:
             key = base64.b64encode(b"0123456789abcdef").decode()
             head = f"GET /v1/stream HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n\r\n"
             connection.sendall(head.encode())
@@ -285,7 +294,8 @@ async def test_no_request_crashes_a_sandbox_server_or_gets_a_5xx(tmp_path):
         assert server.process.returncode is None
         await asyncio.to_thread(fuzz.lease)
         fuzz.names["{call}"] = "the-last"
-        answer = await asyncio.to_thread(fuzz.request, "POST", "leases/{lease}/calls", {}, json.dumps({"operation": OPERATIONS[0]}).encode())  # fmt: skip
+        last = json.dumps({"operation": OPERATIONS[0]}).encode()
+        answer = await asyncio.to_thread(fuzz.request, "POST", "leases/{lease}/calls", {}, last, answer_s=READY_S)
         assert answer == 200
         server.process.terminate()
         _, log = await server.ended()

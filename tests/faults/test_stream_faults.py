@@ -7,6 +7,7 @@ ATROPOS_FAULTS multiplies the number of faults (1 in CI; 20 gives thousands).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -190,11 +191,12 @@ async def test_a_connection_that_is_played_again_from_its_first_byte_runs_nothin
                 recorded = proxy.recorded[0]
                 await asyncio.sleep(rng.random() * 0.02)
                 cut = rng.randrange(1, len(recorded) + 1) if n else len(recorded)
-                for piece in (recorded[:cut], recorded[cut:]):  # whole, in two pieces
-                    writer.write(piece)
-                    await writer.drain()
-                    await asyncio.sleep(rng.random() * 0.01)
-                await asyncio.wait_for(reader.read(65_536), 5)
+                with contextlib.suppress(ConnectionError):  # the server may close before it has read, or was sent, all
+                    for piece in (recorded[:cut], recorded[cut:]):  # whole, in two pieces
+                        writer.write(piece)
+                        await writer.drain()
+                        await asyncio.sleep(rng.random() * 0.01)
+                    await asyncio.wait_for(reader.read(65_536), 20)
                 writer.close()
                 await asyncio.wait_for(ahead, 20)
                 # The live connection is still the client's.
