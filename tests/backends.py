@@ -53,6 +53,6 @@ class Engine(BackendHarness):
                     break
                 await asyncio.sleep(0.1)
             return found
-        left = [f"process {line}" for line in await gone_within(5, but=self._others)]
+        left = [f"process {line}" for line in await gone_within(30, but=self._others)]
         mounts = Path("/proc/self/mounts").read_text().splitlines()
         return left + [f"mount {line}" for line in mounts if f"atropos-{os.getpid()}-" in line]

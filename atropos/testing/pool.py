@@ -41,9 +41,11 @@ async def test_a_killed_server_loses_its_leases_alone_and_is_replaced(
     async with fresh_pool(min_containers=2, max_containers=2, acquire_timeout_s=90) as pool:
         slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(4)))
         victim = slots[0].container
-        calls = [asyncio.create_task(slot.exec("sleep 2; echo done")) for slot in slots]
+        await asyncio.gather(*(slot.exec("mkfifo go") for slot in slots))
+        calls = [asyncio.create_task(slot.exec("read line < go; echo done")) for slot in slots]
         await asyncio.sleep(0.3)
         await harness.kill(pool, victim)
+        await asyncio.gather(*(slot.exec("echo > go", concurrent=True) for slot in slots if slot.container != victim))
         results = await asyncio.gather(*calls, return_exceptions=True)
         for slot, result in zip(slots, results, strict=True):
             if slot.container == victim:

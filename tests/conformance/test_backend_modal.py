@@ -43,7 +43,7 @@ class ModalHarness(BackendHarness):
         self._modal.created[container].process.kill()
 
     async def residue(self, config: SlotPoolConfig) -> list[str]:
-        return [f"process {line}" for line in await gone_within(5, but=self._others)]
+        return [f"process {line}" for line in await gone_within(30, but=self._others)]
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ async def sandbox_env():
 
 
 async def test_a_command_at_the_limit_of_its_slot_says_so():
-    config = CONFIG.model_copy(update={"pool": {**CONFIG.pool, "limits": {"wall_s": 0.5}}})
+    config = CONFIG.model_copy(update={"pool": {**CONFIG.pool, "limits": {"wall_s": 3}}})
     environments = await AtroposSandbox.sample_init("check", config, {})
     with pytest.raises(TimeoutError, match=r"limits\.wall_s"):
         await environments["default"].exec(["sleep", "60"])

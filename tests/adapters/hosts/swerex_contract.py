@@ -163,7 +163,7 @@ async def test_programs_run_as_subprocess_runs_them(remote_runtime):
 
 
 async def test_a_command_at_the_limit_of_its_slot_says_so():
-    deployment = AtroposDeployment(pool={**POOL, "limits": {"wall_s": 0.5}})
+    deployment = AtroposDeployment(pool={**POOL, "limits": {"wall_s": 3}})
     await deployment.start()
     try:
         for timeout in (None, 50):
