@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 
 import pytest
 
 from atropos.net.admission import MAX_HEAD_BYTES, Admission, BearerToken
+from tests.waiting import SLOWNESS, until
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
 
@@ -41,7 +41,7 @@ class Site:
                 await asyncio.sleep(0.01)
             if then_eof:
                 writer.write_eof()
-            return await asyncio.wait_for(reader.read(), 5)
+            return await asyncio.wait_for(reader.read(), 20 * SLOWNESS)
         finally:
             writer.close()
 
@@ -120,22 +120,18 @@ async def test_what_is_no_request_is_refused(sent, status):
 @pytest.mark.parametrize("sent", [b"", b"GET / HTT", b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"])
 async def test_without_the_token_a_connection_ends_at_its_deadline(sent):
     async with site(head_s=0.3) as it:
-        began = time.monotonic()
         with contextlib.suppress(ConnectionError):
-            await it.send(sent)
-        assert time.monotonic() - began < 3
-        async with asyncio.timeout(3):
-            while len(it.admission):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await it.send(sent)  # until it is closed
+        await until(lambda: not len(it.admission), "the end of the connection")
 
 
 async def test_one_too_many_closes_the_oldest_and_no_admitted_one():
     async with site(most=2) as it:
         first, second, third = [await asyncio.open_connection("127.0.0.1", it.port) for _ in range(3)]
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(first[0].read(), 5) == b""
+            assert await asyncio.wait_for(first[0].read(), 20 * SLOWNESS) == b""
         for reader, writer in (second, third):
             writer.write(b"GET /x HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer right\r\n\r\n")
-            assert await asyncio.wait_for(reader.read(), 5) == OK
+            assert await asyncio.wait_for(reader.read(), 20 * SLOWNESS) == OK
         for _, writer in (first, second, third):
             writer.close()

@@ -13,12 +13,8 @@ import pytest
 
 from atropos.net import relay
 
-IDLE_S = 0.4
-
-
-@pytest.fixture(autouse=True)
-def _idle(monkeypatch):
-    monkeypatch.setattr(relay, "IDLE_S", IDLE_S)
+IDLE_S = 4.0
+"""Much longer than a busy machine keeps a process waiting: what moves every third of it is never idle."""
 
 
 @contextlib.asynccontextmanager
@@ -51,44 +47,49 @@ async def tunnel(reader, writer) -> None:
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 
-async def trickle(writer, pieces: int, data: bytes) -> None:
+async def trickle(writer, pieces: int, data: bytes, every_s: float = IDLE_S / 3) -> None:
     for _ in range(pieces):
         writer.write(data)
         await writer.drain()
-        await asyncio.sleep(IDLE_S / 4)
+        await asyncio.sleep(every_s)
 
 
-async def test_a_download_that_goes_on_for_longer_than_the_idle_time_is_whole():
-    async def origin(_, writer):
-        await trickle(writer, 10, b"piece")
+async def test_what_goes_on_for_longer_than_the_idle_time_is_whole_in_either_direction(monkeypatch):
+    monkeypatch.setattr(relay, "IDLE_S", IDLE_S)
 
-    async with through(origin) as (reader, writer):
-        await tunnel(reader, writer)
-        assert await reader.read() == b"piece" * 10
+    async def download():
+        async def origin(_, writer):
+            await trickle(writer, 5, b"piece")
+
+        async with through(origin) as (reader, writer):
+            await tunnel(reader, writer)
+            assert await reader.read() == b"piece" * 5
+
+    async def upload():
+        async def origin(reader, writer):
+            await reader.readuntil(b"piece" * 5)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+        async with through(origin) as (reader, writer):
+            writer.write(b"POST http://origin/ HTTP/1.1\r\nHost: origin\r\nContent-Length: 25\r\n\r\n")
+            await trickle(writer, 5, b"piece")
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+
+    await asyncio.gather(download(), upload())
 
 
-async def test_an_upload_that_goes_on_for_longer_than_the_idle_time_is_answered():
-    async def origin(reader, writer):
-        await reader.readuntil(b"piece" * 10)
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+async def test_an_idle_request_is_answered_and_an_idle_tunnel_is_reset(monkeypatch):
+    monkeypatch.setattr(relay, "IDLE_S", IDLE_S / 2)
 
-    async with through(origin) as (reader, writer):
-        writer.write(b"POST http://origin/ HTTP/1.1\r\nHost: origin\r\nContent-Length: 50\r\n\r\n")
-        await trickle(writer, 10, b"piece")
-        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
-
-
-async def test_an_idle_request_is_answered_and_an_idle_tunnel_is_reset():
     async def origin(reader, _):
         await reader.read()
 
-    async with through(origin) as (reader, writer):
+    async with through(origin) as (reader, writer), through(origin) as (idle, tunnelled):
         writer.write(b"GET http://origin/ HTTP/1.1\r\nHost: origin\r\n\r\n")
+        await tunnel(idle, tunnelled)
         assert (await reader.read()).startswith(b"HTTP/1.1 504 ")
-    async with through(origin) as (reader, writer):
-        await tunnel(reader, writer)
         with pytest.raises(ConnectionResetError):
-            await reader.read()
+            await idle.read()
 
 
 async def test_an_origin_that_speaks_no_http_is_said_to_be_at_fault():
@@ -123,7 +124,7 @@ async def test_a_tunnel_that_its_client_resets_ends_without_an_error():
 
 async def test_a_tunnel_whose_bytes_are_used_up_is_reset_and_gets_no_answer():
     async def origin(_, writer):
-        await trickle(writer, 10, b"piece")
+        await trickle(writer, 10, b"piece", 0.1)
 
     left = 20
 
