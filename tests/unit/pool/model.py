@@ -316,13 +316,3 @@ async def settled() -> None:
         while quiet < 2:  # a task that has just ended may start another one in its callback
             await asyncio.sleep(0.002)
             quiet = 0 if any(not task.get_name().startswith(LASTING) for task in pool_tasks()) else quiet + 1
-
-
-async def until(condition, what: str = "the condition") -> None:
-    """Wait for something that is sure to come."""
-    try:
-        async with asyncio.timeout(10):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
-    except TimeoutError:
-        raise AssertionError(f"{what} did not come about") from None

@@ -18,15 +18,15 @@ from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends import supervised
 from atropos.slots.backends.local import backend
 from atropos.slots.backends.local.backend import LocalBackend
-from tests.unit.pool.model import until
+from tests.waiting import until
 
 READY = """
 import json, signal, sys, time, os
 config = json.load(sys.stdin)
 print(json.dumps({"ready": True, "port": 1000 + os.getpid() % 1000, "boot_id": "b"}), flush=True)
 """
-GOOD = READY + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nsignal.pause()"
-DEAF = READY + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()"
+GOOD = f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n{READY}signal.pause()"
+DEAF = f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{READY}while True: signal.pause()"
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,8 @@ from atropos.errors import (
 )
 from atropos.slots.slot.uploads import PIECE_BYTES
 from atropos.wire import ReleaseResult
-from tests.unit.pool.model import SLOT_MIB, ModelClient, model_pool, pool_tasks, settled, until
+from tests.unit.pool.model import SLOT_MIB, ModelClient, model_pool, pool_tasks, settled
+from tests.waiting import until
 
 
 async def test_a_slot_is_leased_used_and_given_back():

@@ -11,8 +11,8 @@ from atropos import wire
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.docker.engine import ListedContainer
 from atropos.slots.backends.server_http import ServerHttp
-from tests.unit.pool.model import until
 from tests.unit.server.fakes import TOKEN, serving
+from tests.waiting import until
 
 
 class FakeEngine:
@@ -44,7 +44,7 @@ class FakeEngine:
 
 async def test_a_docker_container_that_another_process_is_connected_to_stays_open_for_this_one(caplog):
     caplog.set_level(logging.INFO)
-    async with serving(slots=1) as one, serving(slots=1) as two:
+    async with serving(slots=1, heartbeat_s=5) as one, serving(slots=1, heartbeat_s=5) as two:
         config = SlotPoolConfig(backend="docker", slots_per_container=1, max_containers=2, idle_container_s=0.2)
 
         def pool(**changes: object) -> SlotPool:
@@ -58,7 +58,7 @@ async def test_a_docker_container_that_another_process_is_connected_to_stays_ope
             await until(lambda: "1 containers are requested" in caplog.text, "a wish for one container")
             await asyncio.sleep(0.3)
             assert mine.stats().ready == 2
-            async with mine.lease("a", timeout_s=2), mine.lease("b", timeout_s=2):
+            async with mine.lease("a"), mine.lease("b"):
                 pass
 
 
@@ -73,12 +73,13 @@ def status(leased: int) -> web.Response:
 
 async def test_a_server_that_is_too_busy_to_answer_is_neither_idle_nor_unused(monkeypatch):
     monkeypatch.setattr("atropos.slots.backends.server_http.ANSWER_S", 0.1)
-    answers = [False, True, False, True, False, False]
+    leases: list[int | None] = []  # None: it does not answer; the last one holds, however often it is asked for
 
     async def answer(_: web.Request) -> web.Response:
-        if not answers.pop():
+        leased = leases.pop(0) if len(leases) > 1 else leases[0]
+        if leased is None:
             await asyncio.sleep(0.5)
-        return status(leased=1 if answers else 0)
+        return status(leased or 0)
 
     app = web.Application()
     app.router.add_get("/v1/status", answer)
@@ -89,11 +90,13 @@ async def test_a_server_that_is_too_busy_to_answer_is_neither_idle_nor_unused(mo
     await site.start()
     url, http = f"http://127.0.0.1:{runner.addresses[0][1]}", ServerHttp()
     try:
+        leases[:] = [None, None, 1]
         assert await http.used_by_others(url, "t", "me")
+        leases[:] = [None, 1]
         assert await http.drain(url, "t", 3600)
-        answers[:] = [True, False, True, False]
+        leases[:] = [None, 1, None, 0]
         await http.until_idle(url, "t")
-        assert not answers, "it was asked until it had answered that no lease is left"
+        assert leases == [0], "it was asked until it had answered that no lease is left"
     finally:
         await http.close()
         await runner.cleanup()

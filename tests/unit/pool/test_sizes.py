@@ -14,7 +14,8 @@ from atropos.errors import ConfigError, LimitTooLarge
 from atropos.slots import LeaseLimits, SlotPoolConfig
 from atropos.slots.containers.fleet import Fleet, Seat, Ticket
 from atropos.slots.containers.scaling import Limits, PoolState, plan
-from tests.unit.pool.model import SLOT_MIB, model_pool, until
+from tests.unit.pool.model import SLOT_MIB, model_pool
+from tests.waiting import until
 
 SLOT = 10
 SIZES = (10, 10, 10, 15, 20, 25, 40)
