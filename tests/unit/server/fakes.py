@@ -165,6 +165,7 @@ class FakeSandbox:
 
     async def change_root(self, layers: Sequence[Layer], base: str | None = None) -> None:
         await asyncio.sleep(self.host.start_s)
+        await self.host.may_start.wait()
         if self.host.start_fails:
             raise SandboxError("no more mounts")
         self.layers, self.base = tuple(layers), base
@@ -203,6 +204,8 @@ class FakeHost:
         self.dirty: set[str] = set()
         self.most_at_once = 0
         self.start_s = self.stop_s = 0.0
+        self.may_start = asyncio.Event()
+        self.may_start.set()
         self.start_fails = False
         self.failed_starts = 0
         self.freeze_fails = False

@@ -18,8 +18,9 @@ from atropos.sandbox.server.state.lease_table import LeaseTable
 from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
 from atropos.wire import Call, Exec, Fault, Health, OpError, ProcRead, WriteFile
-from tests.unit.client.test_client import client_of, request, until
+from tests.unit.client.test_client import client_of, request
 from tests.unit.server.fakes import TOKEN, FakeHost, serving
+from tests.waiting import until
 
 
 async def test_too_many_retired_slots_break_the_server_which_ends_with_its_last_lease():
@@ -302,13 +303,16 @@ async def test_asking_twice_for_one_snapshot_freezes_once():
 async def test_a_snapshot_that_is_asked_for_again_after_a_release_is_the_one_that_was_under_way():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
-        running.host.start_s = 0.5
+        running.host.may_start.clear()
         first = asyncio.create_task(running.core.workspaces.snapshot(lease.lease_id, "snap-mine-1", None))
         await until(lambda: running.host.layers)
         releasing = asyncio.create_task(client.release(lease))
         await until(lambda: running.core.state.runs[lease.lease_id].held.state == "ending")
         running.core.state.snapshots.by_id.clear()  # as if it had not got so far
-        assert await running.core.workspaces.snapshot(lease.lease_id, "snap-mine-1", None) == await first
+        again = asyncio.create_task(running.core.workspaces.snapshot(lease.lease_id, "snap-mine-1", None))
+        await asyncio.sleep(0)
+        running.host.may_start.set()
+        assert await again == await first
         await releasing
 
 

@@ -22,7 +22,7 @@ from atropos import wire
 from atropos.sandbox.host.runner_link import RunnerLink
 from atropos.sandbox.server.calls.lanes import MAX_CONCURRENT
 from atropos.slots.slot.uploads import PIECE_BYTES
-from tests.unit.client.test_client import until
+from tests.waiting import until
 
 EXAMPLES = settings(
     max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "100")),

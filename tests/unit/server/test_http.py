@@ -28,6 +28,7 @@ from atropos.wire import (
 )
 from tests.processes import descendants
 from tests.unit.server.fakes import TOKEN, FakeHost, Running, serving
+from tests.waiting import SLOWNESS, until
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 ECHO = {"operation": {"op": "exec", "command": "echo hi"}}
@@ -267,9 +268,7 @@ async def test_an_archive_that_is_broken_or_does_not_fit_leaves_nothing(server, 
     problem = Problem.model_validate_json(raw)
     assert (got, says in problem.message) == (status, True), problem
     assert (server.core.state.snapshots.by_id, server.core.state.snapshots.pending) == ({}, 0)
-    async with asyncio.timeout(5):
-        while server.host.layers:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not server.host.layers, "no layer")
 
 
 async def test_a_sender_that_goes_away_leaves_nothing(server, curl):
@@ -278,14 +277,11 @@ async def test_a_sender_that_goes_away_leaves_nothing(server, curl):
         await asyncio.sleep(3600)
 
     sending = asyncio.create_task(curl("PUT", "/v1/snapshots/snap-sent/archive?layers=2", data=half()))
-    async with asyncio.timeout(10):
-        while not server.core.transfer:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: server.core.transfer, "the transfer")
     sending.cancel()
     await asyncio.wait([sending])
-    async with asyncio.timeout(10):
-        while server.core.transfer or server.core.state.snapshots.pending or server.host.layers:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    left = lambda: server.core.transfer or server.core.state.snapshots.pending or server.host.layers  # noqa: E731
+    await until(lambda: not left(), "nothing left")
 
 
 async def test_archives_are_unpacked_two_at_a_time_whoever_sends_how_many(server, curl):
@@ -294,10 +290,9 @@ async def test_archives_are_unpacked_two_at_a_time_whoever_sends_how_many(server
     paths = [f"/v1/snapshots/snap-{n}/archive?layers=1" for n in range(8)]
     sending = [asyncio.create_task(curl("PUT", path, data=in_two(whole, go_on))) for path in paths]
     try:
-        async with asyncio.timeout(20):
-            while len(server.core.transfer) < 8 or unpacking() < 2:
-                most = max(most, unpacking())
-                await asyncio.sleep(0.01)
+        await until(
+            lambda: len(server.core.transfer) == 8 and unpacking() >= 2, "eight transfers, two of them unpacked"
+        )
         for _ in range(20):
             assert (await curl("POST", f"/v1/leases/{lease.lease_id}/calls", ECHO))[0] == 200
             most = max(most, unpacking())
@@ -326,26 +321,22 @@ async def test_an_archive_that_is_sent_again_waits_for_what_became_of_the_first(
     for breaks in (True, False):
         go_on.clear()
         first = asyncio.create_task(curl("PUT", path, data=in_two(whole, go_on)))
-        async with asyncio.timeout(10):
-            while not server.core.transfer:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: server.core.transfer, "the transfer")
         again = asyncio.create_task(curl("PUT", path, data=whole))
         await asyncio.sleep(0.05)
         assert not again.done()
         if breaks:
             first.cancel()
         go_on.set()
-        assert (await asyncio.wait_for(again, 10))[0] == 200
+        assert (await again)[0] == 200
         assert breaks or (await first)[0] == 200
         assert len(server.host.layers) == len(server.core.state.snapshots.by_id) == 1
         server.core.layers.drop_snapshot("snap-sent")
-        async with asyncio.timeout(5):
-            while server.host.layers:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not server.host.layers, "no layer")
 
 
 async def frames(socket: aiohttp.ClientWebSocketResponse) -> list[dict]:
-    message = await asyncio.wait_for(socket.receive(), 5)
+    message = await asyncio.wait_for(socket.receive(), 20 * SLOWNESS)
     return json.loads(message.data) if message.type == aiohttp.WSMsgType.TEXT else []
 
 
@@ -371,9 +362,7 @@ async def test_a_stream_that_does_not_say_hello_is_closed_with_a_reason(server, 
         await socket.send_str(first)
         assert await frames(socket) == []
         assert socket.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION
-    async with asyncio.timeout(5):
-        while server.core.state.streams:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await until(lambda: not server.core.state.streams, "the end of the stream")
 
 
 async def test_a_stream_that_breaks_the_format_later_is_closed_and_its_lease_lives(server, curl):

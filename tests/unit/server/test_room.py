@@ -13,8 +13,8 @@ import pytest
 
 from atropos.sandbox.server.snapshots import layer_tar
 from atropos.wire import Exec, Hello, Lease, LeaseRequest, Operation, Problem, WriteFile
-from tests.unit.client.test_client import until
 from tests.unit.server.fakes import TOKEN, Running, serving
+from tests.waiting import SLOWNESS, until
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 LARGE = "echo " + "x" * 5000
@@ -35,7 +35,7 @@ class Peer:
         await self.send({"kind": "call", **named, "operation": operation.model_dump(mode="json")})
 
     async def answer(self, call_id: str) -> dict:
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20 * SLOWNESS):
             while True:
                 for message in self.came:
                     if message.get("call_id") == call_id:
@@ -118,7 +118,7 @@ class Curl:
     async def __call__(self, lease: Lease, call_id: str | None, command: str) -> tuple[int, dict]:
         body = {"call_id": call_id, "operation": {"op": "exec", "command": command}}
         async with (
-            asyncio.timeout(2),
+            asyncio.timeout(20 * SLOWNESS),
             self.session.post(f"{self.url}/v1/leases/{lease.lease_id}/calls", data=json.dumps(body)) as response,
         ):
             return response.status, await response.json()
@@ -155,15 +155,15 @@ async def test_a_call_by_hand_is_answered_again_when_its_lease_is_over(running):
 
 async def test_a_dead_client_that_sent_more_than_is_read_loses_its_leases(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.http.stream.MAX_QUEUED_BYTES", 100_000)
-    async with serving(heartbeat_s=0.1, slots=1) as running, peer(running) as client:
+    async with serving(heartbeat_s=0.5, slots=1) as running, peer(running) as client:
+        stream = running.core.state.clients.of("peer").connection
         lease = await leased(running, ttl_s=0.4)
         await client.call(lease, "hang", Exec(command="hang"))
         for number in range(3):
             await client.call(lease, f"write-{number}", WriteFile(path="x", data=bytes(80_000)))
-        stream = running.core.state.clients.of("peer").connection
         await until(lambda: stream.paused or stream not in running.core.state.streams)
         client.die()
-        await until(lambda: running.core.state.table.free == 1 and not running.core.state.streams, 3)
+        await until(lambda: running.core.state.table.free == 1 and not running.core.state.streams, "its end")
 
 
 async def test_a_client_that_reads_nothing_is_not_read_without_end(monkeypatch):

@@ -29,7 +29,7 @@ from atropos.wire import (
 from tests.processes import alive, descendants
 from tests.processes import running as count
 from tests.unit.server.fakes import TOKEN
-from tests.waiting import until
+from tests.waiting import SLOWNESS, until
 
 ROOT = Path(__file__).parents[3]
 
@@ -50,9 +50,10 @@ class Process:
         """Exit code and what stands on stderr."""
         assert self.process.stderr is not None
         assert self.process.stdout is not None
-        text = await asyncio.wait_for(self.process.stderr.read(), 60)
-        await asyncio.wait_for(self.process.stdout.read(), 60)  # its pipe is closed at its end only
-        return await asyncio.wait_for(self.process.wait(), 60), text.decode()
+        async with asyncio.timeout(60 * SLOWNESS):
+            text = await self.process.stderr.read()
+            await self.process.stdout.read()  # its pipe is closed at its end only
+            return await self.process.wait(), text.decode()
 
     def client(self, **settings) -> SandboxClient:
         return SandboxClient(self.url, TOKEN, **{"client_id": "tester", **settings})
@@ -84,7 +85,7 @@ async def running(before: Sequence[str] = (), **settings) -> AsyncIterator[Proce
     config = {"token": TOKEN, "slots": 2, "drain_s": 0, "die_with_parent": True, **settings}
     found = await spawn(json.dumps(config), before=before)
     assert found.process.stdout is not None
-    line = await asyncio.wait_for(found.process.stdout.readline(), 60)
+    line = await asyncio.wait_for(found.process.stdout.readline(), 120 * SLOWNESS)
     if not line:
         pytest.fail(f"the server did not start: {await found.ended()}")
     ready = json.loads(line)
@@ -105,9 +106,7 @@ def request(name: str = "lease-0001", **fields) -> LeaseRequest:
 
 
 async def gone(pids: set[int]) -> None:
-    async with asyncio.timeout(20):
-        while alive(pids):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: not alive(pids), "the end of all its processes")
 
 
 @pytest.mark.parametrize(
@@ -252,16 +251,16 @@ async def test_sigterm_ends_everything_with_exit_0_and_a_second_one_is_harmless(
 
 
 async def test_a_server_whose_clients_were_killed_ends_by_itself_and_one_in_use_does_not():
-    async with running(unattended_s=1.5) as server:
+    async with running(unattended_s=3) as server:
         client = server.client()
         await client.connect()
-        await asyncio.sleep(3)
+        await asyncio.sleep(4)
         lease = await client.acquire(request())
         assert (await client.call(lease, Exec(command="echo on"))).output == b"on\n"
         assert (await client.release(lease)).clean
         await client.close()
         code, text = await server.ended()
-        assert (code, "unattended_s (1.5 s)" in text) == (0, True), text
+        assert (code, "unattended_s (3 s)" in text) == (0, True), text
 
 
 async def test_sigterm_during_the_start_leaves_nothing():
@@ -284,7 +283,7 @@ async def test_kill_9_of_the_server_ends_every_sandbox_and_the_client_knows():
         await until(lambda: count("sleep 1000", server.process.pid) >= 6, "two programs in each slot")
         pids = set(descendants(server.process.pid))
         server.process.kill()
-        await asyncio.wait_for(client.lost.wait(), 20)
+        await asyncio.wait_for(client.lost.wait(), 60 * SLOWNESS)
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             assert getattr(outcome, "code", "") in {"outcome_unknown", "slot_lost"}, outcome
         await gone(pids)
@@ -293,13 +292,13 @@ async def test_kill_9_of_the_server_ends_every_sandbox_and_the_client_knows():
 
 async def test_a_stopped_server_comes_back_and_nobody_lost_a_lease():
     async with running(heartbeat_s=0.3) as server, server.client(reconnect_s=30) as client:
-        lease = await client.acquire(request(ttl_s=1.0))
+        lease = await client.acquire(request(ttl_s=2.5))
         call = asyncio.create_task(client.call(lease, Exec(command="echo a >> f; sleep 0.2; cat f")))
         await asyncio.sleep(0.05)
         os.kill(server.process.pid, signal.SIGSTOP)
-        await asyncio.sleep(3)
+        await asyncio.sleep(4)
         os.kill(server.process.pid, signal.SIGCONT)
-        assert (await asyncio.wait_for(call, 30)).output == b"a\n"
+        assert (await call).output == b"a\n"
         assert (await client.call(lease, Exec(command="cat f"))).output == b"a\n"
 
 
@@ -313,7 +312,7 @@ async def test_a_client_killed_with_9_gives_its_slots_back():
             f"    client = SandboxClient({server.url!r}, {TOKEN!r}, client_id='victim')\n"
             "    await client.connect()\n"
             "    for n in range(2):\n"
-            "        lease = await client.acquire(LeaseRequest(lease_id=f'victim-{n}', client_id='victim', ttl_s=1))\n"
+            "        lease = await client.acquire(LeaseRequest(lease_id=f'victim-{n}', client_id='victim', ttl_s=3))\n"
             "    print('holding', flush=True)\n"
             "    await client.call(lease, Exec(command='sleep 1000'))\n"
             "asyncio.run(main())\n"
@@ -322,12 +321,12 @@ async def test_a_client_killed_with_9_gives_its_slots_back():
             sys.executable, "-c", code, cwd=ROOT, stdout=asyncio.subprocess.PIPE
         )
         assert victim.stdout is not None
-        assert await asyncio.wait_for(victim.stdout.readline(), 60) == b"holding\n"
+        assert await asyncio.wait_for(victim.stdout.readline(), 60 * SLOWNESS) == b"holding\n"
         async with server.client() as client:
             assert (await client.status()).leased == 2
             victim.kill()
             await victim.wait()
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(30 * SLOWNESS):
                 while (await client.status()).free < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             assert (await client.call(await client.acquire(request()), Exec(command="echo ok"))).output == b"ok\n"
@@ -348,23 +347,13 @@ async def test_require_sandbox_refuses_what_is_not_complete():
     assert missing.fix in text
 
 
-async def test_requests_that_can_not_be_read_are_a_line_each_in_the_log():
+async def test_requests_that_can_not_be_read_are_a_line_each_in_the_log_and_readers_that_go_away_are_none():
     def send(port, rest):
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
             head = f"POST /v1/leases HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\n"
             connection.sendall(f"{head}{rest}".encode())
             return connection.recv(100)
 
-    async with running(slots=1) as server:
-        for rest in ("Transfer-Encoding: chunked\r\n\r\nxyz\r\n", "Content-Length: 5\r\nContent-Length: 5\r\n\r\n"):
-            assert b" 400 " in await asyncio.to_thread(send, server.port, rest)
-        server.process.terminate()
-        _, log = await server.ended()
-    assert log.count("Error handling request from 127.0.0.1: 400 BadHttpMessage\n") == 2, log
-    assert "Traceback" not in log
-
-
-async def test_a_reader_that_goes_away_is_not_in_the_log():
     async with running(slots=1) as server:
         async with server.client() as client:
             lease = await client.acquire(request())
@@ -374,6 +363,8 @@ async def test_a_reader_that_goes_away_is_not_in_the_log():
             async with contextlib.aclosing(client.get_stream(lease, reading.stream)) as chunks:
                 assert await anext(chunks)
             assert isinstance(await call, OpError)
+        for rest in ("Transfer-Encoding: chunked\r\n\r\nxyz\r\n", "Content-Length: 5\r\nContent-Length: 5\r\n\r\n"):
+            assert b" 400 " in await asyncio.to_thread(send, server.port, rest)
         server.process.terminate()
         _, log = await server.ended()
-    assert log == ""
+    assert log == "ERROR aiohttp.server: Error handling request from 127.0.0.1: 400 BadHttpMessage\n" * 2

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.base import Backend, Container
 from tests.unit.server.fakes import TOKEN, serving
+from tests.waiting import until
 
 
 class One(Backend):
@@ -46,14 +46,13 @@ async def test_a_pool_that_wants_little_is_not_starved_by_one_that_wants_all(mon
     async with serving(slots=2) as running:
         config = SlotPoolConfig(slots_per_container=2, max_containers=1, acquire_timeout_s=30)
         pools = [SlotPool(config, backend=One(running.url)) for _ in range(2)]
-        waits: list[list[float]] = [[], []]
+        leases = [0, 0]
         over = False
 
         async def work(number: int) -> None:
             while not over:
-                asked = time.monotonic()
                 async with pools[number].lease("t"):
-                    waits[number].append(time.monotonic() - asked)
+                    leases[number] += 1
                     await asyncio.sleep(0.15)
 
         async with pools[0]:
@@ -68,9 +67,11 @@ async def test_a_pool_that_wants_little_is_not_starved_by_one_that_wants_all(mon
                     return await at_once(request)
 
                 link.client.acquire = slowly
+                before = leases[0]
                 working.append(asyncio.create_task(work(1)))
-                await asyncio.sleep(1.5)
+                # two slots, two who want: about half of the leases are the small one's
+                await until(lambda: leases[1] >= 3 or leases[0] - before >= 20, "leases of both")
+                shares = leases[0] - before, leases[1]
                 over = True
                 await asyncio.gather(*working)
-    # two slots, two who want: about half of the leases are the small one's
-    assert len(waits[1]) >= 3, waits
+    assert shares[1] >= 3, shares

@@ -18,6 +18,7 @@ from atropos.net.tls import client_context, read_pair
 from atropos.slots.client import SandboxClient
 from atropos.wire import CommandResult, Exec, LeaseRequest
 from tests.unit.server.fakes import TOKEN, serving
+from tests.waiting import SLOWNESS, until
 
 
 def pair(folder: Path, name: str = "server") -> tuple[str, str]:
@@ -49,6 +50,10 @@ async def server(files):
         yield running
 
 
+def still_open(opened: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> int:
+    return sum(not (reader.at_eof() or reader.exception()) for reader, _ in opened)
+
+
 def client_of(server, certificate: str | None, scheme: str = "https") -> SandboxClient:
     url = f"{scheme}://127.0.0.1:{server.server.port}"
     return SandboxClient(url, TOKEN, client_id="c", certificate=certificate)
@@ -75,7 +80,7 @@ async def test_another_certificate_and_a_plain_client_are_refused(server, tmp_pa
 async def test_no_plain_request_is_answered_and_none_without_the_token(server, files):
     reader, writer = await asyncio.open_connection("127.0.0.1", server.server.port)
     writer.write(b"GET /v1/health HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert b"HTTP" not in await asyncio.wait_for(reader.read(), 5)
+    assert b"HTTP" not in await asyncio.wait_for(reader.read(), 20 * SLOWNESS)
     writer.close()
     tls = client_context(certificate_of(files))
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as session:
@@ -97,9 +102,7 @@ async def test_half_open_handshakes_are_bounded_and_keep_no_client_out(server, f
                 opened[-1][1].write(sent)
         async with client_of(server, certificate_of(files)) as client:
             assert not (await client.status()).draining
-        async with asyncio.timeout(10):
-            while sum(not (reader.at_eof() or reader.exception()) for reader, _ in opened) > MAX_UNAUTHENTICATED:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(lambda: still_open(opened) <= MAX_UNAUTHENTICATED, "the end of those above the bound")
     finally:
         for _, writer in opened:
             writer.close()
@@ -110,14 +113,14 @@ async def test_a_head_and_its_handshake_share_a_deadline(files):
     from atropos.net.tls import server_context
 
     tls = server_context("".join(read_pair(*files) or ()))
-    admission = Admission(BearerToken(TOKEN), (), b"{}", tls=tls, head_s=0.3)
+    admission = Admission(BearerToken(TOKEN), (), b"{}", tls=tls, head_s=2 * SLOWNESS)  # time for the handshake
     loop = asyncio.get_running_loop()
     accepting = await loop.create_server(lambda: admission.connection(asyncio.Protocol), "127.0.0.1", 0)
     port = accepting.sockets[0].getsockname()[1]
     plain, one = await asyncio.open_connection("127.0.0.1", port)
     over_tls, two = await asyncio.open_connection("127.0.0.1", port, ssl=client_context(certificate_of(files)))
     two.write(b"GET / HTTP/1.1\r\n")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20 * SLOWNESS):
         for reader in (plain, over_tls):
             with contextlib.suppress(ConnectionError, ssl.SSLError):
                 assert await reader.read() == b""
