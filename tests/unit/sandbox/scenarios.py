@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import tarfile
+from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from unittest import mock
@@ -31,7 +32,6 @@ from atropos.wire import (
     Untar,
     WriteFile,
 )
-from tests.waiting import SLOWNESS
 
 ON_DISK_ONLY = {
     "layers_on_disk_are_counted_while_they_are_imported",
@@ -158,9 +158,10 @@ async def a_background_child_delays_nothing_and_lives_on(host):
 
 async def a_timeout_ends_the_whole_session(host):
     async with slot(host) as s:
-        result = await sh(s, "set -m; echo before; sleep 1000 & sleep 1001 | sleep 1002", timeout_s=1)
+        result = await sh(s, "set -m; echo before; sleep 1000 & sleep 1001 | sleep 1002", timeout_s=3)
         assert result.timed_out and result.limit == "time" and b"before" in result.output
-        left = await out(s, "cat /proc/[0-9]*/stat")
+        left = await out(s, "cat /proc/[0-9]*/stat 2> /dev/null; true")  # one may be reaped meanwhile
+        assert "(atropos-runner)" in left
         assert not re.search(r"\(sleep\) [^Z]", left), left  # one that has ended may not be reaped yet
         assert (await sh(s, "echo well")).output == b"well\n"
 
@@ -193,8 +194,7 @@ async def a_cancelled_call_says_so(host):
         await out(s, "until [ -e runs ]; do sleep 0.02; done")
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        command = "for i in $(seq 100); do grep -q sleep /proc/[0-9]*/comm 2>/dev/null || break; sleep 0.02; done; cat /proc/[0-9]*/comm"
-        assert "sleep" not in (await out(s, command)).splitlines()[1:-1]
+        await out(s, "while grep -qsx sleep /proc/[0-9]*/comm; do sleep 0.02; done")
 
 
 async def pid_1_shows_nothing_of_the_server(host):
@@ -295,7 +295,7 @@ async def a_workspace_that_is_gone_is_made_anew_and_one_that_is_a_file_is_named(
     async with slot(host) as s:
         assert await out(s, "rm -r /workspace; echo gone") == "gone\n"
         started = await do(s, ProcStart(command="pwd"))
-        ended = await do(s, ProcRead(id=started.id, wait_s=10))
+        ended = await do(s, ProcRead(id=started.id, wait_s=20))
         assert ended.output == b"/workspace\n", ended
         assert await out(s, "rm -r /workspace; echo gone") == "gone\n"
         assert await out(s, "pwd") == "/workspace\n"
@@ -322,7 +322,7 @@ async def a_lease_on_the_shell_does_not_end_the_next_call(host):
         await out(s, f"({HOLD}) > held & until read -r line < held; do sleep 0.05; done 2> /dev/null")
         assert await out(s, "echo next") == "next\n"
         holder = await do(s, ProcStart(command=HOLD))
-        assert (await do(s, ProcRead(id=holder.id, wait_s=10, until="output"))).output == b"held\n"
+        assert (await do(s, ProcRead(id=holder.id, wait_s=20, until="output"))).output == b"held\n"
         refused = await sh(s, "echo no", timeout_s=20)
         assert refused.exit_code is None and refused.limit is None, refused
         assert b"holds a lease (F_SETLEASE) on the shell" in refused.output, refused
@@ -353,7 +353,7 @@ async def commands_and_background_processes_run_as_users_of_the_slot(host):
             )
             assert started.kind == "proc_state", started
             await do(s, ProcWrite(id=started.id, data=b"go\n"))
-            ended = await do(s, ProcRead(id=started.id, wait_s=10))
+            ended = await do(s, ProcRead(id=started.id, wait_s=20))
             assert ended.exit_code == 0 and b"1234" in ended.output, ended
             assert (b"/dev/pts/" in ended.output and b"/home/alice" in ended.output) == pty, ended
 
@@ -401,7 +401,7 @@ async def a_program_runs_without_a_shell(host):
         started = await do(s, ProcStart(command=("cat", "-")))
         assert started.command == "cat -"
         await do(s, ProcWrite(id=started.id, data=b"in", eof=True))
-        ended = await do(s, ProcRead(id=started.id, wait_s=10))
+        ended = await do(s, ProcRead(id=started.id, wait_s=20))
         assert (ended.exit_code, ended.output) == (0, b"in")
 
 
@@ -591,42 +591,42 @@ async def an_archive_has_names_links_modes_owners_and_times_of_all_kinds(host):
 async def background_processes(host):
     async with slot(host) as s:
         begun = await do(s, ProcStart(command="echo hello; read line; echo got $line; exit 3"))
-        state = await do(s, ProcRead(id=begun.id, wait_s=5, until="output"))
+        state = await do(s, ProcRead(id=begun.id, wait_s=20, until="output"))
         assert state.output == b"hello\n" and state.running
         assert (await do(s, ProcWrite(id=begun.id, data=b"word\n"))).count == 5
-        state = await do(s, ProcRead(id=begun.id, wait_s=5, offset=6))
+        state = await do(s, ProcRead(id=begun.id, wait_s=20, offset=6))
         assert (state.output, state.running, state.exit_code) == (b"got word\n", False, 3)
         assert (await do(s, ProcWrite(id=begun.id, data=b"more"))).kind == "op_error"
         sleeper = await do(s, ProcStart(command="trap 'echo bye; exit 0' TERM; echo up; read forever"))
-        await do(s, ProcRead(id=sleeper.id, wait_s=5, until="output"))
+        await do(s, ProcRead(id=sleeper.id, wait_s=20, until="output"))
         listed = await do(s, ProcList())
         assert [p.running for p in listed.processes] == [False, True]
         await do(s, ProcKill(id=sleeper.id))
-        state = await do(s, ProcRead(id=sleeper.id, wait_s=5))
+        state = await do(s, ProcRead(id=sleeper.id, wait_s=20))
         assert state.output == b"up\nbye\n" and state.exit_code == 0
         assert (await do(s, ProcRead(id="proc-999"))).error == "unknown_process"
         flood = await do(s, ProcStart(command="head -c 3000000 /dev/zero | tr '\\0' y; echo end", buffer_bytes=2000))
-        state = await do(s, ProcRead(id=flood.id, wait_s=10))
+        state = await do(s, ProcRead(id=flood.id, wait_s=20))
         assert state.total_bytes == 3_000_004 and state.output.endswith(b"yend\n") and len(state.output) == 2000
         assert state.dropped_bytes == state.total_bytes - 2000
         eof = await do(s, ProcStart(command="cat; echo closed"))
         await do(s, ProcWrite(id=eof.id, data=b"x", eof=True))
-        assert (await do(s, ProcRead(id=eof.id, wait_s=5))).output == b"xclosed\n"
+        assert (await do(s, ProcRead(id=eof.id, wait_s=20))).output == b"xclosed\n"
 
 
 async def a_process_whose_output_is_held_is_kept_until_it_is_read_to_its_end(host):
     held = ProcStart(command="echo error >&2", split=True, hold=True)
     async with slot(host) as s:
         unread, terminal = await do(s, held), await do(s, ProcStart(command="echo typed", pty=True, hold=True))
-        assert not (await do(s, ProcRead(id=unread.id, wait_s=5))).running
+        assert not (await do(s, ProcRead(id=unread.id, wait_s=20))).running
         for _ in range(64):
             begun = await do(s, ProcStart(command="true"))
-            assert not (await do(s, ProcRead(id=begun.id, wait_s=5))).running
+            assert not (await do(s, ProcRead(id=begun.id, wait_s=20))).running
         assert (await do(s, ProcRead(id=f"{unread.id}-errors"))).output == b"error\n"
-        assert (await do(s, ProcRead(id=terminal.id, wait_s=5))).output == b"typed\r\n"
+        assert (await do(s, ProcRead(id=terminal.id, wait_s=20))).output == b"typed\r\n"
         begun = [await do(s, held) for _ in range(64)]
         for one in begun:
-            assert not (await do(s, ProcRead(id=one.id, wait_s=5))).running
+            assert not (await do(s, ProcRead(id=one.id, wait_s=20))).running
         assert (await do(s, held)).error == "limit"
         await do(s, ProcKill(id=begun[9].id))  # its starter gives it up
         assert (await do(s, held)).kind == "proc_state"
@@ -647,7 +647,7 @@ async def terminals(host):
         said = await until_said(s, begun.id, b"\r\n99\r\n")
         assert said.startswith(b"30 99\r\n/dev/pts/"), said
         await do(s, ProcWrite(id=begun.id, data=b"typed\n", rows=40, cols=120))
-        state = await do(s, ProcRead(id=begun.id, wait_s=10))
+        state = await do(s, ProcRead(id=begun.id, wait_s=20))
         assert b"40 120" in state.output and state.output.rstrip().endswith(b"typed") and state.exit_code == 0
         shell = await do(s, ProcStart(command="exec bash --norc", pty=True))
         await do(s, ProcWrite(id=shell.id, data=b"sleep 100\n"))
@@ -685,9 +685,8 @@ async def starting_many_at_once(host):
 
 
 async def nothing_is_left_after_a_stop(host):
-    def mounted():  # Docker and Nomad mount beside it
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-        return [line for line in lines if not re.search("docker|containerd|nomad", line)]
+    def mounted():
+        return Counter(Path("/proc/self/mounts").read_text().splitlines())
 
     await freed(host)
     mounts = mounted()
@@ -700,7 +699,7 @@ async def nothing_is_left_after_a_stop(host):
         assert [s.clean for s in await again] == [True, True]
         assert not os.path.exists(f"/proc/{pid}")
     await freed(host)
-    assert mounted() == mounts, set(mounted()) ^ set(mounts)
+    assert not mounted() - mounts, "what others unmounted meanwhile may be missing"
     assert len(os.listdir("/proc/self/fd")) == descriptors
     for tree in host.state.entered.cgroups.trees:
         assert [name for name in os.listdir(tree.path) if name.startswith("slot")] == []
@@ -711,8 +710,7 @@ async def a_call_on_an_ended_sandbox_is_slot_lost(host):
     running = asyncio.create_task(sandbox.run("r", Exec(command="sleep 100")))
     await asyncio.sleep(0.1)
     os.kill(sandbox.host_pid, 9)
-    reason = await asyncio.wait_for(asyncio.shield(sandbox.died), 5)
-    assert reason
+    assert await asyncio.shield(sandbox.died)
     for call, kind in ((running, OutcomeUnknown), (sandbox.run("n", Exec(command="true")), SlotLost)):
         try:
             await call
@@ -927,9 +925,8 @@ async def a_stop_that_could_not_be_confirmed_is_tried_again(host):
     with mock.patch.object(host_slot, "STOP_DEADLINE_S", 0.0):
         stopped = await sandbox.stop()
     assert not stopped.clean, stopped
-    async with asyncio.timeout(10 * SLOWNESS):
-        while not (stopped := await sandbox.stop()).clean:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    while not (stopped := await sandbox.stop()).clean:  # noqa: ASYNC110 (a scenario has a time limit)
+        await asyncio.sleep(0.05)
     assert await sandbox.stop() == stopped
     await freed(host)
 
@@ -938,8 +935,10 @@ async def a_stop_that_could_not_be_confirmed_is_tried_again(host):
 def frozen(seconds, pid):
     """Stop this process and another one, as where a container or machine is frozen; the body runs as this one goes on."""
     os.kill(pid, signal.SIGSTOP)
-    with subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}; sleep 0.2; kill -CONT {pid}"]):
-        os.kill(os.getpid(), signal.SIGSTOP)
+    me = os.getpid()
+    asleep = f"until grep -q '^State:.T' /proc/{me}/status; do sleep 0.05; done"
+    with subprocess.Popen(["sh", "-c", f"{asleep}; sleep {seconds}; kill -CONT {me}; sleep 0.2; kill -CONT {pid}"]):
+        os.kill(me, signal.SIGSTOP)
         yield
 
 

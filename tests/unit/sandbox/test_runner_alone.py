@@ -52,7 +52,7 @@ if not ended:
 os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
 if not os.fork():  # the server
     far.close()
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while time.monotonic() < until and os.path.exists(f"/proc/{ended}"):
         time.sleep(0.01)
     print(os.path.exists(f"/proc/{ended}"), flush=True)
@@ -81,7 +81,7 @@ for _ in range(10):
 
 
 def said(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
