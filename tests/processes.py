@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from tests.waiting import SLOWNESS
@@ -36,6 +36,15 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", 10_000 + secrets.randbelow(9_000)))
             return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def kept_port() -> Iterator[int]:
+    """A port for a program that ends and comes back at it: the kernel gives it to nobody else meanwhile."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the program's own socket may then listen beside it
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def descendants(root: int | None = None, but: Collection[int] = ()) -> dict[int, str]:

@@ -26,8 +26,9 @@ from atropos.api.settings import BrowserSettings, ToolServerSettings
 from atropos.api.tool_server import create_app
 from atropos.tools.base import ToolError, ToolScope
 from tests.processes import descendants, parent_of
-from tests.unit.api.conftest import call, until
+from tests.unit.api.conftest import call
 from tests.unit.api.site import Site
+from tests.waiting import until
 
 MISSING = browser_available(BrowserSettings())
 pytestmark = [

@@ -25,8 +25,8 @@ from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool
 from tests.e2e.servers import OWN, TOKEN, running
 from tests.images.registry import MISSING, Registry, registry
 from tests.images.test_leases import busybox_image
-from tests.unit.api.conftest import until
 from tests.unit.api.site import Site
+from tests.waiting import until
 
 
 @contextlib.asynccontextmanager

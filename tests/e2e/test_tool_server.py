@@ -24,7 +24,7 @@ from atropos.errors import OutcomeUnknown, ToolServerUnavailable
 from atropos.tools.tool_server.client import ToolServerClient
 from tests.e2e.servers import OWN, TOKEN, Server, running
 from tests.processes import adopt_orphans, descendants
-from tests.unit.api.conftest import until
+from tests.waiting import until
 
 adopt_orphans()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -42,6 +42,7 @@ class Workbench:
         self.started = asyncio.Event()
         self.running = 0
         self.most = 0
+        self.jar = Jar
         self.jars: list[Jar] = []
 
     def tools(self) -> list[Tool]:
@@ -88,9 +89,9 @@ class Workbench:
                 raise ToolError("half of a pair: \ud83d")
             raise RuntimeError("a bug")
 
-        @tool(sandboxed=False, toolsets=("test",), timeout_s=0.3)
+        @tool(sandboxed=False, toolsets=("test",), timeout_s=30)
         async def slow() -> str:
-            """Take 0.1 s of 0.3."""
+            """Take 0.1 s of 30."""
             await asyncio.sleep(0.1)
             return "done"
 
@@ -115,7 +116,7 @@ class Workbench:
             """Keep something in the trajectory."""
             jar = scope.state.get("jar")
             if jar is None:
-                jar = scope.state["jar"] = Jar()
+                jar = scope.state["jar"] = self.jar()
                 self.jars.append(jar)
             jar.items.append(item)
             return ",".join(jar.items)
@@ -139,13 +140,6 @@ async def served(bench: Workbench, **settings: Any) -> AsyncGenerator[httpx.Asyn
             client.host = app.state.host
             yield client
             bench.hold.set()
-
-
-async def until(condition: Callable[[], object], deadline_s: float = 20) -> None:
-    """Wait for what must come true."""
-    async with asyncio.timeout(deadline_s):
-        while not condition():  # noqa: ASYNC110 - the condition has no event of its own
-            await asyncio.sleep(0.01)
 
 
 def call(name: str, trajectory: str = "t1", call_id: str = "c1", **arguments: Any) -> dict[str, Any]:

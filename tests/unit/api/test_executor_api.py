@@ -17,13 +17,19 @@ from pydantic import SecretStr, ValidationError
 from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory
 from atropos.api.executor.trajectories import Trajectories
 from atropos.api.executor_api import create_executor_app, drain
-from atropos.errors import BackendUnavailable, OutcomeUnknown, SandboxError, SlotLost, ToolServerUnavailable
+from atropos.errors import (
+    AcquireTimeout,
+    BackendUnavailable,
+    OutcomeUnknown,
+    SandboxError,
+    SlotLost,
+    ToolServerUnavailable,
+)
 from atropos.tools import ToolExecutor
 from atropos.tools.models import ToolCall, ToolResult
 from atropos.tools.registry import build_tool_registry
 from tests.unit.tools.fakes import FakePool
-
-from .conftest import until
+from tests.waiting import until
 
 
 class HeldExecutor:
@@ -35,6 +41,7 @@ class HeldExecutor:
         self.leased: set[str] = set()
         self.ran: list[Any] = []
         self.hold = asyncio.Event()
+        self.held = 0
         self.error: Exception | None = None
         self.changed = asyncio.Condition()
         self.tools = build_tool_registry()
@@ -43,11 +50,19 @@ class HeldExecutor:
     async def slot(self, trajectory_id: str, *, image: str | None = None) -> object:
         self.asked += 1
         async with self.changed:
-            await self.changed.wait_for(lambda: self.free > 0)
+            await self.changed.wait_for(lambda: self.free > 0 or self.error is not None)
+            if self.error is not None:
+                raise self.error
             self.free -= 1
             self.taken += 1
             self.leased.add(trajectory_id)
         return object()
+
+    async def change(self, *, free: int = 0, error: Exception | None = None) -> None:
+        """For those that wait for a slot."""
+        async with self.changed:
+            self.free, self.error = free, error
+            self.changed.notify_all()
 
     def broken(self, trajectory_id: str) -> None:
         return None
@@ -58,6 +73,7 @@ class HeldExecutor:
         if self.error is not None:
             raise self.error
         if call.name == "hang":
+            self.held += 1
             await self.hold.wait()
         self.ran.append(call.arguments)
         if call.name == "picture":
@@ -154,7 +170,7 @@ async def test_a_client_that_lost_its_connection_gets_the_result_later(executor:
     async with api(executor) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
         lost = asyncio.create_task(client.post(path, json={"name": "hang", "id": "h"}))
-        await asyncio.sleep(0.05)
+        await until(lambda: executor.held)
         lost.cancel()
         await asyncio.gather(lost, return_exceptions=True)
         assert (await client.get(f"{path}/h")).status_code == 202
@@ -169,13 +185,18 @@ async def test_a_long_call_answers_events(executor: HeldExecutor, monkeypatch: p
     async with api(executor) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
 
-        async def release() -> None:
-            await asyncio.sleep(0.1)
-            executor.hold.set()
+        async def watched(scope: Any, receive: Any, send: Any) -> None:
+            async def seen(message: Any) -> None:
+                await send(message)
+                if b"event: waiting" in message.get("body", b""):
+                    executor.hold.set()
 
-        answer, _ = await asyncio.gather(
-            client.post(path, json={"name": "hang", "id": "h"}, headers={"Accept": "text/event-stream"}), release()
-        )
+            await client.app(scope, receive, seen)  # type: ignore[attr-defined]
+
+        transport = httpx.ASGITransport(app=watched)
+        headers = {"Authorization": "Bearer x", "Accept": "text/event-stream"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as patient:
+            answer = await patient.post(path, json={"name": "hang", "id": "h"})
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = [block.split("\n") for block in answer.text.strip().split("\n\n")]
         names = [lines[0].removeprefix("event: ") for lines in events]
@@ -227,10 +248,13 @@ async def test_a_call_that_did_not_run_is_run_when_it_is_sent_again(executor: He
 
 async def test_a_call_of_a_trajectory_that_gets_no_slot_is_answered_as_its_opening(executor: HeldExecutor):
     executor.free = 0
-    async with api(executor, acquire_s=0.2) as client:
+    async with api(executor) as client:
         opening = asyncio.create_task(client.post("/trajectories", json={"trajectory_id": "w"}))
         await until(lambda: executor.asked)
-        answers = await asyncio.gather(opening, client.post("/trajectories/w/calls", json=CALL))
+        calling = asyncio.create_task(client.post("/trajectories/w/calls", json=CALL))
+        await until(lambda: client.app.state.trajectories.get("w").running)  # type: ignore[attr-defined]
+        await executor.change(error=AcquireTimeout("no slot came free"))
+        answers = await asyncio.gather(opening, calling)
         assert [(one.status_code, one.json()["code"]) for one in answers] == [(429, "acquire_timeout")] * 2
         assert executor.asked == 1
 
@@ -245,10 +269,16 @@ async def test_a_trajectory_nobody_comes_back_to_ends(executor: HeldExecutor):
 
 
 async def test_a_running_call_keeps_its_trajectory_alive(executor: HeldExecutor):
-    async with api(executor) as client:
-        path = (await client.post("/trajectories", json={"ttl_s": 0.1})).headers["Location"] + "/calls"
-        call = asyncio.create_task(client.post(path, json={"name": "hang"}))
-        await asyncio.sleep(0.5)
+    executor.free = 0
+    async with api(executor, ttl_s=0.1) as client:
+        opening = asyncio.create_task(client.post("/trajectories", json={"trajectory_id": "w"}))
+        await until(lambda: executor.asked)
+        call = asyncio.create_task(client.post("/trajectories/w/calls", json={"name": "hang"}))
+        await until(lambda: client.app.state.trajectories.get("w").running)  # type: ignore[attr-defined]
+        await executor.change(free=2)
+        assert (await opening).status_code == 201
+        assert (await client.post("/trajectories", json={})).status_code == 201
+        await until(lambda: executor.free == 1, "the end of the other, which has no call")
         executor.hold.set()
         assert (await call).status_code == 200
 
@@ -257,7 +287,7 @@ async def test_ending_a_trajectory_interrupts_its_calls(executor: HeldExecutor):
     async with api(executor) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"]
         call = asyncio.create_task(client.post(f"{path}/calls", json={"name": "hang"}))
-        await asyncio.sleep(0.05)
+        await until(lambda: executor.held)
         await client.delete(path)
         answer = await call
         assert (answer.status_code, answer.json()["code"]) == (410, "lease_expired")
@@ -267,12 +297,10 @@ async def test_ending_a_trajectory_that_still_waits_for_its_slot_leaks_nothing(e
     executor.free = 0
     async with api(executor) as client:
         waiting = asyncio.create_task(client.post("/trajectories", json={"trajectory_id": "w"}))
-        await asyncio.sleep(0.05)
+        await until(lambda: executor.asked)
         assert (await client.delete("/trajectories/w")).json() == {"ended": True}
         assert (await waiting).status_code == 410
-        async with executor.changed:
-            executor.free = 1
-            executor.changed.notify_all()
+        await executor.change(free=1)
         assert (await client.post("/trajectories", json={"trajectory_id": "w"})).status_code == 201
 
 
@@ -284,12 +312,12 @@ async def test_a_client_that_gave_up_before_it_had_the_id_keeps_no_slot(executor
     running = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     where = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    async with httpx.AsyncClient(base_url=where, headers={"Authorization": "Bearer x"}) as client:
-        with pytest.raises(httpx.ReadTimeout):
-            await client.post("/trajectories", json={"trajectory_id": "mine"} if named else {}, timeout=0.2)
-        async with executor.changed:
-            executor.free = 1
-            executor.changed.notify_all()
+    async with httpx.AsyncClient(base_url=where, headers={"Authorization": "Bearer x"}, timeout=60) as client:
+        asking = asyncio.create_task(client.post("/trajectories", json={"trajectory_id": "mine"} if named else {}))
+        await until(lambda: executor.asked)
+        asking.cancel()
+        await until(lambda: not server.server_state.connections, "the end of its connection")
+        await executor.change(free=1)
         await until(lambda: executor.taken == 1)
         if named:
             again = await client.post("/trajectories", json={"trajectory_id": "mine"})
@@ -321,7 +349,7 @@ async def test_too_many_waiting_calls_are_refused(executor: HeldExecutor):
     async with api(executor, max_pending=2) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
         calls = [asyncio.create_task(client.post(path, json={"name": "hang"})) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        await until(lambda: executor.held == 2)
         assert (await client.post(path, json={"name": "hang"})).status_code == 429
         executor.hold.set()
         assert {(await call).status_code for call in calls} == {200}

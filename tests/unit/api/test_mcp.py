@@ -8,24 +8,28 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator
+import uuid
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from pydantic import SecretStr
 
 from atropos.api.settings import McpServerSettings, ToolServerSettings
 from atropos.api.tool_server import create_app
 from atropos.errors import ConfigError, ToolServerUnavailable
-from tests.processes import descendants, free_port
+from tests.processes import descendants, kept_port
+from tests.waiting import until
 
-from .conftest import call, until
+from .conftest import call
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 SESSIONS = str(Path(__file__).with_name("mcp_sessions.py"))
-STDIO = McpServerSettings(name="little", command=sys.executable, args=(SERVER,), timeout_s=20)
+STDIO = McpServerSettings(name="little", command=sys.executable, args=(SERVER,), timeout_s=60)
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 @contextlib.asynccontextmanager
@@ -40,60 +44,77 @@ async def offering(*servers: McpServerSettings) -> AsyncGenerator[httpx.AsyncCli
             yield client
 
 
-async def ask(client: httpx.AsyncClient, name: str, call_id: str = "c", **arguments: Any) -> httpx.Response:
-    return await client.post("/execute", json=call(name, call_id=call_id, **arguments))
+async def ask(client: httpx.AsyncClient, name: str, **arguments: Any) -> httpx.Response:
+    return await client.post("/execute", json=call(name, call_id=uuid.uuid4().hex, **arguments))
 
 
-async def test_an_mcp_servers_tools_are_offered_run_and_fail_as_tools_do():
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def little() -> AsyncGenerator[httpx.AsyncClient, None]:
+    """A server for all tests that leave it as it was, or started anew."""
     async with offering(STDIO) as client:
-        tools = {tool["name"]: tool for tool in (await client.get("/tools")).json()["tools"]}
-        add = tools["little_add"]
-        assert add["toolset"] == "mcp-little"
-        assert add["read_only"] is True
-        assert add["schema"]["function"]["parameters"]["required"] == ["a", "b"]
-        assert tools["little_fail"]["schema"]["function"]["parameters"] == {"type": "object", "properties": {}}
-        assert (await ask(client, "little_add", "c1", a=2, b=3)).json()["result"]["output"] == "5"
-        bad = (await ask(client, "little_add", "c2", a="x")).json()["result"]
-        assert bad["success"] is False
-        failed = (await ask(client, "little_fail", "c3")).json()["result"]
-        assert (failed["success"], "fail" in failed["error"]) == (False, True)
+        yield client
 
 
-async def test_a_wrong_answer_of_an_mcp_tool_is_its_own_failure_and_harms_no_other_call():
-    async with offering(STDIO) as client:
-        slow = asyncio.create_task(client.post("/execute", json={**call("little_slow", "other"), "timeout_s": 2}))
-        wrong = await ask(client, "little_lie")
-        assert wrong.status_code == 200, wrong.text
-        assert "has an output schema" in wrong.json()["result"]["error"]
-        assert (await slow).json()["result"]["timed_out"] is True
+@in_one_loop
+async def test_an_mcp_servers_tools_are_offered_run_and_fail_as_tools_do(little: httpx.AsyncClient):
+    tools = {tool["name"]: tool for tool in (await little.get("/tools")).json()["tools"]}
+    add = tools["little_add"]
+    assert add["toolset"] == "mcp-little"
+    assert add["read_only"] is True
+    assert add["schema"]["function"]["parameters"]["required"] == ["a", "b"]
+    assert tools["little_fail"]["schema"]["function"]["parameters"] == {"type": "object", "properties": {}}
+    assert (await ask(little, "little_add", a=2, b=3)).json()["result"]["output"] == "5"
+    bad = (await ask(little, "little_add", a="x")).json()["result"]
+    assert bad["success"] is False
+    failed = (await ask(little, "little_fail")).json()["result"]
+    assert (failed["success"], "fail" in failed["error"]) == (False, True)
 
 
-async def test_a_hanging_mcp_tool_times_out_and_the_others_go_on():
-    async with offering(STDIO) as client:
-        body = {**call("little_slow", "other"), "timeout_s": 0.5}
-        slow = asyncio.create_task(client.post("/execute", json=body))
-        assert (await ask(client, "little_add", a=1, b=1)).json()["result"]["output"] == "2"
-        assert (await slow).json()["result"]["timed_out"] is True
+@in_one_loop
+async def test_a_wrong_answer_of_an_mcp_tool_is_its_own_failure_and_harms_no_other_call(
+    little: httpx.AsyncClient, tmp_path: Path
+):
+    body = call("little_slow", "beside a wrong answer", mark=str(tmp_path / "mark"))
+    slow = asyncio.create_task(little.post("/execute", json=body))
+    await until((tmp_path / "mark").exists)
+    wrong = await ask(little, "little_lie")
+    assert wrong.status_code == 200, wrong.text
+    assert "has an output schema" in wrong.json()["result"]["error"]
+    assert not slow.done()
+    await little.delete("/trajectories/beside%20a%20wrong%20answer")
+    assert (await slow).json()["code"] == "trajectory_ended"
 
 
-async def test_a_dead_mcp_server_is_an_infrastructure_fault_and_comes_back():
-    async with offering(STDIO) as client:
-        died = await ask(client, "little_die", "c1")
-        assert died.status_code == 409, died.text
-        assert died.json()["code"] == "outcome_unknown"
-        assert (await ask(client, "little_add", "c2", a=1, b=2)).json()["result"]["output"] == "3"
+@in_one_loop
+async def test_a_hanging_mcp_tool_times_out_and_the_others_go_on(little: httpx.AsyncClient):
+    slow = asyncio.create_task(little.post("/execute", json={**call("little_slow", "hangs"), "timeout_s": 0.5}))
+    assert (await ask(little, "little_add", a=1, b=1)).json()["result"]["output"] == "2"
+    assert (await slow).json()["result"]["timed_out"] is True
+
+
+@in_one_loop
+async def test_a_dead_mcp_server_is_an_infrastructure_fault_and_comes_back(little: httpx.AsyncClient):
+    died = await ask(little, "little_die")
+    assert died.status_code == 409, died.text
+    assert died.json()["code"] == "outcome_unknown"
+    assert (await ask(little, "little_add", a=1, b=2)).json()["result"]["output"] == "3"
 
 
 async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(monkeypatch: pytest.MonkeyPatch):
+    others = descendants()
+
+    def servers() -> list[int]:
+        return [pid for pid, line in descendants().items() if SERVER in line and pid not in others]
+
     monkeypatch.setattr("atropos.api.external.mcp._PING_S", 0.5)
     async with offering(STDIO) as client:
-        (server,) = [pid for pid, line in descendants().items() if SERVER in line]
+        (server,) = servers()
         os.kill(server, signal.SIGSTOP)
         body = {**call("little_add", call_id="h", a=1, b=1), "timeout_s": 0.3}
         assert (await client.post("/execute", json=body)).json()["result"]["timed_out"] is True
         await until(lambda: server not in descendants())
-        assert (await ask(client, "little_add", "c2", a=1, b=2)).json()["result"]["output"] == "3"
-    assert not [line for line in descendants().values() if SERVER in line]
+        assert (await ask(client, "little_add", a=1, b=2)).json()["result"]["output"] == "3"
+    assert not servers()
 
 
 async def test_a_check_that_a_stop_of_the_tool_server_outlasts_drops_no_mcp_server(
@@ -122,12 +143,13 @@ async def test_an_mcp_server_that_is_busy_with_the_calls_of_others_is_not_taken_
         await until(lambda: all((tmp_path / f"{n}").exists() for n in range(3)))
         (tmp_path / "held").touch()  # what the check asks for comes late
         connection = client.host.tools["little_slow"]._connection
-        for busy, ping_s in ((True, 6.0), (False, 0.5)):
+        for busy, ping_s in ((True, 3.0), (False, 0.5)):
             monkeypatch.setattr("atropos.api.external.mcp._PING_S", ping_s)
             late = await client.post("/execute", json={**call("little_slow", f"late-{busy}"), "timeout_s": 0.3})
             assert late.json()["result"]["timed_out"] is True
             while busy and not connection._check.done():
-                assert (await ask(client, "little_add", call_id=os.urandom(4).hex(), a=1, b=2)).status_code == 200
+                assert (await ask(client, "little_add", a=1, b=2)).status_code == 200
+                await asyncio.wait([connection._check], timeout=0.1)
             assert await connection._check is busy
             assert not busy or not any(one.done() for one in others)
         assert {(await one).json()["code"] for one in others} == {"outcome_unknown"}
@@ -138,10 +160,12 @@ async def test_an_mcp_server_that_is_busy_with_the_calls_of_others_is_not_taken_
 
 async def test_calls_that_wait_for_a_server_that_does_not_come_back_are_no_failures_of_its_tools(tmp_path: Path):
     script = f"[ -e {tmp_path}/mute ] && exec sleep 3600; exec {sys.executable} {SERVER}"
-    server = McpServerSettings(name="little", command="sh", args=("-c", script), timeout_s=4)
+    server = STDIO.model_copy(update={"command": "sh", "args": ("-c", script)})
     async with offering(server) as client:
         (tmp_path / "mute").touch()
         assert (await ask(client, "little_die")).status_code == 409
+        tool = client.host.tools["little_add"]
+        tool._connection.server, tool.timeout_s = server.model_copy(update={"timeout_s": 4}), 4
         calls = [client.post("/execute", json=call("little_add", f"t{n}", a=1, b=2)) for n in range(3)]
         answers = await asyncio.gather(*calls)
         assert {(one.status_code, one.json().get("code")) for one in answers} == {(503, "tool_server_unavailable")}
@@ -172,48 +196,52 @@ async def over_http(port: int, server: str = SERVER) -> asyncio.subprocess.Proce
                 await asyncio.sleep(0.05)
 
 
-async def test_a_proxys_error_and_a_lost_session_are_infrastructure_faults_and_the_session_is_opened_again():
-    port = free_port()
+@pytest.fixture
+def port() -> Iterator[int]:
+    with kept_port() as port:
+        yield port
+
+
+async def test_a_proxys_error_and_a_lost_session_are_infrastructure_faults_and_the_session_is_opened_again(port: int):
     process = await over_http(port, SESSIONS)
     try:
-        async with offering(McpServerSettings(name="old", url=f"http://127.0.0.1:{port}/mcp", timeout_s=20)) as client:
+        async with offering(McpServerSettings(name="old", url=f"http://127.0.0.1:{port}/mcp", timeout_s=60)) as client:
             for code in (-32602, -32001, -32000):  # the latter two are the SDK's for timeouts and closed connections
-                wrong = (await ask(client, "old_add", str(code), code=code)).json()["result"]
+                wrong = (await ask(client, "old_add", code=code)).json()["result"]
                 assert (wrong["error"], wrong["timed_out"]) == ("old_add: no such thing", False)
-            late = await ask(client, "old_add", "g", gateway=True)
+            late = await ask(client, "old_add", gateway=True)
             assert (late.status_code, late.json()["code"]) == (409, "outcome_unknown"), late.text
             process.kill()
             await process.wait()
             process = await over_http(port, SESSIONS)  # restarted while no call ran
-            lost = await ask(client, "old_add", "l")
+            lost = await ask(client, "old_add")
             assert (lost.status_code, lost.json()["code"]) == (409, "outcome_unknown"), lost.text
-            assert (await ask(client, "old_add", "a")).json()["result"]["output"] == "added"
+            assert (await ask(client, "old_add")).json()["result"]["output"] == "added"
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
 
 
-async def test_streamable_http_works_too_and_comes_back(tmp_path: Path):
-    port = free_port()
+async def test_streamable_http_works_too_and_comes_back(port: int, tmp_path: Path):
     process = await over_http(port)
     try:
         server = McpServerSettings(
-            name="web", url=f"http://127.0.0.1:{port}/mcp", tools=("add", "slow", "fail"), timeout_s=20
+            name="web", url=f"http://127.0.0.1:{port}/mcp", tools=("add", "slow", "fail"), timeout_s=60
         )
         async with offering(server) as client:
             assert (await ask(client, "web_add", a=20, b=22)).json()["result"]["output"] == "42"
-            assert (await ask(client, "web_fail", "f")).json()["result"]["success"] is False
-            slow = asyncio.create_task(ask(client, "web_slow", "s", mark=str(tmp_path / "mark")))
+            assert (await ask(client, "web_fail")).json()["result"]["success"] is False
+            slow = asyncio.create_task(ask(client, "web_slow", mark=str(tmp_path / "mark")))
             await until((tmp_path / "mark").exists)
             process.kill()
             await process.wait()
             lost = await slow
             assert (lost.status_code, lost.json()["code"]) == (409, "outcome_unknown"), lost.text
-            gone = await ask(client, "web_add", "g", a=1, b=1)
+            gone = await ask(client, "web_add", a=1, b=1)
             assert (gone.status_code, gone.json()["code"]) == (503, "tool_server_unavailable"), gone.text
             process = await over_http(port)
-            assert (await ask(client, "web_add", "h", a=1, b=1)).json()["result"]["output"] == "2"
+            assert (await ask(client, "web_add", a=1, b=1)).json()["result"]["output"] == "2"
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

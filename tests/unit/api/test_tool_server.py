@@ -15,8 +15,9 @@ import pytest
 from atropos.api.settings import Bounds
 from atropos.errors import ConfigError
 from atropos.tools.tool_server.messages import ExecuteAnswer, ToolList
+from tests.waiting import until
 
-from .conftest import ONE_AT_A_TIME, Workbench, call, served, until
+from .conftest import ONE_AT_A_TIME, Jar, Workbench, call, served
 
 
 async def test_execute_answers_the_tools_result(bench: Workbench):
@@ -204,8 +205,7 @@ async def test_a_batch_says_of_each_call_why_it_was_refused(bench: Workbench):
 async def test_a_full_queue_is_429_with_retry_after(bench: Workbench):
     async with served(bench, tool_overrides={"hang": ONE_AT_A_TIME}) as client:
         first = [asyncio.create_task(client.post("/execute", json=call("hang", f"t{i}"))) for i in range(2)]
-        await bench.started.wait()
-        await asyncio.sleep(0.05)
+        await until(lambda: client.host.stats()["running"] == 2)
         answer = await client.post("/execute", json=call("hang", "t9"))
         assert (answer.status_code, answer.json()["code"]) == (429, "busy")
         assert int(answer.headers["Retry-After"]) >= 1
@@ -235,8 +235,7 @@ async def test_a_rate_is_kept_per_tool(bench: Workbench):
 async def test_one_trajectory_cannot_take_all_places(bench: Workbench):
     async with served(bench, trajectory_bounds=ONE_AT_A_TIME) as client:
         mine = [asyncio.create_task(client.post("/execute", json=call("hang", "t", f"c{i}"))) for i in range(2)]
-        await bench.started.wait()
-        await asyncio.sleep(0.05)
+        await until(lambda: client.host.stats()["running"] == 2)
         assert (await client.post("/execute", json=call("hang", "t", "c9"))).status_code == 429
         assert (await client.post("/execute", json=call("note", "other", text="a"))).status_code == 200
         bench.hold.set()
@@ -385,14 +384,16 @@ async def test_idle_state_ends_after_its_ttl(bench: Workbench):
 async def test_a_trajectory_that_began_anew_does_not_end_for_its_forerunners_idleness(bench: Workbench):
     closing, closed = asyncio.Event(), asyncio.Event()
 
-    async def close() -> None:
-        closing.set()
-        await closed.wait()
+    class Slow(Jar):
+        async def aclose(self) -> None:
+            if self is bench.jars[0]:
+                closing.set()
+                await closed.wait()
 
+    bench.jar = Slow
     async with served(bench, trajectory_ttl_s=0.1) as client:
         await client.post("/execute", json=call("keep", "slow", item="a"))
         await client.post("/execute", json=call("keep", "t", "c1", item="b"))
-        bench.jars[0].aclose = close
         await closing.wait()  # until both are idle, and the first one is being closed
         await client.delete("/trajectories/t")
         running = asyncio.create_task(client.post("/execute", json=call("hang", "t", "c2", text="c")))
