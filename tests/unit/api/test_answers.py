@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,22 +18,22 @@ CIRCLE.append(CIRCLE)
 
 
 @pytest.mark.parametrize(
-    "value",
+    "made",
     [
-        "x" * 50_000_000,
-        "é" * 10_000_000,
-        "\ud800" * 1_000_000,
-        {"text": "x" * 50_000_000},
-        {"text": "é" * 5_000_000, "more": [1, 2]},
-        [{"k": index} for index in range(300_000)],
-        {str(index): None for index in range(300_000)},
-        ToolResult(success=True, output="x" * 10_000_000, data={"a": "y" * 10_000_000}),
-        ToolResult.failure("e" * 10_000_000),
+        lambda: "x" * 50_000_000,
+        lambda: "é" * 10_000_000,
+        lambda: "\ud800" * 1_000_000,
+        lambda: {"text": "x" * 50_000_000},
+        lambda: {"text": "é" * 5_000_000, "more": [1, 2]},
+        lambda: [{"k": index} for index in range(300_000)],
+        lambda: {str(index): None for index in range(300_000)},
+        lambda: ToolResult(success=True, output="x" * 10_000_000, data={"a": "y" * 10_000_000}),
+        lambda: ToolResult.failure("e" * 10_000_000),
     ],
     ids=["text", "wide text", "halves", "object", "wide object", "many", "many keys", "result", "error"],
 )
-async def test_a_huge_answer_is_cut_and_says_so(value: Any):
-    result, size = await bounded(value, result_bytes=10_000, data_bytes=20_000)
+async def test_a_huge_answer_is_cut_and_says_so(made: Callable[[], Any]):
+    result, size = await bounded(made(), result_bytes=10_000, data_bytes=20_000)
     assert len(result.model_dump_json()) < 60_000
     assert size < 60_000
     assert result.data is None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from pydantic import SecretStr
 
 from atropos.api.external.extract import Extractor, WebExtract
@@ -19,11 +21,20 @@ from atropos.tools.arguments import BadArguments, check
 from atropos.tools.base import ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.tool_server.external import WebExtractArguments, WebSearchArguments
+from tests.waiting import until
 
-from .conftest import until
 from .site import Site, pdf
 
 SCOPE = ToolScope(trajectory_id="t", call_id="c")
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def extractor() -> AsyncGenerator[Extractor, None]:
+    """One worker for all tests; one that a test ended is replaced."""
+    made = Extractor(workers=1)
+    yield made
+    await made.aclose()
 
 
 async def extract(site: Site, *paths: str, allow: bool = True) -> ToolResult:
@@ -64,71 +75,58 @@ async def test_a_private_page_is_refused_and_never_asked_for(site: Site):
     assert site.seen == []
 
 
-async def test_a_hanging_parser_is_killed_and_the_next_page_is_read(monkeypatch: pytest.MonkeyPatch):
-    extractor = Extractor(workers=1)
-    try:
-        page = Page("http://x/", "application/pdf", None, pdf("fine"), truncated=False)
-        assert (await extractor.extract(page))["text"] == "fine"
-        monkeypatch.setattr("atropos.api.external.extract._PARSE_S", 0.0)
-        with pytest.raises(FetchError, match="took longer"):
-            await extractor.extract(page)
-        monkeypatch.undo()
-        assert (await extractor.extract(page))["text"] == "fine"
-    finally:
-        await extractor.aclose()
+@in_one_loop
+async def test_a_hanging_parser_is_killed_and_the_next_page_is_read(
+    extractor: Extractor, monkeypatch: pytest.MonkeyPatch
+):
+    page = Page("http://x/", "application/pdf", None, pdf("fine"), truncated=False)
+    assert (await extractor.extract(page))["text"] == "fine"
+    monkeypatch.setattr("atropos.api.external.extract._PARSE_S", 0.0)
+    with pytest.raises(FetchError, match="took longer"):
+        await extractor.extract(page)
+    monkeypatch.undo()
+    assert (await extractor.extract(page))["text"] == "fine"
 
 
-async def test_a_killed_worker_is_replaced():
-    extractor = Extractor(workers=1)
-    try:
-        page = Page("http://x/", "text/plain", None, b"plain", truncated=False)
-        assert (await extractor.extract(page))["text"] == "plain"
-        [worker] = extractor._alive
-        worker.kill()
-        await worker.wait()
-        assert (await extractor.extract(page))["text"] == "plain"
-        [worker] = extractor._alive
-        worker.send_signal(signal.SIGSTOP)
-        reading = asyncio.create_task(extractor.extract(page))
-        await until(lambda: extractor._alive[worker] == 2)  # pages that it was given
-        worker.kill()
-        with pytest.raises(FetchError, match="crashed"):
-            await reading
-        assert (await extractor.extract(page))["text"] == "plain"
-    finally:
-        await extractor.aclose()
+@in_one_loop
+async def test_a_killed_worker_is_replaced(extractor: Extractor):
+    page = Page("http://x/", "text/plain", None, b"plain", truncated=False)
+    assert (await extractor.extract(page))["text"] == "plain"
+    [worker] = extractor._alive
+    worker.kill()
+    await worker.wait()
+    assert (await extractor.extract(page))["text"] == "plain"
+    [worker] = extractor._alive
+    worker.send_signal(signal.SIGSTOP)
+    reading = asyncio.create_task(extractor.extract(page))
+    await until(lambda: extractor._alive[worker] == 2)  # pages that it was given
+    worker.kill()
+    with pytest.raises(FetchError, match="crashed"):
+        await reading
+    assert (await extractor.extract(page))["text"] == "plain"
 
 
-async def test_a_title_does_not_push_the_text_of_its_page_out():
-    extractor = Extractor(workers=1)
-    try:
-        page = Page("http://x/", "text/html", None, b"<title>%b</title><p>text" % (b"x" * 100_000), truncated=False)
-        assert (await extractor.extract(page))["title"] == "x" * 300
-    finally:
-        await extractor.aclose()
+@in_one_loop
+async def test_a_title_does_not_push_the_text_of_its_page_out(extractor: Extractor):
+    page = Page("http://x/", "text/html", None, b"<title>%b</title><p>text" % (b"x" * 100_000), truncated=False)
+    assert (await extractor.extract(page))["title"] == "x" * 300
 
 
-async def test_a_text_whose_charset_does_not_exist_is_read():
-    extractor = Extractor(workers=1)
-    try:
-        for charset in ("binary", "idna"):
-            page = Page("http://x/", "text/plain", charset, "naïve".encode(), truncated=False)
-            assert (await extractor.extract(page))["text"] == "naïve"
-    finally:
-        await extractor.aclose()
+@in_one_loop
+async def test_a_text_whose_charset_does_not_exist_is_read(extractor: Extractor):
+    for charset in ("binary", "idna"):
+        page = Page("http://x/", "text/plain", charset, "naïve".encode(), truncated=False)
+        assert (await extractor.extract(page))["text"] == "naïve"
 
 
+@in_one_loop
 @pytest.mark.parametrize("junk", [b"%PDF-1.7 junk", b"", b"<" * 10_000, b"\0" * 1000, b"<html>" + b"<div>" * 20_000])
-async def test_junk_is_an_error_or_text_and_never_a_crash(junk: bytes):
-    extractor = Extractor(workers=1)
+async def test_junk_is_an_error_or_text_and_never_a_crash(extractor: Extractor, junk: bytes):
+    page = Page("http://x/", "text/html", "no-such-charset", junk, truncated=False)
     try:
-        page = Page("http://x/", "text/html", "no-such-charset", junk, truncated=False)
-        try:
-            await extractor.extract(page)
-        except FetchError as error:
-            assert "crashed" not in str(error)
-    finally:
-        await extractor.aclose()
+        await extractor.extract(page)
+    except FetchError as error:
+        assert "crashed" not in str(error)
 
 
 @pytest.mark.parametrize(
