@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 
 from atropos import tracing
 from atropos.agent import PromptTooLong
-from atropos.aio import cancelled_from_outside
+from atropos.aio import Allowance, cancelled_from_outside
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import HookError, TaskFault
 from atropos.errors import ConfigError, InferenceError, SandboxError, code_of, first_of
@@ -217,12 +217,12 @@ class Hooks:
         raise _named(name, failure)
 
     async def _bounded(self, name: str, hook: Callable[[], Value | Awaitable[Value]], kind: type[HookError]) -> Value:
-        limit = asyncio.timeout(self._timeout_s)
+        allowance = Allowance(self._timeout_s)
         try:
-            async with limit:
+            async with allowance.once():
                 return await run_hook(hook)
         except TimeoutError as error:
-            if not limit.expired():
+            if not allowance.expired:
                 raise
             self._metrics.hook_errors[name] += 1
             raise kind(f"{name} did not end within hook_timeout_s ({self._timeout_s:g} s)") from error
