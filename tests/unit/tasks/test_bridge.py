@@ -2,11 +2,11 @@
 
 import asyncio
 import contextvars
-import time
 
 import pytest
 
 from atropos.envs.hermes.bridge import bridged, in_bridge, wait
+from tests.waiting import until
 
 
 async def after(seconds, value):
@@ -45,25 +45,20 @@ async def test_errors_pass_both_ways():
 
 
 async def test_many_wait_at_once_and_the_loop_stays_free():
-    started = time.perf_counter()
-    done = False
+    waiting, over = [], asyncio.Event()
 
-    async def watch():
-        gaps, last = [], time.perf_counter()
-        while not done:
-            await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            gaps.append(now - last)
-            last = now
-        return gaps
+    async def held(number):
+        waiting.append(number)
+        await over.wait()
+        return number
 
-    watcher = asyncio.create_task(watch())
-    values = await asyncio.gather(*(bridged(lambda n=n: wait(after(0.2, n))) for n in range(50)))
-    done = True
-    gaps = await watcher
-    assert values == list(range(50))
-    assert time.perf_counter() - started < 5  # one after the other they would take 10 s
-    assert len(gaps) > 5
+    async def run(number):
+        return await bridged(lambda: wait(held(number)))
+
+    running = [asyncio.create_task(run(number)) for number in range(50)]
+    await until(lambda: len(waiting) == 50, "all of them at once")
+    over.set()
+    assert await asyncio.gather(*running) == list(range(50))
 
 
 async def test_cancellation_reaches_the_function_and_its_finally():
