@@ -72,7 +72,6 @@ SLOW = {
     "tests/unit/dashboard/test_server.py::test_nothing_hostile": SERVERS,
     "tests/unit/dashboard/test_server.py::test_the_live_page_follows": SERVERS,
     "tests/unit/envs/test_process.py::test_a_flaky_server": SERVERS,
-    "tests/unit/envs/test_settings.py::test_the_split_of_a_hub_dataset": ANEW,
     "tests/unit/pool/test_decisions.py::test_an_acquire_costs_the_same": LARGE,
     "tests/unit/pool/test_decisions.py::test_the_fleet_does_as_the_naive_model": LARGE,
     "tests/unit/project/test_benchmarks.py": ANEW,

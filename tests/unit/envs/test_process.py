@@ -413,7 +413,7 @@ async def test_every_ending_releases_all_and_writes_its_files(policy, tmp_path, 
         with pytest.raises(ConfigError, match=r"env\.x: wrong"):
             await task
     else:
-        await asyncio.wait_for(first_written.wait(), 20)
+        await asyncio.wait_for(first_written.wait(), 60)
         if end == "cancel":
             task.cancel()
         else:

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import json
-import subprocess
-import sys
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,34 +112,26 @@ async def test_a_full_disk_under_the_record_keeps_no_group_from_the_trainer(capl
                 await env.handle_send_to_api(group(), {}, do_send_to_api=False)
 
 
-FILLS = """
-import asyncio, os, resource, sys
-from types import SimpleNamespace
-from atropos.envs.reporting.group_sink import GroupSink
-from tests.unit.envs.test_serving import env_at, group
+@contextlib.contextmanager
+def files_end_at(size):
+    """For all that this process writes meanwhile, as on a disk that is nearly full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-async def main():
+
+async def test_a_group_that_found_no_room_leaves_no_part_of_its_line(tmp_path):
+    record = tmp_path / "out.jsonl"
     env = env_at("http://127.0.0.1:9")
-    with open(sys.argv[1], "w") as file:
+    with record.open("w") as file:
         sink = GroupSink(env.config, env.metrics, "record", SimpleNamespace(_fp=file))
         await sink.write(group(), sent=False)
-        size = os.path.getsize(sys.argv[1])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size * 3 // 2, resource.RLIM_INFINITY))
-        try:
+        with files_end_at(record.stat().st_size * 3 // 2), pytest.raises(OSError, match="File too large"):
             await sink.write(group(), sent=False)
-        except OSError as error:
-            print(error.strerror)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         await sink.write(group(), sent=True)
-
-asyncio.run(main())
-"""
-
-
-def test_a_group_that_found_no_room_leaves_no_part_of_its_line(tmp_path):
-    record = tmp_path / "out.jsonl"
-    done = subprocess.run([sys.executable, "-c", FILLS, record], capture_output=True, text=True, check=True)
-    assert done.stdout == "File too large\n"
     lines = record.read_text().splitlines()
     assert [json.loads(line)["scores"] for line in lines] == [[0.0, 1.0, 1.0]] * 2
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
 from atropos.config import SlotLimits
 from atropos.envs import AgentEnvConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+from atropos.envs.hermes.data import load_rows
 from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError, SlotLost
 from atropos.slots import SlotPoolConfig
@@ -95,12 +98,9 @@ async def test_sampling_settings_reach_the_server(policy, tmp_path):
 
 @shows("agent_tool_delay_s")
 async def test_a_pause_follows_each_call(policy, tmp_path):
-    seconds = {}
-    for delay in (0.0, 0.4):
-        env = make(ScriptEnv, policy.url, tmp_path / f"{delay}.jsonl", agent_tool_delay_s=delay, group_size=1)
-        group, _ = await run(env, *TWO_CALLS)
-        seconds[delay] = group["atropos"]["trajectories"][0]["phases"]["agent"]
-    assert seconds[0.4] >= 0.8
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", agent_tool_delay_s=0.4, group_size=1)
+    group, _ = await run(env, *TWO_CALLS)
+    assert group["atropos"]["trajectories"][0]["phases"]["agent"] >= 0.8
 
 
 @shows("agent_system_prompt")
@@ -161,7 +161,7 @@ async def test_a_trajectory_is_tried_again_as_often_as_told(policy, tmp_path, re
 
 @shows("model_timeout_s", "model_retries")
 async def test_a_model_call_has_a_deadline(policy, tmp_path):
-    settings = {"model_timeout_s": 0.5, "model_retries": 0, "trajectory_retries": 0, "group_size": 1}
+    settings = {"model_timeout_s": 2.5, "model_retries": 0, "trajectory_retries": 0, "group_size": 1}
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", **settings)
     policy.delay_s = 30
     began = time.monotonic()
@@ -300,12 +300,9 @@ async def test_the_prompt_comes_from_the_rows_field(policy, tmp_path):
 
 @shows("dataset_split")
 def test_the_split_of_a_hub_dataset_is_asked_for(monkeypatch):
-    import datasets
-
-    from atropos.envs.hermes.data import load_rows
-
     asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or [{"prompt": "x"}])
+    hub = SimpleNamespace(load_dataset=lambda *a, **k: asked.append((a, k)) or [{"prompt": "x"}])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
     assert load_rows("someone/something", "validation") == [{"prompt": "x"}]
     assert "validation" in repr(asked)
 
