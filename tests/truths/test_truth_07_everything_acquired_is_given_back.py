@@ -23,6 +23,30 @@ from tests.processes import descendants, running
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+HOST = """
+import asyncio
+import signal
+from atropos.errors import SandboxError
+from atropos.slots import SlotPool, SlotPoolConfig
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+async def main():
+    async with SlotPool(SlotPoolConfig(slots_per_container=1, max_containers=1)) as pool, pool.lease("t") as slot:
+        signal.signal(signal.SIGTERM, interrupt)
+        print("working", flush=True)
+        try:
+            await slot.exec(f"sleep {1000 + 7}")
+        finally:
+            try:
+                await slot.exec("true")
+            except SandboxError as error:
+                print(type(error).__name__, flush=True)
+
+asyncio.run(main())
+"""
+"""Ends its event loop on SIGTERM as Harbor does: asyncio then cancels all tasks, the pool's own too, and waits for them."""
 
 
 async def trainer(mark: str) -> asyncio.subprocess.Process:
@@ -53,6 +77,21 @@ async def test_a_trainer_that_is_ended_leaves_no_server_and_no_process(engine, n
             process.kill()
     await until(lambda: not set(descendants()) - before, "the end of every process of it")
     process._transport.close()
+
+
+async def test_a_host_that_breaks_its_event_loop_ends_though_its_clean_up_uses_the_slot(engine):
+    before = set(descendants())
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", HOST, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert await asyncio.wait_for(process.stdout.readline(), 60) == b"working\n"
+        await until(lambda: running("sleep 1007"), "a program in the slot")
+        process.send_signal(signal.SIGTERM)
+        said, _ = await asyncio.wait_for(process.communicate(), 20)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert said in {b"OutcomeUnknown\n", b"SlotLost\n"}
+    await until(lambda: not set(descendants()) - before, "the end of every process of it")
 
 
 async def test_the_next_pool_removes_what_a_killed_trainer_left_on_disk(engine, local_pool):

@@ -301,6 +301,9 @@ class CallStream:
         except Exception as error:
             log.exception("stream %s failed", self._url)
             self._lose(f"the client's stream failed: {error!r}", report=True)
+        except asyncio.CancelledError:  # by whoever ends the event loop: others' clean-up may still call, and wait
+            self._lose("the client's event loop ends", report=True)
+            raise
 
     async def _serve(self, socket: aiohttp.ClientWebSocketResponse) -> str:
         """Until the connection breaks; returns why."""
