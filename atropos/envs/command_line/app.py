@@ -115,7 +115,10 @@ def command_line(cls: EnvProgram) -> click.Group:
         def start(given: CommandLine, defaults: SandboxEnvConfig = defaults) -> int:
             _logging()
             config, servers = build_config(defaults, given), build_servers(given, default_servers)
+            wanted = config.data_path_to_save_groups
             env = cls(config=config, server_configs=servers, slurm=given.slurm, testing=given.testing)
+            if (path := env.config.data_path_to_save_groups) != wanted:  # atroposlib overwrites no file
+                logging.getLogger(__name__).info("%s is there already: the groups go to %s", wanted, path)
             return _drive(env, given.command)
 
         group.add_command(SettingsCommand(name, text, defaults, first_server(default_servers), start))

@@ -128,6 +128,12 @@ def test_a_place_that_cannot_be_written_is_one_line(capsys, tmp_path):
     assert "env.data_path_to_save_groups" in line
 
 
+def test_a_run_that_is_started_again_says_where_its_groups_are(capsys, tmp_path):
+    (tmp_path / "out.jsonl").write_text("{}\n")
+    _, said = run(capsys, "process", "--env.data_path_to_save_groups", str(tmp_path / "out.jsonl"))
+    assert f"{tmp_path}/out.jsonl is there already: the groups go to {tmp_path}/out_1.jsonl" in said
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
