@@ -10,7 +10,7 @@ import termios
 import tty
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NoReturn
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
@@ -21,7 +21,6 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from atropos.aio import set_within
 from atropos.cli.options import DEFAULT_JOB, Address, Job
 from atropos.cli.redraw import redrawn
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveView
@@ -111,30 +110,35 @@ async def _show(look: Asked, interval_s: float, *, once: bool) -> None:
     if once:
         console.print(Screen(await look(), rows=10_000))
         return
-    with (
-        redrawn(console, screen=True) as show,
-        _quit_key(wanted=console.is_terminal) as quit_key,
-    ):
-        seen: Look | None = None
-        while True:
-            try:
-                seen = await look()
-                show(Screen(seen, rows=console.height))
-            except BackendUnavailable as error:
-                if seen is None:
-                    raise
-                said = Text(f"{error}; these are the last numbers", "red", no_wrap=True, overflow="ellipsis")
-                show(Group(said, Screen(seen, rows=console.height - 1)))
-            if await set_within(quit_key, interval_s):
-                return
+    shown = asyncio.timeout(None)
+    try:
+        async with shown:
+            with redrawn(console, screen=True) as show, _quit_key(shown, wanted=console.is_terminal):
+                await _follow(look, interval_s, console, show)
+    except TimeoutError:
+        if not shown.expired():
+            raise
+
+
+async def _follow(look: Asked, interval_s: float, console: Console, show: Callable[[RenderableType], None]) -> NoReturn:
+    seen: Look | None = None
+    while True:
+        try:
+            seen = await look()
+            show(Screen(seen, rows=console.height))
+        except BackendUnavailable as error:
+            if seen is None:
+                raise
+            said = Text(f"{error}; these are the last numbers", "red", no_wrap=True, overflow="ellipsis")
+            show(Group(said, Screen(seen, rows=console.height - 1)))
+        await asyncio.sleep(interval_s)
 
 
 @contextlib.contextmanager
-def _quit_key(*, wanted: bool) -> Generator[asyncio.Event]:
-    """Set once `q` is typed; meanwhile the terminal passes on each key at once and shows none."""
-    pressed = asyncio.Event()
+def _quit_key(shown: asyncio.Timeout, *, wanted: bool) -> Generator[None]:
+    """`q` ends what is shown, whatever it waits for; meanwhile the terminal passes on each key at once and shows none."""
     if not wanted or not sys.stdin.isatty():
-        yield pressed
+        yield
         return
     keys, loop = sys.stdin.fileno(), asyncio.get_running_loop()
     before = termios.tcgetattr(keys)
@@ -145,12 +149,13 @@ def _quit_key(*, wanted: bool) -> Generator[asyncio.Event]:
         except OSError:
             typed = b""
         if not typed or b"q" in typed:
-            pressed.set()
+            loop.remove_reader(keys)
+            shown.reschedule(loop.time())
 
     tty.setcbreak(keys)
     loop.add_reader(keys, read)
     try:
-        yield pressed
+        yield
     finally:
         loop.remove_reader(keys)
         termios.tcsetattr(keys, termios.TCSADRAIN, before)

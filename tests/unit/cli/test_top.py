@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import sys
 import termios
+from dataclasses import asdict
 
 import pytest
 
@@ -135,12 +138,13 @@ async def test_a_proxy_for_the_internet_is_not_asked(dashboard, monkeypatch):
     assert code == 0, text
 
 
-async def test_q_ends_it_and_gives_the_terminal_back(dashboard):
+async def shown_until_q(url: str, asked: asyncio.Event | None = None) -> bytes:
+    """What it draws until q is typed, once it has drawn and, where given, has asked again; the terminal is as before."""
     ours, its = os.openpty()
     try:
         before = termios.tcgetattr(its)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "atropos.cli", "top", f"http://127.0.0.1:{dashboard.port}/?token=right"),
+            *(sys.executable, "-m", "atropos.cli", "top", url),
             stdin=its,
             stdout=its,
             env={**os.environ, "TERM": "xterm"},
@@ -149,9 +153,38 @@ async def test_q_ends_it_and_gives_the_terminal_back(dashboard):
         while b"in flight" not in shown:
             shown += await asyncio.to_thread(os.read, ours, 65_536)
         assert termios.tcgetattr(its) != before
+        if asked is not None:
+            await asyncio.wait_for(asked.wait(), 30)
         os.write(ours, b"q")
         assert await asyncio.wait_for(process.wait(), 30) == 0
         assert termios.tcgetattr(its) == before
+        os.set_blocking(ours, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                shown += os.read(ours, 65_536)
+        return shown
     finally:
         os.close(ours)
         os.close(its)
+
+
+async def test_q_ends_it_and_gives_the_terminal_back(dashboard):
+    await shown_until_q(f"http://127.0.0.1:{dashboard.port}/?token=right")
+
+
+async def test_q_ends_it_while_what_it_looks_at_hangs():
+    body = json.dumps({"title": "env", "view": asdict(view())}).encode()
+    asked = asyncio.Event()
+
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(answer_once, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        shown = await shown_until_q(f"http://127.0.0.1:{port}/?token=right", asked)
+    assert b"does not answer" not in shown  # the look was given up, not waited for
