@@ -12,6 +12,7 @@ from examples.envs.terminal_env import TerminalEnv, TerminalEnvConfig
 from examples.policy.play import TASKS
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
 from tests.engines import leftovers, params, pool_config
+from tests.waiting import until
 
 FIX = (
     "def median(values):\n    o = sorted(values)\n    m = len(o) // 2\n"
@@ -74,7 +75,7 @@ async def test_swe_env_scores_answers_and_no_cheat(tmp_path, backend):
     scores = {group["atropos"]["item"]: group["scores"] for group in groups(tmp_path)}
     assert scores == {name: [1.0, 1.0] if name in {"mended", "committed"} else [0.0, 0.0] for name in work}
     assert not env.metrics.retries
-    assert leftovers(backend, settings.job_id) == []
+    await until(lambda: leftovers(backend, settings.job_id) == [], "nothing left", 60)
 
 
 async def test_data_env_feeds_from_the_background(tmp_path):
