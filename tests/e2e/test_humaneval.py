@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from atropos.envs import humaneval_check, humaneval_env
-from atropos.envs.humaneval_env import SOLUTION, answer_in, judge, load_problems
+from atropos.envs.humaneval_env import answer_in, judge, load_problems
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
@@ -35,15 +35,12 @@ async def executor():
         assert pool.stats().leased == 0
 
 
-async def solved(executor, problem):
-    """As an agent would: write the solution with a tool; then it alone is judged in a fresh slot."""
-    name = f"{problem.name}-written"
-    text = problem.prompt + problem.canonical_solution
-    result = await executor.execute(name, ToolCall(name="write_file", arguments={"path": SOLUTION, "content": text}))
+async def written(executor, problem):
+    """As an agent would: the solution is written with a tool, and what was written is judged, in a fresh slot."""
+    path, text = f"{problem.name.replace('/', '-')}.py", problem.prompt + problem.canonical_solution
+    result = await executor.execute("agent", ToolCall(name="write_file", arguments={"path": path, "content": text}))
     assert result.success, result.error
-    written = (await (await executor.slot(name)).read_file(SOLUTION)).decode()
-    await executor.release_trajectory(name)
-    return await judged(executor, problem, written)
+    return (await (await executor.slot("agent")).read_file(path)).decode()
 
 
 async def judged(executor, problem, text, timeout_s=120):
@@ -76,7 +73,9 @@ def problems():
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_all_canonical_solutions_pass(executor, problems):
-    ends = await outcomes({problem.name: solved(executor, problem) for problem in problems})
+    texts = {problem.name: await written(executor, problem) for problem in problems}
+    await executor.release_trajectory("agent")
+    ends = await outcomes({problem.name: judged(executor, problem, texts[problem.name]) for problem in problems})
     assert {name: why for name, (passed, why) in ends.items() if not passed} == {}
 
 
@@ -107,7 +106,7 @@ def made(tmp_path):
 @pytest.mark.asyncio(loop_scope="module")
 async def test_solutions_that_cheat_fail(executor, made, monkeypatch):
     given = humaneval_env._checker()
-    checker = given.replace("\nCALL_S = 10.0\n", "\nCALL_S = 3.0\n")  # for so long the endless one takes a core
+    checker = given.replace("\nCALL_S = 10.0\n", "\nCALL_S = 1.0\n")  # for so long the endless ones take a core
     assert checker != given
     monkeypatch.setattr(humaneval_env, "_checker", lambda: checker)
     cheats = {
@@ -127,7 +126,7 @@ async def test_solutions_that_cheat_fail(executor, made, monkeypatch):
     }
     ends = await outcomes({name: judged(executor, made, text, timeout_s=60) for name, text in cheats.items()})
     assert [name for name, (passed, _) in ends.items() if passed] == []
-    assert ends["endless"][1] == "SolutionError: a call took more than 3 s of CPU time"
+    assert ends["endless"][1] == "SolutionError: a call took more than 1 s of CPU time"
     assert await judged(executor, made, PROBLEM["prompt"] + PROBLEM["canonical_solution"], timeout_s=60) == (True, "")
 
 
