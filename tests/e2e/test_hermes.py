@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -94,7 +93,7 @@ async def test_rewards_use_the_rollouts_own_slot_every_way(policy, tmp_path):
             assert "1,099,511,627,776 bytes" in ctx.download("huge", tmp_path / "huge")["error"]
             assert "2 bytes" in ctx.read_file("more.txt", max_bytes=1)["error"]
             assert ctx.write_file("sub/x.bin", b"\x00\xff")["bytes_written"] == 2
-            assert [m["path"] for m in ctx.search("ma.e")["matches"]] == ["made.txt"] or ctx.search("ma.e")["matches"]
+            assert [m["path"] for m in ctx.search("ma.e")["matches"]] == ["/workspace/made.txt"]
             told = json.loads(ctx.call_tool("terminal", {"command": "echo hi"}))
             assert (told["output"], told["exit_code"]) == ("hi\n", 0)
             assert json.loads(await ctx.call_tool("nosuch"))["success"] is False
@@ -183,14 +182,8 @@ async def test_turns_and_context_and_idle_time_are_bounded(policy, tmp_path):
     assert {result.stop_reason for _, result in env.seen} == {"context_length"}
     assert all(len(result.transcript) <= 8000 for _, result in env.seen)
 
-    class Slow(Env):
-        async def execute_tool(self, trajectory_id, tool_call):
-            result = await super().execute_tool(trajectory_id, tool_call)
-            self.server_delay = time.monotonic()
-            return result
-
     settings = {"terminal_lifetime": 0.0001, "trajectory_retries": 0}
-    env = make(policy, tmp_path / "c", [WRITES], cls=Slow, **settings)
+    env = make(policy, tmp_path / "c", [WRITES], **settings)
     with pytest.raises(GroupsDropped, match="lease_expired"):
         await env.process_manager()
 

@@ -30,7 +30,7 @@ def op_search(
     call: int, path: str, pattern: str, glob: str | None, max_matches: int, context: int, ignore_case: bool
 ) -> None:
     """Answer with the lines that match, or the files of a name."""
-    path = path_of(path)
+    path = path_of(path).removesuffix("/.") or "/"
 
     def job() -> Outcome:
         return search(path, expression(pattern, ignore_case=ignore_case), glob, max_matches, context)
