@@ -512,7 +512,7 @@ async def searching(host):
             "mkdir -p src .git; printf 'one\\ntwo needle\\nthree\\n' > src/a.py; echo Needle > src/b.txt; echo needle > .git/x; printf 'needle\\0' > src/bin; mkfifo src/pipe; ln -s /proc/self proc",
         )
         found = await do(s, Search(pattern="needle", path="."))
-        assert [(m.path, m.line, m.text) for m in found.matches] == [("/workspace/./src/a.py", 2, "two needle")], found
+        assert [(m.path, m.line, m.text) for m in found.matches] == [("/workspace/src/a.py", 2, "two needle")], found
         found = await do(s, Search(pattern="needle", path="src", ignore_case=True, context=1))
         assert [(m.line, m.context) for m in found.matches] == [(1, True), (2, False), (3, True), (1, False)]
         names = await do(s, Search(pattern="", path="src", glob="*.py"))
