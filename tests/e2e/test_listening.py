@@ -6,20 +6,23 @@ import contextlib
 import ipaddress
 import os
 import sys
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 from mcp import Client, StdioServerParameters
 
 from atropos.api.external.browser import browser_available
 from atropos.api.settings import BrowserSettings
 from atropos.slots import SlotPool, SlotPoolConfig
-from tests.e2e.servers import OWN, TOKEN, running
+from tests.e2e.servers import OWN, TOKEN, Server, running
 from tests.processes import descendants
 from tests.unit.api.site import Site
 
 LISTEN, UNCONNECTED = "0A", "07"
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def _address(text: str) -> str:
@@ -58,6 +61,12 @@ def beyond_loopback(root: int) -> dict[str, str]:
     }
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def executor() -> AsyncGenerator[Server, None]:
+    async with running("executor-server", "--backend", "local", "--slots-per-container", "1") as server:
+        yield server
+
+
 @pytest.mark.skipif(bool(MISSING := browser_available(BrowserSettings())), reason=f"no browser: {MISSING}")
 async def test_a_tool_server_and_its_browser_listen_on_loopback_alone(tmp_path: Path):
     site = Site()
@@ -81,12 +90,14 @@ async def test_a_tool_server_and_its_browser_listen_on_loopback_alone(tmp_path: 
         await site.stop()
 
 
-async def test_an_executor_server_and_its_slots_listen_on_loopback_alone():
-    async with running("executor-server", "--backend", "local", "--slots-per-container", "2") as server:
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as http:
-            assert (await http.post(f"{server.url}/trajectories", json={})).status_code == 201
-        assert f"tcp 127.0.0.1:{server.port}" in listening(server.process.pid)
-        assert beyond_loopback(server.process.pid) == {}
+async def test_an_executor_server_and_its_slots_listen_on_loopback_alone(executor: Server):
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(base_url=executor.url, headers=headers, timeout=60) as http:
+        opened = await http.post("/trajectories", json={})
+        assert opened.status_code == 201
+        assert f"tcp 127.0.0.1:{executor.port}" in listening(executor.process.pid)
+        assert beyond_loopback(executor.process.pid) == {}
+        await http.delete(opened.headers["Location"])
 
 
 async def test_an_mcp_server_listens_on_loopback_alone():
@@ -96,17 +107,16 @@ async def test_an_mcp_server_listens_on_loopback_alone():
         assert beyond_loopback(os.getpid()) == {}
 
 
-async def test_a_token_opens_its_own_server_alone():
+async def test_a_token_opens_its_own_server_alone(executor: Server):
     """ToolServers, executor APIs and the containers of two pools: each refuses the others' tokens, and runs nothing."""
     configs = [SlotPoolConfig(backend="local", slots_per_container=1, max_containers=1) for _ in range(2)]
     async with (
         running("tool-server", *OWN) as tools,
-        running("executor-server", "--backend", "local", "--slots-per-container", "1") as executor,
         SlotPool(configs[0]) as one,
         SlotPool(configs[1]) as other,
         one.lease("a"),
         other.lease("b"),
-        httpx.AsyncClient(timeout=30) as http,
+        httpx.AsyncClient(timeout=60) as http,
     ):
         mine, theirs = (next(iter(pool.backend.containers())) for pool in (one, other))
         assert mine.token != theirs.token
