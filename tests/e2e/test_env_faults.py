@@ -29,6 +29,7 @@ from tests.e2e.hermes_support import running_policy, sampled
 from tests.e2e.script_env import ScriptEnv
 from tests.e2e.test_demo_endings import containers, left_by, name
 from tests.processes import descendants, first_processes
+from tests.waiting import until
 
 GROUPS = 12 * int(os.environ.get("ATROPOS_FAULTS", "1"))
 MEMBERS, TURNS = 4, 5
@@ -192,7 +193,7 @@ async def test_killed_sandboxes_and_a_flaky_server_change_nothing_and_cost_what_
     assert 0 <= storm.answers - sum(storm.calls.values()) <= before_verification
     assert storm.answers / calm.answers <= 1 + retries / trajectories
     await nothing_left(tasks)
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors, "no descriptor")
 
 
 def scored(groups: dict[str, Any]) -> set[str]:
@@ -202,11 +203,10 @@ def scored(groups: dict[str, Any]) -> set[str]:
 
 async def nothing_left(tasks: set[asyncio.Task[Any]]) -> None:
     """No sandbox, server, mount, folder or task of this process is left; what was just killed may need a moment."""
-    async with asyncio.timeout(15):
-        while any(name(pid).startswith(("atropos-runner", "python")) for pid in descendants()):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    kinds = ("atropos-runner", "python")
+    await until(lambda: not any(name(pid).startswith(kinds) for pid in descendants()), "no sandbox and no server")
     assert left_by(os.getpid()) == []
-    assert not asyncio.all_tasks() - tasks
+    await until(lambda: not asyncio.all_tasks() - tasks, "no task")
 
 
 class CatchingEnv(NumberingEnv):
