@@ -105,7 +105,7 @@ async def test_a_trainer_gets_whole_groups_of_exactly_what_was_sampled(tmp_path)
                 env.terminate()
                 raise AssertionError((await output).decode()) from None
             env.terminate()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 assert await env.wait() == 128 + signal.SIGTERM, (await output).decode()
             assert b"Traceback" not in await output, (await output).decode()
     log = Truth(truth)

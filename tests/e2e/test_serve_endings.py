@@ -20,7 +20,7 @@ SCRIPT = ROOT / "tests" / "e2e" / "script_env.py"
 
 
 class Running:
-    """A program, what it has said, and every process that it ever had."""
+    """A program, what it has said, and every process that it ever had and that has not been seen to end."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -37,7 +37,7 @@ class Running:
             self._said += chunk
 
     def look(self) -> None:
-        self.ever |= set(descendants(self.process.pid))
+        self.ever = alive(self.ever) | set(descendants(self.process.pid))  # the numbers of the ended are given again
 
     async def says(self, *words: str, within_s: float = 120) -> str:
         """Wait until all of these have been said; all that was."""
@@ -45,7 +45,7 @@ class Running:
             while not all(word in self.said for word in words):
                 assert self.process.returncode is None, self.said
                 self.look()
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.2)
         return self.said
 
     async def ended(self, number: int | None = None, *, within_s: float = GONE_S + SLACK_S) -> str:
@@ -142,7 +142,7 @@ async def test_each_is_told_when_another_was_killed_and_an_env_outlives_its_trai
                     trainer.said + env.said
                 )
                 other.look()
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.2)
 
         await other.ended(signal.SIGKILL)  # an env: its sandboxes go with it, and the others go on
         had = last(trainer.said)["batches"]
@@ -185,7 +185,7 @@ async def test_the_demo_serves_several_envs_to_a_trainer_that_finds_nothing_wron
                 while len(last(demo.said)["groups_by_env"]) < 2:
                     assert demo.process.returncode is None, demo.said
                     demo.look()
-                    await asyncio.sleep(0.1)
+                    await asyncio.sleep(0.2)
             told = last(demo.said)
             said = await demo.ended(signal.SIGINT, within_s=2 * (GONE_S + SLACK_S))
             assert demo.process.returncode == 130, said
