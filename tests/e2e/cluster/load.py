@@ -165,7 +165,10 @@ class Load:
 
 
 def kill_server(container: str) -> None:
-    """`kill -9` of the sandbox server inside a Docker container: the child of the container's init that is of its kind."""
+    """`kill -9` of the sandbox server inside a Docker container: the child of the container's init that is of its kind.
+
+    A program that the server is about to start is of its kind too.
+    """
     listed = subprocess.run(
         ["docker", "top", container, "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True, timeout=60
     )
