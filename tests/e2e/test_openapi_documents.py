@@ -36,7 +36,7 @@ async def schemathesis(server: Server, folder: Path) -> tuple[int, str]:
             *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG)),
             *("run", f"{server.url}/openapi.json"),
             *("--header", f"Authorization: Bearer {TOKEN}", "--checks", "all", "--max-examples", str(EXAMPLES)),
-            *("--continue-on-failure", "--request-timeout", "20", "--generation-database", "none", "--no-color"),
+            *("--continue-on-failure", "--request-timeout", "60", "--generation-database", "none", "--no-color"),
             *("--seed", os.environ.get("ATROPOS_API_SEED", "1")),
         ],
         cwd=folder,
