@@ -57,7 +57,7 @@ async def serving(answers: Callable[[str, int], list[str]]) -> AsyncGenerator[Na
 def asking_us(folder: Path) -> tuple[str, ...]:
     """The start of a command line: what follows it asks our name server, and nobody else notices."""
     settings = folder / "resolv.conf"
-    settings.write_text(f"nameserver {ADDRESS}\noptions timeout:2 attempts:3\n")
+    settings.write_text(f"nameserver {ADDRESS}\noptions timeout:10 attempts:3\n")
     script = f'mount --bind {settings} /etc/resolv.conf && exec "$@"'
     return ("unshare", "-m", "--propagation", "private", "bash", "-c", script, "bash")
 

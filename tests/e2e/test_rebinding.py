@@ -17,7 +17,8 @@ from tests.unit.api.site import Site
 
 MISSING = browser_available(BrowserSettings()) or missing()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"no browser or no resolver of its own: {MISSING}")
-ALLOWED, FORBIDDEN = "127.0.0.2", "127.0.0.1"
+ALLOWED, FORBIDDEN = "127.53.0.2", "127.53.0.3"
+"""Nobody else listens there: a port that is free on one is free on the other."""
 
 
 async def test_a_name_that_changes_its_mind_leads_nowhere_else(tmp_path: Path):
@@ -29,7 +30,7 @@ async def test_a_name_that_changes_its_mind_leads_nowhere_else(tmp_path: Path):
         if name == "both.test":
             return [ALLOWED, FORBIDDEN] if kind != AAAA else []
         if name == "mapped.test":
-            return ["::ffff:127.0.0.1"] if kind == AAAA else []
+            return [f"::ffff:{FORBIDDEN}"] if kind == AAAA else []
         if name != "turns.test" or kind == AAAA:
             return []
         given.append(next(turns))
