@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from atropos.cli.app import main
 from atropos.errors import ConfigError
 from atropos.tasks import workspace
 from atropos.tasks.check import CheckConfig, check
@@ -44,6 +45,21 @@ def run(*arguments):
         check=False,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def refusal(monkeypatch, capfd):
+    """What the command says, in this process, where it can't be used so."""
+
+    def said(*arguments):
+        monkeypatch.setattr(sys, "argv", ["atropos", "tasks", "check", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capfd.readouterr().err
+        assert (ended.value.code, "Traceback" in told) == (2, False), told
+        return told
+
+    return said
 
 
 def test_what_a_test_printed_acts_on_no_terminal_and_no_page(tmp_path):
@@ -139,29 +155,27 @@ async def test_a_fault_of_our_own_costs_one_task_and_is_named(tmp_path, monkeypa
     assert "Traceback" in caplog.text
 
 
-def test_an_agent_of_ones_own_is_run_and_the_table_is_printed(tmp_path):
+def test_an_agent_of_ones_own_is_run_and_the_table_is_printed(tmp_path, refusal):
     make(tmp_path / "tasks", "sound")
     script = tmp_path / "agent.sh"
     script.write_text("touch done")
     code, out, _ = run(tmp_path / "tasks", "--agent", "script", "--script", script)
     assert code == 0
     assert "1 tasks: 1 sound" in out
-    code, _, told = run(tmp_path / "tasks", "--agent", "script")
-    assert (code, "--script FILE" in told) == (2, True)
+    assert "--script FILE" in refusal(tmp_path / "tasks", "--agent", "script")
     for option, at in (("--script", "absent.sh"), ("--html", "absent/page.html"), ("--html", "tasks")):
-        code, _, told = run(tmp_path / "tasks", option, tmp_path / at)
-        assert (code, option in told, "Traceback" in told) == (2, True, False), "and nothing was run for it"
+        assert option in refusal(tmp_path / "tasks", option, tmp_path / at), "and nothing was run for it"
 
 
-def test_tests_find_what_a_verifier_layer_has(tmp_path):
+def test_tests_find_what_a_verifier_layer_has(tmp_path, refusal):
     test = "[ -e done ] && cp /opt/judge/reward /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
     make(tmp_path / "tasks", "layered", test=test, solution="[ ! -e /opt/judge ] && touch done")
     (tmp_path / "layer/opt/judge").mkdir(parents=True)
     (tmp_path / "layer/opt/judge/reward").write_text("1")
     code, out, told = run(tmp_path / "tasks", "--json", "--verifier-layer", f"dir:{tmp_path}/layer")
     assert code == 0, out + told
-    code, _, told = run(tmp_path / "tasks", "--verifier-layer", f"dir:{tmp_path}/absent")
-    assert (code, f"--verifier-layer: image: dir:{tmp_path}/absent" in told) == (2, True)
+    told = refusal(tmp_path / "tasks", "--verifier-layer", f"dir:{tmp_path}/absent")
+    assert f"--verifier-layer: image: dir:{tmp_path}/absent" in told
 
 
 def test_the_table_has_a_line_for_each_task_on_80_columns(tmp_path, monkeypatch):
