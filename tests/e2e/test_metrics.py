@@ -160,15 +160,16 @@ async def test_counts_are_exact_and_never_go_backwards_when_containers_die(pool)
     never_less(second, page(pool))
 
 
-async def test_an_acquire_that_waits_is_cold_and_one_that_gets_nothing_is_a_fault(pool):
-    slots = [await pool.acquire(f"t{n}") for n in range(SLOTS)]
-    with pytest.raises(SandboxError):
-        await pool.acquire("late", timeout_s=0.2)
-    waiting = asyncio.create_task(pool.acquire("next"))
-    await until(lambda: pool.stats().waiting == 1, "an acquire that waits")
-    await slots[0].release()
-    await (await waiting).release()
-    text = page(pool)
+async def test_an_acquire_that_waits_is_cold_and_one_that_gets_nothing_is_a_fault():
+    async with SlotPool(Engine("local").config(slots_per_container=1, max_containers=1)) as pool:
+        slot = await pool.acquire("t")
+        with pytest.raises(SandboxError):
+            await pool.acquire("late", timeout_s=0.2)
+        waiting = asyncio.create_task(pool.acquire("next"))
+        await until(lambda: pool.stats().waiting == 1, "an acquire that waits")
+        await slot.release()
+        await (await waiting).release()
+        text = page(pool)
     name = "atropos_pool_acquire_seconds_count"
     assert value(text, name, start="cold", result="ok") == 1
     assert value(text, name, start="cold", result="acquire_timeout") == 1
