@@ -210,8 +210,7 @@ async def test_thousands_of_calls_leave_nothing_behind():
         await some(0, warm)
         before = (server.descriptors(), server.threads(), server.rss_mb())
         await some(warm, calls // 10)
-        # what was given up ends a moment later
-        await until(lambda: server.descriptors() <= before[0] + 32, 60)
+        await until(lambda: server.descriptors() <= before[0] + 32, "the end of connections that were given up")
         after = (server.descriptors(), server.threads(), server.rss_mb())
         for number in range(0, warm + calls // 10, 10):
             await ask.end(f"t{number}")
