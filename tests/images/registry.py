@@ -16,7 +16,6 @@ from tests.processes import free_port
 
 MISSING = [name for name in ("skopeo", "docker-registry") if shutil.which(name) is None]
 USER, PASSWORD = "ann", "secret"
-HTPASSWD = "ann:$2y$05$MhP8d4ZQY0Ptn3o5VtmK0eQnH6mZ0fFhUeI0oYV6VhXjzq6rN3iDi"
 
 
 @dataclass

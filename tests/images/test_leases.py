@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from atropos.config import ImageStoreSettings
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
@@ -24,7 +25,10 @@ from tests.images.between import Between
 from tests.images.making import entry, folder, layer, layout, link
 from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root"),
+]
 STORM = int(os.environ.get("ATROPOS_STORM", "6"))
 """Images of the storm, with four leases each."""
 BUSYBOX = shutil.which("busybox") or "/bin/busybox"
@@ -68,6 +72,13 @@ def pool_for(tmp_path: Path, images=None, **more) -> SlotPool:
     return SlotPool(SlotPoolConfig(**{"slots_per_container": 4, "max_containers": 1, "image_store": store, **more}))
 
 
+@pytest_asyncio.fixture(name="pool", scope="module", loop_scope="module")
+async def pool_fixture(tmp_path_factory):
+    """For tests that need none of their own; each has images of its own."""
+    async with pool_for(tmp_path_factory.mktemp("pool")) as pool:
+        yield pool
+
+
 @pytest.fixture
 def closed_home():
     """As /root: a server that is no longer root may not look into it."""
@@ -102,28 +113,28 @@ async def test_a_lease_stands_on_a_registrys_image(tmp_path, images, monkeypatch
             assert (await slot.exec("echo $BASH_VERSION")).output.strip()
 
 
-async def test_commands_run_as_the_images_user_unless_they_name_one(tmp_path):
+async def test_commands_run_as_the_images_user_unless_they_name_one(pool, tmp_path):
     busybox_image(tmp_path / "layout", user="app")
-    async with pool_for(tmp_path) as pool, pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
+    async with pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
         assert (await slot.exec("id -u; echo $HOME")).output == "1000\n/srv/app\n"
         assert (await slot.exec("id -u", user="root")).output == "0\n"
 
 
-async def test_an_images_folder_is_there_though_no_layer_has_it(tmp_path):
+async def test_an_images_folder_is_there_though_no_layer_has_it(pool, tmp_path):
     """As in a container: other builders than Docker's only name it."""
     busybox_image(tmp_path / "layout", user="app", workdir="/srv/not/there")
-    async with pool_for(tmp_path) as pool, pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
+    async with pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
         assert (await slot.exec("pwd; stat -c %u:%a .")).output == "/srv/not/there\n0:755\n"
 
 
-async def test_input_of_any_length_needs_no_bash(tmp_path):
+async def test_input_of_any_length_needs_no_bash(pool, tmp_path):
     busybox_image(tmp_path / "layout")
-    async with pool_for(tmp_path) as pool, pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
+    async with pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
         for command in ("/bin/busybox wc -c", ["/bin/busybox", "wc", "-c"]):
             assert (await slot.exec(command, stdin=bytes(5 << 20))).output == f"{5 << 20}\n"
 
 
-async def test_a_layout_of_several_images_is_asked_for_by_name(tmp_path):
+async def test_a_layout_of_several_images_is_asked_for_by_name(pool, tmp_path):
     at, manifests = tmp_path / "layout", []
     for name in ("first", "second"):
         busybox_image(tmp_path / name, name)
@@ -131,13 +142,12 @@ async def test_a_layout_of_several_images_is_asked_for_by_name(tmp_path):
         manifests.append(index["manifests"][0] | {"annotations": {"org.opencontainers.image.ref.name": name}})
         shutil.copytree(tmp_path / name, at, dirs_exist_ok=True)
     (at / "index.json").write_text(json.dumps(index | {"manifests": manifests}))
-    async with pool_for(tmp_path) as pool:
-        for name in ("second", "first"):
-            async with pool.lease(name, image=f"oci:{at}:{name}") as slot:
-                assert (await slot.exec("cat text")).output == name
-        for wrong in (str(at), f"{at}:third"):
-            with pytest.raises(ConfigError, match="it has: first, second"):
-                await pool.prepare(f"oci:{wrong}")
+    for name in ("second", "first"):
+        async with pool.lease(name, image=f"oci:{at}:{name}") as slot:
+            assert (await slot.exec("cat text")).output == name
+    for wrong in (str(at), f"{at}:third"):
+        with pytest.raises(ConfigError, match="it has: first, second"):
+            await pool.prepare(f"oci:{wrong}")
 
 
 async def test_snapshots_and_forks_stand_on_the_image_too(tmp_path, images):
@@ -168,7 +178,7 @@ async def test_the_block_of_the_docs(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["oci", "oci-archive", "docker-archive", "dir"])
-async def test_an_image_of_this_machine_needs_no_registry(tmp_path, kind):
+async def test_an_image_of_this_machine_needs_no_registry(pool, tmp_path, kind):
     at = tmp_path / "layout"
     busybox_image(at, f"from {kind}", compress=False)
     where = at
@@ -187,19 +197,19 @@ async def test_an_image_of_this_machine_needs_no_registry(tmp_path, kind):
         await asyncio.to_thread(
             subprocess.run, ["skopeo", "--insecure-policy", "copy", "-q", f"oci:{at}:image", target], check=True
         )
-    async with pool_for(tmp_path) as pool, pool.lease("one", image=f"{kind}:{where}") as slot:
+    async with pool.lease("one", image=f"{kind}:{where}") as slot:
         r = await slot.exec("/bin/busybox cat /srv/app/text")
         assert (r.exit_code, r.output) == (0, f"from {kind}")
 
 
-async def test_a_layout_may_keep_its_blobs_elsewhere(tmp_path):
+async def test_a_layout_may_keep_its_blobs_elsewhere(pool, tmp_path):
     """As Bazel's rules_oci have it."""
     busybox_image(tmp_path / "layout", "from elsewhere")
     (tmp_path / "layout/blobs/sha256").rename(tmp_path / "cache")
     (tmp_path / "layout/blobs/sha256").mkdir()
     for blob in (tmp_path / "cache").iterdir():
         (tmp_path / "layout/blobs/sha256" / blob.name).symlink_to(blob)
-    async with pool_for(tmp_path) as pool, pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
+    async with pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
         assert (await slot.exec("cat /srv/app/text")).output == "from elsewhere"
 
 

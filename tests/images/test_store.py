@@ -121,7 +121,7 @@ async def test_a_registry_that_is_away_is_a_typed_error(tmp_path, images):
 
 def bcrypt(password: str) -> str:
     """A password as htpasswd files keep it; empty where this C library has no bcrypt."""
-    program = "import crypt,sys; print(crypt.crypt(sys.argv[1], crypt.mksalt(crypt.METHOD_BLOWFISH)))"
+    program = "import crypt,sys; print(crypt.crypt(sys.argv[1], crypt.mksalt(crypt.METHOD_BLOWFISH, rounds=16)))"
     done = subprocess.run([sys.executable, "-c", program, password], capture_output=True, text=True, check=False)
     return done.stdout.strip()
 

@@ -26,10 +26,13 @@ from atropos.tasks.format.recipe import Download
 from atropos.tasks.prepare import TaskImages
 from atropos.wire import MAX_FILE_BYTES
 from tests.images.making import entry, folder, layer, layout, link
-from tests.images.test_leases import BUSYBOX, busybox_image, pool_for
+from tests.images.test_leases import BUSYBOX, busybox_image, pool_fixture, pool_for  # noqa: F401 (a fixture)
 from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root"),
+]
 TWELVE = (
     "FROM debian\nENV WHO=me\nWORKDIR /app\n"
     + "".join(f"RUN echo {n} >> log\n" for n in range(9))
@@ -153,7 +156,7 @@ asyncio.run(main())
     assert b"True" in {waited for _, waited in said}, said
 
 
-async def test_builds_on_scratch_at_the_same_time_run_each_step_once(tmp_path):
+async def test_builds_on_scratch_at_the_same_time_run_each_step_once(pool, tmp_path):
     texts = ["same"] * 4 + [f"other-{number}" for number in range(4)]
     tasks = [
         make(
@@ -163,14 +166,13 @@ async def test_builds_on_scratch_at_the_same_time_run_each_step_once(tmp_path):
         )
         for number, text in enumerate(texts)
     ]
-    async with pool_for(tmp_path) as pool:
-        builders = [TaskImages(pool) for _ in range(4)]  # as processes have them
-        found = await asyncio.gather(*(builders[number % 4].prepare(task) for number, task in enumerate(tasks)))
-        assert len({one.image for one in found}) == len(set(texts))
-        assert sum(builder.counters["steps"] for builder in builders) == 2 * len(set(texts))
-        for one, text in zip(found, texts, strict=True):
-            async with pool.lease("look", image=one.image) as slot:
-                assert await slot.read_file("/given.txt") == text.encode()
+    builders = [TaskImages(pool) for _ in range(4)]  # as processes have them
+    found = await asyncio.gather(*(builders[number % 4].prepare(task) for number, task in enumerate(tasks)))
+    assert len({one.image for one in found}) == len(set(texts))
+    assert sum(builder.counters["steps"] for builder in builders) == 2 * len(set(texts))
+    for one, text in zip(found, texts, strict=True):
+        async with pool.lease("look", image=one.image) as slot:
+            assert await slot.read_file("/given.txt") == text.encode()
 
 
 async def test_a_dockerfile_starts_from_the_image_that_it_names(tmp_path, images):
@@ -199,7 +201,7 @@ async def test_a_dockerfile_starts_from_the_image_that_it_names(tmp_path, images
             assert (r.exit_code, r.output) == (0, "/srv/app\n1000\n1000\n1000:1000\n1000:1000\nfrom the image\n")
 
 
-async def test_owners_are_those_of_the_archive_or_stage_and_an_empty_folder_is_made(tmp_path):
+async def test_owners_are_those_of_the_archive_or_stage_and_an_empty_folder_is_made(pool, tmp_path):
     busybox_image(tmp_path / "layout")
     (tmp_path / "task/environment/empty").mkdir(parents=True)
     with tarfile.open(tmp_path / "task/environment/tree.tar.xz", "w:xz") as tar:
@@ -215,16 +217,15 @@ async def test_owners_are_those_of_the_archive_or_stage_and_an_empty_folder_is_m
         f"FROM oci:{tmp_path}/layout AS first\nFROM scratch\nCOPY --from=first /bin /bin\nCOPY --from=first /srv /srv\nADD tree.tar.xz /added\n"
         "COPY --from=first --chown=root /srv/app /roots\nCOPY empty /empty\nCOPY --chown=:7 given.txt /grouped\n",
     )
-    async with pool_for(tmp_path) as pool:
-        prepared = await TaskImages(pool, ()).prepare(task)
-        async with pool.lease("one", image=prepared.image) as slot:
-            where = "/srv/app/text /roots/text /added/in/it /added/in/other /added/in/hard /empty /grouped"
-            r = await slot.exec(f"PATH=/bin stat -c '%u:%g %a' {where}", workdir="/")
-            owners = ["1000:1000 644", "0:0 644", "1000:50 4750", "0:50 600", "1000:50 4750", "0:0 755", "0:7 644"]
-            assert r.output.splitlines() == owners
+    prepared = await TaskImages(pool, ()).prepare(task)
+    async with pool.lease("one", image=prepared.image) as slot:
+        where = "/srv/app/text /roots/text /added/in/it /added/in/other /added/in/hard /empty /grouped"
+        r = await slot.exec(f"PATH=/bin stat -c '%u:%g %a' {where}", workdir="/")
+        owners = ["1000:1000 644", "0:0 644", "1000:50 4750", "0:50 600", "1000:50 4750", "0:0 755", "0:7 644"]
+        assert r.output.splitlines() == owners
 
 
-async def test_an_archive_that_is_damaged_is_added_neither_in_part_nor_wrong(tmp_path):
+async def test_an_archive_that_is_damaged_is_added_neither_in_part_nor_wrong(pool, tmp_path):
     plain = layer(entry("a", os.urandom(100_000)), entry("b", os.urandom(100_000)), entry("c", "c"))
     second = 512 + 100_352
     damaged = {
@@ -232,45 +233,42 @@ async def test_an_archive_that_is_damaged_is_added_neither_in_part_nor_wrong(tmp
         "content.tar.gz": (gzip.compress(plain), 150_000),
         "content.tar.xz": (lzma.compress(plain), 150_000),
     }
-    async with pool_for(tmp_path) as pool:
-        for name, (data, at) in damaged.items():
-            archive = tmp_path / name / "environment" / name
-            archive.parent.mkdir(parents=True)
-            archive.write_bytes(data[:at] + bytes(byte ^ 0x55 for byte in data[at : at + 8]) + data[at + 8 :])
-            task = make(tmp_path / name, f"FROM debian\nADD {name} /added/\n")
-            with pytest.raises(TaskBroken, match=rf"step 1/1\b.*{name}"):
-                await TaskImages(pool).prepare(task)
+    for name, (data, at) in damaged.items():
+        archive = tmp_path / name / "environment" / name
+        archive.parent.mkdir(parents=True)
+        archive.write_bytes(data[:at] + bytes(byte ^ 0x55 for byte in data[at : at + 8]) + data[at + 8 :])
+        task = make(tmp_path / name, f"FROM debian\nADD {name} /added/\n")
+        with pytest.raises(TaskBroken, match=rf"step 1/1\b.*{name}"):
+            await TaskImages(pool).prepare(task)
 
 
-async def test_an_archive_that_climbs_is_refused_by_what_it_names(tmp_path):
+async def test_an_archive_that_climbs_is_refused_by_what_it_names(pool, tmp_path):
     (tmp_path / "task/environment").mkdir(parents=True)
     (tmp_path / "task/environment/up.tar").write_bytes(layer(entry("../up", "x")))
     task = make(tmp_path / "task", "FROM debian\nADD up.tar /added/\n")
-    async with pool_for(tmp_path) as pool:
-        with pytest.raises(TaskBroken, match=r"names a path outside its folder: \.\./up: '/added'$"):
-            await TaskImages(pool).prepare(task)
+    with pytest.raises(TaskBroken, match=r"names a path outside its folder: \.\./up: '/added'$"):
+        await TaskImages(pool).prepare(task)
 
 
 @pytest.mark.parametrize(
     "text", ["FROM {}", "FROM debian\nCOPY --from={} /key /", "FROM debian\nRUN --mount=from={},target=/m true"]
 )
-async def test_no_folder_of_the_pools_machine_is_read_for_a_task(tmp_path, text):
+async def test_no_folder_of_the_pools_machine_is_read_for_a_task(pool, tmp_path, text):
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "key").write_text("ours")
     task = make(tmp_path / "task", text.format(f"dir:{secret}"))
     prebuilt = make(tmp_path / "prebuilt", "FROM debian", toml=f'[environment]\ndocker_image = "dir:{secret}"\n')
     machine = make(tmp_path / "machine", text.format("dir:/proc/1/root"))
-    async with pool_for(tmp_path) as pool:
-        for each in (task, prebuilt, machine):
-            with pytest.raises(TaskBroken, match=r"dir:\S+: a task takes no folder of this machine"):
-                await TaskImages(pool, ()).prepare(each)
-        (secret / "bin").mkdir()
-        (secret / "bin/sh").symlink_to("busybox")
-        assert (await TaskImages(pool, ()).prepare(prebuilt)).image  # a root file system is one
+    for each in (task, prebuilt, machine):
+        with pytest.raises(TaskBroken, match=r"dir:\S+: a task takes no folder of this machine"):
+            await TaskImages(pool, ()).prepare(each)
+    (secret / "bin").mkdir()
+    (secret / "bin/sh").symlink_to("busybox")
+    assert (await TaskImages(pool, ()).prepare(prebuilt)).image  # a root file system is one
 
 
-async def test_a_mount_covers_for_one_command_what_is_there(tmp_path):
+async def test_a_mount_covers_for_one_command_what_is_there(pool, tmp_path):
     task = make(
         tmp_path / "task",
         "FROM debian AS one\nRUN echo made > /made\nFROM debian\nWORKDIR /w\n"
@@ -279,7 +277,7 @@ async def test_a_mount_covers_for_one_command_what_is_there(tmp_path):
         "cat given.txt /in > /seen; stat -c '%u %a' /c >> /seen; ls -A /c >> /seen; echo x > /c/x; echo x > x\n"
         "USER daemon\nRUN <<EOF\n#!/usr/bin/python3\nprint('by', 'python', file=open('/tmp/by', 'w'))\nEOF\n",
     )
-    async with pool_for(tmp_path) as pool, working_on(pool, TaskImages(pool), task) as slot:
+    async with working_on(pool, TaskImages(pool), task) as slot:
         script = (
             "cat /seen /w/given.txt /c/* /tmp/by; ls -A /w; stat -c '%u:%g %a' /c; ls -d /.heredocs/* /in* /c.* /w.*"
         )
@@ -317,7 +315,7 @@ async def test_the_wait_for_another_builder_is_no_part_of_a_builds_time_and_ends
         one.cancel()
 
 
-async def test_a_file_that_changes_during_a_build_is_never_kept_under_what_it_was(tmp_path):
+async def test_a_file_that_changes_during_a_build_is_never_kept_under_what_it_was(pool, tmp_path):
     task = make(
         tmp_path / "task",
         "FROM debian\nRUN true\nCOPY given.txt /given\nRUN --mount=source=given.txt,target=/m cat /m\n",
@@ -328,16 +326,15 @@ async def test_a_file_that_changes_during_a_build_is_never_kept_under_what_it_wa
         if state.step == 2 and not changed:
             changed.append(file.write_text("changed"))
 
-    async with pool_for(tmp_path) as pool:
-        images = TaskImages(pool)
-        with pytest.raises(TaskBroken, match=r"step 2/3: COPY given.txt /given: a file of the build context changed"):
-            await images.prepare(task, progress=change)
-        file.write_text("given")
-        async with working_on(pool, images, task) as slot:
-            assert (await slot.exec("cat /given")).output == "given"
+    images = TaskImages(pool)
+    with pytest.raises(TaskBroken, match=r"step 2/3: COPY given.txt /given: a file of the build context changed"):
+        await images.prepare(task, progress=change)
+    file.write_text("given")
+    async with working_on(pool, images, task) as slot:
+        assert (await slot.exec("cat /given")).output == "given"
 
 
-async def test_what_is_copied_from_a_stage_is_what_docker_would_copy(tmp_path):
+async def test_what_is_copied_from_a_stage_is_what_docker_would_copy(pool, tmp_path):
     task = make(
         tmp_path / "task",
         "FROM debian AS made\n"
@@ -345,7 +342,7 @@ async def test_what_is_copied_from_a_stage_is_what_docker_would_copy(tmp_path):
         "FROM debian\nCOPY --from=made /d/* /glob/\nCOPY --from=made /d/[^s]* /but/\nCOPY --from=made /?/s* /one\n"
         "COPY --from=made --exclude=*.log /d/k /excluded/\nCOPY --from=made /l /linked\n",
     )
-    async with pool_for(tmp_path) as pool, working_on(pool, TaskImages(pool), task) as slot:
+    async with working_on(pool, TaskImages(pool), task) as slot:
         seen = await slot.exec("cd /; find glob but one excluded linked ! -type d | sort | tr '\\n' ' '")
         assert seen.output.split() == [
             *("but/.hidden", "but/drop.log", "but/in/drop.log", "but/keep.txt"),
@@ -367,18 +364,18 @@ async def test_what_is_copied_from_a_stage_is_what_docker_would_copy(tmp_path):
             await TaskImages(pool).prepare(absent)
 
 
-async def test_a_large_file_of_a_stage_keeps_its_owner_mode_and_time(tmp_path):
+async def test_a_large_file_of_a_stage_keeps_its_owner_mode_and_time(pool, tmp_path):
     task = make(
         tmp_path / "task",
         "FROM debian AS made\nRUN mkdir /s && truncate -s 40M /s/big && chown 5:6 /s/big && chmod 4751 /s/big && "
         "ln /s/big /s/hard && touch -d @1000000000 /s/big\nFROM debian\nCOPY --from=made /s /t\n",
     )
-    async with pool_for(tmp_path) as pool, working_on(pool, TaskImages(pool), task) as slot:
+    async with working_on(pool, TaskImages(pool), task) as slot:
         seen = await slot.exec("stat -c '%u:%g %a %Y %s %h' /t/big; cmp /t/big /t/hard")
         assert seen.output == f"5:6 4751 1000000000 {40 << 20} 2\n"
 
 
-async def test_a_file_that_no_message_holds_is_copied_like_any_other(tmp_path):
+async def test_a_file_that_no_message_holds_is_copied_like_any_other(pool, tmp_path):
     make(tmp_path / "task")
     (tmp_path / "task/environment/Dockerfile").write_text(
         "FROM debian\nCOPY . /all\nCOPY --chown=daemon --chmod=640 large /own\n"
@@ -388,7 +385,7 @@ async def test_a_file_that_no_message_holds_is_copied_like_any_other(tmp_path):
             file.truncate(MAX_FILE_BYTES + 1)
             file.write(b"begin")
     task = load_task(tmp_path / "task")
-    async with pool_for(tmp_path) as pool, working_on(pool, TaskImages(pool), task) as slot:
+    async with working_on(pool, TaskImages(pool), task) as slot:
         seen = await slot.exec("cd /all; stat -c '%s %U %a' large given.txt /own; head -c 5 large; cmp large /own")
         size = MAX_FILE_BYTES + 1
         assert seen.output == f"{size} root 644\n5 root 644\n{size} daemon 640\nbegin"
@@ -397,7 +394,7 @@ async def test_a_file_that_no_message_holds_is_copied_like_any_other(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["oci-archive", "docker-archive"])
-async def test_an_images_own_instructions_and_shell_hold_for_what_is_built_on_it(tmp_path, form):
+async def test_an_images_own_instructions_and_shell_hold_for_what_is_built_on_it(pool, tmp_path, form):
     config = {
         "OnBuild": ["COPY given.txt /opt/given", "RUN cat /opt/given > /opt/seen"],
         "Shell": ["/bin/sh", "-c", 'SHELL_OF=image; eval "$0"'],
@@ -408,11 +405,11 @@ async def test_an_images_own_instructions_and_shell_hold_for_what_is_built_on_it
     await asyncio.to_thread(subprocess.run, skopeo, check=True)
     stages = f"FROM {saved} AS one\nRUN cat /opt/seen > /last; echo $SHELL_OF >> /last\nFROM one\nRUN echo $SHELL_OF >> /last\n"
     task = make(tmp_path / "task", stages)
-    async with pool_for(tmp_path) as pool, working_on(pool, TaskImages(pool), task) as slot:
+    async with working_on(pool, TaskImages(pool), task) as slot:
         assert (await slot.exec("cat /last")).output == "givenimage\nimage\n"
 
 
-async def test_a_command_of_the_build_needs_no_shell_but_its_own(tmp_path):
+async def test_a_command_of_the_build_needs_no_shell_but_its_own(pool, tmp_path):
     """As on images that have a shell elsewhere, or none: `gcr.io/distroless/static:debug`."""
     files = [
         folder("tools"),
@@ -422,31 +419,29 @@ async def test_a_command_of_the_build_needs_no_shell_but_its_own(tmp_path):
     layout(tmp_path / "layout", layer(*files), config={"Env": ["PATH=/tools"]})
     steps = 'SHELL ["/tools/sh", "-c"]\nRUN echo $0 >/shell\nRUN ["busybox", "touch", "/a b", "/$PATH"]\n'
     task = make(tmp_path / "task", f"FROM oci:{tmp_path}/layout\n{steps}")
-    async with pool_for(tmp_path) as pool:
-        prepared = await TaskImages(pool).prepare(task)
-        async with pool.lease("one", image=prepared.image) as slot:
-            seen = await slot.exec(["/tools/busybox", "cat", "/shell", "/a b", "/$PATH"])
-            assert (seen.exit_code, seen.output) == (0, "/tools/sh\n")
-        task = make(tmp_path / "task", f'FROM oci:{tmp_path}/layout\nRUN ["/nothing"]\n')
-        with pytest.raises(TaskBroken, match=r"step 1/1: `/nothing`: No such file or directory: /nothing"):
-            await TaskImages(pool).prepare(task)
+    prepared = await TaskImages(pool).prepare(task)
+    async with pool.lease("one", image=prepared.image) as slot:
+        seen = await slot.exec(["/tools/busybox", "cat", "/shell", "/a b", "/$PATH"])
+        assert (seen.exit_code, seen.output) == (0, "/tools/sh\n")
+    task = make(tmp_path / "task", f'FROM oci:{tmp_path}/layout\nRUN ["/nothing"]\n')
+    with pytest.raises(TaskBroken, match=r"step 1/1: `/nothing`: No such file or directory: /nothing"):
+        await TaskImages(pool).prepare(task)
 
 
-async def test_a_whole_stage_is_copied_without_what_the_slot_itself_needs(tmp_path):
+async def test_a_whole_stage_is_copied_without_what_the_slot_itself_needs(pool, tmp_path):
     busybox_image(tmp_path / "layout")
     text = f"FROM oci:{tmp_path}/layout AS first\nRUN mkdir -m 700 /private; echo new > /private/f\nFROM scratch\nCOPY --from=first / /\n"
     task = make(tmp_path / "task", text + "COPY . /\n")
-    async with pool_for(tmp_path) as pool:
-        prepared = await TaskImages(pool, ()).prepare(task)
-        async with pool.lease("one", image=prepared.image) as slot:
-            r = await slot.exec(
-                "cat /private/f /srv/app/text /given.txt; stat -c ' %a' /private", workdir="/", env={"PATH": "/bin"}
-            )
-            assert r.output == "new\nhellogiven 700\n"
-            with tarfile.open(fileobj=io.BytesIO(await slot.download("/"))) as tar:
-                names = tar.getnames()
-            assert {"./etc/passwd", "./private/f"} <= set(names)
-            assert not [name for name in names if name.startswith(("./.atropos/", "./proc/", "./etc/ld.so.preload"))]
+    prepared = await TaskImages(pool, ()).prepare(task)
+    async with pool.lease("one", image=prepared.image) as slot:
+        r = await slot.exec(
+            "cat /private/f /srv/app/text /given.txt; stat -c ' %a' /private", workdir="/", env={"PATH": "/bin"}
+        )
+        assert r.output == "new\nhellogiven 700\n"
+        with tarfile.open(fileobj=io.BytesIO(await slot.download("/"))) as tar:
+            names = tar.getnames()
+        assert {"./etc/passwd", "./private/f"} <= set(names)
+        assert not [name for name in names if name.startswith(("./.atropos/", "./proc/", "./etc/ld.so.preload"))]
 
 
 async def test_a_docker_image_is_the_workspace(tmp_path, images):
@@ -475,13 +470,13 @@ async def test_a_docker_image_is_the_workspace(tmp_path, images):
             assert (await slot.exec("cat given.txt; pwd")).output == "given/workspace\n"
 
 
-async def test_a_separate_verifier_needs_no_more_than_busybox(tmp_path):
+async def test_a_separate_verifier_needs_no_more_than_busybox(pool, tmp_path):
     busybox_image(tmp_path / "layout")
     image = f'docker_image = "oci:{tmp_path}/layout:image"\n'
     test = "[ -e left/done ] && [ ! -e left/a.log ] && [ ! -e text ] && echo 1 > /logs/verifier/reward.txt"
     toml = f'artifacts = [{{source = "/srv/app", exclude = ["*.log"]}}]\n[environment]\n{image}[verifier.environment]\n{image}'
     task = make(tmp_path / "task", toml=toml, files={"tests/test.sh": f"#!/bin/sh\n{test}\n"})
-    async with pool_for(tmp_path) as pool, contextlib.AsyncExitStack() as slots:
+    async with contextlib.AsyncExitStack() as slots:
         prepared = await TaskImages(pool).prepare(task)
         slot = await slots.enter_async_context(pool.lease("agent", image=prepared.image))
         await workspace.enter(slot, prepared.task)
@@ -493,7 +488,7 @@ async def test_a_separate_verifier_needs_no_more_than_busybox(tmp_path):
         assert (await workspace.verify(slot, prepared.task, fresh=fresh)).reward == 1.0
 
 
-async def test_what_listens_stays_for_the_tests_on_an_image_without_python(tmp_path):
+async def test_what_listens_stays_for_the_tests_on_an_image_without_python(pool, tmp_path):
     busybox_image(tmp_path / "layout")
     test = '[ "$(busybox wget -qO- 127.0.0.1:8123/text)" = hello ] && ! busybox ps | busybox grep -q "sleep 100[0]"'
     task = make(
@@ -501,7 +496,7 @@ async def test_what_listens_stays_for_the_tests_on_an_image_without_python(tmp_p
         toml=f'[environment]\ndocker_image = "oci:{tmp_path}/layout:image"\n',
         files={"tests/test.sh": f"#!/bin/sh\n{test} && echo 1 > /logs/verifier/reward.txt\n"},
     )
-    async with pool_for(tmp_path) as pool, working_on(pool, TaskImages(pool), task) as slot:
+    async with working_on(pool, TaskImages(pool), task) as slot:
         await slot.exec("busybox httpd -p 127.0.0.1:8123 -h /srv/app; busybox sleep 1000 >/dev/null 2>&1 &")
         assert (await workspace.verify(slot, task, mode="shared")).reward == 1.0
 

@@ -258,5 +258,8 @@ async def test_a_compose_file_says_that_there_is_no_network_and_how_much_memory(
         assert (await made.exec("echo $WORD")).stdout == "hello\n"
 
 
-async def test_a_command_is_answered_while_another_waits_for_it():
-    assert await side_by_side.answer(side_by_side.harbor) == "42\n"
+async def test_a_command_is_answered_while_another_waits_for_it(environment):
+    async def run(line):
+        return (await environment.exec(line)).stdout
+
+    assert await side_by_side.answer(run) == "42\n"

@@ -138,5 +138,8 @@ async def test_a_program_that_runs_calls_a_service(sandbox_env):
     assert (result.returncode, result.stdout) == (0, "42\n"), result.stderr
 
 
-async def test_a_command_is_answered_while_another_waits_for_it():
-    assert await side_by_side.answer(side_by_side.inspect_ai) == "42\n"
+async def test_a_command_is_answered_while_another_waits_for_it(sandbox_env):
+    async def run(line):
+        return (await sandbox_env.exec(["sh", "-c", line])).stdout
+
+    assert await side_by_side.answer(run) == "42\n"

@@ -153,5 +153,10 @@ def test_an_image_that_is_not_there_is_no_outcome_either(kept):
         AtroposEnvironment(pool=POOL, image="127.0.0.1:1/none:1")
 
 
-def test_a_command_is_answered_while_another_waits_for_it():
-    assert asyncio.run(side_by_side.answer(side_by_side.mini_swe_agent)) == "42\n"
+def test_a_command_is_answered_while_another_waits_for_it(make):
+    environment = make()
+
+    async def run(line):
+        return (await asyncio.to_thread(environment.execute, {"command": line}))["output"]
+
+    assert asyncio.run(side_by_side.answer(run)) == "42\n"

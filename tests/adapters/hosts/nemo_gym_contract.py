@@ -160,5 +160,9 @@ def test_the_blocking_interface():
         assert sandbox.start().exec("echo ok").stdout == "ok\n"
 
 
-async def test_a_command_is_answered_while_another_waits_for_it():
-    assert await side_by_side.answer(side_by_side.nemo_gym) == "42\n"
+@in_one_loop
+async def test_a_command_is_answered_while_another_waits_for_it(sandbox):
+    async def run(line):
+        return (await sandbox.exec(line)).stdout
+
+    assert await side_by_side.answer(run) == "42\n"

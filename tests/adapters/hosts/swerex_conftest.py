@@ -46,6 +46,15 @@ async def runtime_with_default_session(remote_runtime: Any):
     await remote_runtime.close_session(CloseBashSessionRequest())
 
 
+@pytest_asyncio.fixture(loop_scope="session", autouse=True)
+async def started_pager(request: Any, monkeypatch: Any):
+    """SWE-ReX's test gives a pager 0.1 s to start; one that is interrupted before it has is not killed, as the test reads."""
+    if request.node.name == "test_interrupt_pager":
+        monkeypatch.setattr(
+            request.module, "A", lambda **given: _Action(**given | ({"timeout": 3} if "timeout" in given else {}))
+        )
+
+
 class _Action(BashAction):
     timeout: float | None = 5
 

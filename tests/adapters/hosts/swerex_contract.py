@@ -234,5 +234,8 @@ async def test_an_image_that_is_not_there_is_a_failed_start():
         await deployment.start()
 
 
-async def test_a_command_is_answered_while_another_waits_for_it():
-    assert await side_by_side.answer(side_by_side.swerex) == "42\n"
+async def test_a_command_is_answered_while_another_waits_for_it(remote_runtime):
+    async def run(line):
+        return (await remote_runtime.execute(Command(command=line, shell=True))).stdout
+
+    assert await side_by_side.answer(run) == "42\n"
