@@ -219,6 +219,11 @@ async def test_which_images_the_base_stands_in_for_is_a_setting(environment, tmp
         make(tmp_path, task_images="debian*")
 
 
+async def test_a_misspelt_setting_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match="--ek slots_per_contaner: no field"):
+        make(tmp_path, slots_per_contaner=4)
+
+
 async def test_a_mount_is_refused_which_would_be_an_empty_folder(tmp_path):
     with pytest.raises(ConfigError, match="--mounts: /data"):
         make(tmp_path, mounts=[{"type": "bind", "source": str(tmp_path), "target": "/data"}])
