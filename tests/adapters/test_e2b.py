@@ -295,7 +295,7 @@ def test_an_upload_to_a_sandbox_that_ends_says_so(server: Server):
 def test_a_download_from_a_sandbox_that_ends_breaks_off_and_is_one_line_of_the_log():
     with serving("--slots-per-container", "1") as own:
         sandbox = Sandbox.create(**own.options)
-        sandbox.files.write("file", io.BytesIO(bytes(64 << 20)))
+        sandbox.files.write("file", io.BytesIO(bytes(24 << 20)))
         with (
             pytest.raises(Exception, match=r"body|closed"),
             sandbox.files.read("file", format="stream") as stream,

@@ -37,6 +37,7 @@ from tests.e2e.test_demo_endings import containers, left_by
 from tests.e2e.test_env_faults import MEMBERS, TURNS
 from tests.faults.http_faults import HttpFaults
 from tests.processes import alive, descendants
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = float(os.environ.get("ATROPOS_SERVE_S", "12"))
@@ -194,5 +195,5 @@ async def test_every_item_is_accounted_for_and_none_is_scored_by_a_fault(tmp_pat
     assert doubled <= counted["env/groups_maybe_sent_twice"]
     rest = set(given) - set(received) - dropped  # was under way when the env was ended
     assert len(rest) <= queued + lost + counted["env/groups_cancelled"]
-    assert not alive(below)
+    await until(lambda: not alive(below), "the end of every process of it")
     assert left_by(env.pid) == []

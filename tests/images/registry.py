@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from tests.processes import free_port
 
 MISSING = [name for name in ("skopeo", "docker-registry") if shutil.which(name) is None]
 USER, PASSWORD = "ann", "secret"
@@ -58,12 +55,11 @@ class Registry:
 @contextlib.contextmanager
 def registry(at: Path, *, auth: str | None = None) -> Iterator[Registry]:
     """Run one; with `auth`, the line of an htpasswd file that opens it."""
-    port = free_port()
     folder = at / "registry"
     folder.mkdir(parents=True)
     config = at / "registry.yml"
-    text = f"version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: {folder}}}, delete: {{enabled: true}}}}\n"
-    text += f"http: {{addr: '127.0.0.1:{port}'}}\n"
+    text = f"version: 0.1\nlog: {{level: info, accesslog: {{disabled: true}}}}\nstorage: {{filesystem: {{rootdirectory: {folder}}}, delete: {{enabled: true}}}}\n"
+    text += "http: {addr: '127.0.0.1:0'}\n"
     if auth is not None:
         (at / "htpasswd").write_text(auth + "\n")
         text += f"auth: {{htpasswd: {{realm: test, path: {at}/htpasswd}}}}\n"
@@ -71,8 +67,7 @@ def registry(at: Path, *, auth: str | None = None) -> Iterator[Registry]:
     with (at / "registry.log").open("wb") as log:
         process = subprocess.Popen(["docker-registry", "serve", str(config)], stdout=log, stderr=log)
     try:
-        _wait(f"http://127.0.0.1:{port}/v2/", process)
-        found = Registry(f"127.0.0.1:{port}", folder)
+        found = Registry(_where(at / "registry.log", process), folder)
         if auth is not None:
             found.auth_file = str(at / "auth.json")
             subprocess.run(
@@ -99,15 +94,10 @@ def registry(at: Path, *, auth: str | None = None) -> Iterator[Registry]:
         process.wait(10)
 
 
-def _wait(url: str, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the registry ended"
-        try:
-            urllib.request.urlopen(url, timeout=1)
-            return
-        except urllib.error.HTTPError:
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise AssertionError("the registry did not come up")
+def _where(log: Path, process: subprocess.Popen) -> str:
+    """Where it listens: it says that itself, as the kernel chose the port."""
+    deadline = time.monotonic() + 60
+    while not (found := re.search(r"listening on (127\.0\.0\.1:\d+)", log.read_text())):
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    return found[1]

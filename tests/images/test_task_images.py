@@ -126,7 +126,7 @@ async def test_a_pool_prepares_a_task_or_a_dockerfile_and_leases_what_its_env_wo
 
 
 async def test_processes_that_build_the_same_task_run_each_step_once(tmp_path):
-    make(tmp_path / "task", "FROM debian\nRUN sleep 1; head -c 8 /dev/urandom | od -x > /made\nRUN echo 2 > /two\n")
+    make(tmp_path / "task", "FROM debian\nRUN sleep 3; head -c 8 /dev/urandom | od -x > /made\nRUN echo 2 > /two\n")
     program = f"""
 import asyncio, sys
 from atropos.config import ImageStoreSettings
