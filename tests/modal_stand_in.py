@@ -65,6 +65,8 @@ class Sandbox:
         self.unanswered = asyncio.Event()
         """While it is set, Modal doesn't say whether the sandbox has ended."""
         self.asked = 0
+        self.termination_s = 0.0
+        """How long Modal takes to end the sandbox that it is asked to end."""
         self.stdin = Stdin(self)
         self.stdout = self._lines()
         self.stderr = SimpleNamespace(read=Aio(self._errors))
@@ -103,6 +105,7 @@ class Sandbox:
             raise StreamTerminatedError("Connection lost")
 
     async def _terminate(self, *, wait: bool) -> int | None:
+        await asyncio.sleep(self.termination_s)
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         if wait:

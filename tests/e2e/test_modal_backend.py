@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import signal
 
 import modal as sdk
 import pytest
@@ -16,7 +17,7 @@ from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.modal.server import LIFETIME_S, PORT
 from tests.engines import SMALL
-from tests.modal_stand_in import modal
+from tests.modal_stand_in import KILLED, modal
 from tests.processes import descendants, gone_within
 from tests.waiting import until
 
@@ -98,6 +99,17 @@ async def test_a_modal_that_does_not_answer_costs_no_lease_and_a_sandbox_that_en
                 assert (await other.exec("echo ok")).output == "ok\n"
         assert len(stand_in.created) == 2
     assert await gone_within(20, but=others) == []
+
+
+async def test_a_sandbox_whose_server_hangs_is_ended_with_the_pool_however_late_modal_does_it():
+    others = set(descendants())
+    with modal() as stand_in:
+        async with SlotPool(settings()):
+            (sandbox,) = stand_in.created.values()
+            sandbox.process.send_signal(signal.SIGSTOP)
+            sandbox.termination_s = 2.0
+        assert sandbox.returncode == KILLED
+    assert await gone_within(5, but=others) == []
 
 
 async def test_the_terminal_backend_of_a_hermes_env():

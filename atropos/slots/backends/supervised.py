@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from atropos.aio import Backoff, cancel_and_wait, set_within
+from atropos.aio import Backoff, cancel_and_wait, outlive, set_within
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.base import Backend, Container
@@ -246,7 +246,7 @@ class _Place:
             finally:
                 self.container = None
                 self._backend.news()
-            await server.tidy()
+                await outlive(server.tidy())
 
     async def _unless_over(self, work: Coroutine[object, object, None]) -> bool:
         """Await `work`; False when `end` was called first."""

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import textwrap
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -88,6 +89,14 @@ async def test_a_server_that_ignores_sigterm_is_killed():
     async with running(DEAF) as backend:
         await until(ready(backend, 1))
         (container,) = backend.containers()
+    assert not alive(pid_of(container))
+
+
+async def test_a_killed_server_is_gone_though_the_loop_was_blocked_until_the_end_s_last_deadline():
+    async with running(f"memory = bytearray(100 << 20)\n{DEAF}") as backend:  # which takes the kernel a while to free
+        await until(ready(backend, 1))
+        (container,) = backend.containers()
+        asyncio.get_running_loop().call_later(0.1, time.sleep, 1.5)
     assert not alive(pid_of(container))
 
 

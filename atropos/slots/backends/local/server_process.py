@@ -16,6 +16,7 @@ from typing import Self
 
 import atropos
 from atropos import cgroup_paths
+from atropos.aio import outlive
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable
 from atropos.slots.backends.spec import refused
@@ -158,7 +159,7 @@ class ServerProcess:
             if self._process.returncode is None:
                 log.warning("sandbox server %d did not end within %g s: killed", self.pid, grace_s)
                 self._signal(signal.SIGKILL)
-            await self._gone()
+            await outlive(self._gone())  # a shutdown's last deadline ends the wait above, and not this one
 
     async def _gone(self) -> None:
         try:
@@ -166,12 +167,11 @@ class ServerProcess:
                 await self._process.wait()
         except TimeoutError:
             log.critical("sandbox server %d was killed and has not ended", self.pid)
-        finally:  # also where a shutdown's deadline cancels the wait
-            for task in (self._log, self._stdout):
-                if task is not None:
-                    task.cancel()
-            # a child may hold the pipes open: close our ends, or they outlive the event loop
-            self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001
+        for task in (self._log, self._stdout):
+            if task is not None:
+                task.cancel()
+        # a child may hold the pipes open: close our ends, or they outlive the event loop
+        self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001
 
     async def tidy(self) -> None:
         """After its end, remove those of its cgroups that it left, as far as this process may."""

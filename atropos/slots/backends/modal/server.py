@@ -13,6 +13,7 @@ import modal
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 from modal import exception
 
+from atropos.aio import outlive
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.local.server_process import SHOWN_CHARS, last_line
@@ -175,10 +176,13 @@ class ModalServer:
         except TimeoutError:
             pass
         finally:
-            with contextlib.suppress(*_UNANSWERED):
-                async with asyncio.timeout(GONE_S):
-                    sandbox = await asyncio.shield(self._creating)
-                    await sandbox.terminate.aio(wait=True)
+            await outlive(self._gone(self._creating))  # also where a shutdown's last deadline has ended the wait above
+
+    async def _gone(self, creating: asyncio.Task[modal.Sandbox]) -> None:
+        with contextlib.suppress(*_UNANSWERED):
+            async with asyncio.timeout(GONE_S):
+                sandbox = await asyncio.shield(creating)
+                await sandbox.terminate.aio(wait=True)
 
     async def tidy(self) -> None:
         """Nothing is left to remove."""

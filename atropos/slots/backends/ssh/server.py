@@ -13,6 +13,7 @@ from collections.abc import Generator
 import asyncssh
 from asyncssh.constants import OPEN_ADMINISTRATIVELY_PROHIBITED
 
+from atropos.aio import outlive
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.local.server_process import last_line
@@ -164,13 +165,16 @@ class SshServer:
                     async with asyncio.timeout(grace_s):
                         await self._process.wait_closed()
         finally:
-            if self._process is not None:
-                with contextlib.suppress(TimeoutError, asyncssh.Error, OSError):
-                    self._process.stdin.write_eof()
-                    async with asyncio.timeout(GONE_S):
-                        await self._process.wait_closed()
-            if self._connection is not None:
-                self._connection.abort()
+            await outlive(self._gone())  # also where a shutdown's last deadline has ended the wait above
+
+    async def _gone(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError, asyncssh.Error, OSError):
+                self._process.stdin.write_eof()
+                async with asyncio.timeout(GONE_S):
+                    await self._process.wait_closed()
+        if self._connection is not None:
+            self._connection.abort()
 
     async def tidy(self) -> None:
         """The far end has removed everything."""
