@@ -28,6 +28,8 @@ START_LIMIT_S = 60.0
 """Longest that a server may take to start on a busy machine before doctor gives up."""
 STOP_LIMIT_S = 20.0
 """How long it may take to end before it is killed."""
+ANSWER_S = 2.0
+"""How long an engine may take to answer."""
 
 
 @dataclass(frozen=True)
@@ -173,10 +175,10 @@ def docker(address: str) -> DoctorFinding:
         parts = urlsplit(address)
         if parts.scheme == "unix":
             with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(2)
+                connection.settimeout(ANSWER_S)
                 connection.connect(parts.path)
         else:
-            socket.create_connection((parts.hostname or "", parts.port or DOCKER_PORT), timeout=2).close()
+            socket.create_connection((parts.hostname or "", parts.port or DOCKER_PORT), timeout=ANSWER_S).close()
         reached = True
     except (OSError, ValueError):
         reached = False
@@ -199,7 +201,7 @@ def nomad() -> DoctorFinding:
     try:
         settings = NomadSettings.from_environment(None)
         address, name = settings.shown, settings.tls_server_name
-        with httpx.Client(verify=settings.tls() or False, timeout=2, trust_env=False) as client:
+        with httpx.Client(verify=settings.tls() or False, timeout=ANSWER_S, trust_env=False) as client:
             answer = client.get(
                 f"{settings.address}/v1/status/leader", extensions={"sni_hostname": name} if name else {}
             )

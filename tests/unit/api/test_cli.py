@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 
-from atropos.cli.app import main
+from tests.unit.command import ended
 
 OWN = ("--tool", "tests.e2e.own_tools:TOOLS")
 
@@ -16,14 +15,9 @@ OWN = ("--tool", "tests.e2e.own_tools:TOOLS")
 def said_by(
     command: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(sys, "argv", ["atropos", command, *arguments])
-    monkeypatch.setenv("COLUMNS", "300")
-    with pytest.raises(SystemExit) as ended:
-        main()
-    error = capfd.readouterr().err
-    assert ended.value.code not in {0, None}
-    assert "Traceback" not in error, error
-    return error
+    done = ended(monkeypatch, capfd, command, *arguments)
+    assert done.code != 0
+    return done.err
 
 
 @pytest.mark.parametrize(
@@ -138,8 +132,6 @@ def test_a_bad_setting_of_the_mcp_server_is_one_clear_line(
 
 @pytest.mark.parametrize("command", ["tool-server", "executor-server", "mcp"])
 def test_help_names_every_option(command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(sys, "argv", ["atropos", command, "--help"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    assert ("--network" if command == "mcp" else "--token-file") in capfd.readouterr().out
+    done = ended(monkeypatch, capfd, command, "--help")
+    assert done.code == 0
+    assert ("--network" if command == "mcp" else "--token-file") in done.out

@@ -17,6 +17,7 @@ from atropos.dashboard.server import DashboardServer
 from atropos.dashboard.store import TrajectoryStore
 from atropos.slots.client import SandboxClient
 from tests.unit.client.test_client import request
+from tests.unit.command import ended
 from tests.unit.server.fakes import TOKEN, serving
 
 HOSTILE = "task\x1b[31m\u202e\x07"
@@ -99,19 +100,26 @@ async def test_a_sandbox_server_shows_its_slots_and_leases():
     assert "trajectory-7" in text
 
 
-async def test_what_can_not_be_shown_is_one_line(dashboard):
-    address = f"http://127.0.0.1:{dashboard.port}"
-    for arguments, code, said in (
-        ([address], 2, "token: give the URL as the env printed it"),
-        ([address, "--token", "wrong"], 2, "refuses the token"),
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["http://127.0.0.1:9"], 2, "token: give the URL as the env printed it"),
         (["http://127.0.0.1:9", "--token", "x"], 70, "127.0.0.1:9"),
         (["ftp://x", "--token", "x"], 2, "is no http URL"),
         (["http://127.0.0.1:port", "--token", "x"], 2, "is no http URL"),
         (["http://[::1", "--token", "x"], 2, "is no http URL"),
         (["http://127.0.0.1:7580/?token=…"], 2, "token: give the URL as the env printed it"),
-    ):
-        found, text = await run(*arguments, "--once", columns=200)
-        assert (found, said in text, len(text.splitlines())) == (code, True, 1), text
+    ],
+)
+def test_what_can_not_be_asked_is_one_line(words, code, said, monkeypatch, capfd):
+    done = ended(monkeypatch, capfd, "top", *words, "--once")
+    text = done.out + done.err
+    assert (done.code, said in text, len(text.splitlines())) == (code, True, 1), text
+
+
+async def test_an_answer_that_refuses_is_one_line(dashboard):
+    code, text = await run(f"http://127.0.0.1:{dashboard.port}", "--token", "wrong", "--once", columns=200)
+    assert (code, "refuses the token" in text, len(text.splitlines())) == (2, True, 1), text
 
 
 async def test_without_a_terminal_each_look_is_printed_when_it_is_had(dashboard):
