@@ -76,7 +76,6 @@ SLOW = {
     "tests/unit/pool/test_decisions.py::test_the_fleet_does_as_the_naive_model": LARGE,
     "tests/unit/project/test_benchmarks.py": ANEW,
     "tests/unit/project/test_dependencies.py::test_pool_tools": ANEW,
-    "tests/unit/project/test_project.py::test_the_configuration_table": ANEW,
     "tests/unit/project/test_project.py::test_the_site_builds": ANEW,
     "tests/unit/project/test_scheduling.py": ANEW,
     "tests/unit/sandbox/test_scenarios.py": SERVERS,

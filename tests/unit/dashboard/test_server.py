@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
@@ -26,6 +26,7 @@ from atropos.dashboard.text import duration
 from atropos.envs.reporting.prometheus import MetricsEndpoint
 from atropos.errors import ConfigError
 from atropos.net.admission import MAX_UNAUTHENTICATED
+from tests.processes import kept_port
 from tests.unit.dashboard.support import EVIL, group, hostile, ordinary, trajectory
 
 MISSING = browser_available(BrowserSettings())
@@ -81,7 +82,7 @@ async def serving(groups, *, live=None, **more) -> AsyncIterator[DashboardServer
 
 
 def client(server, **headers) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", headers=headers)
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", headers=headers, timeout=60)
 
 
 PATHS = [
@@ -267,17 +268,17 @@ async def test_lists_are_filtered_and_paged():
             assert "least is a score: it must be a number." in answer.text
 
 
-def test_the_store_is_bounded_and_holds_ten_thousand():
-    store = TrajectoryStore(max_trajectories=10_000)
-    for at in range(5_100):
+def test_the_store_is_bounded_and_forgets_the_oldest():
+    store = TrajectoryStore(max_trajectories=1_000)
+    for at in range(510):
         store.add(group(f"item-{at}", trajectory(f"a{at}", 1.0), trajectory(f"b{at}", 0.0)))
-    assert len(store) == 10_000
-    assert store.forgotten == 200
+    assert len(store) == 1_000
+    assert store.forgotten == 20
     assert store.get(0) is None
-    assert store.get(200)[0].trajectory_id == "a100"
-    entries, total = store.find(Query(item="item-5099"))
+    assert store.get(20)[0].trajectory_id == "a10"
+    entries, total = store.find(Query(item="item-509"))
     assert total == 2
-    assert [entry.trajectory_id for entry, _ in store.group(entries[0].group)] == ["a5099", "b5099"]
+    assert [entry.trajectory_id for entry, _ in store.group(entries[0].group)] == ["a509", "b509"]
     small = TrajectoryStore(max_bytes=2_000)
     for one in ordinary():
         small.add(one)
@@ -374,7 +375,9 @@ async def test_nothing_hostile_comes_to_life_on_any_page(browser, tmp_path):
         base = f"http://127.0.0.1:{server.port}"
         for path in ("/", "/trajectories", "/trajectory/0", "/group/0", "/trajectories?text=%3Cscript%3E&item=%22%3E"):
             await page.goto(base + path)
-            await page.wait_for_timeout(2500 if path == "/" else 50)  # a refresh of the live part
+            if path == "/":
+                await page.wait_for_event("requestfinished", lambda request: request.url.endswith("/live"))
+            await page.wait_for_timeout(50)
             await inert(page)
         assert not dialogs
         assert not errors
@@ -477,8 +480,14 @@ async def test_a_name_of_any_length_breaks_no_tool_and_no_label_in_two(browser):
             assert {await cell.text_content() for cell in found if await cell.evaluate(LINES) != 1} == set()
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    with kept_port() as port:
+        yield port
+
+
 @in_the_browser_s_loop
-async def test_the_live_page_follows_pauses_and_works_with_the_keyboard(browser):
+async def test_the_live_page_follows_pauses_and_works_with_the_keyboard(browser, port):
     numbers = {"n": 0}
 
     def counting() -> LiveView:
@@ -487,7 +496,7 @@ async def test_the_live_page_follows_pauses_and_works_with_the_keyboard(browser)
             numbers={"looks": str(numbers["n"])}, containers=[ContainerSlots("0 c", 2, 1, 0, 0, ready=True)]
         )
 
-    async with serving(ordinary(), live=counting) as server:
+    async with serving(ordinary(), live=counting, port=port) as server:
         page = await browser.new_page()
         await page.goto(server.url)
         assert await page.locator(".cells i.leased").count() == 2
@@ -503,7 +512,6 @@ async def test_the_live_page_follows_pauses_and_works_with_the_keyboard(browser)
         await page.wait_for_timeout(4500)
         assert await page.locator("dd").first.text_content() == before
         await page.keyboard.press("Enter")
-        port = server.port
         await server.close()
         await page.get_by_text("The env does not answer").wait_for()
         again = DashboardServer("squares", TrajectoryStore(), port=port, live=counting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -64,9 +65,13 @@ def imported(source: str) -> set[str]:
     return tops - set(sys.stdlib_module_names) - PRIVATE - {"atropos"}
 
 
+provided_by = functools.cache(packages_distributions)
+
+
+@functools.cache
 def distributions() -> dict[str, set[str]]:
     """Files of atropos/, each with the distributions that it imports."""
-    provided = packages_distributions()
+    provided = provided_by()
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "atropos").rglob("*.py")):
         modules = {ALTERNATIVES.get(module, module) for module in imported(path.read_text())}
@@ -97,7 +102,7 @@ def test_every_dependency_is_imported() -> None:
 )
 def test_pool_tools_servers_and_command_need_no_extra(module: str) -> None:
     """As in an installation without extras: what only an extra brings can't be imported."""
-    needed = {name for name, owners in packages_distributions().items() if {normal(one) for one in owners} & EXTRA_ONLY}
+    needed = {name for name, owners in provided_by().items() if {normal(one) for one in owners} & EXTRA_ONLY}
     needed = needed - NAMESPACES.keys() | {"opentelemetry.sdk", "opentelemetry.exporter"}  # fastapi brings its API
     code = f"import sys\nabsent = {sorted(needed)!r}\nfor name in absent: sys.modules[name] = None\nimport {module}\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)

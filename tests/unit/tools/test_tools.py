@@ -29,7 +29,7 @@ class TestTerminal:
         bad = await use("terminal", command="echo out; exit 7")
         assert (bad.success, bad.output, bad.error, bad.exit_code) == (False, "out\n", "exit code 7", 7)
 
-    async def test_an_endless_command_is_ended_and_keeps_its_output(self, use):
+    async def test_an_endless_command_is_ended_and_told(self, use):
         result = await use("terminal", command="echo begun; exec sleep 60", timeout=0.3)
         assert (result.success, result.timed_out) == (False, True)
         assert "0.3 s" in result.error
