@@ -1,16 +1,20 @@
 """Images on every backend: sent by the pool's machine, pulled by the container's own skopeo, shared by a folder of the host."""
 
+import asyncio
 import os
+from pathlib import Path
 
 import pytest
 
 from atropos.config import ImageStoreSettings
-from atropos.slots import SlotPool
+from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.slots.backends.local.backend import LocalBackend, LocalServer
 from atropos.tasks.prepare import TaskImages
 from tests.backends import Engine
 from tests.engines import params
 from tests.images.test_leases import busybox_image
 from tests.images.test_task_images import make
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
 
@@ -55,3 +59,36 @@ async def test_a_built_task_is_in_every_container(engine, tmp_path):
                 r = await slot.exec("cd /app; cat one two; ls /etc/shells")
                 assert r.output.startswith("made\ntwo\nls: cannot access"), r.output
     assert await engine.residue(config) == []
+
+
+class ApartBackend(LocalBackend):
+    """Containers that share no images, as those of Docker and Nomad; the third starts once it may."""
+
+    def __init__(self, config: SlotPoolConfig, folder: Path) -> None:
+        super().__init__(config)
+        self.folder, self.third = folder, asyncio.Event()
+
+    async def launch(self, index: int, token: str) -> LocalServer:
+        if index == 2:
+            await self.third.wait()
+        config = self.config.server_config(token).model_copy(
+            update={"image_store": ImageStoreSettings(folder=str(self.folder / str(index)))}
+        )
+        return await LocalServer.launch(config, self.scratch, self.command)
+
+
+async def test_a_lease_that_waits_is_brought_its_built_image_in_each_container_that_comes(tmp_path):
+    task = make(tmp_path / "task", "FROM debian\nWORKDIR /app\nRUN echo made > made\n")
+    config = Engine("local").config(slots_per_container=1, max_containers=3)
+    backend = ApartBackend(config, tmp_path)
+    async with SlotPool(config, backend=backend) as pool:
+        prepared = await TaskImages(pool).prepare(task)
+        async with pool.lease("first"):
+            waits = asyncio.create_task(pool.acquire("waits", image=prepared.image))
+            await until(lambda: pool.stats().waiting == 1, "it waits for a slot")
+            async with pool.lease("second"):  # takes what the other gave up while its image is copied there
+                await until(lambda: pool.stats().waiting == 1, "it waits for a slot again")
+                backend.third.set()
+                slot = await waits
+                assert (await slot.exec("cat /app/made")).output == "made\n"
+                await slot.release()

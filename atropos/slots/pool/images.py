@@ -75,21 +75,25 @@ class PoolImages:
         return name, next(task.result() for task in tasks if task.exception() is None)
 
     async def leased(self, image: str, grant: Callable[[str], Awaitable[T]]) -> T:
-        """Prepare an image, and call `grant` with its name in leases; once more where a server ended or lost the image.
+        """Prepare an image, and call `grant` with its name in leases; again where a server ended, lost the image or came since.
 
         Raises:
             ConfigError, ImageUnavailable, SlotLost: as `prepare`.
         """
-        try:
-            source = (await self.prepare(image))[0]
-        except SlotLost:  # by others, which the lease waits for
-            source = (await self.prepare(image))[0]
-        try:
-            return await grant(source)
-        except ImageUnavailable:  # removed there for others, or in a container that came since
-            self.forget(source)
-            await self.prepare(image)
-            return await grant(source)
+        before: set[str] = set()
+        while True:
+            known = {*self._links}
+            try:
+                source = (await self.prepare(image))[0]
+            except SlotLost:  # by others, which the lease waits for
+                source = (await self.prepare(image))[0]
+            try:
+                return await grant(source)
+            except ImageUnavailable:  # removed there for others, or in a container that came since
+                if known == before:
+                    raise
+                before = known
+                self.forget(source)
 
     async def find(self, source: str) -> ImageInfo | None:
         """The image of a source that only servers know, from the first container that has it."""
