@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator
@@ -31,13 +32,11 @@ class Archive:
 
     Attributes:
         source: the name for the server: `docker-archive:` or `oci-archive:`, and a digest.
-        path: the file.
-        temporary: whether `close` removes the file.
+        file: its owner's; or what this process made, which has no name, so that nothing is left of it by one that is killed.
     """
 
     source: str
-    path: Path
-    temporary: bool
+    file: Path | IO[bytes]
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The content of the file.
@@ -45,24 +44,29 @@ class Archive:
         Raises:
             ConfigError: at its end, which breaks the transfer off: the file has changed since it was named.
         """
-        found = hashlib.sha256()
-        with await asyncio.to_thread(self.path.open, "rb") as file:
+        owners = self.file if isinstance(self.file, Path) else None
+        fd = os.open(self.file, os.O_RDONLY) if isinstance(self.file, Path) else os.dup(self.file.fileno())
+        found, at = hashlib.sha256(), 0
 
-            def read() -> bytes:
-                chunk = file.read(CHUNK)
-                if not self.temporary:
-                    found.update(chunk)
-                return chunk
+        def read() -> bytes:
+            chunk = os.pread(fd, CHUNK, at)
+            if owners is not None:
+                found.update(chunk)
+            return chunk
 
+        try:
             while chunk := await asyncio.to_thread(read):
+                at += len(chunk)
                 yield chunk
-        if not self.temporary and not self.source.endswith(found.hexdigest()):
-            raise ConfigError(f"image: {self.path} has changed since this pool read it; open another pool")
+        finally:
+            os.close(fd)
+        if owners is not None and not self.source.endswith(found.hexdigest()):
+            raise ConfigError(f"image: {owners} has changed since this pool read it; open another pool")
 
     def close(self) -> None:
-        """Remove a temporary file."""
-        if self.temporary:
-            self.path.unlink(missing_ok=True)
+        """Give up what this process made."""
+        if not isinstance(self.file, Path):
+            self.file.close()
 
 
 def archive_of(source: ImageSource, docker_host: str | None = None) -> Archive:
@@ -76,20 +80,20 @@ def archive_of(source: ImageSource, docker_host: str | None = None) -> Archive:
     path = Path(source.name)
     try:
         if source.transport in {"oci-archive", "docker-archive"}:
-            return Archive(f"{source.transport}:sha256-{_digest(path)}", path, temporary=False)
-        with tempfile.NamedTemporaryFile(prefix="atropos-image-", suffix=".tar", delete=False) as file:
-            made = Path(file.name)
-            try:
-                if source.transport == "docker-daemon":
-                    return Archive(f"docker-archive:{_save(source.name, docker_host, file)}", made, temporary=True)
+            return Archive(f"{source.transport}:sha256-{_digest(path)}", path)
+        with contextlib.ExitStack() as failed:
+            made = failed.enter_context(tempfile.TemporaryFile())
+            if source.transport == "docker-daemon":
+                name = f"docker-archive:{_save(source.name, docker_host, made)}"
+            else:
                 write = _write_layout if source.transport == "oci" else _write_folder
-                write(path, file)
-                file.flush()
+                write(path, made)
+                made.seek(0)
                 kind = "oci-archive" if source.transport == "oci" else "docker-archive"
-                return Archive(f"{kind}:sha256-{_digest(made)}", made, temporary=True)
-            except BaseException:
-                made.unlink(missing_ok=True)
-                raise
+                name = f"{kind}:sha256-{hashlib.file_digest(made, 'sha256').hexdigest()}"
+            made.flush()
+            failed.pop_all()
+            return Archive(name, made)
     except OSError as error:
         raise ConfigError(f"image: {source} can't be read: {error.strerror or error}") from error
 

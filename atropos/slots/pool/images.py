@@ -192,7 +192,7 @@ class PoolImages:
         return [each.result() for each in self._archives.values() if each.done() and not _failed(each)]
 
     async def aclose(self) -> None:
-        """Remove temporary archives."""
+        """Give up the archives that were made."""
         if self._archives:
             await asyncio.wait(self._archives.values())
         for archive in self._made():
