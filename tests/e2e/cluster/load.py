@@ -174,6 +174,5 @@ def kill_server(container: str) -> None:
     )
     rows = [line.split(maxsplit=2) for line in listed.stdout.splitlines()[1:]]
     servers = {pid: parent for pid, parent, arguments in rows if "-m atropos.sandbox" in arguments}
-    # what the server has just forked has its command line too, until it runs a program
     (server,) = (pid for pid, parent in servers.items() if parent in servers and servers[parent] not in servers)
     os.kill(int(server), signal.SIGKILL)
