@@ -79,6 +79,7 @@ async def attempt(pool, task, room, *, solved):
         return await run.verify()
 
 
+@pytest.mark.timeout(900)  # half a minute of CPU time
 @pytest.mark.asyncio(loop_scope="module")
 async def test_solutions_score_one_and_untouched_workspaces_zero(pool):
     room = asyncio.Semaphore(2 * (os.cpu_count() or 1))
