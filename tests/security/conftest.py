@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest_asyncio
 
 from atropos.config import SlotLimits
-from atropos.slots import ExecResult, SlotPool
+from atropos.slots import ExecResult, Process, SlotPool
 from tests.backends import Engine
 
 SECRET = "correct-horse-battery-staple-" + os.urandom(8).hex()
@@ -19,6 +19,21 @@ NEIGHBOUR = "neighbour-" + os.urandom(6).hex()
 LIMITS = SlotLimits(memory_mib=128, pids=64, disk_mib=48, inodes=5000, open_files=512, output_bytes=200_000, wall_s=60)
 PATIENCE_S = 20.0
 """A neighbour's call that takes longer on a loaded machine is a failure; without an attack it takes milliseconds."""
+CHECKER = """
+import array, ctypes, fcntl, os, pty, socket, sys
+for line in sys.stdin:
+    inotify = ctypes.CDLL(None).inotify_init1(0)
+    assert inotify >= 0, "inotify"
+    fds = [inotify, *pty.openpty(), os.memfd_create("x"), os.open("/usr/bin/env", os.O_RDONLY)]
+    a, b = socket.socketpair()
+    a.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0]))])
+    fcntl.flock(fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with a, b, socket.create_connection(("127.0.0.1", 9999), 5):
+        print("sound", flush=True)
+    for fd in fds:
+        os.close(fd)
+"""
+"""Tries, for each line that it reads, whether the kernel still gives a program what it needs."""
 
 
 class Neighbour:
@@ -28,6 +43,7 @@ class Neighbour:
         self.slot = slot
         self.calls = 0
         self.failure: str | None = None
+        self.checker: Process
         self._going = asyncio.Event()
         self.resume = self._going.set
         self.pause = self._going.clear
@@ -55,15 +71,8 @@ print("settled", flush=True)
 time.sleep(100000)
 """
         await self.slot.write_file("settle.py", program)
-        result = await self.slot.exec(
-            "python3 settle.py > log & for i in $(seq 500); do grep -q settled log && exit; sleep 0.02; done; exit 1"
-        )
+        result = await self.slot.exec("python3 settle.py > log & until grep -q settled log; do sleep 0.02; done")
         assert result.exit_code == 0, result
-        self.count = await self._processes()
-
-    async def _processes(self) -> str:
-        # the runner, the settled program, and the command itself
-        return (await self.slot.exec("cat /proc/[0-9]*/comm | sort | tr '\\n' ' '")).output
 
     async def _call(self, command: str) -> ExecResult:
         """A call in time. The loop stands still while a module uses another one: a time that ran out then says nothing."""
@@ -87,7 +96,7 @@ time.sleep(100000)
                 self.failure = f"a call failed: {type(error).__name__}: {error}"
                 return
             self.calls = number + 1
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
 
     async def unharmed(self, since: int) -> None:
         """It has gone on working since, nothing in it has changed, and the kernel still gives it what it needs."""
@@ -95,17 +104,8 @@ time.sleep(100000)
             while self.calls <= since and self.failure is None and self._going.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert self.failure is None, self.failure
-        code = (
-            "import ctypes, os, pty, socket, array, fcntl\n"
-            "assert ctypes.CDLL(None).inotify_init1(0) >= 0, 'inotify'\n"
-            "pty.openpty(); os.close(os.memfd_create('x'))\n"
-            "a, b = socket.socketpair(); a.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0]))])\n"
-            "fcntl.flock(os.open('/usr/bin/env', os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
-            "socket.create_connection(('127.0.0.1', 9999), 5)\n"
-            "print('sound')"
-        )
-        result = await self.slot.exec('python3 -c "$CODE"', env={"CODE": code}, timeout_s=PATIENCE_S)
-        assert result.output == "sound\n", result
+        await self.checker.write(b"\n")
+        assert (found := await self.checker.read(wait_s=PATIENCE_S)) == b"sound\n", found
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
@@ -145,7 +145,11 @@ async def neighbours(pool):
         await found[0].settle()
         for path in ("/workspace", "/dev/shm"):
             await two.write_file(f"{path}/{NEIGHBOUR}", "mine")
-        await two.exec("python3 -m http.server 9999 >/dev/null 2>&1 & sleep 0.2")
+        await two.exec(
+            "python3 -m http.server 9999 >/dev/null 2>&1 & until (: > /dev/tcp/127.0.0.1/9999) 2>/dev/null; do sleep 0.02; done"
+        )
+        for each in found:
+            each.checker = await each.slot.start(["python3", "-c", CHECKER])
         workers = [asyncio.create_task(neighbour.work()) for neighbour in found]
         yield found
         for worker in workers:

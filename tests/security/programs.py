@@ -888,7 +888,7 @@ except OSError as error:
     "burn_every_core": """
 for _ in range(16):
     if os.fork() == 0:
-        until = time.time() + 2
+        until = time.time() + 1
         while time.time() < until:
             pass
         os._exit(0)
@@ -900,7 +900,7 @@ for _ in range(16):
     ends = os.pipe(), os.pipe()
     for mine, other in (ends, ends[::-1]):
         if os.fork() == 0:
-            signal.alarm(2)
+            signal.alarm(1)
             os.write(other[1], b"x")
             while True:
                 os.read(mine[0], 1)
@@ -911,7 +911,7 @@ for _ in range(32):
     "sleep_for_moments_without_end": """
 for _ in range(40):
     if os.fork() == 0:
-        until = time.time() + 2
+        until = time.time() + 1
         while time.time() < until:
             time.sleep(1e-5)
         os._exit(0)
@@ -933,7 +933,7 @@ for _ in range(8):
     os.wait()
 """,
     "orphans_and_zombies_without_end": """
-for _ in range(600):
+for _ in range(200):
     try:
         if os.fork() == 0:
             if os.fork() == 0:
@@ -942,10 +942,13 @@ for _ in range(600):
         os.wait()
     except OSError:
         pass
-time.sleep(0.2)
-zombies = [pid for pid in os.listdir("/proc") if pid.isdigit() and b") Z" in read(f"/proc/{pid}/stat")]
-if len(zombies) > 30:
-    breach(f"{len(zombies)} zombies")
+def zombies():
+    return sum(b") Z" in read(f"/proc/{pid}/stat") for pid in os.listdir("/proc") if pid.isdigit())
+until = time.time() + 20
+while zombies() > 30 and time.time() < until:
+    time.sleep(0.05)
+if zombies() > 30:
+    breach("zombies that PID 1 doesn't reap")
 """,
     "answers_and_errors_that_nobody_reads": """
 ask = struct.pack("IHHII", 32, 18, 1, 1, 0) + struct.pack("BxHiII", 0, 0, 1, 0, 0)

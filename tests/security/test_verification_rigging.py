@@ -167,13 +167,14 @@ def plain(task, tmp_path_factory):
     return load_task(folder)
 
 
-async def reward(pool, task, work: str, mode: str) -> float | None:
-    """What the verifier gives for this work; None where it can't say."""
+async def reward(pool, task, work: str, mode: str, rig: str = "true") -> float | None:
+    """What the verifier gives for this work and what is done beside it; None where it can't say."""
     image = (await TaskImages(pool).prepare(task)).image
     async with contextlib.AsyncExitStack() as stack:
         slot = await stack.enter_async_context(pool.lease("agent", image=image))
         await workspace.enter(slot, task)
-        await slot.exec(work, timeout_s=2)
+        await slot.exec(work)
+        await slot.exec(rig, timeout_s=2)
 
         async def fresh():
             other = await stack.enter_async_context(pool.lease("verifier", image=image))
@@ -204,7 +205,7 @@ NO_WORK_LEFT = {
 
 @pytest.mark.parametrize("name", [name for name in RIGS if name not in NO_WORK_LEFT])
 async def test_honest_work_is_scored_whatever_else_was_left(pool, task, name):
-    assert await reward(pool, task, f"echo 42 > /workspace/answer; {RIGS[name]}", "shared") == 1
+    assert await reward(pool, task, "echo 42 > answer", "shared", RIGS[name]) == 1
 
 
 @pytest.mark.parametrize(("mode", "artifacts"), [("view", ["/data/out"]), ("separate", ["/data", "/data/out"])])
@@ -277,7 +278,7 @@ NO_ANSWER_LEFT = {name for name in TRICKS if "answer" in name} | NO_WORK_LEFT | 
 
 @pytest.mark.parametrize("name", [name for name in TRICKS if name not in NO_ANSWER_LEFT])
 async def test_honest_work_is_scored_in_a_view_whatever_else_was_left(pool, plain, name):
-    assert await reward(pool, plain, f"echo 42 > /workspace/answer; {TRICKS[name]}", "task") == 1
+    assert await reward(pool, plain, "echo 42 > answer", "task", TRICKS[name]) == 1
 
 
 async def test_a_folder_where_the_image_has_a_file_does_not_bring_the_tests_into_the_agent_s_slot(

@@ -175,7 +175,7 @@ async def test_a_file_that_is_leased_or_guessed_is_said_to_be_so_and_can_be_repl
         "time.sleep(1000)\n"
     )
     begun = await attacker.run(wire.ProcStart(command='exec python3 -c "$CODE"', env={"CODE": code}))
-    assert (await attacker.run(wire.ProcRead(id=begun.id, wait_s=10, until="output"))).output == b"leased\n"
+    assert (await attacker.run(wire.ProcRead(id=begun.id, wait_s=20, until="output"))).output == b"leased\n"
     async with asyncio.timeout(20):
         for operation in (wire.ReadFile(path="leased"), wire.WriteFile(path="leased", data=b"y", append=True)):
             result = await attacker.run(operation)
