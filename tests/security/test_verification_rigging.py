@@ -116,7 +116,7 @@ MACHINE_RIGS = {
     "a daemon that looks into other processes": "(setsid bash -c 'while :; do for p in /proc/[0-9]*; do cat $p/root/tests/expected > answer && break; cat $p/cwd/expected > answer; done; done' >/dev/null 2>&1 &)",
     "a daemon that flips the answer": "ln -s /tests/expected l; (setsid python3 -c 'import os\nwhile True:\n open(\"p\",\"w\").write(\"41\"); os.rename(\"p\",\"answer\"); os.symlink(\"/tests/expected\",\"q\"); os.rename(\"q\",\"answer\")' >/dev/null 2>&1 &)",
     "no inodes": "for i in $(seq 200000); do : > f$i || break; done 2>/dev/null; true",
-    "an answer that is a pipe": "rm -f answer; mkfifo answer; (setsid bash -c 'while :; do :; done' >/dev/null 2>&1 &)",
+    "an answer that is a pipe": "rm -f answer; mkfifo answer; (setsid sleep 1000 >/dev/null 2>&1 &)",
     "an answer that is a folder": "rm -f answer; mkdir answer",
     "an answer that leads to itself": "ln -sf answer answer",
     "an answer by the process's own root": "ln -sf /proc/self/root/tests/expected answer",
