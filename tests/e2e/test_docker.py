@@ -12,6 +12,7 @@ import sys
 import pytest
 from aiohttp import web
 
+from atropos.aio import cancel_and_wait
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots import SlotPool
 from tests.e2e.docker_proxy import ENGINE, DockerProxy
@@ -133,12 +134,19 @@ async def test_of_two_containers_that_two_processes_started_for_one_only_one_is_
             made.append(request.query["name"])
         return None if made or not request.path.endswith("/containers/json") else web.json_response([])
 
-    config = pool_config("docker", max_containers=1, idle_container_s=0.3)
+    async def work(pool: SlotPool) -> None:
+        while True:
+            async with pool.lease("t") as slot:
+                await slot.exec("true")
+
+    config = pool_config("docker", max_containers=1, slots_per_container=1)
     async with SlotPool(config) as first, DockerProxy() as proxy:
         proxy.instead = blind
         async with SlotPool(config.model_copy(update={"docker_host": proxy.url})) as second:
             assert len(made) == 1
-            await until(lambda: len(containers(config.job_id)) == 1, "one container", 60)
+            working = [asyncio.create_task(work(pool)) for pool in (first, second) for _ in range(6)]
+            await until(lambda: len(containers(config.job_id)) == 1, "one container, though leases wait for more", 60)
+            await cancel_and_wait(working)
             for pool in (first, second):
                 async with pool.lease("t") as slot:
                     assert (await slot.exec("echo ok")).output == "ok\n"

@@ -250,8 +250,8 @@ class DockerBackend(Backend):
         for item in found:
             if item.state == "running" and item.name not in self._members:
                 await self._adopt(item)
-                # another process made it; `scale` may lower the target again
-                self._target = max(self._target, len(self._live()))
+                # another process made it; `scale` may lower the target again. Of twins one goes, and is not replaced
+                self._target = max(self._target, len({member.container.index for member in self._live()}))
         self._unremoved = {name: why for name, why in self._unremoved.items() if name in by_name}
         for name in self._unremoved:
             if self._group is not None:
