@@ -14,7 +14,7 @@ import pytest
 from atropos.net import relay
 
 IDLE_S = 4.0
-"""Much longer than a busy machine keeps a process waiting: what moves every third of it is never idle."""
+"""Much longer than a busy machine keeps a process waiting: what moves every eighth of it is never idle."""
 
 
 @contextlib.asynccontextmanager
@@ -47,7 +47,7 @@ async def tunnel(reader, writer) -> None:
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 
-async def trickle(writer, pieces: int, data: bytes, every_s: float = IDLE_S / 3) -> None:
+async def trickle(writer, pieces: int, data: bytes, every_s: float = IDLE_S / 8) -> None:
     for _ in range(pieces):
         writer.write(data)
         await writer.drain()
@@ -59,20 +59,20 @@ async def test_what_goes_on_for_longer_than_the_idle_time_is_whole_in_either_dir
 
     async def download():
         async def origin(_, writer):
-            await trickle(writer, 5, b"piece")
+            await trickle(writer, 10, b"piece")
 
         async with through(origin) as (reader, writer):
             await tunnel(reader, writer)
-            assert await reader.read() == b"piece" * 5
+            assert await reader.read() == b"piece" * 10
 
     async def upload():
         async def origin(reader, writer):
-            await reader.readuntil(b"piece" * 5)
+            await reader.readuntil(b"piece" * 10)
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
 
         async with through(origin) as (reader, writer):
-            writer.write(b"POST http://origin/ HTTP/1.1\r\nHost: origin\r\nContent-Length: 25\r\n\r\n")
-            await trickle(writer, 5, b"piece")
+            writer.write(b"POST http://origin/ HTTP/1.1\r\nHost: origin\r\nContent-Length: 50\r\n\r\n")
+            await trickle(writer, 10, b"piece")
             assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
 
     await asyncio.gather(download(), upload())
