@@ -1009,6 +1009,7 @@ async def layers_on_disk_are_counted_while_they_are_imported(host):
 
 async def places_on_disk_are_used_again_once_they_are_empty(host):
     """Only with volumes on disk: `test_scenarios.ON_DISK`."""
+    await freed(host)  # the slots of the scenario before this one
     places = host.state.cells._free.qsize()
     assert places
     for _ in range(2):
