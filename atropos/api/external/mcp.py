@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from pydantic import BaseModel, ConfigDict
 
-from atropos.aio import Allowance, cancel_and_wait
+from atropos.aio import Allowance, cancel_and_wait, done_within
 from atropos.api.settings import McpServerSettings
 from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable, first_of
 from atropos.tools.base import Tool, ToolScope
@@ -32,6 +32,8 @@ _CONNECT_S = 30.0
 _MAX_TOOLS = 500
 _PING_S = 5.0
 """Timeout of the check whether a server hangs; one that does is reconnected."""
+_CLOSE_S = 10.0
+"""Timeout of closing a connection: the SDK takes up to 6.5 s to end a server that hangs, and cancelled before leaves it running."""
 _HTTP_ERROR = "Server returned an error response"
 """The SDK's message for an HTTP status of 400 and above that no MCP server wrote, as of a proxy before it."""
 
@@ -150,7 +152,7 @@ class McpConnection:
         self._stop.set()
         task, self._task, self._ready = self._task, None, None
         if task is not None:
-            await asyncio.wait([task], timeout=5)
+            await done_within(task, _CLOSE_S)
             await cancel_and_wait([task], 5)
 
     async def aclose(self) -> None:

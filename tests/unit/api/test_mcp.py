@@ -112,7 +112,10 @@ async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(monke
         os.kill(server, signal.SIGSTOP)
         body = {**call("little_add", call_id="h", a=1, b=1), "timeout_s": 0.3}
         assert (await client.post("/execute", json=body)).json()["result"]["timed_out"] is True
-        await until(lambda: server not in descendants())
+        connection = client.host.tools["little_add"]._connection
+        await until(lambda: connection._task is None, "the end of the connection")
+        time.sleep(3.5)  # noqa: ASYNC251 (the event loop is blocked, or the process stopped, while the server is ended)
+        await until(lambda: server not in descendants(), "the end of the server")
         assert (await ask(client, "little_add", a=1, b=2)).json()["result"]["output"] == "3"
     assert not servers()
 
