@@ -107,7 +107,7 @@ async def test_a_call_that_outlasts_the_drain_is_answered(tmp_path: Path):
     async with running("executor-server", "--config", str(settings)) as server:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60) as client:
-            paths = [(await client.post("/trajectories", json={})).headers["Location"] for _ in range(2)]
+            paths = [await granted(client) for _ in range(2)]
             calls = [
                 asyncio.create_task(terminal(client, paths[0], "sleep 600")),
                 asyncio.create_task(
@@ -136,7 +136,7 @@ async def test_an_executor_server_uses_a_tool_server_by_two_flags():
         running("executor-server", *flags, "--tool-server-url", tools.url) as server,
         httpx.AsyncClient(base_url=server.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client,
     ):
-        path = (await client.post("/trajectories", json={})).headers["Location"]
+        path = await granted(client)
         said = await client.post(f"{path}/calls", json={"name": "echo", "arguments": {"text": "hi"}})
         assert said.json()["result"]["output"] == "hi"
 
@@ -198,7 +198,7 @@ async def test_a_trajectory_stands_on_the_image_that_it_names(tmp_path: Path, im
             while states[-1]["phase"] != "ready":
                 states.append(await prepared(name, wait_s=1))
         assert states[-1]["image"]["env"]["GREETING"] == "from the image"
-        path = (await client.post("/trajectories", json={"image": name, "trajectory_id": "t"})).headers["Location"]
+        path = await granted(client, image=name, trajectory_id="t")
         shown = await terminal(client, path, "cat text; pwd; echo $GREETING")
         assert shown.json()["result"]["output"] == "from the image/srv/app\nfrom the image\n"
         assert (await client.post("/trajectories", json={"image": name, "trajectory_id": "t"})).status_code == 200
