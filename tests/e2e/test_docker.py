@@ -71,7 +71,7 @@ async def test_a_container_has_only_what_its_root_phase_needs_and_its_processes_
 
 
 async def test_what_a_killed_run_left_is_adopted_when_it_is_made_of_the_same_parts():
-    config = pool_config("docker", lease_ttl_s=3)
+    config = pool_config("docker", lease_ttl_s=10)
     await leave_behind(config)
     (before,) = containers(config.job_id)
     async with SlotPool(config) as pool:
