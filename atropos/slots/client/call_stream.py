@@ -157,14 +157,13 @@ class CallStream:
         """
         waiter: asyncio.Future[OpResult] = asyncio.get_running_loop().create_future()
         pending = self._pending.get(call.call_id)
-        if pending is None:
-            if (refused := self._queue(call, waiter)) is not None:
-                return refused
-        else:
-            pending.waiters.append(waiter)
         try:
+            if pending is not None:
+                pending.waiters.append(waiter)
+            elif (refused := self._queue(call, waiter)) is not None:
+                return refused
             return await waiter
-        except asyncio.CancelledError:
+        except BaseException:  # a cancellation; or a signal's handler raised, at any line
             self._give_up(call.call_id, waiter)
             raise
 

@@ -97,6 +97,17 @@ async def test_a_cancelled_call_is_cancelled_on_the_server():
         await until(lambda: not running.core.state.clients.of("tester").journal.entries)
 
 
+async def test_a_call_that_a_signal_s_handler_breaks_off_is_cancelled_on_the_server():
+    async with serving() as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        call = client.call(lease, Exec(command="hang"))
+        call.send(None)
+        await until(lambda: running.host.ran["hang"])
+        with pytest.raises(KeyboardInterrupt):
+            call.throw(KeyboardInterrupt())
+        await client.call(lease, Exec(command="echo next"))
+
+
 async def test_a_cancelled_acquire_leaks_no_slot():
     host = FakeHost()
     async with serving(host, slots=1) as running, client_of(running) as client:
