@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import os
 import re
-import secrets
 import socket
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -25,17 +24,6 @@ async def be_stopped(seconds: float) -> None:
     pid = os.getpid()
     script = f"kill -STOP {pid}; sleep {seconds}; kill -CONT {pid}"
     await (await asyncio.create_subprocess_exec("sh", "-c", script)).wait()
-
-
-def free_port() -> int:
-    """A port that nobody listens on, for a program that can't choose one itself.
-
-    It is below those that the kernel gives out, so that no other test's server gets it before the program listens.
-    """
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", 10_000 + secrets.randbelow(9_000)))
-            return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

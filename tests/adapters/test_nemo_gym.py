@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from examples.serve.processes import free_port
 from tests.adapters.peers import HOSTS, NEMO_GYM, ROOT, needs, run
 from tests.adapters.scripted_model import scripted_model
-from tests.processes import descendants, free_port
+from tests.processes import descendants
 
 pytestmark = needs("gym", NEMO_GYM)
 NEWER = ROOT / ".peers/share/nemo-gym"

@@ -14,8 +14,8 @@ import aiohttp
 
 from examples.policy.tokenizer import FOLDER
 from examples.policy.truth import Truth
+from examples.serve.processes import free_port
 from tests.e2e.hermes_support import sampled
-from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from atropos.cli.app import main
 from atropos.errors import ConfigError
 from atropos.tasks import workspace
 from atropos.tasks.check import CheckConfig, check
 from atropos.tasks.folder import read_tasks
 from atropos.tasks.format.datasets import dataset_folders, task_digest
 from tests.engines import params
+from tests.unit.command import ended
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 PASSES_WITH_DONE = "if [ -e done ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
@@ -52,12 +52,9 @@ def refusal(monkeypatch, capfd):
     """What the command says, in this process, where it can't be used so."""
 
     def said(*arguments):
-        monkeypatch.setattr(sys, "argv", ["atropos", "tasks", "check", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        told = capfd.readouterr().err
-        assert (ended.value.code, "Traceback" in told) == (2, False), told
-        return told
+        done = ended(monkeypatch, capfd, "tasks", "check", *map(str, arguments))
+        assert done.code == 2, done
+        return done.err
 
     return said
 
