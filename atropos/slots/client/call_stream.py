@@ -300,7 +300,7 @@ class CallStream:
         except Exception as error:
             log.exception("stream %s failed", self._url)
             self._lose(f"the client's stream failed: {error!r}", report=True)
-        except asyncio.CancelledError:  # by whoever ends the event loop: others' clean-up may still call, and wait
+        except BaseException:  # the event loop ends, by an exception that was perhaps raised here: clean-up may call on
             self._lose("the client's event loop ends", report=True)
             raise
 
