@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import tarfile
 import tempfile
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,12 @@ from atropos.adapters.sharing import (
 from atropos.errors import ConfigError
 from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
 from atropos.tasks.builder.accounts import profile_of
-from atropos.tasks.errors import TaskBroken
 from atropos.tasks.fit import STAND_INS, Room
 from atropos.tasks.format import machines
 from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB, EnvironmentSection, TaskConfig
 from atropos.tasks.format.task import Task, first_recipe
 from atropos.tasks.prepare import TaskImages
+from atropos.tasks.workspace import start_entrypoint
 
 LONGEST_BUILD_S = 24 * 3600.0
 """Harbor itself ends a start that takes too long."""
@@ -118,27 +117,19 @@ class AtroposEnvironment(BaseEnvironment):
         pool = await shared.enter()
         self._shared = shared
         try:
-            self._slot, entrypoint = await self._lease(pool, force_build=force_build)
+            self._slot, machine = await self._lease(pool, force_build=force_build)
             await self._apply_network_policy(self._network_policy)
             if workdir := self.task_env_config.workdir:
                 await self._held.exec(["mkdir", "-p", workdir], user="root")
-            if entrypoint:
-                await self._start_container(entrypoint)
+            await start_entrypoint(self._slot, machine, self._startup_env())
             await self.ensure_dirs(self._mount_targets(writable_only=True))
             await self._upload_environment_dir_after_start()
         except BaseException:
             await self.stop(delete=True)
             raise
 
-    async def _start_container(self, entrypoint: Sequence[str]) -> None:
-        """Start what an image's containers start with, and keep it as Harbor does: its services may be part of the task."""
-        try:
-            await self._held.start([*entrypoint, "sh", "-c", "sleep infinity"], env=self._startup_env())
-        except OSError as error:
-            raise TaskBroken(f"{self.environment_name}: ENTRYPOINT {entrypoint[0]}: {error}") from error
-
-    async def _lease(self, pool: SlotPool, *, force_build: bool) -> tuple[Slot, Sequence[str]]:
-        """A slot, and the entrypoint of its image."""
+    async def _lease(self, pool: SlotPool, *, force_build: bool) -> tuple[Slot, Task]:
+        """A slot, and the machine in it."""
         machine = await asyncio.to_thread(self._machine, force_build=force_build)
         policies = (self._network_policy, *self._phase_network_policies)
         offline = machine.config.environment.network_mode == "no-network"  # its compose file says so
@@ -150,7 +141,7 @@ class AtroposEnvironment(BaseEnvironment):
         except BaseException:
             await slot.release()
             raise
-        return slot, prepared.task.recipe.settings.entrypoint
+        return slot, prepared.task
 
     def _machine(self, *, force_build: bool) -> Task:
         """What the folder says how to make: the task's, or that of a separate verifier, whose image holds its tests.

@@ -194,6 +194,7 @@ class TaskEnv(DatasetEnv):
         else:
             slot = await self.executor.slot(trajectory_id)
             await workspace.enter(slot, item)
+        await workspace.start_entrypoint(slot, item)
         await workspace.wait_until_healthy(slot, item)
         return {"task": item.name}
 
@@ -248,7 +249,7 @@ class TaskEnv(DatasetEnv):
         if kept is not None:
             async with kept:
                 await self.executor.release_trajectory(trajectory_id)
-                await self.executor.start_from(trajectory_id, kept)
+                await workspace.start_entrypoint(await self.executor.start_from(trajectory_id, kept), step)
         slot: Slot = await self.executor.slot(trajectory_id)
         if attempt.verdicts:
             await workspace.clear(slot, step)
@@ -297,6 +298,7 @@ class TaskEnv(DatasetEnv):
 
     async def _verify_untouched(self, item: Task, task: Task, trajectory_id: str) -> None:
         slot = await self._fresh_slot(item, trajectory_id)
+        await workspace.wait_until_healthy(slot, item)
         for step in item.steps:
             await workspace.prepare_step(slot, step)
             if step is task:
@@ -310,8 +312,12 @@ class TaskEnv(DatasetEnv):
         await self.executor.release_trajectory(trajectory_id)
         snapshot = self._attempts[trajectory_id].snapshot
         if snapshot is not None and verifier is None:
-            return await self.executor.start_from(trajectory_id, snapshot)
-        return await self._built(verifier or item, trajectory_id)
+            slot = await self.executor.start_from(trajectory_id, snapshot)
+            await workspace.enter(slot, item)
+        else:
+            slot = await self._built(verifier or item, trajectory_id)
+        await workspace.start_entrypoint(slot, verifier or item)
+        return slot
 
     async def _built(self, item: Task, trajectory_id: str) -> Slot:
         """The trajectory's slot with the task's workspace, size and network."""

@@ -107,8 +107,6 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
                 refused.append(
                     f"{one.unbuildable}; or pull {image}, which `task_images` has the slots' base stand in for"
                 )
-        if entrypoint := one.recipe.settings.entrypoint:
-            notes.append(f"ENTRYPOINT: nothing starts {entrypoint[0]}, as Harbor would")
     if servers := task.config.environment.mcp_servers:
         names = ", ".join(server.name for server in servers)
         notes.append(f"environment.mcp_servers: the prompt names {names}; nothing starts or connects to them")

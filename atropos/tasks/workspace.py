@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -58,6 +58,29 @@ async def _reach(slot: Slot, hosts: Hosts) -> None:
     """Change what a slot's programs reach, where it has a network at all."""
     if slot.network:
         await slot.set_network(hosts)
+
+
+async def start_entrypoint(slot: Slot, task: Task, env: Mapping[str, str] | None = None) -> None:
+    """Start what the machine's containers start with, where it names anything, and keep it running as Harbor does.
+
+    Args:
+        slot: with the machine.
+        task: whose ENTRYPOINT it is, with the variables, folder and user of the image.
+        env: variables beside these.
+
+    Raises:
+        TaskBroken: there is no such program, or no such user.
+    """
+    entrypoint = task.recipe.settings.entrypoint
+    if not entrypoint:
+        return
+    profile, slot.profile = slot.profile, await profile_of(slot, task, task.container_settings)
+    try:
+        await slot.start([*entrypoint, "sh", "-c", "sleep infinity"], env=env)
+    except OSError as error:
+        raise TaskBroken(f"{task.name}: ENTRYPOINT {entrypoint[0]}: {error}") from error
+    finally:
+        slot.profile = profile
 
 
 async def wait_until_healthy(slot: Slot, task: Task) -> None:

@@ -337,6 +337,53 @@ async def test_a_separate_verifier_has_its_own_image_in_an_env_and_the_prompt_na
     assert group["atropos"]["trajectories"][0]["info"]["verifier_log"].strip() == "x"
 
 
+SERVER = """
+import socket, sys
+with socket.create_server(("127.0.0.1", 8000)) as server:
+    open("/starts", "a").write(" ".join(sys.argv[1:]) + "\\n")
+    while True:
+        server.accept()[0].sendall(b"served\\n")
+"""
+HEALTHY = "[environment.healthcheck]\ncommand = 'cat < /dev/tcp/127.0.0.1/8000'\ninterval_sec = 0.1\nretries = 600\n"
+SERVED = "until read said < /dev/tcp/127.0.0.1/8000; do sleep 0.1; done; cat /starts"
+
+
+@pytest.mark.parametrize("fork_setup", [False, True])
+async def test_an_entrypoint_serves_the_agent_and_the_tests_in_each_slot_of_a_trajectory(policy, tmp_path, fork_setup):
+    start = "one two sh -c sleep infinity\n"
+    look = script({"calls": [call("terminal", command=f"{SERVED} > seen")]}, "done")
+    test = f'{SERVED}; [ "$said" = served ] && [ "$(cat seen)" = "{start.strip()}" ] && ' + SCORE % 1
+    modes = {mode: f"[verifier]\nenvironment_mode = '{mode}'\n" for mode in ("view", "shared", "separate")}
+    for mode, toml in modes.items():
+        task(tmp_path, mode, prompt=look, test=test, toml=HEALTHY + toml)
+    counted = f"{SERVED}; wc -l < /starts > /logs/verifier/reward.txt"
+    steps_task(tmp_path, "steps", [(SERVED, counted, "")] * 2, toml=HEALTHY + modes["separate"])
+    for name in (*modes, "steps"):
+        folder = tmp_path / "tasks" / name / "environment"
+        (folder / "serve.py").write_text(SERVER)
+        entrypoint = json.dumps(["python3", "-S", "/serve.py", "one", "two"])
+        (folder / "Dockerfile").write_text(
+            f"FROM debian\nCOPY serve.py /\nWORKDIR /app\nENTRYPOINT {entrypoint}\nCMD no\n"
+        )
+    found, _ = await run(policy, tmp_path, fork_setup=fork_setup)
+    assert {name: group["scores"] for name, group in found.items()} == {
+        **dict.fromkeys(modes, [1.0, 1.0]),
+        "steps": [1.0, 1.0],
+    }
+    for messages in found["steps"]["messages"]:
+        told = [message["content"] for message in messages]
+        assert [told[3].count(start.strip()), told[7].count(start.strip())] == [1, 2], (
+            "it is started again where the agent goes on"
+        )
+
+
+async def test_an_entrypoint_that_does_not_start_is_the_tasks_fault(policy, tmp_path):
+    task(tmp_path, "t")
+    (tmp_path / "tasks/t/environment/Dockerfile").write_text('FROM debian\nENTRYPOINT ["/nothing"]\n')
+    with pytest.raises(GroupsDropped, match="task_fault"):
+        await run(policy, tmp_path)
+
+
 @shows("verifier_layers")
 @pytest.mark.parametrize("mode", ["view", "shared"])
 async def test_verifier_layers_are_there_for_the_tests_and_not_for_the_agent(policy, tmp_path, mode):

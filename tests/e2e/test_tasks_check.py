@@ -80,6 +80,9 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
     make(tasks, "lowered", toml='[environment]\nmemory = "2G"\nstorage = "10G"\n')
     make(tasks, "unreadable", toml="[environment]\ngpus = 1\n")
     make(tasks, "unknown-base", dockerfile="FROM 127.0.0.1:1/alpine:3\n")
+    start = 'FROM debian\nRUN mkfifo /said\nENTRYPOINT ["{}", "-c", "echo ready > /said"]\n'
+    make(tasks, "started", dockerfile=start.format("sh"), solution="timeout 60 cat /said && touch done")
+    make(tasks, "no-start", dockerfile=start.format("/nothing"))
     make(
         tasks,
         "in-steps",
@@ -107,9 +110,11 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
         "lowered": "sound",
         "in-steps": "sound",
         "own-verifier": "sound",
+        "started": "sound",
         "wrong-solution": "unsound",
         "free-reward": "unsound",
         "no-build": "broken",
+        "no-start": "broken",
         "too-big": "refused",
         "unreadable": "refused",
         "unknown-base": "broken",
@@ -121,6 +126,7 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
         ("wrong-solution", "its solution scores 0 (it ended with 3: no idea)"),
         ("free-reward", "doing nothing scores 1"),
         ("no-build", "no such luck"),
+        ("no-start", "ENTRYPOINT /nothing"),
         ("too-big", "environment.memory_mb"),
         ("unreadable", "environment.gpus"),
         ("unknown-base", "127.0.0.1:1/alpine:3: pulling: "),

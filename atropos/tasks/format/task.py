@@ -137,6 +137,11 @@ class Task:
         return all(one.agent_hosts == one.verifier_hosts == () for one in self.steps or (self,))
 
     @property
+    def container_settings(self) -> StepSettings:
+        """What a container of the machine starts with."""
+        return self._settings(None, {})
+
+    @property
     def agent_settings(self) -> StepSettings:
         """What the agent's commands start with."""
         return self._settings(self.config.agent.user, {})

@@ -601,12 +601,6 @@ def test_a_pattern_says_for_which_images_the_base_stands_in(folder):
     assert fit(task, room, images=("debian*",)).notes == ()
 
 
-def test_an_entrypoint_that_harbor_would_start_is_noted(folder):
-    (folder / "environment/Dockerfile").write_text('FROM app:1\nENTRYPOINT ["/start.sh"]\nCMD ["bash"]\n')
-    notes = fit(load_task(folder), Room(memory_mib=1, disk_mib=1)).notes
-    assert notes == ("ENTRYPOINT: nothing starts /start.sh, as Harbor would",)
-
-
 def test_what_images_set_is_where_a_dockerfile_starts(folder):
     (folder / "environment/Dockerfile").write_text(
         "FROM app:1\nENV PATH=/own:$PATH\nWORKDIR sub\nCOPY --from=tools:2 /bin/x /x\nCOPY --from=tools:2 /y /y\n"
