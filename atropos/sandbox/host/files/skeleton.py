@@ -126,7 +126,8 @@ def build(folder: str) -> Base:
 
 def _etc(etc: Path) -> None:
     for name in _COPIED:
-        _copy(Path("/etc", name), etc / name)
+        (etc / name).parent.mkdir(exist_ok=True)
+        _copy(f"/etc/{name}", f"{etc}/{name}")
     etc.joinpath("passwd").write_text("".join(f"{line}\n" for line in _ACCOUNTS), encoding="utf-8")
     etc.joinpath("group").write_text(
         "".join(f"{name}:x:{gid}:\n" for name, gid in (entry.split(":") for entry in _GROUPS)), encoding="utf-8"
@@ -142,28 +143,22 @@ def _etc(etc: Path) -> None:
         etc.joinpath("mtab").symlink_to("/proc/mounts")
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy(source: str, target: str) -> None:
     """Copy those parts of a file or folder of the host that all users may read; links stay links, private keys are left out."""
-    try:
-        found = source.lstat()
-    except OSError:
-        return
-    if stat.S_ISLNK(found.st_mode):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):
-            target.symlink_to(os.readlink(source))
-    elif stat.S_ISDIR(found.st_mode):
-        if source.name == "private" or not found.st_mode & stat.S_IROTH:
+    with contextlib.suppress(OSError):
+        found = os.lstat(source)
+        if stat.S_ISLNK(found.st_mode):
+            os.symlink(os.readlink(source), target)
+        elif not found.st_mode & stat.S_IROTH:
             return
-        target.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):
-            for child in source.iterdir():
-                _copy(child, target / child.name)
-    elif stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IROTH and found.st_size <= _MAX_COPIED_FILE:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):
+        elif stat.S_ISDIR(found.st_mode):
+            if os.path.basename(source) != "private":
+                os.mkdir(target, 0o755)
+                for name in os.listdir(source):
+                    _copy(f"{source}/{name}", f"{target}/{name}")
+        elif stat.S_ISREG(found.st_mode) and found.st_size <= _MAX_COPIED_FILE:
             shutil.copyfile(source, target)
-            target.chmod(stat.S_IMODE(found.st_mode) & 0o755)
+            os.chmod(target, stat.S_IMODE(found.st_mode) & 0o755)
 
 
 def _chown_to_root(folder: str) -> None:
