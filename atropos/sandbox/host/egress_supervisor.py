@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import deque
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from atropos.aio import cancel_and_wait
 from atropos.config import ServerConfig
@@ -74,10 +75,8 @@ class EgressSupervisor:
         Raises:
             IsolationUnavailable: what it needs isn't installed.
         """
-        try:
-            import h11  # noqa: F401  # pyright: ignore[reportUnusedImport]
-        except ImportError:
-            raise IsolationUnavailable("allow_network: the Python package h11 is missing (python3-h11)") from None
+        if find_spec("h11") is None:
+            raise IsolationUnavailable("allow_network: the Python package h11 is missing (python3-h11)")
         self._spawn()
         self._watch = asyncio.get_running_loop().create_task(self._keep_running(), name="egress proxy")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ConfigError, IsolationUnavailable, NotSupported
@@ -17,7 +18,9 @@ from atropos.sandbox.host.files.root_changer import RootChanger
 from atropos.sandbox.host.process import bwrap, prestart
 from atropos.sandbox.host.process.spawner_client import SpawnerClient
 from atropos.sandbox.linux import slot_cgroup, syscalls
-from atropos.sandbox.programs.spawner import StartRequest
+
+if TYPE_CHECKING:
+    from atropos.sandbox.programs.spawner import StartRequest
 
 _ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

@@ -275,7 +275,8 @@ def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
     os.closerange(3, 4)
     os.closerange(PIDS_FD + 1, 1 << 16)
     syscalls.die_with(parent)
-    os.execve(request["argv"][0], request["argv"], {})
+    bwrap, *arguments = request["argv"]
+    os.execve(bwrap, [bwrap, "--pidns", str(PIDS_FD), "--json-status-fd", str(STATUS_FD), *arguments], {})
 
 
 def _own_mounts(volume: str, seen: str, slots: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from atropos.sandbox.host.files.skeleton import Base
 from atropos.sandbox.host.files.volumes import GATE, NEXT, Volume
 from atropos.sandbox.host.process.runtime import PAUSE
-from atropos.sandbox.programs.spawner import PIDS_FD, STATUS_FD
 from atropos.slot_python import INSIDE
 
 
@@ -18,7 +17,8 @@ def command(bwrap: str, volume: Volume, base: Base, preload: str) -> list[str]:
         base: which of the host's folders it sees.
         preload: what covers /etc/ld.so.preload.
 
-    The caller is root of the slot's user namespace, and has forked the first process of its PID namespace.
+    Whoever runs it is root of the slot's user namespace, has forked the first process of its PID namespace, and adds the
+    descriptors of that namespace and of bubblewrap's reports.
     """
     hosts = [part for name in base.host_folders for part in ("--ro-bind", f"{volume.folder}/host-{name}", f"/{name}")]
     return [
@@ -34,6 +34,5 @@ def command(bwrap: str, volume: Volume, base: Base, preload: str) -> list[str]:
         *("--remount-ro", "/proc"),
         *("--dev", "/dev", "--dev-bind", f"{volume.folder}/pts", "/dev/pts"),
         *("--bind", f"{volume.data}/shm", "/dev/shm", "--remount-ro", "/dev"),
-        *("--pidns", str(PIDS_FD), "--json-status-fd", str(STATUS_FD)),
         *("--", f"{INSIDE}/{PAUSE}"),
     ]

@@ -9,9 +9,12 @@ import marshal
 import os
 import socket
 import subprocess
+from typing import TYPE_CHECKING
 
 from atropos.errors import SandboxError
-from atropos.sandbox.programs.spawner import NumberedRequest, Report, StartRequest
+
+if TYPE_CHECKING:
+    from atropos.sandbox.programs.spawner import NumberedRequest, Report, StartRequest
 
 
 class SpawnerClient:

@@ -9,14 +9,17 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
 
 from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
 from atropos.images.reference import POOL_BASE, ImageSource, base_name
-from atropos.images.store import Phase
 from atropos.sandbox.server.snapshots.layer_tar import packed_layers, unpack_layers
 from atropos.sandbox.server.snapshots.layers import Layers
 from atropos.sandbox.server.state.state import ServerState
 from atropos.wire import ImageInfo, ImageSettings, ImageState, KeepRequest, LayerOffer, LeaseRequest
+
+if TYPE_CHECKING:
+    from atropos.images.store import Phase
 
 log = logging.getLogger(__name__)
 _PREFIX = "image:"
