@@ -366,10 +366,7 @@ async def test_an_entrypoint_serves_the_agent_and_the_tests_in_each_slot_of_a_tr
             f"FROM debian\nCOPY serve.py /\nWORKDIR /app\nENTRYPOINT {entrypoint}\nCMD no\n"
         )
     found, _ = await run(policy, tmp_path, fork_setup=fork_setup)
-    assert {name: group["scores"] for name, group in found.items()} == {
-        **dict.fromkeys(modes, [1.0, 1.0]),
-        "steps": [1.0, 1.0],
-    }
+    assert {name: group["scores"] for name, group in found.items()} == {name: [1.0, 1.0] for name in (*modes, "steps")}
     for messages in found["steps"]["messages"]:
         told = [message["content"] for message in messages]
         assert [told[3].count(start.strip()), told[7].count(start.strip())] == [1, 2], (
