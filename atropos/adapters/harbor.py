@@ -38,7 +38,7 @@ from atropos.tasks.format import machines
 from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB, EnvironmentSection, TaskConfig
 from atropos.tasks.format.task import Task, first_recipe
 from atropos.tasks.prepare import TaskImages
-from atropos.tasks.workspace import start_entrypoint
+from atropos.tasks.workspace import start_main_process
 
 LONGEST_BUILD_S = 24 * 3600.0
 """Harbor itself ends a start that takes too long."""
@@ -121,7 +121,7 @@ class AtroposEnvironment(BaseEnvironment):
             await self._apply_network_policy(self._network_policy)
             if workdir := self.task_env_config.workdir:
                 await self._held.exec(["mkdir", "-p", workdir], user="root")
-            await start_entrypoint(self._slot, machine, self._startup_env())
+            await start_main_process(self._slot, machine, self._startup_env())
             await self.ensure_dirs(self._mount_targets(writable_only=True))
             await self._upload_environment_dir_after_start()
         except BaseException:

@@ -194,7 +194,7 @@ class TaskEnv(DatasetEnv):
         else:
             slot = await self.executor.slot(trajectory_id)
             await workspace.enter(slot, item)
-        await workspace.start_entrypoint(slot, item)
+        await workspace.start_main_process(slot, item)
         await workspace.wait_until_healthy(slot, item)
         return {"task": item.name}
 
@@ -249,7 +249,7 @@ class TaskEnv(DatasetEnv):
         if kept is not None:
             async with kept:
                 await self.executor.release_trajectory(trajectory_id)
-                await workspace.start_entrypoint(await self.executor.start_from(trajectory_id, kept), step)
+                await workspace.start_main_process(await self.executor.start_from(trajectory_id, kept), step)
         slot: Slot = await self.executor.slot(trajectory_id)
         if attempt.verdicts:
             await workspace.clear(slot, step)
@@ -316,7 +316,7 @@ class TaskEnv(DatasetEnv):
             await workspace.enter(slot, item)
         else:
             slot = await self._built(verifier or item, trajectory_id)
-        await workspace.start_entrypoint(slot, verifier or item)
+        await workspace.start_main_process(slot, verifier or item)
         return slot
 
     async def _built(self, item: Task, trajectory_id: str) -> Slot:

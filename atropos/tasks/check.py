@@ -308,7 +308,7 @@ class _Run:
             self.name, image=image, network=network, limits=machine.limits
         )
         await workspace.enter(slot, machine)
-        await workspace.start_entrypoint(slot, machine)
+        await workspace.start_main_process(slot, machine)
         return slot
 
     async def play(self) -> Attempt:
@@ -346,7 +346,7 @@ class _Run:
             async with self.kept as kept:
                 self.kept = None
                 self.slot = await self.images.pool.acquire(self.name, snapshot=kept, limits=self.task.limits)
-            await workspace.start_entrypoint(self.slot, self.task)
+            await workspace.start_main_process(self.slot, self.task)
 
     async def _judged(self, task: Task, *, keep: bool = False) -> Verdict:
         slot = self.slot

@@ -36,6 +36,8 @@ from atropos.tasks.verifier.services import end_processes
 _log = logging.getLogger(__name__)
 LOGS = "/logs/agent /logs/verifier /logs/artifacts"
 """Folders that anyone may write to while the agent works, as Harbor makes them."""
+WAITS = ("sh", "-c", "sleep infinity")
+"""What Harbor has a container run, so that it stays."""
 
 
 async def enter(slot: Slot, task: Task) -> None:
@@ -60,25 +62,29 @@ async def _reach(slot: Slot, hosts: Hosts) -> None:
         await slot.set_network(hosts)
 
 
-async def start_entrypoint(slot: Slot, task: Task, env: Mapping[str, str] | None = None) -> None:
-    """Start what the machine's containers start with, where it names anything, and keep it running as Harbor does.
+async def start_main_process(slot: Slot, task: Task, env: Mapping[str, str] | None = None) -> None:
+    """Start what a container of the machine would start, as Harbor does, where that does more than keep it running.
+
+    That is its ENTRYPOINT, with the command of its compose file, or one that waits, in the place of its CMD.
 
     Args:
         slot: with the machine.
-        task: whose ENTRYPOINT it is, with the variables, folder and user of the image.
+        task: whose machine it is; the process has the variables, folder and user of its image.
         env: variables beside these.
 
     Raises:
         TaskBroken: there is no such program, or no such user.
     """
-    entrypoint = task.recipe.settings.entrypoint
-    if not entrypoint:
+    settings = task.recipe.settings
+    words = (*settings.entrypoint, *(settings.command or WAITS))
+    if words == WAITS:
         return
     profile, slot.profile = slot.profile, await profile_of(slot, task, task.container_settings)
     try:
-        await slot.start([*entrypoint, "sh", "-c", "sleep infinity"], env=env)
+        await slot.start(words, env=env)
     except OSError as error:
-        raise TaskBroken(f"{task.name}: ENTRYPOINT {entrypoint[0]}: {error}") from error
+        kind = "ENTRYPOINT" if settings.entrypoint else "command"
+        raise TaskBroken(f"{task.name}: {kind} {words[0]}: {error}") from error
     finally:
         slot.profile = profile
 

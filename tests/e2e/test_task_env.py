@@ -10,6 +10,7 @@ from atropos.envs import TaskEnv, TaskEnvConfig
 from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError
 from atropos.tasks.errors import VerifierFailed
+from atropos.tasks.workspace import WAITS
 from examples.policy.truth import Truth
 from tests.e2e.hermes_support import call, groups, make, sampled, script
 from tests.settings import shows
@@ -349,7 +350,9 @@ SERVED = "until read said < /dev/tcp/127.0.0.1/8000; do sleep 0.1; done; cat /st
 
 
 @pytest.mark.parametrize("fork_setup", [False, True])
-async def test_an_entrypoint_serves_the_agent_and_the_tests_in_each_slot_of_a_trajectory(policy, tmp_path, fork_setup):
+async def test_a_machines_main_process_serves_the_agent_and_the_tests_in_each_slot_of_a_trajectory(
+    policy, tmp_path, fork_setup
+):
     start = "one two sh -c sleep infinity\n"
     look = script({"calls": [call("terminal", command=f"{SERVED} > seen")]}, "done")
     test = f'{SERVED}; [ "$said" = served ] && [ "$(cat seen)" = "{start.strip()}" ] && ' + SCORE % 1
@@ -361,7 +364,11 @@ async def test_an_entrypoint_serves_the_agent_and_the_tests_in_each_slot_of_a_tr
     for name in (*modes, "steps"):
         folder = tmp_path / "tasks" / name / "environment"
         (folder / "serve.py").write_text(SERVER)
-        entrypoint = json.dumps(["python3", "-S", "/serve.py", "one", "two"])
+        started = ["python3", "-S", "/serve.py", "one", "two"]
+        entrypoint = "[]" if name == "view" else json.dumps(started)
+        if name == "view":
+            command = json.dumps([*started, *WAITS])
+            (folder / "compose.yaml").write_text(f"services: {{main: {{build: ., command: {command}}}}}\n")
         (folder / "Dockerfile").write_text(
             f"FROM debian\nCOPY serve.py /\nWORKDIR /app\nENTRYPOINT {entrypoint}\nCMD no\n"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,10 +18,10 @@ from atropos.tasks.format.recipe import Folder, Recipe
 
 COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 _WITHOUT_EFFECT = {
-    *("command", "entrypoint", "container_name", "hostname", "labels", "init", "tty", "stdin_open", "logging"),
+    *("container_name", "hostname", "labels", "init", "tty", "stdin_open", "logging"),
     *("restart", "stop_grace_period", "stop_signal", "expose", "ports", "platform", "pull_policy", "memswap_limit"),
 }
-"""Keys about a container's start or its name, which change nothing here."""
+"""Keys about a container's name, its ports or its end, which change nothing here."""
 _OF_THE_BUILDER = {"cache_from", "cache_to", "labels", "no_cache", "platforms", "pull", "shm_size", "tags"}
 _VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_]\w*)(?::?-([^}]*))?[^}]*\}|\$([A-Za-z_]\w*)")
 _LOGS = re.compile(r"LOGS|_PATH\}|/logs\b")
@@ -42,6 +43,8 @@ class _ServiceTable(BaseModel):
 
     build: _Build | str | None = None
     image: str | None = None
+    entrypoint: str | list[str] | None = None
+    command: str | list[str] | None = None
     environment: dict[str, str | int | float | bool | None] | list[str] | None = None
     working_dir: str | None = None
     user: str | int | None = None
@@ -58,12 +61,16 @@ class Service:
 
     Attributes:
         dockerfile: None: it names an image.
+        entrypoint: None: the image's.
+        command: empty: what waits.
         offline: its network is none.
         memory_mib: what its programs may take; None: it doesn't say.
     """
 
     dockerfile: Path | None
     image: str | None
+    entrypoint: tuple[str, ...] | None = None
+    command: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     workdir: str | None = None
     user: str | None = None
@@ -75,7 +82,9 @@ class Service:
         """The recipe with what the service says over it."""
         before = recipe.settings
         env, user = {**before.env, **self.env}, self.user or before.user
-        settings = replace(before, workdir=self.workdir or before.workdir, env=env, user=user)
+        settings = replace(before, workdir=self.workdir or before.workdir, env=env, user=user, command=self.command)
+        if self.entrypoint is not None:
+            settings = replace(settings, entrypoint=self.entrypoint)
         steps = (*recipe.steps, Folder(settings.workdir, settings.user)) if self.workdir else recipe.steps
         return replace(recipe, settings=settings, steps=steps)
 
@@ -121,6 +130,8 @@ def read_compose(folder: Path) -> Service | None:
     return Service(
         dockerfile=file,
         image=None if image is None or image.startswith("$") else image,
+        entrypoint=None if service.entrypoint is None else _words(service.entrypoint, f"{where}.entrypoint"),
+        command=_words(service.command or "", f"{where}.command"),
         env=_environment(service.environment, where),
         workdir=service.working_dir,
         user=None if service.user is None else str(service.user),
@@ -192,6 +203,16 @@ def _environment(value: Mapping[str, object] | Sequence[str] | None, where: str)
         if not text.startswith("${T_BENCH_"):
             found[name] = _filled(text, f"{where}.environment.{name}")
     return found
+
+
+def _words(value: str | Sequence[str], where: str) -> tuple[str, ...]:
+    """A command: its words, or a text that is split into words as a shell would."""
+    if not isinstance(value, str):
+        return tuple(_filled(word, where) for word in value)
+    try:
+        return tuple(shlex.split(_filled(value, where)))
+    except ValueError as error:
+        raise ConfigError(f"{where}: {value!r:.80}: {error}; write a list of words") from None
 
 
 def _filled(text: str, where: str) -> str:

@@ -22,6 +22,7 @@ class StepSettings:
         user: `name`, `uid`, `name:group` or `uid:gid`; None: root.
         onbuild: of an image: instructions that its FROM carries out.
         entrypoint: what a container would start with; nothing of the build.
+        command: of a compose file: what a container's entrypoint would start; empty: what waits.
         shell: of an image: what the shell form of RUN begins with; empty: `/bin/sh -c`.
     """
 
@@ -30,6 +31,7 @@ class StepSettings:
     user: str | None = None
     onbuild: tuple[str, ...] = ()
     entrypoint: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
     shell: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

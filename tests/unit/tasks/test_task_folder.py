@@ -551,6 +551,7 @@ def test_files_that_cannot_be_honoured_are_named(folder):
         ("services: {main: {build: 5}}", r"services\.main: build: "),
         ("services: {main: {build: {context: ., args: {A: 1}}}}", r"services\.main\.build\.args"),
         ("services: {main: {volumes: 5}}", r"services\.main: volumes: "),
+        ('services: {main: {command: "echo \'x"}}', r"services\.main\.command: .*No closing quotation"),
         ("services: {main: {mem_limit: lots}}", r"services\.main\.mem_limit: 'lots' is no size"),
         ("services: {main: {environment: ['K=${KEY}']}}", r"environment\.K: \$\{KEY\} is not given to tasks"),
         ("services: [", "can't be read"),
@@ -825,6 +826,25 @@ def test_a_compose_file_of_one_service_says_how_its_commands_start(folder):
     assert load_task(folder).recipe.workdir == "/srv"
     (folder / "task.toml").write_text("[environment]\nworkdir = '/own'\n")
     assert load_task(folder).recipe.workdir == "/own"
+
+
+@pytest.mark.parametrize(
+    ("keys", "entrypoint", "command"),
+    [
+        ("", ("/start",), ()),
+        ("command: [serve, '$${A} ${B:-b}']", ("/start",), ("serve", "${A} b")),
+        ("command: sh -c 'a && b'", ("/start",), ("sh", "-c", "a && b")),
+        ("entrypoint: [/own, x], command: ''", ("/own", "x"), ()),
+        ("entrypoint: [], command: serve", (), ("serve",)),
+    ],
+)
+def test_a_compose_file_says_what_is_started_in_the_place_of_what_its_image_would_start(
+    folder, keys, entrypoint, command
+):
+    (folder / "environment/Dockerfile").write_text('FROM debian\nENTRYPOINT ["/start"]\nCMD ["image"]\n')
+    (folder / "environment/compose.yaml").write_text(f"services: {{main: {{build: .{keys and ', '}{keys}}}}}")
+    settings = load_task(folder).recipe.settings
+    assert (settings.entrypoint, settings.command) == (entrypoint, command)
 
 
 def test_steps_inherit_from_the_task_and_add_their_own(folder):
