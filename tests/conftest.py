@@ -119,8 +119,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    first = [*ONE_AT_A_TIME]  # the longest
-    items.sort(key=lambda item: first.index(unit) if (unit := unit_of(item.nodeid)) in first else len(first))
+    long: set[str] = set()
+    """Units with a test that is not fast."""
     for item in items:
         if item.nodeid.startswith(tuple(ALONE)):
             item.add_marker("alone")
@@ -130,6 +130,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and not any(item.get_closest_marker(name) for name in ("docker", "nomad"))
         ):
             item.add_marker("fast")
+            continue
+        long.add(unit_of(item.nodeid))
+    first = [*ONE_AT_A_TIME]
+
+    def turn(item: pytest.Item) -> int:
+        """The longest units come first; those of fast tests come last, for workers that wait for the others' ends."""
+        unit = unit_of(item.nodeid)
+        return first.index(unit) if unit in first else len(first) + (unit not in long)
+
+    items.sort(key=turn)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -138,7 +148,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from tests.scheduling import AloneLast
 
-    config.option.loadscopereorder = (
-        False  # folders are in a good order as they are: tests/unit, of short ones, is last
-    )
+    config.option.loadscopereorder = False  # the order is `turn`'s
     return AloneLast(config, log, unit_of, LAST)
