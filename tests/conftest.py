@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 MEASURES = "compares times, which other tests would change"
-STARTS_RAY = "Ray gives itself 30 s to start, which other tests would use up"
 USES_UP = "uses up what the kernel counts for the slots of all servers together"
 COUNTED_TOGETHER = (
     "descriptors_in_flight",
@@ -32,7 +31,6 @@ COUNTED_TOGETHER = (
 BOMBS = "tests/security/test_attack_programs.py::test_no_bomb_harms_more_than_its_own_slot"
 RELEASES = "tests/security/test_attack_programs.py::test_a_slot_released_in_the_middle_of_it_is_whole_for_the_next"
 ALONE = {
-    "tests/adapters/test_nemo_gym.py::test_tasks_by": STARTS_RAY,
     **{f"{test}[{name}]": USES_UP for test in (BOMBS, RELEASES) for name in COUNTED_TOGETHER},
     "tests/e2e/test_unauthenticated.py::test_half_open": MEASURES,
     "tests/limits/test_limits.py::test_the_kernel_s_side_of_limits[the_share": MEASURES,
