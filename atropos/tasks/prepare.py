@@ -427,7 +427,12 @@ async def _with_verifiers(task: Task, ready: Callable[[Task], Awaitable[Task]]) 
 
 def _settings(image: ImageInfo) -> StepSettings:
     """What an image's configuration gives the instructions after FROM."""
-    return StepSettings(image.workdir or "/", image.env, image.user, image.onbuild, image.entrypoint, image.shell)
+    return StepSettings(
+        *(image.workdir or "/", image.env, image.user),
+        onbuild=image.onbuild,
+        entrypoint=image.entrypoint,
+        shell=image.shell,
+    )
 
 
 def _hash(*parts: object) -> str:
