@@ -62,18 +62,22 @@ async def test_a_built_task_is_in_every_container(engine, tmp_path):
 
 
 class ApartBackend(LocalBackend):
-    """Containers that share no images, as those of Docker and Nomad; the third starts once it may."""
+    """Containers that share no images, as those of Docker and Nomad; the third starts once it may.
 
-    def __init__(self, config: SlotPoolConfig, folder: Path) -> None:
+    `mirrors`: where the first pulls from, and the second, in the place of far.test.
+    """
+
+    def __init__(self, config: SlotPoolConfig, folder: Path, mirrors: tuple[str, ...] = ()) -> None:
         super().__init__(config)
-        self.folder, self.third = folder, asyncio.Event()
+        self.folder, self.third, self.mirrors = folder, asyncio.Event(), mirrors
 
     async def launch(self, index: int, token: str) -> LocalServer:
         if index == 2:
             await self.third.wait()
-        config = self.config.server_config(token).model_copy(
-            update={"image_store": ImageStoreSettings(folder=str(self.folder / str(index)))}
-        )
+        store = ImageStoreSettings(folder=str(self.folder / str(index)), insecure_registries=self.mirrors)
+        if self.mirrors:
+            store = store.model_copy(update={"mirrors": {"far.test": self.mirrors[index]}})
+        config = self.config.server_config(token).model_copy(update={"image_store": store})
         return await LocalServer.launch(config, self.scratch, self.command)
 
 
@@ -92,3 +96,24 @@ async def test_a_lease_that_waits_is_brought_its_built_image_in_each_container_t
                 slot = await waits
                 assert (await slot.exec("cat /app/made")).output == "made\n"
                 await slot.release()
+
+
+@pytest.mark.parametrize("other", ["hangs", "refuses"])
+async def test_leases_wait_for_no_container_that_can_not_pull_their_image(tmp_path, images, other):
+    busybox_image(tmp_path / "layout", "hello")
+    images.push(tmp_path / "layout", "near:1")
+    config = Engine("local").config(slots_per_container=1, min_containers=2, max_containers=2, prepare_timeout_s=600)
+    async with await asyncio.start_server(lambda reader, _: reader.read(), "127.0.0.1", 0) as silent:
+        far = f"127.0.0.1:{silent.sockets[0].getsockname()[1] if other == 'hangs' else 1}"
+        async with SlotPool(config, backend=ApartBackend(config, tmp_path, (images.host, far))) as pool:
+            async with pool.lease("one", image="far.test/near:1") as slot:
+                assert (await slot.exec("cat text")).output == "hello"
+                waits = asyncio.create_task(pool.acquire("two", image="far.test/near:1"))
+                if other == "refuses":
+                    await until(lambda: waits.done() or pool.stats().waiting, "it waits in line")
+                async with pool.lease("plain") as plain:
+                    assert plain.container != slot.container
+                assert not waits.done(), "for the container that has the image"
+            second = await waits
+            assert second.container == slot.container
+            await second.release()

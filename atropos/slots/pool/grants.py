@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 from atropos import tracing, wire
 from atropos.aio import Allowance
 from atropos.errors import ConfigError, PoolFull, SandboxError, SlotLost
-from atropos.slots.containers.fleet import Ticket
+from atropos.slots.containers.fleet import Seat, Ticket
 from atropos.slots.containers.link import ContainerLink
 from atropos.slots.containers.state import SharedState
 from atropos.slots.slot import Slot
@@ -50,8 +50,9 @@ class Grants:
         network: bool,
         limits: wire.LeaseLimits | None,
         timeout_s: float,
+        pin: Callable[[int], Seat | None],
     ) -> Slot:
-        """As `SlotPool.acquire`.
+        """As `SlotPool.acquire`. `pin` says which container a lease of so much memory must go to; None: any.
 
         Raises:
             TimeoutError: no slot came free in time.
@@ -61,7 +62,7 @@ class Grants:
             raise ConfigError(f"snapshot {snapshot.id} is another pool's")
         started = state.now()
         mib = state.config.room_mib(limits)
-        ticket = state.fleet.ticket(snapshot.pin(mib) if snapshot else None, mib)
+        ticket = state.fleet.ticket(pin(mib), mib)
         async with self._measured(ticket, snapshot, timeout_s):
             while True:
                 state.require_running()
@@ -80,8 +81,7 @@ class Grants:
                 if link is not None and (slot := await self._finish(link, ticket, request, snapshot)) is not None:
                     state.counters.acquire_s.append(state.now() - started)
                     return slot
-                if snapshot is not None:
-                    ticket.pin = snapshot.pin(mib)
+                ticket.pin = pin(mib)
 
     @contextlib.asynccontextmanager
     async def _measured(self, ticket: Ticket, snapshot: Snapshot | None, timeout_s: float) -> AsyncGenerator[None]:

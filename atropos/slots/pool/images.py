@@ -1,4 +1,4 @@
-"""Images in the pool's containers: prepared in all of them before a lease waits for a slot.
+"""Images in the pool's containers: prepared in all of them. A lease waits until all have its image, or one that has room.
 
 A lease that finds its image missing in one container (it came later, or the image was removed there) prepares it then,
 in `SandboxClient.acquire`.
@@ -11,14 +11,16 @@ import contextlib
 import hashlib
 import logging
 import os
+import random
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from atropos.errors import ImageUnavailable, SandboxError, SlotLost
 from atropos.images.locks import locked
 from atropos.images.reference import SERVERS_OWN, ImageSource
+from atropos.slots.containers.fleet import Seat
 from atropos.slots.containers.link import ContainerLink
 from atropos.slots.containers.state import SharedState
 from atropos.slots.pool.image_sources import Archive, archive_of
@@ -28,6 +30,8 @@ log = logging.getLogger("atropos.slots")
 T = TypeVar("T")
 Progress = Callable[[str, ImageState], None]
 """Called with a container's id and how far the image is prepared there; of a build, with no id."""
+ROOM_POLL_S = 0.1
+"""How often a lease whose image some containers still prepare looks for room in the others, in seconds."""
 
 
 class PoolImages:
@@ -44,38 +48,29 @@ class PoolImages:
         self._tasks: dict[tuple[ContainerLink, str], asyncio.Task[ImageInfo]] = {}
         self._archives: dict[str, asyncio.Task[Archive]] = {}
 
-    async def prepare(self, image: str, progress: Progress | None = None) -> tuple[str, ImageInfo | None]:
+    async def prepare(self, image: str, progress: Progress | None = None) -> ImageInfo | None:
         """Have every container that can be leased from pull and unpack an image.
 
         Returns:
-            The source's name in leases, and what the image is; None where no container is there yet.
+            What the image is; None where no container is there yet.
 
         Raises:
             ConfigError: it names no image, or no local one.
             ImageUnavailable: no container could prepare it, or not within `prepare_timeout_s`; says which phase failed.
             SlotLost: the containers ended meanwhile.
         """
-        source = ImageSource.parse(image)
-        archive = None if source.transport in SERVERS_OWN else await self._archive(source)
-        name = str(source) if archive is None else archive.source
-        self._tasks = {key: task for key, task in self._tasks.items() if key[0].gone is None}
-        wanted = [link for link in self._links.values() if link.seat.open]
-        tasks = [self._task(link, name, archive, progress) for link in wanted]
-        if not tasks:
-            return name, None
-        if not all(task.done() for task in tasks):
-            await asyncio.wait(tasks)
-        errors = [error for task in tasks if (error := task.exception()) is not None]
-        if len(errors) == len(tasks):
-            if archive is not None and isinstance(errors[0], ImageUnavailable):  # servers know it by its digest alone
-                raise ImageUnavailable(str(errors[0]).replace(name, str(source))) from errors[0]
-            raise errors[0]
-        for error in errors:
-            log.warning("not every container has the image: %s", error)
-        return name, next(task.result() for task in tasks if task.exception() is None)
+        source, name, tasks = await self._begin(image, progress)
+        if pending := [task for task in tasks if not task.done()]:
+            await asyncio.wait(pending)
+        return _outcome(source, name, tasks)
 
-    async def leased(self, image: str, grant: Callable[[str], Awaitable[T]]) -> T:
+    async def leased(self, image: str, mib: int, grant: Callable[[str], Awaitable[T]]) -> T:
         """Prepare an image, and call `grant` with its name in leases; again where a server ended, lost the image or came since.
+
+        Args:
+            image: as for `prepare`.
+            mib: memory of the lease.
+            grant: leases from the container of `pin`, where that names one.
 
         Raises:
             ConfigError, ImageUnavailable, SlotLost: as `prepare`.
@@ -84,16 +79,56 @@ class PoolImages:
         while True:
             known = {*self._links}
             try:
-                source = (await self.prepare(image))[0]
+                name = await self._ready(image, mib)
             except SlotLost:  # by others, which the lease waits for
-                source = (await self.prepare(image))[0]
+                name = await self._ready(image, mib)
             try:
-                return await grant(source)
+                return await grant(name)
+            except SlotLost:  # the container that it was to go to
+                continue
             except ImageUnavailable:  # removed there for others, or in a container that came since
                 if known == before:
                     raise
                 before = known
-                self.forget(source)
+                self.forget(name)
+
+    async def _ready(self, image: str, mib: int) -> str:
+        """The image's name in leases, once every container has it, or one that has room for the lease."""
+        source, name, tasks = await self._begin(image)
+        while pending := [task for task in tasks if not task.done()]:
+            if self.pin(name, mib) is not None:
+                return name
+            await asyncio.wait(pending, timeout=ROOM_POLL_S)
+        _outcome(source, name, tasks)
+        return name
+
+    def pin(self, name: str, mib: int) -> Seat | None:
+        """The container that a lease on an image must go to, since others don't have it; None: any.
+
+        Args:
+            name: the image's name in leases.
+            mib: memory of the lease.
+        """
+        tasks = {link.seat: self._tasks.get((link, name)) for link in self._links.values() if link.seat.open}
+        here = [seat for seat, task in tasks.items() if task is not None and task.done() and not _failed(task)]
+        if not here or len(here) == len(tasks):
+            return None
+        roomy = [seat for seat in here if seat.free >= mib and seat.kept_for is None]
+        if roomy:
+            return min(roomy, key=lambda seat: seat.index)
+        others_may = any(task is None or not task.done() for task in tasks.values())
+        return None if others_may else random.choice(here)  # not all wait for the same one
+
+    async def _begin(
+        self, image: str, progress: Progress | None = None
+    ) -> tuple[ImageSource, str, list[asyncio.Task[ImageInfo]]]:
+        """An image, its name in leases, and its preparation in each container that can be leased from."""
+        source = ImageSource.parse(image)
+        archive = None if source.transport in SERVERS_OWN else await self._archive(source)
+        name = str(source) if archive is None else archive.source
+        self._tasks = {key: task for key, task in self._tasks.items() if key[0].gone is None}
+        wanted = [link for link in self._links.values() if link.seat.open]
+        return source, name, [self._task(link, name, archive, progress) for link in wanted]
 
     async def find(self, source: str) -> ImageInfo | None:
         """The image of a source that only servers know, from the first container that has it."""
@@ -198,6 +233,18 @@ class PoolImages:
         for archive in self._made():
             archive.close()
         self._archives.clear()
+
+
+def _outcome(source: ImageSource, name: str, tasks: Sequence[asyncio.Task[ImageInfo]]) -> ImageInfo | None:
+    """What an image is, once its preparations have ended; an error is one only where all failed."""
+    errors = [error for task in tasks if (error := task.exception()) is not None]
+    if errors and len(errors) == len(tasks):
+        if name != str(source) and isinstance(errors[0], ImageUnavailable):  # servers know it by its digest alone
+            raise ImageUnavailable(str(errors[0]).replace(name, str(source))) from errors[0]
+        raise errors[0]
+    for error in errors:
+        log.warning("not every container has the image: %s", error)
+    return next((task.result() for task in tasks if task.exception() is None), None)
 
 
 def _failed(task: asyncio.Task[object]) -> bool:

@@ -22,6 +22,7 @@ from atropos.slots.backends.base import Backend, Container
 from atropos.slots.client import SandboxClient
 from atropos.slots.client.call_stream import FrameLimit
 from atropos.slots.config import SlotPoolConfig
+from atropos.slots.containers.fleet import Seat
 from atropos.slots.containers.keeper import Keeper
 from atropos.slots.containers.link import ClientFactory, ContainerLink
 from atropos.slots.containers.state import SharedState
@@ -273,15 +274,27 @@ class SlotPool:
             self.config.check_room(limits, self.config.slots_per_container)
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
 
-        def grant(source: str | None) -> Awaitable[Slot]:
+        def grant(name: str | None) -> Awaitable[Slot]:
             return self._grants.acquire(
-                trajectory_id, snapshot, base, source, network=wanted, limits=limits, timeout_s=timeout_s
+                *(trajectory_id, snapshot, base, name),
+                pin=lambda mib: self._pin(snapshot, name, mib),
+                network=wanted,
+                limits=limits,
+                timeout_s=timeout_s,
             )
 
         try:
-            return await (grant(None) if image is None else self._images.leased(image, grant))
+            if image is None:
+                return await grant(None)
+            return await self._images.leased(image, self.config.room_mib(limits), grant)
         except TimeoutError:
             raise self._timed_out(snapshot, timeout_s) from None
+
+    def _pin(self, snapshot: Snapshot | None, image: str | None, mib: int) -> Seat | None:
+        """The container that a lease of so much memory must go to; None: any."""
+        if snapshot is not None:
+            return snapshot.pin(mib)
+        return None if image is None else self._images.pin(image, mib)
 
     def _timed_out(self, snapshot: Snapshot | None, timeout_s: float) -> AcquireTimeout:
         self._state.counters.timeouts += 1
@@ -308,7 +321,7 @@ class SlotPool:
         """
         self._state.require_running()
         if isinstance(image, str):
-            return (await self._images.prepare(image, progress))[1]
+            return await self._images.prepare(image, progress)
         return await image.build(self, lambda state: None if progress is None else progress("", state))
 
     def building(self, key: str, waiting: Callable[[], None]) -> AbstractAsyncContextManager[ImageInfo | None]:
