@@ -274,15 +274,17 @@ class TaskImages:
     async def prepare_when_up(
         self, source: str, progress: Callable[[str, ImageState], None] | None = None
     ) -> ImageInfo | None:
-        """What a source is, prepared as soon as a container is up, for which it waits as an acquire does.
+        """What a source is, prepared in one container at least, for which it waits as an acquire does.
 
         Raises:
             ImageUnavailable, ConfigError: it is unavailable.
         """
         end = time.monotonic() + self.pool.config.acquire_timeout_s
-        while (image := await self.pool.prepare(source, progress=progress)) is None and time.monotonic() < end:  # noqa: ASYNC110
+        while True:
+            image = await self.pool.prepare(source, progress=progress, everywhere=False)
+            if image is not None or time.monotonic() > end:
+                return image
             await asyncio.sleep(PAUSE_S)
-        return image
 
     # ------------------------------------------------------------------------------------------------------------ keys
 

@@ -106,6 +106,10 @@ async def test_leases_wait_for_no_container_that_can_not_pull_their_image(tmp_pa
     async with await asyncio.start_server(lambda reader, _: reader.read(), "127.0.0.1", 0) as silent:
         far = f"127.0.0.1:{silent.sockets[0].getsockname()[1] if other == 'hangs' else 1}"
         async with SlotPool(config, backend=ApartBackend(config, tmp_path, (images.host, far))) as pool:
+            task = make(tmp_path / "task", "FROM far.test/near:1\nRUN echo built > /built\n")
+            prepared = await TaskImages(pool).prepare(task)
+            async with pool.lease("built", image=prepared.image) as slot:
+                assert (await slot.exec("cat /built")).output == "built\n"
             async with pool.lease("one", image="far.test/near:1") as slot:
                 assert (await slot.exec("cat text")).output == "hello"
                 waits = asyncio.create_task(pool.acquire("two", image="far.test/near:1"))

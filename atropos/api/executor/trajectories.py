@@ -192,7 +192,7 @@ class Trajectories:
 
     async def _lease(self, key: str, image: str | None) -> None:
         if image is not None:
-            await self._executor.pool.prepare(image)  # has its own timeout, before that of the slot
+            await self._executor.pool.prepare(image, everywhere=False)  # has its own timeout, before that of the slot
         try:
             async with asyncio.timeout(self._settings.acquire_s):
                 await self._executor.slot(key, image=image)

@@ -13,6 +13,7 @@ import logging
 import os
 import random
 import tempfile
+from asyncio import ALL_COMPLETED, FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -48,8 +49,15 @@ class PoolImages:
         self._tasks: dict[tuple[ContainerLink, str], asyncio.Task[ImageInfo]] = {}
         self._archives: dict[str, asyncio.Task[Archive]] = {}
 
-    async def prepare(self, image: str, progress: Progress | None = None) -> ImageInfo | None:
+    async def prepare(
+        self, image: str, progress: Progress | None = None, *, everywhere: bool = True
+    ) -> ImageInfo | None:
         """Have every container that can be leased from pull and unpack an image.
+
+        Args:
+            image: what `ImageSource` parses.
+            progress: called while this waits.
+            everywhere: wait for all of them; else for the first.
 
         Returns:
             What the image is; None where no container is there yet.
@@ -59,10 +67,21 @@ class PoolImages:
             ImageUnavailable: no container could prepare it, or not within `prepare_timeout_s`; says which phase failed.
             SlotLost: the containers ended meanwhile.
         """
-        source, name, tasks = await self._begin(image, progress)
-        if pending := [task for task in tasks if not task.done()]:
-            await asyncio.wait(pending)
-        return _outcome(source, name, tasks)
+        waits = True
+
+        def report(container: str, state: ImageState) -> None:
+            if waits and progress is not None:
+                progress(container, state)
+
+        try:
+            source, name, tasks = await self._begin(image, report)
+            while pending := [task for task in tasks if not task.done()]:
+                if not everywhere and (ready := [task for task in tasks if task.done() and not _failed(task)]):
+                    return ready[0].result()
+                await asyncio.wait(pending, return_when=ALL_COMPLETED if everywhere else FIRST_COMPLETED)
+            return _outcome(source, name, tasks)
+        finally:
+            waits = False
 
     async def leased(self, image: str, mib: int, grant: Callable[[str], Awaitable[T]]) -> T:
         """Prepare an image, and call `grant` with its name in leases; again where a server ended, lost the image or came since.
