@@ -64,7 +64,7 @@ async def test_a_built_task_is_in_every_container(engine, tmp_path):
 class ApartBackend(LocalBackend):
     """Containers that share no images, as those of Docker and Nomad; the third starts once it may.
 
-    `mirrors`: where the first pulls from, and the second, in the place of far.test.
+    `mirrors`: where the first pulls from, and the second, in the place of 127.0.0.1:1, where nothing listens.
     """
 
     def __init__(self, config: SlotPoolConfig, folder: Path, mirrors: tuple[str, ...] = ()) -> None:
@@ -76,7 +76,7 @@ class ApartBackend(LocalBackend):
             await self.third.wait()
         store = ImageStoreSettings(folder=str(self.folder / str(index)), insecure_registries=self.mirrors)
         if self.mirrors:
-            store = store.model_copy(update={"mirrors": {"far.test": self.mirrors[index]}})
+            store = store.model_copy(update={"mirrors": {"127.0.0.1:1": self.mirrors[index]}})
         config = self.config.server_config(token).model_copy(update={"image_store": store})
         return await LocalServer.launch(config, self.scratch, self.command)
 
@@ -106,13 +106,13 @@ async def test_leases_wait_for_no_container_that_can_not_pull_their_image(tmp_pa
     async with await asyncio.start_server(lambda reader, _: reader.read(), "127.0.0.1", 0) as silent:
         far = f"127.0.0.1:{silent.sockets[0].getsockname()[1] if other == 'hangs' else 1}"
         async with SlotPool(config, backend=ApartBackend(config, tmp_path, (images.host, far))) as pool:
-            task = make(tmp_path / "task", "FROM far.test/near:1\nRUN echo built > /built\n")
+            task = make(tmp_path / "task", "FROM 127.0.0.1:1/near:1\nRUN echo built > /built\n")
             prepared = await TaskImages(pool).prepare(task)
             async with pool.lease("built", image=prepared.image) as slot:
                 assert (await slot.exec("cat /built")).output == "built\n"
-            async with pool.lease("one", image="far.test/near:1") as slot:
+            async with pool.lease("one", image="127.0.0.1:1/near:1") as slot:
                 assert (await slot.exec("cat text")).output == "hello"
-                waits = asyncio.create_task(pool.acquire("two", image="far.test/near:1"))
+                waits = asyncio.create_task(pool.acquire("two", image="127.0.0.1:1/near:1"))
                 if other == "refuses":
                     await until(lambda: waits.done() or pool.stats().waiting, "it waits in line")
                 async with pool.lease("plain") as plain:
