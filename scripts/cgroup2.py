@@ -33,7 +33,7 @@ CACHE = Path(
 )
 MIRROR = os.environ.get("ATROPOS_DEBIAN_MIRROR", "http://deb.debian.org/debian")
 PROGRAMS = {"qemu-system-x86_64": "qemu-system-x86", "debootstrap": "debootstrap", "mke2fs": "e2fsprogs"}
-PACKAGES = "bubblewrap busybox-static gcc git libc6-dev libseccomp2 procps python3 uidmap xz-utils"
+PACKAGES = "bubblewrap busybox-static e2fsprogs gcc git libc6-dev libseccomp2 procps python3 uidmap xz-utils"
 KERNELS = {"new": "trixie", "old": "bookworm"}  # 6.12 and 6.1
 MODULES = (
     "virtio",
@@ -43,7 +43,10 @@ MODULES = (
     "virtio_pci",
     "virtio_blk",
     "overlay",
+    "loop",
 )
+ROOM_MIB = 2048
+"""What the root file system has free: volumes on disk take their whole size."""
 PTH = "/repo\n/repo/.cgroup2-site\n"
 TEST_PACKAGES = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis")
 TESTS = "tests/limits tests/unit/sandbox tests/truths/test_truth_03* tests/truths/test_truth_06* tests/truths/test_truth_08* tests/conformance/test_slots.py"
@@ -85,7 +88,7 @@ def install() -> None:
 
 def machine() -> Path:
     """The folder with `root.img` and a kernel of each kind; made where this content has none yet."""
-    content = hashlib.sha256(f"{PACKAGES}{MODULES}{KERNELS}{PTH}".encode()).hexdigest()[:16]
+    content = hashlib.sha256(f"{PACKAGES}{MODULES}{KERNELS}{PTH}{ROOM_MIB}".encode()).hexdigest()[:16]
     target = CACHE / f"cgroup2-{content}"
     if target.exists():
         return target
@@ -110,7 +113,7 @@ def machine() -> Path:
         for waste in ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man", "usr/share/locale"):
             shutil.rmtree(root / waste, ignore_errors=True)
         say("packing it")
-        size = int(quietly("du", "-sm", root).split()[0]) + 600
+        size = int(quietly("du", "-sm", root).split()[0]) + ROOM_MIB
         quietly("mke2fs", "-q", "-t", "ext4", "-O", "^has_journal", "-d", root, part / "root.img", f"{size}m")
         shutil.rmtree(root)
         with contextlib.suppress(OSError):  # somebody else was quicker
