@@ -430,7 +430,9 @@ async def _with_verifiers(task: Task, ready: Callable[[Task], Awaitable[Task]]) 
 def _settings(image: ImageInfo) -> StepSettings:
     """What an image's configuration gives the instructions after FROM."""
     return StepSettings(
-        *(image.workdir or "/", image.env, image.user),
+        workdir=image.workdir or "/",
+        env=image.env,
+        user=image.user,
         onbuild=image.onbuild,
         entrypoint=image.entrypoint,
         shell=image.shell,

@@ -57,6 +57,10 @@ class Seat:
         """Whether some memory is neither free nor this pool's: another client's, warming, or of a lost answer."""
         return self.free + self.reserved_mib + self.leased_mib + self.retired_mib < self.capacity
 
+    def has_room(self, mib: int) -> bool:
+        """Whether a lease of this much memory may go here now: what is kept for a large one is no room."""
+        return self.free >= mib and self.kept_for is None
+
     @property
     def busy(self) -> bool:
         """Whether this pool uses it."""
@@ -352,7 +356,7 @@ class Fleet:
         """The container for the longest waiting ticket; for a large one that fits nowhere, the one to keep for it."""
         if ticket.mib <= self.slot_mib:
             return self._lowest()
-        roomy = (entry for entry in self._open if entry[3].kept_for is None and entry[3].free >= ticket.mib)
+        roomy = (entry for entry in self._open if entry[3].has_room(ticket.mib))
         if (found := min(roomy, default=None)) is not None:
             return found[3]
         may = (s for s in self.seats.values() if s.open and s.kept_for is None)
@@ -362,7 +366,7 @@ class Fleet:
     def _lowest(self) -> Seat | None:
         while self._open:
             seat = self._open[0][3]
-            if seat.open and seat.free >= self.slot_mib and seat.kept_for is None:
+            if seat.open and seat.has_room(self.slot_mib):
                 return seat
             seat.queued = False
             heapq.heappop(self._open)

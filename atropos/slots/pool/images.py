@@ -132,8 +132,7 @@ class PoolImages:
         here = [seat for seat, task in tasks.items() if task is not None and task.done() and not _failed(task)]
         if not here or len(here) == len(tasks):
             return None
-        roomy = [seat for seat in here if seat.free >= mib and seat.kept_for is None]
-        if roomy:
+        if roomy := [seat for seat in here if seat.has_room(mib)]:
             return min(roomy, key=lambda seat: seat.index)
         others_may = any(task is None or not task.done() for task in tasks.values())
         return None if others_may else random.choice(here)  # not all wait for the same one

@@ -94,7 +94,7 @@ class Snapshot:
             how = "was dropped" if self._dropped else "is lost: its container is gone"
             raise SlotLost(f"snapshot {self.id} {how}")
         here = [link.seat for link in places if link.seat.open]
-        if ready := next((seat for seat in here if seat.free >= mib and seat.kept_for is None), None):
+        if ready := next((seat for seat in here if seat.has_room(mib)), None):
             return ready
         config = self.state.config
         if self.info.bytes <= config.travel_mib * 1024 * 1024 and config.max_containers > 1 and not self.stays_because:

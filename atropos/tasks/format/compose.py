@@ -82,9 +82,9 @@ class Service:
         """The recipe with what the service says over it."""
         before = recipe.settings
         env, user = {**before.env, **self.env}, self.user or before.user
-        settings = replace(before, workdir=self.workdir or before.workdir, env=env, user=user, command=self.command)
-        if self.entrypoint is not None:
-            settings = replace(settings, entrypoint=self.entrypoint)
+        workdir = self.workdir or before.workdir
+        entrypoint = before.entrypoint if self.entrypoint is None else self.entrypoint
+        settings = replace(before, workdir=workdir, env=env, user=user, entrypoint=entrypoint, command=self.command)
         steps = (*recipe.steps, Folder(settings.workdir, settings.user)) if self.workdir else recipe.steps
         return replace(recipe, settings=settings, steps=steps)
 
