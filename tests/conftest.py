@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import pytest
@@ -46,8 +46,10 @@ LARGE = "works through an input of many megabytes, or very many inputs"
 ANEW = "starts Python anew, with the whole of atropos or of atroposlib"
 SLOW = {
     "tests/unit/api/test_e2b_sandboxes.py::test_a_step": SERVERS,
+    "tests/unit/api/test_mcp.py::test_a_check_that": SERVERS,
     "tests/unit/api/test_mcp.py::test_a_dead_mcp_server": SERVERS,
     "tests/unit/api/test_mcp.py::test_an_mcp_server_that": SERVERS,
+    "tests/unit/api/test_mcp.py::test_calls_that_wait": SERVERS,
     "tests/unit/api/test_mcp.py::test_streamable_http": SERVERS,
     "tests/unit/api/test_tool_server.py::test_a_request_of_a_million_mistakes": LARGE,
     "tests/unit/api/test_tool_server.py::test_trajectories_and_journal_stay_bounded": LARGE,
@@ -94,6 +96,9 @@ ONE_AT_A_TIME = {
 """Units of many modules, the longest first: tests in one cluster, and tests that share one Nomad client's memory or start
 agents under fixed names."""
 
+LONG = ("tests/unit/", "tests/security/")
+"""Folders with long units, which must not be the last to start."""
+
 
 def unit_of(nodeid: str) -> str:
     """The unit in which xdist runs a test: its module, and in the conformance suite each backend of it."""
@@ -117,8 +122,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    long: set[str] = set()
-    """Units with a test that is not fast."""
+    units: dict[str, bool] = {}
+    """Each unit, and whether all of its tests are fast."""
     for item in items:
         if item.nodeid.startswith(tuple(ALONE)):
             item.add_marker("alone")
@@ -128,16 +133,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and not any(item.get_closest_marker(name) for name in ("docker", "nomad"))
         ):
             item.add_marker("fast")
-            continue
-        long.add(unit_of(item.nodeid))
-    first = [*ONE_AT_A_TIME]
-
-    def turn(item: pytest.Item) -> int:
-        """The longest units come first; those of fast tests come last, for workers that wait for the others' ends."""
         unit = unit_of(item.nodeid)
-        return first.index(unit) if unit in first else len(first) + (unit not in long)
+        units[unit] = units.get(unit, True) and item.get_closest_marker("fast") is not None
+    turns = turns_of(units)
+    items.sort(key=lambda item: turns[unit_of(item.nodeid)])
 
-    items.sort(key=turn)
+
+def turns_of(units: Mapping[str, bool]) -> dict[str, float]:
+    """When each unit's turn comes: the longest are first; fast ones, which mostly wait, come evenly between those that need the CPUs.
+
+    Args:
+        units: each unit, and whether all of its tests are fast.
+    """
+    turns: dict[str, float] = {unit: -len(ONE_AT_A_TIME) + index for index, unit in enumerate(ONE_AT_A_TIME)}
+    for kind in (True, False):
+        those = [unit for unit, fast in units.items() if fast is kind and unit not in turns]
+        those.sort(key=lambda unit: not unit.startswith(LONG))
+        turns |= {unit: index / len(those) for index, unit in enumerate(those)}
+    return turns
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -146,5 +159,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from tests.scheduling import AloneLast
 
-    config.option.loadscopereorder = False  # the order is `turn`'s
+    config.option.loadscopereorder = False  # the order is `turns_of`'s
     return AloneLast(config, log, unit_of, LAST)

@@ -184,11 +184,11 @@ async def test_a_call_that_runs_is_ended_at_the_time_limit():
 async def test_the_time_in_which_this_process_is_stopped_is_not_the_agents():
     async def execute(call):
         if call.arguments["command"] == "stopped":
-            await be_stopped(6)
+            await be_stopped(3)
         return ToolResult(success=True)
 
     calls = [{"calls": [call("stopped"), call("x")]}, {"calls": [call("x")]}, "done"]
-    result = await agent(DirectServer(), execute, timeout_s=4).run(script(calls))
+    result = await agent(DirectServer(), execute, timeout_s=2.5).run(script(calls))
     assert (result.stop_reason, [one.error for step in result.steps for one in step.results]) == ("final", [None] * 3)
 
 
@@ -404,7 +404,7 @@ async def test_a_silent_server_meets_the_deadline():
 async def test_the_time_in_which_the_loop_is_blocked_is_not_the_servers():
     class Server(DirectServer):
         async def tokens_and_logprobs_completion(self, input_ids, n, **sampling):
-            asyncio.get_running_loop().call_soon(time.sleep, 4)  # as a hook of another trajectory does
+            asyncio.get_running_loop().call_soon(time.sleep, 2.5)  # as a hook of another trajectory does
             await asyncio.sleep(0.1)
             return await super().tokens_and_logprobs_completion(input_ids, n, **sampling)
 

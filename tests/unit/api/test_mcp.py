@@ -162,13 +162,13 @@ async def test_an_mcp_server_that_is_busy_with_the_calls_of_others_is_not_taken_
 
 
 async def test_calls_that_wait_for_a_server_that_does_not_come_back_are_no_failures_of_its_tools(tmp_path: Path):
-    script = f"[ -e {tmp_path}/mute ] && exec sleep 3600; exec {sys.executable} {SERVER}"
+    script = f"[ -e {tmp_path}/mute ] && exec cat >/dev/null; exec {sys.executable} {SERVER}"
     server = STDIO.model_copy(update={"command": "sh", "args": ("-c", script)})
     async with offering(server) as client:
         (tmp_path / "mute").touch()
         assert (await ask(client, "little_die")).status_code == 409
         tool = client.host.tools["little_add"]
-        tool._connection.server, tool.timeout_s = server.model_copy(update={"timeout_s": 4}), 4
+        tool._connection.server, tool.timeout_s = server.model_copy(update={"timeout_s": 1}), 1
         calls = [client.post("/execute", json=call("little_add", f"t{n}", a=1, b=2)) for n in range(3)]
         answers = await asyncio.gather(*calls)
         assert {(one.status_code, one.json().get("code")) for one in answers} == {(503, "tool_server_unavailable")}

@@ -245,7 +245,7 @@ async def test_a_hook_that_hangs_ends_by_its_limit(policy, tmp_path, hook, code,
 
 async def test_the_time_in_which_the_loop_is_blocked_is_not_a_hooks():
     async def hook():
-        asyncio.get_running_loop().call_soon(time.sleep, 4)  # as a hook of another trajectory does, or a stop
+        asyncio.get_running_loop().call_soon(time.sleep, 2.5)  # as a hook of another trajectory does, or a stop
         await asyncio.sleep(0.1)
         return 1.0
 

@@ -251,7 +251,7 @@ async def test_the_time_in_which_the_loop_is_blocked_is_no_wait_for_a_slot():
         waiting = asyncio.create_task(pool.acquire("next", timeout_s=1.5))
         await until(lambda: pool.stats().waiting == 1, "it waits")
         release = asyncio.create_task(held.release())
-        time.sleep(4)  # noqa: ASYNC251 - as an env's hook does
+        time.sleep(2.5)  # noqa: ASYNC251 - as an env's hook does
         await release
         await (await waiting).release()
 

@@ -224,7 +224,7 @@ async def test_the_time_in_which_the_loop_is_blocked_is_not_a_tools(pool):
     @tool(toolsets=("test",), timeout_s=1.5)
     async def asks() -> str:
         """Ask somebody who answers at once."""
-        asyncio.get_running_loop().call_soon(time.sleep, 4)  # as a hook of another trajectory does
+        asyncio.get_running_loop().call_soon(time.sleep, 2.5)  # as a hook of another trajectory does
         await asyncio.sleep(0.1)
         return "answer"
 
