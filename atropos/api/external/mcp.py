@@ -150,10 +150,11 @@ class McpConnection:
 
     async def _close(self) -> None:
         self._stop.set()
-        task, self._task, self._ready = self._task, None, None
+        task, ready, self._task, self._ready = self._task, self._ready, None, None
         if task is not None:
-            await done_within(task, _CLOSE_S)
-            await cancel_and_wait([task], 5)
+            if ready is not None and ready.done():  # else it is being opened, and waits for the server alone
+                await done_within(task, _CLOSE_S)
+            await cancel_and_wait([task], _CLOSE_S)
 
     async def aclose(self) -> None:
         """End the connection; a server started here ends with it."""

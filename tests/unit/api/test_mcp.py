@@ -162,7 +162,8 @@ async def test_an_mcp_server_that_is_busy_with_the_calls_of_others_is_not_taken_
 
 
 async def test_calls_that_wait_for_a_server_that_does_not_come_back_are_no_failures_of_its_tools(tmp_path: Path):
-    script = f"[ -e {tmp_path}/mute ] && exec cat >/dev/null; exec {sys.executable} {SERVER}"
+    others = descendants()
+    script = f"[ -e {tmp_path}/mute ] && exec sleep 3600; exec {sys.executable} {SERVER}"
     server = STDIO.model_copy(update={"command": "sh", "args": ("-c", script)})
     async with offering(server) as client:
         (tmp_path / "mute").touch()
@@ -172,6 +173,8 @@ async def test_calls_that_wait_for_a_server_that_does_not_come_back_are_no_failu
         calls = [client.post("/execute", json=call("little_add", f"t{n}", a=1, b=2)) for n in range(3)]
         answers = await asyncio.gather(*calls)
         assert {(one.status_code, one.json().get("code")) for one in answers} == {(503, "tool_server_unavailable")}
+        assert not tool._connection._task.done(), "it is still being opened"
+    assert descendants().keys() <= others.keys()
 
 
 async def test_an_mcp_server_that_does_not_start_is_told_at_start():
