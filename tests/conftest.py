@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -96,9 +96,6 @@ ONE_AT_A_TIME = {
 """Units of many modules, the longest first: tests in one cluster, and tests that share one Nomad client's memory or start
 agents under fixed names."""
 
-LONG = ("tests/unit/", "tests/security/")
-"""Folders with long units, which must not be the last to start."""
-
 
 def unit_of(nodeid: str) -> str:
     """The unit in which xdist runs a test: its module, and in the conformance suite each backend of it."""
@@ -122,8 +119,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    units: dict[str, bool] = {}
-    """Each unit, and whether all of its tests are fast."""
+    long: set[str] = set()
+    """Units with a test that is not fast."""
     for item in items:
         if item.nodeid.startswith(tuple(ALONE)):
             item.add_marker("alone")
@@ -133,24 +130,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and not any(item.get_closest_marker(name) for name in ("docker", "nomad"))
         ):
             item.add_marker("fast")
+            continue
+        long.add(unit_of(item.nodeid))
+    first = [*ONE_AT_A_TIME]
+
+    def turn(item: pytest.Item) -> int:
+        """The longest units come first; those of fast tests come last, for workers that wait for the others' ends."""
         unit = unit_of(item.nodeid)
-        units[unit] = units.get(unit, True) and item.get_closest_marker("fast") is not None
-    turns = turns_of(units)
-    items.sort(key=lambda item: turns[unit_of(item.nodeid)])
+        return first.index(unit) if unit in first else len(first) + (unit not in long)
 
-
-def turns_of(units: Mapping[str, bool]) -> dict[str, float]:
-    """When each unit's turn comes: the longest are first; fast ones, which mostly wait, come evenly between those that need the CPUs.
-
-    Args:
-        units: each unit, and whether all of its tests are fast.
-    """
-    turns: dict[str, float] = {unit: -len(ONE_AT_A_TIME) + index for index, unit in enumerate(ONE_AT_A_TIME)}
-    for kind in (True, False):
-        those = [unit for unit, fast in units.items() if fast is kind and unit not in turns]
-        those.sort(key=lambda unit: not unit.startswith(LONG))
-        turns |= {unit: index / len(those) for index, unit in enumerate(those)}
-    return turns
+    items.sort(key=turn)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -159,5 +148,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from tests.scheduling import AloneLast
 
-    config.option.loadscopereorder = False  # the order is `turns_of`'s
+    config.option.loadscopereorder = False  # the order is `turn`'s
     return AloneLast(config, log, unit_of, LAST)

@@ -68,7 +68,7 @@ def tiny_base(folder: Path, owner: int) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     """A folder that ordinary users can read, unlike pytest's own."""
     with tempfile.TemporaryDirectory(prefix="atropos-test-") as name:
@@ -76,7 +76,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def root_driver(folder) -> Iterator[Driver]:
     if os.geteuid() != 0:
         pytest.skip("needs root: the ordinary user's driver runs the same scenarios")
@@ -85,14 +85,14 @@ def root_driver(folder) -> Iterator[Driver]:
     driver.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def user_driver(folder) -> Iterator[Driver]:
     driver = Driver(tiny_base(folder / "user", USER if os.geteuid() == 0 else os.geteuid()), as_user=True)
     yield driver
     driver.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def disk_driver(folder) -> Iterator[Driver]:
     if os.geteuid() != 0:
         pytest.skip("needs root: it looks into /var/lib")
