@@ -61,6 +61,10 @@ class Seat:
         """Whether a lease of this much memory may go here now: what is kept for a large one is no room."""
         return self.free >= mib and self.kept_for is None
 
+    def can_hold(self, mib: int) -> bool:
+        """Whether a lease of this much memory fits here once all others have ended."""
+        return self.capacity - self.retired_mib >= mib
+
     @property
     def busy(self) -> bool:
         """Whether this pool uses it."""
@@ -232,9 +236,13 @@ class Fleet:
     def _match_kept(self) -> Iterator[Ticket]:
         """Serve the large ones for whom containers are kept: there, or where there is room by now."""
         kept = sorted((seat.kept_for.seq, seat.kept_for, seat) for seat in self._kept if seat.kept_for is not None)
+        longest = self._longest()
         for _, ticket, seat in kept:
-            here = [seat, *(other for other in self._grown if ticket.pin is None and other.kept_for is None)]
-            found = next((each for each in here if ticket.mib <= each.free), None)
+            older = longest if longest is not None and longest.seq < ticket.seq else None
+            grown = (other for other in self._grown if ticket.pin is None and other.kept_for is None)
+            # what would be kept for one that waits for longer is not taken before its turn
+            others = (other for other in grown if older is None or not other.can_hold(older.mib))
+            found = next((each for each in (seat, *others) if ticket.mib <= each.free), None)
             if found is not None:
                 self._unkeep(seat)
                 yield self._reserve(ticket, found)
@@ -360,7 +368,7 @@ class Fleet:
         if (found := min(roomy, default=None)) is not None:
             return found[3]
         may = (s for s in self.seats.values() if s.open and s.kept_for is None)
-        fitting = (seat for seat in may if seat.capacity - seat.retired_mib >= ticket.mib)
+        fitting = (seat for seat in may if seat.can_hold(ticket.mib))
         return max(fitting, key=lambda seat: (seat.free, -seat.index), default=None)
 
     def _lowest(self) -> Seat | None:

@@ -153,6 +153,33 @@ def test_a_large_lease_is_not_starved_by_small_ones_and_they_go_on_elsewhere():
     assert behind.waiting
 
 
+def test_a_large_lease_whose_container_is_gone_is_passed_by_no_later_one_at_the_next():
+    fleet = Fleet(SLOT)
+
+    def ask(mib):
+        fleet.ask(ticket := fleet.ticket(mib=mib))
+        return ticket
+
+    def settle():
+        for ticket in fleet.match():
+            fleet.granted(ticket)
+
+    first, second, third = Seat("first", 0), Seat("second", 1), Seat("third", 2)
+    fleet.join(first, slots=4, free=4 * SLOT, now=0)
+    ask(SLOT)
+    settle()
+    large = ask(4 * SLOT)
+    settle()
+    fleet.join(second, slots=2, free=SLOT, now=0)
+    later = ask(2 * SLOT)
+    settle()
+    assert (first.kept_for, second.kept_for) == (large, later)
+    fleet.leave(first)
+    fleet.join(third, slots=4, free=4 * SLOT, now=0)
+    settle()
+    assert (large.seat, later.seat) == (third, None)
+
+
 def test_a_large_lease_that_finds_only_scattered_room_makes_the_pool_grow():
     fleet = Fleet(SLOT)
     for n in range(4):
