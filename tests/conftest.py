@@ -95,6 +95,8 @@ ONE_AT_A_TIME = {
 }
 """Units of many modules, the longest first: tests in one cluster, and tests that share one Nomad client's memory or start
 agents under fixed names."""
+WAITING = ("tests/unit/sandbox/test_scenarios.py",)
+"""Units that wait for most of their minute, which others can use."""
 
 
 def unit_of(nodeid: str) -> str:
@@ -132,7 +134,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fast")
             continue
         long.add(unit_of(item.nodeid))
-    first = [*ONE_AT_A_TIME]
+    first = [*ONE_AT_A_TIME, *WAITING]
 
     def turn(item: pytest.Item) -> int:
         """The longest units come first; those of fast tests come last, for workers that wait for the others' ends."""
