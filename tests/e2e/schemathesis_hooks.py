@@ -42,7 +42,7 @@ def _known(call: Any) -> Any:
 def map_body(context: Any, body: Any) -> Any:
     if _right(BatchRequest, body):
         return {**body, "calls": [_known(one) for one in body["calls"]]}
-    if _right(PrepareImage, body):  # no registry of the outside is asked
+    if context.operation.path == "/prepare" and _right(PrepareImage, body):  # no registry of the outside is asked
         return {**body, "image": "127.0.0.1:1/nothing", "wait_s": 1}
     if _right(OpenTrajectory, body):
         return {**body, "image": None}
