@@ -15,8 +15,9 @@ async def until(condition: Callable[[], object], what: str = "the condition", se
     """Poll until `condition()` is true, on a tenth of a CPU at most; an AssertionError that says `what` after `seconds`."""
     seconds *= SLOWNESS
     deadline = asyncio.get_running_loop().time() + seconds
-    used = time.thread_time()
-    while not condition():
+    while True:
+        began = time.thread_time()
+        if condition():
+            return
         assert asyncio.get_running_loop().time() < deadline, f"{what} did not come about within {seconds} s"
-        await asyncio.sleep(max(0.01, 9 * (time.thread_time() - used)))
-        used = time.thread_time()
+        await asyncio.sleep(max(0.01, 9 * (time.thread_time() - began)))
