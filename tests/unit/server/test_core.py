@@ -9,15 +9,16 @@ import aiohttp
 import pytest
 
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolFull, SandboxError, SlotLost
-from atropos.sandbox.server.calls.journal import Journal
+from atropos.sandbox.server.calls.journal import Journal, JournalEntry
 from atropos.sandbox.server.calls.lanes import Lanes
+from atropos.sandbox.server.calls.start_queue import StartQueue
 from atropos.sandbox.server.metrics import Meters
 from atropos.sandbox.server.snapshots.layer_tar import packed_layers
 from atropos.sandbox.server.snapshots.snapshot_transfer import IncomingSnapshot
 from atropos.sandbox.server.state.lease_table import LeaseTable
 from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
-from atropos.wire import Call, Exec, Fault, Health, OpError, ProcRead, WriteFile
+from atropos.wire import Call, Exec, Fault, Health, OpError, ProcRead, Reply, WriteFile
 from tests.unit.client.test_client import client_of, request
 from tests.unit.server.fakes import TOKEN, FakeHost, serving
 from tests.waiting import until
@@ -469,7 +470,7 @@ async def test_a_barrier_that_has_not_begun_is_answered_when_the_lease_ends():
         pass
 
     sandbox = await FakeHost().start("slot")
-    lanes = Lanes(sandbox, Journal(), lambda _: None, room, Meters())
+    lanes = Lanes(sandbox, Journal(), lambda _: None, room, StartQueue(), Meters())
     done = lanes.barrier(work)
     lanes.close("lease_expired", "the lease was released")
     with pytest.raises(SandboxError):
@@ -482,7 +483,7 @@ async def test_what_watched_a_process_of_a_slot_that_died_during_a_copy_gets_no_
         pass
 
     sandbox, journal, copied = await FakeHost().start("slot"), Journal(), asyncio.Event()
-    lanes = Lanes(sandbox, journal, lambda _: None, room, Meters())
+    lanes = Lanes(sandbox, journal, lambda _: None, room, StartQueue(), Meters())
     call = Call(call_id="call", lease_id="lease", epoch=1, operation=ProcRead(id="p", wait_s=3600))
     watching = journal.open(call)
     lanes.submit(watching, call.operation)
@@ -495,3 +496,32 @@ async def test_what_watched_a_process_of_a_slot_that_died_during_a_copy_gets_no_
     assert watching.answer.code == "outcome_unknown"
     copied.set()
     await copying
+
+
+async def test_commands_that_wait_for_their_turn_are_cancelled_and_answered_like_any_other():
+    async def room() -> None:
+        pass
+
+    host, journal, starts = FakeHost(), Journal(), StartQueue(1)
+    first, second = [
+        Lanes(await host.start(name), journal, lambda _: None, room, starts, Meters()) for name in ("one", "two")
+    ]
+
+    def submit(lanes: Lanes, call_id: str) -> JournalEntry:
+        call = Call(call_id=call_id, lease_id="lease", epoch=1, operation=Exec(command="hang"))
+        entry = journal.open(call)
+        lanes.submit(entry, call.operation)
+        return entry
+
+    assert submit(first, "runs").state == "running"
+    cancelled, pending = submit(second, "cancelled"), submit(second, "pending")
+    assert cancelled.state == pending.state == "queued"
+    second.cancel(cancelled)
+    assert isinstance(cancelled.answer, Reply), cancelled.answer
+    second.close("lease_expired", "the lease was released")
+    assert isinstance(pending.answer, Fault), pending.answer
+    first.close("lease_expired", "the lease was released")
+    assert (
+        submit(Lanes(await host.start("three"), journal, lambda _: None, room, starts, Meters()), "next").state
+        == "running"
+    )

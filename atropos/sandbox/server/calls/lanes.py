@@ -4,7 +4,8 @@ There are three lanes. The *main* lane runs commands and file operations one aft
 `proc_read`, `proc_write`, `proc_kill` and `proc_list`, so that a background process can be watched and ended while a
 command runs; it keeps its own order, but a `proc_read` that waits lets the ones behind it go on. The *concurrent* lane
 takes commands that ask for it (`Exec.concurrent`) and runs them side by side. A `Barrier` (a snapshot) runs alone: after
-the calls before it in the main lane, once no concurrent command runs, with nothing in the process lane.
+the calls before it in the main lane, once no concurrent command runs, with nothing in the process lane. Commands, the
+only calls that start programs, also wait for their lease's turn in the server's `StartQueue`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from atropos.errors import OutcomeUnknown, SandboxError
 from atropos.sandbox.contract import Sandbox
 from atropos.sandbox.server.calls.file_streams import FileStream, FileStreams
 from atropos.sandbox.server.calls.journal import Journal, JournalEntry, cancelled_reply
+from atropos.sandbox.server.calls.start_queue import StartQueue
 from atropos.sandbox.server.metrics import Meters
 from atropos.wire import (
     Exec,
@@ -31,6 +33,7 @@ from atropos.wire import (
     ProcKill,
     ProcList,
     ProcRead,
+    ProcStart,
     ProcWrite,
     ReadStream,
     Reply,
@@ -49,6 +52,7 @@ MAX_QUEUED = 1024
 MAX_CONCURRENT = 64
 """Concurrent commands that run at once in one lease; further ones wait. As many as it may have background processes."""
 SIDE = (ProcRead, ProcWrite, ProcKill, ProcList, SetNetwork)
+COMMANDS = (Exec, ProcStart)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +78,7 @@ class Lanes:
         journal: records every answer.
         answered: called after an answer is in the journal.
         room: waits while the journal is congested.
+        starts: the server's queue of commands to start.
         meters: measures every call.
     """
 
@@ -83,12 +88,15 @@ class Lanes:
         journal: Journal,
         answered: Callable[[JournalEntry], None],
         room: Callable[[], Awaitable[None]],
+        starts: StartQueue,
         meters: Meters,
     ) -> None:
         self.sandbox = sandbox
+        self.started_at = time.perf_counter()
         self._journal = journal
         self._answered = answered
         self._room = room
+        self._starts = starts
         self._meters = meters
         self.streams = FileStreams()
         self._streaming: dict[str, FileStream] = {}
@@ -160,6 +168,7 @@ class Lanes:
         for entry in list(self._running.values()):
             self._fault(entry, code, message)
             self.sandbox.forget(entry.number)
+            self._starts.ended(entry)
         self._running.clear()
         self.streams.close()
         for task in self._tasks:
@@ -182,7 +191,7 @@ class Lanes:
                 self._main_busy = self._barrier = True
                 self._spawn(self._run_barrier(item))  # which takes it from the queue: until then, `close` answers it
                 break
-            if not self._has_room():
+            if not self._has_room() or not self._may_start(item[1]):
                 break
             self._main.popleft()
             self._main_busy = self._begin(*item, self._main_ended)
@@ -193,6 +202,8 @@ class Lanes:
             else:
                 self._side_busy = self._begin(entry, operation, self._side_ended)
         while self._concurrent and self._concurrent_running < MAX_CONCURRENT and not self._barrier and self._has_room():
+            if not self._starts.admit(self):
+                break
             self._concurrent_running += self._begin(*self._concurrent.popleft(), self._concurrent_ended)
 
     def _main_ended(self) -> None:
@@ -203,6 +214,13 @@ class Lanes:
 
     def _concurrent_ended(self) -> None:
         self._concurrent_running -= 1
+
+    def may_start(self) -> None:
+        """The turn of this lease's next command has come."""
+        self._kick()
+
+    def _may_start(self, operation: Operation) -> bool:
+        return not isinstance(operation, COMMANDS) or self._starts.admit(self)
 
     def _has_room(self) -> bool:
         """Whether the journal takes more; else the lanes go on when it does."""
@@ -237,14 +255,18 @@ class Lanes:
             self._meters.operation.observe(ran_s, operation.op, said)
             self._running.pop(entry.call_id, None)
             self._ended(entry, operation, result, ran_s)
+            self._starts.ended(entry)
             self._kick()
 
         try:
+            if isinstance(operation, COMMANDS):
+                self._starts.started(self, entry)
             if isinstance(operation, ReadStream | WriteStream):
                 self._begin_stream(entry, operation, ended)
             else:
                 self.sandbox.begin(entry.number, operation, ended)
         except Exception as error:
+            self._starts.ended(entry)
             self._ended(entry, operation, error, time.perf_counter() - began)
             return False
         self._running[entry.call_id] = entry

@@ -130,7 +130,8 @@ class Leasing:
         if held.state == "ending":  # released during the start; its end waits for this task and stops the sandbox
             raise LeaseExpired("the lease was released before it was granted")
         client = self._state.clients.of(held.client_id)
-        run.lanes = Lanes(sandbox, client.journal, client.answered, client.wait_for_room, self._state.meters)
+        starts, meters = self._state.starts, self._state.meters
+        run.lanes = Lanes(sandbox, client.journal, client.answered, client.wait_for_room, starts, meters)
         held.state = "active"
         held.renewed_at = self._state.now()
         self.watch(run, sandbox)

@@ -11,6 +11,7 @@ from typing import TypeVar
 from atropos.config import ServerConfig
 from atropos.errors import LeaseExpired
 from atropos.sandbox.contract import Host
+from atropos.sandbox.server.calls.start_queue import StartQueue
 from atropos.sandbox.server.metrics import Meters
 from atropos.sandbox.server.state.clients import ClientTable, Connection
 from atropos.sandbox.server.state.lease_run import LeaseRun
@@ -44,6 +45,7 @@ class ServerState:
         """Every open WebSocket, also of clients that have not said hello."""
         self.counters: Counter[str] = Counter()
         self.meters = Meters()
+        self.starts = StartQueue()
         self.short_ttl = asyncio.Event()
         """Set by a lease so short that the upkeep must look sooner."""
         self._clock = clock

@@ -1,0 +1,86 @@
+"""Which lease starts a command next (`atropos.sandbox.server.calls.start_queue`)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from atropos.sandbox.server.calls.start_queue import STARTING_S, StartQueue
+from atropos.testing.waiting import until
+
+
+class Lease:
+    """Starts its commands as the queue lets it, and writes each down in `log`."""
+
+    def __init__(self, name: str, queue: StartQueue, log: list[str], commands: int = 1, *, since: float = 0.0) -> None:
+        self.name, self.queue, self.log, self.left = name, queue, log, commands
+        self.started_at = since
+
+    def may_start(self) -> None:
+        while self.left and self.queue.admit(self):
+            self.left -= 1
+            self.queue.started(self, f"{self.name}{self.left}")
+            self.log.append(f"{self.name}{self.left}")
+
+
+async def test_as_many_start_as_may_and_the_next_when_one_ends():
+    queue, log = StartQueue(2), list[str]()
+    for name in "abc":
+        Lease(name, queue, log).may_start()
+    assert log == ["a0", "b0"]
+    queue.ended("b0")
+    assert log == ["a0", "b0", "c0"]
+
+
+async def test_of_those_that_wait_the_one_goes_first_whose_last_start_was_longest_ago():
+    queue, log = StartQueue(1), list[str]()
+    Lease("busy", queue, log, 3).may_start()
+    Lease("new", queue, log, since=2.0).may_start()
+    Lease("quiet", queue, log, since=1.0).may_start()
+    for command in ("busy2", "quiet0", "new0", "busy1"):
+        queue.ended(command)
+    assert log == ["busy2", "quiet0", "new0", "busy1", "busy0"]
+
+
+async def test_a_turn_is_for_one_command():
+    queue, log = StartQueue(2), list[str]()
+    Lease("a", queue, log, 2).may_start()
+    Lease("b", queue, log, 2, since=1.0).may_start()
+    Lease("c", queue, log, since=2.0).may_start()
+    queue.ended("a0")
+    queue.ended("a1")
+    assert log == ["a1", "a0", "b1", "c0"]
+
+
+async def test_commands_that_do_not_end_hold_up_nobody():
+    queue, log = StartQueue(1), list[str]()
+    for number in range(5):
+        Lease(f"{number}.", queue, log).may_start()
+    assert log == ["0.0"]
+    await until(lambda: len(log) == 5)
+    assert log == [f"{number}.0" for number in range(5)]
+
+
+async def test_after_the_longest_start_nobody_waits():
+    queue, log = StartQueue(1), list[str]()
+    Lease("long", queue, log).may_start()
+    await asyncio.sleep(2 * STARTING_S)
+    Lease("next", queue, log).may_start()
+    assert log == ["long0", "next0"]
+
+
+async def test_a_lease_that_has_nothing_to_start_any_more_gives_its_turn_to_the_next():
+    queue, log = StartQueue(1), list[str]()
+    leases = [Lease(name, queue, log) for name in "abc"]
+    for lease in leases:
+        lease.may_start()
+    leases[1].left = 0
+    queue.ended("a0")
+    assert log == ["a0", "c0"]
+
+
+async def test_what_never_started_may_end():
+    queue, log = StartQueue(1), list[str]()
+    Lease("a", queue, log).may_start()
+    Lease("b", queue, log).may_start()
+    queue.ended("b0")
+    assert log == ["a0"]
