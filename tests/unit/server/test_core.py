@@ -15,7 +15,6 @@ from atropos.sandbox.server.calls.start_queue import StartQueue
 from atropos.sandbox.server.metrics import Meters
 from atropos.sandbox.server.snapshots.layer_tar import packed_layers
 from atropos.sandbox.server.snapshots.snapshot_transfer import IncomingSnapshot
-from atropos.sandbox.server.state.lease_table import LeaseTable
 from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
 from atropos.wire import Call, Exec, Fault, Health, OpError, ProcRead, Reply, WriteFile
@@ -87,18 +86,14 @@ async def test_sandboxes_that_do_not_start_fail_the_acquire_and_then_the_server(
     host = FakeHost()
     async with serving(host, slots=2, warm=0) as running, client_of(running) as client:
         await until(lambda: running.core.leasing.warm_pool.ready == 2)
-        for _ in range(2):
-            await client.acquire(request())
+        lease = await client.acquire(request())
+        taken = await running.core.leasing.warm_pool.take(5)  # so that the other slot's has to be started
         host.start_fails = True
-        running.core.leasing._table = running.core.state.table = LeaseTable(
-            2, 1024
-        )  # only the warm pool is of interest
         with pytest.raises(BackendUnavailable, match="no more namespaces"):
             await asyncio.wait_for(client.acquire(request()), 30)
         assert "no more namespaces" in running.core.leasing.broken
-        running.core.state.runs.clear()
-        for sandbox in list(host.live):
-            await sandbox.stop()
+        await taken.stop()
+        await client.release(lease)
         assert await asyncio.wait_for(running.task, 20) == 1
 
 
@@ -118,7 +113,8 @@ async def test_the_shelf_is_full_again_though_nobody_asks(monkeypatch):
         await client.snapshot(lease)  # takes one to go on in
         await until(lambda: warm_pool.ready == 2)
         # a start that ends for somebody who waits, in the very moment in which it is counted what is missing
-        warm_pool._ready[False].clear()
+        for _ in range(2):
+            await warm_pool.take(5)
         host.live.clear()
         await warm_pool.take(5)
         await until(lambda: warm_pool.ready == 2)

@@ -194,8 +194,19 @@ def test_what_is_remembered_of_the_refused_is_bounded(monkeypatch):
     for n in range(100):
         ask(table, f"p{n}", "poor", now=n)
         ask(table, f"q{n}", f"other-{n}", now=n)
-    assert len(table._wants) == 20
-    assert all(len(want.requests) <= 2 for want in table._wants.values())
+    assert len(table.wanting()) == 20
+
+
+def test_of_one_client_as_many_refused_requests_are_remembered_as_there_are_slots():
+    table = LeaseTable(2)
+    leases = [held(ask(table, f"g{n}", "greedy")) for n in range(2)]
+    for n in range(100):
+        ask(table, f"p{n}", "poor", now=n)
+    for n, lease in enumerate(leases):
+        assert table.wanting() == ["poor"]
+        end(table, lease, now=100)
+        held(ask(table, f"r{n}", "poor", now=100))
+    assert not table.wanting()
 
 
 def test_clients_that_keep_asking_share_evenly_and_nobody_starves():

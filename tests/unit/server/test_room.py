@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
+import socket
 from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
 
-from atropos.sandbox.server.snapshots import layer_tar
-from atropos.wire import Exec, Hello, Lease, LeaseRequest, Operation, Problem, WriteFile
+from atropos.wire import Exec, Heartbeat, Hello, Lease, LeaseRequest, Operation, Problem, WriteFile
 from tests.unit.server.fakes import TOKEN, Running, serving
 from tests.waiting import SLOWNESS, until
 
@@ -43,9 +44,7 @@ class Peer:
                 self.came = json.loads((await self.socket.receive()).data)
 
     def die(self) -> None:
-        assert self.socket._response.connection is not None
-        assert self.socket._response.connection.transport is not None
-        self.socket._response.connection.transport.abort()
+        self.socket.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.asynccontextmanager
@@ -82,7 +81,8 @@ async def test_an_answer_that_was_given_up_lets_the_next_call_start(running):
         await first.call(lease, "large", Exec(command=LARGE))
         await first.answer("large")
         await first.call(other, "waits", Exec(command="echo on"))
-        await until(lambda: running.core.state.runs[other.lease_id].lanes._congested)
+        await until(lambda: running.core.state.runs[other.lease_id].lanes.queued)
+        assert running.core.state.clients.of("peer").journal.congested
     async with peer(running) as second:
         await second.send({"kind": "cancel", "call_id": "large"})
         await second.call(other, "waits", Exec(command="echo on"), resent=True)
@@ -180,7 +180,7 @@ async def test_a_client_that_reads_nothing_is_not_read_without_end(monkeypatch):
         sending = asyncio.create_task(send_without_end())
         # it is cut a moment later, and is not paused any more then
         await until(lambda: stream.paused or stream not in running.core.state.streams)
-        assert len(stream._out) <= 1500
+        assert sum(isinstance(each, Heartbeat) for each in gc.get_objects()) <= 1500
         await until(lambda: not running.core.state.streams)
         await sending
 
@@ -200,7 +200,7 @@ async def test_a_snapshot_that_is_dropped_while_its_export_begins_is_exported_wh
     lease = await leased(running)
     info = await running.core.workspaces.snapshot(lease.lease_id, None, None)
     await running.core.leasing.release(lease.lease_id, None)
-    begin = layer_tar._program
+    begin = asyncio.create_subprocess_exec
 
     async def slowly(*arguments, **options):
         running.core.layers.drop_snapshot(info.snapshot_id)
@@ -208,7 +208,7 @@ async def test_a_snapshot_that_is_dropped_while_its_export_begins_is_exported_wh
         assert running.host.layers, "it was dropped under its reader"
         return await begin(*arguments, **options)
 
-    monkeypatch.setattr(layer_tar, "_program", slowly)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slowly)
     snapshot = running.core.state.snapshots.by_id[info.snapshot_id]
     async with running.core.transfer.exported(snapshot, compress=False):
         pass
