@@ -17,7 +17,7 @@ from unittest import mock
 from atropos import wire
 from atropos.errors import NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.host import slot as host_slot
-from atropos.sandbox.linux import host_limits
+from atropos.sandbox.linux import disks, host_limits
 from atropos.wire import (
     Exec,
     ProcKill,
@@ -32,6 +32,7 @@ from atropos.wire import (
     Untar,
     WriteFile,
 )
+from tests.processes import parent_of
 
 ON_DISK_ONLY = {
     "layers_on_disk_are_counted_while_they_are_imported",
@@ -953,11 +954,12 @@ async def a_call_goes_on_where_all_was_frozen_for_longer_than_it_may_take(host):
 
 async def a_slot_that_ends_where_all_was_frozen_is_confirmed(host):
     sandbox = await host.start("ends-late")
+    spawner = parent_of(sandbox.host_pid)
     with mock.patch.object(host_slot, "STOP_DEADLINE_S", 1.0):
         stopping = asyncio.create_task(sandbox.stop())
         for _ in range(3):  # until its PID 1 is killed
             await asyncio.sleep(0)
-        with frozen(2.0, host.state.spawner._process.pid):
+        with frozen(2.0, spawner):
             stopped = await stopping
     assert stopped.clean, stopped
     await freed(host)
@@ -987,6 +989,12 @@ async def the_probe_finds_every_property(host):
         assert feature.ok or (not feature.required and feature.fix), feature
 
 
+def free_cells(host):
+    """The places on disk in which nothing is."""
+    cells = host.state.entered.cells
+    return [cell for cell in os.listdir(cells) if cell != disks.PROBE and not os.listdir(f"{cells}/{cell}")]
+
+
 async def layers_on_disk_are_counted_while_they_are_imported(host):
     """Only with volumes on disk: `test_scenarios.ON_DISK`."""
     most = 0
@@ -997,24 +1005,24 @@ async def layers_on_disk_are_counted_while_they_are_imported(host):
         await host.import_layer(fill)
 
     await freed(host)
-    places = host.state.cells._free.qsize()
+    places = len(free_cells(host))
     try:
         await host.import_layer(fill)
     except SandboxError as error:
         assert f"with {host.max_layers} layers on disk" in str(error), error
     assert most == host.max_layers
     await freed(host)
-    assert host.state.cells._free.qsize() == places
+    assert len(free_cells(host)) == places
 
 
 async def places_on_disk_are_used_again_once_they_are_empty(host):
     """Only with volumes on disk: `test_scenarios.ON_DISK`."""
     await freed(host)  # the slots of the scenario before this one
-    places = host.state.cells._free.qsize()
+    places = len(free_cells(host))
     assert places
     for _ in range(2):
         sandboxes = [await host.start(f"cell-{number}") for number in range(places)]
-        assert host.state.cells._free.qsize() == 0
+        assert not free_cells(host)
         for sandbox in sandboxes:
             assert await out(sandbox, "ls -A; mkdir -p a/b; head -c 100000 /dev/zero > a/b/c; chmod 000 a") == ""
         waiting = asyncio.create_task(host.start("one-more"))
@@ -1024,7 +1032,7 @@ async def places_on_disk_are_used_again_once_they_are_empty(host):
             assert (await sandbox.stop()).clean
         assert (await (await waiting).stop()).clean
         await freed(host)
-        assert host.state.cells._free.qsize() == places
+        assert len(free_cells(host)) == places
 
 
 ALL = [
