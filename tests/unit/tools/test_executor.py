@@ -121,12 +121,13 @@ async def test_a_call_sent_again_is_not_run_again(executor):
 
 
 async def test_what_is_remembered_is_bounded(executor):
-    for i in range(12):
-        await executor.execute("t", ToolCall(name="picture", arguments={"size": 60_000 + i}, id=str(i)))
-    kept = executor._trajectories["t"].answered
-    assert list(kept)[-1] == "11"
-    assert 1 < len(kept) < 8
-    assert sum(len(result.data["base64"]) for _, result, _ in kept.values()) <= 400_000
+    calls = [ToolCall(name="picture", arguments={"size": 60_000 + i}, id=str(i)) for i in range(12)]
+    results = [await executor.execute("t", call) for call in calls]
+    kept = 0
+    while await executor.execute("t", calls[-1 - kept]) is results[-1 - kept]:  # else it was run again
+        kept += 1
+    assert 1 < kept < 8
+    assert sum(len(result.data["base64"]) for result in results[-kept:]) <= 400_000
 
 
 async def test_a_call_given_up_while_it_ran_is_not_run_again_in_silence(executor):
@@ -494,11 +495,15 @@ async def test_what_a_tool_kept_and_cannot_finish_keeps_no_slot(pool, tmp_path, 
         def recordings(self):
             return {"proc-1": "{}"}
 
+    @tool(toolsets=("test",))
+    async def keep(scope) -> None:
+        """Keep two states."""
+        scope.state |= {"kept": Kept(), "session": Recorded()}
+
     (tmp_path / "file").write_text("no folder")
     config = ToolExecutorConfig(recordings_dir=str(tmp_path / "file" / "below"))
-    async with ToolExecutor(pool, build_tool_registry(["default"]), config) as executor:
+    async with ToolExecutor(pool, build_tool_registry(["default"], tools=[keep]), config) as executor:
         await executor.execute("t", terminal("true"))
-        state = executor._trajectories["t"].state
-        state |= {"kept": Kept(), "session": Recorded()}
+        assert (await executor.execute("t", ToolCall(name="keep"))).success
         await executor.release_trajectory("t")
     assert pool.free == 8

@@ -330,10 +330,11 @@ async def test_too_long_arguments_are_the_models_business(made, scripted):
 async def test_a_server_that_stays_away_is_unavailable_or_unknown(made, scripted, monkeypatch):
     pauses = []
 
-    async def pause(attempt, response):
+    def pause_s(attempt, **_):
         pauses.append(attempt)
+        return 0
 
-    monkeypatch.setattr(remote_module, "_pause", pause)
+    monkeypatch.setattr(remote_module, "backoff_s", pause_s)
     scripted.steps = [503] * 20
     with pytest.raises(ToolServerUnavailable, match="because"):
         await made.execute("t", call("note", text="x"))
@@ -364,7 +365,7 @@ async def test_each_life_of_a_trajectory_has_a_name_of_its_own_and_ends_by_it(ma
     assert scripted.ended == [f"/trajectories/t?life={first}"]
 
 
-async def test_a_call_given_up_on_its_way_does_not_begin_its_trajectory_anew(pool, served):
+async def test_a_call_given_up_on_its_way_does_not_begin_its_trajectory_anew(pool, served, monkeypatch):
     """It is sent, its trajectory is released, and only then does it arrive."""
     held = []
 
@@ -379,9 +380,9 @@ async def test_a_call_given_up_on_its_way_does_not_begin_its_trajectory_anew(poo
             await released.wait()
             return await super().send(*request)
 
+    monkeypatch.setattr(remote_module, "Connections", Slow)
     released = asyncio.Event()
     async with executor(pool, served, token="right") as made:
-        made._server._transport = Slow(served, {"Authorization": "Bearer right"})
         await made.execute("t", call("note", text="early"))
         late = asyncio.create_task(made.execute("t", call("note", text="late")))
         async with asyncio.timeout(20):
@@ -393,4 +394,3 @@ async def test_a_call_given_up_on_its_way_does_not_begin_its_trajectory_anew(poo
         released.set()
         assert (await held[0]).status == 410
         assert runs == ["early"]
-        await made._server._transport.close()

@@ -335,12 +335,15 @@ class TestSearch:
     ):
         slot = await executor.slot("t")
         slot.profile = Profile("/app")
+        run = slot.run
 
-        async def search(operation):
+        async def searched(operation):
+            if operation.op != "search":
+                return await run(operation)
             paths = [f"/app/{operation.path}/{name}" for name in ("build/out.py", "src/a.py")]
             return wire.SearchResult(matches=tuple(wire.Match(path=path, line=0, text="") for path in paths), files=2)
 
-        monkeypatch.setattr(slot, "_search", search)
+        monkeypatch.setattr(slot, "run", searched)
         assert (await use("search_files", pattern="")).output == "src/a.py\n[1 file]"
 
     async def test_a_repository_below_the_searched_folder(self, use, root):
@@ -452,17 +455,17 @@ async def test_a_pattern_that_came_while_this_process_was_stopped_is_found(pool)
 
         await use(action="start", command="exec sleep 60")
         slot = pool.slots[0]
-        log, read = slot.procs["p1"].log, slot._proc_read
+        log, run = slot.procs["p1"].log, slot.run
 
-        async def stopped(operation):
-            if operation.until != "output" or log:
-                return await read(operation)
+        async def stopped(operation, **options):
+            if operation.op != "proc_read" or operation.until != "output" or log:
+                return await run(operation, **options)
             log.extend(b"one\r\n")
-            state = await read(operation)
+            state = await run(operation, **options)
             time.sleep(1.5)  # noqa: ASYNC251 (the process is stopped, or the event loop blocked)
             log.extend(b"two\r\n")
             return state
 
-        slot._proc_read = stopped
+        slot.run = stopped
         found = await use(action="wait", pattern="^two$", timeout=1)
         assert (found.success, found.data["found"]) == (True, True), found.output
