@@ -844,5 +844,5 @@ async def test_a_pool_that_stops_waits_until_its_snapshots_are_dropped():
 
         server.clients[0].drop_snapshot = slowly
         await dropping.drop()
-        assert not kept._dropped
+        assert server.snapshot_store == {dropping.id, kept.id}
     assert server.snapshot_store == set()

@@ -9,8 +9,10 @@ from aiohttp import web
 
 from atropos import wire
 from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.slots.backends.docker import backend
 from atropos.slots.backends.docker.engine import ListedContainer
 from atropos.slots.backends.server_http import ServerHttp
+from atropos.slots.backends.spec import ContainerSpec
 from tests.unit.server.fakes import TOKEN, serving
 from tests.waiting import until
 
@@ -42,16 +44,16 @@ class FakeEngine:
         self.containers = [each for each in self.containers if each.id != container_id]
 
 
-async def test_a_docker_container_that_another_process_is_connected_to_stays_open_for_this_one(caplog):
+async def test_a_docker_container_that_another_process_is_connected_to_stays_open_for_this_one(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     async with serving(slots=1, heartbeat_s=5) as one, serving(slots=1, heartbeat_s=5) as two:
         config = SlotPoolConfig(backend="docker", slots_per_container=1, max_containers=2, idle_container_s=0.2)
 
+        spec = ContainerSpec.from_pool(config).fingerprint(config.image)
+        monkeypatch.setattr(backend, "DockerEngine", lambda *_: FakeEngine([one.url, two.url], spec))
+
         def pool(**changes: object) -> SlotPool:
-            made = SlotPool(config.model_copy(update=changes))
-            backend = made.backend
-            backend._engine = FakeEngine([one.url, two.url], backend._spec.fingerprint(config.image))  # type: ignore[attr-defined]
-            return made
+            return SlotPool(config.model_copy(update=changes))
 
         async with pool(idle_container_s=600.0, purge_job_on_shutdown=False) as other, pool() as mine:
             await until(lambda: other.stats().ready == mine.stats().ready == 2, "both pools on both containers")
