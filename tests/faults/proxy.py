@@ -44,10 +44,16 @@ class Link:
 
 
 class Proxy:
-    """Passes everything but the stream through unharmed; the stream gets the fault that is set when it strikes."""
+    """Passes everything but the stream through unharmed; the stream gets the fault that is set when it strikes.
 
-    def __init__(self, port: int, *, seed: int = 0) -> None:
-        self._target = port
+    Args:
+        port: the server's.
+        seed: of what is random.
+        strikes: how a stream's first request begins.
+    """
+
+    def __init__(self, port: int, *, seed: int = 0, strikes: bytes = b"GET /v1/stream") -> None:
+        self._target, self._strikes = port, strikes
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.random = random.Random(seed)
@@ -122,7 +128,7 @@ class Proxy:
 
     async def _up(self, link: Link, reader: asyncio.StreamReader, data: bytes) -> None:
         while data:
-            if not link.stream and data.startswith(b"GET /v1/stream"):  # maybe on a connection kept from other requests
+            if not link.stream and data.startswith(self._strikes):  # maybe on a connection kept from other requests
                 link.stream = True
                 self.streams += 1
                 link.fault, self.next_fault = self.next_fault, Fault()
@@ -175,8 +181,8 @@ class Proxy:
 
 
 @contextlib.asynccontextmanager
-async def proxied(port: int, *, seed: int = 0) -> AsyncIterator[Proxy]:
-    proxy = Proxy(port, seed=seed)
+async def proxied(port: int, **options) -> AsyncIterator[Proxy]:
+    proxy = Proxy(port, **options)
     await proxy.open()
     try:
         yield proxy

@@ -114,7 +114,7 @@ async def test_after_a_source_that_failed_nothing_is_sent_any_more():
             lease = await client.acquire(request())
             with pytest.raises(OSError, match="the disk is gone"):
                 await file_streams.send(client, lease, writing("f"), broken_source())
-            assert not [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "_put"]
+            assert not [task for task in asyncio.all_tasks() if file_streams.__file__ in repr(task)]
 
 
 async def test_a_stream_that_nobody_sends_ends_as_a_fault_of_the_infrastructure(monkeypatch):

@@ -11,10 +11,13 @@ import socket
 import aiohttp
 import pytest
 
+from atropos.aio import cancel_and_wait
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, OutcomeUnknown, PoolFull, SlotLost
 from atropos.slots.client import SandboxClient
+from atropos.slots.client.server_images import ServerImages
 from atropos.slots.client.server_requests import ServerRequests
 from atropos.wire import CommandResult, Exec, ImageInfo, LeaseEnded, LeaseRequest, OpError, ProcRead, WriteFile
+from tests.faults.proxy import Fault, proxied
 from tests.unit.server.fakes import TOKEN, FakeHost, Running, serving
 from tests.waiting import SLOWNESS, until
 
@@ -270,12 +273,17 @@ async def test_a_close_that_is_cut_short_closes_its_connections_all_the_same():
         before = open_sessions()
         client = client_of(running)
         await client.connect()
-        client._tasks.spawn(asyncio.sleep(60), "sleep")
+        snapshot = await client.snapshot(await client.acquire(request()))
+        running.host.may_start.clear()
+        fork = asyncio.create_task(client.acquire(request(snapshot=snapshot.snapshot_id)))
+        await until(lambda: len(running.core.state.runs) == 2)
+        await cancel_and_wait([fork])  # it is given back, which the close waits for
         closing = asyncio.create_task(client.close())
         await asyncio.sleep(0.05)
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
+        running.host.may_start.set()
         assert open_sessions() <= before
 
 
@@ -293,26 +301,13 @@ async def test_close_leaves_no_task_and_no_socket():
         await until(lambda: not [t for t in asyncio.all_tasks() - before if "Stream" in repr(t) or "stream" in repr(t)])
 
 
-@pytest.fixture
-def cut_off(monkeypatch):
-    """The first answer that is waited for comes as a broken connection, after longer than reconnecting may take."""
-    whole, cuts = ServerRequests._ask_once, itertools.count()
-
-    async def once(self, method, *arguments):
-        result = await whole(self, method, *arguments)
-        if method != "GET" and next(cuts) == 0:
-            await asyncio.sleep(0.1)
-            raise aiohttp.ClientConnectionError("cut")
-        return result
-
-    monkeypatch.setattr(ServerRequests, "_ask_once", once)
-
-
-async def test_an_answer_that_is_long_in_coming_and_cut_off_is_asked_for_again(cut_off):
-    async with serving() as running, client_of(running, reconnect_s=0.05) as client:
-        lease = await client.acquire(request())
-        assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
-        assert running.core.state.table.free == 3
+async def test_an_answer_that_is_long_in_coming_and_cut_off_is_asked_for_again():
+    async with serving() as running, proxied(running.server.port, strikes=b"POST ") as proxy:
+        proxy.next_fault = Fault(down=0, jitter_s=0.2)  # after longer than reconnecting may take
+        async with SandboxClient(proxy.url, TOKEN, client_id="tester", reconnect_s=0.05) as client:
+            lease = await client.acquire(request())
+            assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
+            assert (proxy.struck, running.core.state.table.free) == (1, 3)
 
 
 async def test_a_server_whose_host_takes_no_connection_can_not_be_reached(monkeypatch):
@@ -393,15 +388,16 @@ async def test_an_image_copy_that_breaks_off_is_a_fault_of_the_infrastructure():
         writer.close()
 
     async with await asyncio.start_server(cut, "127.0.0.1", 0) as server, serving() as running:
-        giver = SandboxClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", TOKEN, client_id="tester")
-        giver._requests.open()
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        giver = ServerRequests(url, TOKEN, certificate=None, patience_s=1)
+        giver.open()
         image = ImageInfo(id="0" * 64, source=f"atropos-build:{'0' * 64}", bytes=1_000_000)
         try:
             async with client_of(running) as taker:
                 with pytest.raises(BackendUnavailable, match="the image could not be copied to"):
-                    await giver.images.copy(image, taker.images)
+                    await ServerImages(giver).copy(image, taker.images)
         finally:
-            await giver.close()
+            await giver.close_sessions()
 
 
 async def test_a_snapshot_waits_for_calls_that_take_longer_than_a_request_may(monkeypatch):
