@@ -19,6 +19,7 @@ from atropos.slots.backends.local.backend import make_scratch, remove_scratch
 from atropos.slots.backends.local.server_process import ServerProcess
 from atropos.slots.client import SandboxClient
 from atropos.wire import LeaseRequest
+from tests.faults.proxy import proxied
 from tests.processes import descendants, running
 from tests.waiting import until
 
@@ -76,7 +77,7 @@ async def test_a_trainer_that_is_ended_leaves_no_server_and_no_process(engine, n
         if process.returncode is None:
             process.kill()
     await until(lambda: not set(descendants()) - before, "the end of every process of it")
-    process._transport.close()
+    await process.communicate()  # which closes its pipes
 
 
 async def test_a_host_that_breaks_its_event_loop_ends_though_its_clean_up_uses_the_slot(engine):
@@ -100,8 +101,8 @@ async def test_the_next_pool_removes_what_a_killed_trainer_left_on_disk(engine, 
     assert scratch
     process.kill()
     await process.wait()
-    process._transport.close()
     await until(lambda: not any("1234567" in line for line in descendants().values()), "the end of its servers")
+    await process.communicate()  # which closes its pipes
     async with local_pool():
         pass
     # a pool of another process may be removing it just now
@@ -116,13 +117,13 @@ async def test_a_dead_clients_leases_end_within_twice_their_ttl():
     try:
         await server.ready(60)
         url = f"http://127.0.0.1:{server.port}"
-        async with SandboxClient(url, "token", client_id="watcher") as watcher:
-            dying = SandboxClient(url, "token", client_id="dying")
+        async with SandboxClient(url, "token", client_id="watcher") as watcher, proxied(server.port) as proxy:
+            dying = SandboxClient(proxy.url, "token", client_id="dying")
             await dying.connect()
             lease = await dying.acquire(LeaseRequest(lease_id="lease-0001", client_id="dying", ttl_s=ttl_s))
             await asyncio.sleep(1.25 * ttl_s)  # alive, it keeps its lease past the TTL
             assert (await watcher.status()).leased == 1
-            await dying._stream.close("killed")  # its stream ends and nothing is said, as after kill -9
+            await proxy.close()  # its stream ends and nothing is said, as after kill -9
             began = asyncio.get_running_loop().time()
             while (await watcher.status()).leased:
                 assert asyncio.get_running_loop().time() < began + 2 * ttl_s + 5
