@@ -93,7 +93,7 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
 async def test_a_connection_counts_until_its_answer_has_been_read():
     """A program that half-closes and does not read keeps its connection, and so its place."""
     async with proxied(connections=4) as (proxy, port, origin, _), asyncio.timeout(20):
-        kept = []
+        kept, before = [], asyncio.all_tasks()
         for _ in range(4):
             reader, writer = await ask(port, f"http://{origin}/big")
             await reader.readexactly(1)
@@ -107,7 +107,7 @@ async def test_a_connection_counts_until_its_answer_has_been_read():
         again, _ = await ask(port, f"http://{origin}/again")
         assert (await answer(again)).endswith(b"xx")
         proxy.drop(1)
-        await until(lambda: not any("Proxy._serve" in repr(task) for task in asyncio.all_tasks()), "their end")
+        await until(lambda: asyncio.all_tasks() <= before, "their end")
 
 
 async def test_what_comes_after_a_request_is_counted():

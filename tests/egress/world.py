@@ -263,7 +263,7 @@ async def ends() -> dict:
     found: dict = {}
     async with slots() as pool, pool.lease("a") as slot:
         found["before"] = (await slot.exec(GET + "http://files.example.org/1")).output
-        mine = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_our_proxy(pid)]
+        mine = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_our_proxy(pid)]
         status = Path(f"/proc/{mine[0]}/status").read_text()
         found["capabilities"] = [line.split()[1] for line in status.splitlines() if line.startswith("CapEff")]
         found["proxies"] = len(mine)
@@ -319,7 +319,7 @@ async def phases() -> dict:
             found["cut"] = await hang.wait()
             await neighbour.exec(GET + "http://files.example.org/go")
             found["beside"] = await beside.wait()
-            for pid in [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_our_proxy(pid)]:
+            for pid in [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_our_proxy(pid)]:
                 os.kill(pid, 9)
             await slot.set_network(["files.example.org"])  # while there is no proxy
             await look(slot, "restarted")
@@ -369,7 +369,7 @@ async def task_phases() -> dict:
     return {"agent": agent, "reward": verdict.reward, "again": again}
 
 
-def _is_our_proxy(pid: int) -> bool:
+def is_our_proxy(pid: int) -> bool:
     with contextlib.suppress(OSError):
         ours = os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
         return ours and b"atropos.sandbox.programs.egress_proxy\0" in Path(f"/proc/{pid}/cmdline").read_bytes()

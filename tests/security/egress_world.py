@@ -18,7 +18,7 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
-from tests.egress.world import FAR, GET, HERE, METADATA, PRIVATE, _is_our_proxy, internet, ip, slots
+from tests.egress.world import FAR, GET, HERE, METADATA, PRIVATE, internet, ip, is_our_proxy, slots
 from tests.security.egress_programs import ATTACKS, HOGS, PRELUDE
 
 HERE6, FAR6, UNIQUE6 = "2606:4700:10::1", "2606:4700:10::2", "fd00:ec2::254"
@@ -92,7 +92,7 @@ def forbidden(lines: list[str]) -> list[str]:
 
 
 def proxy_size() -> dict[str, int]:
-    (pid,) = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_our_proxy(pid)]
+    (pid,) = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_our_proxy(pid)]
     status = Path(f"/proc/{pid}/status").read_text()
     return {
         "pid": pid,
