@@ -164,7 +164,7 @@ class HostState:
         preload = volumes.preload_cover(volume.root, self.runtime.empty, self.empty)
         seen = f"{self.scratch}/own"
         return {
-            "own": (volume.folder, seen, f"{self.scratch}/slots"),
+            "own": (os.fsencode(volume.folder), os.fsencode(seen), os.fsencode(f"{self.scratch}/slots")),
             "argv": bwrap.command(self.bwrap, replace(volume, folder=seen), base, preload),
             "proxy_port": egress_supervisor.PORT if network else None,
             "joins": joins,

@@ -7,6 +7,7 @@ import errno
 import os
 import platform
 import signal
+from functools import cache
 
 CLONE_FS = 0x200
 CLONE_NEWNS = 0x0002_0000
@@ -47,13 +48,20 @@ CAPABILITIES = {
     "SETFCAP": 31,
 }
 
+_CapabilityHeader = ctypes.c_uint32 * 2
+_CapabilityData = ctypes.c_uint32 * 6
 libc = ctypes.CDLL(None, use_errno=True)
+libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
+libc.prctl.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
+libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)
 
 
 def load() -> None:
-    """Look the C functions up: a fork that is the first to call one gets pages of its own for what that makes."""
-    for name in ("mount", "umount2", "unshare", "setns", "prctl", "capset", "ptrace", "syscall"):
+    """Look up what is needed: a fork that is the first to ask gets pages of its own for what that makes."""
+    for name in ("umount2", "unshare", "setns", "capset", "ptrace", "syscall"):
         getattr(libc, name)
+    last_capability()
+    _arguments()
 
 
 def _check(result: int, what: str) -> int:
@@ -63,13 +71,12 @@ def _check(result: int, what: str) -> int:
     return result
 
 
-def mount(source: str | None, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
+def mount(
+    source: str | bytes | None, target: str | bytes, kind: str | None, flags: int = 0, data: str | None = None
+) -> None:
     """Call mount, which container profiles allow, unlike the newer calls of the program of this name."""
-    args = [None if arg is None else os.fsencode(arg) for arg in (source, target, kind, data)]
-    _check(
-        libc.mount(args[0], args[1], args[2], ctypes.c_ulong(flags), args[3]),
-        f"mount {kind or source or ''} on {target}",
-    )
+    args = [os.fsencode(arg) if isinstance(arg, str) else arg for arg in (source, target, kind, data)]
+    _check(libc.mount(args[0], args[1], args[2], flags, args[3]), f"mount {kind or source or ''} on {target}")
 
 
 def idmapped_mount(path: str, namespace: int) -> None:
@@ -89,9 +96,10 @@ def idmapped_mount(path: str, namespace: int) -> None:
         os.close(tree)
 
 
-def umount(target: str) -> None:
+def umount(target: str | bytes) -> None:
     """Unmount lazily, so that the mount leaves this namespace even while it is in use."""
-    _check(libc.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
+    name = os.fsencode(target) if isinstance(target, str) else target
+    _check(libc.umount2(name, MNT_DETACH), f"umount {target}")
 
 
 def unshare(flags: int) -> None:
@@ -114,10 +122,7 @@ def pivot_root(new: str, put_old: str) -> None:
 
 def prctl(option: int, arg: int = 0, arg3: int = 0) -> int:
     """Operate on the calling process."""
-    return _check(
-        libc.prctl(option, ctypes.c_ulong(arg), ctypes.c_ulong(arg3), ctypes.c_ulong(0), ctypes.c_ulong(0)),
-        f"prctl {option}",
-    )
+    return _check(libc.prctl(option, arg, arg3, 0, 0), f"prctl {option}")
 
 
 def die_with(parent: int) -> None:
@@ -127,21 +132,25 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def name_process(name: str) -> ctypes.Array[ctypes.c_char]:
-    """Set the name in a process's /proc/…/comm, of at most 15 bytes; returns it."""
-    text = ctypes.create_string_buffer(name.encode())
-    prctl(PR_SET_NAME, ctypes.addressof(text))
-    return text
+def name_process(name: bytes) -> None:
+    """Set the name in a process's /proc/…/comm, of at most 15 bytes."""
+    _check(libc.prctl(PR_SET_NAME, name, 0, 0, 0), "prctl PR_SET_NAME")
 
 
-def rename_process(name: str) -> None:
+def rename_process(name: bytes) -> None:
     """Have `ps` show this name instead of the program's and its arguments."""
-    text = name_process(name)
+    name_process(name)
+    start, size = _arguments()
+    libc.memcpy(start, name[: size - 1].ljust(size, b"\0"), size)
+
+
+@cache
+def _arguments() -> tuple[int, int]:
+    """Where this process's arguments lie in its memory, and how many bytes they take."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end; the state, field 3, is the first here
-    ctypes.memset(start, 0, end - start)
-    ctypes.memmove(start, text, min(len(text), end - start) - 1)
+    return start, end - start
 
 
 class _FilterProgram(ctypes.Structure):
@@ -163,6 +172,7 @@ def own_session_keyring() -> None:
         libc.syscall(number, KEYCTL_JOIN_SESSION_KEYRING, None)
 
 
+@cache
 def last_capability() -> int:
     """The highest capability number of this kernel."""
     with open("/proc/sys/kernel/cap_last_cap", encoding="ascii") as file:
@@ -172,9 +182,9 @@ def last_capability() -> int:
 def set_capabilities(permitted: frozenset[int], inheritable: frozenset[int] = frozenset()) -> None:
     """Set the permitted and effective sets to `permitted`, and the inheritable set."""
     own, inherited = (sum(1 << cap for cap in caps) for caps in (permitted, inheritable))
-    header = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0)
+    header = _CapabilityHeader(_CAP_VERSION_3, 0)
     # effective, permitted and inheritable: of capabilities 0 to 31, then of those above
-    data = (ctypes.c_uint32 * 6)(*(mask >> shift & 0xFFFF_FFFF for shift in (0, 32) for mask in (own, own, inherited)))
+    data = _CapabilityData(*(mask >> shift & 0xFFFF_FFFF for shift in (0, 32) for mask in (own, own, inherited)))
     _check(libc.capset(header, data), "capset")
 
 

@@ -6,15 +6,13 @@ slot must not have. Nothing is executed in it: no loader, library or preload of 
 
 from __future__ import annotations
 
+import _socket
 import codecs
-import contextlib
 import fcntl
 import os
 import resource
 import signal
-import socket
 import struct
-import sys
 from typing import NoReturn, TypedDict
 
 from atropos.sandbox.linux import syscalls
@@ -23,7 +21,7 @@ from atropos.sandbox.programs.runner import main as runner
 from atropos.sandbox.programs.runner.frames import SOCKET
 
 HOSTNAME = "atropos"
-NAME = "atropos-runner"
+NAME = b"atropos-runner"
 """What `ps` shows; no program that is started has it (see `linux.stopped_children`)."""
 CAPABILITIES = frozenset(
     {
@@ -43,6 +41,9 @@ CAPABILITIES = frozenset(
 """Those of a usual container, inside the slot's own user namespace; outside of it they mean nothing."""
 for _codec in ("ascii", "latin-1"):
     codecs.lookup(_codec)  # loads it: in a slot nothing can be loaded
+_LIMITS = {
+    name.removeprefix("RLIMIT_"): getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")
+}
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1  # <linux/sockios.h>, <linux/if.h>
 
 
@@ -86,9 +87,6 @@ def run(request: FirstProcessRequest, link: int, network: int, root: int, entere
     _keep_descriptors(link)
     os.setsid()
     syscalls.rename_process(NAME)
-    # modules that are not loaded yet would come from the slot's root
-    sys.path.clear()
-    sys.meta_path.clear()
     syscalls.keep_only(CAPABILITIES)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.filter_calls(request["seccomp"])
@@ -102,27 +100,34 @@ def _own_network(port: int | None, answer: int) -> None:
     With a port, a socket listens there; it goes to the server, too, for its proxy.
     """
     syscalls.unshare(syscalls.CLONE_NEWNET)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        handed = [os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)]
-        if port is not None:
-            listener.bind(("127.0.0.1", port))
-            listener.listen(64)
-            handed.append(listener.fileno())
-        with socket.socket(fileno=os.dup(answer)) as channel:
-            socket.send_fds(channel, [b"x"], handed)
-        os.close(handed[0])
+    control = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
+    fcntl.ioctl(control.fileno(), _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+    control.close()
+    handed = [os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)]
+    if port is not None:
+        listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(64)
+        handed.append(listener.detach())
+    channel = _socket.socket(fileno=answer)
+    channel.sendmsg([b"x"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack(f"{len(handed)}i", *handed))])
+    channel.detach()
+    for fd in handed:
+        os.close(fd)
 
 
 def _own_objects(bounds: dict[str, int | str]) -> None:
     """Namespaces for a host name, cgroup paths, and System V objects with bounds of its own, where Linux lets us (6.9)."""
     syscalls.unshare(syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP)
     for name, value in bounds.items():
-        with contextlib.suppress(PermissionError):
+        try:
             _set(f"kernel/{name}", value)
-    with contextlib.suppress(PermissionError):  # a container's seccomp profile refuses it; ours bear the name already
-        socket.sethostname(HOSTNAME)
+        except PermissionError:
+            pass
+    try:
+        _socket.sethostname(HOSTNAME)
+    except PermissionError:  # a container's seccomp profile refuses it; ours bear the name already
+        pass
 
 
 def _enter_root(root: int) -> None:
@@ -141,8 +146,10 @@ def _enter_root(root: int) -> None:
     mounts = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     syscalls.setns(mounts, syscalls.CLONE_NEWNS)
     os.close(root)  # the program that paused ends
-    with contextlib.suppress(ChildProcessError):
+    try:
         os.waitpid(-1, 0)
+    except ChildProcessError:
+        pass
 
 
 def _keep_descriptors(link: int) -> None:
@@ -168,7 +175,7 @@ def _set(name: str, value: int | str) -> None:
 
 def lower_limit(name: str, value: int) -> None:
     """Lower a resource limit (RLIMIT_`name`) for good."""
-    number = getattr(resource, f"RLIMIT_{name}")
+    number = _LIMITS[name]
     hard = resource.getrlimit(number)[1]
     wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(number, (wanted, wanted))

@@ -7,16 +7,17 @@ inherited socket and ends with it. Standard library only: what it holds in memor
 
 from __future__ import annotations
 
-import contextlib
+import _socket
 import fcntl
 import gc
 import marshal
 import os
 import select
 import signal
-import socket
+import struct
 import sys
 import time
+from types import FunctionType
 from typing import NotRequired, TypedDict
 
 if __name__ == "__main__":
@@ -26,6 +27,11 @@ from atropos.sandbox.linux import syscalls
 from atropos.sandbox.linux.stopped_children import children_of
 from atropos.sandbox.programs import first_process
 from atropos.sandbox.programs.first_process import FirstProcessRequest
+from atropos.sandbox.programs.runner.children import children
+from atropos.sandbox.programs.runner.frames import link
+from atropos.sandbox.programs.runner.loop import loop
+from atropos.sandbox.programs.runner.main import main as serve
+from atropos.sandbox.programs.runner.state import state
 
 STATUS_FD, PIDS_FD = 4, 5
 """Where bubblewrap writes its child's number; the namespace of processes that the slot's /proc shows."""
@@ -36,7 +42,7 @@ class StartRequest(FirstProcessRequest):
     """What starting one slot takes."""
 
     argv: list[str]
-    own: tuple[str, str, str]
+    own: tuple[bytes, bytes, bytes]
     ids: int
     creator: int | None
     cgroups: list[str]
@@ -67,12 +73,34 @@ def main() -> None:
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     syscalls.own_session_keyring()
     syscalls.load()
+    # a slot's PID 1 has what is loaded now: more would come from the slot's root
+    sys.path.clear()
+    sys.meta_path.clear()
+    _look_up_names()
     gc.freeze()
-    spawner = Spawner(socket.socket(fileno=0))
+    spawner = Spawner(_socket.socket(fileno=0))
     try:
         spawner.run()
     finally:
         spawner.end_all()
+
+
+def _look_up_names() -> None:
+    """Look up the attributes that a fork will ask for, so that it finds them in Python's cache.
+
+    CPython keeps that cache (`type_cache`) in 24 pages, and an attribute that isn't in it is written to any of them.
+    """
+    asking = {
+        each.__module__
+        for each in (_child, first_process.run, syscalls.load, serve, loop.run, link.open, state.protect_self)
+    }
+    functions = [each for each in gc.get_objects() if isinstance(each, FunctionType) and each.__module__ in asking]
+    names = {name for function in functions for name in function.__code__.co_names}
+    for name in names:
+        getattr(os, name, None)  # the cache is by type: this is for all modules
+    for thing in (link, loop, state, children, _socket.socket(), bytearray(), b"", "", 0, [], {}, set[object]()):
+        for name in names.intersection(dir(thing)):
+            getattr(thing, name, None)
 
 
 def _wake(_number: int, _frame: object) -> None:
@@ -86,7 +114,7 @@ class Spawner:
         server: for requests to start a slot.
     """
 
-    def __init__(self, server: socket.socket) -> None:
+    def __init__(self, server: _socket.socket) -> None:
         self._server = server
         self._running: dict[int, int] = {}
         """The number of the request, by PID 1."""
@@ -106,19 +134,22 @@ class Spawner:
             ready = [fd for fd, _ in self._poll.poll()]
             self._adopt_entered()
             if self._wake in ready:
-                with contextlib.suppress(BlockingIOError):
+                try:
                     os.read(self._wake, 4096)
+                except BlockingIOError:
+                    pass
                 self._reap()
             if self._server.fileno() in ready and not self._request():
                 return
 
     def _request(self) -> bool:
         try:
-            data, fds, _, _ = socket.recv_fds(self._server, _MAX_REQUEST, 8)
+            data, control, _, _ = self._server.recvmsg(_MAX_REQUEST, _socket.CMSG_LEN(8 * 4))
         except ConnectionError:
             return False
         if not data:
             return False
+        fds = [fd for _, _, numbers in control for (fd,) in struct.iter_unpack("i", numbers)]
         request: NumberedRequest = marshal.loads(data)  # noqa: S302 (of the server, which is the same Python)
         try:
             pid = self._start(request, fds)
@@ -133,8 +164,10 @@ class Spawner:
         return True
 
     def _report(self, report: Report) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionError):
+        try:
             self._server.send(marshal.dumps({**report}))
+        except ConnectionError:
+            pass
 
     def _reap(self) -> None:
         while True:
@@ -159,12 +192,15 @@ class Spawner:
         """End the bubblewrap of a root that PID 1 has entered: this process is PID 1's parent from then on."""
         maker, tells = self._makers.pop(entered)
         self._poll.unregister(entered)
-        with contextlib.suppress(ProcessLookupError):
+        try:
             signal.pidfd_send_signal(maker, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, maker, os.WEXITED)
-        with contextlib.suppress(BrokenPipeError):
+        except (ProcessLookupError, ChildProcessError):  # it has ended
+            pass
+        try:
             os.write(tells, b"x")
+        except BrokenPipeError:
+            pass
         for fd in (entered, maker, tells):
             os.close(fd)
 
@@ -172,8 +208,10 @@ class Spawner:
         """Kill every child: the server is gone."""
         for _ in range(5000):
             for pid in children_of(os.getpid()):
-                with contextlib.suppress(ProcessLookupError):
+                try:
                     os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
@@ -200,8 +238,10 @@ class Spawner:
                 os.close(go_w)
                 _child(request, fds, said_w, go_r)
             except BaseException as error:  # its text goes where bubblewrap's own complaints go
-                with contextlib.suppress(OSError):
+                try:
                     os.write(2, f"{type(error).__name__}: {error}\n".encode())
+                except OSError:
+                    pass
             finally:
                 os._exit(127)
         os.close(said_w)
@@ -258,11 +298,13 @@ def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
     os.write(said, b"x")
     if not os.read(go, 1):
         os._exit(126)
-    with contextlib.suppress(PermissionError):  # refused where the outer namespace denies it: one id, no groups
+    try:
         os.setgroups([])
+    except PermissionError:  # refused where the outer namespace denies it: one id, no groups
+        pass
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
-    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    near, far = _socket.socketpair()
     first = os.fork()
     if not first:
         far.close()
@@ -279,7 +321,7 @@ def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
     os.execve(bwrap, [bwrap, "--pidns", str(PIDS_FD), "--json-status-fd", str(STATUS_FD), *arguments], {})
 
 
-def _own_mounts(volume: str, seen: str, slots: str) -> None:
+def _own_mounts(volume: bytes, seen: bytes, slots: bytes) -> None:
     """A mount namespace without the mounts of other slots: bubblewrap reads the whole list for each mount that it makes.
 
     Args:
@@ -289,7 +331,7 @@ def _own_mounts(volume: str, seen: str, slots: str) -> None:
     """
     syscalls.unshare(syscalls.CLONE_NEWNS)
     # one way alone: what is taken away here must stay where it is in the server's namespace
-    syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
+    syscalls.mount(None, b"/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
     syscalls.mount(volume, seen, None, syscalls.MS_BIND | syscalls.MS_REC)
     syscalls.umount(slots)
 

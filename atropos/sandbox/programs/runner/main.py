@@ -65,6 +65,28 @@ def ignore_signal(number: int, frame: object) -> None:
     """Do nothing on SIGCHLD: having a handler makes Python write a byte to the wakeup pipe."""
 
 
+OPS.update(
+    init=op_init,
+    limits=op_limits,
+    exec=op_exec,
+    proc_start=op_proc_start,
+    proc_read=op_proc_read,
+    proc_write=op_proc_write,
+    proc_kill=op_proc_kill,
+    proc_list=op_proc_list,
+    read_file=op_read_file,
+    write_file=op_write_file,
+    search=op_search,
+    tar=op_tar,
+    untar=op_untar,
+    write_stream=op_write_stream,
+    read_stream=op_read_stream,
+    quiesce=op_quiesce,
+    end_leftovers=op_end_leftovers,
+    end_all=op_end_all,
+)
+
+
 def main() -> None:
     """Serve the slot until the server goes."""
     if not deny_tracing():  # before anything else runs in this slot
@@ -79,26 +101,6 @@ def main() -> None:
     signals.signal(signals.SIGCHLD, ignore_signal)
     os.umask(0o022)
     os.chdir("/")
-    OPS.update(
-        init=op_init,
-        limits=op_limits,
-        exec=op_exec,
-        proc_start=op_proc_start,
-        proc_read=op_proc_read,
-        proc_write=op_proc_write,
-        proc_kill=op_proc_kill,
-        proc_list=op_proc_list,
-        read_file=op_read_file,
-        write_file=op_write_file,
-        search=op_search,
-        tar=op_tar,
-        untar=op_untar,
-        write_stream=op_write_stream,
-        read_stream=op_read_stream,
-        quiesce=op_quiesce,
-        end_leftovers=op_end_leftovers,
-        end_all=op_end_all,
-    )
     # before the server's socket, as the loop goes by this order: a command shall not find processes that ended before it
     loop.watch(children.wake, children.reap)
     link.open()
