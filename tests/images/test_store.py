@@ -13,7 +13,7 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +21,7 @@ import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
+from atropos.aio import cancel_and_wait
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
 from atropos.images.layout import MAX_JSON_BYTES
@@ -62,9 +63,9 @@ def nothing(_phase: str, _done: float | None) -> None:
     """Progress that nobody reads."""
 
 
-def kept(store: ImageStore) -> list[ImageInfo]:
+def kept(tmp_path: Path, store: ImageStore) -> list[ImageInfo]:
     """Every image that is whole."""
-    trees = store._root.joinpath("trees").iterdir()
+    trees = (tmp_path / "store/trees").iterdir()
     return [image for tree in trees if (image := store.find(tree.name)) is not None]
 
 
@@ -88,7 +89,7 @@ async def test_an_image_is_pulled_by_tag_and_by_digest(tmp_path, images):
     assert list(dict.fromkeys(phases)) == ["pulling", "unpacking"]
     pinned = await store.prepare(ImageSource.parse(f"{images.host}/team/app@{digest}"), nothing)
     assert pinned.id == image_id
-    assert [each.id for each in kept(store)] == [image_id]
+    assert [each.id for each in kept(tmp_path, store)] == [image_id]
     assert leftovers(tmp_path) == []
 
 
@@ -152,7 +153,7 @@ async def test_a_spoiled_blob_is_never_an_image(tmp_path, images, spoil):
     store = store_at(tmp_path, images)
     with pytest.raises(ImageUnavailable, match="pulling"):
         await store.prepare(ImageSource.parse(f"{images.host}/{spoil}:1"), nothing)
-    assert (kept(store), leftovers(tmp_path)) == ([], [])
+    assert (kept(tmp_path, store), leftovers(tmp_path)) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ async def test_a_configuration_that_nothing_can_start_with_is_no_image(tmp_path,
     with pytest.raises(ImageUnavailable, match=f"pulling: not an image: {words}") as caught:
         await store.prepare(ImageSource.parse(f"{images.host}/odd:1"), nothing)
     assert "\n" not in str(caught.value)
-    assert (kept(store), leftovers(tmp_path)) == ([], [])
+    assert (kept(tmp_path, store), leftovers(tmp_path)) == ([], [])
 
 
 async def test_an_image_of_another_machine_is_refused(tmp_path, images):
@@ -186,7 +187,7 @@ async def test_an_image_of_another_machine_is_refused(tmp_path, images):
     store = store_at(tmp_path, images)
     with pytest.raises(ImageUnavailable, match="it is for 's390x', and this machine is '"):
         await store.prepare(ImageSource.parse("oci-archive:x"), nothing, str(archive))
-    assert (kept(store), leftovers(tmp_path)) == ([], [])
+    assert (kept(tmp_path, store), leftovers(tmp_path)) == ([], [])
 
 
 async def test_an_archive_writes_nothing_but_its_image(tmp_path, images):
@@ -218,7 +219,7 @@ async def test_a_connection_that_is_cut_or_falls_silent_is_a_typed_error(tmp_pat
         store = store_at(tmp_path, between, pull_timeout_s=20 if cuts else 1)
         with pytest.raises(ImageUnavailable, match="pulling: " if cuts else "pulling: not done within 1 s"):
             await store.prepare(ImageSource.parse(f"{between.host}/far:1"), nothing)
-        assert (kept(store), leftovers(tmp_path)) == ([], [])
+        assert (kept(tmp_path, store), leftovers(tmp_path)) == ([], [])
         between.left = None
         store = store if cuts else store_at(tmp_path, between)  # a second may be too short for what is no failure
         assert (await store.prepare(ImageSource.parse(f"{between.host}/far:1"), nothing)).bytes >= 300_000
@@ -322,7 +323,7 @@ async def test_unused_images_make_room_and_leased_ones_never_do(tmp_path, images
     other.hold(first)  # another server of this host uses it
     second = await store.prepare(ImageSource.parse(f"{images.host}/{names[1]}"), nothing)
     third = await store.prepare(ImageSource.parse(f"{images.host}/{names[2]}"), nothing)
-    here = {image.id for image in kept(store)}
+    here = {image.id for image in kept(tmp_path, store)}
     assert first.id in here
     assert third.id in here
     assert second.id not in here, "the one used longest ago makes room"
@@ -331,7 +332,7 @@ async def test_unused_images_make_room_and_leased_ones_never_do(tmp_path, images
         await store.prepare(ImageSource.parse(f"{images.host}/{names[3]}"), nothing)
     other.release(first.id)
     fourth = await store.prepare(ImageSource.parse(f"{images.host}/{names[3]}"), nothing)
-    assert {image.id for image in kept(store)} == {third.id, fourth.id}
+    assert {image.id for image in kept(tmp_path, store)} == {third.id, fourth.id}
 
 
 @pytest.mark.usefixtures("at_once")
@@ -341,37 +342,67 @@ async def test_an_image_of_folders_deeper_than_python_recurses_makes_room_as_any
     store = store_at(tmp_path, images, quota_mib=16)
     await store.prepare(ImageSource.parse(f"{images.host}/deep:1"), nothing)
     image = await store.prepare(ImageSource.parse(f"{images.host}/next:1"), nothing)
-    assert [each.id for each in kept(store)] == [image.id]
+    assert [each.id for each in kept(tmp_path, store)] == [image.id]
     assert leftovers(tmp_path) == []
 
 
-def put(store: ImageStore, image_id: str, mib: int, parent: str | None = None) -> None:
+def built(letter: str, mib: float, parent: str | None = None) -> ImageInfo:
+    return ImageInfo(
+        id=letter * 64, source=f"atropos-build:{letter * 64}", bytes=int(mib * 2**20), parent=parent and parent * 64
+    )
+
+
+def put(tmp_path: Path, letter: str, mib: int, parent: str | None = None) -> None:
     """An image of so many MiB, as it is after it was built."""
-    tree = store._root / "trees" / image_id
+    image = built(letter, mib, parent)
+    tree = tmp_path / "store/trees" / image.id
     (tree / "rootfs").mkdir(parents=True)
-    image = ImageInfo(id=image_id, source=f"atropos-build:{image_id}", bytes=mib << 20, parent=parent)
     (tree / "image.json").write_text(image.model_dump_json())
+
+
+async def empty(target: str) -> None:
+    """The layer of a built image in which nothing is."""
+    os.mkdir(target)
+
+
+@contextlib.asynccontextmanager
+async def being_kept(store: ImageStore, image: ImageInfo) -> AsyncIterator[None]:
+    """Within, its layer is being copied; then that is given up."""
+    begun = asyncio.Event()
+
+    async def fill(_target: str) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    keeping = asyncio.create_task(store.keep(image, fill))
+    await until(lambda: begun.is_set() or keeping.done(), "it is being copied")
+    assert not keeping.done()
+    try:
+        yield
+    finally:
+        await cancel_and_wait([keeping])
 
 
 @pytest.mark.usefixtures("at_once")
 def test_what_is_asked_for_or_was_just_given_back_makes_room_last(tmp_path, images):
     store = store_at(tmp_path, images, quota_mib=16)
     for used_at, letter in enumerate("abcd"):
-        put(store, letter * 64, 4)
-        os.utime(store._root / "trees" / (letter * 64), (used_at, used_at))
+        put(tmp_path, letter, 4)
+        os.utime(tmp_path / "store/trees" / (letter * 64), (used_at, used_at))
     store.hold(store.find("a" * 64))
     assert store.known(f"atropos-build:{'b' * 64}")
     store.release("a" * 64)
     store.make_room(8 << 20)
-    assert {image.id[0] for image in kept(store)} == {"a", "b"}
+    assert {image.id[0] for image in kept(tmp_path, store)} == {"a", "b"}
 
 
+@pytest.mark.usefixtures("at_once")
 def test_what_images_stand_on_makes_room_after_them(tmp_path, images):
     """Without it they could not be used, but would take room."""
     store = store_at(tmp_path, images, quota_mib=16)
-    for letter, below in ("a", None), ("b", "a"), ("c", "b"), ("d", "c"):
-        put(store, letter * 64, 4, below and below * 64)
     for used in range(2):
+        for letter, below in ("a", None), ("b", "a"), ("c", "b"), ("d", "c"):
+            put(tmp_path, letter, 4, below)
         if used:
             chain = store.chain(store.find("d" * 64))
             for act in (store.hold, lambda image: store.release(image.id)):
@@ -379,19 +410,17 @@ def test_what_images_stand_on_makes_room_after_them(tmp_path, images):
                     act(image)
         else:
             store.known(f"atropos-build:{'d' * 64}")
-        assert sorted("abcd", key=lambda letter: store._used_at()[letter * 64]) == ["d", "c", "b", "a"]
+        for left in ("abc", "ab", "a", ""):
+            store.make_room(16 - 4 * len(left) << 20)
+            assert {image.id[0] for image in kept(tmp_path, store)} == set(left)
 
 
 async def test_a_build_that_was_kept_is_known_though_the_server_was_killed_at_its_last_step(tmp_path, images):
-    store, image = store_at(tmp_path, images), ImageInfo(id="b" * 64, source=f"atropos-build:{'b' * 64}", bytes=1)
-
-    async def fill(target: str) -> None:
-        os.mkdir(target)
-
-    await store.keep(image, fill)
+    store, image = store_at(tmp_path, images), built("b", 1)
+    await store.keep(image, empty)
     for name in (tmp_path / "store/names").iterdir():
         name.unlink()
-    assert await store.keep(image, fill) == image
+    assert await store.keep(image, empty) == image
     assert store_at(tmp_path, images).known(image.source) == image
     assert store.known("atropos-build:../../x") is None
 
@@ -399,8 +428,8 @@ async def test_a_build_that_was_kept_is_known_though_the_server_was_killed_at_it
 @pytest.mark.usefixtures("at_once")
 def test_an_image_whose_parent_is_gone_makes_room_too(tmp_path, images):
     store = store_at(tmp_path, images, quota_mib=16)
-    put(store, "b" * 64, 8, parent="a" * 64)
-    assert kept(store) == []
+    put(tmp_path, "b", 8, parent="a")
+    assert kept(tmp_path, store) == []
     assert store.make_room(10 << 20) == 16 << 20
     assert list((tmp_path / "store/trees").iterdir()) == []
 
@@ -414,14 +443,11 @@ async def test_calls_of_slots_wait_for_no_removal(tmp_path, images, monkeypatch)
         removed.append((name, threading.current_thread() is threading.main_thread()))
         shutil.rmtree(folder)
 
-    async def fill(target: str) -> None:
-        os.mkdir(target)
-
     monkeypatch.setattr("atropos.images.store.remove_tree", remove)
     (tmp_path / "store/work/killed").mkdir(parents=True)
     store = store_at(tmp_path, images)
-    put(store, "b" * 64, 1, parent="a" * 64)
-    await store.keep(ImageInfo(id="b" * 64, source="atropos-build:b", bytes=1), fill)
+    put(tmp_path, "b", 1, parent="a")
+    await store.keep(built("b", 1), empty)
     await store.prepare(ImageSource.parse(f"{images.host}/quick:1"), nothing)
     pid = str(os.getpid())
     assert removed == [("killed", False), ("removed", False), (pid, False), (pid, False)]
@@ -433,48 +459,49 @@ async def test_an_image_that_can_not_be_read_is_replaced(tmp_path, images):
     image = await store_at(tmp_path, images).prepare(source, nothing)
     (tmp_path / "store/trees" / image.id / "image.json").write_text("")  # the machine lost power
     store = store_at(tmp_path, images)
-    assert kept(store) == []
+    assert kept(tmp_path, store) == []
     assert await store.prepare(source, nothing) == image
-    assert kept(store) == [image]
+    assert kept(tmp_path, store) == [image]
 
 
 @pytest.mark.usefixtures("at_once")
 def test_an_image_that_was_just_replaced_is_not_removed_for_the_former(tmp_path, images, monkeypatch):
     one = store_at(tmp_path, images, quota_mib=16)
-    put(one, "b" * 64, 8, parent="a" * 64)
+    put(tmp_path, "b", 8, parent="a")
 
     def lock_late(fd: int) -> bool:
         """Another server drops the image without a parent, and keeps it anew, before this one has the lock."""
-        monkeypatch.undo()
-        assert store_at(tmp_path, images)._drop("b" * 64)
-        put(one, "b" * 64, 8)
+        late.undo()
+        assert store_at(tmp_path, images, quota_mib=16).make_room(16 << 20) == 16 << 20
+        put(tmp_path, "b", 8)
         return try_lock(fd)
 
-    monkeypatch.setattr("atropos.images.store.try_lock", lock_late)
-    assert not one._drop("b" * 64)
-    assert [image.id for image in kept(one)] == ["b" * 64]
+    with monkeypatch.context() as late:
+        late.setattr("atropos.images.store.try_lock", lock_late)
+        assert one.make_room(16 << 20) == 8 << 20
+    assert [image.id for image in kept(tmp_path, store_at(tmp_path, images))] == ["b" * 64]
 
 
-async def looked(store: ImageStore) -> None:
-    """Wait until a claim has looked for room, and found what is no image."""
-    broken = store._root / "trees" / "broken"
+async def looked(tmp_path: Path) -> None:
+    """Wait until one that waits for room has looked for it, and found what is no image."""
+    broken = tmp_path / "store/trees/broken"
     broken.mkdir()
-    await until(lambda: not broken.exists(), "a claim has looked")
+    await until(lambda: not broken.exists(), "one has looked for room")
 
 
 @pytest.mark.usefixtures("at_once")
-async def test_those_that_are_unpacked_at_once_share_the_room_and_wait_for_it(tmp_path, images):
+async def test_those_that_are_kept_at_once_share_the_room_and_wait_for_it(tmp_path, images):
     first, second = (store_at(tmp_path, images, quota_mib=16) for _ in range(2))
-    put(first, "a" * 64, 4)
-    async with second._work() as last:
-        async with first._work() as one, second._work() as other:
-            assert await first._claim(10 << 20, one) == 12 << 20
-            assert await second._claim(6 << 20, other) == 6 << 20, "the unused image makes room"
-            waits = asyncio.create_task(second._claim(1, last))
-            await looked(first)
+    put(tmp_path, "a", 4)
+    async with being_kept(first, built("b", 10)):
+        assert first.make_room(0) == 2 << 20, "the unused image stays where there is room"
+        async with being_kept(second, built("c", 6)):
+            assert first.make_room(0) == 0, "the unused image makes room"
+            waits = asyncio.create_task(second.keep(last := built("d", 1), empty))
+            await looked(tmp_path)
             assert not waits.done()
-        assert await waits >= 6 << 20
-    assert first.make_room(0) == 16 << 20
+        assert await waits == last
+    assert first.make_room(0) == 15 << 20
 
 
 async def test_an_image_makes_room_soon_after_it_is_let_go_and_not_before_the_lease_it_was_made_for(
@@ -483,68 +510,73 @@ async def test_an_image_makes_room_soon_after_it_is_let_go_and_not_before_the_le
     monkeypatch.setattr("atropos.images.store.LET_GO_S", 3)
     store, other = (store_at(tmp_path, images, quota_mib=16) for _ in range(2))
     for letter in "ab":
-        put(store, letter * 64, 6)
+        put(tmp_path, letter, 6)
     other.hold(store.find("a" * 64))
     os.utime(tmp_path / "store/trees" / ("a" * 64), (1, 1))
     assert store.make_room(16 << 20) == 4 << 20
-    async with store._work() as work:
-        claiming = asyncio.create_task(store._claim(16 << 20, work))
-        await looked(store)
-        other.release("a" * 64)
-        assert await claiming == 16 << 20
-    assert kept(store) == []
+    keeping = asyncio.create_task(store.keep(image := built("c", 16), empty))
+    await looked(tmp_path)
+    other.release("a" * 64)
+    await keeping
+    assert kept(tmp_path, store) == [image]
 
 
 @pytest.mark.usefixtures("at_once")
 async def test_a_store_in_use_is_full(tmp_path, images):
     store = store_at(tmp_path, images, quota_mib=16)
-    put(store, "a" * 64, 16)
+    put(tmp_path, "a", 16)
     store.hold(store.find("a" * 64))
-    async with store._work() as work:
-        with pytest.raises(ImageUnavailable, match="the image store is full: 16 of 16 MiB are in use"):
-            await store._claim(1, work)
+    with pytest.raises(ImageUnavailable, match="the image store is full: 16 of 16 MiB are in use"):
+        await store.keep(built("b", 1), empty)
 
 
-CLAIMER = """
+KEEPER = """
 import asyncio, sys
-from pathlib import Path
 from atropos.config import ImageStoreSettings
 from atropos.images.store import ImageStore
+from atropos.wire import ImageInfo
 
-async def main():
-    store = ImageStore(ImageStoreSettings(folder=sys.argv[1], quota_mib=16), sys.argv[1], 65536)
-    async with store._work() as work:
-        await store._claim(16 << 20, work)
-        print("claimed", flush=True)
-        await asyncio.Event().wait()
+async def fill(_target):
+    print("has its room", flush=True)
+    await asyncio.Event().wait()
 
-asyncio.run(main())
+store = ImageStore(ImageStoreSettings(folder=sys.argv[1], quota_mib=16), sys.argv[1], 65536)
+asyncio.run(store.keep(ImageInfo(id="a" * 64, source="atropos-build:a", bytes=16 << 20), fill))
 """
 
 
 async def test_the_room_that_a_killed_server_took_is_free_for_those_that_run(tmp_path, images):
     store = store_at(tmp_path, images, quota_mib=16)
-    claiming = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", CLAIMER, str(tmp_path / "store")), stdout=subprocess.PIPE
+    keeping = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", KEEPER, str(tmp_path / "store")), stdout=subprocess.PIPE
     )
-    assert claiming.stdout is not None and await claiming.stdout.readline() == b"claimed\n"
-    async with store._work() as work:
-        waits = asyncio.create_task(store._claim(1, work))
-        await looked(store)
-        claiming.kill()
-        await claiming.wait()
-        assert await waits == 16 << 20
-        assert leftovers(tmp_path) == [work.name]
+    assert keeping.stdout is not None and await keeping.stdout.readline() == b"has its room\n"
+
+    async def fill(target: str) -> None:
+        assert leftovers(tmp_path) == [Path(target).parts[-3]]
+        await empty(target)
+
+    waits = asyncio.create_task(store.keep(image := built("b", 16), fill))
+    await looked(tmp_path)
+    keeping.kill()
+    await keeping.wait()
+    assert await waits == image
+
+
+async def nothing_sent() -> AsyncIterator[bytes]:
+    """An archive of which nothing comes."""
+    for chunk in ():
+        yield chunk
 
 
 async def test_a_server_that_is_stopped_while_it_removes_an_image_stops_no_other(tmp_path, images):
     store = store_at(tmp_path, images)
-    put(store, "a" * 64, 1)
+    put(tmp_path, "a", 1)
     fd = os.open(tmp_path / "store/trees" / ("a" * 64), os.O_RDONLY)
     try:
         assert try_lock(fd)  # as the one that is stopped
         with pytest.raises(ImageUnavailable, match="no longer in the store"):
-            await asyncio.wait_for(asyncio.to_thread(store.hold, kept(store)[0]), 10)
+            await asyncio.wait_for(asyncio.to_thread(store.hold, kept(tmp_path, store)[0]), 10)
     finally:
         os.close(fd)
 
@@ -557,7 +589,8 @@ async def test_servers_that_start_during_a_pull_leave_it_alone(tmp_path, images)
     store = store_at(tmp_path, images)
     pulling = asyncio.create_task(store.prepare(ImageSource.parse("oci-archive:x"), nothing, str(archive)))
     while not pulling.done():
-        await asyncio.to_thread(store_at(tmp_path, images)._sweep)
+        async with store_at(tmp_path, images).receiving(nothing_sent()):
+            pass
     assert (await pulling).id == image_id
 
 
@@ -574,7 +607,7 @@ async def test_a_pull_that_is_cancelled_while_it_cleans_up_keeps_no_lock(tmp_pat
     before = set(os.listdir("/proc/self/fd"))
 
     async def pull() -> None:
-        async with store._work():
+        async with store.receiving(nothing_sent()):
             await asyncio.Event().wait()
 
     pulling = asyncio.create_task(pull())
@@ -598,8 +631,8 @@ async def test_servers_clean_up_together_after_killed_ones_and_never_after_livin
     async def work() -> None:
         store = store_at(tmp_path, images)
         for _ in range(25):
-            async with store._work() as folder:
-                (folder / "file").touch()
+            async with store.receiving(nothing_sent()) as file:
+                os.utime(file)  # an error if it was removed
 
     await asyncio.gather(*(work() for _ in range(4)))
     assert [path.name for path in left.iterdir()] == ["registries-of-an-earlier-version.conf"]
@@ -629,7 +662,7 @@ async def test_a_full_disk_is_a_typed_error_and_leaves_nothing(tmp_path, images)
         store = store_at(tmp_path, images)
         with pytest.raises(ImageUnavailable, match=r"disk .* is full"):
             await store.prepare(ImageSource.parse(f"{images.host}/large:1"), nothing)
-        assert (kept(store), leftovers(tmp_path)) == ([], [])
+        assert (kept(tmp_path, store), leftovers(tmp_path)) == ([], [])
 
 
 @pytest.mark.parametrize(("there", "comes"), [(2 << 20, 1 << 20), (3 << 20, 3 << 19)], ids=["unpacked", "pulled"])
@@ -640,16 +673,16 @@ async def test_unused_images_make_room_on_a_disk_that_is_smaller_than_the_quota(
     root.mkdir()
     with small_disk(root):
         store = store_at(tmp_path, images)
-        put(store, "a" * 64, there >> 20)
+        put(tmp_path, "a", there >> 20)
         (root / "trees" / ("a" * 64) / "rootfs/x").write_bytes(os.urandom(there))
         assert (await store.prepare(ImageSource.parse(f"{images.host}/large:2"), nothing)).id == image_id
-        assert [image.id for image in kept(store)] == [image_id]
+        assert [image.id for image in kept(tmp_path, store)] == [image_id]
 
 
 @contextlib.contextmanager
 def disk_at(folder: Path, disk: Path, *, new: bool = False) -> Iterator[None]:
     """An ext4 file system in a file."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     if new:
         subprocess.run(["mkfs.ext4", "-q", "-F", str(disk)], check=True)
     if subprocess.run(["mount", "-o", "loop", str(disk), str(folder)], capture_output=True, check=False).returncode:
@@ -682,11 +715,10 @@ async def test_a_power_cut_leaves_a_whole_image_or_none(tmp_path, images, built)
             os.fsync(fd)  # what the kernel happens to write first
             os.close(fd)
         shutil.copy(disk, cut)  # what is on the disk by now
-    with disk_at(again, cut):
-        after = ImageStore(ImageStoreSettings(folder=str(again)), str(again), 65_536)
-        assert [(each, (again / "trees" / each.id / "rootfs/x").read_bytes() == data) for each in kept(after)] == [
-            (image, True)
-        ]
+    with disk_at(again / "store", cut):
+        after = ImageStore(ImageStoreSettings(folder=str(again / "store")), str(again / "store"), 65_536)
+        assert kept(again, after) == [image]
+        assert (again / "store/trees" / image.id / "rootfs/x").read_bytes() == data
 
 
 PULLER = """
@@ -721,7 +753,7 @@ async def test_a_kill_at_any_moment_leaves_a_whole_image_or_none(tmp_path, image
         root.mkdir()
         await asyncio.to_thread(pull_and_kill, root, images.host, 1.2 * index / rounds)
         store = store_at(tmp_path, images)
-        for image in kept(store):
+        for image in kept(tmp_path, store):
             whole += 1
             files = [path for path in Path(store.hold(image)).rglob("*") if path.is_file()]
             assert len(files) == 1500
