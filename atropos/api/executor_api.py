@@ -48,7 +48,7 @@ _DESCRIPTION = (
     "answers events: `waiting` every few seconds, then `result` or `error`. A trajectory without a call or renewal for "
     "its ttl_s ends."
 )
-_WAITING_S = 5.0
+WAITING_S = 5.0
 """Interval of the `waiting` events of a long call: proxies cut silent connections."""
 _MAX_ID = 200
 
@@ -232,7 +232,7 @@ def _answer(trajectory_id: str, call_id: str, result: ToolResult | None) -> Call
 async def _events(trajectories: Trajectories, trajectory_id: str, call_id: str, call: OpenCall) -> AsyncIterator[str]:
     yield _event("accepted", _answer(trajectory_id, call_id, None).model_dump_json())
     while not call.task.done():
-        done, _ = await asyncio.wait([call.task], timeout=_WAITING_S)
+        done, _ = await asyncio.wait([call.task], timeout=WAITING_S)
         if not done:
             yield _event("waiting", "{}")
     try:

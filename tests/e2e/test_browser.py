@@ -18,7 +18,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from atropos.api.external.browser import _ANSWER_MS, BrowserHost, browser_available
+from atropos.api.external.browser import ANSWER_MS, BrowserHost, browser_available
 from atropos.api.external.browser_tools import BrowserTool, browser_tools
 from atropos.api.external.guard import Guard
 from atropos.api.http import Refusal
@@ -221,7 +221,7 @@ async def test_no_way_that_a_page_has_leads_to_a_private_address(ada: Person, si
         seen = len(site.seen)
         await ada("navigate", url=site.url(f"/attack?target=127.0.0.1:{port}"))
         session = ada.scope.state["browser"]
-        page = session._context.pages[0]
+        page = session.page.context.pages[0]
         await page.wait_for_function("document.getElementById('out').textContent.startsWith('over')", timeout=30_000)
         reached = set(re.findall(r"\w+", (await page.text_content("#out") or "").partition("[")[2]))
         assert reached <= {"fetch", "post", "redirect"}  # the proxy's own refusal, which a page can't read
@@ -265,11 +265,11 @@ async def test_contexts_are_bounded_and_all_are_closed(site: Site, world: tuple[
     await asyncio.gather(*(person("navigate", url=site.url("/")) for person in people))
     with pytest.raises(Refusal, match="browsers are open"):
         await Person(host, "late")("navigate", url=site.url("/"))
+    browser = people[0].scope.state["browser"].page.context.browser
     for person in people:
         await person.leave()
-    assert not host._sessions
-    assert host._browser is not None
-    assert host._browser.contexts == []
+    assert repr(host) == "<BrowserHost up contexts=0>"
+    assert browser.contexts == []
 
 
 async def test_calls_of_one_trajectory_that_run_at_once_share_a_context(
@@ -278,11 +278,13 @@ async def test_calls_of_one_trajectory_that_run_at_once_share_a_context(
     host, state = world[0], ada.scope.state
     first, second = await asyncio.gather(*(host.session(state, opening=True) for _ in range(2)))
     assert first is second is state["browser"]
-    assert host._sessions == {first}
+    contexts = first.page.context.browser.contexts
+    assert (repr(host), contexts) == ("<BrowserHost up contexts=1>", [first.page.context])
     first.alive = False
     third, fourth = await asyncio.gather(*(host.session(state, opening=True) for _ in range(2)))
     assert third is fourth is state["browser"]
-    assert host._sessions == {third}
+    contexts = third.page.context.browser.contexts
+    assert (repr(host), contexts) == ("<BrowserHost up contexts=1>", [third.page.context])
 
 
 def processes(word: str, but: str = "\0") -> list[int]:
@@ -301,6 +303,7 @@ async def test_trajectories_leave_no_context_page_process_or_connection(
     """ATROPOS_BROWSERS says how many trajectories (4 in CI, hundreds by hand)."""
     host = world[0]
     await ada("navigate", url=site.url("/"))  # Chromium runs now
+    browser = ada.scope.state["browser"].page.context.browser
 
     async def one(number: int) -> None:
         person = Person(host, f"p{number}")
@@ -313,15 +316,13 @@ async def test_trajectories_leave_no_context_page_process_or_connection(
             await asyncio.gather(*(one(number) for number in range(start, start + 4)))
 
     def census() -> dict[str, int]:
-        assert host._browser is not None
-        assert host._proxy is not None
+        descriptors = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
         return {
-            "sessions": len(host._sessions),
-            "contexts": len(host._browser.contexts),
+            "contexts": len(browser.contexts),
             "renderers": len(processes("--type=renderer")),
-            "connections": len(host._proxy._tasks),
+            "connections": sum("socket:" in one for one in descriptors),
             "tasks": len(asyncio.all_tasks()),
-            "descriptors": len(os.listdir("/proc/self/fd")),
+            "descriptors": len(descriptors),
         }
 
     await some(4)
@@ -329,6 +330,7 @@ async def test_trajectories_leave_no_context_page_process_or_connection(
     await some(int(os.environ.get("ATROPOS_BROWSERS", "4")))
     await until(lambda: all(now <= before[name] + 3 for name, now in census().items()))
     assert census()["contexts"] == before["contexts"]
+    assert repr(host) == "<BrowserHost up contexts=1>"
     print(before, census())
 
 
@@ -356,10 +358,10 @@ async def test_a_crashed_browser_is_restarted_and_says_so(
 
 async def test_a_crashed_page_is_told_and_its_logins_are_kept(ada: Person, site: Site):
     await ada("navigate", url=site.url("/login"))
-    for pid in processes("--type=renderer"):
-        with contextlib.suppress(ProcessLookupError):  # Chromium ends those that it keeps for later pages itself
-            os.kill(pid, signal.SIGKILL)
-    await until(lambda: ada.scope.state["browser"]._crashed)
+    async with ada.scope.state["browser"].page.expect_event("crash", timeout=30_000):
+        for pid in processes("--type=renderer"):
+            with contextlib.suppress(ProcessLookupError):  # Chromium ends those that it keeps for later pages itself
+                os.kill(pid, signal.SIGKILL)
     try:
         said = await ada("snapshot")
     except ToolError as error:  # the new page was given a process that was killed as well
@@ -375,8 +377,8 @@ async def test_a_new_page_that_never_opens_is_given_up(ada: Person, site: Site, 
     await session.page.close()
 
     with monkeypatch.context() as hung:
-        hung.setattr("atropos.api.external.browser._OPEN_S", 0.5)
-        hung.setattr(session._context, "new_page", asyncio.Event().wait)
+        hung.setattr("atropos.api.external.browser.OPEN_S", 0.5)
+        hung.setattr(session.page.context, "new_page", asyncio.Event().wait)
         with pytest.raises(ToolError, match="open an address again"):
             await asyncio.wait_for(ada("snapshot"), 30)
     assert "You are ada" in await ada("navigate", url=site.url("/who"))
@@ -385,7 +387,7 @@ async def test_a_new_page_that_never_opens_is_given_up(ada: Person, site: Site, 
 async def test_a_browser_that_hangs_at_its_start_is_no_failure_of_the_tool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sys.modules[BrowserTool.__module__], "_SESSION_S", 1.0)
+    monkeypatch.setattr(sys.modules[BrowserTool.__module__], "SESSION_S", 1.0)
     monkeypatch.setattr(BrowserTool, "timeout_s", 3.0)
     chromium = tmp_path / "chromium"
     chromium.write_text("#!/bin/sh\nexec sleep 3600\n")
@@ -401,22 +403,22 @@ async def test_a_browser_that_hangs_at_its_start_is_no_failure_of_the_tool(
 
 
 async def test_a_page_that_does_not_answer_is_replaced(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atropos.api.external.browser._CLOSE_S", 1.0)
+    monkeypatch.setattr("atropos.api.external.browser.CLOSE_S", 1.0)
     await ada("navigate", url=site.url("/login"))
-    context = ada.scope.state["browser"]._context
+    context = ada.scope.state["browser"].page.context
     context.set_default_timeout(800)
     with pytest.raises(ToolError, match="stopped answering"):
         await ada("navigate", url=site.url("/spin"))
         await asyncio.sleep(0.5)
         await ada("snapshot")
-    context.set_default_timeout(_ANSWER_MS)  # of the page that took its place
+    context.set_default_timeout(ANSWER_MS)  # of the page that took its place
     assert "You are ada" in await ada("navigate", url=site.url("/who"))
 
 
 async def test_a_page_that_hangs_right_after_its_snapshot_is_replaced(
     ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("atropos.api.external.browser._CLOSE_S", 1.0)
+    monkeypatch.setattr("atropos.api.external.browser.CLOSE_S", 1.0)
     await ada("navigate", url=site.url("/login"))
     page = ada.scope.state["browser"].page
     snapshot = page.aria_snapshot
@@ -436,10 +438,10 @@ async def test_a_page_that_hangs_right_after_its_snapshot_is_replaced(
 async def test_a_browser_or_a_driver_that_gives_no_sign_of_life_is_started_again(
     ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("atropos.api.external.browser._PROBE_S", 1.0)
-    monkeypatch.setattr("atropos.api.external.browser._CLOSE_S", 1.0)
+    monkeypatch.setattr("atropos.api.external.browser.PROBE_S", 1.0)
+    monkeypatch.setattr("atropos.api.external.browser.CLOSE_S", 1.0)
     await ada("navigate", url=site.url("/"))
-    ada.scope.state["browser"]._context.set_default_timeout(800)
+    ada.scope.state["browser"].page.context.set_default_timeout(800)
     stopped = browsers()
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
@@ -458,11 +460,12 @@ async def test_a_browser_or_a_driver_that_gives_no_sign_of_life_is_started_again
 async def test_what_a_stop_of_the_tool_server_outlasts_fails_no_call_and_closes_no_page_and_no_browser(
     ada: Person, site: Site, world: tuple[BrowserHost, Site, Site], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("atropos.api.external.browser._PROBE_S", 3.0)
-    monkeypatch.setattr("atropos.api.external.browser._CLOSE_S", 3.0)
-    monkeypatch.setattr(sys.modules[BrowserTool.__module__], "_ANSWER_S", 3.0)
+    monkeypatch.setattr("atropos.api.external.browser.PROBE_S", 3.0)
+    monkeypatch.setattr("atropos.api.external.browser.CLOSE_S", 3.0)
+    monkeypatch.setattr(sys.modules[BrowserTool.__module__], "ANSWER_S", 3.0)
     home = await ada("navigate", url=site.url("/login"))
     before, session = browsers(), ada.scope.state["browser"]
+    page = session.page
     found = re.search(r"\[ref=(\w+)\]", home)
     assert found
     tool = ada.tools["click"]
@@ -474,4 +477,4 @@ async def test_what_a_stop_of_the_tool_server_outlasts_fails_no_call_and_closes_
         await checking
     assert browsers() == before
     assert "You are ada" in await ada("navigate", url=site.url("/who"))
-    assert not session._crashed
+    assert session.page is page

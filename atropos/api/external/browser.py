@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _LAUNCH_S = 60.0
-_CLOSE_S = 5.0
+CLOSE_S = 5.0
+"""Timeout of closing what may be gone already, and of a page's answer to whether it hangs."""
 _CONTEXT_S = 30.0
 """Timeout of a new context; a browser that takes longer hangs, and is restarted."""
-_OPEN_S = 10.0
+OPEN_S = 10.0
 """Timeout of a new page."""
-_PROBE_S = 5.0
-_ANSWER_MS = 5000
+PROBE_S = 5.0
+"""Timeout of Chromium's answer to whether it hangs."""
+ANSWER_MS = 5000
 """Timeout of Playwright's calls; a frame that Chromium refused to load never answers, and stays empty."""
 PAGE_CRASHED = "the page crashed; open an address again with browser_navigate"
 PAGE_HANGS = "the page stopped answering and was closed; open an address again with browser_navigate"
@@ -152,7 +154,7 @@ class Session:
         """Whether the page answers. The next call replaces one that doesn't, as with a script that never ends."""
         page = self.page
         try:
-            async with Allowance(_CLOSE_S).once():
+            async with Allowance(CLOSE_S).once():
                 await page.evaluate("1")
         except Exception:
             self._crashed.add(page)
@@ -167,7 +169,7 @@ class Session:
         """
         before = self.page
         if before.is_closed() or before in self._crashed:
-            async with Allowance(_OPEN_S).once():
+            async with Allowance(OPEN_S).once():
                 self.page = await self._context.new_page()
             self._watch(self.page)
             if not before.is_closed():
@@ -263,7 +265,7 @@ class BrowserHost:
                 accept_downloads=False, viewport={"width": 1280, "height": 900}, service_workers="block", locale="en-US"
             )
             try:
-                context.set_default_timeout(_ANSWER_MS)
+                context.set_default_timeout(ANSWER_MS)
                 page = await context.new_page()
             except BaseException:
                 await _close(context.close())
@@ -318,7 +320,7 @@ class BrowserHost:
         if browser is None:
             return
         try:
-            async with Allowance(_PROBE_S).once():
+            async with Allowance(PROBE_S).once():
                 session = await browser.new_browser_cdp_session()
                 await session.send("Browser.getVersion")
                 await session.detach()
@@ -349,12 +351,12 @@ class BrowserHost:
 
 
 async def _close(closing: Awaitable[object]) -> Exception | None:
-    """Await the end of something that may be gone already, within `_CLOSE_S`; returns the failure.
+    """Await the end of something that may be gone already, within `CLOSE_S`; returns the failure.
 
     Playwright raises plain `Exception` where its driver has ended.
     """
     try:
-        async with Allowance(_CLOSE_S).once():
+        async with Allowance(CLOSE_S).once():
             await closing
     except Exception as error:
         _log.debug("the browser: %s", _line(error))

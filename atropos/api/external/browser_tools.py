@@ -31,9 +31,9 @@ Arguments = TypeVar("Arguments")
 _REF = re.compile(r"\[?(?:ref=)?((?:f\d+)?e\d+)\]?\Z")
 _ACTION_MS = 8000
 _SETTLE_MS = 3000
-_SESSION_S = 50.0
+SESSION_S = 50.0
 """Longest wait for a context: less than a call has, since a browser that does not start is no failure of the tool."""
-_ANSWER_S = 5.0
+ANSWER_S = 5.0
 """Timeout of calls for which Playwright has none: a page whose script never ends would hang them."""
 _AFTER_CLICK_MS = 150
 """Wait for a navigation to begin after a click; a later one shows in the next snapshot."""
@@ -65,10 +65,10 @@ class BrowserTool(Tool, Generic[Arguments]):
         from playwright.async_api import TimeoutError as Late
 
         try:
-            async with asyncio.timeout(_SESSION_S):
+            async with asyncio.timeout(SESSION_S):
                 session = await self._host.session(scope.state, opening=self.opens)
         except TimeoutError:
-            raise ToolServerUnavailable(f"the browser did not start within {_SESSION_S:g} s") from None
+            raise ToolServerUnavailable(f"the browser did not start within {SESSION_S:g} s") from None
         try:
             return await self.act(session, arguments)
         except (Error, TimeoutError) as error:
@@ -89,7 +89,7 @@ class BrowserTool(Tool, Generic[Arguments]):
         """The page as text, with notes on what happened since the last answer."""
         page = await session.open_page()
         tree = await page.aria_snapshot(mode="ai")
-        async with Allowance(_ANSWER_S).once():
+        async with Allowance(ANSWER_S).once():
             title, url = await page.title(), page.url
         most = self._host.settings.snapshot_chars * (4 if full else 1)
         truncated = len(tree) > most
@@ -118,7 +118,7 @@ class BrowserTool(Tool, Generic[Arguments]):
             raise ToolError(f"{ref[:60]!r} is not a reference; take one from the snapshot, such as e12")
         found = page.locator(f"aria-ref={match[1]}")
         try:
-            async with Allowance(_ANSWER_S).once():
+            async with Allowance(ANSWER_S).once():
                 there = await found.count()
         except Error:
             there = 0

@@ -17,9 +17,9 @@ from atropos.tools.base import Tool, ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.tool_server.external import WebExtractArguments
 
-_PARSE_S = 20.0
+PARSE_S = 20.0
 """Timeout of parsing one page; its worker is then killed."""
-_PAGE_S = 45.0
+PAGE_S = 45.0
 """Timeout of fetching and reading one page; the other pages of the call are answered without it."""
 _ANSWER_BYTES = 64 * 1024 * 1024
 _JOBS = 200
@@ -48,12 +48,12 @@ class Extractor:
                 self._kill(worker)
                 worker = None
             worker = worker or await self._start()
-            async with asyncio.timeout(_PARSE_S):
+            async with asyncio.timeout(PARSE_S):
                 answer = await self._ask(worker, page)
             if self._alive[worker] < _JOBS:
                 keep = worker
         except TimeoutError:
-            raise FetchError(f"reading it took longer than {_PARSE_S:g} s") from None
+            raise FetchError(f"reading it took longer than {PARSE_S:g} s") from None
         except (OSError, ValueError, asyncio.IncompleteReadError):
             raise FetchError("the page crashed its reader") from None
         finally:
@@ -119,12 +119,12 @@ class WebExtract(Tool):
 
     async def _one(self, url: str) -> dict[str, object]:
         try:
-            async with asyncio.timeout(_PAGE_S):
+            async with asyncio.timeout(PAGE_S):
                 return await self._read(url)
         except FetchError as error:
             return {"url": url, "error": str(error)}
         except TimeoutError:
-            return {"url": url, "error": f"it was not fetched and read within {_PAGE_S:g} s"}
+            return {"url": url, "error": f"it was not fetched and read within {PAGE_S:g} s"}
 
     async def _read(self, url: str) -> dict[str, object]:
         page = await fetch(self._client, self._guard, url, max_bytes=self._max_bytes)

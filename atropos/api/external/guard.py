@@ -17,7 +17,8 @@ import httpx
 from atropos.net.egress_policy import Address, EgressRefused, Policy, Rule, literal, own_addresses, parse
 from atropos.net.relay import look_up
 
-_RESOLVE_S = 10.0
+RESOLVE_S = 10.0
+"""Timeout of looking a name up."""
 _TIMEOUT_S = 20.0
 _MAX_ADDRESSES = 8
 _MAX_RESOLVERS = 128
@@ -73,10 +74,10 @@ class Guard:
     async def _look_up(self, name: str, port: int) -> list[Address]:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(_RESOLVE_S):
+            async with asyncio.timeout(RESOLVE_S):
                 found = await loop.run_in_executor(self._resolvers, look_up, name, port)
         except TimeoutError:
-            raise OSError(f"{name} did not resolve within {_RESOLVE_S:g} s") from None
+            raise OSError(f"{name} did not resolve within {RESOLVE_S:g} s") from None
         except UnicodeError:
             raise OSError(f"{name[:100]!r} is not a host name") from None
         return found[:_MAX_ADDRESSES]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _CONNECT_S = 30.0
 _MAX_TOOLS = 500
-_PING_S = 5.0
+PING_S = 5.0
 """Timeout of the check whether a server hangs; one that does is reconnected."""
 _CLOSE_S = 10.0
 """Timeout of closing a connection: the SDK takes up to 6.5 s to end a server that hangs, and cancelled before leaves it running."""
@@ -139,7 +139,7 @@ class McpConnection:
         """Whether the server answers this connection, which is dropped if not."""
         before = self.answered
         try:
-            async with Allowance(_PING_S).once():
+            async with Allowance(PING_S).once():
                 await client.list_tools(cache_mode="bypass")  # every server has it; `ping` is gone from the protocol
         except Exception as error:
             if isinstance(error, TimeoutError) and self.answered > before:

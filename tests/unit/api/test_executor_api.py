@@ -181,7 +181,7 @@ async def test_a_client_that_lost_its_connection_gets_the_result_later(executor:
 
 
 async def test_a_long_call_answers_events(executor: HeldExecutor, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atropos.api.executor_api._WAITING_S", 0.01)
+    monkeypatch.setattr("atropos.api.executor_api.WAITING_S", 0.01)
     async with api(executor) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
 

@@ -206,7 +206,7 @@ async def test_dead_name_servers_keep_neither_other_names_nor_other_threads_wait
         return look_up(host, *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    monkeypatch.setattr("atropos.api.external.guard._RESOLVE_S", 300)
+    monkeypatch.setattr("atropos.api.external.guard.RESOLVE_S", 300)
     guard = Guard(["localhost"])
     dead = [asyncio.create_task(guard.addresses(f"n{number}.dead.example", 443)) for number in range(40)]
     try:

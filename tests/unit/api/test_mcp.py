@@ -106,7 +106,7 @@ async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(monke
     def servers() -> list[int]:
         return [pid for pid, line in descendants().items() if SERVER in line and pid not in others]
 
-    monkeypatch.setattr("atropos.api.external.mcp._PING_S", 0.5)
+    monkeypatch.setattr("atropos.api.external.mcp.PING_S", 0.5)
     async with offering(STDIO) as client:
         (server,) = servers()
         os.kill(server, signal.SIGSTOP)
@@ -123,7 +123,7 @@ async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(monke
 async def test_a_check_that_a_stop_of_the_tool_server_outlasts_drops_no_mcp_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr("atropos.api.external.mcp._PING_S", 3.0)
+    monkeypatch.setattr("atropos.api.external.mcp.PING_S", 3.0)
     async with offering(STDIO.model_copy(update={"timeout_s": 300})) as client:
         body = call("little_slow", "other", mark=str(tmp_path / "mark"))
         other = asyncio.create_task(client.post("/execute", json=body))
@@ -147,7 +147,7 @@ async def test_an_mcp_server_that_is_busy_with_the_calls_of_others_is_not_taken_
         (tmp_path / "held").touch()  # what the check asks for comes late
         connection = client.host.tools["little_slow"]._connection
         for busy, ping_s in ((True, 3.0), (False, 0.5)):
-            monkeypatch.setattr("atropos.api.external.mcp._PING_S", ping_s)
+            monkeypatch.setattr("atropos.api.external.mcp.PING_S", ping_s)
             late = await client.post("/execute", json={**call("little_slow", f"late-{busy}"), "timeout_s": 0.3})
             assert late.json()["result"]["timed_out"] is True
             while busy and not connection._check.done():

@@ -63,7 +63,7 @@ async def test_pages_pdfs_and_text_are_read_and_a_failing_one_spoils_nothing(sit
 
 
 async def test_a_page_that_never_ends_to_come_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atropos.api.external.extract._PAGE_S", 0.5)
+    monkeypatch.setattr("atropos.api.external.extract.PAGE_S", 0.5)
     result = await extract(site, "/drip")
     assert "within 0.5 s" in (result.error or "")
 
@@ -81,7 +81,7 @@ async def test_a_hanging_parser_is_killed_and_the_next_page_is_read(
 ):
     page = Page("http://x/", "application/pdf", None, pdf("fine"), truncated=False)
     assert (await extractor.extract(page))["text"] == "fine"
-    monkeypatch.setattr("atropos.api.external.extract._PARSE_S", 0.0)
+    monkeypatch.setattr("atropos.api.external.extract.PARSE_S", 0.0)
     with pytest.raises(FetchError, match="took longer"):
         await extractor.extract(page)
     monkeypatch.undo()
