@@ -126,7 +126,6 @@ def test_a_bad_setting_of_the_executor_server_is_one_clear_line(
 def test_a_bad_setting_of_the_mcp_server_is_one_clear_line(
     arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("atropos.api.mcp_server._stdin_lines", None)  # pytest's own stdin is left alone
     assert said in said_by("mcp", arguments, monkeypatch, capfd)
 
 

@@ -371,7 +371,9 @@ async def test_what_is_known_of_ended_trajectories_is_bounded(bench: Workbench):
     async with served(bench, journal_calls=10) as client:
         for number in range(100):
             await client.delete(f"/trajectories/t{number}?life=x")
-        assert len(client.host._journal._ended) <= 10
+        late = [{**call("keep", f"t{number}", item="a"), "life": "x"} for number in range(100)]
+        answers = [(await client.post("/execute", json=one)).status_code for one in late]
+        assert answers == [200] * 90 + [410] * 10, "the trajectories that ended last are known"
 
 
 async def test_idle_state_ends_after_its_ttl(bench: Workbench):

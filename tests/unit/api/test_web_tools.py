@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -21,7 +22,7 @@ from atropos.tools.arguments import BadArguments, check
 from atropos.tools.base import ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.tool_server.external import WebExtractArguments, WebSearchArguments
-from tests.waiting import until
+from tests.processes import descendants
 
 from .site import Site, pdf
 
@@ -35,6 +36,11 @@ async def extractor() -> AsyncGenerator[Extractor, None]:
     made = Extractor(workers=1)
     yield made
     await made.aclose()
+
+
+def worker() -> int:
+    (pid,) = (pid for pid, line in descendants().items() if "extract_worker" in line)
+    return pid
 
 
 async def extract(site: Site, *paths: str, allow: bool = True) -> ToolResult:
@@ -92,15 +98,13 @@ async def test_a_hanging_parser_is_killed_and_the_next_page_is_read(
 async def test_a_killed_worker_is_replaced(extractor: Extractor):
     page = Page("http://x/", "text/plain", None, b"plain", truncated=False)
     assert (await extractor.extract(page))["text"] == "plain"
-    [worker] = extractor._alive
-    worker.kill()
-    await worker.wait()
+    os.kill(worker(), signal.SIGKILL)
+    await asyncio.sleep(1)  # it is seen to have ended
     assert (await extractor.extract(page))["text"] == "plain"
-    [worker] = extractor._alive
-    worker.send_signal(signal.SIGSTOP)
+    os.kill(worker(), signal.SIGSTOP)
     reading = asyncio.create_task(extractor.extract(page))
-    await until(lambda: extractor._alive[worker] == 2)  # pages that it was given
-    worker.kill()
+    await asyncio.wait([reading], timeout=0.5)  # it was given the page
+    os.kill(worker(), signal.SIGKILL)
     with pytest.raises(FetchError, match="crashed"):
         await reading
     assert (await extractor.extract(page))["text"] == "plain"
