@@ -8,7 +8,6 @@ left has an effect.
 
 from __future__ import annotations
 
-import functools
 import gzip
 import json
 import re
@@ -30,6 +29,8 @@ from atropos.slots import Slot
 SOLUTION = "/workspace/solution.py"
 MAX_SOLUTION_BYTES = 256 * 1024
 FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
+CHECKER = Path(__file__).with_name("humaneval_check.py").read_text(encoding="utf-8")
+"""The program that runs a problem's tests in a slot."""
 _BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 
 
@@ -104,7 +105,7 @@ async def judge(slot: Slot, problem: HumanEvalProblem, solution: str, *, timeout
     content = {"prompt": problem.prompt, "test": problem.test, "entry_point": problem.entry_point}
     await slot.write_file("/check/problem.json", json.dumps(content), 0o600)
     await slot.write_file("/check/solution.py", solution.encode("utf-8", "surrogatepass"), 0o600)
-    await slot.write_file("/check/check.py", _checker(), 0o600)
+    await slot.write_file("/check/check.py", CHECKER, 0o600)
     result = await slot.exec(
         "chmod 700 /check && exec python3 -I /check/check.py /check/problem.json /check/solution.py",
         workdir="/",
@@ -125,11 +126,6 @@ async def judge(slot: Slot, problem: HumanEvalProblem, solution: str, *, timeout
         raise SandboxError(
             f"the check of {problem.name} ended with {result.exit_code}: {result.output[-300:]}"
         ) from None
-
-
-@functools.cache
-def _checker() -> str:
-    return Path(__file__).with_name("humaneval_check.py").read_text(encoding="utf-8")
 
 
 class HumanEvalEnv(DatasetEnv):

@@ -55,7 +55,7 @@ class Secured:
         done = await asyncio.to_thread(
             subprocess.run, ["bash", str(ROOT / "scripts/nomad.sh")], capture_output=True, text=True, check=True
         )
-        self._binary = done.stdout.split()[-1]
+        self.binary = done.stdout.split()[-1]
         try:
             await asyncio.to_thread(self._start)
             await until(lambda: self._agent.poll() is not None or self._ready(), "the agent's node", 60)
@@ -79,7 +79,7 @@ class Secured:
         """`nomad ...` with the management token, in the folder of the certificates."""
         env = {**os.environ, **self.environment, "NOMAD_TOKEN": self.management}
         done = subprocess.run(
-            [self._binary, *arguments],
+            [self.binary, *arguments],
             check=False,
             cwd=self.folder,
             env=env,
@@ -105,7 +105,7 @@ class Secured:
         config = CONFIG.format(region=REGION, port=PORT, rpc=PORT + 1, serf=PORT + 2)
         (self.folder / "agent.hcl").write_text(config)
         (self.folder / "data").mkdir()
-        command = [self._binary, "agent", "-dev", "-config", str(ROOT / "nomad/dev-agent.hcl"), "-config", "agent.hcl"]
+        command = [self.binary, "agent", "-dev", "-config", str(ROOT / "nomad/dev-agent.hcl"), "-config", "agent.hcl"]
         command += ["-data-dir", str(self.folder / "data")]
         self._agent = subprocess.Popen(
             command,

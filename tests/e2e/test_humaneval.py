@@ -105,10 +105,9 @@ def made(tmp_path):
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_solutions_that_cheat_fail(executor, made, monkeypatch):
-    given = humaneval_env._checker()
-    checker = given.replace("\nCALL_S = 10.0\n", "\nCALL_S = 1.0\n")  # for so long the endless ones take a core
-    assert checker != given
-    monkeypatch.setattr(humaneval_env, "_checker", lambda: checker)
+    checker = humaneval_env.CHECKER.replace("\nCALL_S = 10.0\n", "\nCALL_S = 1.0\n")  # for so long the endless ones take a core
+    assert checker != humaneval_env.CHECKER
+    monkeypatch.setattr(humaneval_env, "CHECKER", checker)
     cheats = {
         "ends the process": "import os\nos._exit(0)\n",
         "exits": "import sys\nsys.exit(0)\n",
@@ -133,8 +132,8 @@ async def test_solutions_that_cheat_fail(executor, made, monkeypatch):
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_call_has_cpu_time_and_not_the_hosts(executor, made, monkeypatch):
     """A solution that runs for a small part of the time, as on a host that is busy, is as good as ever."""
-    checker = humaneval_env._checker().replace("\nCALL_S = 10.0\n", "\nCALL_S = 1.0\n")
-    monkeypatch.setattr(humaneval_env, "_checker", lambda: checker)
+    checker = humaneval_env.CHECKER.replace("\nCALL_S = 10.0\n", "\nCALL_S = 1.0\n")
+    monkeypatch.setattr(humaneval_env, "CHECKER", checker)
     slow = "import time\ntime.sleep(2.5)\n" + PROBLEM["prompt"] + PROBLEM["canonical_solution"]
     assert await judged(executor, made, slow, timeout_s=60) == (True, "")
 

@@ -95,7 +95,7 @@ async def test_a_wrong_setting_is_one_line_with_the_variable_and_the_cure(agent,
         folder = agent.folder / "other"
         folder.mkdir()
         await asyncio.to_thread(
-            subprocess.run, [agent._binary, "tls", "ca", "create"], cwd=folder, check=True, capture_output=True
+            subprocess.run, [agent.binary, "tls", "ca", "create"], cwd=folder, check=True, capture_output=True
         )
         changes = {"NOMAD_CACERT": str(folder / "nomad-agent-ca.pem")}
     if "NOMAD_ADDR" in changes:

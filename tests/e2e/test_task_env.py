@@ -9,6 +9,7 @@ import pytest
 from atropos.envs import TaskEnv, TaskEnvConfig
 from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError
+from atropos.tasks import workspace
 from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.workspace import WAITS
 from examples.policy.truth import Truth
@@ -109,15 +110,18 @@ async def test_an_agent_that_leaves_its_verifier_without_a_reward_scores_0(polic
 
 
 async def test_the_cause_of_a_missing_reward_is_looked_for_each_time(policy, tmp_path, monkeypatch):
-    looked = []
+    looked, verify = [], workspace.verify
 
-    async def untouched(_self, _item, _task, trajectory_id):
-        looked.append(trajectory_id)
+    async def untouched(slot, *rest, **options):
+        verdict = await verify(slot, *rest, **options)  # where the agent was, it raises
+        looked.append(slot)
         if len(looked) > 1:
             raise VerifierFailed("what the tests download is away")
+        return verdict
 
-    monkeypatch.setattr(TaskEnv, "_verify_untouched", untouched)
-    task(tmp_path, "t", test="true")
+    monkeypatch.setattr(workspace, "verify", untouched)
+    spoil = script({"calls": [call("terminal", command="touch out")]}, "done")
+    task(tmp_path, "t", prompt=spoil, test="[ -e out ] || echo 1 > /logs/verifier/reward.txt")
     with pytest.raises(GroupsDropped, match="verifier_failed"):
         await run(policy, tmp_path)
     assert len(looked) == 2
@@ -437,5 +441,6 @@ async def test_items_come_in_order_and_passes(tmp_path, policy):
     assert sorted(order[:6]) == list("abcdef")
     assert order[:6] != order[6:]
     serving = fresh()
-    serving._serving = True
+    with pytest.raises(ConfigError):
+        await serving.env_manager()
     assert "." not in await names(serving, 20)

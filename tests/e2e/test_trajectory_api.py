@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from atropos.envs.adapter import stop_servers
 from examples.policy.truth import Truth
 from examples.serve.processes import Trainer, run_api
 from tests.e2e.hermes_support import running_policy, sampled
@@ -25,7 +26,7 @@ async def world(tmp_path: Path):
         async def env(name: str, **settings: Any) -> Any:
             one = make(ScriptEnv, url, None, rollout_server_url=api.url, wandb_name=name, **settings)
             await one.setup()
-            stack.push_async_callback(one._close)
+            stack.push_async_callback(stop_servers, one.server)
             await one.register_env()
             await one.get_server_info()
             await one.get_status()

@@ -166,7 +166,7 @@ def test_a_kimi_template_names_a_result_as_the_model_named_its_call():
     own.chat_template = KIMI
     dialect = OpenAIDialect(own, [], "kimi_k2")
     wrote = get_parser("kimi_k2").render_turn("", [ToolCall(name="terminal"), ToolCall(name="terminal")])
-    turn = dialect.read(dialect._renderer.placeholder(wrote), cut_off=False)
+    turn = dialect.read(ToolTemplate(own, []).renderer.placeholder(wrote), cut_off=False)
     outcomes = [Outcome(one, ToolResult(success=True, output="x")) for one in turn.calls]
     text = own.decode(dialect.following(dialect.results(outcomes, AgentConfig()), turn.ids))
     assert re.findall("Return of (.*)", text) == ["functions.terminal:0", "functions.terminal:1"]

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ import pytest
 import pytest_asyncio
 from pydantic import SecretStr
 
+from atropos.api.external.mcp import McpConnection, McpTool
 from atropos.api.settings import McpServerSettings, ToolServerSettings
 from atropos.api.tool_server import create_app
 from atropos.errors import ConfigError, ToolServerUnavailable
-from tests.processes import descendants, kept_port
+from atropos.tools.base import Tool
+from tests.processes import descendants, kept_port, running
 from tests.waiting import until
 
 from .conftest import call
@@ -33,8 +35,8 @@ in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 @contextlib.asynccontextmanager
-async def offering(*servers: McpServerSettings) -> AsyncGenerator[httpx.AsyncClient, None]:
-    app = create_app(ToolServerSettings(token=SecretStr("x"), mcp=servers))
+async def offering(*servers: McpServerSettings, tools: Sequence[Tool] = ()) -> AsyncGenerator[httpx.AsyncClient, None]:
+    app = create_app(ToolServerSettings(token=SecretStr("x"), mcp=servers), tools=tools)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(
@@ -42,6 +44,16 @@ async def offering(*servers: McpServerSettings) -> AsyncGenerator[httpx.AsyncCli
         ) as client:
             client.host = app.state.host
             yield client
+
+
+@contextlib.asynccontextmanager
+async def connected(server: McpServerSettings) -> AsyncGenerator[tuple[httpx.AsyncClient, McpConnection], None]:
+    """The same of one server, and the connection to it."""
+    async with (
+        contextlib.aclosing(McpConnection(server)) as connection,
+        offering(tools=[McpTool(connection, one) for one in await connection.tools()]) as client,
+    ):
+        yield client, connection
 
 
 async def ask(client: httpx.AsyncClient, name: str, **arguments: Any) -> httpx.Response:
@@ -100,7 +112,9 @@ async def test_a_dead_mcp_server_is_an_infrastructure_fault_and_comes_back(littl
     assert (await ask(little, "little_add", a=1, b=2)).json()["result"]["output"] == "3"
 
 
-async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(monkeypatch: pytest.MonkeyPatch):
+async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     others = descendants()
 
     def servers() -> list[int]:
@@ -112,8 +126,7 @@ async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(monke
         os.kill(server, signal.SIGSTOP)
         body = {**call("little_add", call_id="h", a=1, b=1), "timeout_s": 0.3}
         assert (await client.post("/execute", json=body)).json()["result"]["timed_out"] is True
-        connection = client.host.tools["little_add"]._connection
-        await until(lambda: connection._task is None, "the end of the connection")
+        await until(lambda: "does not answer; reconnecting" in caplog.text, "the end of the connection")
         time.sleep(3.5)  # noqa: ASYNC251 (the event loop is blocked, or the process stopped, while the server is ended)
         await until(lambda: server not in descendants(), "the end of the server")
         assert (await ask(client, "little_add", a=1, b=2)).json()["result"]["output"] == "3"
@@ -140,20 +153,20 @@ async def test_an_mcp_server_that_is_busy_with_the_calls_of_others_is_not_taken_
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     server = STDIO.model_copy(update={"timeout_s": 300, "env": {"LISTING_HELD": str(tmp_path / "held")}})
-    async with offering(server) as client:
+    async with connected(server) as (client, connection):
         bodies = [call("little_slow", f"other-{n}", mark=str(tmp_path / f"{n}")) for n in range(3)]
         others = [asyncio.create_task(client.post("/execute", json=body)) for body in bodies]
         await until(lambda: all((tmp_path / f"{n}").exists() for n in range(3)))
         (tmp_path / "held").touch()  # what the check asks for comes late
-        connection = client.host.tools["little_slow"]._connection
         for busy, ping_s in ((True, 3.0), (False, 0.5)):
             monkeypatch.setattr("atropos.api.external.mcp.PING_S", ping_s)
             late = await client.post("/execute", json={**call("little_slow", f"late-{busy}"), "timeout_s": 0.3})
             assert late.json()["result"]["timed_out"] is True
-            while busy and not connection._check.done():
+            check = asyncio.create_task(connection.answers(await connection.client()))  # as that call began one
+            while busy and not check.done():
                 assert (await ask(client, "little_add", a=1, b=2)).status_code == 200
-                await asyncio.wait([connection._check], timeout=0.1)
-            assert await connection._check is busy
+                await asyncio.wait([check], timeout=0.1)
+            assert await check is busy
             assert not busy or not any(one.done() for one in others)
         assert {(await one).json()["code"] for one in others} == {"outcome_unknown"}
     assert [one.message for one in caplog.records if "does not answer" in one.message] == [
@@ -165,15 +178,15 @@ async def test_calls_that_wait_for_a_server_that_does_not_come_back_are_no_failu
     others = descendants()
     script = f"[ -e {tmp_path}/mute ] && exec sleep 3600; exec {sys.executable} {SERVER}"
     server = STDIO.model_copy(update={"command": "sh", "args": ("-c", script)})
-    async with offering(server) as client:
+    async with connected(server) as (client, connection):
         (tmp_path / "mute").touch()
         assert (await ask(client, "little_die")).status_code == 409
-        tool = client.host.tools["little_add"]
-        tool._connection.server, tool.timeout_s = server.model_copy(update={"timeout_s": 1}), 1
+        connection.server = server.model_copy(update={"timeout_s": 1})
+        client.host.tools["little_add"].timeout_s = 1
         calls = [client.post("/execute", json=call("little_add", f"t{n}", a=1, b=2)) for n in range(3)]
         answers = await asyncio.gather(*calls)
         assert {(one.status_code, one.json().get("code")) for one in answers} == {(503, "tool_server_unavailable")}
-        assert not tool._connection._task.done(), "it is still being opened"
+        assert running("sleep 3600") == 1, "it is still being opened"
     assert descendants().keys() <= others.keys()
 
 

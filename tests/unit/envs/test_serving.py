@@ -20,7 +20,7 @@ from atropos.envs.reporting.group_sink import GroupSink
 from atropos.envs.reporting.run_api import TrajectoryApiLost, check_run_api
 from atropos.envs.running import lifecycle
 from atropos.envs.running.rollout import HookError
-from atropos.errors import ConfigError
+from atropos.errors import ConfigError, InferenceError
 from tests.unit.envs.support import ScriptEnv, make
 from tests.waiting import until
 
@@ -230,8 +230,8 @@ async def test_a_worker_that_does_not_end_does_not_keep_the_pool_open(monkeypatc
                 await over.wait()
 
     env.workers.add(worker := asyncio.create_task(stubborn()))
-    await asyncio.sleep(0)
-    await env._close()
+    with pytest.raises(InferenceError):
+        await env.process_manager()
     assert env.stand_in.closed
     assert not worker.done()
     assert "are abandoned" in caplog.text

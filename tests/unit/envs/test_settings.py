@@ -34,17 +34,17 @@ class Recording:
     url: str
 
     def __init__(self) -> None:
-        self._bodies: list[dict] = []
+        self.posted: list[dict] = []
         self.delay_s = 0.0
 
     @property
     def bodies(self) -> list[dict]:
-        return [body for body in self._bodies if body.get("max_tokens") != 1]
+        return [body for body in self.posted if body.get("max_tokens") != 1]
 
     @web.middleware
     async def keep(self, request, handler):
         if request.method == "POST":
-            self._bodies.append(await request.json())
+            self.posted.append(await request.json())
             await asyncio.sleep(self.delay_s if self.bodies else 0)
         return await handler(request)
 
@@ -90,7 +90,7 @@ async def test_sampling_settings_reach_the_server(policy, tmp_path):
     assert {body["max_tokens"] for body in policy.bodies} == {77}
     first = {body["seed"] for body in policy.bodies}
     assert len(first) >= 3, "each member of the group has its own"
-    policy._bodies.clear()
+    policy.posted.clear()
     await run(make(ScriptEnv, policy.url, tmp_path / "h.jsonl"), *TWO_CALLS)
     assert not any("seed" in body for body in policy.bodies)
     assert min(body["max_tokens"] for body in policy.bodies) > 10_000, "what is left of the context"
