@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
+from accident import kill_container
 
 from atropos.adapters.harbor import AtroposEnvironment
 
@@ -15,5 +14,5 @@ class AccidentEnvironment(AtroposEnvironment):
         if "solve.sh" in command and "chmod" not in command:
             AccidentEnvironment.started += 1
             if AccidentEnvironment.started == 5:
-                os.kill(int(self._held.container.partition("-")[0]), signal.SIGKILL)
+                kill_container()
         return await super().exec(command, *args, **kwargs)

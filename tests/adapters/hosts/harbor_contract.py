@@ -70,7 +70,9 @@ async def test_thousands_of_files_are_filtered_by_whole_names(environment, tmp_p
         source_dir="/many", target_dir=tmp_path / "many", include=["**"], exclude=[]
     )
     assert len([*(tmp_path / "many").iterdir()]) == 15_000
-    assert environment._config.limits.output_bytes == 10 * 1024**2
+    for mib in (10, 11):
+        said = (await environment.exec(f"yes | head -c {mib}m")).stdout
+        assert (len(said) == mib * 1024**2) == (mib == 10), "the most that is kept of a command"
 
 
 async def test_a_file_is_uploaded_to_a_path_or_into_a_folder(environment, tmp_path):
@@ -130,13 +132,15 @@ async def test_policies_hold_at_once(tmp_path):
         await environment.stop(delete=True)
 
 
-async def test_a_trial_without_network_has_none(tmp_path):
-    environment = make(tmp_path, network_policy=NO_NETWORK)
-    await environment.start(force_build=False)
-    try:
-        assert not environment._held.network
-    finally:
-        await environment.stop(delete=True)
+async def online(environment):
+    """Whether the proxy of its pool answers."""
+    return (await environment.exec("curl -s http://any.test/")).return_code == 0
+
+
+async def test_a_trial_without_network_has_none(environment, tmp_path):
+    assert await online(environment)
+    async with started(tmp_path, network_policy=NO_NETWORK) as made:
+        assert not await online(made)
 
 
 def written(folder, files):
@@ -244,7 +248,8 @@ async def test_a_task_has_the_room_that_it_asks_for(environment, tmp_path):
         with pytest.raises(ConfigError, match=r"limits\.memory_mib: 4096 asked for, the largest container has 1536"):
             await make(tmp_path, config=EnvironmentConfig(memory_mb=4096), **three).start(force_build=False)
     async with started(tmp_path, config=EnvironmentConfig(memory_mb=2048, storage_mb=10_240)) as made:
-        assert made._held.limits is None  # which older schemas wrote into every task.toml
+        # which older schemas wrote into every task.toml
+        assert (await made.exec("head -c 450m /dev/zero >/large")).return_code != 0
 
 
 async def test_links_out_of_a_downloaded_folder_are_left_out_and_nothing_else_is(environment, tmp_path):
@@ -258,7 +263,10 @@ async def test_a_compose_file_says_that_there_is_no_network_and_how_much_memory(
     service = {"build": ".", "network_mode": "none", "mem_limit": "600m", "environment": {"WORD": "hello"}}
     files = {"docker-compose.yaml": json.dumps({"services": {"main": service}}), "Dockerfile": "FROM debian\n"}
     async with started(tmp_path, written(tmp_path, files), slots_per_container=3) as made:
-        assert (made._held.network, made._held.limits.memory_mib) == (False, 600)
+        assert not await online(made)
+        for mib in (570, 640):  # a slot has 512 else
+            result = await made.exec(f"dd if=/dev/zero of=/dev/null bs={mib}M count=1")
+            assert (result.return_code == 0) == (mib < 600)
         await made.set_network_policy(NetworkPolicy(network_mode=NetworkMode.ALLOWLIST, allowed_hosts=["a.test"]))
         assert (await made.exec("echo $WORD")).stdout == "hello\n"
 

@@ -14,7 +14,8 @@ from inspect_ai.solver import Solver, generate, solver, use_tools
 from inspect_ai.tool import bash
 from inspect_ai.util import SandboxEnvironmentSpec, sandbox
 
-from atropos.adapters.inspect_ai import AtroposSandbox, AtroposSandboxConfig
+from atropos.adapters.inspect_ai import AtroposSandboxConfig
+from tests.processes import first_processes, parent_of
 
 POOL = {"backend": "local", "slots_per_container": 4, "max_containers": 1}
 
@@ -34,8 +35,9 @@ class Scripted(ModelAPI):
 def accident():
     async def solve(state, generate):
         if state.sample_id == 10:
-            slot = sandbox().as_type(AtroposSandbox)._held.slot
-            os.kill(int(slot.container.partition("-")[0]), signal.SIGKILL)
+            said = await sandbox().exec(["readlink", "/proc/self/ns/pid"])
+            (first,) = first_processes(namespace=said.stdout.strip())
+            os.kill(parent_of(parent_of(first)), signal.SIGKILL)  # above it is the spawner of its container
         return state
 
     return solve

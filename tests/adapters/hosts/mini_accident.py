@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
+from accident import kill_container
 
 from atropos.adapters.mini_swe_agent import AtroposEnvironment
 
@@ -15,5 +14,5 @@ class AccidentEnvironment(AtroposEnvironment):
         if "square" in action["command"]:
             AccidentEnvironment.begun += 1
             if AccidentEnvironment.begun == 10:
-                os.kill(int(self._held.slot.container.partition("-")[0]), signal.SIGKILL)
+                kill_container()
         return super().execute(action, cwd, timeout=timeout)

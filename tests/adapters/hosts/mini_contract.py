@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
+import sys
 import threading
 
 import pytest
 import side_by_side
 import yaml
+from accident import kill_container
 from minisweagent.config import builtin_config_dir
 from minisweagent.environments import get_environment, get_environment_class
 from minisweagent.exceptions import Submitted
@@ -54,16 +54,23 @@ def test_a_killed_command_has_the_code_of_docker(make):
 
 
 def test_an_environment_may_be_collected_while_its_thread_asks_for_the_event_loop(make):
-    environment = make()
+    environments = [make(), make()]
 
-    def collected():
-        with event_loop._starting:
-            environment.cleanup()
+    def collect(frame, event, _argument):
+        """At any line of it, as a collection of garbage may."""
+        if event == "line" and frame.f_code is event_loop.event_loop.__code__ and environments:
+            environments.pop().cleanup()
+        return collect
 
-    asking = threading.Thread(target=collected, daemon=True)
+    def ask():
+        sys.settrace(collect)
+        event_loop.event_loop()
+
+    asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(30)
     assert not asking.is_alive()
+    assert not environments
 
 
 def test_variables_come_from_the_settings_and_by_name(make, monkeypatch):
@@ -140,7 +147,7 @@ def test_its_benchmarks_settings_for_docker_are_ours(make, monkeypatch):
 
 def test_a_killed_container_is_no_outcome_of_a_command():
     environment = AtroposEnvironment(pool={**POOL, "slots_per_container": 1})
-    os.kill(int(environment._held.slot.container.partition("-")[0]), signal.SIGKILL)
+    kill_container()
     with pytest.raises(SandboxGoneError):
         environment.execute({"command": "sleep 5"})
     environment.cleanup()

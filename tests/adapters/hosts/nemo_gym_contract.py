@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
-import signal
 
 import pytest
 import pytest_asyncio
 import side_by_side
+from accident import kill_container
 from nemo_gym.sandbox import (
     AsyncSandbox,
     Sandbox,
@@ -121,7 +120,7 @@ async def test_a_killed_container_is_no_outcome_of_a_command():
         assert await sandbox.status() is SandboxStatus.RUNNING
         running = asyncio.create_task(sandbox.exec("sleep 60"))
         await asyncio.sleep(0.5)
-        os.kill(int(sandbox._handle.raw.held.slot.container.partition("-")[0]), signal.SIGKILL)
+        kill_container()
         with pytest.raises(SandboxGoneError):
             await running
         with pytest.raises(SandboxGoneError):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import urllib.request
 
 import pytest
 import pytest_asyncio
+from accident import kill_container
 from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
 from nemo_gym.sandbox.providers.base import (
     SandboxPtyError,
@@ -94,7 +94,7 @@ async def test_a_service_has_an_endpoint(sandbox):
 
 async def test_a_killed_container_ends_both(sandbox):
     session = await sandbox.pty.create("sleep 60")
-    os.kill(int(sandbox._handle.raw.held.slot.container.partition("-")[0]), signal.SIGKILL)
+    kill_container()
     with pytest.raises(SandboxPtyError):
         await session.wait_exit()
     await session.close()

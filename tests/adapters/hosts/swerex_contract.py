@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
 
 import pytest
 import side_by_side
+from accident import kill_container
 from swerex.exceptions import (
     BashIncorrectSyntaxError,
     CommandTimeoutError,
@@ -42,17 +42,10 @@ async def test_a_command_may_be_longer_than_a_terminals_line(runtime_with_defaul
 
 
 async def test_what_came_in_time_is_read_though_this_process_was_stopped_meanwhile(runtime_with_default_session):
-    process = runtime_with_default_session._sessions["default"]._process
-    read = process.read
-
-    async def stopped(**options):
-        data = await read(**options)
-        if b"one" in data:
-            time.sleep(5)  # noqa: ASYNC251 (the process is stopped, or starved)
-        return data
-
-    process.read = stopped
-    assert await say(runtime_with_default_session, "echo one; sleep 0.5; echo two", timeout=2) == "one\ntwo\n"
+    stop = f"sleep 0.5; kill -STOP {os.getpid()}; sleep 5; kill -CONT {os.getpid()}"
+    stopping = await asyncio.create_subprocess_exec("sh", "-c", stop)
+    assert await say(runtime_with_default_session, "echo one; sleep 2; echo two", timeout=4) == "one\ntwo\n"
+    await stopping.wait()
 
 
 async def test_output_of_megabytes_comes_whole(runtime_with_default_session):
@@ -215,7 +208,7 @@ async def test_a_killed_container_is_no_outcome_of_a_command():
     await deployment.runtime.create_session(CreateBashSessionRequest())
     running = asyncio.create_task(say(deployment.runtime, "sleep 60", check="silent", timeout=60))
     await asyncio.sleep(0.5)
-    os.kill(int(deployment._held.slot.container.partition("-")[0]), signal.SIGKILL)
+    kill_container()
     with pytest.raises(SandboxGoneError) as gone:
         await running
     assert isinstance(gone.value.__cause__, SandboxError)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import urllib.request
 
@@ -12,6 +11,7 @@ import pytest
 import pytest_asyncio
 import side_by_side
 import verifiers.v1 as vf
+from accident import kill_container
 from verifiers.v1.errors import SandboxError
 
 from atropos.adapters.verifiers import AtroposRuntime
@@ -110,7 +110,7 @@ async def test_a_killed_container_is_an_infrastructure_error():
         process = await runtime.open_process(["sleep", "60"], {})
         running = asyncio.create_task(runtime.run(["sleep", "60"], {}))
         await asyncio.sleep(0.5)
-        os.kill(int(runtime._held.slot.container.partition("-")[0]), signal.SIGKILL)
+        kill_container()
         for failing in (running, process.wait(), runtime.read("x"), runtime.write("x", b"")):
             with pytest.raises(SandboxError):
                 await failing

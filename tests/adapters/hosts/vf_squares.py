@@ -4,9 +4,9 @@ With KILL_AT in the environment, the container of that task's slot is killed by 
 """
 
 import os
-import signal
 
 import verifiers.v1 as vf
+from accident import kill_container
 
 from atropos.adapters.verifiers import AtroposEnv, AtroposRuntime
 
@@ -45,7 +45,7 @@ class Squares(vf.Taskset[Square]):
 class Program(vf.Harness[vf.HarnessConfig]):
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **_):
         if str(data.idx) == os.environ.get("KILL_AT"):
-            os.kill(int(runtime._held.slot.container.partition("-")[0]), signal.SIGKILL)
+            kill_container()
         return await runtime.run_program(["python3", "-c", PROGRAM, endpoint, secret, data.prompt], {})
 
 

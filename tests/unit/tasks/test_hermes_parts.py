@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from transformers import AutoTokenizer
@@ -14,6 +15,7 @@ from atropos.envs.hermes.config import HermesAgentEnvConfig
 from atropos.envs.hermes.dialect import OpenAIDialect, ToolTemplate
 from atropos.envs.hermes.result import HermesResult
 from atropos.envs.reporting.wandb_run import readable
+from atropos.envs.running.groups import GroupMember
 from atropos.envs.sandbox_env import SandboxEnv
 from atropos.errors import ConfigError, InferenceError
 from atropos.tools import ToolResult
@@ -21,6 +23,7 @@ from atropos.tools.arguments import parse_object
 from atropos.tools.parsers import get_parser, parser_names
 from examples.envs.data_env import DataEnv
 from examples.policy.tokenizer import FOLDER
+from tests.unit.envs.support import StandInExecutor
 
 SCHEMAS = [{"type": "function", "function": {"name": "look_around", "description": "d", "parameters": {}}}]
 PLAIN = (
@@ -210,10 +213,11 @@ async def test_wandb_gets_tool_errors_once_and_readable_rollouts(monkeypatch):
         sent.append(metrics)
 
     monkeypatch.setattr(SandboxEnv, "wandb_log", log)
+    monkeypatch.setattr(Quiet, "compute_reward", AsyncMock(return_value=1.0))
     env = make()
-    server = Server(('<tool_call>{"name": </tool_call>', [], "stop"), ("end", [], "stop"))
-    result, _ = await run(server, env.tokenizer)
-    env._record_errors(result)
+    env.backend.executor = StandInExecutor(env.build_tools())
+    env.server = Server(('<tool_call>{"name": </tool_call>', [], "stop"), ("end", [], "stop"))
+    await env.run_trajectory({"prompt": "go"}, "t", GroupMember("g", 0))
     assert env.metrics.tool_errors == 1
     await env.wandb_log({"train/x": 1})
     await env.wandb_log()
