@@ -105,7 +105,8 @@ def made(tmp_path):
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_solutions_that_cheat_fail(executor, made, monkeypatch):
-    checker = humaneval_env.CHECKER.replace("\nCALL_S = 10.0\n", "\nCALL_S = 1.0\n")  # for so long the endless ones take a core
+    # for so long the endless ones take a core
+    checker = humaneval_env.CHECKER.replace("\nCALL_S = 10.0\n", "\nCALL_S = 1.0\n")
     assert checker != humaneval_env.CHECKER
     monkeypatch.setattr(humaneval_env, "CHECKER", checker)
     cheats = {
