@@ -70,7 +70,7 @@ class Table(StandInExecutor):
 
     async def execute(self, trajectory_id, tool_call):
         await asyncio.sleep(0)
-        self._lease(trajectory_id)
+        self.lease(trajectory_id)
         if tool_call.arguments == FLOOD:
             return ToolResult(success=True, output="word é " * 9000, exit_code=0)
         rng = random.Random(repr((tool_call.name, tool_call.arguments)))

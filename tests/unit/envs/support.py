@@ -57,7 +57,7 @@ class StandInExecutor:
         self.most = 0
         self.closed = False
 
-    def _lease(self, trajectory_id: str) -> None:
+    def lease(self, trajectory_id: str) -> None:
         assert trajectory_id not in self.released, "a released trajectory's id came back"
         self.live.add(trajectory_id)
         self.most = max(self.most, len(self.live))
@@ -66,7 +66,7 @@ class StandInExecutor:
         return None if self.tools is None or tool_call.name in self.tools else self.tools.unknown(tool_call.name)
 
     async def execute(self, trajectory_id: str, tool_call: ToolCall) -> ToolResult:
-        self._lease(trajectory_id)
+        self.lease(trajectory_id)
         await asyncio.sleep(0.001)
         if self.fault is not None:
             self.fault(trajectory_id, tool_call)
@@ -82,12 +82,12 @@ class StandInExecutor:
         return 0.001 if trajectory_id in self.live else 0.0
 
     async def slot(self, trajectory_id: str) -> Slot:
-        self._lease(trajectory_id)
+        self.lease(trajectory_id)
         return Slot(self)
 
     async def start_from(self, trajectory_id: str, snapshot: Snapshot) -> Slot:
         assert not snapshot.dropped
-        self._lease(trajectory_id)
+        self.lease(trajectory_id)
         self.forks.append((trajectory_id, snapshot))
         return Slot(self)
 

@@ -249,14 +249,15 @@ def test_toolsets_are_chosen_or_drawn_or_all(caplog):
     assert make(prompt_field="other").format_prompt({"other": 1}) == "1"
 
 
-async def test_a_subclass_sets_up_after_the_frame_with_or_without_super():
+async def test_a_subclass_sets_up_after_the_frame_with_or_without_super(monkeypatch):
     order = []
 
-    class Frame(HermesAgentBaseEnv):
-        async def _set_up_base(self):
-            order.append("frame")
+    async def frame(_self):
+        order.append("frame")
 
-    class Below(Frame):
+    monkeypatch.setattr(SandboxEnv, "setup", frame)
+
+    class Below(HermesAgentBaseEnv):
         async def setup(self):
             order.append("below")
 
