@@ -494,7 +494,9 @@ async def test_what_watched_a_process_of_a_slot_that_died_during_a_copy_gets_no_
     await copying
 
 
-async def test_commands_that_wait_for_their_turn_are_cancelled_and_answered_like_any_other():
+async def test_commands_that_wait_for_their_turn_are_cancelled_and_answered_like_any_other(monkeypatch):
+    monkeypatch.setattr("atropos.sandbox.server.calls.start_queue.STARTING_S", 3600)
+
     async def room() -> None:
         pass
 
