@@ -129,7 +129,7 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
         default=20,
         ge=0,
         le=10_000,
-        description="longest a call may wait to be batched; none waits on purpose, so that every value holds",
+        description="longest a call may wait to be sent with others; none waits for that, so that every value holds",
     )
     max_batch_size: int = Field(default=200, ge=1, le=10_000, description="most calls in a frame")
 
