@@ -108,13 +108,14 @@ async def test_a_source_that_fails_midway_leaves_the_old_file_and_the_next_call_
             assert (await asyncio.wait_for(client.call(lease, Exec(command="echo on")), 20)).output == b"on"
 
 
-async def test_after_a_source_that_failed_nothing_is_sent_any_more():
+async def test_after_a_source_that_failed_nobody_sends_or_waits_any_more():
     async with serving(FakeHost(), heartbeat_s=5) as running:
         async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
             lease = await client.acquire(request())
             with pytest.raises(OSError, match="the disk is gone"):
                 await file_streams.send(client, lease, writing("f"), broken_source())
-            assert not [task for task in asyncio.all_tasks() if file_streams.__file__ in repr(task)]
+            ours = (file_streams.__file__, "coro=<SandboxClient.call()")
+            assert not [task for task in asyncio.all_tasks() if any(part in repr(task) for part in ours)]
 
 
 async def test_a_stream_that_nobody_sends_ends_as_a_fault_of_the_infrastructure(monkeypatch):
