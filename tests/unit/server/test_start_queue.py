@@ -18,7 +18,7 @@ class Lease:
         self.name, self.queue, self.log, self.left = name, queue, log, commands
         self.started_at = since
 
-    def may_start(self) -> None:
+    def start_next(self) -> None:
         while self.left and self.queue.admit(self):
             self.left -= 1
             self.queue.started(self, f"{self.name}{self.left}")
@@ -34,7 +34,7 @@ def no_limit_of_time(monkeypatch):
 async def test_as_many_start_as_may_and_the_next_when_one_ends():
     queue, log = StartQueue(2), list[str]()
     for name in "abc":
-        Lease(name, queue, log).may_start()
+        Lease(name, queue, log).start_next()
     assert log == ["a0", "b0"]
     queue.ended("b0")
     assert log == ["a0", "b0", "c0"]
@@ -43,9 +43,9 @@ async def test_as_many_start_as_may_and_the_next_when_one_ends():
 @pytest.mark.usefixtures("no_limit_of_time")
 async def test_of_those_that_wait_the_one_goes_first_whose_last_start_was_longest_ago():
     queue, log = StartQueue(1), list[str]()
-    Lease("busy", queue, log, 3).may_start()
-    Lease("new", queue, log, since=2.0).may_start()
-    Lease("quiet", queue, log, since=1.0).may_start()
+    Lease("busy", queue, log, 3).start_next()
+    Lease("new", queue, log, since=2.0).start_next()
+    Lease("quiet", queue, log, since=1.0).start_next()
     for command in ("busy2", "quiet0", "new0", "busy1"):
         queue.ended(command)
     assert log == ["busy2", "quiet0", "new0", "busy1", "busy0"]
@@ -54,9 +54,9 @@ async def test_of_those_that_wait_the_one_goes_first_whose_last_start_was_longes
 @pytest.mark.usefixtures("no_limit_of_time")
 async def test_a_turn_is_for_one_command():
     queue, log = StartQueue(2), list[str]()
-    Lease("a", queue, log, 2).may_start()
-    Lease("b", queue, log, 2, since=1.0).may_start()
-    Lease("c", queue, log, since=2.0).may_start()
+    Lease("a", queue, log, 2).start_next()
+    Lease("b", queue, log, 2, since=1.0).start_next()
+    Lease("c", queue, log, since=2.0).start_next()
     queue.ended("a0")
     queue.ended("a1")
     assert log == ["a1", "a0", "b1", "c0"]
@@ -65,16 +65,16 @@ async def test_a_turn_is_for_one_command():
 async def test_commands_that_do_not_end_hold_up_nobody():
     queue, log = StartQueue(1), list[str]()
     for number in range(5):
-        Lease(f"{number}.", queue, log).may_start()
+        Lease(f"{number}.", queue, log).start_next()
     await until(lambda: len(log) == 5)
     assert log == [f"{number}.0" for number in range(5)]
 
 
 async def test_after_the_longest_start_nobody_waits():
     queue, log = StartQueue(1), list[str]()
-    Lease("long", queue, log).may_start()
+    Lease("long", queue, log).start_next()
     await asyncio.sleep(2 * start_queue.STARTING_S)
-    Lease("next", queue, log).may_start()
+    Lease("next", queue, log).start_next()
     assert log == ["long0", "next0"]
 
 
@@ -83,7 +83,7 @@ async def test_a_lease_that_has_nothing_to_start_any_more_gives_its_turn_to_the_
     queue, log = StartQueue(1), list[str]()
     leases = [Lease(name, queue, log) for name in "abc"]
     for lease in leases:
-        lease.may_start()
+        lease.start_next()
     leases[1].left = 0
     queue.ended("a0")
     assert log == ["a0", "c0"]
@@ -92,7 +92,7 @@ async def test_a_lease_that_has_nothing_to_start_any_more_gives_its_turn_to_the_
 @pytest.mark.usefixtures("no_limit_of_time")
 async def test_what_never_started_may_end():
     queue, log = StartQueue(1), list[str]()
-    Lease("a", queue, log).may_start()
-    Lease("b", queue, log).may_start()
+    Lease("a", queue, log).start_next()
+    Lease("b", queue, log).start_next()
     queue.ended("b0")
     assert log == ["a0"]

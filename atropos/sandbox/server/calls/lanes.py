@@ -130,7 +130,7 @@ class Lanes:
                 self._concurrent.append((entry, operation))
             else:
                 self._main.append((entry, operation))
-            self._kick()
+            self.start_next()
 
     def barrier(self, work: Callable[[], Awaitable[None]], *, beside: bool = False) -> asyncio.Future[None]:
         """Queue work on the sandbox itself; the future ends as it does (or with SandboxError, when the lease ends)."""
@@ -139,7 +139,7 @@ class Lanes:
             barrier.done.set_exception(SandboxError(self._closed[1]))
         else:
             self._main.append(barrier)
-            self._kick()
+            self.start_next()
         return barrier.done
 
     def cancel(self, entry: JournalEntry) -> None:
@@ -179,9 +179,7 @@ class Lanes:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
-    # --------------------------------------------------------------------------------------------------------- inside
-
-    def _kick(self) -> None:
+    def start_next(self) -> None:
         """Start what may start. Results come by callbacks: a task for each call would cost more than the call's way."""
         while self._main and not self._main_busy:
             item = self._main[0]
@@ -206,6 +204,8 @@ class Lanes:
                 break
             self._concurrent_running += self._begin(*self._concurrent.popleft(), self._concurrent_ended)
 
+    # --------------------------------------------------------------------------------------------------------- inside
+
     def _main_ended(self) -> None:
         self._main_busy = False
 
@@ -214,10 +214,6 @@ class Lanes:
 
     def _concurrent_ended(self) -> None:
         self._concurrent_running -= 1
-
-    def may_start(self) -> None:
-        """The turn of this lease's next command has come."""
-        self._kick()
 
     def _may_start(self, operation: Operation) -> bool:
         return not isinstance(operation, COMMANDS) or self._starts.admit(self)
@@ -234,7 +230,7 @@ class Lanes:
             await self._room()
         finally:
             self._congested = False
-        self._kick()
+        self.start_next()
 
     def _spawn(self, work: Coroutine[object, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -256,7 +252,7 @@ class Lanes:
             self._running.pop(entry.call_id, None)
             self._ended(entry, operation, result, ran_s)
             self._starts.ended(entry)
-            self._kick()
+            self.start_next()
 
         try:
             if isinstance(operation, COMMANDS):
@@ -332,7 +328,7 @@ class Lanes:
                 barrier.done.set_exception(error)
         finally:
             self._barrier = self._main_busy = False
-            self._kick()
+            self.start_next()
 
     def _fault(self, entry: JournalEntry, code: str, message: str) -> None:
         if entry.state != "done":

@@ -26,7 +26,7 @@ class Starter(Protocol):
     started_at: float
     """When its last command started, or else itself: seconds of `time.perf_counter`."""
 
-    def may_start(self) -> None:
+    def start_next(self) -> None:
         """Called when its turn has come: to start its next command, after `admit`."""
 
 
@@ -46,7 +46,7 @@ class StartQueue:
         self._timer: asyncio.TimerHandle | None = None
 
     def admit(self, starter: Starter) -> bool:
-        """Whether `starter` may start a command now; if not, its `may_start` is called when it may."""
+        """Whether `starter` may start a command now; if not, its `start_next` is called when it may."""
         if starter is self._turn:
             self._turn = None
             return True
@@ -76,7 +76,7 @@ class StartQueue:
         while self._waiting and self._has_room():
             self._turn = min(self._waiting, key=attrgetter("started_at"))
             del self._waiting[self._turn]
-            self._turn.may_start()
+            self._turn.start_next()
             self._turn = None
 
     def _set_timer(self) -> None:
