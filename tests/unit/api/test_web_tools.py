@@ -23,6 +23,7 @@ from atropos.tools.base import ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.tool_server.external import WebExtractArguments, WebSearchArguments
 from tests.processes import descendants
+from tests.waiting import until
 
 from .site import Site, pdf
 
@@ -98,12 +99,14 @@ async def test_a_hanging_parser_is_killed_and_the_next_page_is_read(
 async def test_a_killed_worker_is_replaced(extractor: Extractor):
     page = Page("http://x/", "text/plain", None, b"plain", truncated=False)
     assert (await extractor.extract(page))["text"] == "plain"
-    os.kill(worker(), signal.SIGKILL)
-    await asyncio.sleep(1)  # it is seen to have ended
+    killed = worker()
+    os.kill(killed, signal.SIGKILL)
+    await until(lambda: not os.path.exists(f"/proc/{killed}"), "the worker is reaped")
+    await asyncio.sleep(0.1)  # asyncio reaps in a thread, which then tells the event loop
     assert (await extractor.extract(page))["text"] == "plain"
     os.kill(worker(), signal.SIGSTOP)
     reading = asyncio.create_task(extractor.extract(page))
-    await asyncio.wait([reading], timeout=0.5)  # it was given the page
+    await asyncio.sleep(0)  # its first step gives the worker the page
     os.kill(worker(), signal.SIGKILL)
     with pytest.raises(FetchError, match="crashed"):
         await reading

@@ -19,7 +19,7 @@ from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
 from atropos.wire import Call, Exec, Fault, Health, OpError, ProcRead, Reply, WriteFile
 from tests.unit.client.test_client import client_of, request
-from tests.unit.server.fakes import TOKEN, FakeHost, serving
+from tests.unit.server.fakes import TOKEN, FakeHost, FakeSandbox, serving
 from tests.waiting import until
 
 
@@ -458,15 +458,18 @@ async def test_a_new_client_of_the_same_name_ends_what_the_old_one_held():
             await until(lambda: running.core.state.table.free == 4)
 
 
+def lanes_of(sandbox: FakeSandbox, journal: Journal | None = None, starts: StartQueue | None = None) -> Lanes:
+    async def room() -> None:
+        pass
+
+    return Lanes(sandbox, journal or Journal(), lambda _: None, room, starts or StartQueue(), Meters())
+
+
 async def test_a_barrier_that_has_not_begun_is_answered_when_the_lease_ends():
     async def work() -> None:
         raise AssertionError("it ran")
 
-    async def room() -> None:
-        pass
-
-    sandbox = await FakeHost().start("slot")
-    lanes = Lanes(sandbox, Journal(), lambda _: None, room, StartQueue(), Meters())
+    lanes = lanes_of(await FakeHost().start("slot"))
     done = lanes.barrier(work)
     lanes.close("lease_expired", "the lease was released")
     with pytest.raises(SandboxError):
@@ -475,11 +478,8 @@ async def test_a_barrier_that_has_not_begun_is_answered_when_the_lease_ends():
 
 
 async def test_what_watched_a_process_of_a_slot_that_died_during_a_copy_gets_no_result():
-    async def room() -> None:
-        pass
-
     sandbox, journal, copied = await FakeHost().start("slot"), Journal(), asyncio.Event()
-    lanes = Lanes(sandbox, journal, lambda _: None, room, StartQueue(), Meters())
+    lanes = lanes_of(sandbox, journal)
     call = Call(call_id="call", lease_id="lease", epoch=1, operation=ProcRead(id="p", wait_s=3600))
     watching = journal.open(call)
     lanes.submit(watching, call.operation)
@@ -496,14 +496,8 @@ async def test_what_watched_a_process_of_a_slot_that_died_during_a_copy_gets_no_
 
 async def test_commands_that_wait_for_their_turn_are_cancelled_and_answered_like_any_other(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.calls.start_queue.STARTING_S", 3600)
-
-    async def room() -> None:
-        pass
-
     host, journal, starts = FakeHost(), Journal(), StartQueue(1)
-    first, second = [
-        Lanes(await host.start(name), journal, lambda _: None, room, starts, Meters()) for name in ("one", "two")
-    ]
+    first, second, third = [lanes_of(await host.start(f"{number}"), journal, starts) for number in range(3)]
 
     def submit(lanes: Lanes, call_id: str) -> JournalEntry:
         call = Call(call_id=call_id, lease_id="lease", epoch=1, operation=Exec(command="hang"))
@@ -519,7 +513,4 @@ async def test_commands_that_wait_for_their_turn_are_cancelled_and_answered_like
     second.close("lease_expired", "the lease was released")
     assert isinstance(pending.answer, Fault), pending.answer
     first.close("lease_expired", "the lease was released")
-    assert (
-        submit(Lanes(await host.start("three"), journal, lambda _: None, room, starts, Meters()), "next").state
-        == "running"
-    )
+    assert submit(third, "next").state == "running"
