@@ -66,7 +66,7 @@ def parse(text: bytes | str) -> ServerConfig:
 def main(argv: list[str] | None = None) -> int:
     """Run the server; returns the exit code."""
     name = _config_name(sys.argv[1:] if argv is None else argv)
-    gc.disable()  # nothing of what is loaded now is garbage
+    gc.disable()  # until all is loaded: nothing of it is garbage
     try:
         inherited = root_phase.inherited()
         if inherited is None:
@@ -117,24 +117,10 @@ def _second_stage(text: str) -> int:
     import asyncio
     import logging
 
-    from aiohttp.http_exceptions import HttpProcessingError
-
     from atropos.sandbox.host.slot_host import SlotHost
     from atropos.sandbox.server.serve import Server
 
-    def without_traceback(record: logging.LogRecord) -> bool:
-        """A request that can't be read is its sender's mistake: a line says so. A connection that broke is nobody's."""
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, ConnectionError):
-            return False
-        if isinstance(error, HttpProcessingError):
-            record.msg, record.exc_info = f"{record.msg}: {error.code} {type(error).__name__}", None
-        return True
-
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("aiohttp.server").addFilter(without_traceback)
-    gc.freeze()
-    gc.enable()
 
     async def serve() -> int:
         return await Server(config, SlotHost.create).run()

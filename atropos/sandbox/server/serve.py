@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -77,6 +78,9 @@ class Server:
                 core.leasing.warm_pool.fill()
                 # Loading the HTTP library takes as long as starting a slot, so the one is done beside the other.
                 listening = await asyncio.to_thread(import_module, "atropos.sandbox.server.http.listening")
+                if not gc.isenabled():  # as `__main__` leaves it
+                    gc.freeze()
+                    gc.enable()
                 self._publish(core, await probing)
                 routes = (core, self._config.token.get_secret_value(), lambda: self._found, self.stop, self._tls())
                 await site.enter_async_context(listening.listening(listener, *routes))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING
+
+from aiohttp.http_exceptions import HttpProcessingError
 
 from atropos.net.admission import Admission, BearerToken
 from atropos.net.site import Site
@@ -30,6 +33,7 @@ async def listening(
     tls: ssl.SSLContext | None = None,
 ) -> AsyncGenerator[None]:
     """Answer requests on a listening socket; `Admission` keeps those without the token from aiohttp."""
+    logging.getLogger("aiohttp.server").addFilter(_without_traceback)
     bearer = BearerToken(token)
     refusal = Problem(code="unauthorized", message=NO_TOKEN).model_dump_json(exclude_none=True)
     admission = Admission(bearer, OPEN_PATHS, refusal.encode(), tls=tls)
@@ -39,3 +43,13 @@ async def listening(
         yield
     finally:
         await site.close()
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """A request that can't be read is its sender's mistake: a line says so. A connection that broke is nobody's."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, ConnectionError):
+        return False
+    if isinstance(error, HttpProcessingError):
+        record.msg, record.exc_info = f"{record.msg}: {error.code} {type(error).__name__}", None
+    return True
