@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Start = Callable[..., Awaitable["SlotSandbox"]]
 """`SlotHost.start`."""
-_LIMITS = SlotLimits(memory_mib=48, pids=24, disk_mib=8, open_files=256, wall_s=60).model_copy(
+_LIMITS = SlotLimits(memory_mib=32, pids=16, disk_mib=8, open_files=256, wall_s=60).model_copy(
     update={"inodes": PROBE_INODES}  # fewer than a slot for use may have: making them takes its time at each start
 )
 
@@ -136,7 +136,7 @@ try:
             time.sleep(5)
             os._exit(0)
         children.append(child)
-    check("pids_limit", False, "80 processes ran under a limit of 24")
+    check("pids_limit", False, "80 processes ran under a limit of 16")
 except OSError:
     check("pids_limit", len(children) >= 8, f"only {len(children)} processes could be started")
 for child in children:

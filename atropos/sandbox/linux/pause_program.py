@@ -6,7 +6,7 @@ Any other would be of the slot's root, or would have a loader look for its libra
 from __future__ import annotations
 
 import errno
-import platform
+import os
 import struct
 
 PAUSED = b"\x7f"
@@ -31,9 +31,10 @@ def elf() -> bytes:
     Raises:
         OSError: it isn't written for this machine.
     """
-    if platform.machine() not in _MACHINES:
-        raise OSError(errno.ENOSYS, f"no program that pauses is written for {platform.machine()}")
-    machine, digits = _MACHINES[platform.machine()]
+    name = os.uname().machine
+    if name not in _MACHINES:
+        raise OSError(errno.ENOSYS, f"no program that pauses is written for {name}")
+    machine, digits = _MACHINES[name]
     code = bytes.fromhex(digits)
     size = 64 + 56 + len(code)
     # Elf64_Ehdr and one Elf64_Phdr (PT_LOAD, readable and executable); the code comes right after them

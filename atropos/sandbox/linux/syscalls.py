@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import signal
 from functools import cache
 
@@ -114,10 +113,10 @@ def setns(fd: int, flags: int) -> None:
 
 def pivot_root(new: str, put_old: str) -> None:
     """Make `new` the root of this mount namespace and of its processes."""
-    number = _PIVOT_ROOT.get(platform.machine())
-    if number is None:
-        raise OSError(errno.ENOSYS, f"pivot_root: its number on {platform.machine()} is not known")
-    _check(libc.syscall(number, os.fsencode(new), os.fsencode(put_old)), "pivot_root")
+    machine = os.uname().machine
+    if machine not in _PIVOT_ROOT:
+        raise OSError(errno.ENOSYS, f"pivot_root: its number on {machine} is not known")
+    _check(libc.syscall(_PIVOT_ROOT[machine], os.fsencode(new), os.fsencode(put_old)), "pivot_root")
 
 
 def prctl(option: int, arg: int = 0, arg3: int = 0) -> int:
@@ -167,7 +166,7 @@ def filter_calls(program: bytes) -> None:
 
 def own_session_keyring() -> None:
     """Join a new session keyring: children could read the keys of the inherited one."""
-    number = _KEYCTL.get(platform.machine())
+    number = _KEYCTL.get(os.uname().machine)
     if number is not None:
         libc.syscall(number, KEYCTL_JOIN_SESSION_KEYRING, None)
 

@@ -8,7 +8,6 @@ that a program in the slot could make and fill.
 from __future__ import annotations
 
 import importlib.util
-import json
 import marshal
 import os
 import struct
@@ -29,16 +28,16 @@ _MODULES = [
     *("os", "stat", "posixpath", "genericpath", "_collections_abc", "_ctypes", "_json", "_socket", "select"),
 ]
 _LIST = """
-import sys, json, importlib
+import sys, marshal
 for name in {required!r}:
-    importlib.import_module(name)
+    __import__(name)
 files = {{}}
 for name, module in list(sys.modules.items()):
     spec = getattr(module, '__spec__', None)
     files[name] = [getattr(spec, 'origin', None), getattr(module, '__file__', None), hasattr(module, '__path__')]
 with open('/proc/self/maps') as maps:
     loaded = sorted({{line.split(None, 5)[5].rstrip() for line in maps if '.so' in line}})
-print(json.dumps([files, loaded]))
+marshal.dump([files, loaded], sys.stdout.buffer)
 """
 _PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
 _HEADERS = 8192
@@ -82,11 +81,13 @@ def _copy_modules(python: str, stdlib: Path) -> list[str]:
     """Modules as bytecode without source; returns the shared libraries that they and the interpreter were seen to load."""
     code = _LIST.format(required=_MODULES)
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, check=False, stdin=subprocess.DEVNULL
     )
     if done.returncode:
-        raise IsolationUnavailable(f"{python} lacks a module that is needed: {done.stderr.strip()[-300:]}")
-    files, loaded = json.loads(done.stdout)
+        raise IsolationUnavailable(
+            f"{python} lacks a module that is needed: {done.stderr.decode(errors='replace').strip()[-300:]}"
+        )
+    files, loaded = marshal.loads(done.stdout)  # noqa: S302 (of the same Python)
     where = os.path.dirname(os.__file__)
     extensions: set[str] = set()
     for name, (origin, file, package) in files.items():

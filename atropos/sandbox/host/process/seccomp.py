@@ -7,9 +7,8 @@ for, and for the x32 numbers, the kernel's answer is ENOSYS, so that programs fa
 from __future__ import annotations
 
 import errno
-import platform
+import os
 import struct
-import tempfile
 from typing import Any
 
 from atropos.errors import IsolationUnavailable
@@ -121,7 +120,7 @@ class _Filter:
 
     def export(self) -> bytes:
         """The BPF program of all rules."""
-        with tempfile.TemporaryFile() as file:
+        with open(os.memfd_create("seccomp"), "w+b") as file:
             self._rules.export_bpf(file)
             file.seek(0)
             return file.read()
@@ -216,7 +215,7 @@ def _guard_shared(made: _Filter) -> None:
 
 def _preamble(made: _Filter) -> bytes:
     """Instructions before libseccomp's: unknown numbers of this machine's own architecture answer ENOSYS."""
-    arch = _AUDIT_ARCH.get(platform.machine())
+    arch = _AUDIT_ARCH.get(os.uname().machine)
     if arch is None:
         return b""
     highest = max(number for number in range(1024) if made.resolve(number))
