@@ -14,6 +14,7 @@ from tests.backends import Engine
 from tests.engines import params
 from tests.images.test_leases import busybox_image
 from tests.images.test_task_images import make
+from tests.silent_server import silent_server
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
@@ -103,8 +104,8 @@ async def test_leases_wait_for_no_container_that_can_not_pull_their_image(tmp_pa
     busybox_image(tmp_path / "layout", "hello")
     images.push(tmp_path / "layout", "near:1")
     config = Engine("local").config(slots_per_container=1, min_containers=2, max_containers=2, prepare_timeout_s=600)
-    async with await asyncio.start_server(lambda reader, _: reader.read(), "127.0.0.1", 0) as silent:
-        far = f"127.0.0.1:{silent.sockets[0].getsockname()[1] if other == 'hangs' else 1}"
+    async with silent_server() as silent:
+        far = silent if other == "hangs" else "127.0.0.1:1"
         async with SlotPool(config, backend=ApartBackend(config, tmp_path, (images.host, far))) as pool:
             task = make(tmp_path / "task", "FROM 127.0.0.1:1/near:1\nRUN echo built > /built\n")
             prepared = await TaskImages(pool).prepare(task)

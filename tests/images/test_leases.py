@@ -23,6 +23,7 @@ from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.pool.image_sources import archive_of
 from tests.images.between import Between
 from tests.images.making import entry, folder, layer, layout, link
+from tests.silent_server import silent_server
 from tests.waiting import until
 
 pytestmark = [
@@ -297,12 +298,11 @@ async def test_what_is_wrong_with_an_image_is_said_before_a_lease(tmp_path, imag
 
 async def test_an_image_that_does_not_come_is_waited_for_within_its_time(tmp_path):
     async with (
-        await asyncio.start_server(lambda reader, _: reader.read(), "127.0.0.1", 0) as silent,
+        silent_server() as far,
         pool_for(tmp_path, prepare_timeout_s=0.5) as pool,
     ):
-        name = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}/busy:1"
         with pytest.raises(ImageUnavailable, match=r"not prepared within 0\.5 s: pulling"):
-            await pool.acquire("t", image=name)
+            await pool.acquire("t", image=f"{far}/busy:1")
 
 
 async def test_an_image_that_a_host_has_or_that_comes_waits_for_none_that_does_not_come(tmp_path, images):
@@ -311,8 +311,7 @@ async def test_an_image_that_a_host_has_or_that_comes_waits_for_none_that_does_n
         busybox_image(tmp_path / f"layout{index}", f"image {index}")
         images.push(tmp_path / f"layout{index}", f"comes:{index}")
     here, comes = (f"{images.host}/comes:{index}" for index in range(2))
-    async with await asyncio.start_server(lambda reader, _: reader.read(), "127.0.0.1", 0) as silent:
-        far = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    async with silent_server() as far:
         never = [f"{far}/never:{index}" for index in range(4)]
         store = ImageStoreSettings(folder=str(tmp_path / "store"), insecure_registries=(images.host, far))
         more = {"image_store": store, "prepare_timeout_s": 100}
@@ -366,12 +365,11 @@ async def test_a_server_that_ends_while_it_is_asked_has_no_built_image_and_later
 
 async def test_a_prepare_that_was_cancelled_says_nothing_when_its_pool_ends(tmp_path, caplog):
     async def cancelled() -> None:
-        async with (
-            await asyncio.start_server(lambda reader, _: reader.read(), "127.0.0.1", 0) as silent,
-            pool_for(tmp_path) as pool,
-        ):
-            name, seen = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}/busy:1", []
-            asking = asyncio.create_task(pool.prepare(name, progress=lambda _, state: seen.append(state.phase)))
+        async with silent_server() as far, pool_for(tmp_path) as pool:
+            seen = []
+            asking = asyncio.create_task(
+                pool.prepare(f"{far}/busy:1", progress=lambda _, state: seen.append(state.phase))
+            )
             await until(lambda: "pulling" in seen, "it is pulled")
             asking.cancel()
 

@@ -21,6 +21,7 @@ from atropos.envs.reporting.run_api import TrajectoryApiLost, check_run_api
 from atropos.envs.running import lifecycle
 from atropos.envs.running.rollout import HookError
 from atropos.errors import ConfigError, InferenceError
+from tests.silent_server import silent_server
 from tests.unit.envs.support import ScriptEnv, make
 from tests.waiting import until
 
@@ -353,9 +354,8 @@ async def test_an_inference_server_in_the_place_of_run_api_is_named(policy):
 
 async def test_a_run_api_that_hangs_is_said_to_hang(monkeypatch):
     monkeypatch.setattr(run_api, "CHECK_TIMEOUT_S", 0.1)
-    silent = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    async with silent:
-        url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    async with silent_server() as silent:
+        url = f"http://{silent}"
         with pytest.raises(ConfigError, match=rf"no trajectory API at {url} \(no answer within 0\.1 s, three times\)"):
             await check_run_api(url)
 
