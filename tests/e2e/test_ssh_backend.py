@@ -16,6 +16,7 @@ from atropos.errors import BackendUnavailable, ConfigError, SandboxError
 from atropos.slots import SlotPool, SlotPoolConfig
 from tests.engines import SMALL
 from tests.processes import adopt_orphans, descendants, gone_within, running
+from tests.silent_server import silent_server
 from tests.sshd import SSHD, Sshd, make_key, sshd
 from tests.waiting import until
 
@@ -81,11 +82,7 @@ async def test_a_host_that_forwards_no_ports_is_named(tmp_path):
 
 
 async def test_a_host_that_accepts_connections_and_says_nothing_is_named(host):
-    async def nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.Event().wait()
-
-    async with await asyncio.start_server(nothing, "127.0.0.1", 0) as server:
-        silent = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with silent_server() as silent:
         with pytest.raises(BackendUnavailable, match=silent):
             await SlotPool(settings(host, ssh_hosts=[silent], start_timeout_s=1)).start()
 

@@ -471,7 +471,7 @@ async def test_a_set_up_that_fails_or_hangs_is_the_tasks_fault(pool, tmp_path):
         ('printf \'{"reward": 1, "x%070000d": 1}\' 0 > /logs/verifier/reward.json', "", "bytes, more than 65536"),
         ("echo '{\"reward\": null}' > /logs/verifier/reward.json", "", "not a number"),
         ("printf '{\"reward\": 1%0400d}' 0 > /logs/verifier/reward.json", "", "too large"),
-        ("printf '[%.0s' $(seq 2000) > /logs/verifier/reward.json", "", "recursion"),
+        ("printf '[%.0s' $(seq 20000) > /logs/verifier/reward.json", "", "recursion"),
         ("sleep 60; echo 1 > /logs/verifier/reward.txt", "[verifier]\ntimeout_sec = 0.5", "took longer"),
     ],
 )

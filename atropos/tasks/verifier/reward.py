@@ -80,7 +80,7 @@ async def _written(slot: Slot, task: Task, result: ExecResult) -> tuple[float, d
             if answer.size > MAX_REWARD_BYTES:
                 raise ValueError(f"{answer.size} bytes, more than {MAX_REWARD_BYTES}")
             metrics = _numbers(json.loads(text)) if path == REWARD_JSON else {"reward": _number(text)}
-        except (ValueError, OverflowError, RecursionError) as error:  # 10**400, or brackets a thousand deep
+        except (ValueError, OverflowError, RecursionError) as error:  # 10**400, or brackets ten thousand deep
             raise VerifierFailed(f"{task.name}: {path} holds no reward: {error}") from None
         return metrics.get("reward", next(iter(metrics.values()))), metrics
     killed = f", limit {result.limit}" if result.limit else ""
