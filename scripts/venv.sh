@@ -15,7 +15,7 @@ if [ -z "$python" ]; then
   done
 fi
 [ -n "$python" ] || { echo "Python 3.11, 3.12 or 3.13 is needed (set ATROPOS_PYTHON to one)" >&2; exit 1; }
-if command -v uv >/dev/null 2>&1; then uv=(uv)
+if uv --version >/dev/null 2>&1; then uv=(uv)
 elif "$python" -m uv --version >/dev/null 2>&1; then uv=("$python" -m uv)
 else
   echo "installing uv with pip"
