@@ -97,6 +97,17 @@ ONE_AT_A_TIME = {
 agents under fixed names."""
 WAITING = ("tests/unit/sandbox/test_scenarios.py",)
 """Units that wait for most of their minute, which others can use."""
+SPREAD = (
+    "tests/unit/agent/test_agent.py",
+    "tests/unit/client/test_client.py",
+    "tests/unit/envs/",
+    "tests/unit/net/test_relay.py",
+    "tests/unit/pool/test_nomad_backend.py",
+    "tests/unit/pool/test_pool.py",
+)
+"""Beginnings of shorter ones, which would leave the CPUs idle if they ran at the same time."""
+SPREAD_FROM, SPREAD_EVERY = 30, 6
+"""Where the first of them comes, and after how many other units the next."""
 
 
 def unit_of(nodeid: str) -> str:
@@ -121,8 +132,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    long: set[str] = set()
+    long: dict[str, None] = {}
     """Units with a test that is not fast."""
+    fast: dict[str, None] = {}
     for item in items:
         if item.nodeid.startswith(tuple(ALONE)):
             item.add_marker("alone")
@@ -132,16 +144,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and not any(item.get_closest_marker(name) for name in ("docker", "nomad"))
         ):
             item.add_marker("fast")
+            fast[unit_of(item.nodeid)] = None
             continue
-        long.add(unit_of(item.nodeid))
-    first = [*ONE_AT_A_TIME, *WAITING]
-
-    def turn(item: pytest.Item) -> int:
-        """The longest units come first; those of fast tests come last, for workers that wait for the others' ends."""
-        unit = unit_of(item.nodeid)
-        return first.index(unit) if unit in first else len(first) + (unit not in long)
-
-    items.sort(key=turn)
+        long[unit_of(item.nodeid)] = None
+    # the longest come first; those of fast tests come last, for workers that wait for the others' ends
+    units = dict.fromkeys((*ONE_AT_A_TIME, *WAITING, *long, *fast))
+    order = [unit for unit in units if not unit.startswith(SPREAD)]
+    for number, unit in enumerate(unit for unit in units if unit.startswith(SPREAD)):
+        order.insert(SPREAD_FROM + SPREAD_EVERY * number, unit)
+    place = {unit: number for number, unit in enumerate(order)}
+    items.sort(key=lambda item: place[unit_of(item.nodeid)])
 
 
 @pytest.hookimpl(optionalhook=True)
