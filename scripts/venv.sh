@@ -7,7 +7,7 @@ if [ -z "$python" ]; then
   # That of the environment that is there; then the system's: distributions build theirs with profiles, which saves a
   # quarter of the CPU against pyenv's.
   used=$(.venv/bin/python -c 'import sys; print(sys._base_executable)' 2>/dev/null || true)
-  for candidate in $used /usr/bin/python3.{11,12,13} python3.11 python3.12 python3.13 python3; do
+  for candidate in "$used" /usr/bin/python3.{11,12,13} python3.11 python3.12 python3.13 python3; do
     if command -v "$candidate" >/dev/null 2>&1 \
       && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
       python=$candidate; break

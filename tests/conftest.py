@@ -132,9 +132,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    long: dict[str, None] = {}
-    """Units with a test that is not fast."""
-    fast: dict[str, None] = {}
+    long: list[str] = []
+    """The unit of each test that is not fast."""
+    fast: list[str] = []
     for item in items:
         if item.nodeid.startswith(tuple(ALONE)):
             item.add_marker("alone")
@@ -144,9 +144,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and not any(item.get_closest_marker(name) for name in ("docker", "nomad"))
         ):
             item.add_marker("fast")
-            fast[unit_of(item.nodeid)] = None
+            fast.append(unit_of(item.nodeid))
             continue
-        long[unit_of(item.nodeid)] = None
+        long.append(unit_of(item.nodeid))
     # the longest come first; those of fast tests come last, for workers that wait for the others' ends
     units = dict.fromkeys((*ONE_AT_A_TIME, *WAITING, *long, *fast))
     order = [unit for unit in units if not unit.startswith(SPREAD)]

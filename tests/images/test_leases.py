@@ -297,10 +297,7 @@ async def test_what_is_wrong_with_an_image_is_said_before_a_lease(tmp_path, imag
 
 
 async def test_an_image_that_does_not_come_is_waited_for_within_its_time(tmp_path):
-    async with (
-        silent_server() as far,
-        pool_for(tmp_path, prepare_timeout_s=0.5) as pool,
-    ):
+    async with silent_server() as far, pool_for(tmp_path, prepare_timeout_s=0.5) as pool:
         with pytest.raises(ImageUnavailable, match=r"not prepared within 0\.5 s: pulling"):
             await pool.acquire("t", image=f"{far}/busy:1")
 
