@@ -18,6 +18,7 @@ from atropos.cli.options import AsJson
 from atropos.dashboard.export import atif
 from atropos.dashboard.replay import asciicast
 from atropos.dashboard.store import Details, Entry, Query, entry_of, item_of, members, read_groups
+from atropos.dashboard.text import number
 from atropos.errors import ConfigError
 from atropos.terminal import visible
 
@@ -31,13 +32,17 @@ Tool = Annotated[str, typer.Option(help="called this tool")]
 
 
 def _chosen(jsonl: Path, query: Query) -> Iterator[tuple[dict[str, object], Entry, Details]]:
-    """Each matching trajectory, as in the file and parsed."""
-    for group in read_groups(jsonl):
+    """Each matching trajectory, as in the file and parsed; lines that hold no group are reported at the end."""
+    left_out: list[int] = []
+    for group in read_groups(jsonl, left_out.append):
         item = item_of(group)
         for member in members(group):
             entry, details = entry_of(member, item=item)
             if query.admits(entry):
                 yield member, entry, details
+    if left_out:
+        lines = number(len(left_out), "line")
+        typer.echo(f"{jsonl}: {lines} left out, as no whole group, the first is line {left_out[0]}", err=True)
 
 
 @trajectories_app.command()
@@ -56,6 +61,8 @@ def export(
     """Write trajectories as ATIF or as replays for asciinema, a file each, or as JSONL of messages for SFT. Those without messages are left out."""
     if form != "sft" and to is None:
         raise typer.BadParameter(f"{form} writes a file per trajectory: name a folder with --to")
+    if form == "sft" and to is not None and to.exists() and to.samefile(jsonl):
+        raise ConfigError(f"--to {to}: this is the file that is read")
     chosen = _chosen(jsonl, Query(item=item, least=least, most=most, error=error, tool=tool))
     try:
         done, left_out = _export(chosen, form, to)
@@ -165,10 +172,10 @@ def grep(
 
 def _lines(details: Details) -> Iterator[tuple[str, str]]:
     """Each line with its place: the message's number and role, or the verifier's key."""
-    for number, message in enumerate(details.messages, 1):
+    for place, message in enumerate(details.messages, 1):
         for part in message.parts:
             for line in f"{part.name}\n{part.text}".splitlines():
-                yield f"{number} {message.role}", line
+                yield f"{place} {message.role}", line
     for key, value in details.info.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         for line in text.splitlines():

@@ -8,7 +8,7 @@ import os
 import threading
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -189,11 +189,19 @@ class GroupFile:
                     self._store.add(group)
 
 
-def read_groups(jsonl: Path) -> Iterator[dict[str, object]]:
-    """The groups of a file; lists of groups are flattened, lines that aren't JSON left out."""
+def read_groups(jsonl: Path, left_out: Callable[[int], object] = lambda _: None) -> Iterator[dict[str, object]]:
+    """The groups of a file; lists of groups are flattened.
+
+    Args:
+        jsonl: the file.
+        left_out: called with the number of each line that holds no group, as a half-written last one.
+    """
     with jsonl.open("rb") as lines:
-        for line in lines:
-            yield from groups_of(line)
+        for number, line in enumerate(lines, 1):
+            found = list(groups_of(line))
+            if not found and line.strip():
+                left_out(number)
+            yield from found
 
 
 def groups_of(line: bytes) -> Iterator[dict[str, object]]:

@@ -135,6 +135,30 @@ def test_a_place_that_can_not_be_written_to_is_named(tmp_path, form, to):
     assert str(done.exception).startswith(f"--to {tmp_path / to}: ")
 
 
+@pytest.mark.parametrize("command", [["stats", "--json"], ["export", "--format", "sft"], ["grep", "."]])
+def test_lines_that_hold_no_whole_group_are_reported(tmp_path, command):
+    one, two = (json.dumps(group(name, trajectory(name, 1.0))) for name in ("first", "second"))
+    path = tmp_path / "g.jsonl"
+    path.write_text(f"{one}\n[1]\n{two[:100]}")  # the writer was killed in the middle of its last line
+    name, *options = command
+    pattern = [options.pop()] if name == "grep" else []
+    done = CliRunner().invoke(command_line(), ["trajectories", name, str(path), *pattern, *options])
+    assert done.exit_code == 0
+    assert "2 lines left out, as no whole group, the first is line 2" in done.stderr
+    assert "left out" not in done.stdout
+    path.write_text(f"{one}\n{two}")  # whole, though its last line has no end
+    assert CliRunner().invoke(command_line(), ["trajectories", "stats", str(path)]).stderr == ""
+
+
+def test_an_export_does_not_overwrite_what_it_reads(tmp_path):
+    for to in (tmp_path / "g.jsonl", tmp_path / "link.jsonl"):
+        if to.name == "link.jsonl":
+            to.symlink_to("g.jsonl")
+        done = run(tmp_path, "export", "--format", "sft", "--to", str(to))
+        assert str(done.exception) == f"--to {to}: this is the file that is read"
+        assert len(to.read_text().splitlines()) == 20
+
+
 def test_a_pipe_is_refused_whose_first_groups_would_be_missing(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
