@@ -176,22 +176,23 @@ class TrajectoryApi:
 
     async def _took(self, session: aiohttp.ClientSession, group: Mapping[str, object]) -> bool:
         """Whether the newest group that the API took is this one; False where it can't be asked, or can't know."""
-        if self._newest is not None and _same(self._newest, group):
+        if self._newest is not None and await asyncio.to_thread(_same, self._newest, group):
             return False
         try:
             async with session.get(
                 f"{self._url}/latest_example", timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
             ) as answer:
                 answer.raise_for_status()
-                latest = await asyncio.to_thread(json.loads, await answer.text())
+                latest: object = await asyncio.to_thread(json.loads, await answer.text())
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return False
-        return isinstance(latest, dict) and _same(cast("dict[str, object]", latest), group)
+        return isinstance(latest, dict) and await asyncio.to_thread(_same, cast("dict[str, object]", latest), group)
 
 
 def _same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """Whether two groups are indistinguishable."""
-    return all(one.get(key) == other.get(key) for key in ("tokens", "scores", "inference_logprobs", "env_id"))
+    """Whether two groups are indistinguishable once they are JSON, where an array is a list."""
+    told_by = ("tokens", "scores", "inference_logprobs", "env_id")
+    return all(json.loads(_text(one.get(key))) == json.loads(_text(other.get(key))) for key in told_by)
 
 
 async def leave_run_api(url: str, env_id: int | None) -> None:

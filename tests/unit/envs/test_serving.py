@@ -10,6 +10,7 @@ import resource
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -147,6 +148,16 @@ async def test_a_group_whose_answer_is_lost_reaches_the_trainer_once(answers, ca
     assert env.metrics.maybe_sent_twice == 0
     assert not env.metrics.unsent
     assert not caplog.records
+
+
+async def test_a_group_of_arrays_whose_answer_is_lost_reaches_the_trainer_once():
+    computed = {"scores": np.array([0.0, 1.0, 0.5]), "tokens": [(1, 2, 3)] * 3}
+    async with trajectory_api(0) as (api, taken):
+        env = env_at(api)
+        env.items_sent_this_step = 0
+        await env.handle_send_to_api(group() | computed, {})
+    assert [sent["scores"] for sent in taken] == [[0.0, 1.0, 0.5]]
+    assert (env.metrics.maybe_sent_twice, dict(env.metrics.unsent)) == (0, {})
 
 
 async def test_a_group_that_is_given_up_without_an_answer_may_be_there_more_than_once_and_is_counted(caplog):
