@@ -67,7 +67,7 @@ def load_problems(path: str | Path) -> list[HumanEvalProblem]:
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(f"humaneval_path: {source} can't be read ({error}); give HumanEval.jsonl.gz") from None
     problems: list[HumanEvalProblem] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # JSON's strings may hold what else `splitlines` ends a line at
         if line.strip():
             problems.append(_problem(line, f"humaneval_path: {source}, line {number}"))
     if not problems:

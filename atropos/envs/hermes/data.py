@@ -51,7 +51,7 @@ def _from_file(path: Path) -> list[dict[str, object]]:
     if path.suffix == ".json":
         rows = _parsed(text, str(path))
         return _checked(cast("list[object]", rows) if isinstance(rows, list) else [rows], str(path))
-    lines = enumerate(text.splitlines(), 1)
+    lines = enumerate(text.split("\n"), 1)  # JSON's strings may hold what else `splitlines` ends a line at
     return _checked([_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()], str(path))
 
 

@@ -15,6 +15,7 @@ from aiohttp import web
 from atropos.config import SlotLimits
 from atropos.envs import AgentEnvConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
 from atropos.envs.hermes.data import load_rows
+from atropos.envs.humaneval_env import load_problems
 from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError, SlotLost
 from atropos.slots import SlotPoolConfig
@@ -305,6 +306,16 @@ def test_the_split_of_a_hub_dataset_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", hub)
     assert load_rows("someone/something", "validation") == [{"prompt": "x"}]
     assert "validation" in repr(asked)
+
+
+@pytest.mark.parametrize("load", [lambda path: load_rows(str(path)), load_problems])
+def test_a_row_with_separators_of_lines_in_its_text_is_one_row(tmp_path, load):
+    names = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
+    rows = [dict.fromkeys(names, text) for text in ("a\u2028b\u2029c\x85d", "second")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8", newline="")
+    found = [row["prompt"] if isinstance(row, dict) else row.prompt for row in load(path)]
+    assert found == [row["prompt"] for row in rows]
 
 
 @shows("distribution")
