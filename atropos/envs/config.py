@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Generator
 from copy import copy
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -48,17 +48,6 @@ def like(name: str, of: type[BaseModel] = SlotPoolConfig, *, default: Any = ...)
     return field
 
 
-OWN_NAMES = {
-    "tool_pool_mode": "backend",
-    "tool_batch_window_ms": "batch_window_ms",
-    "tool_max_batch_size": "max_batch_size",
-    "sandbox_job_id": "job_id",
-    "sandbox_image": "image",
-    "sandbox_base": "base",
-}
-"""Settings of the pool, by the names that they have in an env."""
-
-
 @contextlib.contextmanager
 def own_field_names(config: SandboxEnvConfig) -> Generator[None]:
     """Raise a `ConfigError` of the pool or the tools with the env's name of its field."""
@@ -66,8 +55,7 @@ def own_field_names(config: SandboxEnvConfig) -> Generator[None]:
         yield
     except ConfigError as error:
         field, _, what = str(error).partition(": ")
-        own = {name: own for own, name in OWN_NAMES.items()}
-        own |= {f"limits.{name}": f"slot_{name}" for name in SlotLimits.model_fields}
+        own = config.own_names | {f"limits.{name}": f"slot_{name}" for name in SlotLimits.model_fields}
         field = own.get(field, field)
         if field not in type(config).model_fields:
             raise
@@ -88,9 +76,21 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
-    """Slots, limits and faults: what every env on sandbox slots has."""
+    """Slots, limits and faults: what every env on sandbox slots has.
+
+    Attributes:
+        own_names: the names here of those settings of the pool that it has under another.
+    """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=False, frozen=False)
+    own_names: ClassVar[dict[str, str]] = {
+        "backend": "tool_pool_mode",
+        "batch_window_ms": "tool_batch_window_ms",
+        "max_batch_size": "tool_max_batch_size",
+        "job_id": "sandbox_job_id",
+        "image": "sandbox_image",
+        "base": "sandbox_base",
+    }
 
     max_token_length: int = Field(default=32_768, ge=64, description="most tokens of a whole trajectory")
     worker_timeout: float = Field(
@@ -225,7 +225,7 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     def pool_config(self) -> SlotPoolConfig:
         """The pool that these settings mean."""
         values: dict[str, object] = {name: getattr(self, name) for name in PoolSettings.model_fields}
-        values |= {name: getattr(self, own) for own, name in OWN_NAMES.items()}
+        values |= {name: getattr(self, own) for name, own in self.own_names.items()}
         if "nomad_address" not in self.model_fields_set:
             del values["nomad_address"]  # the environment's
         return SlotPoolConfig(limits=self.limits(), **values)

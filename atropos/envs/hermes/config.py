@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from atropos.envs.config import OptionalNames, ParserName, SandboxEnvConfig
-from atropos.slots import SlotPoolConfig
 from atropos.slots.config import BackendName
 from atropos.tools import ToolExecutorConfig
 from atropos.tools.base import ToolLimits
@@ -17,6 +16,7 @@ from atropos.tools.toolsets import get_distribution
 class HermesAgentEnvConfig(SandboxEnvConfig):
     """An env whose agent speaks OpenAI's tool messages, and whose reward function sees the rollout's own slot."""
 
+    own_names: ClassVar[dict[str, str]] = SandboxEnvConfig.own_names | {"backend": "terminal_backend"}
     enabled_toolsets: OptionalNames = Field(default=None, description="toolsets the model is offered; None: all")
     disabled_toolsets: OptionalNames = Field(default=None, description="toolsets taken away again")
     distribution: str | None = Field(
@@ -62,10 +62,6 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
                 "give terminal_backend alone"
             )
         return self
-
-    def pool_config(self) -> SlotPoolConfig:
-        """The pool that these settings mean."""
-        return super().pool_config().model_copy(update={"backend": self.terminal_backend})
 
     def executor_config(self) -> ToolExecutorConfig:
         """The executor that these settings mean."""

@@ -52,8 +52,8 @@ class ToolBackend:
             ConfigError: a setting is wrong or not available.
         """
         config = self._config.executor_config()
-        self.pool = SlotPool(self._config.pool_config())
         with own_field_names(self._config):
+            self.pool = SlotPool(self._config.pool_config())
             await self.pool.start()
             if config.allow_network:
                 config = config.model_copy(update={"allow_network": await self._network(self.pool)})

@@ -16,10 +16,12 @@ from atropos.config import SlotLimits
 from atropos.envs import AgentEnvConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
 from atropos.envs.hermes.data import load_rows
 from atropos.envs.humaneval_env import load_problems
+from atropos.envs.running.backend import ToolBackend
 from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError, SlotLost
 from atropos.slots import SlotPoolConfig
 from atropos.slots.config import PoolSettings
+from atropos.tools import ToolRegistry
 from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer, Settings
 from tests.e2e.hermes_support import make as make_hermes
@@ -329,6 +331,16 @@ def test_a_distribution_offers_its_toolsets_alone(tmp_path):
     drawn = names("interactive", *map(str, range(30)))
     assert len(set(drawn)) > 1
     assert drawn == names("interactive", *map(str, range(30))), "the same seed draws the same"
+
+
+@shows("terminal_backend")
+@pytest.mark.parametrize(
+    "settings", [AgentEnvConfig(tool_pool_mode="docker"), HermesAgentEnvConfig(terminal_backend="docker")]
+)
+async def test_a_backend_without_tls_is_refused_a_certificate(settings):
+    backend = ToolBackend(settings.model_copy(update={"tls_certificate": "c.pem", "tls_key": "k.pem"}))
+    with pytest.raises(ConfigError, match=r"^env\.tls_certificate: backend 'docker' has no TLS"):
+        await backend.start(ToolRegistry())
 
 
 @shows("terminal_timeout")
