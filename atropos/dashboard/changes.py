@@ -102,9 +102,12 @@ def compare(folder: str, before: bytes, after: bytes) -> Changes:
     """What differs between two tar archives of a folder, by path.
 
     Raises:
-        tarfile.TarError, ValueError, OSError, EOFError: one of them is no such archive.
+        ValueError: one of them is no such archive.
     """
-    old, new = _files(before), _files(after)
+    try:
+        old, new = _files(before), _files(after)
+    except (tarfile.TarError, OSError, EOFError, ArithmeticError, RecursionError) as error:
+        raise ValueError(str(error)) from error
     paths = sorted(path for path in old.keys() | new.keys() if old.get(path) != new.get(path))
     found: list[FileChange] = []
     chars, pairs = MAX_CHARS, MAX_PAIRS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tarfile
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -68,7 +67,7 @@ class WorkspaceChanges:
         if not note:
             try:
                 return await asyncio.to_thread(compare, folder, zlib.decompress(self._before), after)
-            except (tarfile.TarError, ValueError, OSError, EOFError) as error:
+            except ValueError as error:
                 note = f"its archive can't be read: {error}"
         return Changes(folder, note=note)
 
