@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import re
+import resource
 import socket
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -24,6 +25,17 @@ async def be_stopped(seconds: float) -> None:
     pid = os.getpid()
     script = f"kill -STOP {pid}; sleep {seconds}; kill -CONT {pid}"
     await (await asyncio.create_subprocess_exec("sh", "-c", script)).wait()
+
+
+@contextlib.contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """For all that this process writes meanwhile, as on a disk that is nearly full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from atropos.errors import ConfigError, SlotLost
 from examples.policy.truth import Truth
 from tests.e2e.hermes_support import call, groups, sampled, script
 from tests.e2e.hermes_support import make as make_env
+from tests.processes import files_end_at
 
 WRITES = script(
     {"text": "<think>a file, then</think>", "calls": [call("terminal", command="echo made > made.txt; pwd")]},
@@ -142,6 +143,30 @@ async def test_infrastructure_failures_and_raising_rewards_are_no_scores(policy,
     assert [group["atropos"]["item"] for group in groups(tmp_path)] == ["fine"]
     assert env.metrics.dropped == {"hook_error": 2, "slot_lost": 1}
     assert env.metrics.retries["slot_lost"] >= 1
+
+
+async def test_a_local_disk_that_takes_no_download_is_no_score(policy, tmp_path):
+    """A failed download scores 0 here, as it should where the model left nothing, or what can't be unpacked."""
+    deep = "mkdir out; cd out; for _ in $(seq 30); do d=$(printf %0200d); mkdir $d; cd -P $d; done"
+
+    class Downloading(Env):
+        async def judge(self, item, result, ctx):
+            made = {
+                "file": "head -c 2M /dev/zero > out",
+                "folder": "mkdir out; head -c 2M /dev/zero > out/x",
+                "deep": deep,
+            }
+            ctx.terminal(made.get(item["name"], "true"))
+            local = tmp_path / f"{item['name']}-{ctx.trajectory_id}"
+            with files_end_at(1 << 20):
+                return float("success" in ctx.download("out", local))
+
+    rows = [{"prompt": WRITES, "name": name} for name in ("file", "folder", "deep", "nothing")]
+    env = make(policy, tmp_path, rows, cls=Downloading, process_concurrency=1, group_size=1)
+    with pytest.raises(GroupsDropped, match="2 x hook_error"):
+        await env.process_manager()
+    found = {group["atropos"]["item"]: group["scores"] for group in groups(tmp_path)}
+    assert found == {"deep": [0.0], "nothing": [0.0]}
 
 
 async def test_members_start_as_forks_and_verify_in_a_fork(policy, tmp_path):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import io
 import json
@@ -37,6 +38,8 @@ Value = TypeVar("Value")
 CLEANUP_S = 10.0
 """How long a cleanup may take."""
 SEARCH_MATCHES = 200
+OF_NAMES = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.EISDIR, errno.ENOTDIR})
+"""Errors of unpacking that names in a slot's folder can cause; all others are the local disk's."""
 
 
 class AwaitableDict(dict[str, Any]):
@@ -248,17 +251,21 @@ class ToolContext(HookCalls):
 
         What a hostile slot packs can't leave the target: links that lead out of it, devices and `..` are refused; before
         Python 3.11.4, every link.
+
+        Raises:
+            OSError: the local path can't be written, which is no fault of the slot's.
         """
         slot = await self._slot()
+        is_file = isinstance(await slot.run(wire.ReadFile(path=path, max_bytes=1)), wire.FileResult)
         try:
-            seen = await slot.run(wire.ReadFile(path=path, max_bytes=1))
-            if isinstance(seen, wire.FileResult):
-                data = await slot.read_file(path, max_bytes=max_bytes)
-                await asyncio.to_thread(_write_local, Path(target), data)
-            else:
-                archive = await slot.download(path, max_bytes=max_bytes)
-                await asyncio.to_thread(_unpack_local, Path(target), archive)
+            data = await (slot.read_file if is_file else slot.download)(path, max_bytes=max_bytes)
+        except OSError as error:
+            return self._checked(f"download {path}", AwaitableDict(error=_reason(error)))
+        try:
+            await asyncio.to_thread(_write_local if is_file else _unpack_local, Path(target), data)
         except (OSError, tarfile.TarError) as error:
+            if isinstance(error, OSError) and (is_file or error.errno not in OF_NAMES):
+                raise
             return self._checked(f"download {path}", AwaitableDict(error=_reason(error)))
         return AwaitableDict(success=True)
 
@@ -359,9 +366,9 @@ def _write_local(target: Path, data: bytes) -> None:
     target.write_bytes(data)
 
 
-def _unpack_local(target: Path, archive: bytes) -> None:
+def _unpack_local(target: Path, data: bytes) -> None:
     target.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(archive)) as source:
+    with tarfile.open(fileobj=io.BytesIO(data)) as source:
         if hasattr(tarfile, "data_filter"):
             source.extractall(target, filter="data")
             return

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gzip
 import json
-import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ from atropos.envs.reporting.run_api import TrajectoryApiLost, check_run_api
 from atropos.envs.running import lifecycle
 from atropos.envs.running.rollout import HookError
 from atropos.errors import ConfigError, InferenceError
+from tests.processes import files_end_at
 from tests.silent_server import silent_server
 from tests.unit.envs.support import ScriptEnv, make
 from tests.waiting import until
@@ -112,17 +112,6 @@ async def test_a_full_disk_under_the_record_keeps_no_group_from_the_trainer(capl
             assert "lacks a group, which is sent: No space left on device" in caplog.text
             with pytest.raises(OSError, match="No space left"):
                 await env.handle_send_to_api(group(), {}, do_send_to_api=False)
-
-
-@contextlib.contextmanager
-def files_end_at(size):
-    """For all that this process writes meanwhile, as on a disk that is nearly full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 async def test_a_group_that_found_no_room_leaves_no_part_of_its_line(tmp_path):
