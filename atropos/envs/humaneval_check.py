@@ -169,16 +169,19 @@ def limits() -> None:
 
 
 def judge(problem: dict[str, str], source: str) -> dict[str, object]:
-    """Run the problem's tests against a solution."""
-    solution = Solution()
+    """Run the problem's tests against a solution. The verdict has `broken` where they can't be run, which judges none."""
+    # The prompt's own helpers (and imports) belong to the tests; its unfinished function gets an empty body.
+    space: dict[str, object] = {"__name__": "tests"}
     try:
-        # The prompt's own helpers (and imports) belong to the tests; its unfinished function gets an empty body.
-        space: dict[str, object] = {"__name__": "tests"}
         exec(compile(problem["prompt"] + "\n    pass\n", "prompt.py", "exec"), space)  # noqa: S102
         exec(compile(problem["test"], "test.py", "exec"), space)  # noqa: S102
+        check = cast("Callable[[Solution], object]", space["check"])
+    except Exception as error:
+        return {"broken": f"{type(error).__name__}: {error}"[:500]}
+    solution = Solution()
+    try:
         solution.ask((problem["entry_point"], source))
         space[problem["entry_point"]] = solution  # some tests call it by name
-        check = cast("Callable[[Solution], object]", space["check"])
         check(solution)
     except Exception as error:
         return {"passed": False, "detail": f"{type(error).__name__}: {error}"[:500]}

@@ -22,6 +22,7 @@ from atropos import wire
 from atropos.agent import AgentResult
 from atropos.envs.adapter import ServerConfigs
 from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
+from atropos.envs.running.rollout import TaskFault
 from atropos.envs.sandbox_env import ExecTool
 from atropos.errors import ConfigError, SandboxError
 from atropos.slots import Slot
@@ -100,6 +101,7 @@ async def judge(slot: Slot, problem: HumanEvalProblem, solution: str, *, timeout
 
     Raises:
         SandboxError: the infrastructure failed.
+        TaskFault: the problem's tests can't be run.
         ConfigError: the slot has one user alone.
     """
     content = {"prompt": problem.prompt, "test": problem.test, "entry_point": problem.entry_point}
@@ -116,6 +118,8 @@ async def judge(slot: Slot, problem: HumanEvalProblem, solution: str, *, timeout
         return False, f"stopped by a limit: {result.limit or 'time'}"
     try:
         verdict = cast("dict[str, object]", json.loads(result.output.strip().splitlines()[-1]))
+        if "broken" in verdict:
+            raise TaskFault(f"the tests of {problem.name} can't be run: {verdict['broken']}")
         return verdict["passed"] is True, str(verdict["detail"])
     except (ValueError, IndexError, KeyError, TypeError):
         for feature in (await slot.capabilities()).features:

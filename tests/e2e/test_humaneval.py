@@ -7,12 +7,14 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from atropos.envs import humaneval_check, humaneval_env
 from atropos.envs.humaneval_env import answer_in, judge, load_problems
+from atropos.envs.running.rollout import TaskFault
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
@@ -128,6 +130,13 @@ async def test_solutions_that_cheat_fail(executor, made, monkeypatch):
     assert [name for name, (passed, _) in ends.items() if passed] == []
     assert ends["endless"][1] == "SolutionError: a call took more than 1 s of CPU time"
     assert await judged(executor, made, PROBLEM["prompt"] + PROBLEM["canonical_solution"], timeout_s=60) == (True, "")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("tests", ["def check(candidate) assert", "import nosuch", "def test(candidate):\n    pass\n"])
+async def test_tests_that_can_not_run_judge_no_solution(executor, made, tests):
+    with pytest.raises(TaskFault, match="the tests of Made/0 can't be run: "):
+        await judged(executor, replace(made, test=tests), PROBLEM["prompt"] + PROBLEM["canonical_solution"])
 
 
 @pytest.mark.asyncio(loop_scope="module")
