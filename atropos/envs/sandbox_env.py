@@ -235,8 +235,9 @@ class SandboxEnv(BaseEnv):
         """A snapshot of the workspace that `prepare`, a call of the `hook`, leaves in the slot of trajectory `group`."""
         async with self.backend.admission:
             try:
-                await self.hooks.call(hook, prepare, calls=calls, setup=True)
-                return await self.backend.freeze(group)
+                with self.backend.awaiting_slot(group):
+                    await self.hooks.call(hook, prepare, calls=calls, setup=True)
+                    return await self.backend.freeze(group)
             finally:
                 await self.executor.release_trajectory(group)
 

@@ -25,6 +25,13 @@ class ShortEnv(HermesAgentBaseEnv):
         return 1.0
 
 
+class PreparedEnv(ShortEnv):
+    """Its groups start from a prepared workspace."""
+
+    async def setup_group(self, item, ctx):
+        assert ctx.terminal("echo made > made")["exit_code"] == 0
+
+
 class GreedyEnv(ShortEnv):
     """Its reward functions want a second slot while they hold the first."""
 
@@ -45,6 +52,15 @@ async def test_a_trajectory_waits_on_while_all_slots_are_at_work(tmp_path):
         env = make(ShortEnv, policy, tmp_path, rows(6), trajectory_retries=0, acquire_timeout_s=4, **SHORT)
         await env.process_manager()
     assert [group["scores"] for group in groups(tmp_path)] == [[1.0, 1.0]]
+    assert env.metrics.retries["acquire_timeout"] > 0
+
+
+async def test_a_groups_set_up_waits_on_while_all_slots_are_at_work(tmp_path):
+    settings = {"group_size": 1, "trajectory_retries": 0, "acquire_timeout_s": 2, "process_concurrency": 2}
+    async with running_policy(tmp_path) as policy:
+        env = make(PreparedEnv, policy, tmp_path, rows(4) * 3, **settings, **SHORT)
+        await env.process_manager()
+    assert [group["scores"] for group in groups(tmp_path)] == [[1.0]] * 3
     assert env.metrics.retries["acquire_timeout"] > 0
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Generator
 
 from atropos.envs.config import SandboxEnvConfig, own_field_names
 from atropos.envs.running.lifecycle import bounded
-from atropos.errors import ConfigError, NotSupported
+from atropos.envs.running.rollout import NoSlotYet
+from atropos.errors import AcquireTimeout, ConfigError, NotSupported
 from atropos.slots import Slot, SlotPool, Snapshot
 from atropos.tools import ToolExecutor, ToolRegistry
 
@@ -101,9 +104,20 @@ class ToolBackend:
             raise
         return snapshot
 
-    def at_work(self) -> bool:
-        """Whether slots are leased, so that one comes free."""
-        return self.pool is not None and self.pool.stats().leased > 0
+    @contextlib.contextmanager
+    def awaiting_slot(self, trajectory_id: str) -> Generator[None]:
+        """Around work in a trajectory's slot.
+
+        Raises:
+            NoSlotYet: it got none, and slots are at work, so that one comes free.
+        """
+        try:
+            yield
+        except AcquireTimeout as error:
+            at_work = self.pool is not None and self.pool.stats().leased > 0
+            if at_work and not self.executor.has_slot(trajectory_id):
+                raise NoSlotYet(str(error)) from error
+            raise
 
     def outage(self) -> str:
         """Why Nomad or Docker is away with no container left; empty if it isn't."""

@@ -33,7 +33,6 @@ from atropos.envs.running.rollout import (
     scored_group,
 )
 from atropos.errors import (
-    AcquireTimeout,
     BackendUnavailable,
     ConfigError,
     InferenceError,
@@ -294,15 +293,12 @@ class GroupCollector:
         started = time.perf_counter()
         acquire_s = 0.0
         try:
-            if member.snapshot is not None:
-                await self._fork(trajectory_id, member.snapshot)
-            rollout = await self._env.run_trajectory(item, trajectory_id, member)
+            with self._backend.awaiting_slot(trajectory_id):
+                if member.snapshot is not None:
+                    await self._fork(trajectory_id, member.snapshot)
+                rollout = await self._env.run_trajectory(item, trajectory_id, member)
             rollout.seconds = time.perf_counter() - started
             acquire_s = self._backend.executor.acquire_s(trajectory_id)
-        except AcquireTimeout as error:
-            if self._backend.at_work() and not self._backend.executor.has_slot(trajectory_id):
-                raise NoSlotYet(str(error)) from error
-            raise
         finally:
             released = time.perf_counter()
             await self._backend.release(trajectory_id)
