@@ -288,7 +288,7 @@ class SandboxEnv(BaseEnv):
                 continue
             if self.config.include_messages and group.get("messages") is None:
                 group["messages"] = [[{"role": "user", "content": self.tokenizer.decode(t)}] for t in group["tokens"]]
-            self.completion_lengths.extend(len(mask) - mask.count(MASKED) for mask in group["masks"])
+            self.completion_lengths.extend(len(mask) - list(mask).count(MASKED) for mask in group["masks"])
             await self.add_rollouts_for_wandb(cast("ScoredDataGroup", group), item)
             if not self.config.include_messages:
                 group["messages"] = None

@@ -140,12 +140,12 @@ async def test_a_group_whose_answer_is_lost_reaches_the_trainer_once(answers, ca
 
 
 async def test_a_group_of_arrays_whose_answer_is_lost_reaches_the_trainer_once():
-    computed = {"scores": np.array([0.0, 1.0, 0.5]), "tokens": [(1, 2, 3)] * 3}
+    computed = {"scores": np.array([0.0, 1.0, 0.5]), "masks": np.array([[-100, 2, 3]] * 3), "tokens": [(1, 2, 3)] * 3}
     async with trajectory_api(0) as (api, taken):
         env = env_at(api)
         env.items_sent_this_step = 0
         await env.handle_send_to_api(group() | computed, {})
-    assert [sent["scores"] for sent in taken] == [[0.0, 1.0, 0.5]]
+    assert [(sent["scores"], sent["masks"]) for sent in taken] == [([0.0, 1.0, 0.5], [[-100, 2, 3]] * 3)]
     assert (env.metrics.maybe_sent_twice, dict(env.metrics.unsent)) == (0, {})
 
 
