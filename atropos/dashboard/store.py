@@ -107,7 +107,7 @@ class TrajectoryStore:
     def add(self, group: Mapping[str, object]) -> None:
         """Keep a group as `scored_group` gives it, without tokens; of malformed parts, what can be read."""
         item = item_of(group)
-        read = [_read(trajectory, item) for trajectory in members(group)]
+        read = [(entry_of(trajectory, item=item)[0], _packed(trajectory)) for trajectory in members(group)]
         with self._lock:
             for entry, blob in read:
                 numbered = replace(entry, number=self._next, group=self._groups)
@@ -145,13 +145,13 @@ class TrajectoryStore:
         with self._lock:
             at = number - self._rows[0][0].number if self._rows else -1
             row = self._rows[at] if 0 <= at < len(self._rows) else None
-        return None if row is None else (row[0], _details(row[1]))
+        return None if row is None else (row[0], _unpacked(row[1]))
 
     def group(self, number: int) -> list[tuple[Entry, Details]]:
         """The trajectories of a group that are still kept."""
         with self._lock:
             rows = [row for row in self._rows if row[0].group == number]
-        return [(entry, _details(blob)) for entry, blob in rows]
+        return [(entry, _unpacked(blob)) for entry, blob in rows]
 
     def facets(self) -> tuple[list[str], list[str]]:
         """The stop reasons and the tools there are, the most frequent first."""
@@ -237,19 +237,9 @@ def members(group: Mapping[str, object]) -> Iterator[dict[str, object]]:
 
 
 def entry_of(trajectory: Mapping[str, object], *, item: str) -> tuple[Entry, Details]:
-    """A trajectory of `members`, parsed."""
-    entry, blob = _read(trajectory, item)
-    return entry, _details(blob)
-
-
-def _read(trajectory: Mapping[str, object], item: str) -> tuple[Entry, bytes]:
-    """Its entry, not numbered yet, and its details, compressed."""
-    messages = conversation(trajectory["messages"])
-    results = [part for message in messages for part in message.parts if part.kind == "result"]
-    kept = {"messages": trajectory["messages"], "info": _dict(trajectory.get("info"))}
-    kept["turns"] = [_dict(turn) for turn in _list(trajectory.get("turns"))]
-    kept["changes"] = _dict(trajectory.get("changes"))
-    text = json.dumps(kept, ensure_ascii=False, default=str).encode(errors="surrogatepass")
+    """A trajectory of `members`, parsed; the entry is not numbered yet."""
+    details = _details(trajectory)
+    results = [part for message in details.messages for part in message.parts if part.kind == "result"]
     entry = Entry(
         number=0,
         group=0,
@@ -261,17 +251,30 @@ def _read(trajectory: Mapping[str, object], item: str) -> tuple[Entry, bytes]:
         seconds=finite(trajectory.get("seconds")),
         attempts=int(finite(trajectory.get("attempts", 1))),
         stop_reason=str(trajectory.get("stop_reason") or "final"),
-        tools=tuple(tools_of(messages)),
+        tools=tuple(tools_of(details.messages)),
         tool_errors=sum(part.failed for part in results),
         phases={str(name): finite(value) for name, value in _dict(trajectory.get("phases")).items()},
     )
-    return entry, zlib.compress(text, 1)
+    return entry, details
 
 
-def _details(blob: bytes) -> Details:
-    kept = _dict(json.loads(zlib.decompress(blob).decode(errors="surrogatepass")))
-    turns = [_dict(turn) for turn in _list(kept["turns"])]
-    return Details(conversation(kept["messages"]), _dict(kept["info"]), turns, changes_of(_dict(kept["changes"])))
+def _details(trajectory: Mapping[str, object]) -> Details:
+    return Details(
+        conversation(trajectory.get("messages")),
+        _dict(trajectory.get("info")),
+        [_dict(turn) for turn in _list(trajectory.get("turns"))],
+        changes_of(_dict(trajectory.get("changes"))),
+    )
+
+
+def _packed(trajectory: Mapping[str, object]) -> bytes:
+    """What `_details` reads of a trajectory, compressed."""
+    kept = {name: trajectory.get(name) for name in ("messages", "info", "turns", "changes")}
+    return zlib.compress(json.dumps(kept, ensure_ascii=False, default=str).encode(errors="surrogatepass"), 1)
+
+
+def _unpacked(blob: bytes) -> Details:
+    return _details(_dict(json.loads(zlib.decompress(blob).decode(errors="surrogatepass"))))
 
 
 def _dict(value: object) -> dict[str, object]:
