@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
@@ -18,6 +18,9 @@ from atropos.cli.image_progress import image_or_task, progress_display
 from atropos.cli.options import Base
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError
+
+if TYPE_CHECKING:
+    from atropos.slots import ExecResult
 
 
 def execute(
@@ -46,7 +49,13 @@ def execute(
     }
     stdin = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer
     data = stdin.read() if stdin is not None and not _is_empty(stdin) else None
-    raise typer.Exit(asyncio.run(_run(command, timeout_s, settings, image, upload, data, as_json=as_json)))
+    result = asyncio.run(_run(command, timeout_s, settings, image, upload, data, split=not as_json))
+    if as_json:
+        names = ("exit_code", "output", "timed_out", "truncated", "limit", "duration_s")
+        typer.echo(json.dumps({name: getattr(result, name) for name in names}))
+    else:
+        _print(result, min(timeout_s, SlotLimits().wall_s))
+    raise typer.Exit(_exit_code(result))
 
 
 def _is_empty(stream: BinaryIO) -> bool:
@@ -65,8 +74,8 @@ async def _run(
     upload: Path | None,
     stdin: bytes | None,
     *,
-    as_json: bool,
-) -> int:
+    split: bool,
+) -> ExecResult:
     from atropos.slots import SlotPool, SlotPoolConfig
 
     async with SlotPool(SlotPoolConfig.model_validate(settings)) as pool, contextlib.AsyncExitStack() as stack:
@@ -80,31 +89,25 @@ async def _run(
                 await slot.upload(upload, "/workspace" if upload.is_dir() else f"/workspace/{upload.name}")
             except OSError as error:
                 raise ConfigError(f"--upload {upload}: {error.strerror}: {error.filename}") from None
-        result = await slot.exec(command, timeout_s=timeout_s, stdin=stdin, split=not as_json)
-    if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "exit_code": result.exit_code,
-                    "output": result.output,
-                    "timed_out": result.timed_out,
-                    "truncated": result.truncated,
-                    "limit": result.limit,
-                    "duration_s": result.duration_s,
-                }
-            )
-        )
-    else:
-        typer.echo(result.stdout_bytes or b"", nl=False)
-        typer.echo(result.stderr_bytes or b"", nl=False, err=True)
-        if result.exit_code is None:
-            typer.echo(f"atropos: {result.output.rstrip()}", err=True)
-        if result.truncated:
-            typer.echo(f"atropos: {result.dropped_bytes} bytes are missing in the middle of the output", err=True)
-        if result.timed_out:
-            typer.echo(f"atropos: timed out after {min(timeout_s, SlotLimits().wall_s):g} s", err=True)
-        elif result.limit not in (None, "output"):
-            typer.echo(f"atropos: stopped by the slot's {result.limit} limit", err=True)
+        return await slot.exec(command, timeout_s=timeout_s, stdin=stdin, split=split)
+
+
+def _print(result: ExecResult, most_s: float) -> None:
+    """What the command wrote, each stream in its place, and how it was ended, if it was."""
+    typer.echo(result.stdout_bytes or b"", nl=False)
+    typer.echo(result.stderr_bytes or b"", nl=False, err=True)
+    if result.exit_code is None:
+        typer.echo(f"atropos: {result.output.rstrip()}", err=True)
+    if result.truncated:
+        typer.echo(f"atropos: {result.dropped_bytes} bytes are missing in the middle of the output", err=True)
+    if result.timed_out:
+        typer.echo(f"atropos: timed out after {most_s:g} s", err=True)
+    elif result.limit not in (None, "output"):
+        typer.echo(f"atropos: stopped by the slot's {result.limit} limit", err=True)
+
+
+def _exit_code(result: ExecResult) -> int:
+    """As a shell has it: 128+N where signal N ended the command, 124 where it timed out."""
     if result.timed_out:
         return 124
     code = result.exit_code if result.exit_code is not None else 1
