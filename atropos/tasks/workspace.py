@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 from atropos import wire
-from atropos.errors import NotSupported
+from atropos.errors import NotSupported, SandboxError
 from atropos.slots import Slot
 from atropos.slots.slot.profile import PLAIN
-from atropos.slots.slot.results import ExecResult
+from atropos.slots.slot.results import ExecResult, SlotFileError
 from atropos.tasks.builder.accounts import profile_of
 from atropos.tasks.builder.archive import LargeFile, packed_folder
 from atropos.tasks.builder.transfer import is_missing, untar
@@ -190,10 +190,10 @@ async def verify(
         if layers is not None:
             await layers.put(machine)
         return await _judge(machine, task.verifier if chosen == "separate" and task.verifier is not None else task)
-    except (TimeoutError, ConnectionError):  # of the infrastructure
-        raise
-    except (OSError, TaskBroken) as error:  # no such user, no room, a folder in the place of a file: so it was left
+    except (SlotFileError, TaskBroken) as error:  # no such user, no room, a folder in a file's place: so it was left
         raise VerifierFailed(f"{task.name}: {error}") from error
+    except OSError as error:  # of this machine, as of the disk with the tests
+        raise SandboxError(f"{task.name}: {error}") from error
 
 
 async def _machine(slot: Slot, task: Task, chosen: Mode, fresh: Callable[[], Awaitable[Slot]] | None) -> Slot:

@@ -31,9 +31,9 @@ def task(
         path.write_text(text)
 
 
-async def run(policy, tmp_path, **settings):
+async def run(policy, tmp_path, *, cls=TaskEnv, **settings):
     settings = {"tool_pool_mode": "local", "tasks_path": str(tmp_path / "tasks"), "allow_network": False, **settings}
-    env = make(TaskEnv, policy, tmp_path, [], config_cls=TaskEnvConfig, **settings)
+    env = make(cls, policy, tmp_path, [], config_cls=TaskEnvConfig, **settings)
     env.n_groups_to_process = -1
     try:
         await env.process_manager()
@@ -125,6 +125,24 @@ async def test_the_cause_of_a_missing_reward_is_looked_for_each_time(policy, tmp
     with pytest.raises(GroupsDropped, match="verifier_failed"):
         await run(policy, tmp_path)
     assert len(looked) == 2
+
+
+async def test_tests_that_can_not_be_read_here_for_a_moment_are_no_fault_of_the_agents(policy, tmp_path):
+    task(tmp_path, "t")
+    here = tmp_path / "tasks/t/tests"
+    away = here.with_name("away")
+
+    class Env(TaskEnv):
+        async def verify_and_score_trajectory(self, *arguments, **named):
+            if away.exists():
+                away.rename(here)
+            else:
+                here.rename(away)  # as on a share whose server doesn't answer
+            return await super().verify_and_score_trajectory(*arguments, **named)
+
+    found, env = await run(policy, tmp_path, cls=Env, group_size=1)
+    assert found["t"]["scores"] == [1.0]
+    assert env.metrics.retries == {"sandbox_error": 1}
 
 
 async def test_a_set_up_that_fails_drops_its_group_alone(policy, tmp_path):

@@ -28,7 +28,7 @@ from atropos.envs.hermes.bridge import in_bridge, wait
 from atropos.envs.running.hooks import TAIL_CHARS, HookCalls, failed_call
 from atropos.envs.running.rollout import HookError, TaskFault
 from atropos.errors import SandboxError
-from atropos.slots import Slot
+from atropos.slots import Slot, SlotFileError
 from atropos.slots.slot.files import MAX_READ_BYTES
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
 
@@ -206,7 +206,7 @@ class ToolContext(HookCalls):
         try:
             data = await (await self._slot()).read_file(path, max_bytes=max_bytes)
             return AwaitableDict(content=data.decode("utf-8", "replace"))
-        except OSError as error:
+        except SlotFileError as error:
             return self._checked(f"read_file {path}", AwaitableDict(error=_reason(error)))
 
     @_either
@@ -215,7 +215,7 @@ class ToolContext(HookCalls):
         data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
         try:
             await (await self._slot()).write_file(path, data)
-        except OSError as error:
+        except SlotFileError as error:
             return self._checked(f"write_file {path}", AwaitableDict(error=_reason(error)))
         return AwaitableDict(success=True, bytes_written=len(data))
 
@@ -241,7 +241,7 @@ class ToolContext(HookCalls):
             raise FileNotFoundError(f"there is no local file {source}")
         try:
             await (await self._slot()).upload(source, path)
-        except OSError as error:
+        except SlotFileError as error:
             return self._checked(f"upload {path}", AwaitableDict(error=_reason(error)))
         return AwaitableDict(success=True)
 
@@ -259,7 +259,7 @@ class ToolContext(HookCalls):
         is_file = isinstance(await slot.run(wire.ReadFile(path=path, max_bytes=1)), wire.FileResult)
         try:
             data = await (slot.read_file if is_file else slot.download)(path, max_bytes=max_bytes)
-        except OSError as error:
+        except SlotFileError as error:
             return self._checked(f"download {path}", AwaitableDict(error=_reason(error)))
         try:
             await asyncio.to_thread(_write_local if is_file else _unpack_local, Path(target), data)

@@ -75,9 +75,29 @@ class ExecResult:
 class SlotFileError(OSError):
     """A file operation that the slot refused, with `errno` as the system would have set it.
 
-    A missing file, a folder in the place of a file and a refused permission come as Python's own subclasses
-    (`FileNotFoundError` …), so `except OSError` catches all of them. None of them is an infrastructure failure.
+    A missing file, a folder in the place of a file and a refused permission are Python's own subclasses as well
+    (`FileNotFoundError` …). None of them is an infrastructure failure; any other `OSError` is of this machine.
     """
+
+
+class SlotFileNotFoundError(SlotFileError, FileNotFoundError):
+    """There is no such file in the slot."""
+
+
+class SlotIsADirectoryError(SlotFileError, IsADirectoryError):
+    """A folder of the slot is in the place of a file."""
+
+
+class SlotNotADirectoryError(SlotFileError, NotADirectoryError):
+    """A file of the slot is in the place of a folder."""
+
+
+class SlotPermissionError(SlotFileError, PermissionError):
+    """The slot's user may not do this."""
+
+
+class SlotFileExistsError(SlotFileError, FileExistsError):
+    """There is something of this name in the slot already."""
 
 
 _ERRNO: dict[str, int] = {
@@ -96,13 +116,16 @@ _ERRNO: dict[str, int] = {
     "not_supported": errno.EOPNOTSUPP,
     "limit": errno.EDQUOT,
 }
-_OWN = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EEXIST)
+_KINDS: dict[int, type[SlotFileError]] = {
+    errno.ENOENT: SlotFileNotFoundError,
+    errno.EISDIR: SlotIsADirectoryError,
+    errno.ENOTDIR: SlotNotADirectoryError,
+    errno.EACCES: SlotPermissionError,
+    errno.EEXIST: SlotFileExistsError,
+}
 
 
-def file_error(problem: wire.OpError, path: str) -> OSError:
+def file_error(problem: wire.OpError, path: str) -> SlotFileError:
     """The exception for a file operation that failed in the slot."""
     number = _ERRNO.get(problem.error, errno.EIO)
-    text = problem.message or os.strerror(number)
-    if number in _OWN:
-        return OSError(number, text, path)  # the constructor picks the subclass
-    return SlotFileError(number, text, path)
+    return _KINDS.get(number, SlotFileError)(number, problem.message or os.strerror(number), path)
