@@ -72,11 +72,19 @@ class FieldType(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] 
     def __init__(self, annotation: object) -> None:
         self._kinds = _kinds(annotation)
         self._kind = next((one for one in self._kinds if one is not type(None)), str)
-        self.name = "json" if self._is_mapping else str(getattr(self._kind, "__name__", "value")).lower()
+        self.choices = [choice for kind in self._kinds for choice in _choices(kind)]
+        """What the values may be; empty: they are not listed."""
+        self.name = str(getattr(self._kind, "__name__", "value")).lower()
+        if self._is_mapping or self._is_list:
+            self.name = "json" if self._is_mapping else "list"
 
     @property
     def _is_mapping(self) -> bool:
         return self._kind is dict or (isinstance(self._kind, type) and issubclass(self._kind, BaseModel))
+
+    @property
+    def _is_list(self) -> bool:
+        return any(self._kind is kind for kind in (list, tuple, set))
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
         """The value that `value` spells.
@@ -91,7 +99,7 @@ class FieldType(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] 
             return click.BOOL.convert(text, param, ctx)
         if self._is_mapping:
             return self._json(text, dict, '{"key": 1}', param, ctx)
-        if not any(self._kind is kind for kind in (list, tuple, set)):
+        if not self._is_list:
             return text
         if text.lstrip().startswith("["):
             return self._json(text, list, '["a", "b"]', param, ctx)
@@ -116,7 +124,14 @@ def _kinds(annotation: object) -> list[object]:
         return _kinds(typing.get_args(annotation)[0])
     if origin is typing.Union or origin is types.UnionType:
         return [kind for part in typing.get_args(annotation) for kind in _kinds(part)]
-    return [origin or annotation]
+    return [annotation if origin is typing.Literal else origin or annotation]
+
+
+def _choices(kind: object) -> list[str]:
+    """The values of a literal or an enumeration, as text."""
+    if typing.get_origin(kind) is typing.Literal:
+        return [str(value) for value in typing.get_args(kind)]
+    return [str(one.value) for one in kind] if isinstance(kind, type) and issubclass(kind, enum.Enum) else []
 
 
 class SettingsCommand(click.Command):
@@ -205,14 +220,19 @@ def _by_owner(env: BaseModel) -> list[tuple[str, list[click.Option]]]:
 
 
 def _options(space: str, defaults: BaseModel) -> list[click.Option]:
-    return [
-        click.Option(
-            [f"{space}__{name}", f"--{space}.{name}"],
-            type=FieldType(info.annotation),
-            help=f"{' '.join((info.description or _HINTS.get(name, '')).split())}  [default: {_shown(name, getattr(defaults, name))}]",
+    options: list[click.Option] = []
+    for name, info in type(defaults).model_fields.items():
+        kind, shown = FieldType(info.annotation), _shown(name, getattr(defaults, name))
+        text = " ".join((info.description or _HINTS.get(name, "")).split())
+        options.append(
+            click.Option(
+                [f"{space}__{name}", f"--{space}.{name}"],
+                type=kind,
+                metavar="|".join(kind.choices) or None,
+                help=f"{text}  [default: {shown}]",
+            )
         )
-        for name, info in type(defaults).model_fields.items()
-    ]
+    return options
 
 
 def _shown(name: str, value: object) -> str:
@@ -220,8 +240,8 @@ def _shown(name: str, value: object) -> str:
         return "not shown"
     if isinstance(value, enum.Enum):
         return str(value.value)
-    if isinstance(value, list):
-        return ",".join(str(one) for one in cast("list[object]", value)) or "none"
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, cast("Collection[object]", value))) or "none"
     if isinstance(value, BaseModel):
         return value.model_dump_json(exclude_defaults=True)
     return str(value)

@@ -278,6 +278,11 @@ def test_help_names_every_setting_with_its_default(capsys, command):
     assert "--openai.base_url" in text
     assert "[default: 50]" in " ".join(text.split())
     assert max(len(line) for line in text.splitlines()) <= 120
+    words = " ".join(text.split())
+    assert "--env.egress_allow LIST hosts that programs may reach: public, " in words
+    assert "addresses or networks [default: public]" in words
+    assert "--env.verifier_mode view|shared " in words
+    assert "--env.eval_handling STOP_TRAIN|LIMIT_TRAIN|NONE " in words
 
 
 def test_help_without_a_command_lists_them(capsys):
