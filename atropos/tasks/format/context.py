@@ -113,9 +113,19 @@ class Context:
         )
 
 
+def _refuse(error: OSError) -> None:
+    """Raise what would make a folder that is there look empty; one that is missing, or may not be read, counts as empty."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
+        raise error
+
+
 def walk(folder: Path) -> Iterator[tuple[str, Path]]:
-    """(name from there, path) of all below a folder, folders before what is in them."""
-    for root, folders, files in os.walk(folder):
+    """(name from there, path) of all below a folder, folders before what is in them.
+
+    Raises:
+        OSError: a folder can't be read for now: out of descriptors, a share that doesn't answer.
+    """
+    for root, folders, files in os.walk(folder, onerror=_refuse):
         folders[:] = sorted(name for name in folders if name not in NEVER)
         for name in sorted([*folders, *(file for file in files if file not in NEVER)]):
             path = Path(root, name)

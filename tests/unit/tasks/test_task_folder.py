@@ -2,6 +2,7 @@
 
 import io
 import os
+import resource
 import shutil
 import subprocess
 import tarfile
@@ -13,7 +14,7 @@ from atropos.errors import ConfigError
 from atropos.tasks.builder.archive import LargeFile, changed_mode, pack, unpack_steps
 from atropos.tasks.fit import Room, TaskFit, fit
 from atropos.tasks.folder import load_task, read_folders, read_tasks
-from atropos.tasks.format.context import Context
+from atropos.tasks.format.context import Context, walk
 from atropos.tasks.format.recipe import PATH, Copy, Download, Folder, Mount, Run, StepSettings
 from atropos.tasks.verifier.mode import choose
 from atropos.tasks.verifier.reward import Verdict, combined
@@ -562,6 +563,20 @@ def test_files_that_cannot_be_honoured_are_named(folder):
         with pytest.raises(ConfigError, match=rf"docker-compose\.yaml.*{named}") as refused:
             load_task(folder)
         assert "\n" not in str(refused.value)
+
+
+def test_a_folder_that_can_not_be_read_for_now_is_not_taken_for_an_empty_one(folder):
+    assert dict(walk(folder / "tests"))
+    free = os.dup(0)
+    os.close(free)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            dict(walk(folder / "tests"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert not dict(walk(folder / "nothing"))
 
 
 def test_folders_without_tasks_and_patterns_without_match_are_named(folder, tmp_path):
