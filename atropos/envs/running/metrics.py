@@ -21,7 +21,7 @@ class EnvMetrics:
         tool_errors: results that were errors, in the conversations of finished agents; `train/tool_errors_count` of a
             Hermes env adds up to the same.
         groups / dropped: groups completed; dropped whole, by the failure's code.
-        unsent: complete groups that atroposlib leaves out, by reason (same_scores, too_long, wrong_size, bad_scores).
+        unsent: complete groups that are left out, by reason (same_scores, too_long, wrong_size, bad_scores, bad_lengths).
         maybe_sent_twice: groups that the trajectory API may have taken more than once.
         verifier_zeros: trajectories scored 0 because they left their verifier without a reward.
         retries: new attempts of trajectories, by the failure's code.

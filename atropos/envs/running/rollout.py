@@ -176,7 +176,7 @@ class ScoredGroup(TypedDict, total=False):
     tokens: Required[list[list[int]]]
     masks: Required[list[list[int]]]
     scores: Required[list[float]]
-    inference_logprobs: Required[list[list[float]]]
+    inference_logprobs: Required[list[list[float]] | None]
     messages: list[list[Message]] | None
     group_overrides: Required[dict[str, object]]
     advantages: object
@@ -218,7 +218,7 @@ def scored_item(rollout: Rollout) -> dict[str, object]:
         "masks": group["masks"][0],
         "scores": group["scores"][0],
         "messages": messages_of(rollout.transcript),
-        "inference_logprobs": group["inference_logprobs"][0],
+        "inference_logprobs": list(rollout.transcript.logprobs),
         "group_overrides": group["group_overrides"],
         "overrides": None,
     }
@@ -229,10 +229,18 @@ def messages_of(transcript: Transcript) -> list[Message]:
     return [{**message, "content": message.get("content") or ""} for message in transcript.messages]
 
 
+def _is_finite(score: object) -> bool:
+    return isinstance(score, SupportsFloat) and math.isfinite(score)
+
+
 def drop_reason(group: ScoredGroup, *, group_size: int, same_scores_dropped: bool, max_token_len: int) -> str | None:
     """The reason, for a counter, why atroposlib would leave a group out; None: it sends it."""
-    if len(group["scores"]) != len(group["tokens"]) or not all(map(math.isfinite, group["scores"])):
+    if len(group["scores"]) != len(group["tokens"]) or not all(map(_is_finite, group["scores"])):
         return "bad_scores"
+    lengths = [*map(len, group["tokens"])]
+    beside = (group.get("masks"), group.get("inference_logprobs"))
+    if any(each is not None and [*map(len, each)] != lengths for each in beside):
+        return "bad_lengths"
     size = (group.get("group_overrides") or {}).get("group_size", group_size)
     if len(group.get("tokens", [])) != size:
         return "wrong_size"

@@ -467,15 +467,35 @@ async def test_scores_and_advantages_may_be_arrays_and_must_be_finite(policy, tm
         async def postprocess_histories(self, trajectories):
             scores = np.array(trajectories["scores"], dtype=np.float32) / 8
             name = trajectories["atropos"]["item"]
-            given = {"item-0": scores, "item-1": [*scores[:2], float("nan")], "item-2": scores[:2]}[name]
+            bad = {"item-1": [*scores[:2], float("nan")], "item-2": scores[:2], "item-3": [*scores[:2], None]}
+            given = bad.get(name, scores)
             return {**trajectories, "scores": given, "advantages": [scores[:1], list(scores[:1]), scores]}
 
     env = make(Env, policy.url, tmp_path / "g.jsonl")
+    env.items = items(4)
     await env.process_manager()
     [kept] = groups_in(tmp_path / "g.jsonl")
     assert kept["scores"] == [0.5] * 3
     assert kept["advantages"] == [[0.5], [0.5], [0.5] * 3]
-    assert env.metrics.unsent == {"bad_scores": 2}
+    assert env.metrics.unsent == {"bad_scores": 3}
+
+
+async def test_a_group_whose_parts_no_longer_fit_each_other_is_left_out(policy, tmp_path):
+    """An env's own code that shortens the tokens, say, and forgets what belongs to them."""
+
+    class Env(ScriptEnv):
+        async def postprocess_histories(self, trajectories):
+            name = trajectories["atropos"]["item"]
+            if name == "item-3":
+                return {**trajectories, "inference_logprobs": None}
+            part = {"item-0": "tokens", "item-1": "masks", "item-2": "inference_logprobs"}[name]
+            return {**trajectories, part: [each[:-1] for each in trajectories[part]]}
+
+    env = make(Env, policy.url, tmp_path / "g.jsonl")
+    env.items = items(4)
+    await env.process_manager()
+    assert [group["atropos"]["item"] for group in groups_in(tmp_path / "g.jsonl")] == ["item-3"]
+    assert env.metrics.unsent == {"bad_lengths": 3}
 
 
 async def test_an_error_in_postprocess_histories_is_named(policy, tmp_path, caplog):
