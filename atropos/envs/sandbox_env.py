@@ -7,6 +7,7 @@ infrastructure failure, and dropped as a whole when one member can't be complete
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -48,7 +49,7 @@ from atropos.envs.running.groups import Event, GroupCollector, GroupMember
 from atropos.envs.running.hooks import ExecTool, HookCalls, Hooks
 from atropos.envs.running.lifecycle import SENDS_S, WORKERS_S, Lifetime, beside, bounded, task_group
 from atropos.envs.running.metrics import EnvMetrics
-from atropos.envs.running.rollout import GroupsDropped, Rollout, ScoredGroup, scored_item
+from atropos.envs.running.rollout import GroupsDropped, HookError, Rollout, ScoredGroup, scored_item
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, Snapshot
 from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, ToolResult
@@ -289,7 +290,8 @@ class SandboxEnv(BaseEnv):
             if self.config.include_messages and group.get("messages") is None:
                 group["messages"] = [[{"role": "user", "content": self.tokenizer.decode(t)}] for t in group["tokens"]]
             self.completion_lengths.extend(len(mask) - list(mask).count(MASKED) for mask in group["masks"])
-            await self.add_rollouts_for_wandb(cast("ScoredDataGroup", group), item)
+            with contextlib.suppress(HookError), self.hooks.guard("add_rollouts_for_wandb"):  # which logs it
+                await self.add_rollouts_for_wandb(cast("ScoredDataGroup", group), item)
             if not self.config.include_messages:
                 group["messages"] = None
             kept.append(group)

@@ -139,6 +139,20 @@ async def test_a_group_whose_answer_is_lost_reaches_the_trainer_once(answers, ca
     assert not caplog.records
 
 
+async def test_a_group_is_sent_though_it_can_not_be_shown(caplog):
+    class Env(ScriptEnv):
+        async def add_rollouts_for_wandb(self, scored_data, item=None):
+            raise KeyError("mine")
+
+    async with trajectory_api() as (api, taken):
+        env = make(Env, "http://127.0.0.1:9/v1", None, rollout_server_url=api)
+        env.items_sent_this_step = 0
+        await env.handle_send_to_api(group(), {})
+    assert len(taken) == 1
+    assert env.metrics.hook_errors == {"add_rollouts_for_wandb": 1}
+    assert "KeyError: 'mine'" in caplog.text
+
+
 async def test_a_group_of_arrays_whose_answer_is_lost_reaches_the_trainer_once():
     computed = {"scores": np.array([0.0, 1.0, 0.5]), "masks": np.array([[-100, 2, 3]] * 3), "tokens": [(1, 2, 3)] * 3}
     async with trajectory_api(0) as (api, taken):
