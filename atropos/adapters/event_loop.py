@@ -11,7 +11,7 @@ from functools import cache, wraps
 from types import CoroutineType
 from typing import Any, ParamSpec, TypeVar
 
-from atropos.adapters.sharing import HeldSlot, SlotRequest
+from atropos.adapters.sharing import SLEEP, HeldSlot, SlotRequest
 from atropos.errors import SandboxError
 
 P = ParamSpec("P")
@@ -79,12 +79,12 @@ class EventLoop:
             self._working.discard(task)
 
     async def lease(self, request: SlotRequest, name: str) -> HeldSlot:
-        """`HeldSlot.lease`, within this loop; what isn't released is given back before the process ends.
+        """`HeldSlot.lease` with the image's ENTRYPOINT, within this loop; what isn't released is given back before the process ends.
 
         Raises:
             SandboxError: there is none.
         """
-        held = await HeldSlot.lease(request, name)
+        held = await HeldSlot.lease(request, name, waits=SLEEP)
         self._held.add(held)
         return held
 

@@ -120,7 +120,7 @@ class AtroposEnvironment(BaseEnvironment):
             self._slot, machine = await self._lease(pool, force_build=force_build)
             await self._apply_network_policy(self._network_policy)
             if workdir := self.task_env_config.workdir:
-                await self._held.exec(["mkdir", "-p", workdir], user="root")
+                await self._held.exec(["mkdir", "-p", workdir], user="0:0")
             await start_main_process(self._slot, machine, self._startup_env())
             await self.ensure_dirs(self._mount_targets(writable_only=True))
             await self._upload_environment_dir_after_start()

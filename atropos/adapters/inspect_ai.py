@@ -109,18 +109,9 @@ class AtroposSandbox(SandboxEnvironment):
     async def sample_init(
         cls, task_name: str, config: BaseModel | str | None, metadata: dict[str, str]
     ) -> dict[str, SandboxEnvironment]:
-        """Lease a slot, and start what the image's containers start with: its services may be part of the sample."""
+        """Lease a slot, with its image's ENTRYPOINT started."""
         with infrastructure(SandboxUnavailableError):
-            held = await HeldSlot.lease(read_settings(config), task_name)
-            try:
-                if held.slot.image is not None and held.slot.image.entrypoint:
-                    await held.slot.start([*held.slot.image.entrypoint, *KEEP_RUNNING])
-            except BaseException as error:
-                await held.release()
-                if isinstance(error, OSError):
-                    raise SandboxUnavailableError(f"ENTRYPOINT: {error}") from error
-                raise
-        return {"default": cls(held)}
+            return {"default": cls(await HeldSlot.lease(read_settings(config), task_name, waits=KEEP_RUNNING))}
 
     @classmethod
     @override
@@ -202,7 +193,7 @@ class AtroposSandbox(SandboxEnvironment):
                 raise
             raise OutputLimitExceededError(SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE_STR, None) from error
         finally:
-            await slot.exec(["rm", "-f", path], user="root", concurrent=True)
+            await slot.exec(["rm", "-f", path], user="0:0", concurrent=True)
 
     @override
     async def write_file(self, file: str, contents: str | bytes) -> None:

@@ -78,7 +78,7 @@ class AtroposProvider:
         try:
             with infrastructure(SandboxCreateError):
                 if spec.workdir is not None:
-                    await held.slot.exec(["mkdir", "-p", held.path(spec.workdir)], user="root")
+                    await held.slot.exec(["mkdir", "-p", held.path(spec.workdir)], user="0:0")
                     await self._give(held, held.path(spec.workdir))
                 if spec.entrypoint:
                     await held.slot.start(spec.entrypoint, env=sandbox.env, user=held.user, workdir=held.folder)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import posixpath
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -13,7 +13,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos.config import SlotLimits
-from atropos.errors import ConfigError, SandboxError
+from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.slots import ExecResult, Slot, SlotPool, SlotPoolConfig
 
 WAIT_FOR_SLOT_S = 3600.0
@@ -23,6 +23,8 @@ MAX_OUTPUT_BYTES = 10 * 1024**2
 LONGEST_COMMAND_S = 24 * 3600.0
 """Longest a command may run, where `limits` has no `wall_s`: an agent may be one, and the host has its own time limits."""
 
+SLEEP = ("sleep", "infinity")
+"""What hosts start an image's containers with, so that they go on until they are removed."""
 CANNOT_EXECUTE, NOT_FOUND = 126, 127
 """Exit codes of a shell for a command that it can't start."""
 READ_WAIT_S = 30.0
@@ -151,32 +153,36 @@ class HeldSlot:
     _shared: SharedPool
 
     @classmethod
-    async def lease(cls, request: SlotRequest, name: str) -> Self:
+    async def lease(cls, request: SlotRequest, name: str, *, waits: Sequence[str] | None = None) -> Self:
         """Start or join the pool and lease a slot.
 
         Args:
             request: which one.
             name: for the server's status and logs.
+            waits: what the image's ENTRYPOINT is started with, in the place of its CMD, as hosts keep a container running; its
+                services may be part of the task. None: it isn't started.
 
         Raises:
-            SandboxError: there is none.
+            SandboxError: there is none, or its image's ENTRYPOINT can't be started.
             ConfigError: it has no such user.
         """
         shared = request.shared()
-        pool = await shared.enter()
-        slot = None
-        try:
+        async with AsyncExitStack() as undo:
+            pool = await shared.enter()
+            undo.push_async_callback(shared.leave)
             slot = await pool.acquire(name, image=request.image, network=request.network)
+            undo.push_async_callback(slot.release)
             image = slot.image
             folder = "/workspace" if image is None else image.workdir or "/"
             if request.user is not None:
                 await give(slot, request.user, folder)
-            return cls(slot, request.user or (image.user if image is not None else None) or None, folder, shared)
-        except BaseException:
-            if slot is not None:
-                await slot.release()
-            await shared.leave()
-            raise
+            if waits is not None and image is not None and image.entrypoint:
+                try:
+                    await slot.start([*image.entrypoint, *waits])
+                except OSError as error:
+                    raise ImageUnavailable(f"ENTRYPOINT: {error}") from error
+            undo.pop_all()
+        return cls(slot, request.user or (image.user if image is not None else None) or None, folder, shared)
 
     async def make_folder(self, path: str) -> str | None:
         """Make a folder that commands of the user start in, unless it is there, as Docker does.
@@ -185,7 +191,7 @@ class HeldSlot:
             Why it can't be made, if it can't.
         """
         script = '[ -d "$1" ] || { mkdir -p "$1" && chown "$2" "$1"; }'
-        made = await self.slot.exec(["sh", "-c", script, "sh", self.path(path), self.user or "0"], user="root")
+        made = await self.slot.exec(["sh", "-c", script, "sh", self.path(path), self.user or "0"], user="0:0")
         return None if made.exit_code == 0 else made.error or made.output.strip()
 
     async def release(self) -> None:
@@ -225,7 +231,7 @@ async def give(slot: Slot, user: str, path: str) -> None:
     Raises:
         ConfigError: there is no such user; as a result of each command, that would be taken for the model's failure.
     """
-    if (await slot.exec(["chown", user, path], user="root")).exit_code != 0:
+    if (await slot.exec(["chown", user, path], user="0:0")).exit_code != 0:
         refused = await slot.exec(["true"], user=user, workdir="/")
         if refused.error is not None and refused.error.partition(":")[0] in {"unknown_user", "not_supported"}:
             raise ConfigError(f"user: {refused.output}")

@@ -168,7 +168,7 @@ class AtroposRuntime(AbstractRuntime):
         with infrastructure(SandboxGoneError):
             await self._held.slot.upload(request.source_path, target)
             if self._held.user is not None:
-                await self._held.slot.exec(["chown", "-R", self._held.user, target], user="root")
+                await self._held.slot.exec(["chown", "-R", self._held.user, target], user="0:0")
         return UploadResponse()
 
     @override

@@ -15,7 +15,7 @@ ON_ONE_FILE_SYSTEM = ("test_read_write_file", "test_read_large_file")
 
 
 def test_its_runtime_tests_and_ours_pass(tmp_path: Path) -> None:
-    folder = tmp_path / "tests"
+    folder = tmp_path / "checks"  # `tests` is ours
     folder.mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
     (folder / "__init__.py").touch()
@@ -25,9 +25,9 @@ def test_its_runtime_tests_and_ours_pass(tmp_path: Path) -> None:
     if theirs.exists():
         shutil.copy(theirs, folder)
     pytest = ("python", "-m", "pytest", "-v", "-p", "no:cacheprovider")
-    left_out = [f"--deselect=tests/test_execution.py::{name}" for name in ON_ONE_FILE_SYSTEM]
-    output = run(*pytest, *left_out, "tests", folder=tmp_path)
-    passed = re.findall(r"^tests/test_(execution|contract)\S+ PASSED", output, re.MULTILINE)
+    left_out = [f"--deselect=checks/test_execution.py::{name}" for name in ON_ONE_FILE_SYSTEM]
+    output = run(*pytest, *left_out, "checks", folder=tmp_path)
+    passed = re.findall(r"^checks/test_(execution|contract)\S+ PASSED", output, re.MULTILINE)
     assert "SKIPPED" not in output
     assert passed.count("contract") == (HOSTS / "swerex_contract.py").read_text().count("async def test_")
     assert passed.count("execution") >= 47 or not theirs.exists(), output

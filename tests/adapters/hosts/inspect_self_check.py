@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tarfile
-from pathlib import Path
-
 import anyio
+import entrypoint_images
 import pytest
 import pytest_asyncio
 import side_by_side
@@ -20,7 +17,7 @@ from inspect_ai.util._sandbox.self_check import *  # noqa: F403
 
 from atropos.adapters.inspect_ai import AtroposSandbox, AtroposSandboxConfig
 from atropos.errors import ConfigError
-from tests.images.making import entry, folder, layer, layout, link
+from tests.images.making import entry
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONFIG = AtroposSandboxConfig(user="nobody", pool={"backend": "local", "slots_per_container": 2, "max_containers": 1})
@@ -94,21 +91,30 @@ async def test_more_output_is_read_where_inspect_ai_allows_more(sandbox_env):
 
 
 async def test_an_images_entrypoint_runs_beside_the_sample(tmp_path):
-    busybox = Path(shutil.which("busybox") or "/bin/busybox").read_bytes()
-    start = entry("start", '#!/bin/sh\necho "$@" "$PWD" >/said\nexec "$@"\n', mode=0o755)
-    names = [link(f"bin/{name}", "busybox") for name in ("sh", "cat", "tail", "echo")]
-    files = [folder("bin"), entry("bin/busybox", busybox, mode=0o755), *names, start]
-    files += [folder("srv"), entry("said", kind=tarfile.FIFOTYPE, mode=0o666)]
-    for name in ("start", "nothing"):
-        layout(
-            tmp_path / name, layer(*files), config={"Entrypoint": [f"/{name}"], "Cmd": ["false"], "WorkingDir": "/srv"}
-        )
-    configs = [AtroposSandboxConfig(image=f"oci:{tmp_path}/{name}", pool=CONFIG.pool) for name in ("start", "nothing")]
-    environments = await AtroposSandbox.sample_init("check", configs[0], {})
+    started = AtroposSandboxConfig(image=entrypoint_images.image(tmp_path / "image"), pool=CONFIG.pool)
+    environments = await AtroposSandbox.sample_init("check", started, {})
     assert (await environments["default"].exec(["cat", "/said"], timeout=20)).stdout == "tail -f /dev/null /srv\n"
-    await AtroposSandbox.sample_cleanup("check", configs[0], environments, interrupted=False)
+    await AtroposSandbox.sample_cleanup("check", started, environments, interrupted=False)
+    missing = entrypoint_images.image(tmp_path / "missing", starts="/nothing")
     with pytest.raises(SandboxUnavailableError, match=r"ENTRYPOINT: .*nothing"):
-        await AtroposSandbox.sample_init("check", configs[1], {})
+        await AtroposSandbox.sample_init("check", started.model_copy(update={"image": missing}), {})
+
+
+async def test_a_sample_that_is_cancelled_at_its_start_leaves_no_pool_running(tmp_path):
+    """anyio cancels each wait of a task again, those of its cleanup as well."""
+    image = entrypoint_images.image(tmp_path, entry("bin/chown", "#!/bin/sh\nexec sleep 600\n", mode=0o755))
+    config = AtroposSandboxConfig(image=image, user="1000", pool={**CONFIG.pool, "slots_per_container": 1})
+    await AtroposSandbox.task_init("check", config)
+    pool = await config.shared().enter()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(AtroposSandbox.sample_init, "check", config, {})
+        while not pool.stats().leases:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    await config.shared().leave()
+    await AtroposSandbox.task_cleanup("check", config, cleanup=True)
+    assert "stopped" in repr(pool)
 
 
 CALLER = """

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 
+import entrypoint_images
 import pytest
 import side_by_side
 import yaml
@@ -98,6 +99,11 @@ def test_the_folder_of_the_settings_is_made_for_the_user_as_by_docker(make):
         make(cwd="/etc/passwd/no")
 
 
+def test_the_folder_of_the_settings_is_made_where_an_image_lists_no_users(make, tmp_path):
+    environment = make(image=entrypoint_images.image(tmp_path), cwd="/made/here", user="1000", interpreter=["sh", "-c"])
+    assert environment.execute({"command": "echo x >file; pwd; cat file"})["output"] == "/made/here\nx\n"
+
+
 def test_a_time_out_is_a_value_and_leaves_nothing_running(make):
     environment = make(timeout=1)
     result = environment.execute({"command": "echo before; sleep 61"})
@@ -158,6 +164,13 @@ def test_a_killed_container_is_no_outcome_of_a_command():
 def test_an_image_that_is_not_there_is_no_outcome_either(kept):
     with pytest.raises(SandboxGoneError):
         AtroposEnvironment(pool=POOL, image="127.0.0.1:1/none:1")
+
+
+def test_an_images_entrypoint_runs_beside_the_commands_as_by_docker(make, tmp_path):
+    environment = make(image=entrypoint_images.image(tmp_path / "image"), interpreter=["sh", "-c"])
+    assert environment.execute({"command": "cat /said"})["output"] == "sleep infinity /srv\n"
+    with pytest.raises(SandboxGoneError, match=r"ENTRYPOINT: .*nothing"):
+        make(image=entrypoint_images.image(tmp_path / "missing", starts="/nothing"))
 
 
 def test_a_command_is_answered_while_another_waits_for_it(make):

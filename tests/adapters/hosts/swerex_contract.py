@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 
+import entrypoint_images
 import pytest
 import side_by_side
 from accident import kill_container
@@ -219,6 +220,20 @@ async def test_a_killed_container_is_no_outcome_of_a_command():
     assert not alive
     assert alive.message
     await deployment.stop()
+
+
+async def test_an_images_entrypoint_runs_beside_the_commands_as_by_docker(tmp_path):
+    deployment = AtroposDeployment(pool=POOL, image=entrypoint_images.image(tmp_path / "image"))
+    await deployment.start()
+    try:
+        said = await deployment.runtime.execute(Command(command=["cat", "/said"], timeout=20))
+        assert said.stdout == "sleep infinity /srv\n"
+    finally:
+        await deployment.stop()
+    with pytest.raises(DeploymentStartupError, match=r"ENTRYPOINT: .*nothing"):
+        await AtroposDeployment(
+            pool=POOL, image=entrypoint_images.image(tmp_path / "missing", starts="/nothing")
+        ).start()
 
 
 async def test_an_image_that_is_not_there_is_a_failed_start():
