@@ -75,6 +75,7 @@ class AtroposRuntime(AbstractRuntime):
         self.logger = logger or get_logger("rex-runtime")
         self._held = held
         self._sessions: dict[str, BashSession] = {}
+        self._starting: set[str] = set()
 
     @override
     @in_event_loop
@@ -89,10 +90,15 @@ class AtroposRuntime(AbstractRuntime):
     @override
     @in_event_loop
     async def create_session(self, request: CreateSessionRequest) -> CreateSessionResponse:
-        if request.session in self._sessions:
-            raise SessionExistsError(f"session {request.session!r} already exists")
-        with infrastructure(SandboxGoneError):
-            self._sessions[request.session], output = await BashSession.start(self._held, request)
+        name = request.session
+        if name in self._sessions or name in self._starting:
+            raise SessionExistsError(f"session {name!r} already exists")
+        self._starting.add(name)
+        try:
+            with infrastructure(SandboxGoneError):
+                self._sessions[name], output = await BashSession.start(self._held, request)
+        finally:
+            self._starting.discard(name)
         return CreateBashSessionResponse(output=output)
 
     @override

@@ -15,6 +15,7 @@ from swerex.exceptions import (
     CommandTimeoutError,
     DeploymentNotStartedError,
     DeploymentStartupError,
+    SessionExistsError,
     SessionNotInitializedError,
 )
 from swerex.runtime.abstract import (
@@ -234,6 +235,14 @@ async def test_an_images_entrypoint_runs_beside_the_commands_as_by_docker(tmp_pa
         await AtroposDeployment(
             pool=POOL, image=entrypoint_images.image(tmp_path / "missing", starts="/nothing")
         ).start()
+
+
+async def test_of_two_sessions_of_one_name_that_start_at_once_one_is_refused(remote_runtime):
+    requests = [CreateBashSessionRequest(session="twin") for _ in range(2)]
+    made, refused = await asyncio.gather(*map(remote_runtime.create_session, requests), return_exceptions=True)
+    assert isinstance(refused, SessionExistsError)
+    assert not isinstance(made, Exception)
+    assert await say(remote_runtime, "echo one", session="twin") == "one\n"
 
 
 async def test_an_image_that_is_not_there_is_a_failed_start():
