@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, wraps
+from functools import wraps
 from types import CoroutineType
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,9 +22,6 @@ RELEASE_WAIT_S = 60.0
 WORKERS = 8
 """Threads for the blocking calls of all pools."""
 ENDING = "the process ends, and has given its slots back"
-
-_starting = threading.RLock()
-"""Reentrant, since a collection of garbage while it is held may release a slot."""
 
 
 class EventLoop:
@@ -126,18 +124,42 @@ def started_executor() -> ThreadPoolExecutor:
     return executor
 
 
-@cache
-def _event_loop() -> EventLoop:
-    loop = EventLoop()
-    # `atexit` comes too late: by then executors take no more work.
-    threading._register_atexit(loop.close)  # type: ignore[attr-defined]  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
-    return loop
+class _Process:
+    """The event loop of this process, if it was asked for. `starting`: held while it is made."""
+
+    loop: EventLoop | None
+    starting: threading.Lock
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """There is no loop, as in a child that was just forked: the threads are its parent's, and so are the slots."""
+        self.loop, self.starting = None, threading.Lock()
+
+    def close(self) -> None:
+        """The process ends."""
+        if self.loop is not None:
+            self.loop.close()
+
+
+_process = _Process()
+os.register_at_fork(after_in_child=_process.begin)
+# `atexit` comes too late: by then executors take no more work.
+threading._register_atexit(_process.close)  # type: ignore[attr-defined]  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def event_loop() -> EventLoop:
     """The process's, started on first use; hosts' workers may ask for it at the same time."""
-    with _starting:
-        return _event_loop()
+    with _process.starting:
+        if _process.loop is None:
+            _process.loop = EventLoop()
+        return _process.loop
+
+
+def release(held: HeldSlot) -> Future[None] | None:
+    """Give a slot back in the background. None: it was, or it is that of the process that this one was forked from."""
+    return None if _process.loop is None else _process.loop.release(held)
 
 
 def in_event_loop(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, CoroutineType[Any, Any, T]]:

@@ -18,7 +18,7 @@ from minisweagent.run.utilities import mini_extra
 from minisweagent.utils.serialize import recursive_merge
 from pydantic import Field
 
-from atropos.adapters.event_loop import event_loop
+from atropos.adapters.event_loop import event_loop, release
 from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code, time_limit
 from atropos.errors import ConfigError
 from atropos.slots import ExecResult
@@ -120,7 +120,7 @@ class AtroposEnvironment(LocalEnvironment):
         """Give the slot back, in the background. Idempotent."""
         held, self._held = self._held, None
         if held is not None:
-            event_loop().release(held)
+            release(held)
 
     def __del__(self) -> None:
         if hasattr(self, "_held"):

@@ -47,7 +47,7 @@ from swerex.runtime.abstract import (
 from swerex.utils.log import get_logger
 from typing_extensions import override
 
-from atropos.adapters.event_loop import event_loop, in_event_loop
+from atropos.adapters.event_loop import event_loop, in_event_loop, release
 from atropos.adapters.sharing import CANNOT_EXECUTE, HeldSlot, SlotRequest, infrastructure, time_limit
 from atropos.adapters.swerex_session import BashSession
 from atropos.errors import SandboxError
@@ -256,13 +256,13 @@ class AtroposDeployment(AbstractDeployment):
     async def stop(self) -> None:
         """Give the slot back, with all that runs in it; a cancellation stops the wait for it. Idempotent."""
         held, self._held, self._runtime = self._held, None, None
-        if held is not None and (release := event_loop().release(held)) is not None:
-            await asyncio.shield(asyncio.wrap_future(release))
+        if held is not None and (given_back := release(held)) is not None:
+            await asyncio.shield(asyncio.wrap_future(given_back))
 
     @override
     def __del__(self) -> None:
         if self._held is not None:
-            event_loop().release(self._held)
+            release(self._held)
 
     @property
     @override

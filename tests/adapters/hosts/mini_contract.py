@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import sys
 import threading
 
@@ -72,6 +73,26 @@ def test_an_environment_may_be_collected_while_its_thread_asks_for_the_event_loo
     asking.join(30)
     assert not asking.is_alive()
     assert not environments
+
+
+def test_a_forked_process_has_environments_of_its_own_and_ends_at_once(make):
+    """As the workers of `multiprocessing` do, also where they have no environment."""
+    environment = make()
+
+    def work(said):
+        if said is not None:
+            own = AtroposEnvironment(pool=POOL)
+            said.put(own.execute({"command": "echo own"})["output"])
+            own.cleanup()
+
+    fork = multiprocessing.get_context("fork")
+    for said in (None, fork.Queue()):
+        child = fork.Process(target=work, args=[said], daemon=True)
+        child.start()
+        assert said is None or said.get(timeout=50) == "own\n"
+        child.join(50)
+        assert child.exitcode == 0
+    assert environment.execute({"command": "echo still"})["output"] == "still\n"
 
 
 def test_variables_come_from_the_settings_and_by_name(make, monkeypatch):
