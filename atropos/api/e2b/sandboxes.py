@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from atropos.aio import set_within
@@ -169,3 +169,7 @@ class Sandboxes:
         """End all sandboxes."""
         self.draining = True
         await asyncio.gather(*(self.kill(one) for one in list(self._open)), return_exceptions=True)
+
+
+FindSandboxes = Callable[[], Sandboxes]
+"""Gives the running server's."""

@@ -1,0 +1,166 @@
+"""E2B's REST API: sandboxes are created, listed, prolonged and ended."""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from atropos.api.e2b import connect, messages
+from atropos.api.e2b.connect import Json, RpcError
+from atropos.api.e2b.sandbox import ENVD_VERSION, Sandbox
+from atropos.api.e2b.sandboxes import FindSandboxes, NoCapacity
+from atropos.config import SlotLimits
+from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
+
+MAX_API_BYTES = 1 << 20
+"""Longest body of a request."""
+PAGE = 100
+"""Most sandboxes in one answer of a list."""
+
+
+def problem(status: int, message: str, *, retry: bool = False) -> Response:
+    """An error as E2B answers it. `retry`: it may help to send the request again."""
+    headers = {"Retry-After": "1"} if retry else None
+    return JSONResponse({"code": status, "message": message}, status, headers)
+
+
+class RestApi:
+    """Its handlers. `sandboxes` gives the running server's."""
+
+    def __init__(self, sandboxes: FindSandboxes) -> None:
+        self._sandboxes = sandboxes
+
+    def routes(self) -> list[Route]:
+        """Every route, in each version of the API that has it."""
+        return [
+            Route(f"{version}{path}", _answered(handler), methods=[method])
+            for method, path, handler, versions in (
+                ("POST", "/sandboxes", self._create, ("", "/v2")),
+                ("GET", "/sandboxes", self._list, ("", "/v2")),
+                ("GET", "/sandboxes/{sandbox_id}", self._info, ("",)),
+                ("DELETE", "/sandboxes/{sandbox_id}", self._kill, ("",)),
+                ("POST", "/sandboxes/{sandbox_id}/timeout", self._timeout, ("",)),
+                ("POST", "/sandboxes/{sandbox_id}/connect", self._connect, ("", "/v2")),
+                ("PUT", "/sandboxes/{sandbox_id}/network", self._network, ("",)),
+            )
+            for version in versions
+        ]
+
+    def _named(self, request: Request) -> Sandbox:
+        sandbox_id = request.path_params["sandbox_id"]
+        sandbox = self._sandboxes().find(sandbox_id)
+        if sandbox is None:
+            raise RpcError("not_found", f"sandbox {sandbox_id[:100]!r} was not found")
+        return sandbox
+
+    async def _create(self, request: Request) -> Response:
+        wanted = messages.parse(messages.NewSandbox, await connect.body_of(request, MAX_API_BYTES))
+        sandbox = await self._sandboxes().create(
+            wanted.template_id,
+            timeout_s=wanted.timeout,
+            metadata=wanted.metadata,
+            env=wanted.env_vars,
+            hosts=wanted.network.hosts(internet=wanted.allow_internet_access),
+        )
+        if await request.is_disconnected():  # nobody would end it, and the wait for a slot or an image may be long
+            await self._sandboxes().kill(sandbox.id)
+            raise ClientDisconnect
+        return JSONResponse(_opened(request, sandbox), 201)
+
+    async def _connect(self, request: Request) -> Response:
+        sandbox = self._named(request)
+        wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
+        self._sandboxes().set_timeout(sandbox, wanted.timeout, later=True)
+        return JSONResponse(_opened(request, sandbox))
+
+    async def _list(self, request: Request) -> Response:
+        sandboxes = self._sandboxes()
+        return _page(request, sandboxes.list(), sandboxes.limits)
+
+    async def _info(self, request: Request) -> Response:
+        return JSONResponse(self._named(request).info(self._sandboxes().limits))
+
+    async def _kill(self, request: Request) -> Response:
+        await self._sandboxes().kill(self._named(request).id)
+        return Response(status_code=204)
+
+    async def _timeout(self, request: Request) -> Response:
+        wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
+        self._sandboxes().set_timeout(self._named(request), wanted.timeout)
+        return Response(status_code=204)
+
+    async def _network(self, request: Request) -> Response:
+        wanted = messages.parse(messages.Network, await connect.body_of(request, MAX_API_BYTES))
+        slot, hosts = self._named(request).slot, wanted.hosts()
+        if hosts != () and not slot.network:
+            raise NotSupported("network: the sandbox was created without one")
+        await slot.set_network(hosts)
+        return Response(status_code=204)
+
+
+def _answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """A handler of the REST API whose failures are answers."""
+
+    async def answered(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except (RpcError, ClientDisconnect) as error:
+            refused = connect.rpc_error(error)
+            return problem(refused.status, str(refused))
+        except (ConfigError, NotSupported, ImageUnavailable) as error:
+            return problem(400, str(error))
+        except (NoCapacity, SandboxError) as error:
+            return problem(503, str(error), retry=True)
+
+    return answered
+
+
+def _opened(request: Request, sandbox: Sandbox) -> Json:
+    return {
+        "sandboxID": sandbox.id,
+        "templateID": sandbox.template,
+        "clientID": "atropos",
+        "envdVersion": ENVD_VERSION,
+        "envdAccessToken": request.headers.get("x-api-key"),
+        "domain": None,
+    }
+
+
+def _page(request: Request, sandboxes: list[Sandbox], limits: SlotLimits) -> Response:
+    """The sandboxes that a query asks for, a page at a time: each begins after the last one of the page before it."""
+    query = request.query_params
+    metadata = {
+        urllib.parse.unquote(name): urllib.parse.unquote(value)
+        for name, value in urllib.parse.parse_qsl(query.get("metadata", ""), keep_blank_values=True)
+    }
+    if query.get("state") and "running" not in ",".join(query.getlist("state")).split(","):
+        sandboxes = []
+    since, template = _moment(query.get("startedAfter")), query.get("template")
+    last, ascending = query.get("nextToken"), query.get("order") == "asc"
+    found = [
+        sandbox
+        for sandbox in sorted(sandboxes, key=lambda one: one.place, reverse=not ascending)
+        if metadata.items() <= sandbox.metadata.items()
+        and template in {None, sandbox.template}
+        and sandbox.started >= since
+        and (not last or (sandbox.place > last if ascending else sandbox.place < last))
+    ]
+    limit = query.get("limit", "")
+    size = min(PAGE, int(limit)) if limit.isdecimal() and int(limit) else PAGE
+    page = found[:size]
+    headers = {"X-Next-Token": page[-1].place} if len(found) > size else None
+    return JSONResponse([sandbox.info(limits) for sandbox in page], headers=headers)
+
+
+def _moment(given: str | None) -> float:
+    if not given:
+        return 0.0
+    try:
+        return datetime.fromisoformat(given).timestamp()
+    except (ValueError, OverflowError):
+        raise RpcError("invalid_argument", f"startedAfter: {given[:100]!r} is no time") from None
