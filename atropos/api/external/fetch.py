@@ -47,8 +47,8 @@ async def fetch(client: httpx.AsyncClient, guard: Guard, url: str, *, max_bytes:
             cookies.set_cookie_header(request)
             async with contextlib.aclosing(await client.send(request, stream=True)) as answer:
                 cookies.extract_cookies(answer)
-                if answer.is_redirect:
-                    seen = urljoin(seen, answer.headers.get("location", ""))
+                if answer.has_redirect_location:
+                    seen = urljoin(seen, answer.headers["location"])
                     continue
                 if answer.status_code >= 400:
                     raise FetchError(f"the server answered {answer.status_code} {answer.reason_phrase}")

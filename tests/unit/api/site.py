@@ -158,6 +158,7 @@ class Site:
                 web.get("/visit", self._visit),
                 web.get("/redirect", self._redirect),
                 web.get("/loop", self._loop),
+                web.get("/choices", self._choices),
                 web.get("/file.bin", self._file),
                 web.get("/paper.pdf", self._pdf),
                 web.get("/data.json", self._json),
@@ -233,6 +234,9 @@ class Site:
 
     async def _loop(self, request: web.Request) -> web.Response:
         raise web.HTTPFound("/loop")
+
+    async def _choices(self, _: web.Request) -> web.Response:
+        return web.Response(status=300, text="one of several")
 
     async def _file(self, _: web.Request) -> web.Response:
         headers = {"Content-Disposition": "attachment; filename=file.bin"}

@@ -161,6 +161,12 @@ async def test_a_redirect_to_a_private_address_is_refused(site: Site):
             await fetch(client, guard, site.url("/redirect?to=/loop"), max_bytes=1000)
 
 
+async def test_an_answer_that_sends_nowhere_else_is_a_page(site: Site):
+    guard = Guard(["127.0.0.1"])
+    async with guarded_client(guard) as client:
+        assert (await fetch(client, guard, site.url("/choices"), max_bytes=1000)).content == b"one of several"
+
+
 async def test_each_page_is_fetched_with_its_own_cookies_and_none_are_kept(site: Site):
     guard = Guard(["127.0.0.1"])
     async with guarded_client(guard) as client:
