@@ -1,33 +1,24 @@
-"""What E2B's daemon answers in a sandbox: its services for processes and files, and the upload and download of files."""
+"""What E2B's daemon answers in a sandbox: the routes of its services for processes and files."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import binascii
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Send
 
-from atropos.api.e2b import connect, files, messages, processes, watching
+from atropos.api.e2b import connect, files, messages, processes, transfers, watching
 from atropos.api.e2b.connect import Json, RpcError
-from atropos.api.e2b.rest import problem
-from atropos.api.e2b.sandbox import Sandbox
+from atropos.api.e2b.rest import gone
+from atropos.api.e2b.sandbox import Sandbox, user_named
 from atropos.api.e2b.sandboxes import FindSandboxes
-from atropos.errors import SandboxError
 
-MAX_UPLOAD_BYTES = 8 << 30
-"""Longest body of an upload, on its way into a sandbox in pieces."""
 PING_S = 30.0
 """Interval of keep-alive messages in a silent stream, if the client names none."""
-MAX_USER_CHARS = 300
-"""Longest name of a user that a slot is asked for."""
-
-_log = logging.getLogger(__name__)
 
 
 def routes(sandboxes: FindSandboxes) -> list[Route]:
@@ -37,7 +28,7 @@ def routes(sandboxes: FindSandboxes) -> list[Route]:
         async def answered(request: Request) -> Response:
             sandbox_id = request.headers.get("e2b-sandbox-id", "")
             sandbox = sandboxes().find(sandbox_id)
-            return _gone(sandbox_id) if sandbox is None else await handler(request, sandbox)
+            return gone(sandbox_id) if sandbox is None else await handler(request, sandbox)
 
         return answered
 
@@ -63,8 +54,8 @@ def routes(sandboxes: FindSandboxes) -> list[Route]:
     }
     return [
         Route("/health", inside(health), methods=["GET"]),
-        Route("/files", inside(_download), methods=["GET"]),
-        Route("/files", inside(_upload), methods=["POST"]),
+        Route("/files", inside(transfers.download), methods=["GET"]),
+        Route("/files", inside(transfers.upload), methods=["POST"]),
         *(Route(f"/{name}", inside(_unary(*how)), methods=["POST"]) for name, how in unary.items()),
         *(
             Route(f"/filesystem.Filesystem/{name}", inside(_unary(*how, as_user=True)), methods=["POST"])
@@ -82,22 +73,6 @@ def routes(sandboxes: FindSandboxes) -> list[Route]:
     ]
 
 
-def _gone(sandbox_id: str) -> Response:
-    """The SDK recognizes a sandbox that is gone by this text."""
-    return problem(502, f"The sandbox {sandbox_id[:100]} was not found")
-
-
-def _user(name: str) -> str | None:
-    """The slot's user of a name; None, its root, for E2B's default user.
-
-    Raises:
-        RpcError: no user is called that.
-    """
-    if len(name) > MAX_USER_CHARS:
-        raise RpcError("invalid_argument", f"user: there is none with a name of {len(name)} characters")
-    return None if name in {"", "user", "root"} else name
-
-
 def _user_of(request: Request) -> str | None:
     """As the SDK sends it: the name of basic authentication without password."""
     kind, _, value = request.headers.get("authorization", "").partition(" ")
@@ -107,7 +82,7 @@ def _user_of(request: Request) -> str | None:
         name = base64.b64decode(value, validate=True).decode().partition(":")[0]
     except (binascii.Error, UnicodeDecodeError):
         raise RpcError("invalid_argument", "Authorization: the user can't be read") from None
-    return _user(name)
+    return user_named(name)
 
 
 def _unary(
@@ -150,71 +125,3 @@ async def _stream_input(request: Request, sandbox: Sandbox) -> Response:
     except Exception as error:
         return connect.failed(error)
     return connect.stream(connect.one({}))
-
-
-# ---------------------------------------------------------------------------------------------- upload and download
-
-
-def _file_problem(error: Exception, sandbox: Sandbox) -> Response:
-    refused = connect.rpc_error(error)
-    if sandbox.slot.lost is not None:
-        return _gone(sandbox.id)
-    if refused.code == "resource_exhausted":
-        return problem(507, str(refused))
-    if refused.code == "unavailable":
-        return problem(502, str(refused))
-    return problem(refused.status, str(refused))
-
-
-async def _download(request: Request, sandbox: Sandbox) -> Response:
-    query = request.query_params
-    try:
-        pieces = files.read(sandbox, query.get("path", ""), _user(query.get("username", "")))
-        first = await anext(pieces)
-    except Exception as error:
-        return _file_problem(error, sandbox)
-
-    async def body() -> AsyncGenerator[bytes]:
-        yield first
-        async for piece in pieces:
-            yield piece
-
-    return _Download(body(), media_type="application/octet-stream")
-
-
-class _Download(StreamingResponse):
-    """A file's pieces; where they end early, the connection breaks: a client can't take what came for the whole."""
-
-    async def stream_response(self, send: Send) -> None:
-        """Send them."""
-        try:
-            await super().stream_response(send)
-        except (OSError, SandboxError) as error:
-            _log.warning("a download broke off: %s", error)
-
-
-async def _upload(request: Request, sandbox: Sandbox) -> Response:
-    query = request.query_params
-    path = query.get("path")
-    kind = request.headers.get("content-type", "")
-    body: AsyncIterator[bytes] = _bounded(request)
-    if request.headers.get("content-encoding") == "gzip":
-        body = files.unzipped(body)
-    try:
-        user = _user(query.get("username", ""))
-        if kind.startswith("application/octet-stream"):
-            if not path:
-                raise RpcError("invalid_argument", "path is missing")
-            return JSONResponse([await files.write(sandbox, path, body, user)])
-        return JSONResponse(await files.write_parts(sandbox, kind, body, path, user))
-    except Exception as error:
-        return _file_problem(error, sandbox)
-
-
-async def _bounded(request: Request) -> AsyncGenerator[bytes]:
-    total = 0
-    async for chunk in request.stream():
-        total += len(chunk)
-        if total > MAX_UPLOAD_BYTES:
-            raise RpcError("resource_exhausted", f"the body is longer than {MAX_UPLOAD_BYTES:,} bytes")
-        yield chunk

@@ -1,22 +1,15 @@
-"""`filesystem.Filesystem`: what is at a path of a sandbox; and the upload and download of files."""
+"""`filesystem.Filesystem`: what is at a path of a sandbox."""
 
 from __future__ import annotations
 
 import posixpath
-import zlib
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
+from collections.abc import Sequence
 
-from python_multipart import MultipartParser
-from python_multipart.multipart import parse_options_header
-
-from atropos import wire
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.sandbox import Sandbox, iso
-from atropos.slots.slot.results import ExecResult, file_error
+from atropos.slots.slot.results import ExecResult
 
-PIECE_BYTES = 1 << 20
-"""Size of the pieces in which files are sent, both ways."""
 _FIELDS = ("%i", "%y", "%Y", "%m", "%s", "%u", "%g", "%T@", "%l", "%p")
 _FORMAT = "".join(rf"{field}\0" for field in _FIELDS)
 _TYPES = {"f": "FILE_TYPE_FILE", "d": "FILE_TYPE_DIRECTORY", "l": "FILE_TYPE_SYMLINK"}
@@ -27,7 +20,6 @@ _REASONS = {
     ": Permission denied": "permission_denied",
 }
 """How `find` and others say why they failed."""
-_GZIP = 16 + zlib.MAX_WBITS
 
 
 class Entry:
@@ -165,160 +157,3 @@ async def remove(sandbox: Sandbox, message: messages.AtPath, user: str | None) -
 def _check(result: ExecResult) -> None:
     if not result.ok:
         raise _failure(result)
-
-
-# ------------------------------------------------------------------------------------------------- upload and download
-
-
-async def read(sandbox: Sandbox, path: str, user: str | None) -> AsyncGenerator[bytes]:
-    """A file's content in pieces, each read when the last one has gone.
-
-    Raises:
-        OSError: it can't be read.
-    """
-    path, offset = path_of(sandbox, path), 0
-    while True:
-        wanted = wire.ReadFile(path=path, offset=offset, max_bytes=PIECE_BYTES, user=user)
-        result = await sandbox.slot.run(wanted)
-        if isinstance(result, wire.OpError):
-            raise file_error(result, path)
-        assert isinstance(result, wire.FileResult)
-        yield result.data
-        if len(result.data) < PIECE_BYTES:
-            return
-        offset += len(result.data)
-
-
-async def write(sandbox: Sandbox, path: str, content: AsyncIterable[bytes], user: str | None) -> Json:
-    """Write a file as its content comes, making its parents.
-
-    Raises:
-        OSError: it can't be written.
-    """
-    path = path_of(sandbox, path)
-    append, piece = False, bytearray()
-
-    async def put() -> None:
-        result = await sandbox.slot.run(wire.WriteFile(path=path, data=bytes(piece), append=append, user=user))
-        if isinstance(result, wire.OpError):
-            raise file_error(result, path)
-        piece.clear()
-
-    async for chunk in content:
-        piece += chunk
-        if len(piece) >= PIECE_BYTES:
-            await put()
-            append = True
-    if piece or not append:
-        await put()
-    return {"name": posixpath.basename(path), "type": "file", "path": path}
-
-
-async def unzipped(content: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:
-    """What a gzip stream of one member or several holds, in pieces of bounded size.
-
-    Raises:
-        RpcError: it is none.
-    """
-    stream = zlib.decompressobj(wbits=_GZIP)
-    try:
-        async for chunk in content:
-            while chunk:
-                if stream.eof:
-                    stream = zlib.decompressobj(wbits=_GZIP)
-                yield stream.decompress(chunk, PIECE_BYTES)
-                chunk = stream.unconsumed_tail or stream.unused_data  # noqa: PLW2901
-        yield stream.flush()
-        if not stream.eof:
-            raise RpcError("invalid_argument", "the body is cut off: its gzip stream has no end")
-    except zlib.error as error:
-        raise RpcError("invalid_argument", f"the body is no gzip: {error}") from None
-
-
-async def write_parts(
-    sandbox: Sandbox, content_type: str, body: AsyncIterator[bytes], path: str | None, user: str | None
-) -> list[Json]:
-    """Write the files of a multipart body as it comes: each at its filename, or at `path`.
-
-    Raises:
-        OSError: one can't be written.
-        RpcError: the body is no multipart form.
-    """
-    parts = _Parts(content_type, body)
-    written: list[Json] = []
-    while (name := await parts.next()) is not None:
-        written.append(await write(sandbox, path or name, parts.content(), user))
-    return written
-
-
-class _Parts:
-    """The parts of a multipart body, in the order in which they come."""
-
-    def __init__(self, content_type: str, body: AsyncIterator[bytes]) -> None:
-        boundary = parse_options_header(content_type)[1].get(b"boundary")
-        if not boundary:
-            raise RpcError("invalid_argument", "the body is neither application/octet-stream nor multipart/form-data")
-        self._body = body
-        self._read: list[str | bytes | None] = []
-        self._header, self._value, self._name = bytearray(), bytearray(), ""
-        callbacks = {
-            "on_header_field": self._header_field,
-            "on_header_value": self._header_value,
-            "on_header_end": self._header_end,
-            "on_headers_finished": lambda: self._read.append(self._name),
-            "on_part_data": self._part_data,
-            "on_part_end": lambda: self._read.append(None),
-        }
-        self._parser = MultipartParser(boundary, callbacks)  # pyright: ignore[reportArgumentType] (a TypedDict)
-
-    def _header_field(self, data: bytes, start: int, end: int) -> None:
-        self._header += data[start:end]
-
-    def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self._value += data[start:end]
-
-    def _part_data(self, data: bytes, start: int, end: int) -> None:
-        self._read.append(data[start:end])
-
-    def _header_end(self) -> None:
-        if bytes(self._header).lower() == b"content-disposition":
-            options = parse_options_header(bytes(self._value))[1]
-            self._name = options.get(b"filename", b"").decode("utf-8", "replace").replace("%22", '"')
-        self._header.clear()
-        self._value.clear()
-
-    async def _token(self) -> str | bytes | None:
-        """A part's name, a piece of it, or None at its end.
-
-        Raises:
-            StopAsyncIteration: the body is over.
-        """
-        while not self._read:
-            chunk = await anext(self._body)
-            try:
-                self._parser.write(chunk)
-            except ValueError as error:
-                raise RpcError("invalid_argument", f"the body is no multipart form: {error}") from None
-        return self._read.pop(0)
-
-    async def next(self) -> str | None:
-        """The file name of the next part; None after the last one."""
-        while True:
-            try:
-                token = await self._token()
-            except StopAsyncIteration:
-                return None
-            if isinstance(token, str):
-                return token
-
-    async def content(self) -> AsyncGenerator[bytes]:
-        """What the part holds."""
-        while True:
-            try:
-                token = await self._token()
-            except StopAsyncIteration:
-                raise RpcError("invalid_argument", "the body ends within a file") from None
-            if token is None:
-                return
-            if isinstance(token, bytes):
-                yield token

@@ -29,6 +29,11 @@ def problem(status: int, message: str, *, retry: bool = False) -> Response:
     return JSONResponse({"code": status, "message": message}, status, headers)
 
 
+def gone(sandbox_id: str) -> Response:
+    """The SDK recognizes a sandbox that is gone by this text."""
+    return problem(502, f"The sandbox {sandbox_id[:100]} was not found")
+
+
 class RestApi:
     """Its handlers. `sandboxes` gives the running server's."""
 

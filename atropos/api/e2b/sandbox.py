@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from atropos.api.e2b import messages
-from atropos.api.e2b.connect import Json
+from atropos.api.e2b.connect import Json, RpcError
 from atropos.config import SlotLimits
 from atropos.slots.slot import Slot
 from atropos.slots.slot.processes import Process
@@ -18,6 +18,8 @@ ENVD_VERSION = "0.6.0"
 """The latest version of E2B's daemon that is supported in full: later ones store metadata of files."""
 _FIRST = datetime.min.replace(tzinfo=UTC).timestamp()
 _LAST = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+MAX_USER_CHARS = 300
+"""Longest name of a user that a slot is asked for."""
 Listing = dict[str, tuple[int, str, int, int, float]]
 """By path: inode, kind, mode, size, time of the last change."""
 
@@ -110,3 +112,14 @@ class Sandbox:
 def iso(moment: float) -> str:
     """A time as the protocol writes it, which has the years 1 to 9999 alone; no number is the last of them."""
     return datetime.fromtimestamp(max(_FIRST, min(_LAST, moment)), UTC).isoformat().replace("+00:00", "Z")
+
+
+def user_named(name: str) -> str | None:
+    """The slot's user of a name; None, its root, for E2B's default user.
+
+    Raises:
+        RpcError: no user is called that.
+    """
+    if len(name) > MAX_USER_CHARS:
+        raise RpcError("invalid_argument", f"user: there is none with a name of {len(name)} characters")
+    return None if name in {"", "user", "root"} else name

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from atropos.api.e2b.connect import RpcError
-from atropos.api.e2b.files import unzipped
+from atropos.api.e2b.transfers import unzipped
 
 PACKED = gzip.compress(b"x", mtime=0)
 
