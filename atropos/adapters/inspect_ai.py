@@ -74,6 +74,16 @@ def read_settings(given: BaseModel | str | None) -> AtroposSandboxConfig:
     return given
 
 
+_begun: dict[Path, AtroposSandboxConfig] = {}
+"""Settings of the files of evaluations that run."""
+
+
+def settings_of(given: BaseModel | str | None) -> AtroposSandboxConfig:
+    """As `read_settings`; a file's as they were when its evaluation began: it may be edited meanwhile, for the next one."""
+    known = _begun.get(Path(given).absolute()) if isinstance(given, str) else None
+    return known or read_settings(given)
+
+
 class SandboxGoneError(RuntimeError):
     """The infrastructure failed within a sample: the sample ends as an error, without a score.
 
@@ -95,14 +105,21 @@ class AtroposSandbox(SandboxEnvironment):
     @override
     async def task_init(cls, task_name: str, config: BaseModel | str | None) -> None:
         """Start the pool, or use the one that runs."""
+        settings = settings_of(config)
         with infrastructure(SandboxUnavailableError):
-            await read_settings(config).shared().enter()
+            await settings.shared().enter()
+        if isinstance(config, str):
+            _begun[Path(config).absolute()] = settings
 
     @classmethod
     @override
     async def task_cleanup(cls, task_name: str, config: BaseModel | str | None, cleanup: bool) -> None:
         """Stop the pool with its last task; slots that are kept outlive no process, so `cleanup` changes nothing."""
-        await read_settings(config).shared().leave()
+        try:
+            await settings_of(config).shared().leave()
+        finally:
+            for file in [file for file, settings in _begun.items() if not settings.shared().holders]:
+                del _begun[file]
 
     @classmethod
     @override
@@ -111,7 +128,7 @@ class AtroposSandbox(SandboxEnvironment):
     ) -> dict[str, SandboxEnvironment]:
         """Lease a slot, with its image's ENTRYPOINT started."""
         with infrastructure(SandboxUnavailableError):
-            return {"default": cls(await HeldSlot.lease(read_settings(config), task_name, waits=KEEP_RUNNING))}
+            return {"default": cls(await HeldSlot.lease(settings_of(config), task_name, waits=KEEP_RUNNING))}
 
     @classmethod
     @override

@@ -15,7 +15,7 @@ from inspect_ai.util import (
 )
 from inspect_ai.util._sandbox.self_check import *  # noqa: F403
 
-from atropos.adapters.inspect_ai import AtroposSandbox, AtroposSandboxConfig
+from atropos.adapters.inspect_ai import AtroposSandbox, AtroposSandboxConfig, read_settings
 from atropos.errors import ConfigError
 from tests.images.making import entry
 
@@ -58,6 +58,24 @@ async def test_a_mistake_in_a_file_of_settings_is_named(tmp_path, monkeypatch, t
     (tmp_path / "atropos.yaml").write_text(text)
     with pytest.raises(ConfigError, match=says):
         await AtroposSandbox.task_init("check", "atropos.yaml")
+
+
+async def test_settings_that_are_edited_are_those_of_the_next_evaluation(tmp_path):
+    file = tmp_path / "atropos.yaml"
+    one = "pool: {backend: local, slots_per_container: 1, max_containers: 1}\n"
+    nobodys = f"user: nobody\n{one.replace('1', '2')}"
+    for text, edited in ((one, nobodys), (nobodys, "user: [")):
+        file.write_text(text)
+        begun = read_settings(str(file))
+        await AtroposSandbox.task_init("startup", str(file))
+        pool = await begun.shared().enter()
+        await begun.shared().leave()
+        file.write_text(edited)
+        environments = await AtroposSandbox.sample_init("check", str(file), {})
+        assert (await environments["default"].exec(["whoami"])).stdout == f"{begun.user or 'root'}\n"
+        await AtroposSandbox.sample_cleanup("check", str(file), environments, interrupted=False)
+        await AtroposSandbox.task_cleanup("shutdown", str(file), cleanup=True)
+        assert "stopped" in repr(pool)
 
 
 async def test_root_can_switch_users(sandbox_env):
