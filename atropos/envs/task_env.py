@@ -134,7 +134,7 @@ class TaskEnv(DatasetEnv):
         refused: dict[str, str] = {}
         usable: list[Task] = []
         for item, outcome in zip(self.items, outcomes, strict=True):
-            if isinstance(outcome, TaskBroken):
+            if isinstance(outcome, TaskBroken | ImageUnavailable):
                 refused[item.name] = str(outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome

@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from atropos.errors import ConfigError, ImageUnavailable
+from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.images.reference import POOL_BASE
 from atropos.slots import Slot, SlotPool
 from atropos.tasks.builder import steps
@@ -155,9 +155,10 @@ class TaskImages:
         """Pull what a task names and build its workspace, unless that is done.
 
         Raises:
-            TaskBroken: an image is unavailable, or a step failed; says which, with the last lines of its output.
+            TaskBroken: a step failed, or no image has such a name; says which, with the last lines of its output.
             ConfigError: a file of the task can't be packed.
-            SandboxError: the infrastructure failed.
+            ImageUnavailable: an image that the task names can't be had, which may be the registry's or the host's fault.
+            SandboxError: the infrastructure failed otherwise.
         """
         return (await self._reported(task, progress, self._prepare))[0]
 
@@ -175,7 +176,7 @@ class TaskImages:
         report(ImageState(source=task.name, phase="queued"))
         try:
             prepared, image = await work(task, report)
-        except TaskBroken as error:
+        except (TaskBroken, SandboxError) as error:
             report(ImageState(source=task.name, phase="failed", error=str(error)))
             raise
         report(ImageState(source=image.source, phase="ready", done=1.0, image=image))
@@ -196,7 +197,8 @@ class TaskImages:
         """Pull the images that a task names, unless that is done. Returns the task with what they set.
 
         Raises:
-            TaskBroken: an image is unavailable; says why.
+            TaskBroken: it can't be built, or no image has such a name.
+            ImageUnavailable: an image can't be had; says why.
         """
         pulled, _ = await self._pulled(task, _silent)
         return await _with_verifiers(pulled, self.pull)
@@ -265,8 +267,10 @@ class TaskImages:
 
         try:
             image = await self.prepare_when_up(source, seen)
-        except (ImageUnavailable, ConfigError) as error:
+        except ConfigError as error:
             raise TaskBroken(f"{task.name}: {error}") from error
+        except ImageUnavailable as error:
+            raise ImageUnavailable(f"{task.name}: {error}") from error
         if image is None:
             raise ImageUnavailable(f"{task.name}: no container is running that could prepare {name or 'its workspace'}")
         return image, source

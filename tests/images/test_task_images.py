@@ -463,11 +463,27 @@ async def test_a_docker_image_is_the_workspace(tmp_path, images):
         with pytest.raises(TaskBroken, match=r"unbuildable: .*Dockerfile:2: .*--network"):
             await TaskImages(pool, (f"{images.host}/*",)).prepare(unbuildable)
         absent = make(tmp_path / "absent", toml=toml.replace("whole:1", "absent:1"))
-        with pytest.raises(TaskBroken, match=r"absent: image .*absent:1: pulling: .*manifest unknown"):
-            await built.prepare(absent)
         standing = TaskImages(pool, (f"{images.host}/absent*",))
         async with working_on(pool, standing, absent) as slot:
             assert (await slot.exec("cat given.txt; pwd")).output == "given/workspace\n"
+
+
+async def test_an_image_that_cant_be_had_is_no_fault_of_the_task(tmp_path, images):
+    """Nor of what is in its slot: a registry that is down, or that gets the image later, says nothing about the task."""
+    busybox_image(tmp_path / "layout")
+    late = make(tmp_path / "late", f"FROM {images.host}/late:1\nRUN echo built > it\n")
+    down = make(tmp_path / "down", "FROM 127.0.0.1:1/x\n")
+    states = []
+    async with pool_for(tmp_path, images) as pool:
+        built = TaskImages(pool)
+        with pytest.raises(ImageUnavailable, match=r"down: .*127.0.0.1:1/x:latest: pulling: .*connection refused"):
+            await built.prepare(down, states.append)
+        assert [(state.source, state.phase) for state in states[-1:]] == [("down", "failed")]
+        with pytest.raises(ImageUnavailable, match=r"late: image .*late:1: pulling: .*manifest unknown"):
+            await built.prepare(late)
+        images.push(tmp_path / "layout", "late:1")
+        async with working_on(pool, built, late) as slot:
+            assert (await slot.exec("cat text it")).output == "hellobuilt\n"
 
 
 async def test_a_separate_verifier_needs_no_more_than_busybox(pool, tmp_path):

@@ -160,7 +160,8 @@ class Task:
         """Build its image on a pool; `SlotPool.prepare` calls this.
 
         Raises:
-            TaskBroken: an image is unavailable, or a step failed; says which, with the last lines of its output.
+            TaskBroken: a step failed; says which, with the last lines of its output.
+            ImageUnavailable: an image that it names can't be had.
             ConfigError: it was not loaded by `load_task`.
         """
         if self.builder is None:
