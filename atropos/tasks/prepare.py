@@ -37,8 +37,6 @@ from atropos.wire import ImageInfo, ImageSettings, ImageState, LeaseLimits
 
 RULES = 3
 """Part of every key: another number when a step's result changes though its instruction doesn't."""
-PAUSE_S = 0.2
-"""Interval between polls for a container that is up."""
 _LAST = 1 << 30
 """Number of the last stage."""
 
@@ -148,6 +146,7 @@ class TaskImages:
         self._stand_ins = tuple(stand_ins)
         self._scratch = ""
         self._scratch_turn = asyncio.Lock()
+        self._starting = asyncio.Lock()
         self.counters: Counter[str] = Counter()
         """`steps`: carried out; `hits`: tasks that were there already."""
 
@@ -271,24 +270,21 @@ class TaskImages:
             raise TaskBroken(f"{task.name}: {error}") from error
         except ImageUnavailable as error:
             raise ImageUnavailable(f"{task.name}: {error}") from error
-        if image is None:
-            raise ImageUnavailable(f"{task.name}: no container is running that could prepare {name or 'its workspace'}")
         return image, source
 
     async def prepare_when_up(
         self, source: str, progress: Callable[[str, ImageState], None] | None = None
-    ) -> ImageInfo | None:
-        """What a source is, prepared in one container at least, for which it waits as an acquire does.
+    ) -> ImageInfo:
+        """What a source is, prepared in one container at least, which is started if none is up.
 
         Raises:
             ImageUnavailable, ConfigError: it is unavailable.
+            AcquireTimeout: no container came up.
         """
-        end = time.monotonic() + self.pool.config.acquire_timeout_s
-        while True:
-            image = await self.pool.prepare(source, progress=progress, everywhere=False)
-            if image is not None or time.monotonic() > end:
-                return image
-            await asyncio.sleep(PAUSE_S)
+        while (image := await self.pool.prepare(source, progress=progress, everywhere=False)) is None:
+            async with self._starting, self.pool.lease("prepare"):  # a lease is what containers are started for
+                pass
+        return image
 
     # ------------------------------------------------------------------------------------------------------------ keys
 

@@ -12,7 +12,9 @@ from atropos.slots.backends.local.backend import LocalBackend, LocalServer
 from atropos.tasks.prepare import TaskImages
 from tests.backends import Engine
 from tests.engines import params
-from tests.images.test_leases import busybox_image
+from tests.images.between import Between
+from tests.images.making import entry, layer, layout
+from tests.images.test_leases import busybox_image, pool_for
 from tests.images.test_task_images import make
 from tests.silent_server import silent_server
 from tests.waiting import until
@@ -122,3 +124,18 @@ async def test_leases_wait_for_no_container_that_can_not_pull_their_image(tmp_pa
             second = await waits
             assert second.container == slot.container
             await second.release()
+
+
+async def test_a_container_that_nobody_leases_from_is_not_closed_while_it_pulls(tmp_path, images):
+    layout(tmp_path / "layout", layer(entry("x", os.urandom(2_000_000))))
+    images.push(tmp_path / "layout", "idle:1")
+    async with (
+        Between(images.host, None, pause_s=0.1) as between,
+        pool_for(tmp_path, between, min_containers=0, idle_container_s=0.5) as pool,
+    ):
+        async with pool.lease("starts a container"):
+            pass
+        image = await pool.prepare(f"{between.host}/idle:1")
+        assert image is not None
+        assert image.bytes >= 2_000_000
+        await until(lambda: pool.stats().containers == 0, "it is closed after that")

@@ -486,6 +486,14 @@ async def test_an_image_that_cant_be_had_is_no_fault_of_the_task(tmp_path, image
             assert (await slot.exec("cat text it")).output == "hellobuilt\n"
 
 
+async def test_a_pool_that_keeps_no_container_starts_one_for_a_build(tmp_path):
+    async with pool_for(tmp_path, min_containers=0) as pool:
+        built = TaskImages(pool)
+        task = make(tmp_path / "task", "FROM debian\nRUN echo built > it\n")
+        async with working_on(pool, built, task) as slot:
+            assert (await slot.exec("cat it")).output == "built\n"
+
+
 async def test_a_separate_verifier_needs_no_more_than_busybox(pool, tmp_path):
     busybox_image(tmp_path / "layout")
     image = f'docker_image = "oci:{tmp_path}/layout:image"\n'

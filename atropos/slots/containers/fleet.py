@@ -31,7 +31,8 @@ class Seat:
         leased, leased_mib: leases that this pool holds.
         retired, retired_mib: slots that the container has retired.
         pins: snapshots that are kept there; while there are any the container is in use.
-        idle_since: when its last lease ended (or it joined), on the caller's monotonic clock, seconds.
+        preparing: images that it pulls for this pool.
+        idle_since: when its last lease ended (or it joined, or had prepared an image), on the caller's monotonic clock, seconds.
         kept_for: the large lease that gets what comes free here.
     """
 
@@ -47,6 +48,7 @@ class Seat:
     retired: int = 0
     retired_mib: int = 0
     pins: int = 0
+    preparing: int = 0
     idle_since: float = 0.0
     open: bool = False
     queued: bool = False
@@ -68,7 +70,7 @@ class Seat:
     @property
     def busy(self) -> bool:
         """Whether this pool uses it."""
-        return bool(self.leased or self.reserved or self.pins)
+        return bool(self.leased or self.reserved or self.pins or self.preparing)
 
 
 @dataclass(eq=False, slots=True)

@@ -196,6 +196,7 @@ class PoolImages:
                 progress(link.container.id, state)
 
         within_s = self._state.config.prepare_timeout_s
+        link.seat.preparing += 1
         with self._state.counters.measure(self._state.counters.prepare.observe):
             try:
                 async with asyncio.timeout(within_s):
@@ -211,6 +212,9 @@ class PoolImages:
                 raise SlotLost(
                     f"image {name}: container {link.container.id} prepares it no more: {link.gone}"
                 ) from error
+            finally:
+                link.seat.preparing -= 1
+                link.seat.idle_since = self._state.now()
 
     async def _built(self, link: ContainerLink, name: str) -> ImageInfo:
         """A built image; copied from another container's host where it is missing, after its parent."""

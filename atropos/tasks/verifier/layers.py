@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from atropos.errors import ImageUnavailable
 from atropos.slots import Slot
 from atropos.tasks.builder.transfer import pack_files, unpack_archive
 from atropos.tasks.folder import load_task
@@ -35,6 +34,7 @@ class VerifierLayers:
         Raises:
             TaskBroken: a step of a Dockerfile failed.
             ImageUnavailable, ConfigError: an image is unavailable.
+            AcquireTimeout: no container came up.
         """
         if self._sources and not self._archives:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="atropos-layers-")))
@@ -44,8 +44,8 @@ class VerifierLayers:
     async def _taken(self, images: TaskImages, source: str, to: Path) -> Path:
         if Path(source).is_file():
             source = (await images.build(load_task(source))).source
-        elif await images.prepare_when_up(source) is None:
-            raise ImageUnavailable(f"no container is running that could prepare {source}")
+        else:
+            await images.prepare_when_up(source)
         async with images.pool.lease("verifier-layer", image=source) as slot:
             [(_, archive)] = await pack_files(slot, ("/",))
         with archive:
