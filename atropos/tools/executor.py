@@ -31,7 +31,7 @@ from atropos.tools.running import run_tool
 from atropos.tools.sandboxed.recording import write_recordings
 from atropos.tools.settings import ToolExecutorConfig
 from atropos.tools.stats import ExecutorStats, Meter
-from atropos.tools.tool_server.client import ToolServerClient
+from atropos.tools.tool_server.client import Life, ToolServerClient
 from atropos.tools.tool_server.offered import adopt_offered, own_external
 from atropos.tools.trajectory import TrajectoryState
 from atropos.wire import LeaseLimits
@@ -220,10 +220,10 @@ class ToolExecutor:
         tool = checked.tool
         if self._server is None:
             raise ConfigError(f"tool {tool.name!r} is external; set tool_server_url")
-        trajectory.external = True
+        life = trajectory.life = trajectory.life or Life(trajectory.id)
         # A fresh id on the wire: models repeat theirs, and the server takes a repeated id for the same call.
         with trajectory.requesting("ToolServer"):
-            return await self._server.execute(trajectory.id, new_call_id(), tool.name, checked.raw_arguments)
+            return await self._server.execute(life, new_call_id(), tool.name, checked.raw_arguments)
 
     # ------------------------------------------------------------------------------------------------ leases
 
@@ -402,8 +402,8 @@ class ToolExecutor:
         steps: list[Awaitable[object]] = [self._store_recordings(trajectory), trajectory.drop_left()]
         if trajectory.slot is not None:
             steps.append(trajectory.slot.release())
-        if trajectory.external and self._server is not None:
-            steps.append(self._server.end_trajectory(trajectory.id))
+        if trajectory.life is not None and self._server is not None:
+            steps.append(self._server.end(trajectory.life))
         for step in steps:
             try:
                 await step

@@ -17,6 +17,7 @@ from atropos.tools.running import tool_code
 
 if TYPE_CHECKING:
     from atropos.slots import Slot, Snapshot
+    from atropos.tools.tool_server.client import Life
 
 REMEMBERED = 8
 """Results a trajectory remembers, so that a call sent again under its id is not run again."""
@@ -42,7 +43,8 @@ class TrajectoryState:
     state: dict[str, object] = field(default_factory=dict[str, object])
     broken: SandboxError | None = None
     released: bool = False
-    external: bool = False
+    life: Life | None = None
+    """On the ToolServer, where it has made calls."""
     unanswered: set[Peer] = field(default_factory=set[Peer])
     """Who has not answered a request of the trajectory, which was cancelled or is pending."""
     calls: set[asyncio.Task[object]] = field(default_factory=set["asyncio.Task[object]"])
@@ -58,7 +60,7 @@ class TrajectoryState:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to release: no slot, nothing on a ToolServer, no remembered or unanswered call."""
-        nothing = self.slot is None and self.left is None and not self.external and not self.unanswered
+        nothing = self.slot is None and self.left is None and self.life is None and not self.unanswered
         return nothing and self.broken is None and not self.answered
 
     async def drop_left(self) -> None:

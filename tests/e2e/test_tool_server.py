@@ -21,7 +21,7 @@ import pytest
 from pydantic import SecretStr
 
 from atropos.errors import OutcomeUnknown, ToolServerUnavailable
-from atropos.tools.tool_server.client import ToolServerClient
+from atropos.tools.tool_server.client import Life, ToolServerClient
 from tests.e2e.servers import OWN, TOKEN, Server, running
 from tests.processes import adopt_orphans, descendants
 from tests.waiting import until
@@ -223,7 +223,7 @@ async def test_thousands_of_calls_leave_nothing_behind():
 
 async def test_sigterm_finishes_what_runs_and_refuses_what_comes(tmp_path: Path):
     async with running("tool-server", *OWN) as server, client(server) as tools:
-        waiting = asyncio.create_task(tools.execute("t", "c", "wait_for_file", {"path": str(tmp_path / "go")}))
+        waiting = asyncio.create_task(tools.execute(Life("t"), "c", "wait_for_file", {"path": str(tmp_path / "go")}))
         await until_running(server, 1)
         server.process.send_signal(signal.SIGTERM)
         await until(lambda: "ending: running calls are finished first" in server.log)
@@ -253,7 +253,7 @@ async def test_a_call_that_outlasts_the_drain_is_answered(tmp_path: Path):
 
 async def test_a_second_signal_ends_it_at_once():
     async with running("tool-server", *OWN) as server, client(server) as tools:
-        hang = asyncio.create_task(tools.execute("t", "c", "hang", {}))
+        hang = asyncio.create_task(tools.execute(Life("t"), "c", "hang", {}))
         await until_running(server, 1)
         server.process.send_signal(signal.SIGTERM)
         await until(lambda: "ending: running calls are finished first" in server.log)
@@ -279,13 +279,14 @@ async def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path):
 async def test_a_restart_in_the_middle_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("atropos.tools.tool_server.client.MAX_ATTEMPTS", 40)
     async with running("tool-server", *OWN) as server, client(server) as tools:
-        assert (await tools.execute("s", "k1", "keep", {"item": "a"})).output == "a"
-        changing = asyncio.create_task(tools.execute("t", "c", "hang", {}))
-        looking = asyncio.create_task(tools.execute("u", "c", "wait_for_file", {"path": str(tmp_path / "go")}))
+        kept = Life("s")
+        assert (await tools.execute(kept, "k1", "keep", {"item": "a"})).output == "a"
+        changing = asyncio.create_task(tools.execute(Life("t"), "c", "hang", {}))
+        looking = asyncio.create_task(tools.execute(Life("u"), "c", "wait_for_file", {"path": str(tmp_path / "go")}))
         await until_running(server, 2)
         server.process.kill()
         await server.process.wait()
-        late = asyncio.create_task(tools.execute("v", "c", "echo", {"text": "never left"}))
+        late = asyncio.create_task(tools.execute(Life("v"), "c", "echo", {"text": "never left"}))
         async with running("tool-server", *OWN, port=server.port):
             with pytest.raises(OutcomeUnknown, match="restarted"):
                 await asyncio.wait_for(changing, 90)
@@ -293,8 +294,8 @@ async def test_a_restart_in_the_middle_is_told_as_what_it_is(monkeypatch: pytest
             assert (await asyncio.wait_for(looking, 90)).output == "it is there"
             assert (await asyncio.wait_for(late, 90)).output == "never left"
             with pytest.raises(ToolServerUnavailable, match=r"the state of this trajectory .* is gone"):
-                await tools.execute("s", "k2", "keep", {"item": "b"})
-            assert (await tools.execute("s", "k3", "keep", {"item": "c"})).output == "c"
+                await tools.execute(kept, "k2", "keep", {"item": "b"})
+            assert (await tools.execute(kept, "k3", "keep", {"item": "c"})).output == "c"
 
 
 async def test_connections_reset_at_any_point_run_no_call_twice(monkeypatch: pytest.MonkeyPatch):
@@ -328,8 +329,9 @@ async def test_connections_reset_at_any_point_run_no_call_twice(monkeypatch: pyt
             with contextlib.suppress(ToolServerUnavailable):
                 await made.start()
                 break
+        lives = [Life(f"t{i}") for i in range(20)]
         results = await asyncio.gather(
-            *(made.execute(f"t{i % 20}", f"c{i}", "tally", {"key": f"{i}"}) for i in range(60))
+            *(made.execute(lives[i % 20], f"c{i}", "tally", {"key": f"{i}"}) for i in range(60))
         )
         await made.close()
         proxy.close()
@@ -340,10 +342,10 @@ async def test_connections_reset_at_any_point_run_no_call_twice(monkeypatch: pyt
 async def test_a_server_killed_in_the_middle_is_told_as_such(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atropos.tools.tool_server.client.MAX_ATTEMPTS", 3)  # it waits between them
     async with running("tool-server", *OWN) as server, client(server) as tools:
-        call = asyncio.create_task(tools.execute("t", "c", "hang", {}))
+        call = asyncio.create_task(tools.execute(Life("t"), "c", "hang", {}))
         await until_running(server, 1)
         server.process.kill()
         with pytest.raises(OutcomeUnknown):
             await asyncio.wait_for(call, 60)
         with pytest.raises(ToolServerUnavailable):
-            await asyncio.wait_for(tools.execute("t", "d", "echo", {"text": "a"}), 60)
+            await asyncio.wait_for(tools.execute(Life("t"), "d", "echo", {"text": "a"}), 60)

@@ -49,10 +49,11 @@ QUEUE_S = 75.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Life:
+@dataclass(eq=False)
+class Life:
     """A trajectory from its first call to its end: its id for the server, and the id of the server's state for it."""
 
+    trajectory_id: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     state_id: str | None = None
 
@@ -80,7 +81,6 @@ class ToolServerClient:
         self._transport: Transport | None = None
         self._boot_id: str | None = None
         self._timeouts: dict[str, float] = {}
-        self._lives: dict[str, _Life] = {}
         if url != INPROCESS and not url.startswith(("http://", "https://")):
             raise ConfigError(f"tool_server_url: {url!r} is neither an http(s) URL nor 'inprocess'")
 
@@ -129,16 +129,15 @@ class ToolServerClient:
             return tools
         raise self._unavailable("stayed too busy to list its tools")
 
-    async def execute(self, trajectory_id: str, call_id: str, name: str, arguments: dict[str, object]) -> ToolResult:
+    async def execute(self, life: Life, call_id: str, name: str, arguments: dict[str, object]) -> ToolResult:
         """Run one external call, which has the time that the server gives the tool.
 
         Raises:
             ToolServerUnavailable: the server could not be reached or refused the call, which did not run.
             OutcomeUnknown: the call may have run.
         """
-        life = self._lives.setdefault(trajectory_id, _Life())
         call = ExternalCall(
-            trajectory_id=trajectory_id,
+            trajectory_id=life.trajectory_id,
             call_id=call_id,
             name=name,
             arguments=arguments,
@@ -147,7 +146,7 @@ class ToolServerClient:
         )
         return await self._send(call, life, time.monotonic() + self._timeouts.get(name, 0) + QUEUE_S)
 
-    async def _send(self, call: ExternalCall, life: _Life, deadline: float) -> ToolResult:
+    async def _send(self, call: ExternalCall, life: Life, deadline: float) -> ToolResult:
         first_boot_id = self._boot_id  # not a later one: other calls may have reached a server that was started since
         sent_before = False  # whether an earlier attempt may have reached the server
         failure = "stayed too busy"
@@ -193,19 +192,16 @@ class ToolServerClient:
         if response.status != 200:
             raise self._refused(response)
 
-    async def end_trajectory(self, trajectory_id: str) -> None:
+    async def end(self, life: Life) -> None:
         """Release the server's state of a trajectory; a failure is logged, and the server's TTL releases it then.
 
         A cancelled call may reach the server after this: its `life` has ended, and it is not run.
         """
-        life = self._lives.pop(trajectory_id, None)
-        if life is None:
-            return
-        path = f"/trajectories/{quote(trajectory_id, safe='')}?life={life.id}"
+        path = f"/trajectories/{quote(life.trajectory_id, safe='')}?life={life.id}"
         try:
             await self._open.send("DELETE", path, None, 10.0)
         except (RequestNotSent, ResponseLost) as error:
-            _log.warning("ToolServer: the end of trajectory %s could not be sent: %s", trajectory_id, error)
+            _log.warning("ToolServer: the end of trajectory %s could not be sent: %s", life.trajectory_id, error)
 
     async def close(self) -> None:
         """Close the connections, and the application where it runs in this process."""
@@ -218,7 +214,7 @@ class ToolServerClient:
             raise RuntimeError("the ToolServer client is not started, or closed")
         return self._transport
 
-    def _answer(self, response: TransportResponse, call: ExternalCall, life: _Life) -> ToolResult:
+    def _answer(self, response: TransportResponse, call: ExternalCall, life: Life) -> ToolResult:
         try:
             answer = ExecuteAnswer.model_validate_json(response.body)
         except ValidationError as error:
@@ -228,7 +224,7 @@ class ToolServerClient:
         life.state_id = answer.state_id
         return answer.result
 
-    def _raise_for(self, response: TransportResponse, call: ExternalCall, life: _Life, *, sent_before: bool) -> None:
+    def _raise_for(self, response: TransportResponse, call: ExternalCall, life: Life, *, sent_before: bool) -> None:
         problem = _problem(response)
         if response.status == 409:
             if problem.code == "state_lost" and not sent_before:

@@ -365,6 +365,19 @@ async def test_each_life_of_a_trajectory_has_a_name_of_its_own_and_ends_by_it(ma
     assert scripted.ended == [f"/trajectories/t?life={first}"]
 
 
+async def test_a_trajectory_of_a_name_whose_release_is_under_way_has_a_life_of_its_own(made, scripted, pool):
+    pool.release_s = 0.2
+    await made.execute("t", call("terminal", command="true"))
+    await made.execute("t", call("note", text="a"))
+    await made.release_trajectory("t", reset_workspace=False)
+    await made.execute("t", call("note", text="b"))
+    assert scripted.ended == [], "the slot of the first is still being released"
+    await made.close()
+    first, second = (seen["life"] for seen in scripted.seen)
+    assert first != second
+    assert {*scripted.ended} == {f"/trajectories/t?life={first}", f"/trajectories/t?life={second}"}
+
+
 async def test_a_call_given_up_on_its_way_does_not_begin_its_trajectory_anew(pool, served, monkeypatch):
     """It is sent, its trajectory is released, and only then does it arrive."""
     held = []
