@@ -83,6 +83,8 @@ class ToolServerClient:
         self._timeouts: dict[str, float] = {}
         if url != INPROCESS and not url.startswith(("http://", "https://")):
             raise ConfigError(f"tool_server_url: {url!r} is neither an http(s) URL nor 'inprocess'")
+        if token is not None and not token.get_secret_value().isprintable():
+            raise ConfigError("tool_server_token: no header can hold it; leave out its line break or control character")
 
     async def start(self) -> list[ToolInfo]:
         """Connect and fetch the list of tools. Also after a failure, `close` ends what was opened.

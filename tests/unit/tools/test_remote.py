@@ -116,6 +116,11 @@ async def test_a_wrong_token_is_told_at_the_start(pool, served, token):
             pass
 
 
+async def test_a_token_with_the_line_break_of_its_file_is_refused_by_name(pool, served):
+    with pytest.raises(ConfigError, match=r"tool_server_token: .* line break"):
+        executor(pool, served, token="right\n")
+
+
 async def test_one_hanging_tool_delays_no_other(pool, served):
     async with executor(pool, served, token="right") as made:
         hanging = asyncio.create_task(made.execute("slow", call("note", text="slow", seconds=60)))
