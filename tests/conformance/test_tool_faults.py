@@ -38,3 +38,29 @@ async def test_a_killed_server_is_an_exception_and_the_next_trajectory_works():
         await executor.release_trajectory("a")
         async with asyncio.timeout(90):
             assert (await executor.execute("a", terminal("ls"))).output == ""
+
+
+async def test_a_session_that_ended_unread_long_ago_is_one_that_ended():
+    """A slot keeps 64 processes, those that have ended included."""
+    async with (
+        SlotPool(pool_config("local", max_containers=1)) as pool,
+        ToolExecutor(pool, build_tool_registry(["default", "session"])) as executor,
+    ):
+
+        async def use(name, **arguments):
+            return await executor.execute("a", ToolCall(name=name, arguments=arguments))
+
+        old = await use("session", action="start", command="cat; until [ -e go ]; do sleep 0.01; done", record=True)
+        new = await use("session", action="start", command="cat")
+        await use("process", action="write", session_id=old.data["session_id"], data="\x04")
+        await use("terminal", command="touch go")
+        assert "exit code 0" in (await use("process", action="wait", session_id=old.data["session_id"])).output
+        for _ in range(64):
+            await use("terminal", command="true", background=True)
+        listed = await use("session", action="list")
+        assert listed.success, listed.error
+        assert [": 80x24, ended]" in row for row in listed.output.splitlines()] == [True, False]
+        shown = await use("session", action="send", text="hi", keys=["Enter"])
+        assert (shown.data["session_id"], shown.data["screen"]) == (new.data["session_id"], "hi\nhi")
+        for one in (old, new):
+            assert (await use("session", action="close", session_id=one.data["session_id"])).success

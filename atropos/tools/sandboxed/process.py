@@ -18,6 +18,10 @@ BUFFER_BYTES = 200_000
 """Latest output of a background process that is kept; the dropped bytes are counted."""
 
 
+class UnknownSession(ToolError):
+    """The slot has no such background process, or no longer: of those that have ended it keeps the latest."""
+
+
 class ProcessReports(ToolState):
     """What the model has seen of the background processes, and which of them are reported with other calls' results."""
 
@@ -213,7 +217,8 @@ async def read(
     """A background process's state and output.
 
     Raises:
-        ToolError: there is no such session; the message lists the sessions.
+        UnknownSession: there is no such session; the message lists the sessions.
+        ToolError: it can't be read.
     """
     operation = wire.ProcRead(
         id=session_id, offset=offset, max_bytes=max_bytes, wait_s=wait_s, until=until, quiet_s=quiet_s
@@ -223,7 +228,7 @@ async def read(
         if result.error != "unknown_process":
             raise ToolError(result.message, limit=result.limit)
         listing: wire.ProcListing = await scope.run(wire.ProcList())
-        raise ToolError(f"process: there is no session {session_id[:100]!r}; {_sessions(listing)}")
+        raise UnknownSession(f"process: there is no session {session_id[:100]!r}; {_sessions(listing)}")
     assert isinstance(result, wire.ProcState)
     return result
 

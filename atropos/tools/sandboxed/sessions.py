@@ -19,7 +19,7 @@ from atropos.aio import off_loop
 from atropos.tools.arguments import Arguments, Seconds, no_nul
 from atropos.tools.base import Tool, ToolError, ToolScope, ToolState
 from atropos.tools.models import ToolResult
-from atropos.tools.sandboxed.process import BUFFER_BYTES, read
+from atropos.tools.sandboxed.process import BUFFER_BYTES, UnknownSession, read
 from atropos.tools.sandboxed.recording import Recording
 from atropos.tools.sandboxed.screen import TERM, Screen
 from atropos.tools.sandboxed.text import bounded_s, clip, plural
@@ -285,8 +285,10 @@ async def _resize(arguments: SessionArguments, scope: ToolScope, session: _Sessi
 
 async def _close(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
     del arguments
-    await scope.run(wire.ProcKill(id=session.id, signal="HUP"))
-    await _read(scope, session, wait_s=0.5, until="exit")
+    await _update(scope, session)
+    if not session.finished:
+        await scope.run(wire.ProcKill(id=session.id, signal="HUP"))
+        await _read(scope, session, wait_s=0.5, until="exit")
     if not session.finished:
         await scope.run(wire.ProcKill(id=session.id, signal="KILL"))
         await _read(scope, session, wait_s=10.0, until="exit")
@@ -323,7 +325,11 @@ async def _read(
     """Read and draw the program's output, and send the terminal's answers to its queries."""
     if session.finished:
         return
-    state = await read(scope, session.id, offset=session.seen, wait_s=wait_s, until=until, quiet_s=quiet_s)
+    try:
+        state = await read(scope, session.id, offset=session.seen, wait_s=wait_s, until=until, quiet_s=quiet_s)
+    except UnknownSession:
+        session.finished = True  # how it ended was not read in time
+        return
     session.state = state
     session.seen = state.offset + len(state.output)
     session.lost += state.dropped_bytes
@@ -353,10 +359,10 @@ async def _settle(scope: ToolScope, session: _Session, wait_s: float, *, quiet_s
 
 
 def _head(session: _Session) -> str:
-    state = session.state
+    code = None if session.state is None else session.state.exit_code
     row, column = session.screen.cursor
-    if session.finished and state is not None:
-        doing = f"ended with exit code {state.exit_code}"
+    if session.finished:
+        doing = "ended" if code is None else f"ended with exit code {code}"
     else:
         doing = f"cursor at row {row}, column {column}"
     return f"[session {session.id}: {session.screen.cols}x{session.screen.rows}, {doing}]"
