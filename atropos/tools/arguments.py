@@ -105,7 +105,8 @@ def _types(field: object) -> set[str]:
     node = cast("JsonSchema", field)
     kind = node.get("type")
     if "enum" in node or "const" in node:
-        return {"string"}
+        allowed: list[object] = node.get("enum") or [node.get("const")]
+        return {"string" if any(isinstance(one, str) for one in allowed) else "number"}
     found: set[str] = (
         {kind} if isinstance(kind, str) else {*cast("list[str]", kind)} if isinstance(kind, list) else set()
     )

@@ -25,6 +25,7 @@ from atropos.tools import (
     tool,
 )
 from atropos.tools import registry as registry_module
+from atropos.tools.parsers import get_parser
 
 DEFAULT = ["terminal", "process", "read_file", "write_file", "patch", "search_files"]
 
@@ -67,6 +68,21 @@ class Shout(Tool):
 async def weather(city: str, unit: Literal["c", "f"] = "c") -> str:
     """The weather."""
     return f"fine in {city}, {unit}"
+
+
+@tool()
+async def adjust(level: Literal[1, 2, 3], quiet: Literal[True] | None = None, unit: Literal["1", "2"] = "1") -> str:
+    """Adjust it."""
+    return f"{level} {quiet} {unit}"
+
+
+def test_a_choice_of_numbers_can_be_named_by_a_format_without_types():
+    written = "<tool_call>adjust\n" + "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+        for key, value in {"level": "2", "quiet": "true", "unit": "2"}.items()
+    )
+    [asked] = get_parser("glm45").parse(f"{written}</tool_call>").calls
+    assert ToolRegistry([adjust]).check(asked).arguments.model_dump() == {"level": 2, "quiet": True, "unit": "2"}
 
 
 def test_default_is_what_every_slot_can_do():
