@@ -214,30 +214,31 @@ def parameters(model: type[BaseModel]) -> JsonSchema:
     """A pydantic model as the JSON schema that models are shown: no titles, `None` not offered, references resolved."""
     schema = model.model_json_schema()
     definitions = schema.pop("$defs", {})
-    shown = _simplify(schema, definitions, 0)
+    shown = _simplify(schema, definitions, frozenset())
     shown.setdefault("properties", {})
     shown.pop("description", None)
     return shown
 
 
-def _simplify(node: object, definitions: JsonSchema, depth: int) -> Any:
+def _simplify(node: object, definitions: JsonSchema, within: frozenset[str]) -> Any:
     if isinstance(node, list):
-        return [_simplify(one, definitions, depth) for one in cast("list[object]", node)]
+        return [_simplify(one, definitions, within) for one in cast("list[object]", node)]
     if not isinstance(node, dict):
         return node
     fields = cast("JsonSchema", node)
-    if "$ref" in fields and depth < 8:
-        target = definitions.get(str(fields["$ref"]).rsplit("/", 1)[-1], {})
+    if "$ref" in fields:
+        name = str(fields["$ref"]).rsplit("/", 1)[-1]
+        target = definitions.get(name, {}) if name not in within else {}  # a model within itself is shown once
         merged = {**target, **{key: value for key, value in fields.items() if key != "$ref"}}
-        return _simplify(merged, definitions, depth + 1)
+        return _simplify(merged, definitions, within | {name})
     result: JsonSchema = {}
     for key, value in fields.items():
         if key == "title" and isinstance(value, str):
             continue
         if key == "properties":
-            result[key] = {name: _simplify(one, definitions, depth) for name, one in value.items()}
+            result[key] = {name: _simplify(one, definitions, within) for name, one in value.items()}
         elif not (key == "default" and value is None):
-            result[key] = _simplify(value, definitions, depth)
+            result[key] = _simplify(value, definitions, within)
     options = [one for one in result.get("anyOf", ()) if one.get("type") != "null"]
     if len(options) == 1 and len(result["anyOf"]) == 2:
         del result["anyOf"]

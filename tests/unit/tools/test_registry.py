@@ -85,6 +85,31 @@ def test_a_choice_of_numbers_can_be_named_by_a_format_without_types():
     assert ToolRegistry([adjust]).check(asked).arguments.model_dump() == {"level": 2, "quiet": True, "unit": "2"}
 
 
+class Node(BaseModel):
+    """Holds others of its kind."""
+
+    name: str
+    left: Node | None = None
+    right: Node | None = None
+
+
+@tool()
+async def plant(tree: Node) -> str:
+    """Plant it."""
+    return tree.model_dump_json()
+
+
+def test_a_model_within_itself_is_shown_once_and_read_whole():
+    assert plant.schema.parameters == {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "left": {}, "right": {}},
+        "required": ["name"],
+    }
+    deep = {"name": "a", "left": {"name": "b", "right": {"name": "c"}}}
+    asked = ToolRegistry([plant]).check(ToolCall(name="plant", arguments=deep))
+    assert asked.arguments.model_dump(exclude_none=True) == deep
+
+
 def test_default_is_what_every_slot_can_do():
     for enabled in (None, [], ["default"]):
         assert build_tool_registry(enabled).names == DEFAULT
