@@ -183,12 +183,12 @@ class ToolExecutor:
 
     async def _run(self, trajectory: TrajectoryState, call: ToolCall, checked: CheckedCall) -> ToolResult:
         known = trajectory.answered.get(call.id)
-        if known is not None and known[0] == fingerprint(call.name, call.arguments):
-            if known[1] is None:
+        if known is not None and known.fingerprint == fingerprint(call.name, call.arguments):
+            if known.result is None:
                 raise OutcomeUnknown(
                     f"call {call.id} of {trajectory.id} was cancelled while it ran; it is not run again"
                 )
-            return known[1]
+            return known.result
         slot = await self._leased(trajectory) if checked.tool.sandboxed else None
         result: ToolResult | None = None
         remember = True

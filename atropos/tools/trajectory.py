@@ -30,6 +30,15 @@ Peer = Literal["pool", "ToolServer"]
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Answered:
+    """A call that has ended. `result` is None where it was cancelled; `size_bytes` is its length as JSON."""
+
+    fingerprint: bytes
+    result: ToolResult | None
+    size_bytes: int
+
+
 @dataclass(eq=False)
 class TrajectoryState:
     """One trajectory's lease and queue. Everything here ends with its release."""
@@ -50,10 +59,8 @@ class TrajectoryState:
     calls: set[asyncio.Task[object]] = field(default_factory=set["asyncio.Task[object]"])
     interrupted: set[asyncio.Task[object]] = field(default_factory=set["asyncio.Task[object]"])
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    answered: OrderedDict[str, tuple[bytes, ToolResult | None, int]] = field(
-        default_factory=OrderedDict[str, "tuple[bytes, ToolResult | None, int]"]
-    )
-    """By call id: the call's fingerprint, its result, and its length."""
+    answered: OrderedDict[str, Answered] = field(default_factory=OrderedDict[str, Answered])
+    """The latest calls by id."""
     recorded: dict[str, str] = field(default_factory=dict[str, str])
     """Recordings of sessions that were there before a view was opened."""
 
@@ -109,7 +116,8 @@ class TrajectoryState:
         """Keep a call's result (None: it was cancelled) in case the call is sent again."""
         self.answered.pop(call.id, None)
         size = 0 if result is None else result.size_bytes()
-        self.answered[call.id] = (fingerprint(call.name, call.arguments), result, size)
-        total = sum(size for _, _, size in self.answered.values())
+        self.answered[call.id] = Answered(fingerprint(call.name, call.arguments), result, size)
+        total = sum(one.size_bytes for one in self.answered.values())
         while len(self.answered) > REMEMBERED or (total > REMEMBERED_BYTES and len(self.answered) > 1):
-            total -= self.answered.popitem(last=False)[1][2]
+            _, oldest = self.answered.popitem(last=False)
+            total -= oldest.size_bytes
