@@ -81,12 +81,13 @@ def coerce(arguments: dict[str, object], schema: JsonSchema) -> dict[str, object
 
     What can't be parsed stays as it is; `check` refuses it.
     """
-    properties: dict[str, object] = schema.get("properties", {})
+    properties = _object(schema.get("properties"))
+    definitions = _object(schema.get("$defs", schema.get("definitions")))
     changed: dict[str, object] = {}
     for name, value in arguments.items():
         if not isinstance(value, str) or name not in properties or len(value) > MAX_ARGUMENT_BYTES:
             continue
-        wanted = _types(properties[name])
+        wanted = _types(properties[name], definitions)
         if not wanted or "string" in wanted:
             continue
         text = {"True": "true", "False": "false", "None": "null"}.get(value.strip(), value)
@@ -99,20 +100,29 @@ def coerce(arguments: dict[str, object], schema: JsonSchema) -> dict[str, object
     return {**arguments, **changed} if changed else arguments
 
 
-def _types(field: object) -> set[str]:
-    if not isinstance(field, dict):
-        return set()
-    node = cast("JsonSchema", field)
-    kind = node.get("type")
+def _object(value: object) -> dict[str, object]:
+    """A part of a schema that should be an object; an MCP server's may be anything."""
+    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[object]:
+    return cast("list[object]", value) if isinstance(value, list) else []
+
+
+def _types(field: object, definitions: dict[str, object], within: frozenset[str] = frozenset()) -> set[str]:
+    """The types that a field may have, as far as its schema says; of a choice, whether there is text among it."""
+    node = _object(field)
     if "enum" in node or "const" in node:
-        allowed: list[object] = node.get("enum") or [node.get("const")]
+        allowed = _list(node.get("enum")) or [node.get("const")]
         return {"string" if any(isinstance(one, str) for one in allowed) else "number"}
-    found: set[str] = (
-        {kind} if isinstance(kind, str) else {*cast("list[str]", kind)} if isinstance(kind, list) else set()
-    )
-    for key in ("anyOf", "oneOf"):
-        for option in node.get(key, ()):
-            found |= _types(option) or {"string"}
+    reference = node.get("$ref")
+    if isinstance(reference, str) and reference not in within:
+        return _types(definitions.get(reference.rsplit("/", 1)[-1]), definitions, within | {reference})
+    kind = node.get("type")
+    found = {one for one in (kind, *_list(kind)) if isinstance(one, str)}
+    for key in ("anyOf", "oneOf", "allOf"):
+        for option in _list(node.get(key)):
+            found |= _types(option, definitions, within) or {"string"}
     return found
 
 

@@ -275,6 +275,26 @@ def test_values_without_types_take_the_type_of_the_schema():
     assert coerce(parsed.calls[0].arguments, schema) == {"n": 5, "s": "5", "l": ["a", 1], "b": True}
 
 
+@pytest.mark.parametrize(
+    ("schema", "read"),
+    [
+        ({"$defs": {"P": {"type": "object"}}, "properties": {"p": {"$ref": "#/$defs/P"}}}, {"x": 1}),
+        (
+            {"definitions": {"P": {"type": "object"}}, "properties": {"p": {"allOf": [{"$ref": "#/definitions/P"}]}}},
+            {"x": 1},
+        ),
+        ({"$defs": {"P": {"enum": ["a"]}}, "properties": {"p": {"$ref": "#/$defs/P"}}}, None),
+        ({"$defs": {"P": {"$ref": "#/$defs/P"}}, "properties": {"p": {"$ref": "#/$defs/P"}}}, None),
+        ({"properties": {"p": {"anyOf": 5, "type": [{}]}}}, None),
+        ({"properties": None}, None),
+    ],
+)
+def test_the_type_of_a_value_is_found_in_any_schema(schema, read):
+    """An MCP server's, which nobody has checked."""
+    written = '{"x": 1}'
+    assert coerce({"p": written}, schema) == {"p": read or written}
+
+
 def test_qwen3_coder_reads_on_where_a_parameter_is_not_closed():
     """As vLLM does. The next parameter, or all of the next call, became part of the value, and the call was run so."""
     open_call = "<tool_call>\n<function=t>\n<parameter=a>\nTX\n"
