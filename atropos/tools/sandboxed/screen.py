@@ -96,10 +96,24 @@ class _Emulator(pyte.Screen):
         if options.get("private") and _ALTERNATE & {*modes} and self._main is not None:
             rows, row, column = self._main
             self._main = None
-            self.buffer.clear()
-            self.buffer.update({y: line for y, line in rows.items() if y < self.lines})
-            self.cursor.y, self.cursor.x = min(row, self.lines - 1), min(column, self.columns - 1)
+            self._place(rows, row, column)
         super().reset_mode(*(mode for mode in modes if mode not in _ALTERNATE), **options)
+
+    def resize(self, lines: int | None = None, columns: int | None = None) -> None:
+        """Change the size. pyte drops rows at the top, and leaves the cursor where it was."""
+        rows, self.lines = dict(self.buffer), lines or self.lines
+        super().resize(self.lines, columns)
+        self.set_margins()
+        self._place(rows, self.cursor.y, self.cursor.x)
+
+    def _place(self, rows: dict[int, _Row], y: int, x: int) -> None:
+        """Show rows, with the cursor; as in xterm, they leave at the top only where it would be below the bottom."""
+        leaving = max(y + 1 - self.lines, 0)
+        if self._main is None:
+            self.scrolled.extend(rows.get(gone, _Row(self.default_char)) for gone in range(leaving))
+        self.buffer.clear()
+        self.buffer.update({at - leaving: row for at, row in rows.items() if leaving <= at < leaving + self.lines})
+        self.cursor.y, self.cursor.x = y - leaving, min(x, self.columns - 1)
 
     def index(self) -> None:
         """A line feed; the row that leaves the top of the main screen is added to the scrollback."""

@@ -95,6 +95,29 @@ def test_nothing_breaks_it(pieces, rows, cols):
     assert column >= 1
 
 
+def test_a_smaller_screen_has_its_cursor_and_what_is_written_there():
+    screen = Screen(24, 80)
+    screen.feed(b"".join(b"line %d\r\n" % number for number in range(30)) + b"$ ")
+    screen.resize(4, 40)
+    assert (screen.text(), screen.cursor) == ("line 27\nline 28\nline 29\n$", (4, 3))
+    screen.feed(b"echo hi\r\nhi\r\n$ ")
+    assert screen.text() == "line 29\n$ echo hi\nhi\n$"
+    assert [line for line in screen.scrollback(100).splitlines() if "line" in line] == [f"line {n}" for n in range(30)]
+    screen.feed(b"\x1b[2J\x1b[Htop" + b"\x1b[1;39H" + b"ab")
+    screen.resize(2, 10)
+    assert screen.text() == "top", "nothing below the cursor leaves at the top"
+    screen.feed(b"x" * 11)
+    assert screen.text() == "top      x\nxxxxxxxxxx"
+
+
+def test_what_an_editor_covered_fits_a_screen_that_was_made_smaller_meanwhile():
+    screen = Screen(24, 80)
+    screen.feed(b"".join(b"line %d\r\n" % number for number in range(23)) + b"$ vi\x1b[?1049h\x1b[2J\x1b[Htext")
+    screen.resize(3, 80)
+    screen.feed(b"\x1b[?1049l\r\n$ ")
+    assert (screen.text(), screen.cursor) == ("line 22\n$ vi\n$", (3, 3))
+
+
 def test_floods_and_endless_sequences_cost_no_more_than_their_length():
     def seconds(size):
         started = time.process_time()
