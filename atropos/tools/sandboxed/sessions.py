@@ -31,6 +31,8 @@ SETTLE_S = 2.0
 ON_LOOP_BYTES = 4096
 """Output of up to this size is drawn on the event loop, more in a thread."""
 MAX_KEYS = 1000
+PAST_BYTES = 64_000_000
+"""Recordings of forgotten sessions that a trajectory keeps: the latest of them."""
 _COUNT = re.compile(r"(\)?)\{(\d+)")
 _VERBOSE = re.compile(r"\(\?[A-Za-z0-9-]*x")
 """Where white space and comments may stand within a count."""
@@ -110,6 +112,15 @@ class Sessions(ToolState):
 
     def __init__(self) -> None:
         self.by_id: dict[str, _Session] = {}
+        self._past: dict[str, str] = {}
+
+    def forget(self, session_id: str) -> None:
+        """Forget an ended session but for its recording."""
+        session = self.by_id.pop(session_id)
+        if session.recording is not None:
+            self._past[session_id] = session.recording.text()
+        while sum(map(len, self._past.values())) > PAST_BYTES:
+            del self._past[next(iter(self._past))]
 
     async def finish(self, scope: ToolScope) -> None:
         """Read the last output, for the recordings."""
@@ -119,7 +130,7 @@ class Sessions(ToolState):
 
     def recordings(self) -> dict[str, str]:
         """Recorded sessions by id, as asciinema v2."""
-        return {one.id: one.recording.text() for one in self.by_id.values() if one.recording is not None}
+        return self._past | {one.id: one.recording.text() for one in self.by_id.values() if one.recording is not None}
 
 
 class SessionTool(Tool):
@@ -202,7 +213,7 @@ def _forget_old(kept: Sessions, most: int) -> None:
     """Forget all but the latest ended sessions, as the slot does."""
     ended = [one.id for one in kept.by_id.values() if one.finished]
     for session_id in ended[: max(len(kept.by_id) - 2 * most, 0)]:
-        del kept.by_id[session_id]
+        kept.forget(session_id)
 
 
 async def _send(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from atropos import wire
 from atropos.slots.slot.profile import Profile
-from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
+from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, ToolLimits, build_tool_registry
 from atropos.tools.sandboxed.sessions import SessionArguments
 from tests.unit.tools.fakes import FakePool
 
@@ -469,3 +469,22 @@ async def test_a_pattern_that_came_while_this_process_was_stopped_is_found(pool)
         slot.run = stopped
         found = await use(action="wait", pattern="^two$", timeout=1)
         assert (found.success, found.data["found"]) == (True, True), found.output
+
+
+async def test_recordings_of_forgotten_sessions_are_kept_up_to_a_bound(pool, monkeypatch):
+    limits = ToolLimits(max_sessions=1, record_sessions=True)
+    async with ToolExecutor(pool, build_tool_registry(["session"]), ToolExecutorConfig(limits=limits)) as executor:
+
+        async def start(what):
+            call = ToolCall(name="session", arguments={"action": "start", "command": f"echo {what}"})
+            assert (await executor.execute("t", call)).success
+
+        for what in "abcd":
+            await start(what)
+        kept = executor.recordings("t")
+        assert [(name, what in text) for (name, text), what in zip(kept.items(), "abcd", strict=True)] == [
+            (f"p{number}", True) for number in range(1, 5)
+        ]
+        monkeypatch.setattr("atropos.tools.sandboxed.sessions.PAST_BYTES", len(kept["p2"]) + len(kept["p3"]))
+        await start("e")
+        assert [*executor.recordings("t")] == ["p2", "p3", "p4", "p5"]
