@@ -226,6 +226,13 @@ class TestFiles:
             assert (await use("read_file", path=name)).output == "     1|x", name
             assert (await use("patch", path=name, old="x", new="y")).success, name
 
+    async def test_a_tilde_is_the_home_that_commands_have(self, use: Use) -> None:
+        assert (await use("write_file", path="~/notes.txt", content="kept at home")).success
+        assert (await use("terminal", command="cat notes.txt", workdir="~")).output == "kept at home"
+        assert (await use("read_file", path="~/notes.txt")).output.endswith("kept at home")
+        found = await use("search_files", path="~", pattern="kept at", glob="notes.*")
+        assert found.output.split(":")[0].endswith("/notes.txt"), found.output
+
     async def test_special_files_and_links_are_told(self, use: Use) -> None:
         await use("terminal", command="mkfifo pipe; ln -s /etc/passwd link; ln -s loop loop")
         assert not (await use("read_file", path="pipe")).success

@@ -11,6 +11,7 @@ from atropos import wire
 _AT_A_PATH = wire.ReadFile | wire.WriteFile | wire.Search | wire.Untar | wire.Tar | wire.WriteStream | wire.ReadStream
 WORKSPACE = "/workspace"
 """Where commands start and relative paths begin in a slot without a profile."""
+ROOT_HOME = "/root"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,13 @@ class Profile:
 
     def path(self, path: str | None) -> str:
         """An absolute path in the slot."""
-        return posixpath.join(self.workdir, path or "")
+        return posixpath.join(self.workdir, self.expanded(path or ""))
+
+    def expanded(self, path: str) -> str:
+        """The path, with the home of whom commands run as in the place of `~`."""
+        if path != "~" and not path.startswith("~/"):
+            return path
+        return self.env.get("HOME", ROOT_HOME if self.user is None else self.user.home) + path[1:]
 
     def applied(self, operation: wire.Operation) -> wire.Operation:
         """The operation with everything that it left open filled in."""

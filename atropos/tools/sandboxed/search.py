@@ -67,6 +67,7 @@ class SearchTool(Tool):
 
     async def run(self, arguments: SearchArguments, scope: ToolScope) -> ToolResult:
         """Search with ripgrep where the slot has it, else with the runner's own search."""
+        arguments = arguments.model_copy(update={"path": scope.slot.profile.expanded(arguments.path)})
         found = await _ripgrep(arguments, scope)
         if found is None:
             found = await _search(arguments, scope)

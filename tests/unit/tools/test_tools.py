@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from atropos import wire
-from atropos.slots.slot.profile import Profile
+from atropos.slots.slot.profile import Profile, UserAccount
 from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, ToolLimits, build_tool_registry
 from atropos.tools.sandboxed.sessions import SessionArguments
 from tests.unit.tools.fakes import FakePool
@@ -310,6 +310,14 @@ class TestPatch:
     )
     async def test_wrong_calls(self, use, arguments, wanted):
         assert wanted in (await use("patch", **arguments)).error
+
+
+def test_a_tilde_is_the_home_of_a_profiles_user():
+    app = UserAccount("app", 1000, 1000, "/home/app")
+    assert Profile("/srv").path("~/f") == "/root/f"
+    assert Profile("/srv", user=app).path("~/f") == "/home/app/f"
+    assert Profile("/srv", {"HOME": "/h"}, app).path("~") == "/h"
+    assert Profile("/srv").path("~f") == "/srv/~f"
 
 
 class TestSearch:
