@@ -4,7 +4,7 @@ What already runs is used (DOCKER_HOST or the default socket, NOMAD_ADDR or loca
 a folder of its own, with the sandbox image in it, and is stopped and removed when the command has ended, whatever ended
 it: by the process ids started here, nothing else. The command finds the engines in DOCKER_HOST and NOMAD_ADDR, and in
 ATROPOS_BACKENDS the backends that there are. One that can't be had is left out with its reason printed, unless
-ATROPOS_REQUIRE_BACKENDS=1.
+ATROPOS_REQUIRE_BACKENDS=1. What the command has started and left, daemons of its own too, ends before the engines do.
 
 `engines.py --ahead` starts nothing that stays: it makes what a fresh machine lacks and what takes minutes, Nomad's binary
 and the slow half of the image, both kept.
@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"dockerd": "docker.io", "docker": "docker.io", "iptables": "iptables", "debootstrap": "debootstrap"}
 PR_SET_PDEATHSIG = 1
+MARK = "ATROPOS_ENGINES"
+"""In the environment of the command, and so of all that it starts, with the folder of this run."""
+GRACE_S = 20.0
+"""Until what the command left is killed. execnet has a worker of pytest clean up for 15 s after its controller has gone."""
 STARTED = time.monotonic()
 
 
@@ -252,6 +255,29 @@ def run(argv: list[str], env: dict[str, str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def end_what_is_left(mark: str) -> None:
+    """Wait until all processes with `mark` in their environment have ended; kill those that don't."""
+    begun, told = time.monotonic(), False
+    while (left := processes_with(mark)) and time.monotonic() - begun < 2 * GRACE_S:
+        if not told:
+            say(f"{len(left)} processes that the command started still run: waiting for their end")
+            told = True
+        if time.monotonic() - begun > GRACE_S:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def processes_with(mark: str) -> list[int]:
+    found: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
 def is_made(*script: str) -> bool:
     return subprocess.run(["bash", *script], cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode == 0
 
@@ -314,8 +340,9 @@ def run_with_engines(engines: Engines) -> int:
                 return 1
             backends = [name for name in backends if name not in users]
             engines.end_build()
-    engines.env["ATROPOS_BACKENDS"] = ",".join(backends)
-    return run(sys.argv[2:], engines.env)
+    status = run(sys.argv[2:], engines.env | {"ATROPOS_BACKENDS": ",".join(backends), MARK: str(engines.folder)})
+    end_what_is_left(f"{MARK}={engines.folder}")
+    return status
 
 
 if __name__ == "__main__":
