@@ -202,7 +202,7 @@ busybox poweroff -f
 
 def packages(made: Path, folder: Path) -> Path:
     """What the lock file names, for the machine's Python: what atropos needs at run time, and pytest."""
-    uv = [shutil.which("uv")] if shutil.which("uv") else [sys.executable, "-m", "uv"]
+    uv = ["bash", ROOT / "scripts/uv.sh"]
     export = [*uv, "export", "--frozen", "--no-hashes", "--no-emit-project", "--no-header", "--no-annotate", "--quiet"]
     (folder / "versions").write_text(quietly(*export, cwd=ROOT))
     runtime = quietly(*export, "--no-dev", "--prune", "atroposlib", cwd=ROOT)

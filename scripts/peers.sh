@@ -2,7 +2,6 @@
 # The packages that adapters serve, from the lock file, in an environment of their own: .peers. Harbor needs Python 3.12.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PATH=$PATH:$HOME/.local/bin # where pip puts uv for a user
 python=
 for candidate in python3.12 python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[23]*/bin/python python3.11 python3; do
   if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
@@ -10,25 +9,25 @@ for candidate in python3.12 python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.
   fi
 done
 [ -n "$python" ] || { echo "no Python from 3.11 to 3.13" >&2; exit 1; }
-uv=$(command -v uv) || { echo "uv is missing: scripts/venv.sh installs it" >&2; exit 1; }
-UV_PROJECT_ENVIRONMENT=.peers "$uv" sync --frozen --quiet --no-default-groups --python "$python" \
+uv=(bash scripts/uv.sh)
+UV_PROJECT_ENVIRONMENT=.peers "${uv[@]}" sync --frozen --quiet --no-default-groups --python "$python" \
   --extra testing --extra harbor --extra inspect --extra mini-swe-agent --extra swerex
 # NeMo Gym's pins exclude the others'; Ray and MLflow, which its command line needs, are a gigabyte.
-UV_PROJECT_ENVIRONMENT=.peers/nemo-gym "$uv" sync --frozen --quiet --no-default-groups --python "$python" --extra testing --extra nemo-gym
+UV_PROJECT_ENVIRONMENT=.peers/nemo-gym "${uv[@]}" sync --frozen --quiet --no-default-groups --python "$python" --extra testing --extra nemo-gym
 # The newer one in the lock, which has terminals and endpoints, says that it needs a newer Python; its sandbox API doesn't, and needs
 # few of its dependencies.
-"$uv" export --frozen --quiet --no-default-groups --no-hashes --no-annotate --extra nemo-gym |
+"${uv[@]}" export --frozen --quiet --no-default-groups --no-hashes --no-annotate --extra nemo-gym |
   grep -oE '^(nemo-gym|omegaconf|antlr4-python3-runtime)==[0-9.]+' | sort -V | awk -F== '{ newest[$1] = $0 } END { for (name in newest) print newest[name] }' \
     >.peers/nemo-gym.txt
-"$uv" pip install --quiet --no-deps --python-version 3.13.14 --python .peers/bin/python --target .peers/share/nemo-gym -r .peers/nemo-gym.txt
+"${uv[@]}" pip install --quiet --no-deps --python-version 3.13.14 --python .peers/bin/python --target .peers/share/nemo-gym -r .peers/nemo-gym.txt
 # verifiers' pins exclude most others'.
-UV_PROJECT_ENVIRONMENT=.peers/verifiers "$uv" sync --frozen --quiet --no-default-groups --python "$python" --extra testing --extra verifiers
+UV_PROJECT_ENVIRONMENT=.peers/verifiers "${uv[@]}" sync --frozen --quiet --no-default-groups --python "$python" --extra testing --extra verifiers
 # SWE-ReX's tests come with its source distribution alone; without it they are skipped.
 version=$(.peers/bin/python -c 'from importlib.metadata import version; print(version("swe-rex"))')
 if [ ! -d ".peers/share/swe-rex-$version" ]; then
   sources=$(mktemp -d)
   trap 'rm -rf "$sources"' EXIT
-  if "$uv" run --quiet --no-project --python "$python" --with pip --with setuptools \
+  if "${uv[@]}" run --quiet --no-project --python "$python" --with pip --with setuptools \
     python -m pip download --quiet --no-deps --no-binary swe-rex --no-build-isolation -d "$sources" "swe-rex==$version"
   then
     mkdir -p ".peers/share/swe-rex-$version"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The Python environment from the lock file; uv is fetched with pip where it is missing.
+# The Python environment from the lock file.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${ATROPOS_PYTHON:-}
@@ -15,16 +15,7 @@ if [ -z "$python" ]; then
   done
 fi
 [ -n "$python" ] || { echo "Python 3.11, 3.12 or 3.13 is needed (set ATROPOS_PYTHON to one)" >&2; exit 1; }
-if uv --version >/dev/null 2>&1; then uv=(uv)
-elif "$python" -m uv --version >/dev/null 2>&1; then uv=("$python" -m uv)
-else
-  echo "installing uv with pip"
-  "$python" -m pip install --quiet --root-user-action=ignore uv 2>/dev/null \
-    || "$python" -m pip install --quiet --user --break-system-packages uv \
-    || { echo "uv could not be installed with pip; see the uv documentation, then run make again" >&2; exit 1; }
-  uv=("$python" -m uv)
-fi
-"${uv[@]}" sync --frozen --quiet --all-extras --no-extra harbor --no-extra inspect --no-extra mini-swe-agent --no-extra nemo-gym --no-extra swerex --no-extra verifiers --python "$python"
+ATROPOS_PYTHON=$python bash scripts/uv.sh sync --frozen --quiet --all-extras --no-extra harbor --no-extra inspect --no-extra mini-swe-agent --no-extra nemo-gym --no-extra swerex --no-extra verifiers --python "$python"
 # A sandbox server runs as a user that may not write here: without bytecode it would compile its libraries at each start.
 .venv/bin/python -m compileall -q atropos \
   .venv/lib/python3*/site-packages/{aiohttp,aiosignal,aiohappyeyeballs,attr,frozenlist,idna,multidict,propcache,pydantic,pydantic_core,annotated_types,typing_inspection,yarl} \
