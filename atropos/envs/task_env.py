@@ -4,7 +4,8 @@
 
 The tests are uploaded and run after the agent has ended. A verifier that gives no reward (it timed out, was killed, or wrote
 none) is run once on the task's untouched workspace. If it gives a reward there, the agent is the cause, and the score is 0;
-otherwise the task is at fault, and the group is dropped. `--env.verifier_failure drop` or `zero` decides all cases alike.
+otherwise the task is at fault, and the group is dropped. A later step that can't be prepared is judged in the same way.
+`--env.verifier_failure drop` or `zero` decides all cases alike.
 """
 
 from __future__ import annotations
@@ -86,6 +87,10 @@ class TaskEnvConfig(DatasetEnvConfig):
     )
 
 
+_Judged = tuple[Verdict, dict[str, object]]
+"""A verdict, and what is kept of it with the trajectory."""
+
+
 @dataclass
 class _Attempt:
     """A trajectory at work.
@@ -101,6 +106,10 @@ class _Attempt:
     kept: Snapshot | None = None
     verdicts: list[Verdict] = field(default_factory=list[Verdict])
     details: dict[str, dict[str, object]] = field(default_factory=dict[str, dict[str, object]])
+
+    def add(self, step: Task, judged: _Judged) -> None:
+        verdict, self.details[step.name] = judged
+        self.verdicts.append(verdict)
 
 
 class TaskEnv(DatasetEnv):
@@ -227,23 +236,42 @@ class TaskEnv(DatasetEnv):
         result: AgentResult | None = None
         attempt = self._attempts[trajectory_id]
         for step in item.steps:
-            prepare = partial(self._prepare_step, step, trajectory_id)
-            await self.hooks.call("setup_trajectory_workspace", prepare, setup=True)
+            prepare = partial(self._prepare_step, item, step, trajectory_id)
+            ruined: _Judged | None = await self.hooks.call("setup_trajectory_workspace", prepare, setup=True)
+            if ruined is not None:
+                attempt.add(step, ruined)
+                break
             agent.config = replace(agent.config, timeout_s=step.config.agent.timeout_sec)
             result = await agent.run(step.instruction + guidance, after=result)
             guidance = ""
             judge = partial(self._verdict, item, step, trajectory_id)
-            outcome: tuple[Verdict, dict[str, object]] = await self.hooks.call("verify_and_score_trajectory", judge)
-            verdict, details = outcome
-            attempt.verdicts.append(verdict)
-            attempt.details[step.name] = details
+            judged: _Judged = await self.hooks.call("verify_and_score_trajectory", judge)
+            attempt.add(step, judged)
+            verdict, details = judged
             if step.step is None or not passed(step.step, verdict) or "verifier_failed" in details:
                 break
         assert result is not None
         return result
 
-    async def _prepare_step(self, step: Task, trajectory_id: str) -> None:
-        """Prepare the agent's slot for the next step: remove the files of the last verification."""
+    async def _prepare_step(self, item: Task, step: Task, trajectory_id: str) -> _Judged | None:
+        """Prepare the agent's slot for the next step; where what the agent did before makes that impossible, the step's verdict.
+
+        Raises:
+            VerifierError: it is impossible, and the agent is not known to be the cause.
+            TaskBroken, OSError: it is the first step, before which no agent has worked.
+        """
+        try:
+            await self._begin_step(step, trajectory_id)
+        except (TimeoutError, ConnectionError):  # of the infrastructure
+            raise
+        except (TaskBroken, VerifierFailed, OSError) as failure:
+            if step is item.steps[0]:
+                raise
+            return await self._blamed(item, step, trajectory_id, failure)
+        return None
+
+    async def _begin_step(self, step: Task, trajectory_id: str) -> None:
+        """Remove what the last verification left, and make what the step adds."""
         attempt = self._attempts[trajectory_id]
         kept, attempt.kept = attempt.kept, None
         if kept is not None:
@@ -255,7 +283,7 @@ class TaskEnv(DatasetEnv):
             await workspace.clear(slot, step)
         await workspace.prepare_step(slot, step)
 
-    async def _verdict(self, item: Task, task: Task, trajectory_id: str) -> tuple[Verdict, dict[str, object]]:
+    async def _verdict(self, item: Task, task: Task, trajectory_id: str) -> _Judged:
         """The verdict on a task or on one of its steps, and the details to keep.
 
         Raises:
@@ -273,17 +301,25 @@ class TaskEnv(DatasetEnv):
                 slot, task, mode=self.config.verifier_mode, fresh=fresh, layers=self._layers
             )
         except VerifierFailed as failure:
-            if not await self._scores_zero(item, task, trajectory_id):
-                raise VerifierError(str(failure)) from failure
-            _log.warning("%s scores 0: %s", trajectory_id, failure)
-            self.metrics.verifier_zeros += 1
-            return Verdict(0.0, None, str(failure), 0.0), {"verifier_failed": str(failure)}
+            return await self._blamed(item, task, trajectory_id, failure)
         return verdict, {
             "verifier_seconds": round(verdict.seconds, 4),
             "verifier_exit_code": verdict.exit_code,
             "verifier_log": verdict.log,
             "metrics": verdict.metrics,
         }
+
+    async def _blamed(self, item: Task, task: Task, trajectory_id: str, failure: Exception) -> _Judged:
+        """The verdict where none could be reached: 0.
+
+        Raises:
+            VerifierError: the agent is not known to be the cause.
+        """
+        if not await self._scores_zero(item, task, trajectory_id):
+            raise VerifierError(str(failure)) from failure
+        _log.warning("%s scores 0: %s", trajectory_id, failure)
+        self.metrics.verifier_zeros += 1
+        return Verdict(0.0, None, str(failure), 0.0), {"verifier_failed": str(failure)}
 
     async def _scores_zero(self, item: Task, task: Task, trajectory_id: str) -> bool:
         """Whether a trajectory whose verifier gave no reward scores 0, by `verifier_failure` and by the cause."""
@@ -292,7 +328,7 @@ class TaskEnv(DatasetEnv):
         if task.name not in self._unsound:  # one that was sound may have failed by what is outside since
             try:
                 await self._verify_untouched(item, task, trajectory_id)
-            except VerifierFailed:
+            except (VerifierFailed, TaskBroken, OSError):
                 self._unsound.add(task.name)
         return task.name not in self._unsound
 

@@ -368,6 +368,7 @@ with socket.create_server(("127.0.0.1", 8000)) as server:
         server.accept()[0].sendall(b"served\\n")
 """
 HEALTHY = "[environment.healthcheck]\ncommand = 'cat < /dev/tcp/127.0.0.1/8000'\ninterval_sec = 0.1\nretries = 600\n"
+ALIVE = "until read said < /dev/tcp/127.0.0.1/8000 || ! pidof -q python3; do sleep 0.1; done; pidof -q python3"
 SERVED = "until read said < /dev/tcp/127.0.0.1/8000; do sleep 0.1; done; cat /starts"
 
 
@@ -407,6 +408,53 @@ async def test_an_entrypoint_that_does_not_start_is_the_tasks_fault(policy, tmp_
     task(tmp_path, "t")
     (tmp_path / "tasks/t/environment/Dockerfile").write_text('FROM debian\nENTRYPOINT ["/nothing"]\n')
     with pytest.raises(GroupsDropped, match="task_fault"):
+        await run(policy, tmp_path)
+
+
+RUINS = {
+    "its-program": "rm /start",
+    "its-server": "pkill python3",
+    "its-file": "rm /needed",
+    "its-place": "mkdir -p /app/setup.sh/x",
+}
+
+
+@shows("verifier_failure")
+@pytest.mark.parametrize(("decided", "score"), [("blame", 0.25), ("drop", None)])
+async def test_a_step_that_an_agent_left_no_way_to_prepare_scores_0(policy, tmp_path, decided, score):
+    for name, ruin in RUINS.items():
+        steps_task(
+            tmp_path,
+            name,
+            [
+                (ruin, SCORE % 0.5, ""),
+                ("echo not reached", SCORE % 1, f"healthcheck = {{command = '{ALIVE}', retries = 1}}"),
+            ],
+            toml="[verifier]\nenvironment_mode = 'separate'\n" if name == "its-program" else "",
+        )
+        folder = tmp_path / "tasks" / name
+        (folder / "steps/s1/workdir").mkdir()
+        (folder / "steps/s1/workdir/setup.sh").write_text("cat /needed")
+        (folder / "environment/serve.py").write_text(SERVER)
+        (folder / "environment/start").write_text("#!/bin/sh\nexec python3 -S /serve.py\n")
+        (folder / "environment/Dockerfile").write_text(
+            'FROM debian\nCOPY serve.py /\nCOPY --chmod=755 start /\nRUN touch /needed\nWORKDIR /app\nENTRYPOINT ["/start"]\n'
+        )
+    if score is None:
+        with pytest.raises(GroupsDropped, match=f"{len(RUINS)} x verifier_failed"):
+            await run(policy, tmp_path, verifier_failure=decided)
+        return
+    found, env = await run(policy, tmp_path, verifier_failure=decided)
+    assert {name: group["scores"] for name, group in found.items()} == {name: [score, score] for name in RUINS}
+    assert env.metrics.verifier_zeros == 2 * len(RUINS)
+    assert "not reached" not in json.dumps([group["messages"][0][2:] for group in found.values()])
+
+
+async def test_a_step_that_is_never_prepared_is_no_agents_doing(policy, tmp_path):
+    folder = steps_task(tmp_path, "t", [("true", SCORE % 0.5, ""), ("true", SCORE % 1, "")])
+    (folder / "s1/workdir").mkdir()
+    (folder / "s1/workdir/setup.sh").write_text("exit 3")
+    with pytest.raises(GroupsDropped, match="1 x verifier_failed"):
         await run(policy, tmp_path)
 
 
