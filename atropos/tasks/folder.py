@@ -130,14 +130,22 @@ def load_task(path: str | Path, *, variables: Mapping[str, str] | None = None) -
         ConfigError: names the file, the field and the cure.
     """
     root = Path(os.path.abspath(path))  # a link keeps its own name
-    if root.is_file():
-        task = _dockerfile_task(root)
-    elif (root / "task.yaml").is_file() and not (root / "task.toml").exists():
-        task = load_terminal_bench(root, build_task)
-    else:
-        task = load_harbor_task(root, variables or {}, build_task)
-    _check_sources(task)
+    try:
+        task = _loaded(root, variables or {})
+        _check_sources(task)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, OverflowError, RecursionError) as error:  # names too long, no permission, 400 digits
+        raise ConfigError(f"{root}: can't be read: {error}".replace("\n", " ")) from error
     return task
+
+
+def _loaded(root: Path, variables: Mapping[str, str]) -> Task:
+    if root.is_file():
+        return _dockerfile_task(root)
+    if (root / "task.yaml").is_file() and not (root / "task.toml").exists():
+        return load_terminal_bench(root, build_task)
+    return load_harbor_task(root, variables, build_task)
 
 
 def _dockerfile_task(path: Path) -> Task:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -183,7 +184,7 @@ def _number(value: object, where: str) -> float | None:
     if value is None or str(value).startswith("$"):
         return None
     match = re.fullmatch(r"(\d*\.?\d+)\s*([bkmgt]?)i?b?", str(value).strip(), re.IGNORECASE)
-    if match is None or float(match[1]) <= 0:
+    if match is None or not 0 < float(match[1]) < math.inf:
         raise ConfigError(f"{where}: {value!r:.50} is no size; write one like 2 or 512m")
     return float(match[1]) * (1 << 10 * "bkmgt".find(match[2].lower()) if match[2] else 1)
 

@@ -118,7 +118,7 @@ class EnvironmentSection(_Table):
     build_timeout_sec: float = Field(default=600.0, gt=0)
     docker_image: str | None = None
     os: Literal["linux", "windows"] = "linux"
-    cpus: float | None = Field(default=None, gt=0)
+    cpus: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     memory_mb: int | None = Field(default=None, gt=0)
     storage_mb: int | None = Field(default=None, gt=0)
     gpus: int | None = Field(default=None, ge=0)

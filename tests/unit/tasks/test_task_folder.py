@@ -785,6 +785,29 @@ def test_hosts_that_the_pool_leaves_out_are_noted_and_nonsense_is_refused(folder
 # ---------------------------------------------------------------------------------------------------------------- sets
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("environment/Dockerfile", f"FROM debian\nCOPY {'a' * 300} /x\n"),
+        ("environment/Dockerfile", f"FROM debian\nCOPY {'a/' * 3000} /x\n"),
+        ("environment/Dockerfile", f"FROM debian\nRUN {'[' * 100_000}\n"),
+        ("environment/compose.yaml", f"services: {{main: {{build: {{dockerfile: {'a' * 300}}}}}}}"),
+        ("environment/compose.yaml", f"services: {{main: {{image: debian, cpus: '{'9' * 400}'}}}}"),
+        ("task.toml", f"[environment]\nmemory = '{'9' * 400}G'\n"),
+        ("task.toml", "[environment]\ncpus = inf\n"),
+        ("task.toml", '[[steps]]\nname = "a\\u0000b"\n'),
+    ],
+)
+def test_what_no_system_can_hold_is_one_bad_task_of_its_set(folder, tmp_path, name, text):
+    shutil.copytree(folder, tmp_path / "other")
+    (folder / "environment/Dockerfile").unlink(missing_ok=True)
+    (folder / name).write_text(text)
+    found = read_tasks(tmp_path)
+    assert ([task.name for task in found.tasks], list(found.refused)) == (["other"], ["demo"])
+    assert str(folder) in found.refused["demo"]
+    assert "\n" not in found.refused["demo"]
+
+
 def test_every_bad_task_of_a_set_is_named_at_once(folder, tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
