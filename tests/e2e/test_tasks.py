@@ -251,6 +251,18 @@ async def test_services_stay_for_the_tests_and_other_processes_end(pool, tmp_pat
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_server_in_the_foreground_of_a_terminal_stays_with_its_shell_alone(pool, tmp_path):
+    test = 'echo "{\\"server\\": $(pgrep -fc ^python3.-m.http), \\"loops\\": $(pgrep -fc ^sleep)}" > /logs/verifier/reward.json'
+    task = make_task(tmp_path, test=test)
+    async with working_on(pool, task) as run:
+        shell = await run.slot.start("exec bash --norc", pty=(24, 80))
+        await shell.write("sleep 1000 &\npython3 -m http.server 8123\n")
+        up = "until : < /dev/tcp/127.0.0.1/8123; do sleep 0.05; done"
+        assert (await run.slot.exec(up, timeout_s=30)).exit_code == 0
+        assert (await run.verify("shared")).metrics == {"server": 1, "loops": 0}
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_health_check_is_awaited_and_its_failure_is_the_tasks(pool, tmp_path):
     toml = '[environment.healthcheck]\ncommand = "date >> tries; [ $(wc -l < tries) -ge {} ]"\ninterval_sec = 0.01\nretries = 3\n'
     async with working_on(pool, task := make_task(tmp_path, toml=toml.format(3))) as run:

@@ -1,7 +1,7 @@
 """Ends the processes that an agent left running before its work is judged, except servers.
 
 A task may ask for a server, and its tests then talk to it. So by default processes that listen on a socket stay, with
-their children; everything else ends. A hostile agent can listen as well: `environment_mode = "separate"` is for that.
+their children and the shell of the terminal that they run on; everything else ends. A hostile agent can listen as well: `environment_mode = "separate"` is for that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def listening():
         if int(part[3], 16) & 0x10000:
             found.add(f"socket:[{part[6]}]")
     return found
-def parents():
+def processes():  # the parent of each, and the first process of its session where that has a terminal
     found = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -40,7 +40,7 @@ def parents():
             except OSError:
                 continue
             if stat[0] not in "ZX":
-                found[int(name)] = int(stat[1])
+                found[int(name)] = int(stat[1]), int(stat[3]) if int(stat[4]) else None
     return found
 def holds(pid, sockets):
     try:
@@ -51,19 +51,20 @@ try:
     os.kill(-1, signal.SIGSTOP)  # all but this one and PID 1: nothing forks or starts to listen while it is looked at
 except OSError:  # there is nothing else
     pass
-tree, sockets, pid = parents(), listening(), os.getpid()
+tree, sockets, pid = processes(), listening(), os.getpid()
 spared = {1}
 while pid in tree:
     spared.add(pid)
-    pid = tree[pid]
+    pid, _ = tree[pid]
 kept = {pid for pid in tree if pid not in spared and holds(pid, sockets)}
-while more := {pid for pid, parent in tree.items() if parent in kept and pid not in kept}:
+while more := {pid for pid, (parent, _) in tree.items() if parent in kept and pid not in kept}:
     kept |= more
+kept |= {tree[pid][1] for pid in kept} & set(tree) - spared  # at whose end what runs on the terminal is hung up
 ended = set(tree) - spared - kept
 for sent, those in ((signal.SIGKILL, ended), (signal.SIGCONT, kept)):
     for pid in those:
         os.kill(pid, sent)
-while ended & set(parents()):  # none is seen by the tests
+while ended & set(processes()):  # none is seen by the tests
     time.sleep(0.005)
 print(len(ended), len(kept))
 """
