@@ -116,7 +116,9 @@ def read_folders(folders: Sequence[Path], *, variables: Mapping[str, str] | None
 
 def is_task(path: Path) -> bool:
     """Whether a path is a task's folder, if perhaps an incomplete one."""
-    return not path.name.startswith((".", "_")) and any((path / mark).is_file() for mark in _MARKS)
+    if path.name.startswith((".", "_")):
+        return False
+    return any(os.path.isfile(path / mark) for mark in _MARKS)  # of lost+found, which may not be read, none is
 
 
 def load_task(path: str | Path, *, variables: Mapping[str, str] | None = None) -> Task:

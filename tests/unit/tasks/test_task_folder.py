@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -590,6 +591,22 @@ def test_folders_without_tasks_and_patterns_without_match_are_named(folder, tmp_
         read_tasks(tmp_path, ["x*"])
     assert [task.name for task in read_tasks(tmp_path, ["de*"]).tasks] == ["demo"]
     assert [task.name for task in read_tasks(folder).tasks] == ["demo"]
+
+
+def test_a_folder_that_may_not_be_read_is_no_task(folder):
+    """As lost+found is, at the top of a disk of tasks."""
+    root = os.geteuid() == 0
+    with tempfile.TemporaryDirectory() as name:
+        shutil.copytree(folder, f"{name}/demo")
+        Path(name, "lost+found").mkdir(mode=0)
+        Path(name).chmod(0o755)
+        if root:
+            os.seteuid(65534)
+        try:
+            assert [task.name for task in read_tasks(name).tasks] == ["demo"]
+        finally:
+            if root:
+                os.seteuid(0)
 
 
 def test_older_spellings_and_empty_forms_are_read(folder):
