@@ -22,9 +22,10 @@ from atropos.slots import Slot
 from atropos.slots.slot.profile import PLAIN
 from atropos.slots.slot.results import ExecResult, SlotFileError
 from atropos.tasks.builder.accounts import profile_of
-from atropos.tasks.builder.archive import LargeFile, packed_folder
-from atropos.tasks.builder.transfer import is_missing, untar
+from atropos.tasks.builder.archive import pack
+from atropos.tasks.builder.transfer import is_missing, unpack_pieces
 from atropos.tasks.errors import TaskBroken, VerifierFailed
+from atropos.tasks.format.context import walk
 from atropos.tasks.format.recipe import PATH
 from atropos.tasks.format.task import Hosts, Task
 from atropos.tasks.verifier.carry import carry_in, carry_out
@@ -153,11 +154,7 @@ async def solve(slot: Slot, task: Task) -> ExecResult:
 
 async def _upload(slot: Slot, source: Path, where: str) -> None:
     if source.is_dir():
-        for archive in await asyncio.to_thread(packed_folder, source):
-            if isinstance(archive, LargeFile):
-                await slot.upload(archive.path, f"{where}/{archive.name}", mode=archive.mode)
-            else:
-                await untar(slot, where, archive)
+        await unpack_pieces(slot, ((where, piece) for piece in pack(walk(source))))
     else:
         await slot.write_file(f"{where}/{source.name}", await asyncio.to_thread(source.read_bytes), 0o755)
 

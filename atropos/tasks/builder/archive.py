@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import os
@@ -10,14 +9,14 @@ import posixpath
 import re
 import stat
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from atropos import wire
 from atropos.errors import ConfigError
-from atropos.tasks.format.context import Context, walk
+from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import Copy
 
 OVERHEAD_BYTES = 2 * tarfile.RECORDSIZE
@@ -94,7 +93,7 @@ def digest_of(context: Context, copy: Copy) -> str:
 
 
 def pack(
-    members: Sequence[tuple[str, Path | bytes]],
+    members: Iterable[tuple[str, Path | bytes]],
     *,
     mode: int | str | None = None,
     limit: int = wire.MAX_FILE_BYTES,
@@ -215,14 +214,3 @@ def _entry(name: str, source: Path | bytes, mode: int | str | None) -> tarfile.T
     else:
         raise ConfigError(f"{source}: is neither a file, a folder nor a link; a slot can't be given it")
     return entry
-
-
-def packed_folder(folder: Path) -> tuple[bytes | LargeFile, ...]:
-    """A folder's content as `pack` has it; packed again only when one of its files has changed."""
-    stamps = [(name, path.lstat()) for name, path in walk(folder)]
-    return _packed(folder, tuple((name, seen.st_mtime_ns, seen.st_size, seen.st_mode) for name, seen in stamps))
-
-
-@functools.lru_cache(maxsize=256)
-def _packed(folder: Path, _stamps: tuple[tuple[str, int, int, int], ...]) -> tuple[bytes | LargeFile, ...]:
-    return tuple(pack(list(walk(folder))))

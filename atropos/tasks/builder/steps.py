@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import io
 import lzma
@@ -17,16 +16,16 @@ from atropos import wire
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult
 from atropos.tasks.builder.accounts import owner_ids
-from atropos.tasks.builder.archive import LargeFile, TarPiece, unpack_steps
+from atropos.tasks.builder.archive import TarPiece, unpack_steps
 from atropos.tasks.builder.transfer import (
     PackedFiles,
-    change_owner,
     command_failure,
     followed,
     is_folder,
     is_missing,
     make_folder,
     unpack_archive,
+    unpack_pieces,
     untar,
 )
 from atropos.tasks.errors import TaskBroken
@@ -77,7 +76,7 @@ async def begin_mount(slot: Slot, mount: Mount) -> bool:
         await make_folder(slot, posixpath.dirname(mount.target))
         piece = TarPiece()
         piece.add_folder(posixpath.basename(mount.target), mount.owner, mount.mode)
-        await untar(slot, posixpath.dirname(mount.target), piece.close(), owners=True)
+        await untar(slot, posixpath.dirname(mount.target), piece.close())
     return there
 
 
@@ -114,17 +113,8 @@ async def copy(slot: Slot, step: Copy, context: Context) -> None:
 
     if step.target.endswith("/"):
         await make_folder(slot, step.target.rstrip("/") or "/", owner)
-    archives, empty = unpack_steps(context, step, into_folder=into, owner=owner), True
-    while (piece := await asyncio.to_thread(next, archives, None)) is not None:
-        where, archive = piece
-        await make_folder(slot, where, owner)
-        if isinstance(archive, LargeFile):
-            await slot.upload(archive.path, f"{where}/{archive.name}", mode=archive.mode)
-            await change_owner(slot, f"{where}/{archive.name}", owner, archive.mode)
-        else:
-            await untar(slot, where, archive, owners=True)
-        empty = False
-    if empty:  # an empty folder's content: the folder is made
+    pieces = unpack_steps(context, step, into_folder=into, owner=owner)
+    if not await unpack_pieces(slot, pieces, owner):  # an empty folder's content: the folder is made
         await make_folder(slot, step.target.rstrip("/") or "/", owner)
 
 
@@ -210,7 +200,7 @@ async def add_download(slot: Slot, step: Download, data: bytes) -> None:
     await make_folder(slot, where, owner)
     piece = TarPiece()
     piece.add(info, io.BytesIO(data))
-    await untar(slot, where, piece.close(), owners=True)
+    await untar(slot, where, piece.close())
 
 
 async def make_workdir(slot: Slot, step: Folder) -> None:

@@ -15,7 +15,7 @@ import posixpath
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -25,7 +25,7 @@ from atropos import wire
 from atropos.archives import WholeTar
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult, file_error
-from atropos.tasks.builder.archive import OVERHEAD_BYTES, TarPiece, changed_mode, kept_members
+from atropos.tasks.builder.archive import OVERHEAD_BYTES, LargeFile, TarPiece, changed_mode, kept_members
 from atropos.tasks.errors import TaskBroken
 
 MAX_STAGE_BYTES = 4 << 30
@@ -61,15 +61,41 @@ async def make_folder(slot: Slot, path: str, owner: tuple[int, int] = (0, 0)) ->
         raise file_error(result, missing[0])
 
 
-async def untar(slot: Slot, where: str, archive: bytes, *, owners: bool = False) -> None:
-    """Unpack an archive: its members belong to root, or with `owners` to whom the archive names.
+async def untar(slot: Slot, where: str, archive: bytes) -> None:
+    """Unpack an archive: its members belong to whom it names.
 
     Raises:
         OSError: the slot can't take it.
     """
-    result = await slot.run(wire.Untar(path=where, data=archive, owners=owners))
+    result = await slot.run(wire.Untar(path=where, data=archive, owners=True))
     if isinstance(result, wire.OpError):
         raise file_error(result, where)
+
+
+async def unpack_pieces(
+    slot: Slot, pieces: Iterator[tuple[str, bytes | LargeFile]], owner: tuple[int, int] = (0, 0)
+) -> bool:
+    """Unpack archives and files that are made one after the other. Returns whether there was one.
+
+    Args:
+        slot: where.
+        pieces: (folder in the slot, tar archive or large file).
+        owner: of the large files, and of folders that are missing; an archive names its own.
+
+    Raises:
+        OSError, TaskBroken: the slot can't take one.
+    """
+    some = False
+    while (made := await asyncio.to_thread(next, pieces, None)) is not None:
+        where, piece = made
+        await make_folder(slot, where, owner)
+        if isinstance(piece, LargeFile):
+            await slot.upload(piece.path, f"{where}/{piece.name}", mode=piece.mode)
+            await change_owner(slot, f"{where}/{piece.name}", owner, piece.mode)
+        else:
+            await untar(slot, where, piece)
+        some = True
+    return some
 
 
 async def is_folder(slot: Slot, path: str) -> bool:
@@ -178,13 +204,13 @@ async def unpack_archive(
                     await _send_alone(slot, where, info, data)
                     continue
                 if piece.size + info.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
-                    await untar(slot, where, piece.close(), owners=True)
+                    await untar(slot, where, piece.close())
                     piece = TarPiece()
                 piece.add(info, data)
         assert source.fileobj is not None
         while source.fileobj.read(_READ_BYTES):  # what was compressed has its checksum at the end
             pass
-        await untar(slot, where, piece.close(), owners=True)
+        await untar(slot, where, piece.close())
 
 
 async def _send_alone(slot: Slot, where: str, info: tarfile.TarInfo, content: IO[bytes]) -> None:
