@@ -32,7 +32,7 @@ from atropos.tasks.verifier.carry import carry_in, carry_out
 from atropos.tasks.verifier.layers import VerifierLayers
 from atropos.tasks.verifier.mode import Mode, choose
 from atropos.tasks.verifier.reward import Verdict, read_verdict
-from atropos.tasks.verifier.services import end_processes
+from atropos.tasks.verifier.services import end_processes, end_tests, moment
 
 _log = logging.getLogger(__name__)
 LOGS = "/logs/agent /logs/verifier /logs/artifacts"
@@ -181,7 +181,7 @@ async def verify(
         VerifierFailed: no reward could be read.
         SandboxError: the infrastructure failed.
     """
-    chosen = choose(task).mode if mode == "task" else mode
+    chosen = choose(task, mode).mode
     try:
         machine = await _machine(slot, task, chosen, fresh)
         if layers is not None:
@@ -291,8 +291,9 @@ async def _judge(slot: Slot, task: Task) -> Verdict:
     operation = profile.applied(
         wire.Exec(command=script, env=environment, clean_env=True, timeout_s=task.config.verifier.timeout_sec)
     )
+    before = None if task.step is None else await moment(slot)  # with a step's processes the agent goes on
     result = ExecResult.of(await slot.run(operation))
-    await slot.quiesce()
+    await end_tests(slot, task, before)
     if result.timed_out:
         raise VerifierFailed(f"{task.name}: {script} took longer than {task.config.verifier.timeout_sec:g} s")
     return await read_verdict(slot, task, result)

@@ -404,6 +404,31 @@ async def test_a_machines_main_process_serves_the_agent_and_the_tests_in_each_sl
         )
 
 
+@pytest.mark.parametrize("mode", ["shared", "view"])
+async def test_servers_serve_the_next_step_too_and_what_tests_started_does_not(policy, tmp_path, mode):
+    mine = f"setsid python3 -S /serve.py agent >/dev/null 2>&1 & {SERVED}"
+    test = "(exec -a left-by-tests sleep 1000) & " + SCORE % 1
+    look = f"timeout 20 bash -c '{SERVED}'; pgrep -fc '^left-by-tests'"
+    for name, first, start in (
+        ("its-own", mine, ""),
+        ("the-machines", SERVED, 'ENTRYPOINT ["python3", "-S", "/serve.py"]'),
+    ):
+        steps_task(
+            tmp_path,
+            name,
+            [(first, test, ""), (look, test, ""), (look, SCORE % 1, "")],
+            toml=f"[verifier]\nenvironment_mode = '{mode}'\n",
+        )
+        folder = tmp_path / "tasks" / name / "environment"
+        (folder / "serve.py").write_text(SERVER)
+        (folder / "Dockerfile").write_text(f"FROM debian\nCOPY serve.py /\nWORKDIR /app\n{start}\n")
+    found, _ = await run(policy, tmp_path)
+    for name, started in (("its-own", "agent"), ("the-machines", "sh -c sleep infinity")):
+        for messages in found[name]["messages"]:
+            told = [message["content"] for message in messages[3::4]]
+            assert [started in told[0], *(f"{started}\\n0\\n" in one for one in told[1:])] == [True] * 3, told
+
+
 async def test_an_entrypoint_that_does_not_start_is_the_tasks_fault(policy, tmp_path):
     task(tmp_path, "t")
     (tmp_path / "tasks/t/environment/Dockerfile").write_text('FROM debian\nENTRYPOINT ["/nothing"]\n')

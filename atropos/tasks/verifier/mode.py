@@ -34,14 +34,19 @@ class Choice:
     reason: str
 
 
-def choose(task: Task) -> Choice:
-    """Where a task's tests run unless the operator says otherwise."""
+def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:
+    """Where a task's tests run; `wanted`: what the operator says.
+
+    After a view nobody comes back to the agent's slot, so steps are verified there.
+    """
     verifier = task.config.verifier
-    if verifier.environment_mode is not None:
-        return Choice(verifier.environment_mode, "environment_mode says so")
-    if verifier.environment is not None:
+    in_steps = bool(task.steps) or task.step is not None
+    said = verifier.environment_mode if wanted == "task" else wanted
+    if said is not None and not (said == "view" and in_steps):
+        return Choice(said, "environment_mode says so" if wanted == "task" else "the operator says so")
+    if said is None and verifier.environment is not None:
         return Choice("separate", "[verifier.environment] is set")
-    if task.steps or task.step is not None:
+    if in_steps:
         return Choice("shared", "the task has several steps")
     if task.recipe.workdir == "/":
         return Choice("shared", "its working folder is /")

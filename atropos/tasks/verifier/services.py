@@ -1,4 +1,4 @@
-"""Ends the processes that an agent left running before its work is judged, except servers.
+"""Ends the processes that an agent left running before its work is judged, except servers; and those that its tests left.
 
 A task may ask for a server, and its tests then talk to it. So by default processes that listen on a socket stay, with
 their children and the shell of the terminal that they run on; everything else ends. A hostile agent can listen as well: `environment_mode = "separate"` is for that.
@@ -15,7 +15,7 @@ from atropos.tasks.format.task import Task
 _log = logging.getLogger(__name__)
 
 _SCRIPT = r"""
-import os, time, _signal as signal
+import os, sys, time, _signal as signal
 def listening():
     found = set()
     for name, column, states in (("tcp", 3, {"0A"}), ("tcp6", 3, {"0A"}), ("udp", 3, {"07"}), ("udp6", 3, {"07"})):
@@ -31,7 +31,7 @@ def listening():
         if int(part[3], 16) & 0x10000:
             found.add(f"socket:[{part[6]}]")
     return found
-def processes():  # the parent of each, and the first process of its session where that has a terminal
+def processes():  # the parent of each, the first process of its session where that has a terminal, and when it started
     found = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -40,7 +40,7 @@ def processes():  # the parent of each, and the first process of its session whe
             except OSError:
                 continue
             if stat[0] not in "ZX":
-                found[int(name)] = int(stat[1]), int(stat[3]) if int(stat[4]) else None
+                found[int(name)] = int(stat[1]), int(stat[3]) if int(stat[4]) else None, int(stat[19])
     return found
 def holds(pid, sockets):
     try:
@@ -55,9 +55,12 @@ tree, sockets, pid = processes(), listening(), os.getpid()
 spared = {1}
 while pid in tree:
     spared.add(pid)
-    pid, _ = tree[pid]
-kept = {pid for pid in tree if pid not in spared and holds(pid, sockets)}
-while more := {pid for pid, (parent, _) in tree.items() if parent in kept and pid not in kept}:
+    pid, *_ = tree[pid]
+if sys.argv[1:]:
+    kept = {pid for pid, (*_, started) in tree.items() if started < int(sys.argv[1])} - spared
+else:
+    kept = {pid for pid in tree if pid not in spared and holds(pid, sockets)}
+while more := {pid for pid, (parent, *_) in tree.items() if parent in kept and pid not in kept}:
     kept |= more
 kept |= {tree[pid][1] for pid in kept} & set(tree) - spared  # at whose end what runs on the terminal is hung up
 ended = set(tree) - spared - kept
@@ -69,6 +72,7 @@ while ended & set(processes()):  # none is seen by the tests
 print(len(ended), len(kept))
 """
 """For the Python that every slot has: many images have none, and what is the agent's may be replaced."""
+_NOW = 'print(open("/proc/self/stat").read().rpartition(")")[2].split()[19])'
 
 
 async def end_processes(slot: Slot, task: Task) -> None:
@@ -81,15 +85,49 @@ async def end_processes(slot: Slot, task: Task) -> None:
     if keep is True:
         return
     if keep == "services":
-        done = await slot.exec((*SLOT_PYTHON, "-c", _SCRIPT), workdir="/", clean_env=True, timeout_s=30)
-        counts = done.output.split()
-        if done.exit_code == 0 and len(counts) == 2 and counts[0].isdecimal() and counts[1].isdecimal():
-            _report(task, int(counts[0]), f"{counts[1]} that listen stay")
+        counts = await _counted(slot, task)
+        if counts is not None:
+            _report(task, counts[0], f"{counts[1]} that listen stay")
             return
-        _log.warning(
-            "%s: services can't be distinguished from other processes: %s", task.name, done.output[-200:].strip()
-        )
     _report(task, await slot.quiesce(), "none stays")
+
+
+async def moment(slot: Slot) -> int | None:
+    """Now, as the kernel counts the time at which a process started; None where the slot can't say.
+
+    Raises:
+        SandboxError: the infrastructure failed.
+    """
+    return next(iter(await _numbers(slot, _NOW)), None)
+
+
+async def end_tests(slot: Slot, task: Task, since: int | None) -> None:
+    """End the tests and what they left: all that started later than `since`, except by what was there; None: everything.
+
+    Raises:
+        SandboxError: the infrastructure failed.
+    """
+    if since is None or await _counted(slot, task, str(since)) is None:
+        await slot.quiesce()
+
+
+async def _counted(slot: Slot, task: Task, *arguments: str) -> tuple[int, int] | None:
+    """How many processes the script ended, and how many it kept; None where it failed."""
+    counts = await _numbers(slot, _SCRIPT, *arguments)
+    if len(counts) == 2:
+        return counts[0], counts[1]
+    _log.warning("%s: processes can't be distinguished, and all are ended", task.name)
+    return None
+
+
+async def _numbers(slot: Slot, script: str, *arguments: str) -> list[int]:
+    """What a script printed; nothing where it failed."""
+    done = await slot.exec((*SLOT_PYTHON, "-c", script, *arguments), workdir="/", clean_env=True, timeout_s=30)
+    words = done.output.split()
+    if done.exit_code != 0 or not all(word.isdecimal() for word in words):
+        _log.warning("a program of atropos's own failed in a slot: %s", done.output[-200:].strip())
+        return []
+    return [int(word) for word in words]
 
 
 def _report(task: Task, ended: int, rest: str) -> None:

@@ -1025,3 +1025,12 @@ def test_tests_run_in_a_view_unless_the_solution_changes_the_machine(folder, tom
     (folder / "solution").mkdir(exist_ok=True)
     (folder / "solution" / "solve.sh").write_text(f"#!/bin/bash\n{solution}\n")
     assert choose(load_task(folder)).mode == mode
+
+
+def test_steps_have_no_view_since_the_agent_would_go_on_in_it(folder):
+    (folder / "task.toml").write_text('[verifier]\nenvironment_mode = "view"\n[[steps]]\nname = "one"\n')
+    (folder / "steps/one").mkdir(parents=True)
+    (folder / "steps/one/instruction.md").write_text("Do.")
+    task = load_task(folder)
+    assert [choose(each).mode for each in (task, *task.steps)] == ["shared", "shared"]
+    assert [choose(task, wanted).mode for wanted in ("view", "separate")] == ["shared", "separate"]
