@@ -10,10 +10,11 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from atropos.errors import ConfigError
+from atropos.tasks.builder.archive import check_copy, check_folder
 from atropos.tasks.format import dockerfile, machines
 from atropos.tasks.format.config import TaskConfig
 from atropos.tasks.format.harbor import load_harbor_task
@@ -133,13 +134,11 @@ def load_task(path: str | Path, *, variables: Mapping[str, str] | None = None) -
     """
     root = Path(os.path.abspath(path))  # a link keeps its own name
     try:
-        task = _loaded(root, variables or {})
-        _check_sources(task)
+        return _checked(_loaded(root, variables or {}))
     except ConfigError:
         raise
     except (OSError, ValueError, OverflowError, RecursionError) as error:  # names too long, no permission, 400 digits
         raise ConfigError(f"{root}: can't be read: {error}".replace("\n", " ")) from error
-    return task
 
 
 def _loaded(root: Path, variables: Mapping[str, str]) -> Task:
@@ -169,13 +168,31 @@ def _dockerfile_task(path: Path) -> Task:
     )
 
 
-def _check_sources(task: Task) -> None:
-    """Refuse a task that copies files that aren't there."""
-    for other in (task.verifier, *(step.verifier for step in task.steps)):
-        if other is not None:
-            _check_sources(other)
-    context = task.build_context
-    for copy in (copy for step in task.recipe.steps for copy in copies(step)):
-        if copy.stage is None:
-            for source in copy.sources:
-                context.sources(source, copy.exclude)
+def _checked(task: Task) -> Task:
+    """The task, whose folders hold nothing that no slot can be given, and whose machines have the files that they copy."""
+    for each in (task, *task.steps):
+        for folder in (*each.tests, each.solution, each.files):
+            if folder is not None:
+                check_folder(folder)
+    steps = tuple(replace(step, verifier=step.verifier and _with_sources(step.verifier)) for step in task.steps)
+    return _with_sources(replace(task, steps=steps, verifier=task.verifier and _with_sources(task.verifier)))
+
+
+def _with_sources(machine: Task) -> Task:
+    """A machine that has the files that it copies; without them, one that serves as its `docker_image` alone.
+
+    Raises:
+        ConfigError: a file is missing, and no image is named.
+    """
+    recipe = machine.recipe
+    try:
+        context = machine.build_context
+        for step in (*recipe.steps, *(step for stage in recipe.stages for step in stage.steps)):
+            for copy in copies(step):
+                if copy.stage is None:
+                    check_copy(context, copy)
+    except ConfigError as error:
+        if machine.config.environment.docker_image is None:
+            raise
+        return replace(machine.on({}, prebuilt=True), unbuildable=str(error))
+    return machine

@@ -16,7 +16,7 @@ from typing import IO
 
 from atropos import wire
 from atropos.errors import ConfigError
-from atropos.tasks.format.context import Context
+from atropos.tasks.format.context import Context, walk
 from atropos.tasks.format.recipe import Copy
 
 OVERHEAD_BYTES = 2 * tarfile.RECORDSIZE
@@ -71,6 +71,26 @@ def _members(context: Context, copy: Copy, *, into_folder: bool) -> tuple[str, l
         else:
             members += context.below(path, copy.exclude)
     return where, members
+
+
+def check_copy(context: Context, copy: Copy) -> None:
+    """Refuse a COPY of what isn't there, or what no slot can be given.
+
+    Raises:
+        ConfigError: names it.
+    """
+    for name, source in _members(context, copy, into_folder=False)[1]:
+        _entry(name, source, copy.mode)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder with something in it that no slot can be given.
+
+    Raises:
+        ConfigError: names it.
+    """
+    for name, path in walk(folder):
+        _entry(name, path, None)
 
 
 def digest_of(context: Context, copy: Copy) -> str:

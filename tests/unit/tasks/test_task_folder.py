@@ -271,9 +271,8 @@ def test_a_link_that_a_copy_names_is_followed_within_the_context(folder):
     assert unpacked(folder, one) == {"/to": (0o644, 0, text)}, "the file, and no link"
     assert sorted(unpacked(folder, several)) == ["/there/in.txt"]
     for name in ("out", "nothing"):
-        (step,) = recipe_of(folder, f"FROM debian\nCOPY {name} /to\n").steps
         with pytest.raises(ConfigError, match=f"{name}: a link to .*, which is not in the build context"):
-            unpacked(folder, step)
+            recipe_of(folder, f"FROM debian\nCOPY {name} /to\n")
 
 
 @pytest.mark.parametrize("source", ["way/key", "w*/key", "way/below", "round"])
@@ -283,9 +282,10 @@ def test_no_way_through_a_link_leads_out_of_the_context(folder, tmp_path, source
         (tmp_path / "secret" / name).write_text("of the host")
     (folder / "environment/way").symlink_to(tmp_path / "secret")
     (folder / "environment/round").symlink_to("round")
-    (step,) = recipe_of(folder, f"FROM debian\nCOPY {source} /to\n").steps
     with pytest.raises(ConfigError, match="which is not in the build context"):
-        unpacked(folder, step)
+        recipe_of(folder, f"FROM debian\nCOPY {source} /to\n")
+    with pytest.raises(ConfigError, match="which is not in the build context"):  # nor one that was made since
+        unpacked(folder, Copy((source,), "/to"))
 
 
 def test_an_archive_that_is_added_is_unpacked(folder):
@@ -691,13 +691,33 @@ def test_large_folders_are_cut_into_archives_that_fit(tmp_path):
         assert archive.getnames() == ["text"]
 
 
-def test_a_fifo_is_refused(folder):
-    import os
-
-    os.mkfifo(folder / "environment/pipe")
-    _, step = load_task(folder).recipe.steps
+@pytest.mark.parametrize("where", ["environment", "tests", "solution", "steps/one/workdir"])
+def test_a_fifo_is_refused_where_the_task_is_loaded(folder, where):
+    (folder / "steps/one").mkdir(parents=True)
+    (folder / "steps/one/instruction.md").write_text("Do.")
+    (folder / "task.toml").write_text('[[steps]]\nname = "one"\n')
+    (folder / where).mkdir(parents=True, exist_ok=True)
+    (folder / "solution/solve.sh").parent.mkdir(exist_ok=True)
+    (folder / "solution/solve.sh").write_text("true")
+    os.mkfifo(folder / where / "pipe")
     with pytest.raises(ConfigError, match="pipe: is neither"):
-        unpacked(folder, step)
+        load_task(folder)
+
+
+def test_what_an_earlier_stage_copies_is_looked_for_too(folder):
+    with pytest.raises(ConfigError, match="absent: is missing, and a COPY needs it"):
+        recipe_of(folder, "FROM debian AS one\nCOPY absent /x\nFROM debian\nCOPY --from=one /x /x\n")
+
+
+def test_a_copy_without_its_file_refuses_no_task_on_an_image(folder):
+    (folder / "task.toml").write_text("[environment]\ndocker_image = 'own:1'\n")
+    (folder / "environment/Dockerfile").write_text("FROM debian\nCOPY absent /x\n")
+    task = load_task(folder)
+    assert (task.image, task.recipe.dockerfile) == ("own:1", None)
+    assert "absent: is missing" in task.unbuildable
+    room = Room(memory_mib=1024, disk_mib=256)
+    assert fit(task, room, images=()).refused == ()
+    assert "absent: is missing" in fit(task, room, images=("own*",)).refused[0], "the base would be built on"
 
 
 # --------------------------------------------------------------------------------------------------------------- sizes
