@@ -5,8 +5,7 @@ cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"
 ruff format --check .
 ruff check .
-lint-imports --no-cache >/tmp/lint-imports.$$ 2>&1 || { cat /tmp/lint-imports.$$; rm -f /tmp/lint-imports.$$; exit 1; }
-rm -f /tmp/lint-imports.$$
+said=$(lint-imports --no-cache 2>&1) || { echo "$said"; exit 1; }
 pyright --pythonpath .venv/bin/python &  # beside those of the adapters, which take as long together
 own=$!
 trap 'kill "$own" 2>/dev/null || true' EXIT
