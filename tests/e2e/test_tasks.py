@@ -229,6 +229,15 @@ async def test_the_verifier_has_the_tasks_variables_user_and_home(pool, tmp_path
         assert (await run.verify()).reward == 1.0
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_accounts_that_an_agent_wrote_without_end_are_not_read(pool, tmp_path):
+    task = make_task(tmp_path, dockerfile="FROM debian\nRUN useradd -m dev\nUSER dev\n")
+    async with working_on(pool, task) as run:
+        await run.slot.exec("yes : | head -c 2000000 >> /etc/passwd", user="0")
+        with pytest.raises(VerifierFailed, match=r"more than max_bytes .*/etc/passwd"):
+            await run.verify("shared")
+
+
 SERVICE = """nohup python3 -m http.server 8123 >/dev/null 2>&1 &
 (exec -a a-mere-loop sleep 1000) & (exec -a a-mere-loop sleep 1000) &
 for i in $(seq 100); do python3 -c 'import socket; socket.create_connection(("127.0.0.1", 8123))' 2>/dev/null && break; sleep 0.05; done

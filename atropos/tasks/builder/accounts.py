@@ -10,6 +10,9 @@ from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.recipe import ROOT, StepSettings
 from atropos.tasks.format.task import Task
 
+MAX_BYTES = 1 << 20
+"""Most that is read of /etc/passwd or /etc/group, which an agent may have filled."""
+
 
 async def profile_of(slot: Slot, task: Task, settings: StepSettings) -> Profile:
     """What commands start with under these settings; the user is looked up in the slot.
@@ -75,7 +78,7 @@ def _group(groups: list[list[str]], group: str) -> int:
 
 async def _entries(slot: Slot, path: str) -> list[list[str]]:
     try:
-        text = (await slot.read_file(path)).decode(errors="replace")
+        text = (await slot.read_file(path, max_bytes=MAX_BYTES)).decode(errors="replace")
     except FileNotFoundError:
         return []
-    return [line.split(":") for line in text.splitlines()]
+    return [line.split(":") for line in text.splitlines() if ":" in line]
