@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import io
-import itertools
 import posixpath
 import re
 import shlex
@@ -13,6 +12,7 @@ import tarfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 from atropos import wire
 from atropos.slots import Slot
@@ -24,6 +24,9 @@ from atropos.tasks.format.recipe import PATH
 _PROGRAMS = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/etc/")
 MAX_ARTIFACT_BYTES = 256 * 1024 * 1024
 """Most that is carried from the agent's slot to a separate verifier's."""
+
+_Links: TypeAlias = "dict[str, _Links]"
+"""Names of links as a tree of their parts; an empty part, which no name has, marks where one ends."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
         VerifierFailed: it is no tar archive.
     """
     out = io.BytesIO()
-    links: set[str] = set()
+    links: _Links = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as source, tarfile.open(fileobj=out, mode="w") as target:
             every = {"/".join(_parts(member.name)) for member in source if member.issym()}
@@ -92,7 +95,7 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
                 if member.issym():
                     if not _stays(name, member.linkname, path, every):
                         continue
-                    links.add(name)
+                    _note(links, name)
                 member.name, member.pax_headers = name, {}  # which would be written instead of what was looked at here
                 member.uid = member.gid = 0
                 member.uname = member.gname = ""
@@ -139,12 +142,28 @@ def _stays(name: str, target: str, folder: str, links: set[str]) -> bool:
     return True
 
 
-def _inside(name: str, links: set[str]) -> str | None:
+def _note(links: _Links, name: str) -> None:
+    """Add a link."""
+    for part in name.split("/"):
+        links = links.setdefault(part, {})
+    links[""] = {}
+
+
+def _passes(links: _Links, parts: Sequence[str]) -> bool:
+    """Whether these parts name a link, or something on the way through one: a look-up for each part, however deep it is."""
+    for part in parts:
+        if part not in links:
+            return False
+        links = links[part]
+        if "" in links:
+            return True
+    return False
+
+
+def _inside(name: str, links: _Links) -> str | None:
     """A member's plain name; None for the folder itself and for what leads out of it."""
     parts = _parts(name)
-    if not parts or ".." in parts or name.startswith("/"):
-        return None
-    if links and any(way in links for way in itertools.accumulate(parts, "{}/{}".format)):
+    if not parts or ".." in parts or name.startswith("/") or _passes(links, parts):
         return None
     return "/".join(parts)
 
