@@ -26,7 +26,7 @@ from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
 from atropos.envs.running.rollout import Rollout, VerifierError
 from atropos.envs.sandbox_env import ExecTool, GroupMember
 from atropos.errors import ConfigError, ImageUnavailable
-from atropos.slots import Slot, Snapshot
+from atropos.slots import Slot, SlotFileError, Snapshot
 from atropos.tasks import workspace
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.fit import STAND_INS, Policy, Room, fit
@@ -258,13 +258,11 @@ class TaskEnv(DatasetEnv):
 
         Raises:
             VerifierError: it is impossible, and the agent is not known to be the cause.
-            TaskBroken, OSError: it is the first step, before which no agent has worked.
+            TaskBroken, SlotFileError: it is the first step, before which no agent has worked.
         """
         try:
             await self._begin_step(step, trajectory_id)
-        except (TimeoutError, ConnectionError):  # of the infrastructure
-            raise
-        except (TaskBroken, VerifierFailed, OSError) as failure:
+        except (TaskBroken, VerifierFailed, SlotFileError) as failure:
             if step is item.steps[0]:
                 raise
             return await self._blamed(item, step, trajectory_id, failure)
@@ -328,7 +326,7 @@ class TaskEnv(DatasetEnv):
         if task.name not in self._unsound:  # one that was sound may have failed by what is outside since
             try:
                 await self._verify_untouched(item, task, trajectory_id)
-            except (VerifierFailed, TaskBroken, OSError):
+            except (VerifierFailed, TaskBroken, SlotFileError):
                 self._unsound.add(task.name)
         return task.name not in self._unsound
 

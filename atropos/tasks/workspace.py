@@ -83,7 +83,7 @@ async def start_main_process(slot: Slot, task: Task, env: Mapping[str, str] | No
     profile, slot.profile = slot.profile, await profile_of(slot, task, task.container_settings)
     try:
         await slot.start(words, env=env)
-    except OSError as error:
+    except SlotFileError as error:
         kind = "ENTRYPOINT" if settings.entrypoint else "command"
         raise TaskBroken(f"{task.name}: {kind} {words[0]}: {error}") from error
     finally:

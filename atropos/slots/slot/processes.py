@@ -130,7 +130,7 @@ def process_state(result: wire.OpResult) -> wire.ProcState:
         OSError: the slot refused.
     """
     if isinstance(result, wire.OpError):
-        raise file_error(result, result.error)
+        raise file_error(result)
     assert isinstance(result, wire.ProcState)
     return result
 

@@ -125,7 +125,7 @@ _KINDS: dict[int, type[SlotFileError]] = {
 }
 
 
-def file_error(problem: wire.OpError, path: str) -> SlotFileError:
-    """The exception for a file operation that failed in the slot."""
+def file_error(problem: wire.OpError, path: str | None = None) -> SlotFileError:
+    """The exception for an operation on a file, or on a process, that failed in the slot."""
     number = _ERRNO.get(problem.error, errno.EIO)
     return _KINDS.get(number, SlotFileError)(number, problem.message or os.strerror(number), path)
