@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from types import SimpleNamespace
 
 import aiohttp
@@ -10,7 +11,7 @@ import pytest
 
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolFull, SandboxError, SlotLost
 from atropos.sandbox.server.calls.journal import Journal, JournalEntry
-from atropos.sandbox.server.calls.lanes import Lanes
+from atropos.sandbox.server.calls.lanes import MAX_QUEUED, Lanes
 from atropos.sandbox.server.calls.start_queue import StartQueue
 from atropos.sandbox.server.metrics import Meters
 from atropos.sandbox.server.snapshots.layer_tar import packed_layers
@@ -514,3 +515,28 @@ async def test_commands_that_wait_for_their_turn_are_cancelled_and_answered_like
     assert isinstance(pending.answer, Fault), pending.answer
     first.close("lease_expired", "the lease was released")
     assert submit(third, "next").state == "running"
+
+
+async def test_a_cancelled_call_that_waited_takes_no_place_in_its_lease_and_its_data_is_gone():
+    sandbox, journal = await FakeHost().start("slot"), Journal()
+    lanes = lanes_of(sandbox, journal)
+
+    def submit(call_id: str, operation: Exec | WriteFile) -> JournalEntry:
+        entry = journal.open(Call(call_id=call_id, lease_id="lease", epoch=1, operation=operation))
+        lanes.submit(entry, operation)
+        return entry
+
+    running = submit("runs", Exec(command="hang"))
+    data = []
+    for number in range(MAX_QUEUED):
+        operation = WriteFile(path="f", data=b"x")
+        data.append(weakref.ref(operation))
+        lanes.cancel(submit(f"cancelled {number}", operation))
+    del operation
+    assert not any(each() for each in data)
+    last = submit("last", WriteFile(path="g", data=b"y"))
+    assert last.state == "queued"
+    await until(lambda: sandbox.running)
+    lanes.cancel(running)
+    await until(lambda: last.state == "done")
+    assert sandbox.files == {"g": b"y"}

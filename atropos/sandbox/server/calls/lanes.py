@@ -149,6 +149,7 @@ class Lanes:
                 self._streaming[entry.call_id].close()
             self.sandbox.cancel(entry.number)
         elif entry.state == "queued":
+            self._unqueue(entry)
             self._answer(entry, cancelled_reply(entry.call_id))
 
     def close(self, code: str, message: str) -> None:
@@ -206,6 +207,13 @@ class Lanes:
 
     # --------------------------------------------------------------------------------------------------------- inside
 
+    def _unqueue(self, entry: JournalEntry) -> None:
+        for lane in (self._main, self._side, self._concurrent):
+            for place, item in enumerate(lane):
+                if not isinstance(item, Barrier) and item[0] is entry:
+                    del lane[place]
+                    return
+
     def _main_ended(self) -> None:
         self._main_busy = False
 
@@ -239,8 +247,6 @@ class Lanes:
 
     def _begin(self, entry: JournalEntry, operation: Operation, free: Callable[[], None]) -> bool:
         """Whether the call runs now; `free` is called when it has ended."""
-        if entry.state != "queued":  # cancelled meanwhile
-            return False
         entry.state = "running"
         began = time.perf_counter()
 
