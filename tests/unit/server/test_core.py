@@ -15,13 +15,13 @@ from atropos.sandbox.server.calls.lanes import MAX_QUEUED, Lanes
 from atropos.sandbox.server.calls.start_queue import StartQueue
 from atropos.sandbox.server.metrics import Meters
 from atropos.sandbox.server.snapshots.layer_tar import packed_layers
-from atropos.sandbox.server.snapshots.snapshot_transfer import IncomingSnapshot
+from atropos.sandbox.server.snapshots.snapshot_transfer import PARALLEL, IncomingSnapshot
 from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
 from atropos.wire import Call, Exec, Fault, Health, OpError, ProcRead, Reply, WriteFile
 from tests.unit.client.test_client import client_of, request
 from tests.unit.server.fakes import TOKEN, FakeHost, FakeSandbox, serving
-from tests.waiting import until
+from tests.waiting import SLOWNESS, until
 
 
 async def test_too_many_retired_slots_break_the_server_which_ends_with_its_last_lease():
@@ -414,6 +414,31 @@ async def test_an_image_is_kept_while_a_snapshot_on_it_is_imported(tmp_path, mon
         core.layers.drop_snapshot("snap-12345678")
         forget(core)
         assert not bases
+
+
+async def test_a_copy_of_a_workspace_waits_for_no_snapshot_that_arrives_slowly(tmp_path):
+    begun: list[str] = []
+    silent = asyncio.Event()
+
+    async def arriving(name: str):
+        begun.append(name)
+        await silent.wait()
+        yield b""
+
+    async with serving() as running:
+        core = running.core
+        names = [f"snap-{number:08}" for number in range(PARALLEL)]
+        incoming = [IncomingSnapshot(name, layers=1, base=None, owner="tester", compressed=False) for name in names]
+        imports = [asyncio.create_task(core.transfer.receive(each, arriving(each.snapshot_id))) for each in incoming]
+        await until(lambda: len(begun) == PARALLEL)
+        (tmp_path / "file").write_text("written")
+        sandbox = await running.host.start("copied")
+        sandbox.upper = str(tmp_path)
+        layer = await asyncio.wait_for(core.transfer.copy(sandbox), 10 * SLOWNESS)
+        assert running.host.layers[layer] == {"file": b"written"}
+        await sandbox.stop()
+        silent.set()
+        await asyncio.gather(*imports, return_exceptions=True)
 
 
 async def test_what_a_dead_client_left_makes_room_for_the_living():

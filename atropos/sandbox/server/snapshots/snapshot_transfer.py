@@ -16,8 +16,8 @@ from atropos.sandbox.server.state.snapshot_store import MAX_LAYERS, StoredSnapsh
 from atropos.sandbox.server.state.state import ServerState
 from atropos.wire import SnapshotInfo
 
-PARALLEL_IMPORTS = 2
-"""Snapshots unpacked at once; 26 at once delayed calls of neighbours by seconds."""
+PARALLEL = 2
+"""Snapshots that arrive, and copies that are made, at once; 26 at once delayed calls of neighbours by seconds."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class SnapshotTransfer:
         self._state = state
         self._layers = layers
         self._images = images
-        self._unpacking = asyncio.Semaphore(PARALLEL_IMPORTS)
+        self._imports = asyncio.Semaphore(PARALLEL)
+        self._copies = asyncio.Semaphore(PARALLEL)
+        """Not the same: an import takes as long as its sender, and the end of a lease waits for its copy."""
         self._arriving: dict[str, tuple[str | None, asyncio.Event]] = {}
         """Snapshots that are being imported, each with its base and what is set when that is over."""
 
@@ -85,7 +87,7 @@ class SnapshotTransfer:
             async with packed_layers([sandbox.upper], what) as chunks:
                 await unpack_layers([folder], what, chunks)
 
-        async with self._unpacking:
+        async with self._copies:
             return await self._state.host.import_layer(fill)
 
     async def receive(self, wanted: IncomingSnapshot, chunks: AsyncIterator[bytes]) -> SnapshotInfo:
@@ -138,7 +140,7 @@ class SnapshotTransfer:
             layers.append(await self._state.host.import_layer(fill))
 
         try:
-            async with self._unpacking:
+            async with self._imports:
                 await level([])
         except BaseException:
             self._layers.drop(layers)
