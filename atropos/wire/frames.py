@@ -105,7 +105,7 @@ class LeaseEnded(WireMessage):
 
 
 class Draining(WireMessage):
-    """The server takes no new leases and will end; what runs may finish until `deadline_s` from now."""
+    """The server takes no new leases and will end; what runs may finish until `deadline_s` from now (None: not said)."""
 
     kind: Literal["draining"] = "draining"
     deadline_s: float | None = None

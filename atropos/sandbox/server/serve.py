@@ -49,7 +49,8 @@ class Server:
         self._out = out or sys.stdout
         self._found: Capabilities | None = None
         self._stop = asyncio.Event()
-        self._deadline_s = config.drain_s
+        self._end_by: float | None = None
+        """When the leases end, in the loop's time."""
         self.core: Core | None = None
         self.port = 0
         self._closing: asyncio.Task[bool] | None = None
@@ -115,25 +116,27 @@ class Server:
         return await asyncio.shield(self._closing)
 
     def stop(self, deadline_s: float | None = None) -> None:
-        """Begin to end: no new leases; the ones there are may go on for `deadline_s` (None: the configured time)."""
+        """Begin to end: no new leases; the ones there are may go on for `deadline_s` (None: the configured time).
+
+        Asked again, it may only end sooner.
+        """
         assert self.core is not None
-        wanted = self._config.drain_s if deadline_s is None else deadline_s
-        self._deadline_s = min(self._deadline_s, wanted) if self._stop.is_set() else wanted
-        self.core.leasing.drain(self._deadline_s)
+        now = asyncio.get_running_loop().time()
+        end_by = now + (self._config.drain_s if deadline_s is None else deadline_s)
+        self._end_by = end_by if self._end_by is None else min(self._end_by, end_by)
+        self.core.leasing.drain(self._end_by - now)
         self._stop.set()
 
     # --------------------------------------------------------------------------------------------------------- inside
 
     def _handle_signals(self) -> None:
-        """SIGTERM and SIGINT begin the end; again and again they change nothing, until the process is gone."""
+        """SIGTERM and SIGINT begin the end; repeated, they change nothing."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: a test's in-process server
                 loop.add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:
-        if self._stop.is_set():
-            return
         if self.core is None:  # it is still being set up, and ends as soon as it is
             self._stop.set()
         else:
@@ -189,10 +192,11 @@ class Server:
 
     async def _drained(self, core: Core) -> None:
         """Until no lease is left, or their time is over."""
-        core.leasing.drain(self._deadline_s)
+        if self._end_by is None:
+            self.stop()
+        assert self._end_by is not None
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        while core.state.runs and (left := began + self._deadline_s - loop.time()) > 0:
+        while core.state.runs and (left := self._end_by - loop.time()) > 0:
             await set_within(core.leasing.idle, min(0.25, left))  # the time may be shortened meanwhile
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import secrets
 import tarfile
+import time
 
 import aiohttp
 import pytest
@@ -227,6 +228,18 @@ async def test_drain_by_hand_ends_the_server_when_the_last_lease_is_gone():
         assert not running.task.done()
         await curl("DELETE", f"/v1/leases/{lease.lease_id}")
         assert await asyncio.wait_for(running.task, 10) == 0
+
+
+async def test_a_later_drain_counts_from_its_own_time():
+    async with serving(drain_s=3600) as running, aiohttp.ClientSession() as session:
+        curl = Curl(running, session)
+        await curl.lease()
+        await curl("POST", "/v1/drain", {"deadline_s": 3000})
+        await asyncio.sleep(1)  # of which the second one's second must lose nothing
+        began = time.monotonic()
+        await curl("POST", "/v1/drain", {"deadline_s": 1})
+        assert await asyncio.wait_for(running.task, 10 * SLOWNESS) == 0
+        assert time.monotonic() - began >= 1
 
 
 def archive(*names: str) -> bytes:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from atropos.slots.client import SandboxClient
@@ -248,6 +249,17 @@ async def test_sigterm_ends_everything_with_exit_0_and_a_second_one_is_harmless(
         assert code == 0, text
         await gone(pids)
         await client.close()
+
+
+async def test_sigterm_ends_a_server_that_an_operator_drains_for_longer():
+    async with running(drain_s=0.5) as server, server.client() as client, aiohttp.ClientSession() as session:
+        await client.acquire(request())
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with session.post(f"{server.url}/v1/drain", json={"deadline_s": 3600}, headers=headers) as answer:
+            assert answer.status == 200
+        server.process.terminate()
+        code, text = await server.ended()
+        assert code == 0, text
 
 
 async def test_a_server_whose_clients_were_killed_ends_by_itself_and_one_in_use_does_not():

@@ -60,7 +60,6 @@ class Leasing:
         self.broken = ""
         self.idle = asyncio.Event()
         self.idle.set()
-        self._deadline_s: float | None = None
         self._confirming: set[asyncio.Task[None]] = set()
         spare = config.warm if config.warm is not None else min(4, max(1, config.slots // 4))
         self.warm_pool = WarmPool(
@@ -306,7 +305,6 @@ class Leasing:
         """Stop granting leases, and notify the clients."""
         if not self._table.draining:
             self._table.draining = f"the server is broken: {self.broken}" if self.broken else "the server is draining"
-        self._deadline_s = deadline_s
         self._state.clients.send_all(Draining(deadline_s=deadline_s))
         if not self._runs:
             self.idle.set()
@@ -321,7 +319,7 @@ class Leasing:
         if hello.holds is not None:
             self._end_unheld(client, frozenset(hello.holds))
         if self._table.draining:
-            connection.send(Draining(deadline_s=self._deadline_s))
+            connection.send(Draining())
         return client
 
     def _end_unheld(self, client: ClientState, holds: frozenset[str]) -> None:
