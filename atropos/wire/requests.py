@@ -249,7 +249,7 @@ class Status(WireMessage):
 class Health(WireMessage):
     """GET /v1/health, without a token."""
 
-    status: Literal["starting", "ok", "draining", "broken"]
+    status: Literal["ok", "draining", "broken"]
     boot_id: str
     version: int = VERSION
     detail: str = ""

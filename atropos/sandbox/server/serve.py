@@ -21,6 +21,7 @@ from atropos.net.sockets import listen
 from atropos.sandbox.contract import Host
 from atropos.sandbox.server.core import Core
 from atropos.sandbox.server.snapshots.layer_tar import has_zstd
+from atropos.sandbox.server.state.state import ServerState
 from atropos.sandbox.server.upkeep import pulse
 from atropos.wire import Capabilities, Feature
 
@@ -47,7 +48,6 @@ class Server:
         self._config = config
         self._make_host = make_host
         self._out = out or sys.stdout
-        self._found: Capabilities | None = None
         self._stop = asyncio.Event()
         self._end_by: float | None = None
         """When the leases end, in the loop's time."""
@@ -82,8 +82,8 @@ class Server:
                 if not gc.isenabled():  # as `__main__` leaves it
                     gc.freeze()
                     gc.enable()
-                self._publish(core, await probing)
-                routes = (core, self._config.token.get_secret_value(), lambda: self._found, self.stop, self._tls())
+                capabilities = self._publish(core.state, await probing)
+                routes = (core, self._config.token.get_secret_value(), capabilities, self.stop, self._tls())
                 await site.enter_async_context(listening.listening(listener, *routes))
                 self._ready(core)
                 try:
@@ -142,13 +142,14 @@ class Server:
         else:
             self.stop()
 
-    def _publish(self, core: Core, features: Sequence[Feature]) -> None:
+    def _publish(self, state: ServerState, features: Sequence[Feature]) -> Capabilities:
+        """What the start-up probe found, for clients; each lease names the limits that are missing."""
         config = self._config
         check_required(config, features)
         missing = [feature for feature in features if not feature.ok]
-        core.state.limit_note = "; ".join(f"{f.name}: {f.detail or 'missing'}" for f in missing) or None
-        self._found = Capabilities(
-            boot_id=core.state.boot_id,
+        state.limit_note = "; ".join(f"{f.name}: {f.detail or 'missing'}" for f in missing) or None
+        return Capabilities(
+            boot_id=state.boot_id,
             kernel=os.uname().release,
             features=tuple(features),
             limits={

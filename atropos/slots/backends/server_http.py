@@ -46,7 +46,7 @@ class ServerHttp:
             await self._session.close()
 
     async def healthy(self, url: str) -> bool:
-        """Whether the server answers and is ok or draining; False when it can't be reached, starts or is broken."""
+        """Whether the server answers and is ok or draining; False when it can't be reached or is broken."""
         try:
             async with self._open().get(f"{url}/v1/health", ssl=self._tls) as answer:
                 health = Health.model_validate_json(await answer.read())

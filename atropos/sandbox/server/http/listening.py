@@ -28,7 +28,7 @@ async def listening(
     listener: socket.socket,
     core: Core,
     token: str,
-    capabilities: Callable[[], Capabilities | None],
+    capabilities: Capabilities,
     drain: Callable[[float | None], None],
     tls: ssl.SSLContext | None = None,
 ) -> AsyncGenerator[None]:

@@ -67,7 +67,7 @@ class Routes:
     Args:
         core: the server.
         token: the bearer token.
-        capabilities: what the probe found; None until it has ended.
+        capabilities: what the probe found.
         drain: starts the shutdown of the server.
     """
 
@@ -75,7 +75,7 @@ class Routes:
         self,
         core: Core,
         token: BearerToken,
-        capabilities: Callable[[], Capabilities | None],
+        capabilities: Capabilities,
         drain: Callable[[float | None], None],
     ) -> None:
         self._core = core
@@ -143,15 +143,11 @@ class Routes:
         if broken:
             return answer(Health(status="broken", boot_id=state.boot_id, detail=broken), status=503)
         draining = state.table.draining
-        status = "draining" if draining else "ok" if self._capabilities() is not None else "starting"
-        return answer(Health(status=status, boot_id=state.boot_id, detail=draining))
+        return answer(Health(status="draining" if draining else "ok", boot_id=state.boot_id, detail=draining))
 
     async def capabilities(self, _: web.Request) -> web.Response:
         """GET /v1/capabilities."""
-        found = self._capabilities()
-        if found is None:
-            return problem(503, "backend_unavailable", "the start-up probe has not ended")
-        return answer(found)
+        return answer(self._capabilities)
 
     async def status(self, _: web.Request) -> web.Response:
         """GET /v1/status."""
