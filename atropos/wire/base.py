@@ -25,8 +25,13 @@ DEFERRED = ConfigDict(defer_build=True)
 
 
 class WireMessage(BaseModel):
-    """Base of all messages: frozen, unknown fields refused."""
+    """Base of all messages: frozen, unknown fields refused. An endless time is `Infinity`, which both ends read as JSON."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64", defer_build=True
+        frozen=True,
+        extra="forbid",
+        ser_json_bytes="base64",
+        val_json_bytes="base64",
+        ser_json_inf_nan="constants",
+        defer_build=True,
     )

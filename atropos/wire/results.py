@@ -22,7 +22,7 @@ class CommandResult(WireMessage):
     truncated: bool = False
     dropped_bytes: int = Field(default=0, ge=0)
     limit: Limit | None = None
-    duration_s: float = Field(ge=0)
+    duration_s: float = Field(ge=0, allow_inf_nan=False)
 
 
 class FileResult(WireMessage):
@@ -73,7 +73,7 @@ class ProcState(WireMessage):
     offset: int = Field(default=0, description="of the first byte in `output`")
     total_bytes: int = Field(default=0, description="written by the process so far")
     dropped_bytes: int = Field(default=0, description="that the rolling buffer dropped before `offset`")
-    uptime_s: float = 0
+    uptime_s: float = Field(default=0, allow_inf_nan=False)
     pty: bool = False
     errors: str | None = Field(default=None, description="id under which `ProcRead` reads its stderr, kept apart")
     limit: Limit | None = None

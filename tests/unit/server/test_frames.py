@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import socket
@@ -14,7 +15,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -88,6 +89,19 @@ def test_no_frame_breaks_either_end_of_the_stream(data: bytes):
 
 
 @pytest.mark.parametrize(
+    "operation",
+    [
+        wire.Exec(command="x", timeout_s=math.inf),
+        wire.ProcRead(id="p", wait_s=math.inf),
+        wire.ProcRead(id="p", until="quiet", quiet_s=math.inf),
+    ],
+)
+def test_a_call_that_may_take_any_time_is_read_as_it_was_written(operation: wire.Operation):
+    call = wire.Call(call_id="c", lease_id="lease-1", epoch=1, operation=operation)
+    assert wire.CLIENT_FRAME.validate_json(frame([call])) == [call]
+
+
+@pytest.mark.parametrize(
     "piece",
     [b"0,", b"[],", b'{"kind":"nonsense"},', b'{"kind":"call"},', b'"x",', b"[", b'{"kind":', b'{"a":0},', b"9", b'"'],
 )
@@ -135,6 +149,7 @@ ANSWERS = [
 
 
 @EXAMPLES
+@example(data=answer(ENDED | {"duration_s": math.inf}, ("output", b"ok")), pieces=1, seed=0)
 @given(data=spoilt(ANSWERS), pieces=st.integers(1, 4), seed=st.integers(0, 99))
 def test_no_bytes_of_a_runner_break_more_than_its_own_channel(data: bytes, pieces: int, seed: int):
     """The call is answered by a result of its kind, or the channel is given up with a reason; nothing else happens."""
@@ -171,6 +186,8 @@ async def _told(data: bytes, pieces: int, rng: random.Random) -> None:
         assert broken
     else:
         assert result.kind in {"exec_result", "op_error"}
+        reply = wire.Reply(call_id="c", result=result)
+        assert wire.SERVER_FRAME.validate_json(frame([reply])) == [reply]  # its client can read it
     channel.close(ConnectionError("over"))
     theirs.close()
     await asyncio.sleep(0)

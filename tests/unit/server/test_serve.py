@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -19,8 +20,10 @@ from atropos.slots.client import SandboxClient
 from atropos.wire import (
     CommandResult,
     Exec,
+    LeaseLimits,
     LeaseRequest,
     OpError,
+    ProcRead,
     ProcStart,
     ProcState,
     ReadFile,
@@ -175,6 +178,20 @@ async def test_the_whole_way_through_real_slots():
         again = await client.acquire(request("lease-0002"))
         missing = await client.call(again, ReadFile(path="a.bin"))
         assert missing.kind == "op_error"
+
+
+@pytest.mark.parametrize("wall_s", [math.inf, 1e8])
+async def test_commands_may_run_without_an_end_or_for_years(wall_s):
+    async with running(limits={"wall_s": wall_s}) as server, server.client() as client:
+        lease = await client.acquire(request(limits=LeaseLimits(wall_s=wall_s)))
+        ended = await client.call(lease, Exec(command="sleep 0.1; echo hi"))
+        assert isinstance(ended, CommandResult)
+        assert ended.output == b"hi\n"
+        started = await client.call(lease, ProcStart(command="sleep 0.1"))
+        assert isinstance(started, ProcState)
+        waited = await client.call(lease, ProcRead(id=started.id, wait_s=math.inf))
+        assert isinstance(waited, ProcState)
+        assert not waited.running
 
 
 async def test_a_server_of_low_priority_empties_its_slots_all_the_same():

@@ -13,6 +13,8 @@ IN, OUT = select.POLLIN, select.POLLOUT
 WRITABLE = select.POLLOUT | select.POLLERR
 """A full pipe whose reader has closed it reports an error, not room. Its writer must be called, too."""
 CHUNK = 65536
+LONGEST_S = 3600.0
+"""Longest wait of the loop: the kernel takes no more than 24 days."""
 now = time.monotonic
 
 
@@ -48,7 +50,7 @@ class Loop:
         while True:
             timeout = None
             if timers:
-                timeout = max(0.0, min(when for when, _ in timers.values()) - now()) * 1000
+                timeout = min(max(0.0, min(when for when, _ in timers.values()) - now()), LONGEST_S) * 1000
             for fd, event in poll(timeout):
                 ready = event
                 if ready & WRITABLE and fd in writers:
