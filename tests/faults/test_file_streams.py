@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -141,6 +142,21 @@ async def test_a_stream_whose_process_in_the_slot_was_stopped_ends_as_a_result(m
             wanted = ReadStream(path="stopped", stream=f"read-{next(ids):05}", max_bytes=1 << 30)
             result = await asyncio.wait_for(file_streams.receive(client, lease, wanted, bytearray().extend), 20)
             assert isinstance(result, OpError) and result.error == "timeout", result
+
+
+async def test_a_stop_of_the_server_is_no_pause_of_a_stream(monkeypatch):
+    monkeypatch.setattr(server_streams, "IDLE_S", 1.0)
+    async with serving(FakeHost(), heartbeat_s=5) as running:
+        async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
+            lease = await client.acquire(request())
+            operation = writing("f")
+            call = asyncio.create_task(client.call(lease, operation))
+            await client.put_piece(lease, operation.stream, 0, b"begun", last=False)
+            asyncio.get_running_loop().call_soon(time.sleep, 2)
+            await asyncio.sleep(0.1)
+            assert not call.done()
+            await client.put_piece(lease, operation.stream, 5, b" and ended", last=True)
+            assert await asyncio.wait_for(call, 20) == Done(count=15)
 
 
 async def test_an_empty_file_and_one_that_fits_in_a_piece():

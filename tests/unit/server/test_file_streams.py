@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
+
 from atropos.sandbox.server.calls.file_streams import FileStream, StreamGone
 
 
@@ -31,3 +33,16 @@ async def test_of_requests_that_continue_a_stream_at_the_same_moment_the_last_on
         for each in (first, *others):
             each.cancel()
         await asyncio.gather(first, *others, return_exceptions=True)
+
+
+async def test_a_slot_that_sends_more_than_was_asked_for_is_not_read_on():
+    stream = FileStream(lambda: None, max_bytes=10)
+    stream.far.sendall(b"0123456789")
+    chunks = stream.chunks()
+    try:
+        assert await anext(chunks) == b"0123456789"
+        stream.far.sendall(b"x")
+        with pytest.raises(ConnectionResetError, match="more than was asked for"):
+            await anext(chunks)
+    finally:
+        stream.close()

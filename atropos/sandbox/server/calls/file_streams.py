@@ -23,6 +23,8 @@ OPEN_S = 20.0
 """Longest a request waits for its stream's operation to start, in seconds; the client asks again."""
 IDLE_S = 60.0
 """Longest pause between bytes of a stream before it is aborted, in seconds."""
+IDLE_CHECKS = 12
+"""Checks in that time. A stop of this process, in which nothing can move, is the time of one."""
 COPY_BYTES = 1 << 18
 MAX_OPEN = 16
 """Streams of one lease that are open at once: one runs, the others have not been read to their end."""
@@ -41,15 +43,17 @@ class FileStream:
 
     Args:
         broke_off: called when nothing moved for `IDLE_S`.
+        max_bytes: most that the slot may send.
     """
 
-    def __init__(self, broke_off: Callable[[], None]) -> None:
+    def __init__(self, broke_off: Callable[[], None], max_bytes: int = 0) -> None:
         self._near, self.far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._near.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._broke_off = broke_off
-        self._moved_at = self._loop.time()
-        self._timer = self._loop.call_later(IDLE_S, self._check_idle)
+        self._left = max_bytes
+        self._idle_checks = 0
+        self._timer = self._loop.call_later(IDLE_S / IDLE_CHECKS, self._check_idle)
         self._turn: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._unsent: list[memoryview] = []
@@ -63,9 +67,9 @@ class FileStream:
 
     def _check_idle(self) -> None:
         """Abort the stream when it was idle for `IDLE_S`; else check again."""
-        left = self._moved_at + IDLE_S - self._loop.time()
-        if left > 0:
-            self._timer = self._loop.call_later(left, self._check_idle)
+        self._idle_checks += 1
+        if self._idle_checks < IDLE_CHECKS:
+            self._timer = self._loop.call_later(IDLE_S / IDLE_CHECKS, self._check_idle)
         else:
             self._idle_side = "slot" if self._waiter is not None or self._finished else "client"
             self._broke_off()
@@ -144,13 +148,13 @@ class FileStream:
                 sent -= len(self._unsent.pop(0))
             if sent:
                 self._unsent[0] = self._unsent[0][sent:]
-            self._moved_at = self._loop.time()
+            self._idle_checks = 0
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """What the slot sends, to its end.
 
         Raises:
-            ConnectionResetError: the stream was closed before.
+            ConnectionResetError: the stream was closed before, or the slot sends more than it may.
         """
         while not self.closed:
             try:
@@ -160,7 +164,10 @@ class FileStream:
                 continue
             if not data:
                 return
-            self._moved_at = self._loop.time()
+            self._idle_checks = 0
+            self._left -= len(data)
+            if self._left < 0:
+                raise ConnectionResetError("the slot sends more than was asked for")
             yield data
         raise ConnectionResetError("the stream is over")
 
@@ -187,15 +194,15 @@ class FileStreams:
         self._open: dict[str, FileStream] = {}
         self._waiting: dict[str, list[asyncio.Future[FileStream]]] = {}
 
-    def open(self, stream_id: str, broke_off: Callable[[], None]) -> FileStream:
-        """A new stream, for an operation that starts.
+    def open(self, stream_id: str, broke_off: Callable[[], None], max_bytes: int = 0) -> FileStream:
+        """A new stream, for an operation that starts; its slot may send so many bytes.
 
         Raises:
             SandboxError: there are too many, or one of this id.
         """
         if stream_id in self._open or len(self._open) >= MAX_OPEN:
             raise SandboxError(f"stream {stream_id} is open already, or {MAX_OPEN} of this lease are; it was not run")
-        stream = self._open[stream_id] = FileStream(broke_off)
+        stream = self._open[stream_id] = FileStream(broke_off, max_bytes)
         for waiter in self._waiting.pop(stream_id, ()):
             if not waiter.done():
                 waiter.set_result(stream)

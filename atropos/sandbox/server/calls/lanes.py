@@ -290,7 +290,8 @@ class Lanes:
                 result = stream.failure(result, operation.path)
             ended(result)
 
-        stream = self._streaming[entry.call_id] = self.streams.open(operation.stream, broke_off)
+        max_bytes = operation.max_bytes if isinstance(operation, ReadStream) else 0
+        stream = self._streaming[entry.call_id] = self.streams.open(operation.stream, broke_off, max_bytes)
         try:
             self.sandbox.begin(entry.number, operation, over, stream=stream.far.fileno())
         except BaseException:
