@@ -29,8 +29,7 @@ TTL = 10.0
 class Stream:
     """A client's connection that only collects."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self) -> None:
         self.answers: dict[str, list[Reply | Fault]] = {}
         self.ended: list[LeaseEnded] = []
         self.aborted = False
@@ -106,8 +105,9 @@ class Machine(RuleBasedStateMachine):
             self.connect(name)
 
     def connect(self, name: str, holds: tuple[str, ...] | None = None) -> None:
-        stream = self.streams[name] = Stream(next(self.numbers))
-        assert self.core.leasing.connect(Hello(client_id=name, holds=holds), stream) is not None
+        stream = self.streams[name] = Stream()
+        hello = Hello(client_id=name, connection=next(self.numbers), holds=holds)
+        assert self.core.leasing.connect(hello, stream) is not None
         self.seen(name)
 
     def seen(self, name: str) -> None:

@@ -78,7 +78,6 @@ class Stream:
         self._room = asyncio.Event()
         self._closed = False
         self.client: ClientState | None = None
-        self.number = 0
         self.heard_at = core.state.now()
         self.paused = False
 
@@ -138,12 +137,13 @@ class Stream:
     async def _hello(self) -> bool:
         try:
             async with asyncio.timeout(HELLO_S):
-                messages = await self._next_frame()
+                frame = await self._next_frame()
         except TimeoutError:
             await self._refuse("no hello came")
             return False
-        if messages is None:
+        if frame is None:
             return False
+        messages, _ = frame
         hello = messages[0] if messages else None
         if not isinstance(hello, Hello):
             await self._refuse("the first message must be hello")
@@ -151,7 +151,6 @@ class Stream:
         if hello.version != VERSION:
             await self._refuse(f"this server speaks version {VERSION}, not {hello.version}")
             return False
-        self.number = hello.connection
         # The welcome goes first, before the messages that connecting sends.
         self.send(Welcome(boot_id=self._state.boot_id, heartbeat_s=self._state.config.heartbeat_s))
         self.client = self._leasing.connect(hello, self)
@@ -163,16 +162,14 @@ class Stream:
 
     async def _read(self) -> None:
         while not self._closed:
-            frame = await self._receive()
-            if frame is None:
+            frame = await self._next_frame()
+            if frame is None or self._closed:
                 return
-            messages = await self._parse(frame)
-            if messages is None or self._closed:
-                return
+            messages, size = frame
             self.heard_at = self._state.now()
             assert self.client is not None
             self._state.table.seen(self.client.client_id, self.heard_at)
-            self._handle(messages, len(frame))
+            self._handle(messages, size)
             if self._full:
                 await self._wait_for_room()
 
@@ -188,19 +185,13 @@ class Stream:
         self.paused = False
         self.heard_at = self._state.now()
 
-    async def _next_frame(self) -> list[ClientMessage] | None:
-        frame = await self._receive()
-        return None if frame is None else await self._parse(frame)
-
-    async def _receive(self) -> str | bytes | None:
-        message = await self._socket.receive()
-        if message.type in {aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY}:
-            return message.data
-        return None
-
-    async def _parse(self, frame: str | bytes) -> list[ClientMessage] | None:
+    async def _next_frame(self) -> tuple[list[ClientMessage], int] | None:
+        """The messages of the next frame, and its length; None: the connection is over, or refused."""
+        received = await self._socket.receive()
+        if received.type not in {aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY}:
+            return None
         try:
-            return CLIENT_FRAME.validate_json(frame)
+            return CLIENT_FRAME.validate_json(received.data), len(received.data)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             await self._refuse(f"not a frame: {first['msg']} at {json.dumps(first['loc'])[:80]}")

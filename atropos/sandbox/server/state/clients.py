@@ -20,7 +20,6 @@ ALIVE_S = 60.0
 class Connection(Protocol):
     """The part of a client's live stream that the rest of the server uses."""
 
-    number: int
     client: ClientState | None
     """None before its hello."""
     heard_at: float
@@ -54,6 +53,7 @@ class ClientState:
     journal: Journal = field(default_factory=Journal)
     connection: Connection | None = None
     number: int = -1
+    """The latest connection's, as its client counts them."""
     acked: asyncio.Event = field(default_factory=asyncio.Event)
 
     def answered(self, entry: JournalEntry) -> None:
@@ -143,9 +143,9 @@ class ClientTable:
         still delivers must be ignored: its calls were sent again on the newer one.
         """
         client = self.of(hello.client_id)
-        if connection.number < client.number:
+        if hello.connection < client.number:
             return None
-        old, client.connection, client.number = client.connection, connection, connection.number
+        old, client.connection, client.number = client.connection, connection, hello.connection
         if old is not None:
             old.abort("replaced by a newer connection of the same client")
         self._leases.seen(client.client_id, self._now())
