@@ -135,7 +135,9 @@ class WarmPool:
 
         async def end() -> None:
             log.info("unused sandbox %s is dropped: %s", sandbox.name, why)
-            await stop(sandbox)
+            stopped = await stop(sandbox)
+            if not stopped.clean:
+                log.error("unused sandbox %s could not be confirmed gone: %s", sandbox.name, stopped.detail)
             self.fill()
 
         task = asyncio.get_running_loop().create_task(end())

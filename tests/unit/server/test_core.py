@@ -135,6 +135,15 @@ async def test_a_warm_sandbox_that_died_is_never_leased():
         await until(lambda: not host.live & set(dead))
 
 
+async def test_an_unused_sandbox_that_is_not_confirmed_gone_is_in_the_log(caplog):
+    host = FakeHost()
+    async with serving(host) as running:
+        await until(lambda: running.core.leasing.warm_pool.ready == 5)
+        host.dirty.add(host.started[0].name)
+        host.started[0].die("killed from outside")
+        await until(lambda: f"{host.started[0].name} could not be confirmed gone" in caplog.text)
+
+
 async def test_what_was_asked_for_of_late_is_started_ahead():
     host = FakeHost()
     async with serving(host, slots=2, warm=2, allow_network=True) as running, client_of(running) as client:

@@ -281,7 +281,9 @@ class Leasing:
                 f"{len(self._table.retired)} of {self._config.slots} slots are retired; the last: {detail}"
             )
         elif run.sandbox is not None:
-            self._confirming.add(self._state.spawn(self._confirm_later(run)))
+            confirming = self._state.spawn(self._confirm_later(run))
+            self._confirming.add(confirming)
+            confirming.add_done_callback(self._confirming.discard)
 
     async def _confirm_later(self, run: LeaseRun) -> None:
         """Use a retired slot again once its old sandbox is confirmed gone."""
