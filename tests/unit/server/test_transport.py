@@ -19,8 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from atropos.errors import SandboxError
 from atropos.sandbox.programs import snapshot_tar
 from atropos.sandbox.programs.snapshot_tar import NotASnapshot, Unpacker, pack
+from atropos.sandbox.server.snapshots import layer_tar
 from atropos.sandbox.server.snapshots.layer_tar import COPY_BYTES, packed_layers
 from tests.processes import descendants
 from tests.waiting import until
@@ -437,6 +439,26 @@ def test_a_file_larger_than_the_place_is_refused_and_one_that_is_sparse_arrives(
         assert done.returncode == 1 and b"No space left" in done.stderr, done.stderr
     finally:
         subprocess.run(["umount", str(out)], check=True)
+
+
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="zstd is not installed")
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_an_import_whose_sender_is_silent_ends(tmp_path, monkeypatch, given_up):
+    monkeypatch.setattr(layer_tar, "SILENT_S", 3600 if given_up else 1)
+    before = set(descendants())
+    archive = zstd(archive_of(member("0/file", size=4 << 20)).read())
+
+    async def chunks():
+        yield archive[: len(archive) // 2]
+        await asyncio.Event().wait()
+
+    importing = asyncio.create_task(layer_tar.unpack_layers([str(tmp_path)], "a test", chunks(), compressed=True))
+    await until(lambda: len(set(descendants()) - before) == 2, "the program and its zstd")
+    if given_up:
+        importing.cancel()
+    await until(importing.done, "the end of the import")
+    assert importing.cancelled() if given_up else isinstance(importing.exception(), SandboxError)
+    assert set(descendants()) <= before
 
 
 async def test_an_export_that_is_given_up_while_nobody_reads_it_ends(tmp_path):

@@ -58,6 +58,8 @@ async def _ended(process: asyncio.subprocess.Process, what: str) -> None:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.stdin is not None:
+        process.stdin.close()  # its zstd, which outlives it, waits for more; and asyncio for the end of zstd
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
