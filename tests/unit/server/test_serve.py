@@ -279,6 +279,21 @@ async def test_sigterm_ends_a_server_that_an_operator_drains_for_longer():
         assert code == 0, text
 
 
+async def test_a_server_that_ends_while_a_snapshot_arrives_leaves_no_traceback():
+    async def never_whole():
+        yield bytes(512)
+        await asyncio.Event().wait()
+
+    async with running() as server, aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+        url = f"{server.url}/v1/snapshots/snap-00000001/archive?layers=1"
+        sending = asyncio.create_task(session.put(url, data=never_whole()))
+        await until(lambda: count("snapshot_tar", server.process.pid), "the program that unpacks it")
+        server.process.terminate()
+        assert await server.ended() == (0, "")
+        with pytest.raises(aiohttp.ClientError):
+            await sending
+
+
 async def test_a_server_whose_clients_were_killed_ends_by_itself_and_one_in_use_does_not():
     async with running(unattended_s=3) as server:
         client = server.client()

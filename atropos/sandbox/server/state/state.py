@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
+from atropos.aio import cancel_and_wait
 from atropos.config import ServerConfig
 from atropos.errors import LeaseExpired
 from atropos.sandbox.contract import Host
@@ -20,7 +21,7 @@ from atropos.sandbox.server.state.snapshot_store import MIB, SnapshotStore
 
 T = TypeVar("T")
 CLOSE_S = 2.0
-"""Longest the end of the server waits for its tasks, in seconds."""
+"""Longest the end of the server waits for its tasks, and for those that it then cancels, in seconds."""
 
 
 class ServerState:
@@ -80,11 +81,11 @@ class ServerState:
         return task
 
     async def join_tasks(self) -> None:
-        """Wait for all tasks but the calling one; cancel those that take longer than `CLOSE_S`."""
+        """Wait for all tasks but the calling one; cancel those that take longer than `CLOSE_S`, and wait as long for them."""
         pending = [task for task in self._tasks if task is not asyncio.current_task()]
         if pending:
-            for task in (await asyncio.wait(pending, timeout=CLOSE_S))[1]:
-                task.cancel()
+            _, late = await asyncio.wait(pending, timeout=CLOSE_S)
+            await cancel_and_wait(late, CLOSE_S)
 
     # ---------------------------------------------------------------------------------------------------------- leases
 
