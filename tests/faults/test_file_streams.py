@@ -17,6 +17,7 @@ from atropos.sandbox.server.calls import file_streams as server_streams
 from atropos.slots.client import SandboxClient, file_streams
 from atropos.wire import Done, Exec, LeaseRequest, OpError, ReadStream, WriteStream
 from tests.unit.server.fakes import TOKEN, FakeHost, serving
+from tests.waiting import until
 
 ids = itertools.count()
 
@@ -142,6 +143,21 @@ async def test_a_stream_whose_process_in_the_slot_was_stopped_ends_as_a_result(m
             wanted = ReadStream(path="stopped", stream=f"read-{next(ids):05}", max_bytes=1 << 30)
             result = await asyncio.wait_for(file_streams.receive(client, lease, wanted, bytearray().extend), 20)
             assert isinstance(result, OpError) and result.error == "timeout", result
+
+
+async def test_reads_that_are_given_up_keep_no_stream_open():
+    async with serving(FakeHost(), heartbeat_s=5) as running:
+        async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
+            lease = await client.acquire(request())
+            lanes = running.core.state.runs[lease.lease_id].lanes
+            for _ in range(server_streams.MAX_OPEN + 1):
+                wanted = ReadStream(path="stopped", stream=f"read-{next(ids):05}", max_bytes=1 << 30)
+                call = asyncio.create_task(client.call(lease, wanted))
+                await until(lambda: lanes.queued)
+                call.cancel()
+                await asyncio.wait([call])
+                assert call.cancelled(), call.exception()
+                await until(lambda: not lanes.queued)
 
 
 async def test_a_stop_of_the_server_is_no_pause_of_a_stream(monkeypatch):

@@ -284,7 +284,7 @@ class Lanes:
 
         def over(result: OpResult | Exception) -> None:
             self._streaming.pop(entry.call_id, None)
-            if isinstance(operation, WriteStream):  # what was read may still be on its way
+            if isinstance(operation, WriteStream) or stream.closed:  # else what was read may still be on its way
                 self.streams.end(operation.stream)
             if isinstance(result, OpError):
                 result = stream.failure(result, operation.path)
