@@ -8,8 +8,13 @@ import os
 
 
 def remove_tree(top: str) -> None:
-    """Remove a folder of any depth: subfolders are first moved to the top, so that no path is too long."""
+    """Remove a folder of any depth: subfolders are first moved to the top, so that no path is too long.
+
+    What this process may not remove stays.
+    """
+    moved = f"{top}/.removing-{os.urandom(8).hex()}-"  # a name that nobody can have taken already
     number = itertools.count()
+    tried: set[str] = set()
     pending = [top]
     while pending:
         folder = pending[-1]
@@ -27,10 +32,11 @@ def remove_tree(top: str) -> None:
                     if not entry.is_dir(follow_symlinks=False):
                         os.unlink(entry.name, dir_fd=fd)
                     elif folder != top:
-                        moved = f"{top}/.removing-{next(number)}"
-                        os.rename(entry.name, moved, src_dir_fd=fd)
-                        pending.append(moved)
-                    else:
+                        path = f"{moved}{next(number)}"
+                        os.rename(entry.name, path, src_dir_fd=fd)
+                        pending.append(path)
+                    elif entry.name not in tried:  # else it could not be removed
+                        tried.add(entry.name)
                         pending.append(f"{top}/{entry.name}")
         except OSError:
             pass

@@ -91,7 +91,7 @@ def _closed_ancestor(path: str) -> str | None:
 
 
 def disk(owner: int, slot_group: int) -> str:
-    """A new folder on disk for this server's volumes; folders of dead servers are removed."""
+    """A new folder on disk for this server's volumes."""
     top = "/var/lib/atropos" if os.geteuid() == 0 else f"/var/tmp/atropos-{os.getuid()}"
     try:
         os.makedirs(top, 0o755, exist_ok=True)
@@ -99,9 +99,6 @@ def disk(owner: int, slot_group: int) -> str:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), owner):
             raise IsolationUnavailable(f"volume='disk': {top} is not a folder of this user's own")
         os.chown(top, owner, -1)  # so that the server can remove its own at the end
-        for name in os.listdir(top):
-            if not alive(name):
-                remove_tree(f"{top}/{name}")
         folder = f"{top}/{own_name()}"
         os.mkdir(folder, 0o700)
         # for the server, and to pass through for the slots' own root, which starts bubblewrap
@@ -110,6 +107,14 @@ def disk(owner: int, slot_group: int) -> str:
     except OSError as error:
         raise IsolationUnavailable(f"volume='disk': {top} can't be used: {error.strerror}") from error
     return folder
+
+
+def remove_abandoned(disk: str) -> None:
+    """Remove what killed servers left beside this server's folder on disk. Needs power over the ids of their slots."""
+    top = os.path.dirname(disk)
+    for name in os.listdir(top):
+        if not alive(name):
+            remove_tree(f"{top}/{name}")
 
 
 def image_folder(wanted: str | None, owner: int) -> tuple[str | None, str]:

@@ -254,6 +254,8 @@ def _as_root(config: RootPhaseSettings, entered: Entered) -> Entered:
         ) from error
     cgroups = claim(f"{entered.scratch}/cgroups", server, server)
     disk = folders.disk(server, base) if config.volume == "disk" else None
+    if disk is not None:
+        folders.remove_abandoned(disk)
     cells, images, no_cells = None, list[int](), ""
     if disk is not None and config.cells is not None:
         try:
@@ -334,6 +336,8 @@ def _as_user(config: RootPhaseSettings, entered: Entered) -> Entered:
         syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
     except OSError as error:
         raise IsolationUnavailable(namespaces.why_no_userns(error)) from error
+    if disk is not None:
+        folders.remove_abandoned(disk)
     return entered
 
 

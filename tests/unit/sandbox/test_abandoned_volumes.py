@@ -1,0 +1,90 @@
+"""What a killed server leaves on disk, and the next one removes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import SLOWNESS
+
+USER = 65_530
+"""Nobody else's, so that its folder on disk has nothing of other tests."""
+FIRST_ID = 300_000
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+
+NEWIDMAP = r"""
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+int main(int count, char **argument) {
+    char path[100];
+    setresgid(0, 0, 0);
+    setresuid(0, 0, 0);
+    sprintf(path, "/proc/%s/%s", argument[1], strstr(argument[0], "uid") ? "uid_map" : "gid_map");
+    FILE *file = fopen(path, "w");
+    for (int n = 2; file && n + 2 < count; n += 3)
+        fprintf(file, "%s %s %s\n", argument[n], argument[n + 1], argument[n + 2]);
+    return !file || fclose(file);
+}
+"""
+SERVER = """
+import os
+from atropos.config import ServerConfig
+from atropos.sandbox.boot import root_phase
+root_phase.enter(ServerConfig(token="-", volume="disk"))
+disk = root_phase.entered().disk
+os.makedirs(f"{disk}/1/up/folder")
+for path in (f"{disk}/1/up/folder", f"{disk}/1/up"):
+    os.chown(path, 7, 7)
+print(os.listdir(os.path.dirname(disk)) == [os.path.basename(disk)])
+"""
+"""A server that is over once it has a volume, and removes nothing."""
+
+
+def test_a_tree_that_cannot_be_removed_is_left_and_does_not_hold_up_its_remover(folder):
+    top = folder / "top"
+    (top / "kept").mkdir(parents=True)
+    (top / "kept/file").touch()
+    (top / "gone/below").mkdir(parents=True)
+    for path in (top, top / "gone", top / "gone/below"):
+        os.chown(path, USER, USER)
+    code = "import sys; from atropos.trees import remove_tree; remove_tree(sys.argv[1])"
+    as_user = [sys.executable, "-m", "tests.unit.sandbox.as_user", sys.executable, "-c", code, str(top)]
+    subprocess.run(as_user, check=True, timeout=20 * SLOWNESS, env={**os.environ, "ATROPOS_TEST_USER": f"{USER}"})
+    assert [str(path.relative_to(top)) for path in sorted(top.rglob("*"))] == ["kept", "kept/file"]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, for a newuidmap of its own")
+@pytest.mark.skipif(not os.path.exists("/etc/subuid"), reason="needs /etc/subuid, to mount another one there")
+def test_an_ordinary_users_next_server_removes_what_the_slots_of_a_killed_one_wrote(folder):
+    """Their files belong to ids of /etc/subuid, which the user alone may not touch."""
+    programs, ids = folder / "programs", folder / "ids"
+    programs.mkdir()
+    for name in ("newuidmap", "newgidmap"):
+        subprocess.run(["cc", "-x", "c", "-", "-o", programs / name], input=NEWIDMAP, text=True, check=True)
+        (programs / name).chmod(0o4755)
+    ids.write_text(f"{USER}:{FIRST_ID}:70000\n")
+    mounts = 'mount --bind "$0" /etc/subuid && mount --bind "$0" /etc/subgid && exec "$@"'
+    server = [sys.executable, "-m", "tests.unit.sandbox.as_user", sys.executable, "-c", SERVER]
+    environment = {**os.environ, "ATROPOS_TEST_USER": f"{USER}", "PATH": f"{programs}:{os.environ['PATH']}"}
+    try:
+        for _ in range(2):
+            done = subprocess.run(
+                ["unshare", "-m", "sh", "-c", mounts, ids, *server],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=20 * SLOWNESS,
+                env=environment,
+            )
+            assert done.stdout == "True\n"
+        (left,) = Path(f"/var/tmp/atropos-{USER}").glob("*/1/up")
+        assert left.stat().st_uid == FIRST_ID + 7
+    finally:
+        shutil.rmtree(f"/var/tmp/atropos-{USER}")
