@@ -182,6 +182,7 @@ async def output_keeps_head_and_tail_with_an_exact_count(host):
 async def a_command_longer_than_the_kernel_takes(host):
     async with slot(host) as s:
         assert await out(s, "true " + "x" * 1_000_000 + "\necho $0; echo done") != ""
+        assert await out(s, f"printf %s {'中' * 60_000} | wc -c") == "180000\n"  # the kernel counts bytes
 
 
 async def a_cancelled_call_says_so(host):
@@ -384,6 +385,9 @@ async def files_are_read_and_written_as_users_of_the_slot(host):
         assert (await do(s, ReadFile(path="/open/root", user="nobody-here"))).error == "unknown_user"
 
         assert await out(s, "cat /open/root") == "mine\n"
+        await out(s, "chown 4321:77 /open/root; chmod 4751 /open/root")
+        await do(s, WriteFile(path="/open/root", data=b"new"))
+        assert await out(s, "stat -c '%u:%g %a' /open/root") == "4321:77 4751\n"
 
 
 async def a_program_runs_without_a_shell(host):
@@ -525,6 +529,17 @@ async def searching(host):
         assert (await do(s, Search(pattern="x", path="none"))).error == "not_found"
         many = await do(s, Search(pattern=".", path="/usr/include", max_matches=5))
         assert len(many.matches) == 5 and many.truncated
+
+
+async def a_search_that_finds_more_than_pid_1_can_hold_is_cut(host):
+    async with slot(host) as s:
+        for name in ("a", "b"):  # each byte of which takes six in JSON
+            await do(s, WriteFile(path=name, data=(b"\1" * 2000 + b"\n") * 4000))
+        await do(s, WriteFile(path="full", data=b"x" * 4_000_000))
+        found = await do(s, Search(pattern="\1", max_matches=10_000))
+        assert found.truncated and 100 < len(found.matches) < 1000
+        assert {(m.path, m.text) for m in found.matches} == {("/workspace/a", "\1" * 2000)}
+        assert await out(s, "echo next") == "next\n"
 
 
 async def archives(host):

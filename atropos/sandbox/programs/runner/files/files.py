@@ -178,12 +178,12 @@ def replace_file(folder: int, name: str, pieces: Iterable[bytes], mode: int | No
         try:
             for data in pieces:
                 write_all(fd, data)
+            if old is not None and (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+                os.fchown(fd, old.st_uid, old.st_gid)
             if mode is None and old is not None:
                 mode = old.st_mode & 0o7777
             if mode is not None:
-                os.fchmod(fd, mode)
-            if old is not None and (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
-                os.fchown(fd, old.st_uid, old.st_gid)
+                os.fchmod(fd, mode)  # after the owner: a change of owner clears setuid
         finally:
             os.close(fd)
         os.rename(beside, name, src_dir_fd=folder, dst_dir_fd=folder)

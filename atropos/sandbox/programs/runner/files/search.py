@@ -6,6 +6,7 @@ import fnmatch
 import os
 import posixpath
 import re
+from _json import encode_basestring_ascii as quote
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, failure, text
@@ -24,6 +25,8 @@ MAX_SEARCH_FILES = 100_000
 MAX_SEARCH_BYTES = 512 << 20
 MAX_SEARCH_FILE = 16 << 20
 MAX_LINE_CHARS = 2000
+MAX_FOUND_BYTES = 4 << 20
+"""Most that the matches take as JSON, of which PID 1 has several copies at once."""
 
 
 def op_search(
@@ -80,28 +83,46 @@ def walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
         pending += reversed(folders)
 
 
+class Found:
+    """Matches in path and line order, up to a bound of their number and one of their size."""
+
+    def __init__(self, max_matches: int) -> None:
+        self.matches: list[dict[str, object]] = []
+        self.max_matches = max_matches
+        self.left = MAX_FOUND_BYTES
+
+    def full(self) -> bool:
+        """Whether a bound is reached."""
+        return len(self.matches) >= self.max_matches or self.left <= 0
+
+    def add(self, path: str, line: int, words: str, *, context: bool = False) -> None:
+        """Add one."""
+        self.matches.append({"path": path, "line": line, "text": words, "context": context})
+        self.left -= len(quote(path)) + len(quote(words)) + 100
+
+
 def search(path: str, wanted: Pattern[bytes] | None, glob: str | None, max_matches: int, context: int) -> Outcome:
-    """Matches in path and line order."""
+    """The files of a name, or the lines of files that match."""
     if posixpath.islink(path):
         path = posixpath.realpath(path)
-    matches: list[dict[str, object]] = []
+    found = Found(max_matches)
     files, budget, cut = 0, MAX_SEARCH_BYTES, False
-    for name, found in walk(path):
+    for name, status in walk(path):
         shown = posixpath.relpath(name, path) if name != path else name
         if glob and not (fnmatch.fnmatch(shown, glob) or fnmatch.fnmatch(posixpath.basename(name), glob)):
             continue
         files += 1
-        if files > MAX_SEARCH_FILES or budget <= 0 or len(matches) >= max_matches:
+        if files > MAX_SEARCH_FILES or budget <= 0 or found.full():
             cut = True
             break
         if wanted is None:
-            matches.append({"path": text(name), "line": 0, "text": ""})
+            found.add(text(name), 0, "")
             continue
-        data = searchable(name, found.st_size)
+        data = searchable(name, status.st_size)
         budget -= len(data)
         if b"\0" not in data[:8192]:
-            cut = search_lines(matches, text(name), data, wanted, max_matches, context) or cut
-    return "search_result", {"matches": matches, "files": files, "truncated": cut}, {}
+            cut = search_lines(found, text(name), data, wanted, context) or cut
+    return "search_result", {"matches": found.matches, "files": files, "truncated": cut}, {}
 
 
 def searchable(name: str, size: int) -> bytes:
@@ -118,10 +139,8 @@ def searchable(name: str, size: int) -> bytes:
         os.close(fd)
 
 
-def search_lines(
-    matches: list[dict[str, object]], name: str, data: bytes, wanted: Pattern[bytes], max_matches: int, context: int
-) -> bool:
-    """Add a file's matching lines, and `context` lines around them; True when the bound was reached."""
+def search_lines(found: Found, name: str, data: bytes, wanted: Pattern[bytes], context: int) -> bool:
+    """Add a file's matching lines, and `context` lines around them; True when a bound was reached."""
     if not wanted.search(data):
         return False
     lines = data.split(b"\n")
@@ -133,8 +152,7 @@ def search_lines(
             shown.setdefault(number, True)
         shown[hit] = False
     for number in sorted(shown):
-        if len(matches) >= max_matches:
+        if found.full():
             return True
-        line = text(lines[number].rstrip(b"\r"))[:MAX_LINE_CHARS]
-        matches.append({"path": name, "line": number + 1, "text": line, "context": shown[number]})
+        found.add(name, number + 1, text(lines[number].rstrip(b"\r"))[:MAX_LINE_CHARS], context=shown[number])
     return False

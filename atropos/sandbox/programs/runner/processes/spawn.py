@@ -160,8 +160,9 @@ def start_shell(command: str, where: str, start: Start) -> int:
     """Start bash, or sh where there is none, on a command line of any length."""
     script = -1
     keep: tuple[int, ...] = ()
-    if len(command) > ARGUMENT_LIMIT:
-        script = memory_file(command.encode("utf-8", "surrogateescape"))
+    data = command.encode("utf-8", "surrogateescape")
+    if len(data) > ARGUMENT_LIMIT:
+        script = memory_file(data)
         arguments, keep = (f"/dev/fd/{script}",), (script,)
     else:
         arguments = ("-c", command)
