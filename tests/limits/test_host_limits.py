@@ -93,6 +93,17 @@ def test_this_host_s_limits_are_read():
     assert min(before, after) - 200 < found["kernel.pid_max"].used < max(before, after) + 200
 
 
+def test_a_limit_of_open_files_is_named_by_a_process_that_has_none_left():
+    code = """if True:
+        import os, resource
+        from atropos.sandbox.linux import host_limits
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1,) * 2)
+        print(host_limits.named())
+    """
+    named = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert "RLIMIT_NOFILE is nearly reached" in named and "ulimit -Hn" in named
+
+
 def threads() -> int:
     """How many there are on this machine."""
     return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])

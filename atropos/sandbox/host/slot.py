@@ -432,8 +432,9 @@ class SlotSandbox:
         self._gone = True
         if self._watchdog is not None:
             self._watchdog.cancel()
-        self._host.live.discard(self)
         detail = "; ".join(problem for problem in problems if problem)
+        if not detail:
+            self._host.live.discard(self)
         return Stopped(clean=not detail, seconds=time.monotonic() - began, detail=detail)
 
     async def _end_processes(self) -> str:

@@ -18,7 +18,7 @@ from atropos.sandbox.host.files import skeleton, volumes
 from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.host.slot import SlotSandbox
 from atropos.sandbox.host.slot_network import SlotNetwork
-from atropos.sandbox.linux import cgroups, slot_cgroup, syscalls
+from atropos.sandbox.linux import cgroups, host_limits, slot_cgroup, syscalls
 from atropos.wire import Feature, ImageInfo
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class SlotHost:
             cgroup, volume = self._make_cgroup_and_volume(unique, base, limits, disk)
         except OSError as error:
             self.state.cells.release(disk)
-            raise SandboxError(f"slot {name} could not be created: {error}") from error
+            raise SandboxError(f"slot {name} could not be created: {error}{host_limits.named()}") from error
         sandbox = SlotSandbox(self.state, name, volume, cgroup, limits, network=network, joins=joins)
         self.state.live.add(sandbox)
         try:

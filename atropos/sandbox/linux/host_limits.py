@@ -100,15 +100,13 @@ def _namespaces() -> list[HostLimit]:
 def _files() -> list[HostLimit]:
     """Descriptors and mounts of the server; open files, Unix sockets and inotify instances of the host."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    found = [
-        HostLimit(
-            "RLIMIT_NOFILE",
-            hard if hard != resource.RLIM_INFINITY else 1 << 30,
-            len(os.listdir("/proc/self/fd")),
-            10,
-            "raise the server's limit of open files (ulimit -Hn; LimitNOFILE= of a unit), or use more containers",
-        )
-    ]
+    most = hard if hard != resource.RLIM_INFINITY else 1 << 30
+    fix = "raise the server's limit of open files (ulimit -Hn; LimitNOFILE= of a unit), or use more containers"
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:  # there is none left to count them with
+        return [HostLimit("RLIMIT_NOFILE", most, most, 10, fix)]
+    found = [HostLimit("RLIMIT_NOFILE", most, used, 10, fix)]
     open_files = _text("/proc/sys/fs/file-nr").split()
     if len(open_files) == 3:
         found += _sysctl("fs.file-max", "fs/file-max", int(open_files[0]), 60)

@@ -1,11 +1,13 @@
 """What a slot does, each a function of a host. Those named in ROOT_ONLY need cgroups or a range of ids."""
 
 import asyncio
+import gc
 import hashlib
 import io
 import itertools
 import os
 import re
+import resource
 import signal
 import subprocess
 import tarfile
@@ -758,6 +760,26 @@ async def a_slot_that_cannot_start_leaves_nothing(host):
         host.state.bwrap = bwrap
     await freed(host)
     assert (os.listdir(f"{host.state.scratch}/slots"), len(os.listdir("/proc/self/fd"))) == before
+
+
+async def a_start_that_runs_out_of_descriptors_leaves_nothing(host):
+    await freed(host)
+    before = os.listdir(f"{host.state.scratch}/slots"), len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for spare in range(12):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] - 1 + spare, hard))
+        try:
+            await host.start("without")
+        except SandboxError as error:
+            assert "Too many open files" in str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for sandbox in list(host.state.live):
+            assert (await sandbox.stop()).clean
+        await freed(host)
+        assert os.listdir(f"{host.state.scratch}/slots") == before[0], spare
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before[1]
 
 
 async def a_start_that_is_cancelled_leaves_nothing(host):

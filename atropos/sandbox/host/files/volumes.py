@@ -119,6 +119,15 @@ class Volume:
             raise
         return held
 
+    def discard(self) -> None:
+        """Undo what was made of a volume that can't be finished; needs no descriptor, of which there may be none left."""
+        with contextlib.suppress(OSError):
+            if self.mounts:
+                syscalls.umount(self.folder)
+            os.rmdir(self.folder)
+        if self.disk is not None:
+            remove_tree(self.disk)
+
     def unmount_inner(self) -> None:
         """Unmount everything inside, so that only the data is left, as a layer needs.
 
@@ -216,8 +225,7 @@ def create(
         volume.mounts.append(terminals)
         _make_gate(volume)
     except OSError:
-        with contextlib.suppress(OSError):
-            _free(volume.detach(), disk)
+        volume.discard()
         raise
     return volume
 
@@ -281,8 +289,7 @@ def blank(folder: str, limits: SlotLimits, disk: str | None) -> Volume:
     try:
         _mount_data(volume, limits)
     except OSError:
-        with contextlib.suppress(OSError):
-            _free(volume.detach(), disk)
+        volume.discard()
         raise
     return volume
 
