@@ -651,6 +651,23 @@ async def a_process_whose_output_is_held_is_kept_until_it_is_read_to_its_end(hos
         assert (await do(s, ProcRead(id=begun[9].id))).error == "unknown_process"
 
 
+async def nothing_of_an_output_that_is_held_is_dropped(host):
+    slowly = "for n in 1 2 3; do head -c 33000 /dev/zero; sleep 0.3; done; exec head -c 131072 /dev/zero"
+    async with slot(host) as s:
+        for command, size, whole in (
+            (slowly, 200_000, bytes(99_000 + 131_072)),
+            ("exec seq 20000", 10_000, "".join(f"{n}\n" for n in range(1, 20_001)).encode()),
+        ):
+            begun = await do(s, ProcStart(command=command, hold=True, buffer_bytes=size))
+            state = await do(s, ProcRead(id=begun.id, wait_s=3, max_bytes=1))  # to its end, or where it waits
+            read = b""
+            while state.running or len(read) < state.total_bytes:
+                state = await do(s, ProcRead(id=begun.id, offset=len(read), wait_s=20, until="output"))
+                assert state.dropped_bytes == 0
+                read += state.output
+            assert read == whole
+
+
 async def terminals(host):
     async with slot(host) as s:
         begun = await do(

@@ -43,14 +43,19 @@ class Proc:
         self.unread = False
         """Whether it is kept until a caller has its end, and all that it printed."""
 
-    def readable(self) -> bool:
-        """Read a piece of its output; whether there was one."""
-        if self.hold and self.total - self.seen >= self.size // 2:
+    def readable(self) -> None:
+        """Read a piece of its output, unless too much is held for the caller."""
+        unread = self.total - self.seen
+        if self.hold and unread >= self.size // 2:
             self.held = True
             loop.unwatch(self.fd)
-            return False
+        else:
+            self.read(min(CHUNK, self.size - unread) if self.hold else CHUNK)
+
+    def read(self, most: int) -> bool:
+        """Read a piece of its output; whether there was one."""
         try:
-            data = os.read(self.fd, CHUNK)
+            data = os.read(self.fd, most)
         except BlockingIOError:
             return False
         except OSError:  # the last program on a terminal has gone
@@ -95,10 +100,14 @@ class Proc:
 
     def ended(self, code: int) -> None:
         """Read the rest of its output and wake waiting calls: its first process was reaped."""
-        self.hold = False
         budget = 64
-        while budget and self.fd >= 0 and self.readable():
+        while budget and self.fd >= 0:
+            if self.hold:  # all that is in the pipe is kept
+                self.size = max(self.size, self.total - self.seen + CHUNK)
+            if not self.read(CHUNK):
+                break
             budget -= 1
+        self.hold = False
         if self.errors:
             self.errors.ended(code)
         self.code, self.running, self.finished = code, False, now()
