@@ -76,7 +76,7 @@ class RunnerLink:
         self._output_bytes = output_bytes
         self._max_frame = max(MAX_FILE_BYTES, 3 * (output_bytes + 200), 4_100_000) + _MAX_HEADER
         self._buffer = bytearray()
-        self._queue: list[tuple[bytes, int]] = []
+        self._queue: list[tuple[memoryview, int]] = []
         """Frames that wait for room, each with its descriptor, or -1."""
         self._queued = 0
         self._open: dict[int, tuple[str, OnResult | None]] = {}
@@ -156,7 +156,7 @@ class RunnerLink:
     def _send(self, number: int, op: str, arguments: dict[str, object], descriptor: int = -1) -> None:
         if self.closed:
             return
-        frame = _frame(number, op, arguments)
+        frame = memoryview(_frame(number, op, arguments))
         if not self._queue:
             try:
                 sent = self._write(frame, descriptor)
@@ -193,7 +193,7 @@ class RunnerLink:
             self._queue.pop(0)
         self._loop.remove_writer(self._fd)
 
-    def _write(self, frame: bytes, descriptor: int) -> int:
+    def _write(self, frame: memoryview, descriptor: int) -> int:
         if descriptor < 0:
             return os.write(self._fd, frame)
         try:

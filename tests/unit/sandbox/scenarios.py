@@ -472,6 +472,15 @@ async def files_round_trip(host):
         assert (await do(s, ReadFile(path="~/.bashrc"))).size > 0
 
 
+async def a_file_that_takes_a_fifth_of_the_slot_s_memory_can_be_asked_for(host):
+    async with slot(host) as s:
+        await out(s, "head -c 20000000 /dev/zero > file")
+        for _ in range(3):
+            read = await do(s, ReadFile(path="file"))  # by a child of PID 1, which is killed where memory is short
+            assert read.kind == "file_result" or (read.error, read.limit) == ("limit", "memory"), read
+        assert await out(s, "echo next") == "next\n"
+
+
 async def bad_paths_are_values(host):
     async with slot(host) as s:
         await out(

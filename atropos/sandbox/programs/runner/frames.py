@@ -38,7 +38,7 @@ class ServerLink:
 
     def __init__(self) -> None:
         self.incoming = bytearray()
-        self.outgoing: list[bytes] = []
+        self.outgoing: list[memoryview] = []
         self.calls: dict[int, Task] = {}
         self.socket: socket | None = None
         self.descriptors: list[int] = []
@@ -95,17 +95,17 @@ class ServerLink:
         raw = header.encode()
         size = 4 + len(raw) + sum(map(len, blobs))
         frame = b"".join((size.to_bytes(4, "little"), len(raw).to_bytes(4, "little"), raw, *blobs))
+        sent = 0
         if not self.outgoing:
             try:
                 sent = os.write(SOCKET, frame)
             except BlockingIOError:
-                sent = 0
+                pass
             if sent == len(frame):
                 return
-            frame = frame[sent:]
             loop.writers[SOCKET] = self.flush
             loop.poll.modify(SOCKET, IN | OUT)
-        self.outgoing.append(frame)
+        self.outgoing.append(memoryview(frame)[sent:])
 
     def flush(self) -> None:
         """Send what had no room."""

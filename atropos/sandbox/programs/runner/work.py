@@ -35,7 +35,7 @@ class Work:
 
     def __init__(self, call: int, job: Callable[[], Outcome], stream: int | None = None) -> None:
         self.call = call
-        self.data: list[bytes] = []
+        self.data = bytearray()
         self.why: OpFailed | None = None
         self.pid = -1
         self.fd, write = os.pipe2(os.O_CLOEXEC)
@@ -65,7 +65,7 @@ class Work:
         except BlockingIOError:
             return
         if data:
-            self.data.append(data)
+            self.data += data
             return
         self.finish()
 
@@ -97,10 +97,11 @@ class Work:
         os.close(self.fd)
         if self.why is None:
             try:
-                outcome = marshal.loads(b"".join(self.data))  # noqa: S302
+                outcome = marshal.loads(self.data)  # noqa: S302
             except (EOFError, ValueError, TypeError):
                 self.why = OpFailed("limit", "the operation was killed before it ended", "memory")
             else:
+                self.data.clear()  # it may be a large part of the slot's memory
                 if outcome[0] == "ok":
                     link.answer(self.call, outcome[1], outcome[2], **outcome[3])
                     return
