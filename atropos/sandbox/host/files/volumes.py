@@ -142,7 +142,7 @@ class Volume:
 class Disposer:
     """Frees detached volumes in the background: a million files take a second of kernel time.
 
-    One thread of low priority; what waits for it is bounded.
+    One thread of low priority; who gives it more waits for it.
     """
 
     BOUND = 32
@@ -159,15 +159,15 @@ class Disposer:
         return len(self._pending)
 
     async def submit(self, descriptors: list[int], folder: str | None = None) -> None:
-        """Queue a volume to be freed; waits only when the queue is full."""
+        """Queue a volume to be freed; then waits, but only where the queue is full."""
         if not descriptors and folder is None:
             return
-        while len(self._pending) >= self.BOUND:
-            await asyncio.wait(self._pending, return_when=asyncio.FIRST_COMPLETED)
         job = asyncio.get_running_loop().run_in_executor(self._thread, _free, descriptors, folder)
         self._pending.add(job)
         job.add_done_callback(self._pending.discard)
         job.add_done_callback(lambda _: self._freed(folder))
+        while len(self._pending) > self.BOUND:
+            await asyncio.wait(self._pending, return_when=asyncio.FIRST_COMPLETED)
 
     async def aclose(self) -> None:
         """Wait until all is freed."""

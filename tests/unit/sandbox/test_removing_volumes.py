@@ -1,21 +1,24 @@
-"""What a killed server leaves on disk, and the next one removes."""
+"""How volumes are removed: in the background, and what a killed server left on disk by the next one."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from atropos.sandbox.host.files import volumes
 from tests.waiting import SLOWNESS
 
 USER = 65_530
 """Nobody else's, so that its folder on disk has nothing of other tests."""
 FIRST_ID = 300_000
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 
 NEWIDMAP = r"""
 #define _GNU_SOURCE
@@ -47,6 +50,25 @@ print(os.listdir(os.path.dirname(disk)) == [os.path.basename(disk)])
 """A server that is over once it has a volume, and removes nothing."""
 
 
+async def test_a_volume_is_freed_whose_remover_is_cancelled_while_others_are_before_it(monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(volumes, "remove_tree", lambda _folder: go.wait())
+    disposer = volumes.Disposer(lambda _folder: None)
+    for number in range(disposer.BOUND):
+        await disposer.submit([], f"{number}")
+    read, write = os.pipe2(os.O_NONBLOCK)
+    removing = asyncio.create_task(disposer.submit([write]))
+    await asyncio.sleep(0)
+    assert not removing.done()
+    removing.cancel()
+    await asyncio.gather(removing, return_exceptions=True)
+    go.set()
+    await disposer.aclose()
+    assert os.read(read, 1) == b"", "the other end is closed"
+    os.close(read)
+
+
+@needs_root
 def test_a_tree_that_cannot_be_removed_is_left_and_does_not_hold_up_its_remover(folder):
     top = folder / "top"
     (top / "kept").mkdir(parents=True)
@@ -60,6 +82,7 @@ def test_a_tree_that_cannot_be_removed_is_left_and_does_not_hold_up_its_remover(
     assert [str(path.relative_to(top)) for path in sorted(top.rglob("*"))] == ["kept", "kept/file"]
 
 
+@needs_root
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, for a newuidmap of its own")
 @pytest.mark.skipif(not os.path.exists("/etc/subuid"), reason="needs /etc/subuid, to mount another one there")
 def test_an_ordinary_users_next_server_removes_what_the_slots_of_a_killed_one_wrote(folder):
