@@ -249,12 +249,7 @@ class Spawner:
         first = b""
         try:
             if os.read(said_r, 1):
-                for name in ("uid_map", "gid_map"):
-                    fd = os.open(f"/proc/{pid}/{name}", os.O_WRONLY | os.O_CLOEXEC)
-                    try:
-                        os.write(fd, f"0 0 {request['ids']}".encode())
-                    finally:
-                        os.close(fd)
+                _map_ids(pid, request["ids"])
                 os.write(go_w, b"x")
                 first = os.read(said_r, 16)
         except OSError:
@@ -270,6 +265,16 @@ class Spawner:
         self._makers[said_r] = (os.pidfd_open(pid), go_w)
         self._poll.register(said_r, select.POLLIN)
         return int(first)
+
+
+def _map_ids(pid: int, count: int) -> None:
+    """Give the user namespace of a process its first ids, from 0 on."""
+    for name in ("uid_map", "gid_map"):
+        fd = os.open(f"/proc/{pid}/{name}", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(fd, f"0 0 {count}".encode())
+        finally:
+            os.close(fd)
 
 
 def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:

@@ -79,6 +79,20 @@ class Children:
 children = Children()
 
 
+def process_stat(pid: int | str) -> bytes:
+    """The kernel's line about a process; nothing of one that is gone."""
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(fd, 1024)
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
+
+
 def pids(wanted: Callable[[int, int, int], bool]) -> list[int]:
     """Pids of the live processes in /proc for which `wanted(pid, session, group)` is true; no zombies."""
     found: list[int] = []
@@ -88,18 +102,9 @@ def pids(wanted: Callable[[int, int, int], bool]) -> list[int]:
         return found
     for name in names:
         if name.isdigit() and name != "1":
-            try:
-                fd = os.open(f"/proc/{name}/stat", os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:
-                continue
-            try:
-                fields = os.read(fd, 1024).rpartition(b")")[2].split()
-                if fields[0] != b"Z" and wanted(int(name), int(fields[3]), int(fields[2])):
-                    found.append(int(name))
-            except (OSError, IndexError, ValueError):
-                pass
-            finally:
-                os.close(fd)
+            fields = process_stat(name).rpartition(b")")[2].split()
+            if fields and fields[0] != b"Z" and wanted(int(name), int(fields[3]), int(fields[2])):
+                found.append(int(name))
     return found
 
 

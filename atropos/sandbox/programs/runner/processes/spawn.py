@@ -8,7 +8,7 @@ import select
 from _posixsubprocess import fork_exec
 from typing import TYPE_CHECKING
 
-from atropos.sandbox.programs.runner.children import children, with_room
+from atropos.sandbox.programs.runner.children import children, process_stat, with_room
 from atropos.sandbox.programs.runner.loop import IN, now
 from atropos.sandbox.programs.runner.opening import write_all
 from atropos.sandbox.programs.runner.paths import make_folders
@@ -133,14 +133,7 @@ def raise_report(report: bytes, identity: Identity | None) -> None:
 
 def process_name(pid: int) -> bytes:
     """The name of a process: of one that ended before its exec, its parent's."""
-    try:
-        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    try:
-        return os.read(fd, 1024).rpartition(b")")[0].partition(b"(")[2]
-    finally:
-        os.close(fd)
+    return process_stat(pid).rpartition(b")")[0].partition(b"(")[2]
 
 
 def start_command(command: str | list[str] | tuple[str, ...], where: str, start: Start) -> int:
