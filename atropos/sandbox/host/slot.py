@@ -264,9 +264,8 @@ class SlotSandbox:
         """
         errors = memory_files.bounded("errors", ERRORS_BYTES)
         try:
-            pid = await self._spawn(base, errors)
             async with asyncio.timeout(START_DEADLINE_S):
-                await self._greet(pid)
+                await self._greet(await self._spawn(base, errors))
         except TimeoutError:
             why = memory_files.line(errors) or "PID 1 sent nothing"
             raise SandboxError(

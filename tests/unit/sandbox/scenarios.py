@@ -34,7 +34,7 @@ from atropos.wire import (
     Untar,
     WriteFile,
 )
-from tests.processes import parent_of
+from tests.processes import descendants, parent_of
 
 ON_DISK_ONLY = {
     "layers_on_disk_are_counted_while_they_are_imported",
@@ -982,6 +982,31 @@ async def a_start_that_takes_too_long_names_a_high_load(host):
                 assert (f"the load is {load:.0f} on {os.cpu_count()} cores" in str(error)) == named, error
             else:
                 raise AssertionError("it started")
+
+
+async def a_start_for_which_the_spawner_does_nothing_ends_too(host):
+    await freed(host)
+    before = os.listdir(f"{host.state.scratch}/slots")
+    (spawner,) = (pid for pid, line in descendants().items() if "programs/spawner.py" in line)
+    os.kill(spawner, signal.SIGSTOP)
+    try:
+        with (
+            mock.patch.object(host_slot, "START_DEADLINE_S", 0.3),
+            mock.patch.object(host_slot, "STOP_DEADLINE_S", 0.3),
+        ):
+            await host.start("late")
+    except SandboxError as error:
+        assert "could not be started within" in str(error)
+    else:
+        raise AssertionError("it started")
+    finally:
+        os.kill(spawner, signal.SIGCONT)
+    for sandbox in list(host.state.live):
+        assert (await sandbox.stop()).clean
+    await freed(host)
+    assert os.listdir(f"{host.state.scratch}/slots") == before
+    async with slot(host) as s:
+        assert await out(s, "echo next") == "next\n"
 
 
 async def a_stop_that_could_not_be_confirmed_is_tried_again(host):
