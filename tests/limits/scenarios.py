@@ -296,6 +296,12 @@ async def programs_are_told_how_many_threads_to_use(host):
         named = await out(s, "env | grep -c _NUM_THREADS=; echo $OMP_NUM_THREADS $GOMAXPROCS; nproc")
         many, omp, gomaxprocs, nproc = named.split()
         assert int(many) >= 6 and omp == gomaxprocs and int(nproc) == int(omp), named
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # as in a container with a set of CPUs of its own
+    try:
+        assert set(host.state.threads(LIMITS.model_copy(update={"cpu_quota": 1000.0})).values()) == {"1"}
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 ALL = [

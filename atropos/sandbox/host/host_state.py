@@ -139,7 +139,7 @@ class HostState:
 
     def threads(self, limits: SlotLimits) -> dict[str, str]:
         """Variables that limit the threads of libraries to a slot's share of the CPUs."""
-        cores = os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
         quota = limits.cpu_quota
         threads = str(max(1, min(cores, round(quota) if quota is not None else cores // self.config.slots)))
         return dict.fromkeys(_THREADS, threads)
