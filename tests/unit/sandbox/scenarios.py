@@ -472,9 +472,12 @@ async def files_round_trip(host):
         assert (await do(s, ReadFile(path="~/.bashrc"))).size > 0
 
 
-async def a_file_that_takes_a_fifth_of_the_slot_s_memory_can_be_asked_for(host):
+async def a_file_that_takes_a_fifth_of_the_slot_s_memory_can_be_written_and_asked_for(host):
+    most = "grep VmHWM /proc/1/status"
     async with slot(host) as s:
-        await out(s, "head -c 20000000 /dev/zero > file")
+        before_kib = int((await out(s, most)).split()[1])
+        assert (await do(s, WriteFile(path="file", data=bytes(20_000_000)))).kind == "done"
+        assert int((await out(s, most)).split()[1]) - before_kib < 50_000, "PID 1 held three copies"
         for _ in range(3):
             read = await do(s, ReadFile(path="file"))  # by a child of PID 1, which is killed where memory is short
             assert read.kind == "file_result" or (read.error, read.limit) == ("limit", "memory"), read

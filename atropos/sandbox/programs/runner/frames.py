@@ -71,7 +71,8 @@ class ServerLink:
             size = int.from_bytes(buffer[:4], "little")
             if len(buffer) < 4 + size:
                 break
-            message = marshal.loads(bytes(buffer[4 : 4 + size]))  # noqa: S302
+            with memoryview(buffer) as view:  # a copy of a large frame would be the slot's memory
+                message = marshal.loads(view[4 : 4 + size])  # noqa: S302
             del buffer[: 4 + size]
             self.dispatch(message)
 
