@@ -127,7 +127,8 @@ class Spawner:
         signal.signal(signal.SIGCHLD, _wake)
 
     def run(self) -> None:
-        """Serve until the server goes."""
+        """Say that it runs, and serve until the server goes."""
+        self._server.send(b"r")
         self._poll.register(self._server, select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
         while True:

@@ -215,6 +215,17 @@ async def pid_1_shows_nothing_of_the_server(host):
             assert await out(s, f"{look} 2>/dev/null | wc -c") == "0\n", look
 
 
+async def no_link_in_a_program_s_place_leads_to_the_server_s_python(host):
+    """A child of PID 1 executes it, and has PID 1's own program until then: it lies outside of the slot."""
+    async with slot(host) as s:
+        await out(s, "ln -s /proc/self/exe link; echo '#!/proc/self/exe' > script; chmod +x script")
+        for program in ("/proc/self/exe", "/workspace/link", "/workspace/script"):
+            refused = await do(s, Exec(command=(program, "-c", "print(1)")))
+            assert refused.kind == "op_error" and refused.error == "permission", refused
+            refused = await do(s, ProcStart(command=(program, "-c", "print(1)"), pty=True))
+            assert refused.kind == "op_error" and refused.error == "permission", refused
+
+
 async def calls_run_beside_each_other(host):
     async with slot(host) as s:
         slow = asyncio.create_task(out(s, "until [ -e go ]; do sleep 0.02; done; echo slow"))

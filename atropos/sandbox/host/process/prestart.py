@@ -22,6 +22,7 @@ from atropos.sandbox.linux import syscalls
 
 _SCRATCH_OPTIONS = "mode=755,size=512m"
 _FOLDERS = ("empty", "slots", "own", "runtime", "bases")
+_READ_ONLY = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,16 @@ class Shared:
 
 @dataclass(frozen=True)
 class Prestarted:
-    """The process that starts sandboxes, our end of its socket, and the one that prepares what all slots share."""
+    """The process that starts sandboxes, our end of its socket, and the one that prepares what all slots share.
+
+    /proc/self/exe leads PID 1, which the spawner forks, out of its slot, to the spawner's Python; a program may put a link to it in
+    the place of a shell. So the spawner is executed from a mount of its own, which is read-only, and where nothing can be
+    executed once it runs.
+    """
 
     spawner: subprocess.Popen[bytes]
     sock: socket.socket
+    _python: str
     _maker: int
     _answer: int
 
@@ -60,6 +67,11 @@ class Prestarted:
         answer = json.loads(text or b'{"error": "the process that prepared them ended at once"}')
         if "error" in answer:
             raise IsolationUnavailable(f"the server's own files could not be set up: {answer['error']}")
+        if not self.sock.recv(1):
+            raise IsolationUnavailable("the process that starts sandboxes ended at once")
+        self.sock.setblocking(False)
+        syscalls.mount(None, self._python, None, _READ_ONLY | syscalls.MS_NOEXEC)
+        syscalls.umount(self._python)
         base = answer["skeleton"]
         return Shared(
             Runtime(**answer["runtime"]),
@@ -88,6 +100,9 @@ def prestart(scratch: str, base: str | None) -> None:
             os.mkdir(f"{scratch}/{name}", 0o755)
         # a mount of its own, so that a slot's start can take all the others away at once
         syscalls.mount(f"{scratch}/slots", f"{scratch}/slots", None, syscalls.MS_BIND)
+        python = os.path.realpath(sys.executable)
+        syscalls.mount(python, python, None, syscalls.MS_BIND)
+        syscalls.mount(None, python, None, _READ_ONLY)
     except OSError as error:
         cure = ": set TMPDIR to a folder that every user may enter, as /tmp" if error.errno == errno.EACCES else ""
         raise IsolationUnavailable(f"the server's own files could not be set up: {error}{cure}") from error
@@ -107,8 +122,7 @@ def prestart(scratch: str, base: str | None) -> None:
         env={},
     )
     theirs.close()
-    sock.setblocking(False)
-    _prestarted.append(Prestarted(process, sock, maker, answer_r))
+    _prestarted.append(Prestarted(process, sock, python, maker, answer_r))
 
 
 def adopt(scratch: str, base: str | None) -> Prestarted:
