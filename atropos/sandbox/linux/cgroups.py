@@ -158,7 +158,7 @@ def _claim_v1(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> CgroupTr
     if "cpu" in hierarchy.controllers:
         # A group's weight is divided among the CPUs that it runs on.
         with contextlib.suppress(OSError):
-            (ours.parent / "cpu.shares").write_text(str(_SLOTS_SHARES * (os.cpu_count() or 1)))
+            (ours.parent / "cpu.shares").write_text(str(_SLOTS_SHARES * len(os.sched_getaffinity(0))))
     _give(ours, uid, gid)
     return CgroupTree(1, str(ours), tuple(name for name in hierarchy.controllers if name in CONTROLLERS))
 
@@ -208,7 +208,7 @@ def _claim_v2_under(parent: Path, uid: int, gid: int, *, may_move: bool) -> Cgro
             # beside slots of weight 100 each, none of which may slow down the server of all
             (server / "cpu.weight").write_text(str(_SERVER_WEIGHT))
             if _is_real_root(parent):  # beside processes of weight 100 each, see `_claim_v1`
-                (top / "cpu.weight").write_text(str(min(10_000, 100 * (os.cpu_count() or 1))))
+                (top / "cpu.weight").write_text(str(min(10_000, 100 * len(os.sched_getaffinity(0)))))
     except OSError:
         with contextlib.suppress(OSError):
             (parent / "cgroup.procs").write_text("0")
