@@ -155,7 +155,7 @@ class ContainerLink:
     def close(self) -> None:
         """Take no new leases from the container, which is about to end."""
         for ticket in self.state.fleet.close(self.seat):
-            self.state.fail(ticket, SlotLost(f"container {self.container.id}, which holds the snapshot, is ending"))
+            self.state.wake(ticket)
         self.state.replan()
 
     async def condemn(self, reason: str) -> None:
@@ -163,7 +163,7 @@ class ContainerLink:
         await self._condemn(self, reason)
 
     def lose(self, reason: str) -> None:
-        """End its leases, and every acquire that waits for it alone: the container is gone."""
+        """End its leases: the container is gone."""
         if self.gone is not None:
             return
         self.gone = reason
@@ -176,7 +176,7 @@ class ContainerLink:
         self.slots.clear()
         self.snapshots.clear()
         for ticket in state.fleet.leave(self.seat):
-            state.fail(ticket, SlotLost(f"the container that holds the snapshot is gone: {reason}"))
+            state.wake(ticket)
         state.tasks.spawn(self._close_client(reason), f"close {self.container.id}")
         for task in (self.task, self._polling):
             if task is not None and task is not asyncio.current_task():

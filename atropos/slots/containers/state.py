@@ -67,9 +67,13 @@ class SharedState:
     def serve(self) -> None:
         """Give free slots to waiting acquires."""
         for ticket in self.fleet.match():
-            future = self.waiters[ticket]
-            if not future.done():
-                future.set_result(None)
+            self.wake(ticket)
+
+    def wake(self, ticket: Ticket) -> None:
+        """An acquire waits no more: room is reserved for it, or the only container that could serve it takes no leases."""
+        future = self.waiters[ticket]
+        if not future.done():
+            future.set_result(None)
 
     def fail(self, ticket: Ticket, error: Exception) -> None:
         """End a waiting acquire that can't be served any more."""

@@ -99,7 +99,7 @@ class Grants:
                 yield
 
     async def _seat(self, ticket: Ticket) -> ContainerLink | None:
-        """Wait for a container with a slot for this ticket; one slot is reserved there then. None: it is gone again."""
+        """Wait for a container with a slot for this ticket; one slot is reserved there then. None: it is gone, or ending."""
         state = self._state
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         state.waiters[ticket] = future
@@ -118,8 +118,7 @@ class Grants:
             raise
         finally:
             state.waiters.pop(ticket, None)
-        assert ticket.seat is not None
-        link = self._links.get(ticket.seat.key)
+        link = None if ticket.seat is None else self._links.get(ticket.seat.key)
         return link if link is not None and link.seat is ticket.seat else None
 
     def _look_for_room(self, ticket: Ticket) -> None:

@@ -84,7 +84,7 @@ class PoolImages:
             waits = False
 
     async def leased(self, image: str, mib: int, grant: Callable[[str], Awaitable[T]]) -> T:
-        """Prepare an image, and call `grant` with its name in leases; again where a server ended, lost the image or came since.
+        """Prepare an image, and call `grant` with its name in leases; again where a server has lost the image or came since.
 
         Args:
             image: as for `prepare`.
@@ -103,8 +103,6 @@ class PoolImages:
                 name = await self._ready(image, mib)
             try:
                 return await grant(name)
-            except SlotLost:  # the container that it was to go to
-                continue
             except ImageUnavailable:  # removed there for others, or in a container that came since
                 if known == before:
                     raise

@@ -36,6 +36,7 @@ class ModelServer:
     takes_none: bool = False
     refuses_snapshots: SandboxError | None = None
     hangs: bool = False
+    prepares: asyncio.Event | None = None
     taken_in: int = 0
     draining: bool = False
     foreign: int = 0
@@ -95,11 +96,25 @@ class ModelServer:
             )
 
 
+class ModelImages:
+    """Its host's images: each is there at once, or when `prepares` is set."""
+
+    def __init__(self, server: ModelServer) -> None:
+        self.server = server
+
+    async def prepare(self, source: str, **_) -> wire.ImageInfo:
+        if self.server.prepares is not None:
+            await self.server.prepares.wait()
+        await self.server.pause()
+        return wire.ImageInfo(id="0" * 64, source=source, bytes=1)
+
+
 class ModelClient:
     """What the pool holds of a ModelServer."""
 
     def __init__(self, server: ModelServer, on_lease_ended, on_capacity) -> None:
         self.server = server
+        self.images = ModelImages(server)
         self.on_capacity = on_capacity
         self.on_lease_ended = on_lease_ended
         self.lost = asyncio.Event()

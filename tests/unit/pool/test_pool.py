@@ -663,6 +663,40 @@ async def test_a_fork_that_may_not_travel_waits_for_the_container_of_its_snapsho
         await snapshot.drop()
 
 
+async def test_a_fork_whose_container_ends_while_it_waits_goes_on_in_another_one_that_has_its_snapshot():
+    pool, backend = model_pool(slots=1, containers=3, min_containers=3)
+    async with pool:
+        origin = await pool.acquire("origin")
+        snapshot = await origin.snapshot()
+        fork = await pool.acquire("fork", snapshot=snapshot)
+        for server in backend.servers.values():
+            server.refuses_snapshots = BackendUnavailable("the archive broke off")
+        with pytest.raises(SandboxError, match="no free slot"):
+            await pool.acquire("third", snapshot=snapshot)
+        waiting = asyncio.create_task(pool.acquire("waiting", snapshot=snapshot))
+        await until(lambda: pool.stats().waiting == 1, "a waiting fork")
+        ends, stays = (origin, fork) if snapshot.places[0] is origin.link else (fork, origin)
+        ends.link.close()
+        await stays.release()
+        async with asyncio.timeout(5), await waiting as slot:
+            assert slot.container == stays.container
+
+
+@pytest.mark.parametrize("gone", ["dropped", "lost"])
+async def test_a_lease_on_an_image_and_a_snapshot_that_is_gone_fails(gone):
+    pool, backend = model_pool(slots=2, containers=2, min_containers=2)
+    async with pool:
+        slot = await pool.acquire("origin")
+        snapshot = await slot.snapshot()
+        if gone == "lost":
+            backend.vanish(slot.container)
+            await until(lambda: slot.lost is not None, "the loss")
+        else:
+            await snapshot.drop()
+        with pytest.raises(SlotLost, match=f"snapshot {snapshot.id}.*{gone}"):
+            await pool.acquire("fork", snapshot=snapshot, image="python:3.13-slim")
+
+
 async def test_forks_that_find_no_room_take_their_snapshot_along_once_and_outlive_its_origin():
     pool, backend = model_pool(slots=3, containers=2)
     async with pool:
