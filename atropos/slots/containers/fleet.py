@@ -275,7 +275,7 @@ class Fleet:
         self._unreserve(ticket)
 
     def returned(self, seat: Seat, mib: int, *, clean: bool, now: float) -> None:
-        """A lease of this much memory ended. A slot that was not `clean` is retired and does not come back."""
+        """A lease of this much memory ended. Unless its slot is `clean`, its room counts as taken until the container says otherwise."""
         if self.seats.get(seat.key) is not seat:
             return
         seat.leased -= 1
@@ -284,9 +284,6 @@ class Fleet:
         seat.idle_since = now
         if clean:
             self._set_free(seat, seat.free + mib)
-        else:
-            seat.retired += 1
-            seat.retired_mib += mib
 
     def counted(self, seat: Seat, free: int) -> None:
         """The container's own count of free MiB, which may or may not include the grants under way: the smaller is believed."""

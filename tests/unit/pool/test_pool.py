@@ -457,6 +457,22 @@ async def test_a_lease_that_the_server_ends_is_lost_and_its_slot_is_used_again()
         await slot.release()
 
 
+async def test_a_container_whose_lease_the_server_ended_is_not_taken_for_worn_out():
+    pool, backend = model_pool(slots=2, containers=1)
+    async with pool:
+        (server,) = backend.servers.values()
+        lost, held = [await pool.acquire(f"t{n}") for n in range(2)]
+        server.delay_s = 0.1
+        waiting = asyncio.create_task(pool.acquire("waiting"))
+        await until(lambda: pool.stats().waiting == 1, "a waiting acquire")
+        server.tell(lost.lease.lease_id, "lease_expired")
+        # which has the number of containers planned again, before this one has counted its slots
+        other = asyncio.create_task(pool.acquire("other"))
+        async with asyncio.timeout(5), await waiting as slot:
+            assert slot.container == held.container
+        await other
+
+
 async def test_a_draining_container_takes_nothing_new_and_demand_opens_another():
     pool, backend = model_pool(slots=2, containers=2, idle_container_s=60)
     async with pool:

@@ -89,7 +89,8 @@ class MixedSizes(RuleBasedStateMachine):
         ticket = data.draw(st.sampled_from(self.granted))
         self.granted.remove(ticket)
         self.fleet.returned(ticket.seat, ticket.mib, clean=clean, now=1)
-        if not clean:
+        if not clean:  # the container counts it as retired
+            ticket.seat.retired_mib += ticket.mib
             self.first = None
         self.settle()
 
