@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -117,7 +118,7 @@ class Fleet:
     waiting_mib: int = 0
     _kept: set[Seat] = field(default_factory=set[Seat])
     _grown: set[Seat] = field(default_factory=set[Seat])
-    """Containers that got more room while others were kept."""
+    """Containers that got more room, or are kept no more, while others were kept."""
     _open: list[tuple[int, str, int, Seat]] = field(default_factory=list[tuple[int, str, int, Seat]])
     _line: list[tuple[int, Ticket]] = field(default_factory=list[tuple[int, Ticket]])
     _pinned: dict[Seat, list[tuple[int, Ticket]]] = field(default_factory=dict[Seat, list[tuple[int, Ticket]]])
@@ -218,7 +219,23 @@ class Fleet:
         """Give free room to the longest waiting; each yielded ticket has its `seat`, and its room is reserved there."""
         if self._kept:
             yield from self._match_kept()
-        while (ticket := self._longest()) is not None and (seat := self._place(ticket)) is not None:
+        yield from self._match_others()
+
+    def _match_kept(self) -> Iterator[Ticket]:
+        """Serve the large ones for whom containers are kept, and all who wait for longer than one of these."""
+        kept = sorted((seat.kept_for.seq, seat.kept_for, seat) for seat in self._kept if seat.kept_for is not None)
+        for seq, ticket, seat in kept:
+            yield from self._match_others(before=seq)
+            if (found := self._room_for_kept(ticket, seat)) is not None:
+                self._unkeep(seat)
+                yield self._reserve(ticket, found)
+        self._grown.clear()
+
+    def _match_others(self, *, before: float = math.inf) -> Iterator[Ticket]:
+        """Serve those for whom no container is kept, and whose number is lower than `before`."""
+        while (ticket := self._longest()) is not None and ticket.seq < before:
+            if (seat := self._place(ticket)) is None:
+                break
             pinned = self._pinned.get(seat)
             if pinned and pinned[0][0] < ticket.seq:
                 ticket = pinned[0][1]
@@ -229,26 +246,18 @@ class Fleet:
             else:
                 self._keep(seat, ticket)
         for seat in [seat for seat in self._pinned if seat.free > 0]:
-            while seat.kept_for is None and (line := self._pinned.get(seat)) and seat.free > 0:
+            while seat.kept_for is None and (line := self._pinned.get(seat)) and line[0][0] < before and seat.free > 0:
                 if (ticket := line[0][1]).mib <= seat.free:
                     yield self._reserve(ticket, seat)
                 else:
                     self._keep(seat, ticket)
 
-    def _match_kept(self) -> Iterator[Ticket]:
-        """Serve the large ones for whom containers are kept: there, or where there is room by now."""
-        kept = sorted((seat.kept_for.seq, seat.kept_for, seat) for seat in self._kept if seat.kept_for is not None)
-        longest = self._longest()
-        for _, ticket, seat in kept:
-            older = longest if longest is not None and longest.seq < ticket.seq else None
-            grown = (other for other in self._grown if ticket.pin is None and other.kept_for is None)
-            # what would be kept for one that waits for longer is not taken before its turn
-            others = (other for other in grown if older is None or not other.can_hold(older.mib))
-            found = next((each for each in (seat, *others) if ticket.mib <= each.free), None)
-            if found is not None:
-                self._unkeep(seat)
-                yield self._reserve(ticket, found)
-        self._grown.clear()
+    def _room_for_kept(self, ticket: Ticket, seat: Seat) -> Seat | None:
+        """Where a large one for whom `seat` is kept has room by now: there, or in another container that got some."""
+        if ticket.mib <= seat.free:
+            return seat
+        others = self._grown if ticket.pin is None else ()
+        return min((each for each in others if each.has_room(ticket.mib)), key=lambda each: each.index, default=None)
 
     # ---------------------------------------------------------------------------------------------------- leases
 
@@ -333,6 +342,8 @@ class Fleet:
     def _unkeep(self, seat: Seat) -> Ticket | None:
         ticket, seat.kept_for = seat.kept_for, None
         self._kept.discard(seat)
+        if self._kept:
+            self._grown.add(seat)
         self._set_free(seat, seat.free)  # others may use it again
         return ticket
 

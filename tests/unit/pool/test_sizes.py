@@ -124,6 +124,11 @@ class MixedSizes(RuleBasedStateMachine):
         if plain and all(ticket.mib <= SLOT for ticket in plain):
             assert not any(s.open and s.free >= SLOT and s.kept_for is None for s in self.seats)
 
+    @invariant()
+    def nobody_for_whom_a_container_is_kept_waits_beside_room_in_another_one(self):
+        for ticket in [seat.kept_for for seat in self.seats if seat.kept_for is not None and seat.kept_for.pin is None]:
+            assert not any(s.open and s.has_room(ticket.mib) for s in self.seats)
+
 
 MixedSizes.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
 test_mixed_sizes = MixedSizes.TestCase
@@ -179,6 +184,41 @@ def test_a_large_lease_whose_container_is_gone_is_passed_by_no_later_one_at_the_
     fleet.join(third, slots=4, free=4 * SLOT, now=0)
     settle()
     assert (large.seat, later.seat) == (third, None)
+
+
+def test_a_large_lease_gets_the_room_of_another_container_that_an_older_one_does_not_need():
+    fleet = Fleet(SLOT)
+
+    def full(key, index):
+        fleet.join(seat := Seat(key, index), slots=4, free=0, now=0)
+        return seat
+
+    def waits_at(seat, mib):
+        fleet.ask(ticket := fleet.ticket(mib=mib))
+        assert (list(fleet.match()), seat.kept_for) == ([], ticket)
+        return ticket
+
+    first = full("first", 0)
+    older = waits_at(first, 4 * SLOT)
+    younger = waits_at(full("second", 1), 2 * SLOT)
+    third, fourth = full("third", 2), full("fourth", 3)
+    fleet.leave(first)
+    fleet.counted(third, 2 * SLOT)
+    fleet.counted(fourth, 4 * SLOT)
+    assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(older, fourth), (younger, third)]
+
+
+def test_a_large_lease_gets_the_room_that_was_kept_for_one_that_is_given_up():
+    fleet = Fleet(SLOT)
+    first, second = Seat("first", 0), Seat("second", 1)
+    fleet.join(first, slots=4, free=2 * SLOT, now=0)
+    fleet.ask(older := fleet.ticket(mib=4 * SLOT))
+    assert (list(fleet.match()), first.kept_for) == ([], older)
+    fleet.join(second, slots=4, free=SLOT, now=0)
+    fleet.ask(younger := fleet.ticket(mib=2 * SLOT))
+    assert (list(fleet.match()), second.kept_for) == ([], younger)
+    fleet.withdraw(older)
+    assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(younger, first)]
 
 
 def test_a_large_lease_that_finds_only_scattered_room_makes_the_pool_grow():
