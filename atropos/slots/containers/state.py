@@ -25,6 +25,7 @@ class SharedState:
         doubtful: ids of containers whose free slots are not known; polled again when an acquire waits.
         news: set when something that `start` or `wait_for_engine` may wait for has changed.
         demand: set when the number of containers should be planned again.
+        room: set when a container may have room for a lease that is not in line yet.
         waiters: the acquires in line.
         refusal: what a container lacks that the configuration requires; None once another one has joined.
     """
@@ -41,6 +42,7 @@ class SharedState:
         self.doubtful: set[str] = set()
         self.news = asyncio.Event()
         self.demand = asyncio.Event()
+        self.room = asyncio.Event()
         self.waiters: dict[Ticket, asyncio.Future[None]] = {}
         self.refusal: Exception | None = None
         self._broken: Exception | None = None
@@ -68,6 +70,7 @@ class SharedState:
         """Give free slots to waiting acquires."""
         for ticket in self.fleet.match():
             self.wake(ticket)
+        self.room.set()
 
     def wake(self, ticket: Ticket) -> None:
         """An acquire waits no more: room is reserved for it, or the only container that could serve it takes no leases."""

@@ -17,6 +17,7 @@ from asyncio import ALL_COMPLETED, FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from atropos.errors import ImageUnavailable, SandboxError, SlotLost
 from atropos.images.locks import locked
@@ -31,8 +32,6 @@ log = logging.getLogger("atropos.slots")
 T = TypeVar("T")
 Progress = Callable[[str, ImageState], None]
 """Called with a container's id and how far the image is prepared there; of a build, with no id."""
-ROOM_POLL_S = 0.1
-"""How often a lease whose image some containers still prepare looks for room in the others, in seconds."""
 
 
 class PoolImages:
@@ -48,6 +47,8 @@ class PoolImages:
         self._links = links
         self._tasks: dict[tuple[ContainerLink, str], asyncio.Task[ImageInfo]] = {}
         self._archives: dict[str, asyncio.Task[Archive]] = {}
+        self._turns = WeakValueDictionary[tuple[str, int], asyncio.Lock]()
+        """Of leases of one size whose image some containers still prepare."""
 
     async def prepare(
         self, image: str, progress: Progress | None = None, *, everywhere: bool = True
@@ -112,10 +113,13 @@ class PoolImages:
     async def _ready(self, image: str, mib: int) -> str:
         """The image's name in leases, once every container has it, or one that has room for the lease."""
         source, name, tasks = await self._begin(image)
-        while pending := [task for task in tasks if not task.done()]:
-            if self.pin(name, mib) is not None:
-                return name
-            await asyncio.wait(pending, timeout=ROOM_POLL_S)
+        turns = self._turns.setdefault((name, mib), asyncio.Lock())
+        async with turns:  # first come, first served; and only the first looks for room each time there may be some
+            while any(not task.done() for task in tasks):
+                if self.pin(name, mib) is not None:
+                    return name
+                self._state.room.clear()
+                await self._state.room.wait()
         _outcome(source, name, tasks)
         return name
 
@@ -180,8 +184,12 @@ class PoolImages:
         if task is None or _failed(task):
             work = self._prepare(link, name, archive, progress)
             task = self._tasks[link, name] = self._state.tasks.spawn(work, f"prepare {name}", awaited=True)
-            task.add_done_callback(_failed)  # perhaps nobody waits for it any more
+            task.add_done_callback(self._prepared)
         return task
+
+    def _prepared(self, task: asyncio.Task[ImageInfo]) -> None:
+        _failed(task)  # perhaps nobody waits for it any more
+        self._state.room.set()
 
     async def _prepare(
         self, link: ContainerLink, name: str, archive: Archive | None, progress: Progress | None

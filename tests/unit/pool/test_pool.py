@@ -698,6 +698,30 @@ async def test_a_fork_whose_container_ends_while_it_waits_goes_on_in_another_one
             assert slot.container == stays.container
 
 
+async def test_leases_on_an_image_that_a_container_still_prepares_are_served_first_come_first_served():
+    pool, backend = model_pool(slots=4, containers=2, min_containers=2, acquire_timeout_s=60)
+    async with pool:
+        has, lacks = backend.servers.values()
+        lacks.prepares = asyncio.Event()
+        held = [await pool.acquire(f"t{n}") for n in range(8)]
+        order, waiting = [], []
+        for n in range(20):
+            waiting.append(asyncio.create_task(pool.acquire(f"w{n}", image="python:3.13-slim")))
+            waiting[-1].add_done_callback(lambda _, n=n: order.append(n))
+            await asyncio.sleep(0.005)
+        for count, slot in enumerate([slot for slot in held if slot.container == has.name], 1):
+            await slot.release()
+            await until(lambda count=count: len(order) == count, "the next lease")
+        assert order == [0, 1, 2, 3]
+        lacks.prepares.set()
+        await until(lambda: pool.stats().waiting == 16, "the others in line")
+        for slot in held:
+            await slot.release()
+        for each in waiting:
+            await (await each).release()
+        assert order == [*range(20)]
+
+
 @pytest.mark.parametrize("gone", ["dropped", "lost"])
 async def test_a_lease_on_an_image_and_a_snapshot_that_is_gone_fails(gone):
     pool, backend = model_pool(slots=2, containers=2, min_containers=2)
