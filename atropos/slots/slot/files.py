@@ -87,7 +87,8 @@ class SlotFiles(ABC):
             got += len(chunk)
 
         def rest() -> wire.ReadStream:
-            return wire.ReadStream(path=place, stream=file_streams.new_id(), offset=got, max_bytes=max_bytes - got)
+            left = max(1, max_bytes - got)  # none where a stream broke off at its very end
+            return wire.ReadStream(path=place, stream=file_streams.new_id(), offset=got, max_bytes=left)
 
         while True:
             wanted = min(most, max(1, max_bytes - got))

@@ -20,7 +20,7 @@ from atropos.errors import (
     SlotLost,
 )
 from atropos.slots.slot.uploads import PIECE_BYTES
-from atropos.wire import ReleaseResult
+from atropos.wire import Done, FileResult, ReleaseResult
 from tests.unit.pool.model import SLOT_MIB, ModelClient, model_pool, pool_tasks, settled
 from tests.waiting import until
 
@@ -54,6 +54,24 @@ async def test_a_concurrent_command_with_a_long_input_ends_without_waiting_for_o
     reads, removes = commands
     assert (reads.command.endswith("; wc -c"), reads.concurrent) == (True, True)
     assert (removes.command[0], removes.concurrent) == ("rm", True)
+
+
+async def test_a_file_as_long_as_may_be_read_is_read_where_its_stream_breaks_off_at_the_end(monkeypatch):
+    data = bytes(300_000)
+
+    async def call(self, lease, operation, *, call_id=None):
+        return FileResult(data=data[: operation.max_bytes], size=len(data), mode=0o644)
+
+    async def breaks_off_at_the_end(client, lease, wanted, write):
+        write(data[wanted().offset :])
+        assert wanted().offset == len(data)
+        return Done()
+
+    monkeypatch.setattr(ModelClient, "call", call)
+    monkeypatch.setattr("atropos.slots.client.file_streams.receive_all", breaks_off_at_the_end)
+    pool, _ = model_pool()
+    async with pool, pool.lease("t") as slot:
+        assert await slot.read_file("f", max_bytes=len(data)) == data
 
 
 async def test_a_second_release_does_nothing():
