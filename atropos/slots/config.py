@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 
 from atropos.config import HostNames, SandboxSettings, ServerConfig, SlotSettings, one_line
 from atropos.errors import ConfigError
+from atropos.images.reference import ImageSource
 from atropos.slots.plugins import known
 
 
@@ -28,6 +29,15 @@ def hcl(value: object) -> str:
 
 NomadVariables = Annotated[dict[str, str], BeforeValidator(_expressions)]
 """Variables of the Nomad job: text as `nomad job run -var` takes it; numbers, booleans and lists as they are."""
+
+
+def _named(image: str) -> str:
+    """A name of an image."""
+    try:
+        ImageSource.parse(image)
+    except ConfigError as error:
+        raise ValueError(str(error).removeprefix("image: ")) from None
+    return image
 
 
 BackendName = Annotated[str, AfterValidator(known)]
@@ -124,7 +134,9 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$",
         description="nomad: name of the job",
     )
-    images: tuple[str, ...] = Field(default=(), description="images prepared when the pool starts")
+    images: tuple[Annotated[str, AfterValidator(_named)], ...] = Field(
+        default=(), description="images prepared when the pool starts"
+    )
     batch_window_ms: float = Field(
         default=20,
         ge=0,

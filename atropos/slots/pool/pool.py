@@ -157,7 +157,7 @@ class SlotPool:
     async def _prepare_ahead(self, image: str) -> None:
         try:
             await self._images.prepare(image)
-        except SandboxError as error:
+        except (SandboxError, ConfigError) as error:
             log.warning("%s; the next lease on it retries", error)
 
     def _awaited(self) -> str:

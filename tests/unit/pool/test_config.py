@@ -32,6 +32,7 @@ from atropos.slots.config import server_json
         ({"acquire_timeout": 1, "acquire_timeout_s": 2}, "give one"),
         ({"job_id": "../x"}, "job_id"),
         ({"base": "ml", "bases": {"ml": "/x"}}, "base: write the whole path"),
+        ({"images": ["debian:13", "No Image"]}, r"images\.1: .*not a name of an image"),
     ],
 )
 def test_a_wrong_setting_is_told_in_one_line(settings, says):

@@ -716,6 +716,15 @@ async def test_a_fork_whose_container_ends_while_it_waits_goes_on_in_another_one
             assert slot.container == stays.container
 
 
+async def test_an_archive_that_can_not_be_read_when_the_pool_starts_is_told_in_one_line(caplog):
+    pool, _ = model_pool(images=("oci-archive:/nowhere.tar",))
+    async with pool:
+        await until(lambda: caplog.records, "a word")
+        (record,) = caplog.records
+        assert (record.levelname, record.exc_info) == ("WARNING", None)
+        assert "oci-archive:/nowhere.tar can't be read: No such file or directory" in record.getMessage()
+
+
 async def test_leases_on_an_image_that_a_container_still_prepares_are_served_first_come_first_served():
     pool, backend = model_pool(slots=4, containers=2, min_containers=2, acquire_timeout_s=60)
     async with pool:
