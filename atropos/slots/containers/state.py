@@ -80,14 +80,14 @@ class SharedState:
 
     def fail(self, ticket: Ticket, error: Exception) -> None:
         """End a waiting acquire that can't be served any more."""
-        future = self.waiters.get(ticket)
-        if future is not None and not future.done():
+        self.fleet.withdraw(ticket)
+        future = self.waiters[ticket]
+        if not future.done():
             future.set_exception(error)
 
     def fail_all(self, error: Exception) -> None:
         """End every waiting acquire."""
         for ticket in list(self.waiters):
-            self.fleet.withdraw(ticket)
             self.fail(ticket, error)
 
     # --------------------------------------------------------------------------------------------------------- news

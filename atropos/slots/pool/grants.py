@@ -125,7 +125,6 @@ class Grants:
         """No free slot is known: request containers, and poll those whose count is in doubt."""
         state = self._state
         if (failure := state.hopeless()) is not None:
-            state.fleet.withdraw(ticket)
             state.fail(ticket, failure)
         state.replan()
         while state.doubtful:

@@ -152,13 +152,25 @@ class PoolImages:
 
     async def find(self, source: str) -> ImageInfo | None:
         """The image of a source that only servers know, from the first container that has it."""
-        for link in [link for link in self._links.values() if link.seat.open]:
+        holder = await self._holder(source, [link for link in self._links.values() if link.seat.open])
+        return None if holder is None else holder[1]
+
+    async def _holder(self, source: str, links: Sequence[ContainerLink]) -> tuple[ContainerLink, ImageInfo] | None:
+        """The first of these containers whose host has an image that only servers know, and the image.
+
+        Raises:
+            SandboxError: none has it, and one that may have it could not be asked.
+        """
+        unknown: SandboxError | None = None
+        for link in links:
             try:
                 if (found := await link.client.images.find(source)) is not None:
-                    return found
+                    return link, found
             except SandboxError as error:
                 if link.gone is None and not isinstance(error, SlotLost):
-                    raise
+                    unknown = error
+        if unknown is not None:
+            raise unknown
         return None
 
     @contextlib.asynccontextmanager
@@ -227,16 +239,15 @@ class PoolImages:
         here = await link.client.images.find(name)
         if here is not None:
             return here
-        for giver in [each for each in self._links.values() if each is not link and each.gone is None]:
-            image = await giver.client.images.find(name)
-            if image is None:
-                continue
-            below = image.parent_source or ""
-            if not below.startswith("atropos-base:"):
-                archives = (each for each in self._made() if each.source == below)
-                await asyncio.shield(self._task(link, below, next(archives, None), None))
-            return await giver.client.images.copy(image, link.client.images)
-        raise ImageUnavailable(f"image {name}: no container's host has it")
+        others = [each for each in self._links.values() if each is not link and each.gone is None]
+        if (holder := await self._holder(name, others)) is None:
+            raise ImageUnavailable(f"image {name}: no container's host has it")
+        giver, image = holder
+        below = image.parent_source or ""
+        if not below.startswith("atropos-base:"):
+            archives = (each for each in self._made() if each.source == below)
+            await asyncio.shield(self._task(link, below, next(archives, None), None))
+        return await giver.client.images.copy(image, link.client.images)
 
     def forget(self, name: str) -> None:
         """Forget that containers have the image."""

@@ -37,6 +37,8 @@ class ModelServer:
     refuses_snapshots: SandboxError | None = None
     hangs: bool = False
     prepares: asyncio.Event | None = None
+    silent: bool = False
+    built: dict[str, wire.ImageInfo] = field(default_factory=dict)
     taken_in: int = 0
     draining: bool = False
     foreign: int = 0
@@ -97,7 +99,7 @@ class ModelServer:
 
 
 class ModelImages:
-    """Its host's images: each is there at once, or when `prepares` is set."""
+    """Its host's images: each is there at once, or when `prepares` is set; built ones are those of `built`."""
 
     def __init__(self, server: ModelServer) -> None:
         self.server = server
@@ -107,6 +109,17 @@ class ModelImages:
             await self.server.prepares.wait()
         await self.server.pause()
         return wire.ImageInfo(id="0" * 64, source=source, bytes=1)
+
+    async def find(self, source: str) -> wire.ImageInfo | None:
+        await self.server.pause()
+        if self.server.silent:
+            raise BackendUnavailable(f"{self.server.name} did not answer")
+        return self.server.built.get(source)
+
+    async def copy(self, image: wire.ImageInfo, to: ModelImages) -> wire.ImageInfo:
+        await self.server.pause()
+        to.server.built[image.source] = image
+        return image
 
 
 class ModelClient:

@@ -20,7 +20,7 @@ from atropos.errors import (
     SlotLost,
 )
 from atropos.slots.slot.uploads import PIECE_BYTES
-from atropos.wire import Done, FileResult, ReleaseResult
+from atropos.wire import Done, FileResult, ImageInfo, ReleaseResult
 from tests.unit.pool.model import SLOT_MIB, ModelClient, model_pool, pool_tasks, settled
 from tests.waiting import until
 
@@ -723,6 +723,21 @@ async def test_an_archive_that_can_not_be_read_when_the_pool_starts_is_told_in_o
         (record,) = caplog.records
         assert (record.levelname, record.exc_info) == ("WARNING", None)
         assert "oci-archive:/nowhere.tar can't be read: No such file or directory" in record.getMessage()
+
+
+async def test_a_built_image_is_found_and_brought_to_others_while_one_container_does_not_answer():
+    pool, backend = model_pool(containers=3, min_containers=3)
+    async with pool:
+        silent, has, lacks = backend.servers.values()
+        built = ImageInfo(
+            id="0" * 64, source=f"atropos-build:{'0' * 64}", bytes=1, parent_source="atropos-base:default"
+        )
+        silent.silent, has.built[built.source] = True, built
+        assert await pool.find_built("0" * 64) == built
+        assert await pool.prepare(built.source) == built
+        assert lacks.built == has.built
+        with pytest.raises(BackendUnavailable, match="did not answer"):
+            await pool.find_built("1" * 64)
 
 
 async def test_leases_on_an_image_that_a_container_still_prepares_are_served_first_come_first_served():
