@@ -233,9 +233,14 @@ class Fleet:
 
     def _match_others(self, *, before: float = math.inf) -> Iterator[Ticket]:
         """Serve those for whom no container is kept, and whose number is lower than `before`."""
+        unplaced: list[Ticket] = []
         while (ticket := self._longest()) is not None and ticket.seq < before:
             if (seat := self._place(ticket)) is None:
-                break
+                if self._lowest() is None:
+                    break
+                heapq.heappop(self._line)
+                unplaced.append(ticket)  # no container can be kept for it now, which is no reason for others to wait
+                continue
             pinned = self._pinned.get(seat)
             if pinned and pinned[0][0] < ticket.seq:
                 ticket = pinned[0][1]
@@ -245,6 +250,8 @@ class Fleet:
                 yield self._reserve(ticket, seat)
             else:
                 self._keep(seat, ticket)
+        for ticket in unplaced:
+            heapq.heappush(self._line, (ticket.seq, ticket))
         for seat in [seat for seat in self._pinned if seat.free > 0]:
             while seat.kept_for is None and (line := self._pinned.get(seat)) and line[0][0] < before and seat.free > 0:
                 if (ticket := line[0][1]).mib <= seat.free:

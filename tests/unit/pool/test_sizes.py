@@ -119,15 +119,10 @@ class MixedSizes(RuleBasedStateMachine):
         assert not roomy or before, "it was passed by leases that came after it"
 
     @invariant()
-    def no_room_lies_idle_for_one_slot(self):
-        plain = [ticket for ticket in self.line if ticket.pin is None]
-        if plain and all(ticket.mib <= SLOT for ticket in plain):
-            assert not any(s.open and s.free >= SLOT and s.kept_for is None for s in self.seats)
-
-    @invariant()
-    def nobody_for_whom_a_container_is_kept_waits_beside_room_in_another_one(self):
-        for ticket in [seat.kept_for for seat in self.seats if seat.kept_for is not None and seat.kept_for.pin is None]:
-            assert not any(s.open and s.has_room(ticket.mib) for s in self.seats)
+    def nobody_waits_beside_room(self):
+        for ticket in self.line:
+            seats = self.seats if ticket.pin is None else [ticket.pin]
+            assert not any(seat.open and seat.has_room(ticket.mib) for seat in seats)
 
 
 MixedSizes.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
@@ -219,6 +214,18 @@ def test_a_large_lease_gets_the_room_that_was_kept_for_one_that_is_given_up():
     assert (list(fleet.match()), second.kept_for) == ([], younger)
     fleet.withdraw(older)
     assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(younger, first)]
+
+
+def test_a_lease_that_is_too_large_for_every_container_holds_up_no_other():
+    fleet = Fleet(SLOT)
+    fleet.join(seat := Seat("worn", 0), slots=4, free=3 * SLOT, now=0)
+    seat.retired, seat.retired_mib = 1, SLOT
+    fleet.ask(large := fleet.ticket(mib=4 * SLOT))
+    fleet.ask(small := fleet.ticket())
+    assert list(fleet.match()) == [small]
+    fleet.join(whole := Seat("whole", 1), slots=4, free=4 * SLOT, now=0)
+    fleet.ask(later := fleet.ticket())
+    assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(large, whole), (later, seat)]
 
 
 def test_a_large_lease_that_finds_only_scattered_room_makes_the_pool_grow():
