@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import signal
 import sys
+import tempfile
 import textwrap
 import time
 from contextlib import asynccontextmanager
@@ -182,6 +184,19 @@ async def test_scratch_of_the_dead_is_removed_and_that_of_the_living_kept(tmp_pa
     assert not elsewhere.exists()
     assert mine.exists()
     assert kept.exists()
+
+
+async def test_a_temporary_folder_without_locks_is_named_at_the_start_and_nothing_is_left_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "atropos-1-99999999999-abc").mkdir()
+
+    def flock(fd, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(BackendUnavailable, match="Function not implemented; set TMPDIR"):
+        await SlotPool(SlotPoolConfig()).start()
+    assert [each.name for each in tmp_path.iterdir()] == ["atropos-1-99999999999-abc"]
 
 
 async def test_ending_while_a_server_starts_leaves_nothing():

@@ -98,30 +98,50 @@ _locks: dict[Path, int] = {}
 
 
 def make_scratch() -> Path:
-    """Create an empty folder, named after this process and locked by it, for the servers' private mounts."""
+    """Create an empty folder, named after this process and locked by it, for the servers' private mounts.
+
+    Raises:
+        BackendUnavailable: the temporary folder can't hold it: no space, or a file system without locks.
+    """
     pid = os.getpid()
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=f"atropos-{pid}-{start_time(pid)}-"))
-        path.chmod(0o755)  # the server passes through it as another user
-        if lock(path):
-            return path
+    try:
+        while True:
+            path = Path(tempfile.mkdtemp(prefix=f"atropos-{pid}-{start_time(pid)}-"))
+            try:
+                path.chmod(0o755)  # the server passes through it as another user
+                if lock(path):
+                    return path
+            except OSError:
+                path.rmdir()
+                raise
+    except OSError as error:
+        raise BackendUnavailable(
+            f"no folder for sandbox servers can be made and locked in the temporary folder: {error}; "
+            "set TMPDIR to a folder of a local disk"
+        ) from error
 
 
 def lock(path: Path) -> bool:
-    """Lock a folder until it is removed or this process ends. False: another process has locked it, or it is gone."""
+    """Lock a folder until it is removed or this process ends. False: another process has locked it, or it is gone.
+
+    Raises:
+        OSError: its file system has no locks, as Lustre may not.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
+    locked = False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         locked = os.path.samestat(os.fstat(fd), os.stat(path))
-    except OSError:
-        locked = False
-    if locked:
-        _locks[path] = fd
-    else:
-        os.close(fd)
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    finally:
+        if locked:
+            _locks[path] = fd
+        else:
+            os.close(fd)
     return locked
 
 
@@ -140,6 +160,7 @@ def remove_stale_scratch() -> None:
     A folder's name has its process, but one in another PID namespace is not visible here, so its lock decides. Removing
     a folder detaches what is mounted on it elsewhere.
     """
-    for path in Path(tempfile.gettempdir()).glob("atropos-*"):
-        if (match := _SCRATCH.match(path.name)) and start_time(int(match[1])) != int(match[2]) and lock(path):
-            remove_scratch(path)
+    with contextlib.suppress(OSError):  # without locks, none can be told from one in use
+        for path in Path(tempfile.gettempdir()).glob("atropos-*"):
+            if (match := _SCRATCH.match(path.name)) and start_time(int(match[1])) != int(match[2]) and lock(path):
+                remove_scratch(path)
