@@ -45,7 +45,8 @@ class PoolImages:
     def __init__(self, state: SharedState, links: dict[str, ContainerLink]) -> None:
         self._state = state
         self._links = links
-        self._tasks: dict[tuple[ContainerLink, str], asyncio.Task[ImageInfo]] = {}
+        self._tasks: dict[ContainerLink, dict[str, asyncio.Task[ImageInfo]]] = {}
+        """Each container's preparations, by the image's name in leases."""
         self._archives: dict[str, asyncio.Task[Archive]] = {}
         self._turns = WeakValueDictionary[tuple[str, int], asyncio.Lock]()
         """Of leases of one size whose image some containers still prepare."""
@@ -130,7 +131,8 @@ class PoolImages:
             name: the image's name in leases.
             mib: memory of the lease.
         """
-        tasks = {link.seat: self._tasks.get((link, name)) for link in self._links.values() if link.seat.open}
+        open_links = [link for link in self._links.values() if link.seat.open]
+        tasks = {link.seat: self._tasks.get(link, {}).get(name) for link in open_links}
         here = [seat for seat, task in tasks.items() if task is not None and task.done() and not _failed(task)]
         if not here or len(here) == len(tasks):
             return None
@@ -146,7 +148,7 @@ class PoolImages:
         source = ImageSource.parse(image)
         archive = None if source.transport in SERVERS_OWN else await self._archive(source)
         name = str(source) if archive is None else archive.source
-        self._tasks = {key: task for key, task in self._tasks.items() if key[0].gone is None}
+        self._tasks = {link: tasks for link, tasks in self._tasks.items() if link.gone is None}
         wanted = [link for link in self._links.values() if link.seat.open]
         return source, name, [self._task(link, name, archive, progress) for link in wanted]
 
@@ -192,10 +194,11 @@ class PoolImages:
     def _task(
         self, link: ContainerLink, name: str, archive: Archive | None, progress: Progress | None
     ) -> asyncio.Task[ImageInfo]:
-        task = self._tasks.get((link, name))
+        tasks = self._tasks.setdefault(link, {})
+        task = tasks.get(name)
         if task is None or _failed(task):
             work = self._prepare(link, name, archive, progress)
-            task = self._tasks[link, name] = self._state.tasks.spawn(work, f"prepare {name}", awaited=True)
+            task = tasks[name] = self._state.tasks.spawn(work, f"prepare {name}", awaited=True)
             task.add_done_callback(self._prepared)
         return task
 
@@ -251,7 +254,9 @@ class PoolImages:
 
     def forget(self, name: str) -> None:
         """Forget that containers have the image."""
-        self._tasks = {key: task for key, task in self._tasks.items() if key[1] != name or not task.done()}
+        for tasks in self._tasks.values():
+            if name in tasks and tasks[name].done():
+                del tasks[name]
 
     async def _archive(self, source: ImageSource) -> Archive:
         """The archive of a local source: concurrent calls share one, which is finished even when they are cancelled."""

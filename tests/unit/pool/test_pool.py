@@ -740,6 +740,28 @@ async def test_a_built_image_is_found_and_brought_to_others_while_one_container_
             await pool.find_built("1" * 64)
 
 
+async def test_a_lease_on_an_image_costs_the_same_where_the_pool_has_prepared_hundreds_of_images():
+    """The cost is compared in the same run, generously: one that grew with the images was six times as high."""
+    pool, _ = model_pool(containers=30, min_containers=30)
+    async with pool:
+        await until(lambda: pool.stats().ready == 30, "all containers")
+
+        async def cost(images: int) -> float:
+            for n in range(images):
+                await pool.prepare(f"image{n}")
+            best = 1.0
+            for _ in range(5):
+                began = time.process_time()
+                for n in range(50):
+                    async with pool.lease("t", image=f"image{n % images}"):
+                        pass
+                best = min(best, time.process_time() - began)
+            return best
+
+        few = await cost(1)
+        assert await cost(300) < 3 * few
+
+
 async def test_leases_on_an_image_that_a_container_still_prepares_are_served_first_come_first_served():
     pool, backend = model_pool(slots=4, containers=2, min_containers=2, acquire_timeout_s=60)
     async with pool:
