@@ -8,6 +8,7 @@ import logging
 from aiohttp import web
 
 from atropos import wire
+from atropos.errors import BackendUnavailable
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.docker import backend
 from atropos.slots.backends.docker.engine import ListedContainer
@@ -62,6 +63,32 @@ async def test_a_docker_container_that_another_process_is_connected_to_stays_ope
             assert mine.stats().ready == 2
             async with mine.lease("a"), mine.lease("b"):
                 pass
+
+
+async def test_a_docker_container_that_could_not_be_removed_yet_is_not_used_again(monkeypatch):
+    async with serving(slots=1, heartbeat_s=5) as server:
+        config = SlotPoolConfig(backend="docker", slots_per_container=1, max_containers=1)
+        engine = FakeEngine([server.url], ContainerSpec.from_pool(config).fingerprint(config.image))
+        tries: list[object] = []
+
+        def refuse(*arguments: object, **_: object) -> None:
+            tries.extend(arguments[:1])
+            raise BackendUnavailable("the engine is busy")
+
+        engine.create = refuse
+        monkeypatch.setattr(backend, "DockerEngine", lambda *_: engine)
+        docker = backend.DockerBackend(config)
+        await docker.start()
+        try:
+            (container,) = docker.containers()
+            with monkeypatch.context() as busy:
+                busy.setattr(engine, "end", refuse)
+                await docker.retire(container)
+                await until(lambda: tries.count(container.id) > 2, "further tries to remove it")
+                assert not any(each.id == container.id and each.state == "running" for each in docker.containers())
+            await until(lambda: not engine.containers, "its removal")
+        finally:
+            await docker.aclose(purge=True)
 
 
 def status(leased: int) -> web.Response:

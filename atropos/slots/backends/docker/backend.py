@@ -248,7 +248,7 @@ class DockerBackend(Backend):
                 continue
             self._lost(member, item)
         for item in found:
-            if item.state == "running" and item.name not in self._members:
+            if item.state == "running" and item.name not in (self._members.keys() | self._unremoved.keys()):
                 await self._adopt(item)
                 # another process made it; `scale` may lower the target again. Of twins one goes, and is not replaced
                 self._target = max(self._target, len({member.container.index for member in self._live()}))
