@@ -25,7 +25,7 @@ BACKOFF_S = (0.1, 10.0)
 PROVEN_S = 10.0
 """The end of a server that ran this long resets the back-off."""
 HOPELESS_STARTS = 5
-"""Failed starts of one server in a row, with none ever ready, after which no more are tried."""
+"""Failed starts of one server in a row, with none ever ready and all others failed, after which no more are tried."""
 DRAIN_S = 30.0
 """How long leases may go on in a server that is being replaced."""
 STOP_S, STOP_SLOT_S = 1.5, 0.05
@@ -160,6 +160,11 @@ class SupervisedBackend(Backend):
 
     # ------------------------------------------------------------------------------------------- for the places
 
+    @property
+    def none_starts(self) -> bool:
+        """Whether no server was ever ready, and each has failed."""
+        return not self.ever_ready and all(place.trouble for place in self._places.values())
+
     def news(self) -> None:
         """`containers()` may have changed."""
         self._news.set()
@@ -215,7 +220,7 @@ class _Place:
                     wait = backoff.failed()
                     self.trouble = f"container {self._index}: {error} (failed {backoff.failures} times in a row)"
                     log.warning("%s", self.trouble)
-                    if backoff.failures >= HOPELESS_STARTS and not self._backend.ever_ready:
+                    if backoff.failures >= HOPELESS_STARTS and self._backend.none_starts:
                         self._backend.give_up(BackendUnavailable(self.trouble))
                         return
                     self._backend.news()

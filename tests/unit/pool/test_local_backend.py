@@ -135,6 +135,25 @@ async def test_a_crash_loop_from_the_start_is_given_up_and_says_the_last_words()
         assert "port 80 is in use" in str(backend.failure())
 
 
+async def test_a_server_that_never_starts_ends_no_other_that_may_still_become_ready(tmp_path):
+    first, go = tmp_path / "first", tmp_path / "go"
+    crashing_but_the_first = f"""
+import os, sys, time
+try:
+    os.mkdir({str(first)!r})
+except FileExistsError:
+    sys.exit("no GPU")
+while not os.path.exists({str(go)!r}):
+    time.sleep(0.01)
+"""
+    async with running(crashing_but_the_first + GOOD, 2) as backend:
+        await until(lambda: "failed 9 times" in backend.trouble(), "many failures of one")
+        assert backend.failure() is None
+        go.touch()
+        await until(ready(backend, 1), "the other one")
+        assert "no GPU" in backend.trouble()
+
+
 async def test_a_pool_does_not_start_on_servers_that_refuse_and_leaves_nothing():
     command = [sys.executable, "-S", "-c", "import sys; print('user namespaces are off', file=sys.stderr); sys.exit(3)"]
     config = SlotPoolConfig()
