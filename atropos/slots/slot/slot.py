@@ -274,8 +274,14 @@ class Slot(SlotFiles):
         return Process(self.run, process_state(await self.run(operation)))
 
     async def processes(self) -> list[Process]:
-        """All background processes of the lease, oldest first, ended ones included; each is read from its start."""
+        """All background processes of the lease, oldest first, ended ones included; each is read from its start.
+
+        Raises:
+            OSError: the slot refused.
+        """
         listing = await self.run(wire.ProcList())
+        if isinstance(listing, wire.OpError):
+            raise file_error(listing, listing.error)
         assert isinstance(listing, wire.ProcListing)
         return [Process(self.run, state) for state in listing.processes]
 

@@ -19,8 +19,9 @@ from atropos.errors import (
     SandboxError,
     SlotLost,
 )
+from atropos.slots import SlotFileError
 from atropos.slots.slot.uploads import PIECE_BYTES
-from atropos.wire import Done, FileResult, ImageInfo, ReleaseResult
+from atropos.wire import Done, FileResult, ImageInfo, OpError, ReleaseResult
 from tests.unit.pool.model import SLOT_MIB, ModelClient, model_pool, pool_tasks, settled
 from tests.waiting import until
 
@@ -72,6 +73,17 @@ async def test_a_file_as_long_as_may_be_read_is_read_where_its_stream_breaks_off
     pool, _ = model_pool()
     async with pool, pool.lease("t") as slot:
         assert await slot.read_file("f", max_bytes=len(data)) == data
+
+
+async def test_a_slot_that_can_not_list_its_processes_says_why(monkeypatch):
+    async def call(self, lease, operation, *, call_id=None):
+        return OpError(error="limit", message="out of memory", limit="memory")
+
+    monkeypatch.setattr(ModelClient, "call", call)
+    pool, _ = model_pool()
+    async with pool, pool.lease("t") as slot:
+        with pytest.raises(SlotFileError, match="out of memory"):
+            await slot.processes()
 
 
 async def test_a_second_release_does_nothing():
