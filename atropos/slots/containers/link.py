@@ -156,6 +156,7 @@ class ContainerLink:
         """Take no new leases from the container, which is about to end."""
         for ticket in self.state.fleet.close(self.seat):
             self.state.wake(ticket)
+        self.state.serve()
         self.state.replan()
 
     async def condemn(self, reason: str) -> None:

@@ -25,7 +25,7 @@ class SharedState:
         doubtful: ids of containers whose free slots are not known; polled again when an acquire waits.
         news: set when something that `start` or `wait_for_engine` may wait for has changed.
         demand: set when the number of containers should be planned again.
-        room: set when a container may have room for a lease that is not in line yet.
+        room: set when leases that are not in line yet, for want of their image, may look again.
         waiters: the acquires in line.
         refusal: what a container lacks that the configuration requires; None once another one has joined.
     """

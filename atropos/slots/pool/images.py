@@ -76,7 +76,8 @@ class PoolImages:
                 progress(container, state)
 
         try:
-            source, name, tasks = await self._begin(image, report)
+            source, name, begun = await self._begin(image, report)
+            tasks = [*begun.values()]
             while pending := [task for task in tasks if not task.done()]:
                 if not everywhere and (ready := [task for task in tasks if task.done() and not _failed(task)]):
                     return ready[0].result()
@@ -113,15 +114,20 @@ class PoolImages:
 
     async def _ready(self, image: str, mib: int) -> str:
         """The image's name in leases, once every container has it, or one that has room for the lease."""
-        source, name, tasks = await self._begin(image)
-        turns = self._turns.setdefault((name, mib), asyncio.Lock())
-        async with turns:  # first come, first served; and only the first looks for room each time there may be some
-            while any(not task.done() for task in tasks):
-                if self.pin(name, mib) is not None:
-                    return name
-                self._state.room.clear()
-                await self._state.room.wait()
-        _outcome(source, name, tasks)
+        source, name, begun = await self._begin(image)
+
+        def under_way() -> bool:
+            return any(link.seat.open and not task.done() for link, task in begun.items())
+
+        if under_way():
+            turns = self._turns.setdefault((name, mib), asyncio.Lock())
+            async with turns:  # first come, first served; and only the first looks each time there may be room
+                while under_way():
+                    if self.pin(name, mib) is not None:
+                        return name
+                    self._state.room.clear()
+                    await self._state.room.wait()
+        _outcome(source, name, [task for task in begun.values() if task.done()])
         return name
 
     def pin(self, name: str, mib: int) -> Seat | None:
@@ -143,14 +149,14 @@ class PoolImages:
 
     async def _begin(
         self, image: str, progress: Progress | None = None
-    ) -> tuple[ImageSource, str, list[asyncio.Task[ImageInfo]]]:
+    ) -> tuple[ImageSource, str, dict[ContainerLink, asyncio.Task[ImageInfo]]]:
         """An image, its name in leases, and its preparation in each container that can be leased from."""
         source = ImageSource.parse(image)
         archive = None if source.transport in SERVERS_OWN else await self._archive(source)
         name = str(source) if archive is None else archive.source
         self._tasks = {link: tasks for link, tasks in self._tasks.items() if link.gone is None}
         wanted = [link for link in self._links.values() if link.seat.open]
-        return source, name, [self._task(link, name, archive, progress) for link in wanted]
+        return source, name, {link: self._task(link, name, archive, progress) for link in wanted}
 
     async def find(self, source: str) -> ImageInfo | None:
         """The image of a source that only servers know, from the first container that has it."""

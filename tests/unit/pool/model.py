@@ -37,6 +37,7 @@ class ModelServer:
     refuses_snapshots: SandboxError | None = None
     hangs: bool = False
     prepares: asyncio.Event | None = None
+    preparing: int = 0
     silent: bool = False
     built: dict[str, wire.ImageInfo] = field(default_factory=dict)
     taken_in: int = 0
@@ -105,6 +106,7 @@ class ModelImages:
         self.server = server
 
     async def prepare(self, source: str, **_) -> wire.ImageInfo:
+        self.server.preparing += 1
         if self.server.prepares is not None:
             await self.server.prepares.wait()
         await self.server.pause()

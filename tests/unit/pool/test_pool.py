@@ -752,6 +752,19 @@ async def test_a_built_image_is_found_and_brought_to_others_while_one_container_
             await pool.find_built("1" * 64)
 
 
+async def test_a_lease_whose_image_a_container_prepares_that_ends_gets_a_slot_in_another_one():
+    pool, backend = model_pool(containers=2)
+    async with pool:
+        (server,) = backend.servers.values()
+        server.prepares = asyncio.Event()
+        waiting = asyncio.create_task(pool.acquire("t", image="python:3.13-slim"))
+        await until(lambda: server.preparing, "its preparation")
+        (link,) = pool.links.values()
+        link.close()
+        async with asyncio.timeout(5), await waiting as slot:
+            assert slot.container != server.name
+
+
 async def test_a_lease_on_an_image_costs_the_same_where_the_pool_has_prepared_hundreds_of_images():
     """The cost is compared in the same run, generously: one that grew with the images was six times as high."""
     pool, _ = model_pool(containers=30, min_containers=30)
