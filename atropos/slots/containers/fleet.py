@@ -31,9 +31,8 @@ class Seat:
         reserved, reserved_mib: grants under way, and their memory.
         leased, leased_mib: leases that this pool holds.
         retired, retired_mib: slots that the container has retired.
-        pins: snapshots that are kept there; while there are any the container is in use.
-        preparing: images that it pulls for this pool.
-        idle_since: when its last lease ended (or it joined, or had prepared an image), on the caller's monotonic clock, seconds.
+        pins: snapshots that are kept there, and images that are being prepared; while there are any the container is in use.
+        idle_since: when it was last in use (or it joined), on the caller's monotonic clock, seconds.
         kept_for: the large lease that gets what comes free here.
     """
 
@@ -49,7 +48,6 @@ class Seat:
     retired: int = 0
     retired_mib: int = 0
     pins: int = 0
-    preparing: int = 0
     idle_since: float = 0.0
     open: bool = False
     queued: bool = False
@@ -71,7 +69,7 @@ class Seat:
     @property
     def busy(self) -> bool:
         """Whether this pool uses it."""
-        return bool(self.leased or self.reserved or self.pins or self.preparing)
+        return bool(self.leased or self.reserved or self.pins)
 
 
 @dataclass(eq=False, slots=True)

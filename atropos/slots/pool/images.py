@@ -223,7 +223,7 @@ class PoolImages:
                 progress(link.container.id, state)
 
         within_s = self._state.config.prepare_timeout_s
-        link.seat.preparing += 1
+        link.seat.pins += 1
         with self._state.counters.measure(self._state.counters.prepare.observe):
             try:
                 async with asyncio.timeout(within_s):
@@ -240,7 +240,7 @@ class PoolImages:
                     f"image {name}: container {link.container.id} prepares it no more: {link.gone}"
                 ) from error
             finally:
-                link.seat.preparing -= 1
+                link.seat.pins -= 1
                 link.seat.idle_since = self._state.now()
 
     async def _built(self, link: ContainerLink, name: str) -> ImageInfo:
