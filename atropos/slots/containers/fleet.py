@@ -116,7 +116,7 @@ class Fleet:
     waiting_mib: int = 0
     _kept: set[Seat] = field(default_factory=set[Seat])
     _grown: set[Seat] = field(default_factory=set[Seat])
-    """Containers that got more room, or are kept no more, while others were kept."""
+    """Containers that got more room while some were kept, and those that are kept no more."""
     _open: list[tuple[int, str, int, Seat]] = field(default_factory=list[tuple[int, str, int, Seat]])
     _line: list[tuple[int, Ticket]] = field(default_factory=list[tuple[int, Ticket]])
     _pinned: dict[Seat, list[tuple[int, Ticket]]] = field(default_factory=dict[Seat, list[tuple[int, Ticket]]])
@@ -151,8 +151,7 @@ class Fleet:
             self._set_free(seat, 0)
             seat.open = False
             self.ready -= 1
-        if (kept := self._unkeep(seat)) is not None and kept.pin is None:
-            heapq.heappush(self._line, (kept.seq, kept))
+        self._put_back(seat)
         stranded = [ticket for _, ticket in self._pinned.pop(seat, [])]
         for ticket in stranded:
             self._served(ticket)
@@ -215,18 +214,23 @@ class Fleet:
 
     def match(self) -> Iterator[Ticket]:
         """Give free room to the longest waiting; each yielded ticket has its `seat`, and its room is reserved there."""
-        if self._kept:
+        if self._grown:
             yield from self._match_kept()
         yield from self._match_others()
 
     def _match_kept(self) -> Iterator[Ticket]:
         """Serve the large ones for whom containers are kept, and all who wait for longer than one of these."""
-        kept = sorted((seat.kept_for.seq, seat.kept_for, seat) for seat in self._kept if seat.kept_for is not None)
-        for seq, ticket, seat in kept:
-            yield from self._match_others(before=seq)
-            if (found := self._room_for_kept(ticket, seat)) is not None:
-                self._unkeep(seat)
-                yield self._reserve(ticket, found)
+        served = True
+        while served:  # which leaves room for older ones in the container that was kept
+            served = False
+            kept = sorted((seat.kept_for.seq, seat.kept_for, seat) for seat in self._kept if seat.kept_for is not None)
+            for seq, ticket, seat in kept:
+                yield from self._match_others(before=seq)
+                if (found := self._room_for_kept(ticket, seat)) is not None:
+                    self._unkeep(seat)
+                    yield self._reserve(ticket, found)
+                    served = True
+                    break
         self._grown.clear()
 
     def _match_others(self, *, before: float = math.inf) -> Iterator[Ticket]:
@@ -302,6 +306,8 @@ class Fleet:
     def counted(self, seat: Seat, free: int) -> None:
         """The container's own count of free MiB, which may or may not include the grants under way: the smaller is believed."""
         self._set_free(seat, max(0, free - seat.reserved_mib))
+        if seat.kept_for is not None and seat.kept_for.pin is None and not seat.can_hold(seat.kept_for.mib):
+            self._put_back(seat)
 
     # --------------------------------------------------------------------------------------------------- inside
 
@@ -351,6 +357,11 @@ class Fleet:
             self._grown.add(seat)
         self._set_free(seat, seat.free)  # others may use it again
         return ticket
+
+    def _put_back(self, seat: Seat) -> None:
+        """The large lease that this container was kept for, if any, waits for another one."""
+        if (ticket := self._unkeep(seat)) is not None and ticket.pin is None:
+            heapq.heappush(self._line, (ticket.seq, ticket))
 
     def _served(self, ticket: Ticket) -> None:
         ticket.waiting = False

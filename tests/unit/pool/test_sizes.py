@@ -91,6 +91,7 @@ class MixedSizes(RuleBasedStateMachine):
         self.fleet.returned(ticket.seat, ticket.mib, clean=clean, now=1)
         if not clean:  # the container counts it as retired
             ticket.seat.retired_mib += ticket.mib
+            self.fleet.counted(ticket.seat, ticket.seat.free)
             self.first = None
         self.settle()
 
@@ -214,6 +215,19 @@ def test_a_large_lease_gets_the_room_that_was_kept_for_one_that_is_given_up():
     assert (list(fleet.match()), second.kept_for) == ([], younger)
     fleet.withdraw(older)
     assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(younger, first)]
+
+
+def test_a_container_that_can_no_longer_hold_the_large_lease_that_it_was_kept_for_serves_others():
+    fleet = Fleet(SLOT)
+    fleet.join(seat := Seat("worn", 0), slots=4, free=2 * SLOT, now=0)
+    fleet.ask(large := fleet.ticket(mib=4 * SLOT))
+    fleet.ask(small := fleet.ticket())
+    assert (list(fleet.match()), seat.kept_for) == ([], large)
+    seat.retired, seat.retired_mib = 1, SLOT
+    fleet.counted(seat, 2 * SLOT)
+    assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(small, seat)]
+    fleet.join(whole := Seat("whole", 1), slots=4, free=4 * SLOT, now=0)
+    assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(large, whole)]
 
 
 def test_a_lease_that_is_too_large_for_every_container_holds_up_no_other():
