@@ -281,7 +281,7 @@ class Slot(SlotFiles):
         """
         listing = await self.run(wire.ProcList())
         if isinstance(listing, wire.OpError):
-            raise file_error(listing, listing.error)
+            raise file_error(listing)
         assert isinstance(listing, wire.ProcListing)
         return [Process(self.run, state) for state in listing.processes]
 
