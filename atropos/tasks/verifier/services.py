@@ -1,7 +1,8 @@
 """Ends the processes that an agent left running before its work is judged, except servers; and those that its tests left.
 
 A task may ask for a server, and its tests then talk to it. So by default processes that listen on a socket stay, with
-their children and the shell of the terminal that they run on; everything else ends. A hostile agent can listen as well: `environment_mode = "separate"` is for that.
+their children and the shell of the terminal that they run on; everything else ends. A hostile agent can listen as well:
+`environment_mode = "separate"` is for that.
 """
 
 from __future__ import annotations
