@@ -262,8 +262,9 @@ for family in (2, 10):
     "open_sockets_of_protocols_that_nobody_needs": """
 for family in (2, 10):
     for kind in (1, 2, 5, 6):
-        for protocol in (33, 115, 132, 136, 256, 262):
-            if libc.socket(family, kind, protocol) != -1 or ctypes.get_errno() not in (errno.EPROTONOSUPPORT, errno.EINVAL):
+        for protocol in (33, 99, 115, 132, 136, 256, 262, *(0,) * (kind > 3)):
+            refusals = (errno.EPROTONOSUPPORT, errno.EINVAL, *(errno.ESOCKTNOSUPPORT,) * (kind > 3))
+            if libc.socket(family, kind, protocol) != -1 or ctypes.get_errno() not in refusals:
                 breach(f"family {family} type {kind} protocol {protocol}: errno {ctypes.get_errno()}")
 """,
     "climb_from_its_namespaces": """

@@ -50,7 +50,7 @@ def answer(program: list[tuple[int, int, int, int]], number: int, *arguments: in
                 raise AssertionError(f"an instruction {code:#x}")
 
 
-PRCTL, SECCOMP, SETSOCKOPT, SOCKET, IOCTL, UNSHARE, MEMFD_CREATE = 157, 317, 54, 41, 16, 272, 319
+PRCTL, SECCOMP, SETSOCKOPT, SOCKET, SOCKETPAIR, IOCTL, UNSHARE, MEMFD_CREATE = 157, 317, 54, 41, 53, 16, 272, 319
 PRIVILEGED = {"mount": 165, "setns": 308, "sethostname": 170, "init_module": 175, "iopl": 172, "syslog": 103}
 ABSENT = {"keyctl": 250, "io_uring_setup": 425, "io_setup": 206, "bpf": 321, "perf_event_open": 298, "kcmp": 312,
           "get_mempolicy": 239, "userfaultfd": 323, "memfd_secret": 447, "modify_ldt": 154, "clone3": 435, "fsopen": 430,
@@ -93,7 +93,34 @@ def test_protocols_that_no_slot_needs_are_not_known(program, name, high):
     for family in (2, 10):
         assert answer(program, SOCKET, family | high, 1, NO_PROTOCOL[name] | high) == errno.EPROTONOSUPPORT
         for protocol in (0, 1, 6, 17, 58):
-            assert answer(program, SOCKET, family, 1, protocol) == 0
+            for kind in (1, 2, 3, 1 | 0x80800):  # with SOCK_NONBLOCK | SOCK_CLOEXEC
+                assert answer(program, SOCKET, family, kind, protocol) == 0
+
+
+@pytest.mark.parametrize("high", [0, HIGH])
+def test_no_socket_has_the_kernel_look_for_a_module(program, high):
+    """It would have the host start a program for each, which no slot's CPU time pays for."""
+    for family in (2, 10):
+        for protocol in {*range(600), 0xFFFFFFFF} - {0, 1, 6, 17, 58}:
+            assert answer(program, SOCKET, family | high, 1, protocol | high) == errno.EPROTONOSUPPORT
+        for kind in {*range(16)} - {1, 2, 3}:  # SCTP's and DCCP's own among them
+            for flags in (0, 0x80800):
+                assert answer(program, SOCKET, family | high, kind | flags | high, 0) == errno.ESOCKTNOSUPPORT
+    for request in (
+        0x8940,
+        0x8941,
+        0x8982,
+        0x8983,
+        0x89A0,
+        0x89A1,
+    ):  # SIOCGIFBR, SIOCGIFVLAN, SIOCBRADDBR and their kin
+        assert answer(program, IOCTL, 3, request | high, 0x1000) == errno.ENOPKG
+    for request in (0x8912, 0x8913, 0x8927, 0x8933, 0x8942, 0x8981, 0x89A2):  # SIOCGIFCONF, SIOCGIFFLAGS and others
+        assert answer(program, IOCTL, 3, request, 0x1000) == 0
+    for family in (2, 10, 16):
+        assert answer(program, SOCKETPAIR, family | high, 1, 99 | high) == errno.EOPNOTSUPP
+    for kind in (1, 2, 5):  # SOCK_SEQPACKET of Unix among them
+        assert answer(program, SOCKET, 1, kind, 0) == answer(program, SOCKETPAIR, 1, kind, 0) == 0
 
 
 @pytest.mark.parametrize("high", [0, HIGH])

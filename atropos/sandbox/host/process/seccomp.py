@@ -41,10 +41,17 @@ SOCKET_FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (and there NETLINK_ROUTE alone)."""
 _FAMILIES = 64
 """More than there are."""
-_PROTOCOLS = (33, 115, 132, 136, 256, 262)
-"""Of sockets, what slots have no use for: DCCP, L2TP, SCTP, UDP-Lite, SMC, MPTCP."""
+_PROTOCOLS = (0, 1, 6, 17, 58)
+"""Of internet sockets, what slots have use for: the type's own, ICMP, TCP, UDP, ICMPv6. For others, each call has the kernel look for
+a module: a program of the host's, and at no slot's cost."""
+_MORE_PROTOCOLS = 64
+"""None of `_PROTOCOLS` is as large."""
+_NO_TYPES = ((0xF, 0), (0xC, 4), (0x8, 8))
+"""(mask, value) of what is neither a stream, nor datagrams, nor raw: the type's own protocol would be SCTP or DCCP."""
 _NEW_NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 _TIOCSTI, _TIOCLINUX, _TIOCSETD = 0x5412, 0x541C, 0x5423
+_BRIDGES = (0x8940, 0x8982, 0x89A0)
+"""Each with the number above it: requests about bridges and VLANs, for which the kernel looks for a module before it refuses them."""
 _NSFS_TYPE = 0xB700
 """Second byte of all requests to namespaces: they hand out parents and owners (<linux/nsfs.h>)."""
 _RLIMIT_CORE = 4
@@ -150,20 +157,29 @@ def _deny_exits(made: _Filter) -> None:
             made.add(refuse, name, has(0, flag))
     # the errors of a kernel built without these: programs such as useradd go on without
     no_family, no_protocol = made.error(errno.EAFNOSUPPORT), made.error(errno.EPROTONOSUPPORT)
+    no_type = made.error(errno.ESOCKTNOSUPPORT)
     for family in range(_FAMILIES):
         if family not in SOCKET_FAMILIES:
             for name in ("socket", "socketpair"):
                 made.add(no_family, name, same(0, family))
     for name in ("socket", "socketpair"):
         made.add(no_family, name, made.least(0, _FAMILIES))
+    for family in SOCKET_FAMILIES[1:]:  # these have no pairs
+        made.add(made.error(errno.EOPNOTSUPP), "socketpair", same(0, family))
     made.add(no_protocol, "socket", same(0, 16), made.other(2, 0))  # 0 is NETLINK_ROUTE
-    for protocol in _PROTOCOLS:
-        for family in (2, 10):
-            made.add(no_protocol, "socket", same(0, family), same(2, protocol))
+    for family in (2, 10):
+        for mask, value in _NO_TYPES:
+            made.add(no_type, "socket", same(0, family), made.masked(1, mask, value))
+        for protocol in range(_MORE_PROTOCOLS):
+            if protocol not in _PROTOCOLS:
+                made.add(no_protocol, "socket", same(0, family), same(2, protocol))
+        made.add(no_protocol, "socket", same(0, family), made.least(2, _MORE_PROTOCOLS))
     # as kernels with dev.tty.legacy_tiocsti=0; for terminals that are no console; with no line discipline but the first
     for request, error in ((_TIOCSTI, errno.EIO), (_TIOCLINUX, errno.ENOTTY), (_TIOCSETD, errno.EINVAL)):
         made.add(made.error(error), "ioctl", same(1, request))
     made.add(made.error(errno.ENOTTY), "ioctl", made.masked(1, 0xFF00, _NSFS_TYPE))
+    for request in _BRIDGES:
+        made.add(made.error(errno.ENOPKG), "ioctl", made.masked(1, _LOW - 1, request))
 
 
 def _guard_shared(made: _Filter) -> None:
