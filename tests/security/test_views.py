@@ -288,6 +288,16 @@ async def test_a_workspace_that_is_no_folder_is_an_empty_one_in_the_view(pool):
         assert (await slot.exec("ls -A /workspace", workdir="/")).output == ""
 
 
+async def test_folders_that_are_made_for_a_view_are_its_root_user_s(pool):
+    """One in the place of a folder that the slot's programs removed, and those above a folder that the view's root lacks."""
+    async with pool.lease("agent") as slot:
+        await slot.exec("rm -rf /workspace; : > /workspace; mkdir -p /var/made/deep", workdir="/")
+        await slot.view(["/workspace", "/var/made/deep"])
+        folders = "/workspace /var/made /var/made/deep"
+        done = await slot.exec(f"for d in {folders}; do mkdir $d/tests; done; stat -c %u:%g {folders}", workdir="/")
+        assert done.output == "0:0\n" * 3
+
+
 async def test_all_slots_may_have_a_view_at_once_and_leave_nothing(pool):
     async def one(number: int) -> str:
         async with pool.lease(f"agent-{number}") as slot:

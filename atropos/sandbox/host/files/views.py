@@ -103,6 +103,7 @@ class View:
         work = f"{upper}-wk"
         for path in (upper, work):
             os.mkdir(path, 0o755)
+        os.chown(upper, 0, 0)
         with contextlib.ExitStack() as opened:
             parts = _open_in_layers(self.layers, folder, opened)
             if parts:
@@ -370,6 +371,7 @@ def _make_mount_point(root: str, folder: str) -> None:
         for part in folder.strip("/").split("/"):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(part, 0o755, dir_fd=at)
+                os.chown(part, 0, 0, dir_fd=at, follow_symlinks=False)  # the server's own user is none of the slot's
             below = os.open(part, _FOLDER, dir_fd=at)
             os.close(at)
             at = below
