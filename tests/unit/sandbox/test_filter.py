@@ -50,7 +50,8 @@ def answer(program: list[tuple[int, int, int, int]], number: int, *arguments: in
                 raise AssertionError(f"an instruction {code:#x}")
 
 
-PRCTL, SECCOMP, SETSOCKOPT, SOCKET, SOCKETPAIR, IOCTL, UNSHARE, MEMFD_CREATE = 157, 317, 54, 41, 53, 16, 272, 319
+PRCTL, SECCOMP, UNSHARE, MEMFD_CREATE, MADVISE = 157, 317, 272, 319, 28
+SETSOCKOPT, SOCKET, SOCKETPAIR, IOCTL = 54, 41, 53, 16
 PRIVILEGED = {"mount": 165, "setns": 308, "sethostname": 170, "init_module": 175, "iopl": 172, "syslog": 103}
 ABSENT = {"keyctl": 250, "io_uring_setup": 425, "io_setup": 206, "bpf": 321, "perf_event_open": 298, "kcmp": 312,
           "get_mempolicy": 239, "userfaultfd": 323, "memfd_secret": 447, "modify_ldt": 154, "clone3": 435, "fsopen": 430,
@@ -142,6 +143,14 @@ def test_a_memory_file_with_every_flag_is_answered_as_by_a_kernel_that_does_not_
     """Chromium, Electron and others try this, and end when the answer is another."""
     assert answer(program, MEMFD_CREATE, 0x1000, flags) == errno.EINVAL
     assert answer(program, MEMFD_CREATE, 0x1000, flags & ~4) == 0  # the kernel's own to answer
+
+
+@pytest.mark.parametrize("high", [0, HIGH])
+def test_no_advice_is_about_pages_that_are_others_too(program, high):
+    for advice in (12, 20, 21):  # MADV_MERGEABLE, MADV_COLD, MADV_PAGEOUT
+        assert answer(program, MADVISE, 0x1000, 4096, advice | high) == errno.EINVAL
+    for advice in (0, 1, 3, 4, 8, 9, 10, 13, 14, 15, 18, 23):  # MADV_NORMAL, MADV_DONTNEED, MADV_HUGEPAGE and others
+        assert answer(program, MADVISE, 0x1000, 4096, advice) == 0
 
 
 def test_only_namespaces_can_t_be_made_anew(program):

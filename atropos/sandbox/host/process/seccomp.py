@@ -56,7 +56,7 @@ _NSFS_TYPE = 0xB700
 """Second byte of all requests to namespaces: they hand out parents and owners (<linux/nsfs.h>)."""
 _RLIMIT_CORE = 4
 _SOL_SOCKET, _SO_RCVBUF, _SO_ATTACH_FILTER, _SO_ATTACH_REUSEPORT_CBPF = 1, 8, 26, 51
-_FADV_DONTNEED, _MADV_COLD, _MADV_PAGEOUT = 4, 20, 21
+_FADV_DONTNEED, _MADV_MERGEABLE, _MADV_COLD, _MADV_PAGEOUT = 4, 12, 20, 21
 _MAP_HUGETLB, _MFD_HUGETLB, _SHM_HUGETLB = 0x40000, 0x4, 0o4000
 _PR_SCHED_CORE, _PR_SET_SECCOMP = 62, 22
 _SECCOMP_MODE_FILTER, _SECCOMP_SET_MODE_FILTER = 2, 1
@@ -196,7 +196,8 @@ def _guard_shared(made: _Filter) -> None:
     made.add(done, "setsockopt", same(1, _SOL_SOCKET), same(2, _SO_RCVBUF))
     # advice to forget files is no order to: their pages may be those of all slots' programs
     made.add(done, "fadvise64", same(3, _FADV_DONTNEED))
-    for advice in (_MADV_COLD, _MADV_PAGEOUT):
+    # where the host looks for equal pages (KSM), how long a write takes would say what others have in memory, as its virtual machines
+    for advice in (_MADV_MERGEABLE, _MADV_COLD, _MADV_PAGEOUT):
         made.add(made.error(errno.EINVAL), "madvise", same(2, advice))
     # a host's huge pages are set aside for somebody, and in no limit of a slot's
     made.add(made.error(errno.ENOMEM), "mmap", has(3, _MAP_HUGETLB))
