@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from atropos.errors import IsolationUnavailable
@@ -170,9 +171,8 @@ def _deny_exits(made: _Filter) -> None:
     for family in (2, 10):
         for mask, value in _NO_TYPES:
             made.add(no_type, "socket", same(0, family), made.masked(1, mask, value))
-        for protocol in range(_MORE_PROTOCOLS):
-            if protocol not in _PROTOCOLS:
-                made.add(no_protocol, "socket", same(0, family), same(2, protocol))
+        for mask, value in _without(_PROTOCOLS, 0, _MORE_PROTOCOLS):
+            made.add(no_protocol, "socket", same(0, family), made.masked(2, mask, value))
         made.add(no_protocol, "socket", same(0, family), made.least(2, _MORE_PROTOCOLS))
     # as kernels with dev.tty.legacy_tiocsti=0; for terminals that are no console; with no line discipline but the first
     for request, error in ((_TIOCSTI, errno.EIO), (_TIOCLINUX, errno.ENOTTY), (_TIOCSETD, errno.EINVAL)):
@@ -180,6 +180,15 @@ def _deny_exits(made: _Filter) -> None:
     made.add(made.error(errno.ENOTTY), "ioctl", made.masked(1, 0xFF00, _NSFS_TYPE))
     for request in _BRIDGES:
         made.add(made.error(errno.ENOPKG), "ioctl", made.masked(1, _LOW - 1, request))
+
+
+def _without(numbers: Collection[int], begin: int, size: int) -> Iterator[tuple[int, int]]:
+    """All others from `begin` on, as few (mask, value) as there can be; `size` is a power of two."""
+    if not any(begin <= number < begin + size for number in numbers):
+        yield _LOW & ~(size - 1), begin
+    elif size > 1:
+        yield from _without(numbers, begin, size // 2)
+        yield from _without(numbers, begin + size // 2, size // 2)
 
 
 def _guard_shared(made: _Filter) -> None:
