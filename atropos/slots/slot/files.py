@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,6 +23,18 @@ MAX_ARCHIVE_BYTES = 64 * 1024**3
 """Longest file or archive that `read_file_to` and `download_to` write, unless their caller allows more."""
 IN_CALL_BYTES = 256 * 1024
 """A file up to this size goes in its call; a larger one as a stream of its own, which calls of others pass."""
+
+
+@contextlib.asynccontextmanager
+async def _whole(target: str | Path) -> AsyncGenerator[BinaryIO]:
+    """A local file to write, which takes its place at the end of the body; where that fails, nothing is changed there."""
+    partial = Path(f"{target}.part")
+    try:
+        with await asyncio.to_thread(open, partial, "wb") as file:
+            yield file
+        await asyncio.to_thread(os.replace, partial, target)
+    finally:
+        await asyncio.to_thread(partial.unlink, missing_ok=True)
 
 
 class SlotFiles(ABC):
@@ -68,13 +81,8 @@ class SlotFiles(ABC):
         Raises:
             OSError: as `read_file`; or the local file can't be written.
         """
-        partial = Path(f"{target}.part")
-        try:
-            with await asyncio.to_thread(open, partial, "wb") as file:
-                await self._read(path, file.write, max_bytes, None)
-            await asyncio.to_thread(os.replace, partial, target)
-        finally:
-            await asyncio.to_thread(partial.unlink, missing_ok=True)
+        async with _whole(target) as file:
+            await self._read(path, file.write, max_bytes, None)
 
     async def _read(self, path: str, write: Callable[[bytes], object], max_bytes: int, user: str | None) -> None:
         most = PIECE_BYTES if user else IN_CALL_BYTES  # streams are root's
@@ -177,12 +185,12 @@ class SlotFiles(ABC):
         return archive.getvalue()
 
     async def download_to(self, path: str, target: str | Path, *, max_bytes: int = MAX_ARCHIVE_BYTES) -> None:
-        """As `download`, into a local file, as it comes: the archive doesn't have to fit in memory.
+        """As `download`, to a local file, which is there once it is whole and doesn't have to fit in memory.
 
         Raises:
             OSError: as `download`; or the local file can't be written.
         """
-        with await asyncio.to_thread(open, target, "wb") as archive:
+        async with _whole(target) as archive:
             await self._download(path, archive, max_bytes)
 
     async def _download(self, path: str, archive: BinaryIO, max_bytes: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import errno
 import fnmatch
@@ -156,15 +155,14 @@ async def followed(slot: Slot, path: str) -> str:
 
 
 async def _archive(slot: Slot, path: str) -> IO[bytes]:
-    with contextlib.ExitStack() as closing:
-        file = closing.enter_context(tempfile.NamedTemporaryFile())
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "archive.tar"
         try:
-            await slot.download_to(path, file.name, max_bytes=MAX_STAGE_BYTES)
+            await slot.download_to(path, file, max_bytes=MAX_STAGE_BYTES)
         except OSError as error:
             why = "is not in the stage" if error.errno == errno.ENOENT else error.strerror
             raise TaskBroken(f"{path}: {why}") from None
-        closing.pop_all()  # its reader closes it
-        return file
+        return file.open("rb")  # its reader closes it
 
 
 async def unpack_archive(
