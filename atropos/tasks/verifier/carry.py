@@ -100,7 +100,7 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
                 member.uid = member.gid = 0
                 member.uname = member.gname = ""
                 target.addfile(member, source.extractfile(content) if plain else None)
-    except (tarfile.TarError, EOFError, ValueError, KeyError, RecursionError) as error:
+    except (tarfile.TarError, OSError, EOFError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
         raise VerifierFailed(f"the artifact {path} is no tar archive: {error}") from None
     return out.getvalue()
 

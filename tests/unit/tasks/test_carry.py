@@ -123,7 +123,23 @@ def test_a_sparse_file_is_not_written_out_in_full():
     assert len(data) < 1 << 20
 
 
-@pytest.mark.parametrize("data", [b"", b"nonsense" * 200, archive(("f", "a", ""))[:100]])
+def extended(**headers):
+    """An archive of an empty file, of which an extended header says something else."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("a")
+        info.pax_headers = headers
+        tar.addfile(info)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"nonsense" * 200, archive(("f", "a", ""))[:100]),
+        *(extended(mtime="inf"), extended(mtime="nan"), extended(size="-5"), extended(size="9" * 20)),
+    ],
+)
 def test_what_is_no_archive_is_the_verifiers_failure(data):
     with pytest.raises(VerifierFailed):
         safe_archive(data, "/workspace")
