@@ -14,7 +14,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import NoReturn, cast
+from typing import NoReturn, TypeVar, cast
 
 from atropos import tracing
 from atropos.agent import TurnRenderer
@@ -46,7 +46,7 @@ from atropos.envs.reporting.wandb_run import WandbRun, pool_gauges, readable_gro
 from atropos.envs.reporting.watch import TrainerWatch, report_evaluation, watch_inference
 from atropos.envs.running.backend import ToolBackend
 from atropos.envs.running.groups import Event, GroupCollector, GroupMember
-from atropos.envs.running.hooks import ExecTool, HookCalls, Hooks
+from atropos.envs.running.hooks import KNOWN, ExecTool, HookCalls, Hooks
 from atropos.envs.running.lifecycle import SENDS_S, WORKERS_S, Lifetime, beside, bounded, task_group
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import GroupsDropped, HookError, Rollout, ScoredGroup, scored_item
@@ -55,6 +55,8 @@ from atropos.slots import SlotPool, Snapshot
 from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, ToolResult
 
 __all__ = ["Event", "ExecTool", "GroupMember", "SandboxEnv"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -283,23 +285,25 @@ class SandboxEnv(BaseEnv):
         """
         several = isinstance(scored_data, list)
         limit = self.max_token_len if abort_on_any_max_length_exceeded else 0
-        kept: list[ScoredGroup] = []
+        admitted: list[ScoredGroup] = []
         for group in cast("list[ScoredGroup | None]", scored_data if several else [scored_data]):
             if group is None or not self.sink.admits(group, self.item_name(item), max_token_len=limit):
                 continue
             if self.config.include_messages and group.get("messages") is None:
                 group["messages"] = [[{"role": "user", "content": self.tokenizer.decode(t)}] for t in group["tokens"]]
             self.completion_lengths.extend(len(mask) - list(mask).count(MASKED) for mask in group["masks"])
-            with contextlib.suppress(HookError), self.hooks.guard("add_rollouts_for_wandb"):  # which logs it
-                await self.add_rollouts_for_wandb(cast("ScoredDataGroup", group), item)
-            if not self.config.include_messages:
-                group["messages"] = None
-            kept.append(group)
-        if kept and do_send_to_api:
-            self.items_sent_this_step += len(kept)
+            admitted.append(group)
+        if admitted and do_send_to_api:
+            self.items_sent_this_step += len(admitted)
+        kept = admitted
+        if not self.config.include_messages:
+            kept = [cast("ScoredGroup", {**group, "messages": None}) for group in admitted]
         # atroposlib no longer has their items: a cancellation of this worker waits
         env_id = getattr(self, "env_id", None)
         await outlive(self.sink.deliver(kept, sent=do_send_to_api, env_id=env_id, listed=several))
+        for group in admitted:
+            with contextlib.suppress(HookError), self.hooks.guard("add_rollouts_for_wandb"):  # which logs it
+                await self.add_rollouts_for_wandb(cast("ScoredDataGroup", group), item)
 
     # ---------------------------------------------------------------------------------------------------- process
 
@@ -401,6 +405,24 @@ class SandboxEnv(BaseEnv):
             raise ConfigError(f"env.group_size: {size} is more than the trainer's batch; {error}") from error
         self._trainer.check_batch(self.config.batch_size)
         self.config.worker_timeout = self.collector.take_over(self.config.worker_timeout)
+        own = self.postprocess_histories
+        self.postprocess_histories = partial(self._postprocessed, own)  # pyright: ignore[reportAttributeAccessIssue]
+
+    async def _postprocessed(self, own: Callable[[T], Awaitable[T | None]], group: T) -> T | None:
+        """What the env's own `postprocess_histories` makes of a finished group; None where it fails.
+
+        atroposlib logs its error with the whole item, and counts no group that ends here.
+        """
+        try:
+            with self.hooks.guard("postprocess_histories"):
+                return await own(group)
+        except asyncio.CancelledError:
+            self.metrics.cancelled_groups += 1
+            raise
+        except KNOWN as error:
+            self.metrics.unsent["hook_error"] += 1
+            _log.warning("a group is not sent: %s", error)
+            return None
 
     async def get_status(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As atroposlib's; a lost trajectory API ends the run with one line, and a long wait is reported.

@@ -153,6 +153,67 @@ async def test_a_group_is_sent_though_it_can_not_be_shown(caplog):
     assert "KeyError: 'mine'" in caplog.text
 
 
+async def test_a_group_that_is_being_shown_when_its_worker_is_cancelled_is_sent():
+    showing = asyncio.Event()
+
+    class Env(ScriptEnv):
+        async def add_rollouts_for_wandb(self, scored_data, item=None):
+            showing.set()
+            await asyncio.Event().wait()
+
+    async with trajectory_api() as (api, taken):
+        env = make(Env, "http://127.0.0.1:9/v1", None, rollout_server_url=api)
+        env.items_sent_this_step = 0
+        worker = asyncio.create_task(env.handle_send_to_api(group(), {}))
+        await showing.wait()
+        await cancel_and_wait([worker])
+    assert worker.cancelled()
+    assert len(taken) == 1
+
+
+async def worked(env, api):
+    """One group, as `serve` has it made."""
+    await env.start_tool_backend()
+    await env.get_server_info()
+    env.status_dict = {"queue_size": 0, "self_queue_size": 0, "max_group_size": 1}
+    env.max_num_workers, env.env_id, env.items_sent_this_step, env.max_token_len = 1, 0, 0, -1
+    await env.add_train_workers()
+    return next(iter(env.workers))
+
+
+async def test_a_group_whose_postprocessing_fails_is_counted_and_its_item_is_not_logged(policy, caplog):
+    class Env(ScriptEnv):
+        async def postprocess_histories(self, trajectories):
+            raise KeyError("mine")
+
+    async with trajectory_api(batch_size=12) as (api, taken):
+        env = make(Env, policy.url, None, rollout_server_url=api)
+        await (await worked(env, api))
+    assert (dict(env.metrics.unsent), dict(env.metrics.hook_errors)) == (
+        {"hook_error": 1},
+        {"postprocess_histories": 1},
+    )
+    assert not taken
+    assert "a group is not sent: postprocess_histories raised KeyError: 'mine'" in caplog.text
+    assert "script" not in " ".join(record.getMessage() for record in caplog.records)
+
+
+async def test_a_group_that_is_cancelled_while_it_is_postprocessed_is_counted(policy):
+    begun = asyncio.Event()
+
+    class Env(ScriptEnv):
+        async def postprocess_histories(self, trajectories):
+            begun.set()
+            await asyncio.Event().wait()
+
+    async with trajectory_api(batch_size=12) as (api, _):
+        env = make(Env, policy.url, None, rollout_server_url=api)
+        worker = await worked(env, api)
+        await begun.wait()
+        await cancel_and_wait([worker])
+    assert env.metrics.cancelled_groups == 1
+
+
 async def test_a_group_of_arrays_whose_answer_is_lost_reaches_the_trainer_once():
     computed = {"scores": np.array([0.0, 1.0, 0.5]), "masks": np.array([[-100, 2, 3]] * 3), "tokens": [(1, 2, 3)] * 3}
     async with trajectory_api(0) as (api, taken):
@@ -434,12 +495,12 @@ async def test_an_evaluation_reports_an_inference_server_that_is_gone_too(policy
     await make(Env, policy.url, None)._run_evaluate()
 
 
-async def test_messages_are_kept_for_wandb_and_sent_only_where_the_trainer_wants_them(policy):
-    env = make(ScriptEnv, policy.url, None, use_wandb=True, include_messages=False)
+async def test_messages_are_kept_for_wandb_and_sent_only_where_the_trainer_wants_them(policy, tmp_path):
+    env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", use_wandb=True, include_messages=False)
     await env.setup()
     collected, _ = await env.collect_trajectories(env.items[0])
     await env.handle_send_to_api(collected, env.items[0], do_send_to_api=False)
-    assert collected["messages"] is None
+    assert json.loads((tmp_path / "g.jsonl").read_text())["messages"] is None
     [[(text, score)]] = env.rollouts_for_wandb
     assert "[assistant]\ndone" in text
     assert score == 4.0
