@@ -39,6 +39,17 @@ def files_end_at(size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def out_of_descriptors() -> Iterator[None]:
+    """This process opens nothing more meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@contextlib.contextmanager
 def kept_port() -> Iterator[int]:
     """A port for a program that ends and comes back at it: the kernel gives it to nobody else meanwhile."""
     with socket.socket() as held:

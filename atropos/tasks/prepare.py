@@ -25,6 +25,7 @@ from pathlib import Path
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.images.reference import POOL_BASE
 from atropos.slots import Slot, SlotPool
+from atropos.slots.slot.results import SlotFileError
 from atropos.tasks.builder import steps
 from atropos.tasks.builder.archive import digest_of
 from atropos.tasks.builder.transfer import PackedFiles, pack_files
@@ -174,7 +175,10 @@ class TaskImages:
     ) -> tuple[Prepared, ImageInfo]:
         report(ImageState(source=task.name, phase="queued"))
         try:
-            prepared, image = await work(task, report)
+            try:
+                prepared, image = await work(task, report)
+            except OSError as error:  # of this machine, as of the disk with the task's files
+                raise SandboxError(f"{task.name}: {error}") from error
         except (TaskBroken, SandboxError) as error:
             report(ImageState(source=task.name, phase="failed", error=str(error)))
             raise
@@ -361,7 +365,7 @@ class TaskImages:
                 return await slot.keep(planned.key)
         except TaskBroken as error:
             raise TaskBroken(f"{build.task.name}: step {number}/{build.steps}: {error}") from None
-        except OSError as error:
+        except SlotFileError as error:
             refused = os.strerror(errno.EINVAL) in str(error)  # the kernel's word for an owner without a number here
             alone = "; a server that an ordinary user started has no user but root" if refused else ""
             raise TaskBroken(

@@ -118,6 +118,7 @@ async def prepare_step(slot: Slot, task: Task) -> None:
 
     Raises:
         TaskBroken: the script or the health check failed.
+        SlotFileError, SandboxError: the files can't be copied.
     """
     slot.profile = PLAIN
     workdir = task.recipe.workdir
@@ -153,10 +154,21 @@ async def solve(slot: Slot, task: Task) -> ExecResult:
 
 
 async def _upload(slot: Slot, source: Path, where: str) -> None:
-    if source.is_dir():
-        await unpack_pieces(slot, ((where, piece) for piece in pack(walk(source))))
-    else:
-        await slot.write_file(f"{where}/{source.name}", await asyncio.to_thread(source.read_bytes), 0o755)
+    """Copy a folder's content, or a file, into a folder of the slot.
+
+    Raises:
+        SlotFileError: the slot can't take it.
+        SandboxError: it can't be read here.
+    """
+    try:
+        if source.is_dir():
+            await unpack_pieces(slot, ((where, piece) for piece in pack(walk(source))))
+        else:
+            await slot.write_file(f"{where}/{source.name}", await asyncio.to_thread(source.read_bytes), 0o755)
+    except SlotFileError:
+        raise
+    except OSError as error:
+        raise SandboxError(str(error)) from error
 
 
 async def verify(

@@ -11,9 +11,11 @@ from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError
 from atropos.tasks import workspace
 from atropos.tasks.errors import VerifierFailed
+from atropos.tasks.prepare import TaskImages
 from atropos.tasks.workspace import WAITS
 from examples.policy.truth import Truth
 from tests.e2e.hermes_support import call, groups, make, sampled, script
+from tests.processes import out_of_descriptors
 from tests.settings import shows
 
 
@@ -143,6 +145,37 @@ async def test_tests_that_can_not_be_read_here_for_a_moment_are_no_fault_of_the_
     found, env = await run(policy, tmp_path, cls=Env, group_size=1)
     assert found["t"]["scores"] == [1.0]
     assert env.metrics.retries == {"sandbox_error": 1}
+
+
+async def test_a_machine_that_is_out_of_descriptors_for_a_moment_is_no_fault_of_a_tasks(policy, tmp_path, monkeypatch):
+    folder = steps_task(
+        tmp_path,
+        "t",
+        [("cat given >> out", 'cmp out <(printf "xx"); echo $((1-$?)) > /logs/verifier/reward.txt', "")] * 2,
+    )
+    for step in ("s0", "s1"):
+        (folder / step / "workdir").mkdir()
+        (folder / step / "workdir/given").write_text("x")
+    short: list[str] = []
+
+    def once(owner, name):
+        work = getattr(owner, name)
+
+        async def first_short(*arguments, **named):
+            if name in short:
+                return await work(*arguments, **named)
+            short.append(name)
+            with out_of_descriptors():
+                return await work(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, first_short)
+
+    once(TaskImages, "prepare")
+    once(workspace, "prepare_step")
+    found, env = await run(policy, tmp_path, group_size=1)
+    assert found["t"]["scores"] == [0.5]
+    assert short == ["prepare", "prepare_step"]
+    assert env.metrics.retries == {"sandbox_error": 2}
 
 
 async def test_a_set_up_that_fails_drops_its_group_alone(policy, tmp_path):

@@ -135,7 +135,9 @@ async def unpack(slot: Slot, step: Copy, context: Context) -> None:
             try:
                 with context.followed(path).open("rb") as archive:
                     await unpack_archive(slot, where, archive)
-            except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error) as error:
+            except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+                if isinstance(error, OSError) and error.errno is not None:  # gzip's and bz2's have none
+                    raise
                 raise TaskBroken(f"ADD {source}: {error}") from None
 
 

@@ -23,7 +23,7 @@ from e2b_dockerfile_utils import PatternMatcher
 from atropos import wire
 from atropos.archives import WholeTar
 from atropos.slots import Slot
-from atropos.slots.slot.results import ExecResult, file_error
+from atropos.slots.slot.results import ExecResult, SlotFileError, file_error
 from atropos.tasks.builder.archive import OVERHEAD_BYTES, LargeFile, TarPiece, changed_mode, kept_members
 from atropos.tasks.errors import TaskBroken
 
@@ -159,7 +159,7 @@ async def _archive(slot: Slot, path: str) -> IO[bytes]:
         file = Path(folder) / "archive.tar"
         try:
             await slot.download_to(path, file, max_bytes=MAX_STAGE_BYTES)
-        except OSError as error:
+        except SlotFileError as error:
             why = "is not in the stage" if error.errno == errno.ENOENT else error.strerror
             raise TaskBroken(f"{path}: {why}") from None
         return file.open("rb")  # its reader closes it
