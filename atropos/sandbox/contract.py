@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     """Called with how an operation ended."""
 
 
+class HostBroken(SandboxError):
+    """No sandbox can be started by this server any more."""
+
+
 class RootUnchanged(SandboxError):
     """The root of a sandbox could not be changed. The sandbox must be stopped; another one may work."""
 
@@ -135,6 +139,7 @@ class Host(Protocol):
         """Start a sandbox on a fresh volume over the default base.
 
         Raises:
+            HostBroken: none can be started any more.
             SandboxError: it could not be started; nothing of it is left.
         """
         ...

@@ -16,14 +16,15 @@ from collections.abc import Callable
 
 from atropos.aio import done_within
 from atropos.errors import BackendUnavailable, SandboxError
-from atropos.sandbox.contract import Host, Sandbox, Stopped
+from atropos.sandbox.contract import Host, HostBroken, Sandbox, Stopped
 
 log = logging.getLogger(__name__)
 RECENT = 16
 """Latest requests, whose kinds decide which sandboxes are started ahead."""
 KINDS = (False, True)
 BACKOFF_S = (0.05, 0.2, 1.0, 2.0, 5.0)
-"""Pauses after failed starts, in seconds. When one fails that began after the last pause, the pool is broken."""
+"""Pauses after failed starts, in seconds. When one fails that began after the last pause, the pool is broken; a broken host has
+none."""
 STOP_S = 30.0
 """Longest stop of a sandbox before it counts as not clean, in seconds."""
 
@@ -187,9 +188,10 @@ class WarmPool:
         self._failures[network] += 1
         failures = self._failures[network]
         log.warning("starting a sandbox failed (%d in a row): %s", failures, error)
-        if failures > len(BACKOFF_S):
+        over = isinstance(error, HostBroken)
+        if over or failures > len(BACKOFF_S):
             self._refuse_waiting(error, network=network)
-            if network:  # those without a network may still start: only this kind is stopped, until it is requested
+            if network and not over:  # those without one may still start: this kind is stopped, until it is requested
                 self._failures[network] = 0
                 self._recent.clear()
                 self._unasked = False

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from atropos.errors import SandboxError
+from atropos.sandbox.contract import HostBroken
 from atropos.sandbox.host.process.spawner_client import SpawnerClient
 
 
@@ -44,3 +45,18 @@ async def test_a_start_without_room_for_descriptors_in_flight_fails_alone(monkey
     finally:
         await client.aclose()
         theirs.close()
+
+
+async def test_a_spawner_that_is_gone_starts_nothing_any_more(process):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    client = SpawnerClient(process, ours)
+    try:
+        started, _ = await client.start({}, [])
+        theirs.close()
+        with pytest.raises(HostBroken, match="is gone"):
+            await started
+        with pytest.raises(HostBroken, match="is gone"):
+            await client.start({}, [])
+    finally:
+        await client.aclose()

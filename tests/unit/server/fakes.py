@@ -19,7 +19,7 @@ from pathlib import Path
 
 from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
-from atropos.sandbox.contract import Layer, Stopped
+from atropos.sandbox.contract import HostBroken, Layer, Stopped
 from atropos.sandbox.server.serve import Server
 from atropos.wire import (
     CommandResult,
@@ -207,6 +207,7 @@ class FakeHost:
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.start_fails = False
+        self.broken = False
         self.failed_starts = 0
         self.freeze_fails = False
         self.closed = False
@@ -217,6 +218,8 @@ class FakeHost:
 
     async def start(self, name: str, *, network: bool = False) -> FakeSandbox:
         await asyncio.sleep(self.start_s)
+        if self.broken:
+            raise HostBroken("what starts sandboxes is gone")
         if self.start_fails:
             self.failed_starts += 1
             raise SandboxError("no more namespaces")

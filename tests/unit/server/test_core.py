@@ -98,6 +98,19 @@ async def test_sandboxes_that_do_not_start_fail_the_acquire_and_then_the_server(
         assert await asyncio.wait_for(running.task, 20) == 1
 
 
+@pytest.mark.parametrize("network", [False, True])
+async def test_a_host_that_starts_no_sandbox_any_more_ends_the_server_at_once(monkeypatch, network):
+    monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (3600.0,) * 5)
+    host = FakeHost()
+    async with serving(host, slots=2, allow_network=network) as running, client_of(running) as client:
+        lease = await client.acquire(request(network=network))
+        host.broken = True
+        for sandbox in list(host.live):
+            sandbox.die("it went with what started it")
+        await client.release(lease)
+        assert await asyncio.wait_for(running.task, 20) == 1
+
+
 async def test_the_shelf_is_full_again_though_nobody_asks(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (0.01,) * 50)
     host = FakeHost()

@@ -12,6 +12,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 from atropos.errors import SandboxError
+from atropos.sandbox.contract import HostBroken
 
 if TYPE_CHECKING:
     from atropos.sandbox.programs.spawner import NumberedRequest, Report, StartRequest
@@ -39,10 +40,11 @@ class SpawnerClient:
         """Ask for a slot; futures of its PID 1's number here and of its end. Call from the event loop's thread.
 
         Raises:
-            SandboxError: the spawner is gone, or descriptors can't be passed to it now.
+            HostBroken: the spawner is gone.
+            SandboxError: descriptors can't be passed to it now.
         """
         if self.broken is not None:
-            raise SandboxError(self.broken)
+            raise HostBroken(self.broken)
         number = next(self._numbers)
         numbered: NumberedRequest = {"id": number, **request}
         data = marshal.dumps({**numbered})
@@ -55,7 +57,7 @@ class SpawnerClient:
             except OSError as error:
                 if error.errno != errno.ETOOMANYREFS:
                     self._broke(str(error))
-                    raise SandboxError(self.broken) from None
+                    raise HostBroken(self.broken) from None
                 raise SandboxError("the kernel's bound on descriptors in flight of this user is reached") from None
         started: asyncio.Future[int] = self._loop.create_future()
         ended: asyncio.Future[int] = self._loop.create_future()
@@ -94,7 +96,7 @@ class SpawnerClient:
         self.broken = f"the process that starts sandboxes is gone ({why})"
         self._loop.remove_reader(self._sock)
         for future in self._started.values():
-            future.set_exception(SandboxError(self.broken))
+            future.set_exception(HostBroken(self.broken))
         for ended in self._exits.values():
             if not ended.done():
                 ended.set_result(-9)
