@@ -34,7 +34,6 @@ from atropos.envs.running.rollout import (
 )
 from atropos.errors import (
     BackendUnavailable,
-    ConfigError,
     InferenceError,
     IsolationUnavailable,
     NotSupported,
@@ -145,7 +144,7 @@ class GroupCollector:
         """One whole scored group, or None when it can't be completed.
 
         Raises:
-            ConfigError: the run can't continue, and is ended.
+            Exception: the run can't continue, and is ended: a `ConfigError`, or what an env's own code raises outside of hooks.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -155,7 +154,7 @@ class GroupCollector:
         except asyncio.CancelledError:
             self._metrics.cancelled_groups += 1
             raise
-        except ConfigError as error:
+        except Exception as error:  # atroposlib would log it, and go on without the group
             self._lifetime.abort(error)
             raise
         finally:

@@ -214,6 +214,20 @@ async def test_a_group_that_is_cancelled_while_it_is_postprocessed_is_counted(po
     assert env.metrics.cancelled_groups == 1
 
 
+async def test_an_error_of_an_env_s_own_outside_of_its_hooks_ends_the_run(policy):
+    class Env(ScriptEnv):
+        async def prepare_group(self, item, group):
+            raise KeyError("mine")
+
+    async with trajectory_api(batch_size=12) as (api, _):
+        env = make(Env, policy.url, None, rollout_server_url=api)
+        async with asyncio.timeout(60):
+            with pytest.raises(KeyError, match="mine"):
+                async with env.lifetime.running(env.shutdown_tool_backend):
+                    await worked(env, api)
+                    await asyncio.Event().wait()
+
+
 async def test_a_group_of_arrays_whose_answer_is_lost_reaches_the_trainer_once():
     computed = {"scores": np.array([0.0, 1.0, 0.5]), "masks": np.array([[-100, 2, 3]] * 3), "tokens": [(1, 2, 3)] * 3}
     async with trajectory_api(0) as (api, taken):
