@@ -13,7 +13,7 @@ import logging
 import os
 import warnings
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from typing import Any, cast
 
 from atropos.agent.model import EXACT, Model, ModelFailure, capturing
@@ -57,7 +57,6 @@ __all__ = [
     "ServerBaseline",
     "ServerConfigs",
     "ServerManager",
-    "load_tokenizer",
     "prepare_server_configs",
     "prepare_servers",
     "probe_servers",
@@ -133,8 +132,18 @@ def load_tokenizer(name: str, *, field: str) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def tokenizers(loaded: Mapping[str, object]) -> Generator[None]:
-    """Within, atroposlib uses these tokenizers instead of loading them once for the env and once a server."""
+def tokenizers(name: str, servers: Iterable[APIServerConfig]) -> Generator[None]:
+    """Within, atroposlib uses tokenizers that were loaded once, instead of loading them once for the env and once a server.
+
+    Raises:
+        ConfigError: one can't be loaded.
+    """
+    loaded = {name: load_tokenizer(name, field="env.tokenizer_name")}
+    for server in servers:
+        field = {"trl": "model_name"}.get(server.server_type, "tokenizer_name")
+        needed = getattr(server, field)
+        if server.server_type != "openai" and needed not in loaded:
+            loaded[needed] = load_tokenizer(needed, field=f"openai.{field}")
 
     class Loaded:
         @staticmethod

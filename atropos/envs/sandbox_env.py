@@ -14,11 +14,10 @@ import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import NoReturn, TypeVar, cast
+from typing import NoReturn, cast
 
 from atropos import tracing
 from atropos.agent import TurnRenderer
-from atropos.agent.model import EXACT
 from atropos.agent.transcript import MASKED
 from atropos.aio import cancel_and_wait, outlive
 from atropos.envs.adapter import (
@@ -27,7 +26,6 @@ from atropos.envs.adapter import (
     Item,
     ScoredDataGroup,
     ServerConfigs,
-    load_tokenizer,
     prepare_server_configs,
     prepare_servers,
     probe_servers,
@@ -46,7 +44,7 @@ from atropos.envs.reporting.wandb_run import WandbRun, pool_gauges, readable_gro
 from atropos.envs.reporting.watch import TrainerWatch, report_evaluation, watch_inference
 from atropos.envs.running.backend import ToolBackend
 from atropos.envs.running.groups import Event, GroupCollector, GroupMember
-from atropos.envs.running.hooks import KNOWN, ExecTool, HookCalls, Hooks
+from atropos.envs.running.hooks import ExecTool, HookCalls, Hooks
 from atropos.envs.running.lifecycle import SENDS_S, WORKERS_S, Lifetime, beside, bounded, task_group
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import GroupsDropped, HookError, Rollout, ScoredGroup, scored_item
@@ -55,8 +53,6 @@ from atropos.slots import SlotPool, Snapshot
 from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, ToolResult
 
 __all__ = ["Event", "ExecTool", "GroupMember", "SandboxEnv"]
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -87,16 +83,10 @@ class SandboxEnv(BaseEnv):
         testing: bool = False,
     ) -> None:
         quiet_logging()
-        loaded = {config.tokenizer_name: load_tokenizer(config.tokenizer_name, field="env.tokenizer_name")}
         if config.wandb_name is None:
             config.wandb_name = self.name or type(self).__name__
         servers = [] if testing else prepare_server_configs(server_configs, config.tokenizer_name)
-        for server in servers:
-            field = {"trl": "model_name"}.get(server.server_type, "tokenizer_name")
-            needed = getattr(server, field)
-            if server.server_type != "openai" and needed not in loaded:
-                loaded[needed] = load_tokenizer(needed, field=f"openai.{field}")
-        with tokenizers(loaded):
+        with tokenizers(config.tokenizer_name, servers):
             try:
                 super().__init__(
                     config,
@@ -120,6 +110,8 @@ class SandboxEnv(BaseEnv):
         self._wandb = WandbRun(config)
         self._tracing: tracing.Tracing | None = None
         self._trainer = TrainerWatch(config)
+        self._unsent: set[asyncio.Task[object] | None] = set()
+        """Workers that have collected a group and not sent it."""
         self._renderer: TurnRenderer | None = None
 
     # --------------------------------------------------------------------------------------------- for subclasses
@@ -261,7 +253,19 @@ class SandboxEnv(BaseEnv):
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
         """One whole group, or None when it can't be completed; see the module."""
-        return cast("ScoredDataGroup | None", await self.collector.collect(item)), []
+        group = await self.collector.collect(item)
+        if group is not None:
+            self._unsent.add(asyncio.current_task())
+        return cast("ScoredDataGroup | None", group), []
+
+    async def handle_env(self, item_uuid: str) -> ScoredDataGroup | list[ScoredDataGroup] | None:
+        """As atroposlib's, which only logs what an env's own `postprocess_histories` raises: the group is counted."""
+        try:
+            return await super().handle_env(item_uuid)
+        finally:
+            if (task := asyncio.current_task()) in self._unsent:
+                self._unsent.discard(task)
+                self.metrics.unsent["postprocess_histories"] += 1
 
     async def collect_trajectory(self, item: Item) -> tuple[dict[str, object], list[Item]]:
         """A single trajectory, as atroposlib's `ScoredDataItem`.
@@ -283,6 +287,7 @@ class SandboxEnv(BaseEnv):
 
         The JSON is encoded in a thread: atroposlib does so on the event loop, a third of a second for eight long trajectories.
         """
+        self._unsent.discard(asyncio.current_task())
         several = isinstance(scored_data, list)
         limit = self.max_token_len if abort_on_any_max_length_exceeded else 0
         admitted: list[ScoredGroup] = []
@@ -365,7 +370,7 @@ class SandboxEnv(BaseEnv):
             TrajectoryApiLost: the trajectory API is gone.
         """
         self._check_complete()
-        self._check_servable()
+        self._trainer.check_servable(server_types(self.server))
         async with self.lifetime.running(self._close):
             await check_run_api(self.config.rollout_server_url)
             try:
@@ -373,19 +378,6 @@ class SandboxEnv(BaseEnv):
                     await super().env_manager()
             finally:
                 await leave_run_api(self.config.rollout_server_url, getattr(self, "env_id", None))
-
-    def _check_servable(self) -> None:
-        kinds = server_types(self.server)
-        if not kinds <= EXACT and not self.config.allow_placeholder_tokens:
-            raise ConfigError(
-                f"openai.server_type: {', '.join(sorted(kinds))} doesn't report the tokens it samples, so a trainer would get placeholders; "
-                "use vllm or sglang, or set --env.allow_placeholder_tokens true"
-            )
-        if self.config.group_size == 1 and self.config.ensure_scores_are_not_same:
-            raise ConfigError(
-                "env.group_size: a group of 1 always has equal scores, and such groups are dropped; use 2 or more, or set "
-                "--env.ensure_scores_are_not_same false"
-            )
 
     async def register_env(self) -> None:
         """As atroposlib's, which waits for a trainer; the log says so."""
@@ -405,24 +397,6 @@ class SandboxEnv(BaseEnv):
             raise ConfigError(f"env.group_size: {size} is more than the trainer's batch; {error}") from error
         self._trainer.check_batch(self.config.batch_size)
         self.config.worker_timeout = self.collector.take_over(self.config.worker_timeout)
-        own = self.postprocess_histories
-        self.postprocess_histories = partial(self._postprocessed, own)  # pyright: ignore[reportAttributeAccessIssue]
-
-    async def _postprocessed(self, own: Callable[[T], Awaitable[T | None]], group: T) -> T | None:
-        """What the env's own `postprocess_histories` makes of a finished group; None where it fails.
-
-        atroposlib logs its error with the whole item, and counts no group that ends here.
-        """
-        try:
-            with self.hooks.guard("postprocess_histories"):
-                return await own(group)
-        except asyncio.CancelledError:
-            self.metrics.cancelled_groups += 1
-            raise
-        except KNOWN as error:
-            self.metrics.unsent["hook_error"] += 1
-            _log.warning("a group is not sent: %s", error)
-            return None
 
     async def get_status(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As atroposlib's; a lost trajectory API ends the run with one line, and a long wait is reported.

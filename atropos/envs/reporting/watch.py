@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 
+from atropos.agent.model import EXACT
 from atropos.envs.adapter import ServerManager
 from atropos.envs.config import SandboxEnvConfig
 from atropos.errors import ConfigError
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class TrainerWatch:
-    """Reports, once each, why an env that serves has nothing to do."""
+    """Refuses settings with which a trainer never gets a group, and reports, once each, why an env has nothing to do."""
 
     def __init__(self, config: SandboxEnvConfig) -> None:
         self._config = config
@@ -50,6 +51,24 @@ class TrainerWatch:
         if config.min_batch_allocation is None and 0 <= derived_batch_size < config.group_size:
             text = "other envs hold the whole batch (min_batch_allocation): this env starts nothing until they leave"
             self.report("no share", text)
+
+    def check_servable(self, server_types: Collection[str]) -> None:
+        """Check that a trainer can learn from what these kinds of inference servers sample.
+
+        Raises:
+            ConfigError: the tokens would be placeholders, or no group would ever be sent.
+        """
+        config = self._config
+        if not EXACT.issuperset(server_types) and not config.allow_placeholder_tokens:
+            raise ConfigError(
+                f"openai.server_type: {', '.join(sorted(server_types))} doesn't report the tokens it samples, so a trainer would get "
+                "placeholders; use vllm or sglang, or set --env.allow_placeholder_tokens true"
+            )
+        if config.group_size == 1 and config.ensure_scores_are_not_same:
+            raise ConfigError(
+                "env.group_size: a group of 1 always has equal scores, and such groups are dropped; use 2 or more, or set "
+                "--env.ensure_scores_are_not_same false"
+            )
 
     def check_batch(self, batch: int) -> None:
         """Check the size of the trainer's batch.
