@@ -36,7 +36,7 @@ from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Run, Stag
 from atropos.tasks.format.task import Task
 from atropos.wire import ImageInfo, ImageSettings, ImageState, LeaseLimits
 
-RULES = 3
+RULES = 4
 """Part of every key: another number when a step's result changes though its instruction doesn't."""
 _LAST = 1 << 30
 """Number of the last stage."""

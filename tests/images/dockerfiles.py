@@ -122,7 +122,7 @@ DOCKERFILES = {
     "copy-over": "FROM @BASE@\nRUN mkdir -p /d/x.txt /e && echo old > /e/x.txt && chmod 700 /e && chown 1000 /e && ln -s /e /l\n"
     "COPY dir/x.txt /d/x.txt\nCOPY dir /e\nCOPY a.txt /l/\nCOPY b.txt /l/sub/",
     "copy-chown": "FROM @BASE@\nCOPY --chown=app a.txt /new/place/\nCOPY --chown=1000:50 dir /d\n"
-    "COPY --chown=app:staff a.txt /srv/app/a\nCOPY --chown=77 a.txt /n",
+    "COPY --chown=app:staff a.txt /srv/app/a\nCOPY --chown=77 a.txt /n\nCOPY --chown=root:staff a.txt b.txt /r/",
     "copy-as-user": "FROM @BASE@\nUSER app\nWORKDIR /srv/app\nCOPY a.txt .\nCOPY dir d/",
     "copy-modes": "FROM @BASE@\nCOPY run.sh locked.txt /m/\nCOPY dir/sub /s",
     "copy-variables": "FROM @BASE@\nARG F=a\nENV T=/target\nCOPY ${F}.txt $T/${F:-b}\nCOPY \"${F}.txt\" /'$T'",
@@ -161,6 +161,7 @@ WITH_BUILDKIT = {
     "RUN cat old /m/x.txt > /tmp/7",
     "chmod": "FROM @BASE@\nCOPY --chmod=700 a.txt /a\nCOPY --chmod=0640 dir /d\nADD --chmod=600 b.txt /b\nADD --chmod=700 tree.tar.gz /t/\nADD --chown=app tree.tar.gz /u/\n"
     "RUN mkdir -m 711 /e && echo old > /e/x.txt\nCOPY --chmod=600 dir/x.txt /e/\nCOPY --chmod=755 dir/x.txt /e/sub/deep/n",
+    "arg-after-env": "FROM @BASE@\nARG GREETING=arg\nRUN echo $GREETING > /1\nENV GREETING=$GREETING-env\nRUN echo $GREETING > /2\nARG GREETING=last\nRUN echo $GREETING > /3",
     "ignored-parents": "FROM @BASE@\nCOPY . /all\nCOPY dir /d",
     "numbers": "FROM @BASE@\nUSER 4242\nWORKDIR /made\nUSER 4242:7\nWORKDIR too\nUSER app:staff\nWORKDIR /by/app",
 }

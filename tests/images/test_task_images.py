@@ -215,14 +215,25 @@ async def test_owners_are_those_of_the_archive_or_stage_and_an_empty_folder_is_m
     task = make(
         tmp_path / "task",
         f"FROM oci:{tmp_path}/layout AS first\nFROM scratch\nCOPY --from=first /bin /bin\nCOPY --from=first /srv /srv\nADD tree.tar.xz /added\n"
-        "COPY --from=first --chown=root /srv/app /roots\nCOPY empty /empty\nCOPY --chown=:7 given.txt /grouped\n",
+        "COPY --from=first --chown=root /srv/app /roots\nCOPY empty /empty\nCOPY --chown=:7 given.txt /grouped\nCOPY --chown=root:7 given.txt /too\n",
     )
     prepared = await TaskImages(pool, ()).prepare(task)
     async with pool.lease("one", image=prepared.image) as slot:
-        where = "/srv/app/text /roots/text /added/in/it /added/in/other /added/in/hard /empty /grouped"
+        where = "/srv/app/text /roots/text /added/in/it /added/in/other /added/in/hard /empty /grouped /too"
         r = await slot.exec(f"PATH=/bin stat -c '%u:%g %a' {where}", workdir="/")
-        owners = ["1000:1000 644", "0:0 644", "1000:50 4750", "0:50 600", "1000:50 4750", "0:0 755", "0:7 644"]
+        owners = ["1000:1000 644", "0:0 644", "1000:50 4750", "0:50 600", "1000:50 4750", "0:0 755", *2 * ["0:7 644"]]
         assert r.output.splitlines() == owners
+
+
+async def test_what_a_build_makes_has_the_time_at_which_it_was_made(pool, tmp_path):
+    busybox_image(tmp_path / "layout")
+    began = int(time.time())
+    text = f"FROM oci:{tmp_path}/layout\nWORKDIR /made\nCOPY <<EOF /file\ntext\nEOF\n"
+    prepared = await TaskImages(pool, ()).prepare(make(tmp_path / "task", text))
+    async with pool.lease("one", image=prepared.image) as slot:
+        times = (await slot.exec("PATH=/bin stat -c %Y /made /file")).output.split()
+    assert len(times) == 2
+    assert all(began <= int(each) <= time.time() for each in times), "a ZIP archive takes none before 1980"
 
 
 async def test_an_archive_that_is_damaged_is_added_neither_in_part_nor_wrong(pool, tmp_path):

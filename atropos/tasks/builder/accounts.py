@@ -28,7 +28,7 @@ async def profile_of(slot: Slot, task: Task, settings: StepSettings) -> Profile:
 
 
 async def account_of(slot: Slot, user: str) -> UserAccount | None:
-    """Who `name`, `uid`, `name:group` or `uid:gid` is in the slot; None for root.
+    """Who `name`, `uid`, `name:group` or `uid:gid` is in the slot; None for root in its own group.
 
     Raises:
         TaskBroken: there is no such user or group.
@@ -45,7 +45,7 @@ async def account_of(slot: Slot, user: str) -> UserAccount | None:
     )
     if group:
         account = replace(account, gid=_group(groups, group))
-    return None if account.uid == 0 else account
+    return None if (account.uid, account.gid) == (0, 0) else account
 
 
 async def owner_ids(slot: Slot, owner: str | None) -> tuple[int, int]:
@@ -57,7 +57,7 @@ async def owner_ids(slot: Slot, owner: str | None) -> tuple[int, int]:
     if owner is None or owner in ROOT:  # also where there is no /etc/passwd
         return 0, 0
     name, _, group = owner.partition(":")
-    name = name or "0"
+    name = "0" if name in ROOT else name
     if name.isdecimal():
         groups = await _entries(slot, "/etc/group") if group and not group.isdecimal() else []
         return int(name), _group(groups, group) if group else int(name)

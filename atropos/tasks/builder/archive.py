@@ -9,6 +9,7 @@ import posixpath
 import re
 import stat
 import tarfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,7 +185,7 @@ class TarPiece:
     def add_folder(self, name: str, owner: tuple[int, int], mode: int = 0o755) -> None:
         """Add a folder."""
         info = tarfile.TarInfo(name)
-        info.type, info.mode = tarfile.DIRTYPE, mode
+        info.type, info.mode, info.mtime = tarfile.DIRTYPE, mode, int(time.time())
         info.uid, info.gid = owner
         self.add(info, None)
 
@@ -221,6 +222,7 @@ def _entry(name: str, source: Path | bytes, mode: int | str | None) -> tarfile.T
     entry = tarfile.TarInfo(name)
     if isinstance(source, bytes):
         entry.mode, entry.size = changed_mode(0o644, mode, folder=False), len(source)
+        entry.mtime = int(time.time())
         return entry
     seen = source.lstat()
     entry.mtime = int(seen.st_mtime)

@@ -8,9 +8,9 @@ import lzma
 import posixpath
 import shlex
 import tarfile
+import time
 import zlib
 from dataclasses import replace
-from urllib.parse import urlsplit
 
 from atropos import wire
 from atropos.slots import Slot
@@ -30,7 +30,7 @@ from atropos.tasks.builder.transfer import (
 )
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.context import Context
-from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Run
+from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Run, file_name
 
 _FETCHED = "/tmp/fetched"
 _KEPT = ".atropos-kept"
@@ -194,10 +194,10 @@ async def add_download(slot: Slot, step: Download, data: bytes) -> None:
     """
     where, name = posixpath.dirname(step.target), posixpath.basename(step.target)
     if await is_folder(slot, step.target):
-        where, name = step.target, posixpath.basename(urlsplit(step.address).path)
+        where, name = step.target, file_name(step.address)
     owner = await owner_ids(slot, step.owner)
     info = tarfile.TarInfo(name)
-    info.size, info.mode = len(data), step.mode
+    info.size, info.mode, info.mtime = len(data), step.mode, int(time.time())
     info.uid, info.gid = owner
     await make_folder(slot, where, owner)
     piece = TarPiece()

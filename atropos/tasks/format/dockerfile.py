@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from e2b_dockerfile_utils import (
     DockerfileAst,
@@ -41,6 +40,7 @@ from atropos.tasks.format.recipe import (
     Step,
     StepSettings,
     copies,
+    file_name,
 )
 
 _PLATFORM = {
@@ -85,6 +85,7 @@ class _Building:
     name: str = ""
     steps: list[Step] = field(default_factory=list[Step])
     arguments: dict[str, str] = field(default_factory=dict[str, str])
+    """Of ARG: as with BuildKit, over an ENV of the same name that came before."""
     shell: tuple[str, ...] = _SHELL
     onbuild: tuple[str, ...] = ()
     """Instructions for a stage that starts from this one."""
@@ -143,7 +144,7 @@ class _Reader:
 
     def _word(self, word: str, stage: _Building | None = None, **keep: bool) -> str:
         """A word with its variables replaced and its quotes removed; `keep`: what `ShellLex` is to leave as it is."""
-        known = self.globals if stage is None else {"PATH": PATH, **stage.arguments, **stage.settings.env}
+        known = self.globals if stage is None else {"PATH": PATH, **stage.settings.env, **stage.arguments}
         try:
             return ShellLex(self.ast.escape_token, env=known, skip_unset_env=False, **keep).process_word(word)
         except ValueError as error:
@@ -211,6 +212,7 @@ class _Reader:
         pairs = zip(instruction.args[::3], instruction.args[1::3], strict=True)
         added = {self._word(name, stage): self._word(value, stage) for name, value in pairs}
         stage.settings = replace(stage.settings, env={**stage.settings.env, **added})
+        stage.arguments = {name: value for name, value in stage.arguments.items() if name not in added}
 
     def _workdir(self, instruction: DockerfileInstruction, stage: _Building) -> None:
         wanted = self._word(self._one(instruction), stage)
@@ -235,7 +237,7 @@ class _Reader:
         flags = self._flags(instruction, {"mount": "", "network": "", "security": "slots have no privileged mode"})
         if set(flags.get("network", ())) - {"default"}:
             raise self._refusal("--network can't be honoured in a slot: remove it")
-        settings = replace(stage.settings, env={**stage.arguments, **stage.settings.env})
+        settings = replace(stage.settings, env={**stage.settings.env, **stage.arguments})
         mounts = [self._mount(text, stage) for text in flags.get("mount", ())]
         if instruction.json:
             command = tuple(instruction.args)
@@ -401,7 +403,7 @@ class _Reader:
             raise self._refusal("of several sources with an address among them: give each its own ADD")
         address, target = sources[0], self._word(instruction.args[-1], stage)
         try:
-            name = posixpath.basename(urlsplit(address).path)
+            name = file_name(address)
         except ValueError as error:
             raise self._refusal(f"{address}: {error}") from None
         if target.endswith("/"):

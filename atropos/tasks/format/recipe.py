@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Of an image that sets none."""
@@ -114,6 +116,15 @@ class Download:
     checksum: str | None = None
     mode: int = 0o600
     owner: str | None = None
+
+
+def file_name(address: str) -> str:
+    """The name of what is at an address, without escapes; empty where its path ends in none.
+
+    Raises:
+        ValueError: it is no address.
+    """
+    return posixpath.basename(unquote(urlsplit(address).path))
 
 
 Step = Folder | Copy | Run | Download

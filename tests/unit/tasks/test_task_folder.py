@@ -155,6 +155,19 @@ def test_variables_are_replaced_as_the_reference_says(folder):
     )
 
 
+def test_the_later_one_of_an_arg_and_an_env_holds(folder):
+    recipe = recipe_of(
+        folder, "FROM debian\nENV A=1 B=1\nARG A=2\nENV B=$A\nRUN one\nENV A=3\nRUN two\nARG A\nRUN three\n"
+    )
+    assert [run.settings.env for run in recipe.steps] == [{"A": "2", "B": "2"}, *2 * [{"A": "3", "B": "2"}]]
+    assert recipe.settings.env == {"A": "3", "B": "2"}, "an ARG is no part of the image"
+
+
+def test_a_download_has_the_name_of_its_address_without_escapes(folder):
+    recipe = recipe_of(folder, "FROM debian\nADD https://example.com/torch-2%2Bcpu.whl?x=%2F /tmp/\n")
+    assert [step.target for step in recipe.steps] == ["/tmp/torch-2+cpu.whl"]
+
+
 @pytest.mark.parametrize("platform", ["linux/amd64", "linux/x86_64", "$BUILDPLATFORM"])
 def test_a_from_may_name_the_platform_that_slots_have(folder, platform):
     assert recipe_of(folder, f"FROM --platform={platform} debian\n").image == "debian"
