@@ -21,6 +21,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -31,7 +32,7 @@ from typing import Literal
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
 from atropos.images import unpack
-from atropos.images.layout import PulledImage, image_info, read_folder
+from atropos.images.layout import MACHINE, PulledImage, image_info, read_folder
 from atropos.images.locks import is_still, locked, try_lock
 from atropos.images.programs import Skopeo, run, write_whole
 from atropos.images.reference import ImageSource, check_digest
@@ -50,6 +51,7 @@ begins. A little more than a server takes to let go of an image that nothing sta
 ROOM_POLL_S = 0.5
 PARALLEL = 3
 """Images that one server pulls at once: enough to fill a network, few enough that each gets on."""
+_UNTAGGED = re.compile(r"(:[^:/@]+|@.*)$")
 Phase = Literal["waiting", "pulling", "unpacking"]
 Progress = Callable[[Phase, float | None], None]
 """Called with the phase and how much of it is done, from 0 to 1, where that is known."""
@@ -180,7 +182,9 @@ class ImageStore:
             layout.mkdir()
             await self._run_unpack(f"image {source}: pulling", layout, limit, 1, "/", ((archive, "-"),))
             origin = f"oci:{layout}"
-        expected = None if archive else await self._size(origin, str(source), work)
+        expected = None
+        if archive is None:
+            origin, expected = await self._located(origin, str(source), work)
         if expected is not None and expected > limit:
             raise ImageUnavailable(
                 f"image {source}: pulling: {expected >> 20} MiB, more than the store may hold ({self._settings.quota_mib} MiB)"
@@ -203,16 +207,23 @@ class ImageStore:
         except ValueError as error:
             raise ImageUnavailable(f"image {source}: pulling: not an image: {error}") from error
 
-    async def _size(self, origin: str, name: str, work: Path) -> int | None:
-        """Bytes of the image's layers as its manifest says them; None where it doesn't."""
-        text = await self._skopeo.run(["inspect", "--raw", origin], name, work)
+    async def _located(self, origin: str, name: str, work: Path) -> tuple[str, int | None]:
+        """Where a registry has this machine's image, and the bytes of its layers; None where nothing says them.
+
+        Of an index that has several for this machine, or none, skopeo takes one, or refuses it.
+        """
         try:
-            manifest = json.loads(text)
-            if "manifests" in manifest:  # an index: which one is taken is skopeo's to know
-                return None
-            return sum(int(layer["size"]) for layer in manifest["layers"])
-        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
-            return None
+            manifest = json.loads(await self._skopeo.run(["inspect", "--raw", origin], name, work))
+            if "manifests" in manifest:
+                platforms = [(each["digest"], each.get("platform") or {}) for each in manifest["manifests"]]
+                [ours] = [
+                    each for each, on in platforms if (on.get("os"), on.get("architecture")) == ("linux", MACHINE)
+                ]
+                origin = f"{_UNTAGGED.sub('', origin)}@sha256:{check_digest(ours)}"
+                manifest = json.loads(await self._skopeo.run(["inspect", "--raw", origin], name, work))
+            return origin, sum(int(layer["size"]) for layer in manifest["layers"])
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+            return origin, None
 
     async def _unpack(self, pulled: PulledImage, source: str, work: Path, progress: Progress) -> ImageInfo:
         async with self._locked(f"image-{pulled.id}", progress):

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -88,3 +89,20 @@ def layout(
     (at / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [listed]}))
     (at / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
     return described["digest"].removeprefix("sha256:")
+
+
+def as_index(at: Path, *platforms: tuple[Path, str]) -> None:
+    """Have the layout in the folder `at` name an index of several layouts' images, each with its architecture."""
+    manifests = []
+    for where, machine in platforms:
+        if where != at:
+            shutil.copytree(where / "blobs", at / "blobs", dirs_exist_ok=True)
+        found = json.loads((where / "index.json").read_text())["manifests"][0]
+        manifests.append({**found, "platform": {"os": "linux", "architecture": machine}, "annotations": {}})
+    kind = "application/vnd.oci.image.index.v1+json"
+    index = json.dumps({"schemaVersion": 2, "mediaType": kind, "manifests": manifests}).encode()
+    digest = hashlib.sha256(index).hexdigest()
+    (at / "blobs/sha256" / digest).write_bytes(index)
+    named = {"org.opencontainers.image.ref.name": "image"}
+    entries = [{"mediaType": kind, "digest": f"sha256:{digest}", "size": len(index), "annotations": named}]
+    (at / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": entries}))

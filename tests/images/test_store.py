@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -24,14 +23,14 @@ from aiohttp.test_utils import TestServer
 from atropos.aio import cancel_and_wait
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
-from atropos.images.layout import MAX_JSON_BYTES
+from atropos.images.layout import MACHINE, MAX_JSON_BYTES
 from atropos.images.locks import try_lock
 from atropos.images.programs import run
 from atropos.images.reference import ImageSource
 from atropos.images.store import ImageStore
 from atropos.wire import ImageInfo
 from tests.images.between import Between
-from tests.images.making import entry, folder, layer, layout, link
+from tests.images.making import as_index, entry, folder, layer, layout, link
 from tests.images.registry import PASSWORD, USER, registry
 from tests.waiting import until
 
@@ -284,21 +283,22 @@ async def test_a_mirror_is_asked_in_a_registrys_place_and_an_index_gives_this_ma
     at, other = tmp_path / "ours", tmp_path / "other"
     layout(other, layer(entry("x", "another machine's")))
     wanted = layout(at, layer(entry("x", "ours")))
-    shutil.copytree(other / "blobs", at / "blobs", dirs_exist_ok=True)
-    manifests = []
-    for where, machine in ((other, "arm64"), (at, "amd64")):
-        found = json.loads((where / "index.json").read_text())["manifests"][0]
-        manifests.append({**found, "platform": {"os": "linux", "architecture": machine}, "annotations": {}})
-    kind = "application/vnd.oci.image.index.v1+json"
-    index = json.dumps({"schemaVersion": 2, "mediaType": kind, "manifests": manifests}).encode()
-    digest = hashlib.sha256(index).hexdigest()
-    (at / "blobs/sha256" / digest).write_bytes(index)
-    named = {"org.opencontainers.image.ref.name": "image"}
-    entries = [{"mediaType": kind, "digest": f"sha256:{digest}", "size": len(index), "annotations": named}]
-    (at / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": entries}))
+    as_index(at, (other, "arm64"), (at, MACHINE))
     images.push(at, "mirrored/of:1", "--all")
     store = store_at(tmp_path, images, mirrors={"registry.invalid": f"{images.host}/mirrored"})
     assert (await store.prepare(ImageSource.parse("registry.invalid/of:1"), nothing)).id == wanted
+
+
+async def test_the_size_of_an_index_image_is_known_before_it_comes(tmp_path, images):
+    at, other = tmp_path / "ours", tmp_path / "other"
+    layout(other, layer(entry("x", "another machine's")))
+    layout(at, layer(entry("x", os.urandom(17 << 20))))
+    as_index(at, (other, "arm64"), (at, MACHINE), (other, "unknown"))
+    digest = images.push(at, "index:1", "--all")
+    for name in ("index:1", f"index@{digest}"):
+        store = store_at(tmp_path, images, quota_mib=16)
+        with pytest.raises(ImageUnavailable, match="pulling: 17 MiB, more than the store may hold"):
+            await store.prepare(ImageSource.parse(f"{images.host}/{name}"), nothing)
 
 
 async def test_fifty_who_ask_at_once_pull_an_image_once(tmp_path, images):
@@ -668,7 +668,9 @@ async def test_a_full_disk_is_a_typed_error_and_leaves_nothing(tmp_path, images)
 @pytest.mark.parametrize(("there", "comes"), [(2 << 20, 1 << 20), (3 << 20, 3 << 19)], ids=["unpacked", "pulled"])
 @pytest.mark.usefixtures("at_once")
 async def test_unused_images_make_room_on_a_disk_that_is_smaller_than_the_quota(tmp_path, images, there, comes):
-    image_id = made(tmp_path, images, "large:2", entry("x", os.urandom(comes)))
+    image_id = layout(tmp_path / "layout", layer(entry("x", os.urandom(comes))))
+    as_index(tmp_path / "layout", (tmp_path / "layout", MACHINE))  # as the images of most registries
+    images.push(tmp_path / "layout", "large:2", "--all")
     root = tmp_path / "store"
     root.mkdir()
     with small_disk(root):
