@@ -85,6 +85,15 @@ class _PlannedStage:
     steps: tuple[_PlannedStep, ...]
 
 
+@dataclass(frozen=True)
+class _PreparedBefore:
+    """A task that was prepared once, what it became, and the key of its last step."""
+
+    given: Task
+    task: Task
+    key: str
+
+
 @dataclass
 class _Build:
     """One task's build: its stages by number, and what has been done of them."""
@@ -148,11 +157,15 @@ class TaskImages:
         self._scratch = ""
         self._scratch_turn = asyncio.Lock()
         self._starting = asyncio.Lock()
+        self._before: dict[int, _PreparedBefore] = {}
+        """By the identity of the task that was given: for each trajectory on it, nothing is read and no file hashed again."""
         self.counters: Counter[str] = Counter()
         """`steps`: carried out; `hits`: tasks that were there already."""
 
     async def prepare(self, task: Task, progress: Progress = _silent) -> Prepared:
         """Pull what a task names and build its workspace, unless that is done.
+
+        Of one `Task`, files that change after the first time are read again only where its image is gone.
 
         Raises:
             TaskBroken: a step failed, or no image has such a name; says which, with the last lines of its output.
@@ -220,8 +233,13 @@ class TaskImages:
             task = task.on(settings, prebuilt=prebuilt is not None)
         return task, found
 
-    async def _prepare(self, task: Task, report: Progress) -> tuple[Prepared, ImageInfo]:
-        task, found = await self._pulled(task, report)
+    async def _prepare(self, given: Task, report: Progress) -> tuple[Prepared, ImageInfo]:
+        before = self._before.get(id(given))
+        if before is not None and (image := await self.pool.find_built(before.key)) is not None:
+            await _with_verifiers(given, lambda machine: self._ready(machine, report))
+            self.counters["hits"] += 1
+            return Prepared(before.task, image.source, image.bytes), image
+        task, found = await self._pulled(given, report)
         task = await _with_verifiers(task, lambda machine: self._ready(machine, report))
         plan = await asyncio.to_thread(self._plan, task, found)
         last = plan[_LAST]
@@ -233,6 +251,7 @@ class TaskImages:
             image = await self._stage(_Build(task, plan, report, count, end), _LAST)
         else:
             self.counters["hits"] += 1
+        self._before[id(given)] = _PreparedBefore(given, task, key)
         return Prepared(task, image.source, image.bytes), image
 
     async def _ready(self, machine: Task, report: Progress) -> Task:

@@ -7,6 +7,7 @@ import hashlib
 import io
 import lzma
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -88,6 +89,21 @@ async def test_a_step_runs_once_a_host_also_after_a_restart(tmp_path):
         )
         await images.prepare(other)
         assert images.counters["steps"] == 3, "steps are shared with other tasks"
+
+
+async def test_a_tasks_files_are_read_once_for_all_its_trajectories_and_again_where_its_image_is_gone(tmp_path):
+    task = make(tmp_path / "task", "FROM debian\nWORKDIR /app\nCOPY given.txt .\n")
+    given = tmp_path / "task/environment/given.txt"
+    async with pool_for(tmp_path) as pool:
+        images = TaskImages(pool)
+        first = await images.prepare(task)
+        given.unlink()
+        assert (await images.prepare(task)).image == first.image
+        assert images.counters == {"steps": 2, "hits": 1}
+        given.write_text("changed")
+        shutil.rmtree(tmp_path / "store/trees" / first.image.removeprefix("atropos-build:"))
+        async with working_on(pool, images, task) as slot:
+            assert (await slot.exec("cat given.txt")).output == "changed"
 
 
 async def test_a_step_that_fails_is_named_with_its_last_lines_and_not_kept(tmp_path):
