@@ -35,6 +35,7 @@ from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
 from atropos.tasks.builder.accounts import profile_of
 from atropos.tasks.fit import STAND_INS, Room
 from atropos.tasks.format import machines
+from atropos.tasks.format.compose import read_compose
 from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB, EnvironmentSection, TaskConfig
 from atropos.tasks.format.task import Task, first_recipe
 from atropos.tasks.prepare import TaskImages
@@ -161,10 +162,11 @@ class AtroposEnvironment(BaseEnvironment):
             storage_mb=self._effective_storage_mb,
             build_timeout_sec=LONGEST_BUILD_S,
         )
-        section = machines.with_compose(folder, section)
+        service = read_compose(folder)
+        section = machines.with_compose(service, section)
         # where something is built or pulled, the folder's other files are Harbor's to bring
         defined = wants.docker_image or machines.is_machine(folder)
-        make = partial(machines.machine if defined else machines.workspace, folder, section)
+        make = partial(machines.machine if defined else machines.workspace, folder, service, section)
         recipe, unbuildable = first_recipe(make, section)
         return Task(
             name=self.environment_name,

@@ -148,7 +148,7 @@ def _service(given: object, where: str) -> _ServiceTable:
     except ValidationError as error:
         raise ConfigError(explained(where, error, loc=1)) from None
     build = service.build.model_extra if isinstance(service.build, _Build) else None
-    unknown = [key for key in service.model_extra or {} if key not in _WITHOUT_EFFECT]
+    unknown = [key for key in service.model_extra or {} if key not in _WITHOUT_EFFECT and not key.startswith("x-")]
     unknown += [f"build.{key}" for key, value in (build or {}).items() if value and key not in _OF_THE_BUILDER]
     if unknown:
         raise ConfigError(f"{where}.{unknown[0]}: can't be honoured in a slot; remove it")
@@ -222,8 +222,8 @@ def _filled(text: str, where: str) -> str:
     def one(match: re.Match[str]) -> str:
         if match[0] == "$$":
             return "$"
-        if match[2] is None:
-            raise ConfigError(f"{where}: {match[0]} is not given to tasks; write the value, or a default")
+        if match[2] is None or "$" in match[2]:
+            raise ConfigError(f"{where}: {match[0]} is not given to tasks; write the value, or a plain default")
         return match[2]
 
     return _VARIABLE.sub(one, text)

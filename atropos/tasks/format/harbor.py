@@ -9,6 +9,7 @@ from pathlib import Path
 
 from atropos.errors import ConfigError
 from atropos.tasks.format import machines
+from atropos.tasks.format.compose import read_compose
 from atropos.tasks.format.config import AgentSection, EnvironmentSection, StepSection
 from atropos.tasks.format.files import check_script, read_config, read_instruction
 from atropos.tasks.format.task import VARIABLE, Build, Make, Task, first_recipe
@@ -39,8 +40,9 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build) -
         instruction = read_instruction(root / "instruction.md")
     else:
         instruction = "\n\n".join(read_instruction(root / "steps" / s.name / "instruction.md") for s in config.steps)
-    config = config.model_copy(update={"environment": machines.with_compose(environment, config.environment)})
-    make = partial(machines.workspace, environment, config.environment)
+    service = read_compose(environment)
+    config = config.model_copy(update={"environment": machines.with_compose(service, config.environment)})
+    make = partial(machines.workspace, environment, service, config.environment)
     solution = root / "solution"
     recipe, unbuildable = first_recipe(make, config.environment)
     task = Task(
@@ -110,14 +112,16 @@ def _verifier(task: Task, places: Sequence[tuple[EnvironmentSection | None, Path
         if (table is not None and table.docker_image) or machines.is_machine(folder):
             image = None if table is None else table.docker_image
             config = (wants or task.config.environment).model_copy(update={"docker_image": image, "workdir": None})
-            config = machines.with_compose(folder, config)
-            return _machine_of(task, folder, config, partial(machines.machine, folder, config), bundled=True)
+            service = read_compose(folder)
+            config = machines.with_compose(service, config)
+            return _machine_of(task, folder, config, partial(machines.machine, folder, service, config), bundled=True)
     if wants is None:
         return None
     base = task.config.environment
     update = {"docker_image": base.docker_image, "workdir": wants.workdir or base.workdir}
     config = wants.model_copy(update=update)
-    return _machine_of(task, task.context, config, partial(machines.workspace, task.context, config), bundled=False)
+    make = partial(machines.workspace, task.context, read_compose(task.context), config)
+    return _machine_of(task, task.context, config, make, bundled=False)
 
 
 def _machine_of(task: Task, context: Path, wants: EnvironmentSection, make: Make, *, bundled: bool) -> Task:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from atropos.tasks.format import dockerfile
-from atropos.tasks.format.compose import COMPOSE_FILES, dockerfile_in, read_compose
+from atropos.tasks.format.compose import COMPOSE_FILES, Service, dockerfile_in
 from atropos.tasks.format.config import EnvironmentSection
 from atropos.tasks.format.context import NEVER
 from atropos.tasks.format.recipe import DEFAULT_WORKDIR, Copy, Folder, Recipe, Run, Step, StepSettings
@@ -22,13 +22,8 @@ def is_machine(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("Dockerfile", *COMPOSE_FILES))
 
 
-def with_compose(folder: Path, wants: EnvironmentSection) -> EnvironmentSection:
-    """`[environment]` with what a compose file in the folder adds to it: image, network, and sizes that it doesn't name.
-
-    Raises:
-        ConfigError: the file says what can't be honoured.
-    """
-    service = read_compose(folder)
+def with_compose(service: Service | None, wants: EnvironmentSection) -> EnvironmentSection:
+    """`[environment]` with what a compose file adds to it: image, network, and sizes that it doesn't name."""
     if service is None:
         return wants
     sizes = {"memory_mb": service.memory_mib, "cpus": service.cpus}
@@ -40,11 +35,14 @@ def with_compose(folder: Path, wants: EnvironmentSection) -> EnvironmentSection:
     return wants.model_copy(update=changes)
 
 
-def machine(folder: Path, wants: EnvironmentSection, images: Images, *, prebuilt: bool) -> Recipe:
+def machine(
+    folder: Path, service: Service | None, wants: EnvironmentSection, images: Images, *, prebuilt: bool
+) -> Recipe:
     """What `docker_image`, a Dockerfile or a compose file says, and nothing of the folder's own files.
 
     Args:
         folder: the build context.
+        service: of its compose file.
         wants: `[environment]`, or `[verifier.environment]`.
         images: what the images it names set, where that is known.
         prebuilt: `docker_image` is used, and not the Dockerfile beside it.
@@ -52,7 +50,6 @@ def machine(folder: Path, wants: EnvironmentSection, images: Images, *, prebuilt
     Raises:
         ConfigError: names the file, the line and the cure.
     """
-    service = read_compose(folder)
     own = dockerfile_in(folder, service)
     image = wants.docker_image if prebuilt else None
     built = own.is_file() and image is None
@@ -70,14 +67,15 @@ def machine(folder: Path, wants: EnvironmentSection, images: Images, *, prebuilt
     return replace(recipe, steps=(*recipe.steps, Folder(recipe.workdir, recipe.settings.user)))
 
 
-def workspace(environment: Path, wants: EnvironmentSection, images: Images, *, prebuilt: bool) -> Recipe:
+def workspace(
+    environment: Path, service: Service | None, wants: EnvironmentSection, images: Images, *, prebuilt: bool
+) -> Recipe:
     """As `machine`, with the loose files of `environment/` where nothing is built, and its setup.sh.
 
     Raises:
         ConfigError: as `machine`.
     """
-    recipe = machine(environment, wants, images, prebuilt=prebuilt)
-    service = read_compose(environment)
+    recipe = machine(environment, service, wants, images, prebuilt=prebuilt)
     script, own = environment / SETUP, dockerfile_in(environment, service)
     steps: list[Step] = list(recipe.steps)
     image = wants.docker_image if prebuilt else None

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atropos.errors import ConfigError
 from atropos.tasks.format import dockerfile
-from atropos.tasks.format.compose import dockerfile_in, read_compose
+from atropos.tasks.format.compose import Service, dockerfile_in, read_compose
 from atropos.tasks.format.config import AgentSection, EnvironmentSection, TaskConfig, VerifierSection, explained
 from atropos.tasks.format.files import check_script, parse_yaml, read_text
 from atropos.tasks.format.recipe import Recipe, StepSettings
@@ -52,7 +52,7 @@ def load_terminal_bench(root: Path, builder: Build) -> Task:
         raise ConfigError(f"{root / 'solution.yaml'}: keystrokes can't be honoured; write solution.sh")
     check_script(root / "run-tests.sh")
     service = read_compose(root)
-    make = partial(_recipe, root)
+    make = partial(_recipe, root, service)
     config = TaskConfig(
         metadata=dict(facts.__pydantic_extra__ or {}),
         agent=AgentSection(timeout_sec=facts.max_agent_timeout_sec),
@@ -83,9 +83,8 @@ def load_terminal_bench(root: Path, builder: Build) -> Task:
     )
 
 
-def _recipe(root: Path, images: Mapping[str, StepSettings], *, prebuilt: bool) -> Recipe:
+def _recipe(root: Path, service: Service | None, images: Mapping[str, StepSettings], *, prebuilt: bool) -> Recipe:
     del prebuilt  # this layout has no `docker_image`
-    service = read_compose(root)
     file = dockerfile_in(root, service)
     if file.is_file():
         recipe = dockerfile.parse(file, root, images)

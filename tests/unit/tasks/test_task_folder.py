@@ -569,6 +569,7 @@ def test_files_that_cannot_be_honoured_are_named(folder):
         ('services: {main: {command: "echo \'x"}}', r"services\.main\.command: .*No closing quotation"),
         ("services: {main: {mem_limit: lots}}", r"services\.main\.mem_limit: 'lots' is no size"),
         ("services: {main: {environment: ['K=${KEY}']}}", r"environment\.K: \$\{KEY\} is not given to tasks"),
+        ("services: {main: {environment: ['K=${KEY:-${OTHER:-x}}']}}", r"environment\.K: .* or a plain default"),
         ("services: [", "can't be read"),
         ("services: {main: {environment: {DAY: 2024-13-45}}}", "can't be read: month must be in"),
         (f"services: {'[' * 1000}", "can't be read"),
@@ -906,7 +907,7 @@ def test_a_compose_file_of_one_service_says_how_its_commands_start(folder):
     compose = folder / "environment/docker-compose.yaml"
     compose.write_text("services: {main: {build: ., deploy: {resources: [1]}}}")
     assert load_task(folder).config.environment.memory_mb is None
-    compose.write_text("services: {main: {build: ., mem_limit: 1g}}")
+    compose.write_text("services: {main: {build: ., mem_limit: 1g, x-note: [any]}}")
     (folder / "task.toml").write_text("[environment]\nmemory_mb = 700\n")
     assert load_task(folder).config.environment.memory_mb == 700, "task.toml comes first"
     compose.write_text("services: {main: {image: 'app:1', working_dir: /srv}}")
