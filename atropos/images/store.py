@@ -182,6 +182,12 @@ class ImageStore:
             layout.mkdir()
             await self._run_unpack(f"image {source}: pulling", layout, limit, 1, "/", ((archive, "-"),))
             origin = f"oci:{layout}"
+        if archive is not None and source.transport == "docker-archive" and _is_gzip(archive):  # skopeo 1.9 reads none
+            whole = work / "whole.tar"
+            inflate = ["sh", "-c", 'exec gzip -dc < "$0" > "$1"', archive, str(whole)]
+            what, deadline_s = f"image {source}: pulling", self._settings.unpack_timeout_s
+            await run(inflate, what, folder=self._root, deadline_s=deadline_s, largest=limit)
+            origin = f"docker-archive:{whole}"
         expected = None
         if archive is None:
             origin, expected = await self._located(origin, str(source), work)
@@ -476,6 +482,11 @@ def _remove_locked(folder: Path, fd: int) -> None:
         remove_tree(str(folder))  # other ways recurse
     finally:
         os.close(fd)
+
+
+def _is_gzip(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"\x1f\x8b"
 
 
 def _size_of(path: Path) -> int:

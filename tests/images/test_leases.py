@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import gzip
 import json
 import os
 import shutil
@@ -178,10 +179,13 @@ async def test_the_block_of_the_docs(tmp_path):
     assert (done.returncode, done.stdout) == (0, "Python 3.13.9\n"), done.stderr
 
 
-@pytest.mark.parametrize("kind", ["oci", "oci-archive", "docker-archive", "dir"])
-async def test_an_image_of_this_machine_needs_no_registry(pool, tmp_path, kind):
+@pytest.mark.parametrize(
+    "form", ["oci", "oci-archive", "oci-archive gzip", "docker-archive", "docker-archive gzip", "dir"]
+)
+async def test_an_image_of_this_machine_needs_no_registry(pool, tmp_path, form):
+    kind, *packed = form.split()
     at = tmp_path / "layout"
-    busybox_image(at, f"from {kind}", compress=False)
+    busybox_image(at, f"from {form}", compress=False)
     where = at
     if kind == "dir":
         where = tmp_path / "rootfs"
@@ -198,9 +202,11 @@ async def test_an_image_of_this_machine_needs_no_registry(pool, tmp_path, kind):
         await asyncio.to_thread(
             subprocess.run, ["skopeo", "--insecure-policy", "copy", "-q", f"oci:{at}:image", target], check=True
         )
+    if packed:
+        where.write_bytes(gzip.compress(where.read_bytes(), 1))
     async with pool.lease("one", image=f"{kind}:{where}") as slot:
         r = await slot.exec("/bin/busybox cat /srv/app/text")
-        assert (r.exit_code, r.output) == (0, f"from {kind}")
+        assert (r.exit_code, r.output) == (0, f"from {form}")
 
 
 async def test_a_layout_may_keep_its_blobs_elsewhere(pool, tmp_path):
