@@ -105,7 +105,7 @@ class ImageTree:
     def make_folder(self, path: str) -> None:
         """Make a folder that no layer may have, as Docker makes a container's WORKDIR; not through a link."""
         with contextlib.suppress(ImageRefused):
-            self._open(_checked(path.lstrip("/")), create=True)
+            self._open(_checked(path), create=True)
 
     def _member(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         self.members += 1
@@ -181,7 +181,7 @@ class ImageTree:
         return fd
 
     def _link(self, parent: int, name: str, member: tarfile.TarInfo) -> None:
-        target = _checked(member.linkname.lstrip("/"))  # kaniko's begin at the image's root
+        target = _checked(member.linkname)
         where, _, last = target.rpartition("/")
         source = self._open(where)
         try:
@@ -322,12 +322,12 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def _checked(name: str) -> str:
-    """A member's path, relative and plain.
+    """A member's path, plain, from the image's root; ko and kaniko write names that begin there.
 
     Raises:
-        ImageRefused: it is absolute, climbs, or is no name.
+        ImageRefused: it climbs, or is no name.
     """
-    if name.startswith("/") or "\0" in name or ".." in name.split("/"):
+    if "\0" in name or ".." in name.split("/"):
         raise ImageRefused(f"{name!r:.200}: a path that leaves the image")
     return "/".join(part for part in name.split("/") if part not in {"", "."})
 

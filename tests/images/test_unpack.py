@@ -107,12 +107,14 @@ def test_whiteouts_and_opaque_folders_hide_lower_layers_and_nothing_of_their_own
     assert (root / "a/two").read_text() == "again"
 
 
-def test_a_hard_links_target_may_begin_at_the_images_root(tmp_path):
-    """As kaniko writes them."""
-    lower = layer(entry("usr/bin/git", "g"))
-    code, said, root = unpacked(tmp_path, lower, layer(hard_link("usr/bin/git-add", "/usr/bin/git")))
+def test_names_may_begin_at_the_images_root(tmp_path):
+    """As ko writes those of files, and kaniko a hard link's target."""
+    lower = layer(entry("/usr/bin/git", "g"), entry("//usr/gone", "x"))
+    upper = layer(hard_link("usr/bin/git-add", "/usr/bin/git"), entry("/usr/.wh.gone"))
+    code, said, root = unpacked(tmp_path, lower, upper)
     assert (code, said) == (0, "")
     assert (root / "usr/bin/git-add").samefile(root / "usr/bin/git")
+    assert sorted(each.name for each in (root / "usr").iterdir()) == ["bin"]
 
 
 def test_a_folder_again_keeps_its_files_and_gets_the_new_mode(tmp_path):
@@ -155,7 +157,7 @@ def _spoiled(data: bytes, at: int) -> bytes:
 ESCAPES = {
     "a path that climbs": layer(entry("../outside", "x")),
     "a path that climbs in its middle": layer(entry("a/../../outside", "x")),
-    "an absolute path": layer(entry("/outside", "x")),
+    "an absolute path that climbs": layer(entry("/../outside", "x")),
     "a climbing folder": layer(folder("../outside")),
     "a file through an absolute link": layer(link("out", "/OUTSIDE"), entry("out/file", "x")),
     "a file through a relative link": layer(link("out", "../.."), entry("out/file", "x")),
