@@ -391,6 +391,8 @@ class _Reader:
         named = [name for source in copy.sources for name in context.matching(source, copy.exclude)]
         archives = [name for name in named if _is_archive(self.context / name)]
         rest = tuple(name for name in named if name not in archives)
+        if zstd := next((name for name in rest if name.endswith((".tar.zst", ".tzst"))), None):
+            raise self._refusal(f"{zstd}: an archive packed with zstd can't be unpacked here; pack it with gzip or xz")
         if archives:
             stage.steps.append(replace(copy, sources=tuple(archives), files=(), unpack=True))
         if rest or copy.files:

@@ -363,6 +363,7 @@ def test_mounts_are_there_for_one_command(folder):
         ("FROM a\nADD git@host:x.git /y", ":2: ADD of a repository"),
         ("FROM a\nADD https://host/x.git#main /y", ":2: ADD of a repository"),
         ("FROM a\nADD --checksum=sha256:0 x /y", "--checksum"),
+        ("FROM a\nADD x.tar.zst /y", "x.tar.zst: an archive packed with zstd"),
         ("FROM a\nENV A", "ENV must have two arguments"),
         ("FROM a\nUSER", "USER needs exactly one value"),
         ("FROM a\nSHELL bash -c", "SHELL needs the JSON form"),
