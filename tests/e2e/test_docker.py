@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 
@@ -158,6 +159,32 @@ async def test_an_image_or_an_engine_that_is_not_there_is_told_at_once_by_name()
         await SlotPool(pool_config("docker", image="no-such-image:local")).start()
     with pytest.raises(BackendUnavailable, match=r"no Docker engine answers at unix:///nowhere"):
         await SlotPool(pool_config("docker", docker_host="unix:///nowhere")).start()
+
+
+async def test_an_image_that_is_removed_while_a_pool_has_no_container_is_found_by_its_name_once_it_is_there_again():
+    image = f"atropos-removed-{secrets.token_hex(3)}:local"
+
+    async def build(number: int) -> None:
+        text = f"FROM atropos-sandbox:local\nLABEL atropos.test={number}\n".encode()
+        command = ["docker", "build", "-q", "-t", image, "-"]
+        await asyncio.to_thread(subprocess.run, command, input=text, check=True, capture_output=True)
+
+    await build(1)
+    config = pool_config("docker", image=image, min_containers=0, max_containers=1, idle_container_s=0.1)
+    try:
+        async with SlotPool(config) as pool:
+            async with pool.lease("t"):
+                pass
+            await until(lambda: not containers(config.job_id), "no container", 60)
+            await docker("rmi", "--force", image)
+            waiting = asyncio.create_task(pool.acquire("u", timeout_s=60))
+            await until(lambda: f"no image '{image}'" in pool.trouble(), "why it waits", 60)
+            await build(2)
+            assert (await (await waiting).exec("echo ok")).output == "ok\n"
+            assert not pool.trouble()
+    finally:
+        await docker("rmi", "--force", image)
+    assert leftovers("docker", config.job_id) == []
 
 
 async def test_an_image_without_a_sandbox_server_fails_the_start_with_a_question_about_it():

@@ -20,9 +20,9 @@ from docker.types import CancellableStream
 
 from atropos.aio import Backoff, cancel_and_wait
 from atropos.cgroup_paths import start_time
-from atropos.errors import BackendUnavailable
+from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Backend, Container
-from atropos.slots.backends.docker.engine import REMOVED, DockerEngine, Ending, ListedContainer
+from atropos.slots.backends.docker.engine import REMOVED, DockerEngine, Ending, ImageGone, ListedContainer
 from atropos.slots.backends.engines import BlockingCalls, ChangeFlag, Outage, persist
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec, hopeless
@@ -327,6 +327,8 @@ class DockerBackend(Backend):
             self._trouble = str(error)
             self._crashes.failed()
             await self._remove(container.id)
+            if isinstance(error, ImageGone):
+                await self._find_image()
             self._forget(member)
             return
         if await self._until_ready(member):
@@ -336,6 +338,17 @@ class DockerBackend(Backend):
             self._put(member, state="running", detail="")
             self._wake.set()
         member.busy = False
+
+    async def _find_image(self) -> None:
+        """The image was removed from the engine, which can happen while the pool has no container: use what it names now."""
+        try:
+            self._image_id = await self._calls.run(lambda: self._engine.image_id(self._spec.image))
+        except (BackendUnavailable, ConfigError) as error:
+            self._trouble = str(error)
+        else:
+            log.warning(
+                "the image of pool %s was removed; new containers use what %s is now", self._pool, self._spec.image
+            )
 
     async def _until_ready(self, member: _Member) -> bool:
         """Whether the server answered in time; a container that ended instead is removed."""

@@ -60,6 +60,10 @@ class Ending:
 REMOVED = Ending(None, "removed by another process")
 
 
+class ImageGone(BackendUnavailable):
+    """The engine has the image of that id no more."""
+
+
 class DockerEngine:
     """A connection to one Docker engine, for one pool's containers."""
 
@@ -98,6 +102,8 @@ class DockerEngine:
         """Raise the SDK's errors as `BackendUnavailable` with Docker's message."""
         try:
             yield
+        except ImageNotFound as error:
+            raise ImageGone(f"Docker refused: {error.explanation}") from error
         except APIError as error:
             raise BackendUnavailable(f"Docker refused: {error.explanation or error}") from error
         except (DockerException, requests.RequestException, OSError) as error:
