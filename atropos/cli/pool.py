@@ -169,12 +169,16 @@ def _table(job_id: str, seen: list[SurveyedContainer], trouble: str) -> Table:
     title = f"{job_id}: {len(seen)} containers, {leased} of {total} slots leased"
     table = Table(title=escape(title), caption=escape(visible(trouble)) or None, caption_style="red")
     table.add_column("container")
-    table.add_column("state")
+    table.add_column("state", min_width=len("no answer"))
     for column in ("slots", "free", "leased", "retired", "clients", "snapshots", "up s"):
         table.add_column(column, justify="right")
     for each in seen:
         status = each.status
-        state = "draining" if status and status.draining else each.container.state if status else "no answer"
+        state = each.container.state
+        if status is None:
+            state = "no answer" if state == "running" else state
+        elif status.draining:
+            state = "draining"
         numbers = (
             [status.slots, status.free, status.leased, status.retired, len(status.live), len(status.snapshots)]
             if status

@@ -16,6 +16,7 @@ from aiohttp import web
 from atropos.aio import cancel_and_wait
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots import SlotPool
+from atropos.slots.backends.survey import open_survey
 from tests.e2e.docker_proxy import ENGINE, DockerProxy
 from tests.engines import BACKENDS, ROOT, containers, leftovers, pool_config
 from tests.waiting import until
@@ -104,6 +105,25 @@ async def test_a_purge_spares_containers_that_another_pool_works_in():
         async with two.lease("c") as c:
             assert (await c.exec("echo still here")).output == "still here\n"
     assert leftovers("docker", config.job_id) == []
+
+
+async def test_to_an_operator_a_container_that_was_created_is_starting_and_one_that_ended_is_not_there():
+    pool = f"test-{secrets.token_hex(4)}"
+    name = (
+        await docker("create", "--label", f"atropos.pool={pool}", "--entrypoint", "false", "atropos-sandbox:local")
+    ).strip()
+    try:
+        async with await open_survey("docker", pool, address=None) as survey:
+            (seen,), trouble = await survey.look()
+            assert (seen.container.state, seen.status, trouble) == ("starting", None, "")
+            await docker("start", name)
+            await docker("wait", name)
+            seen, trouble = await survey.look()
+            assert not seen
+            assert "is exited: exit code 1" in trouble
+            await survey.purge()
+    finally:
+        assert containers(pool) == []
 
 
 @pytest.mark.skipif(not os.path.exists(ENGINE), reason="the engine is not on a unix socket of this machine")

@@ -137,12 +137,13 @@ async def _docker(pool: str, address: str | None) -> Survey:
         found: list[Container] = []
         ended: list[str] = []
         for item in sorted(await asyncio.to_thread(engine.found), key=lambda item: item.index):
-            if item.state != "running":
+            if item.state in {"exited", "dead", "removing"}:
                 reason = (await asyncio.to_thread(engine.ending, item.id)).reason
                 ended.append(f"container {item.name} is {item.state}: {reason}")
                 continue
             token = await asyncio.to_thread(engine.token, item.id)
-            found.append(Container(item.name, item.index, item.url, token or "", "running", item.owner))
+            state = "starting" if item.state == "created" else "running"
+            found.append(Container(item.name, item.index, item.url, token or "", state, item.owner))
         return found, "; ".join(ended)
 
     async def end(container: Container) -> None:
@@ -160,9 +161,10 @@ async def _docker(pool: str, address: str | None) -> Survey:
 
 async def _nomad(job_id: str, address: str | None) -> Survey:
     from atropos.slots.backends.nomad.api import NomadApi
-    from atropos.slots.backends.nomad.job import group_of
+    from atropos.slots.backends.nomad.job import count, group_of
+    from atropos.slots.backends.nomad.job_view import JobView
     from atropos.slots.backends.nomad.settings import NomadSettings
-    from atropos.slots.backends.nomad.view import Allocation, container, newest, placement_failures
+    from atropos.slots.backends.nomad.view import TASK, Allocation, placement_failures
 
     api = NomadApi(NomadSettings.from_environment(address))
     try:
@@ -174,12 +176,16 @@ async def _nomad(job_id: str, address: str | None) -> Survey:
     async def containers() -> tuple[list[Container], str]:
         if (job := await api.job(job_id)) is None:
             return [], ""
-        group_of(job)
         secret = await api.secret(job_id, make=False)
         tls = secret.certificate is not None
-        rows = newest(Allocation.read(row, tls=tls) for row in await api.allocations(job_id))
-        trouble = placement_failures(await api.evaluations(job_id))
-        return [container(row, secret, ready=row.state == "running", ending=False) for row in rows], trouble
+        rows = [Allocation.read(row, tls=tls) for row in await api.allocations(job_id)]
+        view = JobView(placement_s=0, target=count(job), ready={row.run for row in rows if row.state != "starting"})
+        actions = view.apply(rows, view.merge(rows, ()))
+        if actions.ask_placement:
+            view.placement = placement_failures(await api.evaluations(job_id))
+        if (item := actions.diagnose) is not None:
+            view.judge_crash(item, await api.last_line(item.id, TASK), alone=False)
+        return view.containers(secret), view.trouble()
 
     async def end(container: Container) -> None:
         await api.stop_allocation(container.id.partition(".")[0])

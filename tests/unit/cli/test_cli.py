@@ -412,6 +412,8 @@ def test_watch_goes_on_while_the_engine_does_not_answer(monkeypatch, arguments: 
     monkeypatch.setattr(pool_commands, "open_survey", survey)
     result = CliRunner().invoke(pool_commands.pool_app, ["watch", "--interval", "0.1", *arguments])
     assert result.output.count("c4") == 3, "without a terminal each look is printed"
+    assert result.output.count("starting") == 3
+    assert "no answer" not in result.output
     assert "Nomad does not answer" in result.output
 
 

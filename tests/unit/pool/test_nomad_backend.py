@@ -192,6 +192,22 @@ async def test_an_operator_hears_of_a_namespace_that_is_not_there(monkeypatch):
             await open_survey("nomad", "any", address=nomad.url)
 
 
+async def test_an_operator_hears_why_a_container_does_not_start():
+    async with FakeNomad() as nomad:
+        nomad.broken_images = True
+        await nomad.register(1)
+        async with await open_survey("nomad", "atropos-sandbox-agent-env", address=nomad.url) as survey:
+            (seen,), trouble = await survey.look()
+            assert (seen.container.state, seen.status) == ("starting", None)
+            assert "Failed to pull `nowhere:1`" in trouble
+            assert "docker load" in trouble
+            nomad.broken_images = False
+            nomad.allocations.pop()
+            await nomad.register(1)
+            (seen,), trouble = await survey.look()
+            assert (seen.container.state, trouble) == ("running", "")
+
+
 async def test_at_the_end_a_nomad_without_a_leader_is_given_the_time_that_it_takes_to_say_so():
     settled = mock.patch.object(NomadApi, "settled", autospec=True, side_effect=NomadApi.settled)
     with settled as ending:
