@@ -62,6 +62,7 @@ class Outage:
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._since: float | None = None
+        self._cure = ""
         self.reason = ""
         """The last request's error; empty while the engine answers."""
 
@@ -73,6 +74,7 @@ class Outage:
     def noted(self, error: BackendUnavailable) -> None:
         """A request failed; the first failure is logged."""
         self.reason = str(error)
+        self._cure = ": restart the engine, or raise outage_s" if error.retryable else ""  # else the reason has it
         if self._since is None:
             self._since = time.monotonic()
             log.warning("%s; running containers stay in use, and none can be added until it answers", self.reason)
@@ -90,7 +92,7 @@ class Outage:
         if self._since is None or self.away_s < self._patience_s:
             return None
         text = f"that has been so for longer than outage_s ({self._patience_s:g} s)"
-        return BackendUnavailable(f"{self.reason}; {text}: restart the engine, or raise outage_s")
+        return BackendUnavailable(f"{self.reason}; {text}{self._cure}")
 
 
 class BlockingCalls:

@@ -260,7 +260,8 @@ class Keeper:
     async def ask(self, count: int, reason: str) -> None:
         """Request a number of containers from the backend."""
         if count != self.asked:
-            log.info("%d containers are requested (%d before): %s", count, self.containers, reason)
+            level = logging.DEBUG if self._backend.outage() else logging.INFO
+            log.log(level, "%d containers are requested (%d before): %s", count, self.containers, reason)
         before = self.asked
         self.asked = count
         self._asked_at = self._state.now()

@@ -13,6 +13,7 @@ import pytest
 
 from atropos.errors import BackendUnavailable
 from atropos.slots.backends.engines import BlockingCalls, Outage, persist
+from atropos.slots.backends.nomad.refusals import NomadMisconfigured
 from tests.unit.pool.model import model_pool
 from tests.waiting import until
 
@@ -31,6 +32,12 @@ def test_an_outage_is_told_once_and_final_after_outage_s(caplog, patience_s, is_
     assert outage.over()
     assert (outage.reason, outage.failure()) == ("", None)
     assert [GONE in record.message for record in caplog.records] == [True, False], caplog.messages
+
+
+def test_an_outage_of_a_wrong_setting_asks_for_no_restart_of_the_engine():
+    outage = Outage(patience_s=0)
+    outage.noted(NomadMisconfigured("NOMAD_TOKEN is no token of the cluster: make one"))
+    assert str(outage.failure()).endswith("make one; that has been so for longer than outage_s (0 s)")
 
 
 async def test_who_waits_hears_of_an_engine_that_is_gone_for_good_and_who_has_a_container_does_not():
