@@ -169,7 +169,7 @@ def _table(job_id: str, seen: list[SurveyedContainer], trouble: str) -> Table:
     title = f"{job_id}: {len(seen)} containers, {leased} of {total} slots leased"
     table = Table(title=escape(title), caption=escape(visible(trouble)) or None, caption_style="red")
     table.add_column("container")
-    table.add_column("state", min_width=len("no answer"))
+    table.add_column("state", no_wrap=True)
     for column in ("slots", "free", "leased", "retired", "clients", "snapshots", "up s"):
         table.add_column(column, justify="right")
     for each in seen:

@@ -121,9 +121,8 @@ async def test_to_an_operator_a_container_that_was_created_is_starting_and_one_t
             seen, trouble = await survey.look()
             assert not seen
             assert "is exited: exit code 1" in trouble
-            await survey.purge()
     finally:
-        assert containers(pool) == []
+        await docker("rm", "--force", "--volumes", name)
 
 
 @pytest.mark.skipif(not os.path.exists(ENGINE), reason="the engine is not on a unix socket of this machine")
@@ -143,6 +142,20 @@ async def test_a_copy_that_the_engine_breaks_off_is_no_answer_and_costs_a_runnin
             await until(lambda: not pool.trouble(), "no trouble", 60)
             assert (await slot.exec("echo still here")).output == "still here\n"
     assert leftovers("docker", config.job_id) == []
+
+
+@pytest.mark.skipif(not os.path.exists(ENGINE), reason="the engine is not on a unix socket of this machine")
+async def test_a_container_that_is_being_removed_while_it_is_asked_why_it_ended_is_told_as_removed(caplog):
+    def marked_for_removal(request: web.Request) -> web.Response | None:
+        return web.json_response({"message": "marked for removal"}, status=409) if "/logs" in request.path else None
+
+    async with DockerProxy() as proxy:
+        proxy.instead = marked_for_removal
+        async with SlotPool(pool_config("docker", docker_host=proxy.url)) as pool:
+            (first,) = pool.links
+            await docker("kill", first)
+            await until(lambda: first not in pool.links and pool.stats().ready == 1, "another container", 60)
+    assert f"container {first} ended: removed by another process" in caplog.messages
 
 
 @pytest.mark.skipif(not os.path.exists(ENGINE), reason="the engine is not on a unix socket of this machine")
@@ -179,6 +192,37 @@ async def test_an_image_or_an_engine_that_is_not_there_is_told_at_once_by_name()
         await SlotPool(pool_config("docker", image="no-such-image:local")).start()
     with pytest.raises(BackendUnavailable, match=r"no Docker engine answers at unix:///nowhere"):
         await SlotPool(pool_config("docker", docker_host="unix:///nowhere")).start()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error"),
+    [
+        (404, "MANIFEST_UNKNOWN", ConfigError),
+        (403, "DENIED", ConfigError),
+        (429, "TOOMANYREQUESTS", BackendUnavailable),
+        (500, "UNKNOWN", BackendUnavailable),
+    ],
+)
+async def test_an_image_that_is_not_there_is_a_wrong_setting_and_a_registry_in_trouble_is_none(
+    status, code, error, caplog
+):
+    async def answer(request: web.Request) -> web.Response:
+        reason = {"errors": [{"code": code, "message": code}]}
+        return web.json_response(reason, status=200 if request.path == "/v2/" else status)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    image = f"127.0.0.1:{runner.addresses[0][1]}/atropos-sandbox:1"
+    caplog.set_level("INFO")
+    try:
+        with pytest.raises(error, match=f"sandbox_image: Docker .* '{image}'"):
+            await SlotPool(pool_config("docker", image=image)).start()
+    finally:
+        await runner.cleanup()
+    assert f"Docker has no image {image}: pulling it" in caplog.messages
 
 
 async def test_an_image_that_is_removed_while_a_pool_has_no_container_is_found_by_its_name_once_it_is_there_again():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import tarfile
@@ -23,6 +24,7 @@ from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.assets import asset
 from atropos.slots.backends.spec import CAP_ADD, CONTAINER_PORT, HOSTNAME, IMAGE_FOLDER, ContainerSpec
 
+log = logging.getLogger(__name__)
 POOL, OWNER, INDEX, SPEC = "atropos.pool", "atropos.owner", "atropos.index", "atropos.spec"
 """Labels of a container: its pool, the process that made it, its place in the scaling order, its spec's fingerprint."""
 TOKEN_DIR, TOKEN_FILE = "/run", "atropos-secret/token"
@@ -116,19 +118,23 @@ class DockerEngine:
         """The id of an image, which is pulled if needed, unless its tag is `local`.
 
         Raises:
-            ConfigError: there is no such image.
+            ConfigError: there is no such image, or no right to pull it.
+            BackendUnavailable: it can't be pulled now.
         """
         with self._failures():
             try:
                 return str(self._client.images.get(image).id)
             except ImageNotFound:
-                pass
-        try:
-            if not image.endswith(":local"):
+                reason = "it is built locally"
+        if not image.endswith(":local"):
+            log.info("Docker has no image %s: pulling it", image)
+            try:
                 return str(self._client.images.pull(image).id)
-            reason = "it is built locally"
-        except (DockerException, requests.RequestException) as error:
-            reason = str(getattr(error, "explanation", None) or error)
+            except NotFound as error:
+                reason = str(error.explanation)
+            except (DockerException, requests.RequestException) as error:
+                reason = str(getattr(error, "explanation", None) or error)
+                raise BackendUnavailable(f"sandbox_image: Docker can't pull {image!r}: {reason}") from error
         raise ConfigError(f"sandbox_image: Docker has no image {image!r} ({reason}); build it with `make image`")
 
     def found(self) -> list[ListedContainer]:
@@ -210,10 +216,12 @@ class DockerEngine:
         with self._failures():
             try:
                 state = self._client.api.inspect_container(container_id)["State"]
-                log = self._log(container_id, stdout=False) or self._log(container_id, stdout=True)
-            except NotFound:
+                text = self._log(container_id, stdout=False) or self._log(container_id, stdout=True)
+            except APIError as error:
+                if error.status_code not in {404, 409}:  # 409: a removal is in progress
+                    raise
                 return REMOVED
-        line = log.splitlines()[-1][:500] if log else "it printed nothing"
+        line = text.splitlines()[-1][:500] if text else "it printed nothing"
         killed = ", killed for memory" if state.get("OOMKilled") else ""
         return Ending(state.get("ExitCode"), f"exit code {state.get('ExitCode')}{killed}: {state.get('Error') or line}")
 
