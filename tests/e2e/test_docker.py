@@ -251,6 +251,19 @@ async def test_an_image_that_is_removed_while_a_pool_has_no_container_is_found_b
     assert leftovers("docker", config.job_id) == []
 
 
+async def test_a_server_that_is_slow_to_start_has_as_long_as_the_start_may_take(monkeypatch):
+    monkeypatch.setattr("atropos.slots.backends.docker.backend.READY_S", 0.5)
+    image = f"atropos-slow-{secrets.token_hex(3)}:local"
+    text = b'FROM atropos-sandbox:local\nENTRYPOINT ["sh", "-c", "sleep 3; exec python3 -S -I /usr/lib/atropos/entry.py"]\n'
+    command = ["docker", "build", "-q", "-t", image, "-"]
+    await asyncio.to_thread(subprocess.run, command, input=text, check=True, capture_output=True)
+    try:
+        async with SlotPool(pool_config("docker", image=image)) as pool, pool.lease("t") as slot:
+            assert (await slot.exec("echo ok")).output == "ok\n"
+    finally:
+        await docker("rmi", "--force", image)
+
+
 async def test_an_image_without_a_sandbox_server_fails_the_start_with_a_question_about_it():
     image = "atropos-other:local"
     text = b'FROM atropos-sandbox:local\nENTRYPOINT ["true"]\n'

@@ -30,7 +30,7 @@ from atropos.slots.config import SlotPoolConfig
 
 log = logging.getLogger(__name__)
 READY_S = 60.0
-"""How long a server may take to answer after its container started, in seconds."""
+"""How long a server may take to answer after its container started, in seconds, unless `start_timeout_s` is longer."""
 POLL_S = 15.0
 """How often containers are listed without an event, in seconds."""
 LIST_LAG_S = 0.1
@@ -71,6 +71,7 @@ class DockerBackend(Backend):
     def __init__(self, config: SlotPoolConfig) -> None:
         self._pool = config.job_id
         self._spec = ContainerSpec.from_pool(config)
+        self._ready_s = max(READY_S, config.start_timeout_s)
         self._purge_on_start = config.purge_job_on_start
         self._engine = DockerEngine(self._pool, config.docker_host)
         self._calls = BlockingCalls("docker", at_once=8)
@@ -353,7 +354,7 @@ class DockerBackend(Backend):
     async def _until_ready(self, member: _Member) -> bool:
         """Whether the server answered in time; a container that ended instead is removed."""
         name = member.container.id
-        deadline = asyncio.get_running_loop().time() + READY_S
+        deadline = asyncio.get_running_loop().time() + self._ready_s
         while asyncio.get_running_loop().time() < deadline:
             try:
                 item = await self._find(name)
@@ -370,7 +371,9 @@ class DockerBackend(Backend):
                     return True
         self._crashes.failed()
         self._forget(member)
-        await self._diagnose_and_remove(member, None, Ending(None, f"its server did not answer within {READY_S:.0f} s"))
+        await self._diagnose_and_remove(
+            member, None, Ending(None, f"its server did not answer within {self._ready_s:g} s")
+        )
         return False
 
     async def _find(self, name: str) -> ListedContainer | None:
@@ -432,7 +435,7 @@ class DockerBackend(Backend):
             if item.name not in self._strangers:
                 log.warning("container %s has another spec and is in use: it is kept", item.name)
             self._strangers.add(item.name)
-        elif item.age_s > READY_S:
+        elif item.age_s > self._ready_s:
             await self._remove(item.name, within_s=1)
 
     async def _purge(self) -> None:
