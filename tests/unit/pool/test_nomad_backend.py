@@ -54,6 +54,15 @@ async def test_an_adopted_job_of_which_not_all_has_a_place_shrinks_without_start
             assert len(nomad.allocations) == 3
 
 
+async def test_a_count_without_a_place_that_a_person_or_dead_process_set_is_lowered_without_starting_anything():
+    async with FakeNomad() as nomad, nomad.pool(max_containers=2) as pool, pool.lease("t"):
+        nomad.room = 3
+        await nomad.register(5)
+        await until(lambda: pool.stats().ready == 3, "three containers")
+        await until(lambda: len(pool.links) == 1 and nomad.count == 1, "one container")
+        assert len(nomad.allocations) == 3
+
+
 async def test_why_one_more_container_does_not_come_up_is_told_though_others_run():
     async with FakeNomad() as nomad, nomad.pool(max_containers=2) as pool, pool.lease("t"):
         nomad.broken_images = True

@@ -52,7 +52,7 @@ class JobView:
 
     Attributes:
         target: containers that this process wants.
-        most: the highest count that this process may lower; a higher one is another process's.
+        most: the highest count that this process may lower; a higher one is another process's, while there is one.
         surplus: the job's count is above the target.
         known: the live allocations as Nomad last listed them, by run.
         ready: runs whose server has answered.

@@ -70,6 +70,7 @@ class Shrinker:
             if item.url is not None and item.run in self._view.ready:
                 if await self._http.used_by_others(item.url, self._token(), client_id):
                     return False
+                await self._take_over()
                 self._view.ending.add(item.run)
                 self._changed.set()
                 await self._http.drain(item.url, self._token(), LONGEST_DRAIN_S)
@@ -81,6 +82,11 @@ class Shrinker:
         self._view.drained.discard(item.run)
         self._changed.set()
         return True
+
+    async def _take_over(self) -> None:
+        """No other client is there: what the count has above this process's is a person's, or a dead process's."""
+        if (job := await self._api.job(self._job_id)) is not None and not job.get("Stop"):
+            self._view.most = max(self._view.most, nomad_job.count(job))
 
     async def _cancel_unplaced(self) -> None:
         """Lower the count by this process's containers that could not be placed."""
