@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import io
-import os
 import tarfile
 import time
 from collections.abc import AsyncIterator
@@ -278,23 +277,6 @@ async def test_a_folder_goes_in_and_out_with_links_and_modes(slot: Slot, tmp_pat
     with tarfile.open(fileobj=io.BytesIO(await slot.download("up/sub"))) as archive:
         names = archive.getnames()
     assert any(name.endswith("run.sh") for name in names)
-
-
-async def test_a_local_file_is_written_whole_or_stays_as_it_was(slot: Slot, tmp_path: Path) -> None:
-    target = tmp_path / "copy"
-    await slot.exec("echo short > file; mkdir folder; truncate -s 1M folder/long")
-    await slot.read_file_to("file", target)
-    for refused in (
-        slot.read_file_to("folder/long", target, max_bytes=9),
-        slot.download_to("folder", target, max_bytes=9),
-    ):
-        with pytest.raises(OSError, match=r"bytes|larger"):
-            await refused
-        assert target.read_bytes() == b"short\n"
-    await slot.download_to("folder", target)
-    with tarfile.open(target) as archive:
-        assert max(member.size for member in archive) == 1 << 20
-    assert os.listdir(tmp_path) == ["copy"]
 
 
 async def test_quiesce_ends_concurrent_commands(slot: Slot) -> None:
