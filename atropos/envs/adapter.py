@@ -13,7 +13,7 @@ import logging
 import os
 import warnings
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, cast
 
 from atropos.agent.model import EXACT, Model, ModelFailure, capturing
@@ -132,18 +132,13 @@ def load_tokenizer(name: str, *, field: str) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def tokenizers(name: str, servers: Iterable[APIServerConfig]) -> Generator[None]:
-    """Within, atroposlib uses tokenizers that were loaded once, instead of loading them once for the env and once a server.
+def tokenizers(name: str) -> Generator[dict[str, object]]:
+    """Within, atroposlib uses the tokenizers in this dict, at first the env's, instead of loading one for each server.
 
     Raises:
-        ConfigError: one can't be loaded.
+        ConfigError: it can't be loaded.
     """
-    loaded = {name: load_tokenizer(name, field="env.tokenizer_name")}
-    for server in servers:
-        field = {"trl": "model_name"}.get(server.server_type, "tokenizer_name")
-        needed = getattr(server, field)
-        if server.server_type != "openai" and needed not in loaded:
-            loaded[needed] = load_tokenizer(needed, field=f"openai.{field}")
+    loaded: dict[str, object] = {name: load_tokenizer(name, field="env.tokenizer_name")}
 
     class Loaded:
         @staticmethod
@@ -155,7 +150,7 @@ def tokenizers(name: str, servers: Iterable[APIServerConfig]) -> Generator[None]
     for module in modules:
         module.AutoTokenizer = Loaded
     try:
-        yield
+        yield loaded
     finally:
         for module, original in zip(modules, before, strict=True):
             module.AutoTokenizer = original
@@ -198,13 +193,15 @@ def _on_hub(name: str, field: str, cure: str) -> bool:
 # --------------------------------------------------------------------------------------------------------------- servers
 
 
-def prepare_server_configs(configs: ServerConfigs, tokenizer_name: str) -> list[APIServerConfig]:
+def prepare_server_configs(
+    configs: ServerConfigs, tokenizer_name: str, loaded: dict[str, object]
+) -> list[APIServerConfig]:
     """The servers as the list that atroposlib needs: it prints a single config and then ignores it.
 
-    Servers that load a tokenizer of their own get the env's where they name none.
+    Servers that load a tokenizer of their own get the env's where they name none; the tokenizers are added to those loaded.
 
     Raises:
-        ConfigError: no server, servers of several types, or a URL is missing.
+        ConfigError: no server, servers of several types, a URL is missing, or a tokenizer can't be loaded.
     """
     if isinstance(configs, APIServerConfig):
         configs = [configs]
@@ -226,7 +223,12 @@ def prepare_server_configs(configs: ServerConfigs, tokenizer_name: str) -> list[
         changes: dict[str, object] = {"base_url": url, "api_key": config.api_key or "x"}
         if config.server_type in EXACT and config.tokenizer_name == "none":
             changes["tokenizer_name"] = tokenizer_name
-        prepared.append(config.model_copy(update=changes))
+        server = config.model_copy(update=changes)
+        field = {"trl": "model_name"}.get(server.server_type, "tokenizer_name")
+        needed = getattr(server, field)
+        if server.server_type != "openai" and needed not in loaded:
+            loaded[needed] = load_tokenizer(needed, field=f"openai.{field}")
+        prepared.append(server)
     return prepared
 
 

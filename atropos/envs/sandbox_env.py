@@ -85,8 +85,8 @@ class SandboxEnv(BaseEnv):
         quiet_logging()
         if config.wandb_name is None:
             config.wandb_name = self.name or type(self).__name__
-        servers = [] if testing else prepare_server_configs(server_configs, config.tokenizer_name)
-        with tokenizers(config.tokenizer_name, servers):
+        with tokenizers(config.tokenizer_name) as loaded:
+            servers = [] if testing else prepare_server_configs(server_configs, config.tokenizer_name, loaded)
             try:
                 super().__init__(
                     config,

@@ -118,9 +118,9 @@ class Spawner:
         self._server = server
         self._running: dict[int, int] = {}
         """The number of the request, by PID 1."""
-        self._makers: dict[int, tuple[int, int]] = {}
-        """By a pipe that PID 1 keeps open until it has entered its root: the bubblewrap that makes the root (pidfd), and the pipe
-        that tells PID 1 that this process is its parent."""
+        self._makers: dict[int, tuple[int, int, int]] = {}
+        """By a pipe that PID 1 keeps open until it has entered its root: the bubblewrap that makes the root (pidfd), the pipe
+        that tells PID 1 that this process is its parent, and PID 1."""
         self._poll = select.poll()
         self._wake, notify = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
@@ -191,7 +191,7 @@ class Spawner:
 
     def _adopt(self, entered: int) -> None:
         """End the bubblewrap of a root that PID 1 has entered: this process is PID 1's parent from then on."""
-        maker, tells = self._makers.pop(entered)
+        maker, tells, first = self._makers.pop(entered)
         self._poll.unregister(entered)
         try:
             signal.pidfd_send_signal(maker, signal.SIGKILL)
@@ -204,6 +204,11 @@ class Spawner:
             pass
         for fd in (entered, maker, tells):
             os.close(fd)
+        try:
+            os.waitid(os.P_PID, first, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # it ended, and bubblewrap, its parent until now, has reaped it
+            if (ident := self._running.pop(first, None)) is not None:
+                self._report({"id": ident, "exit": -signal.SIGKILL})
 
     def end_all(self) -> None:
         """Kill every child: the server is gone."""
@@ -263,7 +268,7 @@ class Spawner:
                 os.close(go_w)
         if not first:
             return pid
-        self._makers[said_r] = (os.pidfd_open(pid), go_w)
+        self._makers[said_r] = (os.pidfd_open(pid), go_w, int(first))
         self._poll.register(said_r, select.POLLIN)
         return int(first)
 

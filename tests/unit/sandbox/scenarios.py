@@ -998,6 +998,19 @@ async def a_start_that_takes_too_long_names_a_high_load(host):
                 raise AssertionError("it started")
 
 
+async def starts_that_are_given_up_at_any_moment_are_confirmed_gone(host):
+    for milliseconds in [0.5 * n for n in range(20)] * 4:
+        with (
+            mock.patch.object(host_slot, "START_DEADLINE_S", milliseconds / 1000),
+            mock.patch.object(host_slot, "STOP_DEADLINE_S", 3.0),
+        ):
+            try:
+                await (await host.start("late")).stop()
+            except SandboxError:
+                pass
+        assert not host.state.live, (milliseconds, [await sandbox.stop() for sandbox in host.state.live])
+
+
 async def a_start_for_which_the_spawner_does_nothing_ends_too(host):
     await freed(host)
     before = os.listdir(f"{host.state.scratch}/slots")
@@ -1016,7 +1029,8 @@ async def a_start_for_which_the_spawner_does_nothing_ends_too(host):
     finally:
         os.kill(spawner, signal.SIGCONT)
     for sandbox in list(host.state.live):
-        assert (await sandbox.stop()).clean
+        stopped = await sandbox.stop()
+        assert stopped.clean, stopped
     await freed(host)
     assert os.listdir(f"{host.state.scratch}/slots") == before
     async with slot(host) as s:
