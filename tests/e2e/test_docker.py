@@ -155,7 +155,8 @@ async def test_a_container_that_is_being_removed_while_it_is_asked_why_it_ended_
             (first,) = pool.links
             await docker("kill", first)
             await until(lambda: first not in pool.links and pool.stats().ready == 1, "another container", 60)
-    assert f"container {first} ended: removed by another process" in caplog.messages
+            told = f"container {first} ended: removed by another process"
+            await until(lambda: told in caplog.messages, "the reason of its end", 30)
 
 
 @pytest.mark.skipif(not os.path.exists(ENGINE), reason="the engine is not on a unix socket of this machine")

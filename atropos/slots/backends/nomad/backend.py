@@ -318,6 +318,8 @@ class NomadBackend(Backend):
             began = time.monotonic()
             try:
                 sure = await self._refresh() and (self._streams or len(view.known) >= view.target)
+                if view.target and not view.known and await self._stopped():
+                    await self._grow()  # another process may have purged the job just after this one registered it
                 pause = POLL_S if sure else DOUBT_S
                 if view.unplaced_since is not None and not view.ever_ready and view.failure is None:
                     pause = min(pause, max(0.1, view.unplaced_since + view.placement_s - time.monotonic()))
