@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.processes import alive
@@ -26,6 +27,10 @@ def test_what_a_command_started_ends_with_it_even_if_it_is_killed_itself(tmp_pat
     ) as engines:
         assert engines.stdout is not None
         left = int(engines.stdout.readline())
+        while (
+            Path(f"/proc/{left}/cmdline").read_bytes()[:6] != b"sleep\0"
+        ):  # until it has executed setsid, and that this
+            time.sleep(0.01)
         engines.send_signal(signal.SIGTERM)
         _, said = engines.communicate(timeout=60)
     assert engines.returncode == 128 + signal.SIGTERM
