@@ -28,25 +28,23 @@ async def be_stopped(seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def files_end_at(size: int) -> Iterator[None]:
+def _limited(limit: int, most: int) -> Iterator[None]:
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, before)
+
+
+def files_end_at(size: int) -> contextlib.AbstractContextManager[None]:
     """For all that this process writes meanwhile, as on a disk that is nearly full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return _limited(resource.RLIMIT_FSIZE, size)
 
 
-@contextlib.contextmanager
-def out_of_descriptors() -> Iterator[None]:
+def out_of_descriptors() -> contextlib.AbstractContextManager[None]:
     """This process opens nothing more meanwhile."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    return _limited(resource.RLIMIT_NOFILE, 3)
 
 
 @contextlib.contextmanager
