@@ -182,7 +182,7 @@ def retry_after_s(header: str | None) -> float:
     except ValueError:
         try:
             seconds = parsedate_to_datetime(header or "").timestamp() - time.time()
-        except ValueError:
+        except (ValueError, OverflowError):
             return 0.0
     return seconds if 0 < seconds < math.inf else 0.0
 

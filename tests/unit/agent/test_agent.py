@@ -337,7 +337,11 @@ async def test_a_busy_server_is_given_the_time_that_it_asks_for(kind):
 
 
 @pytest.mark.parametrize(
-    "asked", ["", "soon", "3600", "Wed, 01 Jan 2998 00:00:00 GMT", "-3", "nan", "inf", "Thu, 01 Jan 1970 00:00:00 GMT"]
+    "asked",
+    [
+        *("", "soon", "3600", "-3", "nan", "inf"),
+        *("Wed, 01 Jan 2998 00:00:00 GMT", "Thu, 01 Jan 1970 00:00:00 GMT", f"Thu, 01 Jan 1970 00:00:00 +{10**20}"),
+    ],
 )
 async def test_a_retry_after_that_asks_for_nothing_or_more_than_there_is_changes_nothing(asked):
     assert (await agent(DirectServer([busy("aiohttp", asked)])).run(script(["ok"]))).final_response == "ok"
