@@ -6,6 +6,7 @@ import gc
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -137,18 +138,20 @@ async def test_input_of_any_length_needs_no_bash(pool, tmp_path):
 
 
 async def test_a_layout_of_several_images_is_asked_for_by_name(pool, tmp_path):
-    at, manifests = tmp_path / "layout", []
-    for name in ("first", "second"):
-        busybox_image(tmp_path / name, name)
-        index = json.loads((tmp_path / name / "index.json").read_text())
+    names = ["first", "host.example:5000/second:1.0"]
+    at, manifests = tmp_path / "lay:out", []
+    for number, name in enumerate(names):
+        one = tmp_path / str(number)
+        busybox_image(one, name)
+        index = json.loads((one / "index.json").read_text())
         manifests.append(index["manifests"][0] | {"annotations": {"org.opencontainers.image.ref.name": name}})
-        shutil.copytree(tmp_path / name, at, dirs_exist_ok=True)
+        shutil.copytree(one, at, dirs_exist_ok=True)
     (at / "index.json").write_text(json.dumps(index | {"manifests": manifests}))
-    for name in ("second", "first"):
+    for name in reversed(names):
         async with pool.lease(name, image=f"oci:{at}:{name}") as slot:
             assert (await slot.exec("cat text")).output == name
-    for wrong in (str(at), f"{at}:third"):
-        with pytest.raises(ConfigError, match="it has: first, second"):
+    for wrong in (str(at), f"{at}:third:1"):
+        with pytest.raises(ConfigError, match=re.escape("it has: " + ", ".join(names))):
             await pool.prepare(f"oci:{wrong}")
 
 

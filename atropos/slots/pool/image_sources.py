@@ -119,19 +119,20 @@ def _write_layout(path: Path, file: IO[bytes]) -> None:
 
 
 def _one_image(path: Path) -> tuple[Path, bytes]:
-    """The folder of `FOLDER` or `FOLDER:NAME`, and its index with that image alone."""
-    folder, name = path, None
-    if not path.is_dir() and ":" in path.name:
-        folder, name = path.with_name(path.name.rpartition(":")[0]), path.name.rpartition(":")[2]
-    file = folder / "index.json"
-    if not file.is_file():
+    """The folder of `FOLDER` or `FOLDER:NAME`, and its index with that image alone. Both may have colons in them."""
+    parts = str(path).split(":")
+    for at in range(len(parts), 0, -1):
+        folder, name = Path(":".join(parts[:at])), ":".join(parts[at:])
+        if (file := folder / "index.json").is_file():
+            break
+    else:
         raise ConfigError(f"image: oci:{path} is no OCI layout: it has no index.json")
     try:
         index = json.loads(file.read_bytes())
         images = [(each.get("annotations", {}).get(REF_NAME), each) for each in index["manifests"]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"image: {file} is no index of an OCI layout: {error!r:.200}") from None
-    found = [image for called, image in images if name in {None, called}]
+    found = [image for called, image in images if name in {"", called}]
     if len(found) != 1:
         names = ", ".join(sorted(called for called, _ in images if called)) or "none has a name"
         raise ConfigError(f"image: oci:{path}: name an image of the layout, oci:FOLDER:NAME; it has: {names}")
