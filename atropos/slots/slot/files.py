@@ -8,13 +8,16 @@ import io
 import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
 from atropos import wire
 from atropos.slots.client import file_streams
+from atropos.slots.containers.counters import Outcome
+from atropos.slots.containers.link import ContainerLink
 from atropos.slots.slot.profile import Profile
-from atropos.slots.slot.results import file_error
+from atropos.slots.slot.results import answered, file_error
 from atropos.slots.slot.uploads import PIECE_BYTES, archive_of, pieces, pieces_of
 
 MAX_READ_BYTES = 256 * 1024 * 1024
@@ -41,6 +44,8 @@ class SlotFiles(ABC):
     """The part of `Slot` that moves files."""
 
     __slots__ = ()
+    link: ContainerLink
+    lease: wire.Lease
     profile: Profile
 
     @abstractmethod
@@ -48,16 +53,8 @@ class SlotFiles(ABC):
         """Run one operation."""
 
     @abstractmethod
-    async def _read_stream(
-        self, path: str, write: Callable[[bytes], object], wanted: Callable[[], wire.ReadStream]
-    ) -> None:
-        """Read a stream that `wanted` asks for, again after each break; `path` is what an error names."""
-
-    @abstractmethod
-    async def _write_stream(
-        self, path: str, pieces: Iterator[bytes], *, tar: bool = False, mode: int | None = None
-    ) -> wire.OpError | None:
-        """Write a file, or unpack an archive. Returns the slot's error, if there was one."""
+    def _measured(self, op: str) -> AbstractContextManager[Outcome]:
+        """Context of one operation, which sets its outcome."""
 
     async def read_file(self, path: str, *, max_bytes: int = MAX_READ_BYTES, user: str | None = None) -> bytes:
         """A file's content.
@@ -101,14 +98,12 @@ class SlotFiles(ABC):
         while True:
             wanted = min(most, max(1, max_bytes - got))
             result = await self.run(wire.ReadFile(path=path, offset=got, max_bytes=wanted, user=user))
-            if isinstance(result, wire.OpError):
-                raise file_error(result, path)
-            assert isinstance(result, wire.FileResult)
-            if result.size > max_bytes:
-                message = f"the file has {result.size:,} bytes, more than max_bytes ({max_bytes:,})"
+            file = answered(result, wire.FileResult, path)
+            if file.size > max_bytes:
+                message = f"the file has {file.size:,} bytes, more than max_bytes ({max_bytes:,})"
                 raise file_error(wire.OpError(error="too_large", message=message), path)
-            keep(result.data)
-            if len(result.data) < wanted or got >= max_bytes:
+            keep(file.data)
+            if len(file.data) < wanted or got >= max_bytes:
                 return
             if not user:  # also where that was all: the kernel's own files don't say how long they are
                 await self._read_stream(path, keep, rest)
@@ -129,23 +124,19 @@ class SlotFiles(ABC):
             OSError: it can't be written.
         """
         content = data.encode() if isinstance(data, str) else data
-        if (refused := await self._write(path, content, mode, user)) is not None:
-            raise file_error(refused, path)
+        answered(await self._write(path, content, mode, user), wire.Done, path)
 
-    async def _write(
-        self, path: str, data: bytes, mode: int | None = None, user: str | None = None
-    ) -> wire.OpError | None:
-        """Write a file: as a stream where it is large and root's. Returns the slot's error, if there was one."""
+    async def _write(self, path: str, data: bytes, mode: int | None = None, user: str | None = None) -> wire.OpResult:
+        """Write a file: as a stream where it is large and root's."""
         if len(data) > IN_CALL_BYTES and not user:
             return await self._write_stream(path, pieces(data), mode=mode)
-        append = False
-        for piece in pieces(data):
-            operation = wire.WriteFile(path=path, data=piece, mode=None if append else mode, append=append, user=user)
-            result = await self.run(operation)
+        parts = pieces(data)
+        result = await self.run(wire.WriteFile(path=path, data=next(parts), mode=mode, user=user))
+        for piece in parts:
             if isinstance(result, wire.OpError):
-                return result
-            append = True
-        return None
+                break
+            result = await self.run(wire.WriteFile(path=path, data=piece, append=True, user=user))
+        return result
 
     async def upload(self, source: str | Path, path: str, *, mode: int | None = None) -> None:
         """Copy a local file to `path`, or a local folder's contents into the folder `path`; links stay links.
@@ -162,13 +153,12 @@ class SlotFiles(ABC):
         """
         source = Path(source)
         if await asyncio.to_thread(source.is_dir):
-            refused = await self._write_stream(path, archive_of(source), tar=True)
+            result = await self._write_stream(path, archive_of(source), tar=True)
         else:
             if mode is None:
                 mode = (await asyncio.to_thread(source.stat)).st_mode & 0o7777
-            refused = await self._write_stream(path, pieces_of(source), mode=mode)
-        if refused is not None:
-            raise file_error(refused, path)
+            result = await self._write_stream(path, pieces_of(source), mode=mode)
+        answered(result, wire.Done, path)
 
     async def download(self, path: str, *, max_bytes: int = wire.MAX_FILE_BYTES) -> bytes:
         """A file or folder as an uncompressed tar archive.
@@ -202,3 +192,22 @@ class SlotFiles(ABC):
             return wire.ReadStream(path=place, stream=file_streams.new_id(), tar=True, max_bytes=max_bytes)
 
         await self._read_stream(path, archive.write, wanted)
+
+    async def _read_stream(
+        self, path: str, write: Callable[[bytes], object], wanted: Callable[[], wire.ReadStream]
+    ) -> None:
+        """Read a stream that `wanted` asks for, again after each break; `path` is what an error names."""
+        with self._measured("read_stream") as outcome:
+            result = await file_streams.receive_all(self.link.client, self.lease, wanted, write)
+            outcome.result = wire.outcome(result)
+        answered(result, wire.Done, path)
+
+    async def _write_stream(
+        self, path: str, content: Iterator[bytes], *, tar: bool = False, mode: int | None = None
+    ) -> wire.OpResult:
+        """Write a file, or unpack an archive."""
+        operation = wire.WriteStream(path=self.profile.path(path), stream=file_streams.new_id(), tar=tar, mode=mode)
+        with self._measured(operation.op) as outcome:
+            result = await file_streams.send(self.link.client, self.lease, operation, content)
+            outcome.result = wire.outcome(result)
+        return result

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Literal
 
 from atropos import wire
-from atropos.slots.slot.results import file_error
+from atropos.slots.slot.results import answered, file_error
 
 WRITE_BYTES = 256 * 1024
 """Input travels in pieces of this size: the slot queues 1 MiB for a process that doesn't read."""
@@ -65,12 +67,12 @@ class Process:
         Returns:
             Its exit code; None when it still runs after `timeout_s`.
         """
-        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.exit_code is None:
-            left = READ_WAIT_S if deadline is None else deadline - asyncio.get_running_loop().time()
+            left = deadline - time.monotonic()
             wait_s = min(READ_WAIT_S, max(0.0, left))
             await self._ask(wire.ProcRead(id=self.id, offset=self._read, max_bytes=1, wait_s=wait_s))
-            if left <= READ_WAIT_S and deadline is not None:
+            if left <= READ_WAIT_S:
                 break
         return self.exit_code
 
@@ -118,21 +120,9 @@ class Process:
         return True
 
     async def _ask(self, operation: wire.ProcRead | wire.ProcKill) -> wire.ProcState:
-        state = process_state(await self._run(operation))
+        state = answered(await self._run(operation), wire.ProcState)
         self.exit_code, self._total = state.exit_code, state.total_bytes
         return state
-
-
-def process_state(result: wire.OpResult) -> wire.ProcState:
-    """The process's state, or why there is none.
-
-    Raises:
-        OSError: the slot refused.
-    """
-    if isinstance(result, wire.OpError):
-        raise file_error(result)
-    assert isinstance(result, wire.ProcState)
-    return result
 
 
 def one_command(command: str | Sequence[str]) -> wire.CommandOrArgv:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import os
 from dataclasses import dataclass
+from typing import TypeVar
 
 from atropos import wire
+
+R = TypeVar("R", bound=wire.WireMessage)
 
 
 @dataclass(frozen=True)
@@ -129,3 +132,15 @@ def file_error(problem: wire.OpError, path: str | None = None) -> SlotFileError:
     """The exception for an operation on a file, or on a process, that failed in the slot."""
     number = _ERRNO.get(problem.error, errno.EIO)
     return _KINDS.get(number, SlotFileError)(number, problem.message or os.strerror(number), path)
+
+
+def answered(result: wire.OpResult, kind: type[R], path: str | None = None) -> R:
+    """The result of an operation, which is of this kind. `path`: what the error names.
+
+    Raises:
+        OSError: the slot refused.
+    """
+    if isinstance(result, wire.OpError):
+        raise file_error(result, path)
+    assert isinstance(result, kind)
+    return result

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Self
 
 from atropos import tracing, wire
 from atropos.aio import cancel_and_wait, done_within
 from atropos.errors import ConfigError, LeaseExpired, NotSupported, SandboxError, SlotLost
 from atropos.net.egress_policy import parse
-from atropos.slots.client import file_streams
 from atropos.slots.containers.counters import Outcome
 from atropos.slots.containers.link import ContainerLink
 from atropos.slots.slot.files import SlotFiles
-from atropos.slots.slot.processes import Process, one_command, process_state, reading
+from atropos.slots.slot.processes import Process, one_command, reading
 from atropos.slots.slot.profile import PLAIN, Profile
-from atropos.slots.slot.results import ExecResult, file_error
+from atropos.slots.slot.results import ExecResult, answered
 from atropos.slots.slot.snapshots import Snapshot
 from atropos.slots.slot.uploads import PIECE_BYTES
 
@@ -127,7 +126,6 @@ class Slot(SlotFiles):
             operation: any of `atropos.wire`'s.
             call_id: the idempotency key; None: a fresh one.
         """
-        self._check_held()
         if self.profile is not PLAIN:
             operation = self.profile.applied(operation)
         with (
@@ -147,6 +145,7 @@ class Slot(SlotFiles):
 
     @contextlib.contextmanager
     def _measured(self, op: str) -> Generator[Outcome]:
+        self._check_held()
         self._due += 1
         with self.link.state.counters.measure_operation(op) as outcome:
             yield outcome
@@ -223,8 +222,9 @@ class Slot(SlotFiles):
         """Run a command whose stdin is too large for a call: it reads a file, which is removed when it has ended."""
         path = f"/tmp/.stdin-{secrets.token_hex(8)}"
         assert operation.stdin is not None
-        if (refused := await self._write(path, operation.stdin, user=operation.user)) is not None:
-            return refused
+        written = await self._write(path, operation.stdin, user=operation.user)
+        if isinstance(written, wire.OpError):
+            return written
         changes = {"command": reading(path, operation.command), "stdin": None}
         result = await self.run(operation.model_copy(update=changes))
         await self.run(wire.Exec(command=("rm", "-f", path), user="0:0", concurrent=operation.concurrent))
@@ -271,7 +271,7 @@ class Slot(SlotFiles):
             cols=cols,
             buffer_bytes=buffer_bytes,
         )
-        return Process(self.run, process_state(await self.run(operation)))
+        return Process(self.run, answered(await self.run(operation), wire.ProcState))
 
     async def processes(self) -> list[Process]:
         """All background processes of the lease, oldest first, ended ones included; each is read from its start.
@@ -279,10 +279,7 @@ class Slot(SlotFiles):
         Raises:
             OSError: the slot refused.
         """
-        listing = await self.run(wire.ProcList())
-        if isinstance(listing, wire.OpError):
-            raise file_error(listing)
-        assert isinstance(listing, wire.ProcListing)
+        listing = answered(await self.run(wire.ProcList()), wire.ProcListing)
         return [Process(self.run, state) for state in listing.processes]
 
     async def set_network(self, hosts: Sequence[str] | None) -> None:
@@ -308,31 +305,7 @@ class Slot(SlotFiles):
 
     async def quiesce(self) -> int:
         """Kill every process in the slot; files stay. Returns how many there were."""
-        result = await self.run(wire.Quiesce())
-        if isinstance(result, wire.OpError):
-            raise file_error(result, "/")
-        return result.count if isinstance(result, wire.Done) else 0
-
-    # ---------------------------------------------------------------------------------------------------- streams
-
-    async def _read_stream(
-        self, path: str, write: Callable[[bytes], object], wanted: Callable[[], wire.ReadStream]
-    ) -> None:
-        """Read a stream that `wanted` asks for, again after each break; `path` is what an error names."""
-        with self._measured("read_stream") as outcome:
-            result = await file_streams.receive_all(self.link.client, self.lease, wanted, write)
-            outcome.result = wire.outcome(result)
-        if isinstance(result, wire.OpError):
-            raise file_error(result, path)
-
-    async def _write_stream(
-        self, path: str, pieces: Iterator[bytes], *, tar: bool = False, mode: int | None = None
-    ) -> wire.OpError | None:
-        operation = wire.WriteStream(path=self.profile.path(path), stream=file_streams.new_id(), tar=tar, mode=mode)
-        with self._measured(operation.op) as outcome:
-            result = await file_streams.send(self.link.client, self.lease, operation, pieces)
-            outcome.result = wire.outcome(result)
-        return result if isinstance(result, wire.OpError) else None
+        return answered(await self.run(wire.Quiesce()), wire.Done, "/").count
 
     # -------------------------------------------------------------------------------------------------- snapshots
 
