@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import logging
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Self, TypeVar
 
@@ -49,8 +48,6 @@ CLOSE_S = 2.0
 """Longest `close` waits for what is under way."""
 COPY_TRIES = 3
 """Attempts to copy a snapshot while connections break."""
-MAX_ENDED = 10_000
-"""Leases remembered as over, so that a late call is refused without asking."""
 
 
 class SandboxClient:
@@ -94,8 +91,8 @@ class SandboxClient:
         self._reconnect_s = reconnect_s
         self._stream: CallStream | None = None
         self._held: dict[str, Lease] = {}
-        self._asking: set[str] = set()
-        self._ended: OrderedDict[str, SandboxError] = OrderedDict()
+        self._asking: dict[str, SandboxError | None] = {}
+        """The ids of leases that are asked for or given back, and why the server has ended one meanwhile."""
         self._tasks = Tasks("sandbox client")
         self._prefix = uuid.uuid4().hex[:12]
         self._count = itertools.count(1)
@@ -178,8 +175,7 @@ class SandboxClient:
             raise BackendUnavailable("this client is not connected")
         # Not while a new connection is being made: its hello would not name this lease, and so end it.
         await self._stream.up.wait()
-        self._asking.add(name)
-        self._ended.pop(name, None)
+        self._asking[name] = None
         try:
             try:
                 lease = await self._requests.ask("POST", "/v1/leases", Lease, request)
@@ -190,7 +186,7 @@ class SandboxClient:
                 lease = await self._requests.ask("POST", "/v1/leases", Lease, request)
             if self.lost.is_set() or lease.boot_id != self.boot_id:
                 raise SlotLost(self._requests.lost_reason or "the sandbox server was restarted meanwhile")
-            if (over := self._ended.get(name)) is not None:
+            if (over := self._asking.get(name)) is not None:
                 raise over
         except (PoolFull, LeaseExpired):
             raise
@@ -199,7 +195,7 @@ class SandboxClient:
             self._give_back(name)
             raise
         finally:
-            self._asking.discard(name)
+            self._asking.pop(name, None)
         self._held[name] = lease
         self._stream.reschedule_heartbeat()
         return lease
@@ -223,14 +219,13 @@ class SandboxClient:
         """
         name = lease.lease_id
         self._held.pop(name, None)
-        self._end(name, LeaseExpired(f"lease {name} was released"))
-        self._asking.add(name)  # until the server confirms, a new connection must not make it end the lease by itself
+        self._asking[name] = None  # until the server confirms, a new connection must not make it end the lease by itself
         try:
             return await self._requests.ask("DELETE", f"/v1/leases/{name}?epoch={lease.epoch}", ReleaseResult)
         except LeaseExpired:
             return ReleaseResult(released=False)
         finally:
-            self._asking.discard(name)
+            self._asking.pop(name, None)
 
     # ----------------------------------------------------------------------------------------------------------- calls
 
@@ -248,9 +243,6 @@ class SandboxClient:
             SlotLost: the slot is gone; the call was not run, or its effects are gone too.
             OutcomeUnknown: it may have run; it was not run again.
         """
-        over = self._ended.get(lease.lease_id)
-        if over is not None:
-            raise type(over)(*over.args)
         stream = self._stream
         if stream is None or self._requests.closed:
             raise SlotLost(self._requests.closed or "this client is not connected")
@@ -367,24 +359,15 @@ class SandboxClient:
         """The server's own count of everything."""
         return await self._requests.ask("GET", "/v1/status", Status)
 
-    # ---------------------------------------------------------------------------------------------------------- inside
-
-    def _end(self, lease_id: str, error: SandboxError) -> None:
-        self._ended[lease_id] = error
-        while len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
-
     # ---------------------------------------------------------------------------------------- what the stream reports
 
     def _lease_ended(self, message: LeaseEnded) -> None:
         if message.lease_id in self._asking:
-            self._end(message.lease_id, from_code(message.code, message.message))
+            self._asking[message.lease_id] = from_code(message.code, message.message)
         held = self._held.get(message.lease_id)
-        if held is None or held.epoch != message.epoch:
-            return
-        del self._held[message.lease_id]
-        self._end(message.lease_id, from_code(message.code, message.message))
-        self._report(self._on_lease_ended, message)
+        if held is not None and held.epoch == message.epoch:
+            del self._held[message.lease_id]
+            self._report(self._on_lease_ended, message)
 
     def _capacity(self, free_mib: int) -> None:
         self._report(self._on_capacity, free_mib)
@@ -401,7 +384,6 @@ class SandboxClient:
         self._requests.lose(reason)
         held, self._held = self._held, {}
         for lease in held.values():
-            self._end(lease.lease_id, SlotLost(reason))
             message = LeaseEnded(lease_id=lease.lease_id, epoch=lease.epoch, code=SlotLost.code, message=reason)
             self._report(self._on_lease_ended, message)
 
