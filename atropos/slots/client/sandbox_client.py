@@ -219,7 +219,8 @@ class SandboxClient:
         """
         name = lease.lease_id
         self._held.pop(name, None)
-        self._asking[name] = None  # until the server confirms, a new connection must not make it end the lease by itself
+        # Until the server confirms, a new connection must not make it end the lease by itself.
+        self._asking[name] = None
         try:
             return await self._requests.ask("DELETE", f"/v1/leases/{name}?epoch={lease.epoch}", ReleaseResult)
         except LeaseExpired:
@@ -333,13 +334,11 @@ class SandboxClient:
         zstd = all(each.limits.get("zstd") for each in both)
         info = await self._requests.ask("GET", f"/v1/snapshots/{snapshot_id}", SnapshotInfo)
         query = {"layers": str(info.layers), "client_id": to._client_id} | ({"base": info.base} if info.base else {})
+        path, kind = f"/v1/snapshots/{snapshot_id}/archive", "application/zstd" if zstd else "application/x-tar"
         for attempt in range(COPY_TRIES):
             try:
-                path = f"/v1/snapshots/{snapshot_id}/archive?zstd={int(zstd)}"
-                raw = await self._requests.pipe(
-                    path, to._requests, query, "application/zstd" if zstd else "application/x-tar"
-                )
-                return SnapshotInfo.model_validate_json(raw)
+                raw = await self._requests.pipe(f"{path}?zstd={int(zstd)}", to._requests, query, kind)
+                return to._requests.parsed(SnapshotInfo, raw, path)
             except (aiohttp.ClientError, OSError) as error:
                 if attempt + 1 == COPY_TRIES or self.lost.is_set() or to.lost.is_set():
                     to._tasks.spawn(to._forget(snapshot_id), f"forget {snapshot_id}")

@@ -51,11 +51,12 @@ class ServerImages:
             "bytes": str(image.bytes),
             "settings": image.model_dump_json(include={"env", "workdir", "user"}),
         }
+        path = f"/v1/images/{image.id}/layer"
         try:
-            raw = await self._requests.pipe(f"/v1/images/{image.id}/layer", to._requests, query, "application/x-tar")
+            raw = await self._requests.pipe(path, to._requests, query, "application/x-tar")
         except (aiohttp.ClientError, OSError) as error:
             raise BackendUnavailable(f"the image could not be copied to {to._requests.url}: {error!r}") from error
-        return ImageInfo.model_validate_json(raw)
+        return to._requests.parsed(ImageInfo, raw, path)
 
     async def prepare(
         self,
@@ -81,8 +82,9 @@ class ServerImages:
         except NotSupported:
             if source not in self._archives:
                 raise
-            raw = await self._requests.put("/v1/images/archive", {"source": source}, self._archives[source]())
-            state = ImageState.model_validate_json(raw)
+            path = "/v1/images/archive"
+            raw = await self._requests.put(path, {"source": source}, self._archives[source]())
+            state = self._requests.parsed(ImageState, raw, path)
         while state.phase not in {"ready", "failed"}:
             if progress is not None:
                 progress(state)

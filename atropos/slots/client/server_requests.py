@@ -189,8 +189,16 @@ class ServerRequests:
         async with self._connected().request(method, self.url + path, data=data, headers=headers) as response:
             await _check(response)
             raw = await response.read()
+        return self.parsed(kind, raw, path) if kind is not None else None  # pyright: ignore[reportReturnType]
+
+    def parsed(self, kind: type[T], raw: bytes, path: str) -> T:
+        """What the server answered at a path.
+
+        Raises:
+            BackendUnavailable: something else than an answer of this kind.
+        """
         try:
-            return kind.model_validate_json(raw) if kind is not None else None  # pyright: ignore[reportReturnType]
+            return kind.model_validate_json(raw)
         except ValidationError as error:
             raise BackendUnavailable(f"{self.url}{path} sent an invalid answer: {error.errors()[:1]}") from None
 

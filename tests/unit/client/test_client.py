@@ -400,6 +400,19 @@ async def test_an_image_copy_that_breaks_off_is_a_fault_of_the_infrastructure():
             await giver.close_sessions()
 
 
+async def test_a_copy_that_is_answered_with_nonsense_is_a_fault_of_the_infrastructure(monkeypatch):
+    async def nonsense(self, path, to, query, kind):
+        return b"<html>"
+
+    monkeypatch.setattr(ServerRequests, "pipe", nonsense)
+    image = ImageInfo(id="0" * 64, source=f"atropos-build:{'0' * 64}", bytes=1)
+    async with serving() as running, client_of(running) as client:
+        info = await client.snapshot(await client.acquire(request()))
+        for copying in (client.copy_snapshot(info.snapshot_id, client), client.images.copy(image, client.images)):
+            with pytest.raises(BackendUnavailable, match="sent an invalid answer"):
+                await copying
+
+
 async def test_a_snapshot_waits_for_calls_that_take_longer_than_a_request_may(monkeypatch):
     monkeypatch.setattr("atropos.slots.client.server_requests.REQUEST_S", 0.1)
     async with serving() as running, client_of(running) as client:
