@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 
 from atropos import tracing, wire
 from atropos.aio import Allowance
-from atropos.errors import ConfigError, PoolFull, SandboxError, SlotLost
+from atropos.errors import ImageUnavailable, PoolFull, SandboxError, SlotLost
 from atropos.slots.containers.fleet import Seat, Ticket
 from atropos.slots.containers.link import ContainerLink
 from atropos.slots.containers.state import SharedState
+from atropos.slots.pool.images import PoolImages
 from atropos.slots.slot import Slot
 from atropos.slots.slot.snapshots import Snapshot
 
@@ -31,57 +32,62 @@ class Grants:
     Args:
         state: the pool's.
         links: the containers that it is connected to, by id.
+        images: which of them have which image.
     """
 
-    def __init__(self, state: SharedState, links: Mapping[str, ContainerLink]) -> None:
+    def __init__(self, state: SharedState, links: Mapping[str, ContainerLink], images: PoolImages) -> None:
         self._state = state
         self._links = links
+        self._images = images
         self._limits_noted: str | None = None
         """The last logged limit that slots lack."""
         self._last: dict[ContainerLink, asyncio.Task[Slot | None]] = {}
 
     async def acquire(
-        self,
-        trajectory_id: str,
-        snapshot: Snapshot | None,
-        base: str | None,
-        image: str | None,
-        *,
-        network: bool,
-        limits: wire.LeaseLimits | None,
-        timeout_s: float,
-        pin: Callable[[int], Seat | None],
+        self, wanted: wire.LeaseRequest, snapshot: Snapshot | None, image: str | None, timeout_s: float
     ) -> Slot:
-        """As `SlotPool.acquire`. `pin` says which container a lease of so much memory must go to; None: any.
+        """As `SlotPool.acquire`. `wanted` says everything but the image; each container is asked under a new id.
 
         Raises:
             TimeoutError: no slot came free in time.
         """
+        if image is None:
+            return await self._acquire(wanted, snapshot, timeout_s)
+        mib = self._state.config.room_mib(wanted.limits)
+        before: set[str] = set()
+        while True:
+            known = {*self._links}
+            try:
+                name = await self._images.ready(image, mib)
+            except SlotLost:  # by others, which the lease waits for
+                name = await self._images.ready(image, mib)
+            try:
+                return await self._acquire(wanted.model_copy(update={"image": name}), snapshot, timeout_s)
+            except ImageUnavailable:  # removed there for others, or in a container that came since
+                if known == before:
+                    raise
+                before = known
+                self._images.forget(name)
+
+    async def _acquire(self, wanted: wire.LeaseRequest, snapshot: Snapshot | None, timeout_s: float) -> Slot:
         state = self._state
-        if snapshot is not None and snapshot.state is not state:
-            raise ConfigError(f"snapshot {snapshot.id} is another pool's")
         started = state.now()
-        mib = state.config.room_mib(limits)
-        ticket = state.fleet.ticket(pin(mib), mib)
+        ticket = state.fleet.ticket(mib=state.config.room_mib(wanted.limits))
         async with self._measured(ticket, snapshot, timeout_s):
             while True:
                 state.require_running()
-                request = wire.LeaseRequest(
-                    lease_id=secrets.token_hex(16),
-                    client_id=state.client_id,
-                    trajectory_id=trajectory_id[:500],
-                    ttl_s=state.config.lease_ttl_s,
-                    snapshot=snapshot.id if snapshot else None,
-                    base=base,
-                    image=image,
-                    network=network,
-                    limits=limits,
-                )  # before a slot is reserved: it may be invalid
+                ticket.pin = self._pin(ticket.mib, snapshot, wanted.image)
                 link = await self._seat(ticket)
+                request = wanted.model_copy(update={"lease_id": secrets.token_hex(16)})
                 if link is not None and (slot := await self._finish(link, ticket, request, snapshot)) is not None:
                     state.counters.acquire_s.append(state.now() - started)
                     return slot
-                ticket.pin = pin(mib)
+
+    def _pin(self, mib: int, snapshot: Snapshot | None, image: str | None) -> Seat | None:
+        """The container that a lease of so much memory must go to; None: any."""
+        if snapshot is not None:
+            return snapshot.pin(mib)
+        return None if image is None else self._images.pin(image, mib)
 
     @contextlib.asynccontextmanager
     async def _measured(self, ticket: Ticket, snapshot: Snapshot | None, timeout_s: float) -> AsyncGenerator[None]:

@@ -14,9 +14,8 @@ import os
 import random
 import tempfile
 from asyncio import ALL_COMPLETED, FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from atropos.errors import ImageUnavailable, SandboxError, SlotLost
@@ -29,7 +28,6 @@ from atropos.slots.pool.image_sources import Archive, archive_of
 from atropos.wire import ImageInfo, ImageState
 
 log = logging.getLogger("atropos.slots")
-T = TypeVar("T")
 Progress = Callable[[str, ImageState], None]
 """Called with a container's id and how far the image is prepared there; of a build, with no id."""
 
@@ -86,34 +84,16 @@ class PoolImages:
         finally:
             waits = False
 
-    async def leased(self, image: str, mib: int, grant: Callable[[str], Awaitable[T]]) -> T:
-        """Prepare an image, and call `grant` with its name in leases; again where a server has lost the image or came since.
+    async def ready(self, image: str, mib: int) -> str:
+        """The image's name in leases, once every container has it, or one that has room for the lease.
 
         Args:
             image: as for `prepare`.
             mib: memory of the lease.
-            grant: leases from the container of `pin`, where that names one.
 
         Raises:
             ConfigError, ImageUnavailable, SlotLost: as `prepare`.
         """
-        before: set[str] = set()
-        while True:
-            known = {*self._links}
-            try:
-                name = await self._ready(image, mib)
-            except SlotLost:  # by others, which the lease waits for
-                name = await self._ready(image, mib)
-            try:
-                return await grant(name)
-            except ImageUnavailable:  # removed there for others, or in a container that came since
-                if known == before:
-                    raise
-                before = known
-                self.forget(name)
-
-    async def _ready(self, image: str, mib: int) -> str:
-        """The image's name in leases, once every container has it, or one that has room for the lease."""
         source, name, begun = await self._begin(image)
 
         def under_way() -> bool:
@@ -215,10 +195,11 @@ class PoolImages:
     async def _prepare(
         self, link: ContainerLink, name: str, archive: Archive | None, progress: Progress | None
     ) -> ImageInfo:
-        seen: list[str] = ["requested"]
+        seen = "requested"
 
         def report(state: ImageState) -> None:
-            seen[0] = state.phase if state.done is None else f"{state.phase} {state.done:.0%}"
+            nonlocal seen
+            seen = state.phase if state.done is None else f"{state.phase} {state.done:.0%}"
             if progress is not None:
                 progress(link.container.id, state)
 
@@ -232,7 +213,7 @@ class PoolImages:
                     chunks = None if archive is None else archive.chunks
                     return await link.client.images.prepare(name, progress=report, archive=chunks)
             except TimeoutError:
-                raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen[0]}") from None
+                raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen}") from None
             except SandboxError as error:
                 if link.gone is None:
                     raise

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -22,7 +22,6 @@ from atropos.slots.backends.base import Backend, Container
 from atropos.slots.client import SandboxClient
 from atropos.slots.client.call_stream import FrameLimit
 from atropos.slots.config import SlotPoolConfig
-from atropos.slots.containers.fleet import Seat
 from atropos.slots.containers.keeper import Keeper
 from atropos.slots.containers.link import ClientFactory, ContainerLink
 from atropos.slots.containers.state import SharedState
@@ -80,8 +79,8 @@ class SlotPool:
         self._state = SharedState(self.config, self.backend, self.client_id)
         self._links: dict[str, ContainerLink] = {}
         self._keeper = Keeper(self._state, self._links, make_client or self._sandbox_client)
-        self._grants = Grants(self._state, self._links)
         self._images = PoolImages(self._state, self._links)
+        self._grants = Grants(self._state, self._links, self._images)
         self._loops = Tasks("pool")
         self._frames = FrameLimit(self.config.max_batch_size)
         self._starting: asyncio.Task[None] | None = None
@@ -225,13 +224,10 @@ class SlotPool:
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Slot]:
         """A slot for the length of an `async with` block. Arguments and errors as `acquire`."""
-        slot = await self.acquire(
+        async with await self.acquire(
             trajectory_id, snapshot, base, network, image=image, limits=limits, timeout_s=timeout_s
-        )
-        try:
+        ) as slot:
             yield slot
-        finally:
-            await slot.release()
 
     async def acquire(
         self,
@@ -266,35 +262,27 @@ class SlotPool:
             BackendUnavailable: the pool is not running, or was stopped.
         """
         self._state.require_running()
-        wanted = self.config.allow_network if network is None else network
-        self._check_request(base, image, network=wanted)
+        network = self.config.allow_network if network is None else network
+        self._check_request(snapshot, base, image, network=network)
         if limits is None and snapshot is not None:
             limits = snapshot.limits
         if limits is not None:
             self.config.check_room(limits, self.config.slots_per_container)
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
-
-        def grant(name: str | None) -> Awaitable[Slot]:
-            return self._grants.acquire(
-                *(trajectory_id, snapshot, base, name),
-                pin=lambda mib: self._pin(snapshot, name, mib),
-                network=wanted,
-                limits=limits,
-                timeout_s=timeout_s,
-            )
-
+        wanted = wire.LeaseRequest(
+            lease_id=secrets.token_hex(16),
+            client_id=self.client_id,
+            trajectory_id=trajectory_id[:500],
+            ttl_s=self.config.lease_ttl_s,
+            snapshot=snapshot.id if snapshot else None,
+            base=base,
+            network=network,
+            limits=limits,
+        )
         try:
-            if image is None:
-                return await grant(None)
-            return await self._images.leased(image, self.config.room_mib(limits), grant)
+            return await self._grants.acquire(wanted, snapshot, image, timeout_s)
         except TimeoutError:
             raise self._timed_out(snapshot, timeout_s) from None
-
-    def _pin(self, snapshot: Snapshot | None, image: str | None, mib: int) -> Seat | None:
-        """The container that a lease of so much memory must go to; None: any."""
-        if snapshot is not None:
-            return snapshot.pin(mib)
-        return None if image is None else self._images.pin(image, mib)
 
     def _timed_out(self, snapshot: Snapshot | None, timeout_s: float) -> AcquireTimeout:
         self._state.counters.timeouts += 1
@@ -351,7 +339,9 @@ class SlotPool:
             raise ConfigError(f"max_batch_size: {max_batch_size} is not positive")
         self._frames.max_calls = max_batch_size
 
-    def _check_request(self, base: str | None, image: str | None, *, network: bool) -> None:
+    def _check_request(self, snapshot: Snapshot | None, base: str | None, image: str | None, *, network: bool) -> None:
+        if snapshot is not None and snapshot.state is not self._state:
+            raise ConfigError(f"snapshot {snapshot.id} is another pool's")
         if base is not None and base not in self.config.bases:
             known = ", ".join(sorted(self.config.bases)) or "none"
             raise ConfigError(f"base: {base!r} is not among the pool's bases ({known}): add it to SlotPoolConfig.bases")
