@@ -168,15 +168,12 @@ def joined(parent: str, name: str, waited_s: float, ran_s: float) -> None:
     made.end(end)
 
 
-def continued(parent: str | None) -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def continued(parent: str | None) -> Generator[None]:
     """Around work for a caller who sent a `traceparent` header: its spans join the caller's trace."""
     if _tracer is None or parent is None:
-        return contextlib.nullcontext()
-    return _attached(parent)
-
-
-@contextlib.contextmanager
-def _attached(parent: str) -> Generator[None]:
+        yield
+        return
     from opentelemetry import context
 
     token = context.attach(_context(parent))

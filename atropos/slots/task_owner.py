@@ -24,14 +24,12 @@ class Tasks:
         """Start a task. Unless its caller awaits it (`awaited`), a failure is logged with its traceback."""
         task = asyncio.create_task(work, name=f"{self._owner}: {name}")
         self._tasks.add(task)
-        task.add_done_callback(self._ended if awaited else self._watch)
+        task.add_done_callback(self._tasks.discard)
+        if not awaited:
+            task.add_done_callback(self._log_failure)
         return task
 
-    def _ended(self, task: asyncio.Task[object]) -> None:
-        self._tasks.discard(task)
-
-    def _watch(self, task: asyncio.Task[object]) -> None:
-        self._tasks.discard(task)
+    def _log_failure(self, task: asyncio.Task[object]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)
 

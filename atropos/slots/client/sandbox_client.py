@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Self, TypeVar
 
 import aiohttp
@@ -192,23 +192,14 @@ class SandboxClient:
             raise
         except BaseException:
             # Whether it was granted is not known; by its id it can be given back without knowing.
-            self._give_back(name)
+            if not self._requests.closed and not self.lost.is_set():
+                self._in_background(self._requests.ask("DELETE", f"/v1/leases/{name}", ReleaseResult))
             raise
         finally:
             self._asking.pop(name, None)
         self._held[name] = lease
         self._stream.reschedule_heartbeat()
         return lease
-
-    def _give_back(self, lease_id: str) -> None:
-        if self._requests.closed or self.lost.is_set():
-            return
-
-        async def work() -> None:
-            with contextlib.suppress(SandboxError):
-                await self._requests.ask("DELETE", f"/v1/leases/{lease_id}", ReleaseResult)
-
-        self._tasks.spawn(work(), f"give {lease_id} back")
 
     async def release(self, lease: Lease) -> ReleaseResult:
         """Give a slot back; returns when it is reset. What runs in it ends as `LeaseExpired`.
@@ -318,10 +309,6 @@ class SandboxClient:
         with contextlib.suppress(NotFound):
             await self._requests.ask("DELETE", f"/v1/snapshots/{snapshot_id}", None)
 
-    async def _forget(self, snapshot_id: str) -> None:
-        with contextlib.suppress(SandboxError):
-            await self.drop_snapshot(snapshot_id)
-
     async def copy_snapshot(self, snapshot_id: str, to: SandboxClient) -> SnapshotInfo:
         """Bring a snapshot to another server under the same id, as a zstd tar where both can, else as a plain one.
 
@@ -341,7 +328,7 @@ class SandboxClient:
                 return to._requests.parsed(SnapshotInfo, raw, path)
             except (aiohttp.ClientError, OSError) as error:
                 if attempt + 1 == COPY_TRIES or self.lost.is_set() or to.lost.is_set():
-                    to._tasks.spawn(to._forget(snapshot_id), f"forget {snapshot_id}")
+                    to._in_background(to.drop_snapshot(snapshot_id))
                     raise BackendUnavailable(
                         f"the snapshot could not be copied to {to._requests.url}: {error!r}"
                     ) from error
@@ -357,6 +344,15 @@ class SandboxClient:
     async def status(self) -> Status:
         """The server's own count of everything."""
         return await self._requests.ask("GET", "/v1/status", Status)
+
+    def _in_background(self, request: Coroutine[object, object, object]) -> None:
+        """Take back what is perhaps there; whether that works changes nothing."""
+
+        async def work() -> None:
+            with contextlib.suppress(SandboxError):
+                await request
+
+        self._tasks.spawn(work(), "take back")
 
     # ---------------------------------------------------------------------------------------- what the stream reports
 

@@ -116,7 +116,7 @@ class PortForward:
         self._lost: SandboxError | OSError | None = None
         self._writes = asyncio.Semaphore(MAX_WRITES)
         self._tasks = Tasks("port forward")
-        self._frames = self._tasks.spawn(self._hear(), "frames")
+        self._hearing = self._tasks.spawn(self._hear(), "frames")
 
     @classmethod
     async def to_slot(cls, slot: Slot, port: int, *, listen: int = 0) -> Self:
@@ -175,7 +175,7 @@ class PortForward:
 
     async def _ready(self, port: int) -> None:
         listens = self._tasks.spawn(self._listens.wait(), "start", awaited=True)
-        await asyncio.wait((listens, self._frames), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((listens, self._hearing), return_when=asyncio.FIRST_COMPLETED)
         if not self._listens.is_set():
             if self._lost is not None:
                 raise self._lost
@@ -202,7 +202,7 @@ class PortForward:
         self._last += 1
         number = self._last
         connection = self._connections[number] = _Connection(writer)
-        if self._frames.done():  # while it waited to be accepted
+        if self._hearing.done():  # while it waited to be accepted
             self._reset(number)
         await self._emit(b"O", number)
         self._carry(number, connection, reader, writer)
@@ -287,7 +287,7 @@ class PortForward:
             async with self._writes:
                 await self._process.write(kind + number.to_bytes(4) + len(data).to_bytes(4) + data)
         except (SandboxError, OSError):
-            self._frames.cancel()  # what was lost is missing in a connection
+            self._hearing.cancel()  # what was lost is missing in a connection
 
     async def _hear(self) -> None:
         """Frames of the slot's end, until that is gone, or a program of the slot has forged one."""
