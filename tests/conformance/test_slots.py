@@ -9,7 +9,8 @@ from atropos.testing.slots import *  # noqa: F403
 
 
 async def test_a_local_file_is_written_whole_or_stays_as_it_was(slot, tmp_path):
-    target = tmp_path / "copy"
+    target, other = tmp_path / "copy", tmp_path / "copy.part"
+    other.write_text("another's")
     await slot.exec("echo short > file; mkdir folder; truncate -s 1M folder/long")
     await slot.read_file_to("file", target)
     for refused in (
@@ -22,4 +23,5 @@ async def test_a_local_file_is_written_whole_or_stays_as_it_was(slot, tmp_path):
     await slot.download_to("folder", target)
     with tarfile.open(target) as archive:
         assert max(member.size for member in archive) == 1 << 20
-    assert os.listdir(tmp_path) == ["copy"]
+    assert sorted(os.listdir(tmp_path)) == ["copy", "copy.part"]
+    assert other.read_text() == "another's"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import os
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager
@@ -31,7 +32,7 @@ IN_CALL_BYTES = 256 * 1024
 @contextlib.asynccontextmanager
 async def _whole(target: str | Path) -> AsyncGenerator[BinaryIO]:
     """A local file to write, which takes its place at the end of the body; where that fails, nothing is changed there."""
-    partial = Path(f"{target}.part")
+    partial = Path(f"{target}.{secrets.token_hex(4)}.part")
     try:
         with await asyncio.to_thread(open, partial, "wb") as file:
             yield file
