@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping
+from weakref import WeakValueDictionary
 
 from atropos import tracing, wire
 from atropos.aio import Allowance
@@ -41,7 +42,8 @@ class Grants:
         self._images = images
         self._limits_noted: str | None = None
         """The last logged limit that slots lack."""
-        self._last: dict[ContainerLink, asyncio.Task[Slot | None]] = {}
+        self._last = WeakValueDictionary[ContainerLink, asyncio.Task[Slot | None]]()
+        """The latest grant under way in each container."""
 
     async def acquire(
         self, wanted: wire.LeaseRequest, snapshot: Snapshot | None, image: str | None, timeout_s: float
@@ -211,16 +213,11 @@ class Grants:
         task = self._state.tasks.spawn(in_turn(), "grant", awaited=True)
         if snapshot is None:  # a fork may wait for a copy, which must not delay others
             self._last[link] = task
-            task.add_done_callback(lambda ended: self._forget(link, ended))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             task.add_done_callback(self._release_unwanted)
             raise
-
-    def _forget(self, link: ContainerLink, ended: asyncio.Task[Slot | None]) -> None:
-        if self._last.get(link) is ended:
-            del self._last[link]
 
     def _release_unwanted(self, task: asyncio.Task[Slot | None]) -> None:
         if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
