@@ -12,13 +12,14 @@ import hashlib
 import logging
 import os
 import random
+import stat
 import tempfile
 from asyncio import ALL_COMPLETED, FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from atropos.errors import ImageUnavailable, SandboxError, SlotLost
+from atropos.errors import ConfigError, ImageUnavailable, SandboxError, SlotLost
 from atropos.images.locks import locked
 from atropos.images.reference import SERVERS_OWN, ImageSource
 from atropos.slots.containers.fleet import Seat
@@ -166,10 +167,11 @@ class PoolImages:
         """Context in which the image of a key is made: one builder at a time, over all processes of this machine.
 
         Yields the image if it exists. `waiting` is called while another one builds it.
+
+        Raises:
+            ConfigError: another user has taken the name of the locks' folder.
         """
-        config = self._state.config
-        folder = Path(tempfile.gettempdir(), f"atropos-builds-{os.geteuid()}")
-        folder.mkdir(mode=0o700, exist_ok=True)
+        config, folder = self._state.config, _locks_folder()
         place = hashlib.sha256(f"{config.backend} {config.image_store.folder} {key}".encode()).hexdigest()
         with self._state.counters.measure(self._state.counters.build.observe) as outcome:
             async with locked(folder / place, waiting):
@@ -264,6 +266,17 @@ class PoolImages:
         for archive in self._made():
             archive.close()
         self._archives.clear()
+
+
+def _locks_folder() -> Path:
+    """The folder in which builds of this user, in any process, lock each other out."""
+    folder = Path(tempfile.gettempdir(), f"atropos-builds-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise ConfigError(f"TMPDIR: {folder} is not a folder of this user's own; remove it, or name another TMPDIR")
+    return folder
 
 
 def _outcome(source: ImageSource, name: str, tasks: Sequence[asyncio.Task[ImageInfo]]) -> ImageInfo | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
 import time
 
@@ -750,6 +751,21 @@ async def test_a_built_image_is_found_and_brought_to_others_while_one_container_
         assert lacks.built == has.built
         with pytest.raises(BackendUnavailable, match="did not answer"):
             await pool.find_built("1" * 64)
+
+
+@pytest.mark.parametrize("there", [True, False])
+async def test_builds_follow_no_link_that_another_user_put_in_the_place_of_their_locks(monkeypatch, tmp_path, there):
+    elsewhere = tmp_path / "elsewhere"
+    if there:
+        elsewhere.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / f"atropos-builds-{os.geteuid()}").symlink_to(elsewhere)
+    pool, _ = model_pool()
+    async with pool:
+        with pytest.raises(ConfigError, match="is not a folder of this user's own"):
+            async with pool.building("0" * 64, lambda: None):
+                pass
+    assert not there or not os.listdir(elsewhere)
 
 
 async def test_a_lease_whose_image_a_container_prepares_that_ends_gets_a_slot_in_another_one():
