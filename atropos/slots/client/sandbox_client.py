@@ -25,7 +25,7 @@ from atropos.errors import (
 )
 from atropos.slots.client.call_stream import CallStream, FrameLimit, StreamEvents
 from atropos.slots.client.server_images import ServerImages
-from atropos.slots.client.server_requests import NotFound, ServerRequests, slices
+from atropos.slots.client.server_requests import NotFound, ServerRequests
 from atropos.slots.task_owner import Tasks
 from atropos.wire import (
     Call,
@@ -256,11 +256,7 @@ class SandboxClient:
         Raises:
             BackendUnavailable: it may not have come as a whole: send it again.
         """
-        query = {"epoch": str(lease.epoch), "offset": str(offset), "last": str(int(last))}
-        length = {"Content-Length": str(len(piece))}
-        async with self._requests.stream(
-            "PUT", lease, stream, params=query, data=slices(piece), headers=length
-        ) as response:
+        async with self._requests.stream(lease, stream, piece, offset=offset, last=int(last)) as response:
             await response.read()
 
     async def get_stream(self, lease: Lease, stream: str) -> AsyncGenerator[bytes]:
@@ -269,7 +265,7 @@ class SandboxClient:
         Raises:
             BackendUnavailable: it broke off.
         """
-        async with self._requests.stream("GET", lease, stream, params={"epoch": str(lease.epoch)}) as response:
+        async with self._requests.stream(lease, stream) as response:
             async for chunk in response.content.iter_any():
                 yield chunk
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
@@ -93,9 +93,9 @@ class ServerRequests:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, method: str, lease: Lease, stream: str, **arguments: Any
+        self, lease: Lease, stream: str, piece: bytes | None = None, **query: int
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """The answer to a request that carries a file's bytes.
+        """The answer to a request that carries a file's bytes: a piece of them is sent, or all of them come.
 
         Raises:
             BackendUnavailable: it broke off, or was refused.
@@ -104,9 +104,15 @@ class ServerRequests:
         if self._long is None:
             raise BackendUnavailable("this client is not connected")
         url = f"{self.url}/v1/leases/{lease.lease_id}/streams/{stream}"
+        params = {"epoch": lease.epoch, **query}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=REQUEST_S)
+        if piece is None:
+            asking = self._long.get(url, params=params, timeout=timeout)
+        else:
+            length = {"Content-Length": str(len(piece))}
+            asking = self._long.put(url, params=params, timeout=timeout, data=_slices(piece), headers=length)
         try:
-            async with self._long.request(method, url, timeout=timeout, **arguments) as response:
+            async with asking as response:
                 try:
                     await _check(response)
                 except SandboxError as error:
@@ -224,7 +230,7 @@ def _problem(status: int, raw: bytes) -> SandboxError:
     return from_code(found.code, found.message)
 
 
-async def slices(piece: bytes) -> AsyncGenerator[memoryview]:
+async def _slices(piece: bytes) -> AsyncGenerator[memoryview]:
     """A body in parts, so that the loop does other things between them."""
     view = memoryview(piece)
     for start in range(0, len(piece), SLICE_BYTES):
