@@ -26,12 +26,8 @@ class Tasks:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if not awaited:
-            task.add_done_callback(self._log_failure)
+            task.add_done_callback(_log_failure)
         return task
-
-    def _log_failure(self, task: asyncio.Task[object]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s failed", task.get_name(), exc_info=error)
 
     async def settle(self, timeout_s: float) -> None:
         """Wait until all have ended, at most so long; then cancel what is left and await it."""
@@ -43,3 +39,8 @@ class Tasks:
     async def cancel(self) -> None:
         """Cancel all and wait until they have ended; their failures were logged."""
         await cancel_and_wait(self._tasks)
+
+
+def _log_failure(task: asyncio.Task[object]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s failed", task.get_name(), exc_info=error)
