@@ -5,6 +5,7 @@ Names follow Prometheus' practice: base units (seconds, bytes), `_total` for cou
 
 from __future__ import annotations
 
+import math
 import platform
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -69,7 +70,7 @@ class Histogram:
 def percentiles(samples: Iterable[float], *shares: float) -> list[float]:
     """By the nearest-rank method; zeros without samples."""
     ordered = sorted(samples) or [0.0]
-    return [ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in shares]
+    return [ordered[max(0, math.ceil(len(ordered) * share) - 1)] for share in shares]
 
 
 def counter(name: str, help_text: str, value: float | Mapping[str, float], label: str = "") -> Family:

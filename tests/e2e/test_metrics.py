@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from atropos.errors import SandboxError
-from atropos.metrics import CONTENT_TYPE, Histogram, build_info, counter, exposition, installed_version
+from atropos.metrics import CONTENT_TYPE, Histogram, build_info, counter, exposition, installed_version, percentiles
 from atropos.slots import SlotPool
 from atropos.testing.waiting import until
 from tests.backends import Engine
@@ -174,6 +174,12 @@ async def test_an_acquire_that_waits_is_cold_and_one_that_gets_nothing_is_a_faul
     assert value(text, name, start="cold", result="ok") == 1
     assert value(text, name, start="cold", result="acquire_timeout") == 1
     assert value(text, "atropos_pool_faults_total", code="acquire_timeout") == 1
+
+
+def test_percentiles_are_by_the_nearest_rank():
+    assert percentiles([50, 15, 40, 35, 20], 0.05, 0.3, 0.4, 0.5, 1.0) == [15, 20, 20, 35, 50]
+    assert percentiles(range(1, 101), 0.5, 0.95, 0.99, 1.0) == [50, 95, 99, 100]
+    assert percentiles([], 0.5, 1.0) == [0, 0]
 
 
 def test_the_text_holds_what_was_observed():
