@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
-import hmac
 import logging
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlencode
 
@@ -60,28 +60,31 @@ class Readers(Admission):
     """
 
     def __init__(self, token: str, cookie: str) -> None:
-        super().__init__(BearerToken(token), None, b'{"code":"unauthorized","message":"open the URL with the token"}')
-        self._value = BearerToken(token)
-        self._cookie = cookie
+        self._value, self._cookie = BearerToken(token), cookie
+        super().__init__(self._value, None, b'{"code":"unauthorized","message":"open the URL with the token"}')
 
     def authorizes(self, request: h11.Request) -> bool:
         """Whether a head carries the token in any of the ways that pages take it."""
-        query = request.target.partition(b"?")[2].decode("ascii")  # h11 admits nothing else
-        shown = [value.encode() for value in parse_qs(query).get("token", [])]
-        for name, value in request.headers:
-            if name == b"cookie":
-                shown += _cookies(value, self._cookie)
-            elif name == b"authorization":
-                shown.append(value)
-        return super().authorizes(request) or any(map(self._value.is_token, shown))
+        return self.shown(request.target.decode("ascii"), request.headers)  # h11 admits nothing else
+
+    def shown(self, target: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> bool:
+        """Whether an address or one of these headers carries the token."""
+        query = parse_qs(target.partition("?")[2])
+        values = [value.encode(errors="surrogateescape") for value in query.get("token", [])]
+        for name, value in headers:
+            if name.lower() == b"cookie":
+                values += _cookies(value, self._cookie)
+            elif name.lower() == b"authorization":
+                values.append(value.removeprefix(b"Bearer "))
+        return any(map(self._value.is_token, values))
 
 
-def _cookies(header: bytes, name: str) -> list[bytes]:
-    try:
-        found = SimpleCookie(header.decode("latin-1")).get(name)
-    except CookieError:
-        return []
-    return [] if found is None else [found.value.encode("latin-1", "replace")]
+def _cookies(header: bytes, name: str) -> Iterator[bytes]:
+    """The values of one cookie. The others in the header, of whatever listens on this host, may be of any form."""
+    for piece in header.decode("latin-1").split(";"):
+        if piece.strip().startswith(f"{name}="):
+            with contextlib.suppress(CookieError):
+                yield from (one.value.encode("latin-1", "replace") for one in SimpleCookie(piece).values())
 
 
 class DashboardServer:
@@ -114,6 +117,7 @@ class DashboardServer:
         self._token = token or secrets.token_urlsafe(24)
         self._live, self._refresh = live, refresh
         self._fragment, self._fragment_at = "", -math.inf
+        self._readers: Readers  # from `start` on
         self._site: Site | None = None
 
     @property
@@ -140,13 +144,14 @@ class DashboardServer:
             r"/trajectory/{number:\d{1,15}}": self._trajectory,
             r"/trajectory/{number:\d{1,15}}.cast": self._cast,
             r"/group/{number:\d{1,15}}": self._group,
-            "/style.css": self._style,
-            "/script.js": self._script,
-            "/replay.js": self._player,
+            "/style.css": functools.partial(_static, STYLE, "text/css"),
+            "/script.js": functools.partial(_static, SCRIPT, "text/javascript"),
+            "/replay.js": functools.partial(_static, PLAYER, "text/javascript"),
         }.items():
             app.router.add_get(path, handler)
         self.port = int(listening.getsockname()[1])
-        self._site = Site(app, Readers(self._token, self._cookie), close_s=0.5)
+        self._readers = Readers(self._token, self._cookie)
+        self._site = Site(app, self._readers, close_s=0.5)
         await self._site.start(listening)
 
     async def close(self) -> None:
@@ -166,14 +171,11 @@ class DashboardServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """The token before anything else; then the same headers on every answer."""
-        given = request.query.get("token", "")
         answer: web.StreamResponse
-        if self._right(given):
+        if self._readers.shown(request.raw_path):
             answer = web.HTTPSeeOther("/")
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="Lax", path="/")
-        elif not self._right(request.cookies.get(self._cookie, "")) and not self._right(
-            request.headers.get("Authorization", "").removeprefix("Bearer ")
-        ):
+        elif not self._readers.shown(request.raw_path, request.raw_headers):
             text = "401: open the URL that was printed at the start; it carries the token\n"
             answer = web.Response(status=401, text=text, headers={"WWW-Authenticate": "Bearer"})
         else:
@@ -187,13 +189,8 @@ class DashboardServer:
         answer.headers.update(HEADERS)
         return answer
 
-    def _right(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode())
-
     def _page(self, template: str, code: int = 200, **values: object) -> web.Response:
-        text = render(template, title=self._title, live=self._live is not None, **values)
-        body = text.encode(errors="backslashreplace")
-        return web.Response(body=body, status=code, content_type="text/html", charset="utf-8")
+        return _html(render(template, title=self._title, live=self._live is not None, **values), code)
 
     async def _home(self, request: web.Request) -> web.Response:
         if self._live is None:
@@ -206,8 +203,7 @@ class DashboardServer:
         if time.monotonic() - self._fragment_at > FRESH_S:
             self._fragment = render("live_fragment.html", view=self._live(), charts=CHARTS)
             self._fragment_at = time.monotonic()
-        body = self._fragment.encode(errors="backslashreplace")
-        return web.Response(body=body, content_type="text/html", charset="utf-8")
+        return _html(self._fragment)
 
     async def _live_json(self, _request: web.Request) -> web.Response:
         """The same look as data, for `atropos top`."""
@@ -266,14 +262,14 @@ class DashboardServer:
         rows, said = aligned(siblings), verdicts(siblings)
         return self._page("group.html", siblings=siblings, more=more, rows=rows, verdicts=said)
 
-    async def _style(self, _request: web.Request) -> web.Response:
-        return web.Response(text=STYLE, content_type="text/css")
 
-    async def _script(self, _request: web.Request) -> web.Response:
-        return web.Response(text=SCRIPT, content_type="text/javascript")
+def _html(text: str, code: int = 200) -> web.Response:
+    body = text.encode(errors="backslashreplace")
+    return web.Response(body=body, status=code, content_type="text/html", charset="utf-8")
 
-    async def _player(self, _request: web.Request) -> web.Response:
-        return web.Response(text=PLAYER, content_type="text/javascript")
+
+async def _static(text: str, kind: str, _request: web.Request) -> web.Response:
+    return web.Response(text=text, content_type=kind)
 
 
 def _link(query: dict[str, str], page: int) -> str:

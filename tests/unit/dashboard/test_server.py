@@ -236,6 +236,17 @@ async def test_a_cookie_opens_it_on_a_connection_of_its_own():
         assert (await other.get(url, headers={"Cookie": cookie + "x"})).status_code == 401
 
 
+@pytest.mark.parametrize("other", [b'prefs={"a": 1}', b"name=a b", b"a@b=1", "name=é".encode(), b'name="', b"flag"])
+async def test_no_cookie_of_another_program_on_this_host_keeps_a_reader_out(other):
+    """Browsers send the cookies of all ports of a host to each of them."""
+    async with serving(ordinary(), token='r;i"ght') as server, client(server) as first:
+        cookie = (await first.get(server.url)).headers["set-cookie"].rpartition("; HttpOnly")[0].encode()
+        for cookies in (other + b"; " + cookie, cookie + b"; " + other):
+            async with client(server) as reader:
+                for _ in range(2):  # the first on its connection is let in by another part of the server than the rest
+                    assert (await reader.get("/trajectories", headers={b"Cookie": cookies})).status_code == 200
+
+
 async def test_a_port_in_use_is_refused_by_name():
     async with serving([]) as server:
         with pytest.raises(
