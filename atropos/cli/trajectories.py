@@ -16,6 +16,7 @@ import typer
 from atropos.cli.dashboard import File
 from atropos.cli.options import AsJson
 from atropos.dashboard.export import atif
+from atropos.dashboard.records import as_text
 from atropos.dashboard.replay import asciicast
 from atropos.dashboard.store import Details, Entry, Query, entry_of, item_of, members, read_groups
 from atropos.dashboard.text import number
@@ -177,6 +178,5 @@ def _lines(details: Details) -> Iterator[tuple[str, str]]:
             for line in f"{part.name}\n{part.text}".splitlines():
                 yield f"{place} {message.role}", line
     for key, value in details.info.items():
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        for line in text.splitlines():
+        for line in as_text(value).splitlines():
             yield f"verification {key}", line

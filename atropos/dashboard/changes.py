@@ -9,9 +9,8 @@ import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
-from atropos.dashboard.text import finite
+from atropos.dashboard.records import as_dict, as_list, finite
 
 MAX_FILES = 50
 MAX_DIFF_CHARS = 10_000
@@ -74,11 +73,9 @@ class Changes:
 
 def changes_of(record: Mapping[str, object]) -> Changes:
     """`Changes` as a JSONL has it; what is malformed is left out."""
-    listed = record.get("files")
-    files = cast("list[object]", listed) if isinstance(listed, list) else []
     return Changes(
         _word(record, "folder"),
-        tuple(_change_of(cast("dict[str, object]", each)) for each in files if isinstance(each, dict)),
+        tuple(_change_of(as_dict(each)) for each in as_list(record.get("files")) if isinstance(each, dict)),
         _count(record, "more"),
         _word(record, "note"),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
+from atropos.dashboard.records import as_dict, as_list, as_text
 from atropos.thinking import split_thinking
 
 CALL, RESULT = "tool_call", "tool_response"
@@ -45,8 +45,8 @@ class Message:
 def conversation(messages: object) -> list[Message]:
     """Every message that is one; what is of another shape is shown as its JSON."""
     found: list[Message] = []
-    for value in cast("list[object]", messages) if isinstance(messages, list) else []:
-        message = cast("dict[str, object]", value) if isinstance(value, dict) else {"content": value}
+    for value in as_list(messages):
+        message = as_dict(value) if isinstance(value, dict) else {"content": value}
         role = str(message.get("role", ""))
         found.append(Message(role, tuple(part for part in _parts(role, message) if part.text.strip() or part.name)))
     return found
@@ -59,14 +59,12 @@ def tools_of(messages: Iterable[Message]) -> list[str]:
 
 def plain(value: object) -> str:
     """A value of a call or a result; a text of several lines as these lines."""
-    if not isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False, default=str)
-    return f"\n{value}" if "\n" in value.rstrip("\n") else value
+    text = as_text(value)
+    return f"\n{text}" if "\n" in text.rstrip("\n") else text
 
 
 def _parts(role: str, message: Mapping[str, object]) -> Iterator[Part]:
-    content = message.get("content")
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+    text = as_text(message.get("content"))
     thought = message.get("reasoning_content")
     if thought:
         yield Part("thought", str(thought))
@@ -74,8 +72,7 @@ def _parts(role: str, message: Mapping[str, object]) -> Iterator[Part]:
         yield _result("".join(piece for piece, _ in _pieces(text, RESULT)), str(message.get("tool_call_id") or ""))
     else:
         yield from _tagged(role, text)
-    calls = message.get("tool_calls")
-    for call in cast("list[object]", calls) if isinstance(calls, list) else []:
+    for call in as_list(message.get("tool_calls")):
         yield _openai_call(call)
 
 
@@ -109,18 +106,17 @@ def _pieces(text: str, tag: str) -> Iterator[tuple[str, bool]]:
 
 
 def _hermes_call(block: str) -> Part:
-    value = _object(block)
-    arguments = None if value is None else value.get("arguments")
-    if value is None or not isinstance(arguments, dict):
+    value = _object(block) or {}
+    arguments = value.get("arguments")
+    if not isinstance(arguments, dict):
         return Part("call", block.strip())
-    return _call(str(value.get("name")), cast("dict[str, object]", arguments))
+    return _call(str(value.get("name")), as_dict(arguments))
 
 
 def _openai_call(call: object) -> Part:
     """Arguments that are no object, and calls that are none, as they are."""
-    value = cast("dict[str, object]", call) if isinstance(call, dict) else {}
-    function = value.get("function")
-    function = cast("dict[str, object]", function) if isinstance(function, dict) else {}
+    value = as_dict(call)
+    function = as_dict(value.get("function"))
     raw = function.get("arguments")
     if not isinstance(raw, str):
         return Part("call", json.dumps(call, indent=1, ensure_ascii=False, default=str))
@@ -152,4 +148,4 @@ def _object(block: str) -> dict[str, object] | None:
         value = json.loads(block)
     except (ValueError, RecursionError):
         return None
-    return cast("dict[str, object]", value) if isinstance(value, dict) else None
+    return as_dict(value) if isinstance(value, dict) else None

@@ -19,6 +19,7 @@ import jinja2
 
 from atropos.dashboard.changes import Changes, FileChange
 from atropos.dashboard.conversation import Message
+from atropos.dashboard.records import as_text
 from atropos.dashboard.replay import events
 from atropos.dashboard.store import Details, Entry, entry_of, item_of, members, read_groups, scores_of
 from atropos.dashboard.text import duration, number, short
@@ -55,10 +56,10 @@ def facts(entry: Entry) -> str:
 
 def dumped(value: object) -> str:
     """A verifier's value, as JSON where it is no text: in one line where that is short."""
-    if isinstance(value, str):
-        return value
-    line = json.dumps(value, ensure_ascii=False, default=str)
-    return line if len(line) <= LINE_CHARS else json.dumps(value, indent=1, ensure_ascii=False, default=str)
+    line = as_text(value)
+    if isinstance(value, str) or len(line) <= LINE_CHARS:
+        return line
+    return json.dumps(value, indent=1, ensure_ascii=False, default=str)
 
 
 def digest(text: str) -> str:

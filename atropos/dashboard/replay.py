@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 from atropos.dashboard.conversation import Message, Part
+from atropos.dashboard.records import as_dict, as_list
 from atropos.dashboard.store import Details, Entry
 from atropos.dashboard.text import MAX_MESSAGE_CHARS, short
 from atropos.terminal import visible
@@ -67,7 +67,7 @@ def _events(details: Details, most: int) -> Iterator[Event]:
         calls = [part for part in message.parts if part.kind == "call"]
         took = turn.get("calls_s")
         if isinstance(took, list):
-            each_s = [_seconds(one) for one in cast("list[object]", took)]
+            each_s = [_seconds(one) for one in as_list(took)]
         else:
             each_s = [tools_s / max(1, len(calls))] * len(calls)
         at = asked
@@ -95,8 +95,7 @@ def _turns(messages: Sequence[Message]) -> Iterator[tuple[Message, dict[str, Par
 
 
 def _called(call: Part) -> str:
-    arguments = call.arguments
-    command = cast("dict[str, object]", arguments).get("command") if isinstance(arguments, dict) else None
+    command = as_dict(call.arguments).get("command")
     if call.name == "terminal" and isinstance(command, str):
         return _lines(f"{BOLD}$ ", command, MAX_MESSAGE_CHARS)
     return _lines(f"{BOLD}» ", f"{call.name} {call.text}".strip(), MAX_TEXT_CHARS)

@@ -11,11 +11,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from atropos.dashboard.changes import Changes, changes_of
 from atropos.dashboard.conversation import Message, conversation, tools_of
-from atropos.dashboard.text import finite
+from atropos.dashboard.records import as_dict, as_list, finite
 
 MAX_TRAJECTORIES = 20_000
 MAX_BYTES = 256 * 1024 * 1024
@@ -210,30 +209,30 @@ def groups_of(line: bytes) -> Iterator[dict[str, object]]:
         value = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):
         return
-    for group in cast("list[object]", value) if isinstance(value, list) else [value]:
+    for group in as_list(value) or [value]:
         if isinstance(group, dict):
-            yield cast("dict[str, object]", group)
+            yield as_dict(group)
 
 
 def item_of(group: Mapping[str, object]) -> str:
     """The name of a group's item."""
-    return str(_dict(group.get("atropos")).get("item") or "group")
+    return str(as_dict(group.get("atropos")).get("item") or "group")
 
 
 def scores_of(group: Mapping[str, object]) -> list[float]:
     """The scores of a group's trajectories."""
-    return [finite(score) for score in _list(group.get("scores"))]
+    return [finite(score) for score in as_list(group.get("scores"))]
 
 
 def members(group: Mapping[str, object]) -> Iterator[dict[str, object]]:
     """A group's trajectories: each one's summary, with its `score` and `messages`."""
-    summaries = _list(_dict(group.get("atropos")).get("trajectories"))
-    conversations = _list(group.get("messages"))
+    summaries = as_list(as_dict(group.get("atropos")).get("trajectories"))
+    conversations = as_list(group.get("messages"))
     for index, score in enumerate(scores_of(group)):
-        summary = _dict(summaries[index]) if index < len(summaries) else {}
+        summary = as_dict(summaries[index]) if index < len(summaries) else {}
         messages = conversations[index] if index < len(conversations) else []
         named = {"trajectory_id": f"trajectory {index}", **summary}
-        yield {**named, "score": score, "messages": _list(messages)}
+        yield {**named, "score": score, "messages": as_list(messages)}
 
 
 def entry_of(trajectory: Mapping[str, object], *, item: str) -> tuple[Entry, Details]:
@@ -253,7 +252,7 @@ def entry_of(trajectory: Mapping[str, object], *, item: str) -> tuple[Entry, Det
         stop_reason=str(trajectory.get("stop_reason") or "final"),
         tools=tuple(tools_of(details.messages)),
         tool_errors=sum(part.failed for part in results),
-        phases={str(name): finite(value) for name, value in _dict(trajectory.get("phases")).items()},
+        phases={str(name): finite(value) for name, value in as_dict(trajectory.get("phases")).items()},
     )
     return entry, details
 
@@ -261,9 +260,9 @@ def entry_of(trajectory: Mapping[str, object], *, item: str) -> tuple[Entry, Det
 def _details(trajectory: Mapping[str, object]) -> Details:
     return Details(
         conversation(trajectory.get("messages")),
-        _dict(trajectory.get("info")),
-        [_dict(turn) for turn in _list(trajectory.get("turns"))],
-        changes_of(_dict(trajectory.get("changes"))),
+        as_dict(trajectory.get("info")),
+        [as_dict(turn) for turn in as_list(trajectory.get("turns"))],
+        changes_of(as_dict(trajectory.get("changes"))),
     )
 
 
@@ -274,12 +273,4 @@ def _packed(trajectory: Mapping[str, object]) -> bytes:
 
 
 def _unpacked(blob: bytes) -> Details:
-    return _details(_dict(json.loads(zlib.decompress(blob).decode(errors="surrogatepass"))))
-
-
-def _dict(value: object) -> dict[str, object]:
-    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
-
-
-def _list(value: object) -> list[object]:
-    return cast("list[object]", value) if isinstance(value, list) else []
+    return _details(as_dict(json.loads(zlib.decompress(blob).decode(errors="surrogatepass"))))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 MAX_MESSAGE_CHARS = 20_000
 
 
@@ -14,15 +12,6 @@ def short(text: str, most: int = MAX_MESSAGE_CHARS) -> str:
         return text
     half = most // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
-
-
-def finite(value: object) -> float:
-    """A number as a record has it; 0 for anything else, and for one that no float holds."""
-    try:
-        found = float(value) if isinstance(value, int | float) else 0.0
-    except OverflowError:
-        return 0.0
-    return found if math.isfinite(found) else 0.0
 
 
 def duration(seconds: float) -> str:
