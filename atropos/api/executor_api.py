@@ -32,7 +32,6 @@ from atropos.api.executor.models import (
 from atropos.api.executor.trajectories import OpenCall, Trajectories
 from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth
 from atropos.metrics import CONTENT_TYPE, build_info, exposition
-from atropos.tools.models import ToolResult
 from atropos.wire import ImageState, Problem
 
 if TYPE_CHECKING:
@@ -202,45 +201,36 @@ def _add_calls(app: FastAPI) -> None:
         trajectories = _of(request)
         trajectory = trajectories.get(trajectory_id)
         with tracing.continued(traceparent):
-            call_id, submitted = trajectories.submit(trajectory, body, idempotency_key)
+            submitted = trajectories.submit(trajectory, body, idempotency_key)
         if "text/event-stream" in request.headers.get("accept", ""):
-            events = _events(trajectories, trajectory_id, call_id, submitted)
-            return StreamingResponse(
-                events, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-            )
-        result = await trajectories.result(submitted)
-        return Response(_answer(trajectory_id, call_id, result).model_dump_json(), media_type="application/json")
+            headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+            return StreamingResponse(_events(submitted), media_type="text/event-stream", headers=headers)
+        return Response((await submitted.answer()).model_dump_json(), media_type="application/json")
 
     @app.get("/trajectories/{trajectory_id}/calls/{call_id}", responses={**_ERRORS, 202: {"model": CallAnswer}})
     async def earlier(request: Request, response: Response, trajectory_id: Id, call_id: Id) -> CallAnswer:
         """A call sent earlier: its result, or 202 while it has none."""
-        trajectories = _of(request)
-        found = trajectories.get(trajectory_id).calls.get(call_id)
+        found = _of(request).get(trajectory_id).calls.get(call_id)
         if found is None:
             raise Refusal(404, "not_found", f"there is no call {call_id!r}; only the latest are kept")
         if not found.task.done():
             response.status_code = 202
-            return _answer(trajectory_id, call_id, None)
-        return _answer(trajectory_id, call_id, await trajectories.result(found))
+            return found.pending()
+        return await found.answer()
 
 
-def _answer(trajectory_id: str, call_id: str, result: ToolResult | None) -> CallAnswer:
-    state = "running" if result is None else "done"
-    return CallAnswer(call_id=call_id, trajectory_id=trajectory_id, state=state, result=result)
-
-
-async def _events(trajectories: Trajectories, trajectory_id: str, call_id: str, call: OpenCall) -> AsyncIterator[str]:
-    yield _event("accepted", _answer(trajectory_id, call_id, None).model_dump_json())
+async def _events(call: OpenCall) -> AsyncIterator[str]:
+    yield _event("accepted", call.pending().model_dump_json())
     while not call.task.done():
         done, _ = await asyncio.wait([call.task], timeout=WAITING_S)
         if not done:
             yield _event("waiting", "{}")
     try:
-        result = await trajectories.result(call)
+        answer = await call.answer()
     except Refusal as refusal:
-        yield _event("error", Problem(code=refusal.code, message=refusal.message).model_dump_json(exclude_none=True))
+        yield _event("error", refusal.body().decode())
         return
-    yield _event("result", _answer(trajectory_id, call_id, result).model_dump_json())
+    yield _event("result", answer.model_dump_json())
 
 
 def _event(name: str, data: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,7 +62,7 @@ class PreparedImages:
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
-        self._all: OrderedDict[str, _Preparation] = OrderedDict()
+        self._all: dict[str, _Preparation] = {}
 
     async def prepare(self, image: str, wait_s: float) -> ImageState:
         """Prepare an image, unless that is done or under way, and return the progress after at most `wait_s`.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from atropos.api.executor.images import checked_source
-from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory, TrajectoryInfo
+from atropos.api.executor.models import CallAnswer, CallBody, ExecutorServerSettings, OpenTrajectory, TrajectoryInfo
 from atropos.api.http import Refusal
 from atropos.errors import (
     AcquireTimeout,
@@ -68,8 +68,10 @@ async def _result(task: asyncio.Task[_T], doing: str) -> _T:
 
 @dataclass
 class OpenCall:
-    """A call under its idempotency key."""
+    """A call under its idempotency key, which is its id."""
 
+    id: str
+    trajectory_id: str
     fingerprint: bytes
     task: asyncio.Task[ToolResult]
     size: int = 0
@@ -81,6 +83,19 @@ class OpenCall:
             return False
         error = self.task.exception()
         return isinstance(error, SandboxError) and not isinstance(error, OutcomeUnknown)
+
+    def pending(self) -> CallAnswer:
+        """What there is to say of it while it runs."""
+        return CallAnswer(call_id=self.id, trajectory_id=self.trajectory_id, state="running")
+
+    async def answer(self) -> CallAnswer:
+        """Wait for its result. Cancelling the wait does not cancel the call.
+
+        Raises:
+            Refusal: the infrastructure failed, or the trajectory was ended.
+        """
+        result = await _result(self.task, "the call ran")
+        return CallAnswer(call_id=self.id, trajectory_id=self.trajectory_id, state="done", result=result)
 
 
 @dataclass(eq=False)
@@ -201,7 +216,7 @@ class Trajectories:
 
     # ----------------------------------------------------------------------------------------------------- calls
 
-    def submit(self, trajectory: Trajectory, body: CallBody, key: str | None) -> tuple[str, OpenCall]:
+    def submit(self, trajectory: Trajectory, body: CallBody, key: str | None) -> OpenCall:
         """Start a call, or find the one that has this id.
 
         Raises:
@@ -215,7 +230,7 @@ class Trajectories:
         if known is not None and known.fingerprint != content:
             raise Refusal(409, "call_id_reused", f"id {call_id!r} belongs to another call of this trajectory")
         if known is not None and not known.again:
-            return call_id, known
+            return known
         if trajectory.broken is not None:
             raise Refusal(410, "slot_lost", f"the trajectory is broken; end it and start over: {trajectory.broken}")
         if self.draining:
@@ -223,10 +238,10 @@ class Trajectories:
         if trajectory.running >= self._settings.max_pending:
             raise Refusal(429, "busy", f"{trajectory.running} calls of this trajectory wait", retry_after_s=1)
         task = asyncio.create_task(self._run(trajectory, ToolCall(name=body.name, arguments=body.arguments)))
-        made = trajectory.calls[call_id] = OpenCall(content, task)
+        made = trajectory.calls[call_id] = OpenCall(call_id, trajectory.id, content, task)
         trajectory.calls.move_to_end(call_id)
         task.add_done_callback(lambda _: self._ended(trajectory, made))
-        return call_id, made
+        return made
 
     async def _run(self, trajectory: Trajectory, call: ToolCall) -> ToolResult:
         await asyncio.wait([trajectory.opening])
@@ -242,21 +257,13 @@ class Trajectories:
             call.size = call.task.result().size_bytes()
         trajectory.finished += 1
         trajectory.touched = time.monotonic()
-        done = [(call_id, one) for call_id, one in trajectory.calls.items() if one.task.done()]
-        surplus, size = len(done) - self._settings.remembered, sum(one.size for _, one in done)
-        for call_id, one in done[:-1]:
+        done = [one for one in trajectory.calls.values() if one.task.done()]
+        surplus, size = len(done) - self._settings.remembered, sum(one.size for one in done)
+        for one in done[:-1]:
             if surplus <= 0 and size <= _REMEMBERED_BYTES:
                 return
-            del trajectory.calls[call_id]
+            del trajectory.calls[one.id]
             surplus, size = surplus - 1, size - one.size
-
-    async def result(self, call: OpenCall) -> ToolResult:
-        """Wait for a call. Cancelling the wait does not cancel the call.
-
-        Raises:
-            Refusal: the infrastructure failed, or the trajectory was ended.
-        """
-        return await _result(call.task, "the call ran")
 
     # ------------------------------------------------------------------------------------------------------ ends
 

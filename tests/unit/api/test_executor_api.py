@@ -386,7 +386,7 @@ async def test_a_finished_calls_arguments_are_not_kept(executor: HeldExecutor):
     try:
         for number in range(20):
             body = CallBody(name="write_file", arguments={"content": str(number) * 1_000_000})
-            await trajectories.result(trajectories.submit(trajectory, body, None)[1])
+            await trajectories.submit(trajectory, body, None).answer()
         executor.ran.clear()
         del body
         assert tracemalloc.get_traced_memory()[0] < 3_000_000
