@@ -18,7 +18,6 @@ from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth
 from atropos.api.settings import ToolServerSettings, search_from_environment
 from atropos.api.tool_host.host import ToolHost
 from atropos.tools.base import Tool
-from atropos.tools.models import ToolResult
 from atropos.tools.tool_server.messages import (
     MAX_REQUEST_BYTES,
     VERSION,
@@ -124,8 +123,8 @@ def _add_routes(app: FastAPI, host: ToolHost) -> None:
     )
     async def batch(request: BatchRequest) -> StreamingResponse:
         """Run many calls. Each answer is a line of JSON, sent as soon as its call has ended."""
-        submitted = [(call, _submit(host, call)) for call in request.calls]
-        return StreamingResponse(_lines(host, submitted), media_type="application/x-ndjson")
+        answers = [asyncio.create_task(_answer(host, call)) for call in request.calls]
+        return StreamingResponse(_lines(answers), media_type="application/x-ndjson")
 
     @app.delete("/trajectories/{trajectory_id:anything}", responses={401: {"model": Problem}, 422: {"model": Problem}})
     async def end(
@@ -149,28 +148,18 @@ def _info(host: ToolHost, tool: Tool) -> ToolInfo:
     )
 
 
-def _submit(host: ToolHost, call: ExternalCall) -> asyncio.Future[ToolResult] | Refusal:
+async def _answer(host: ToolHost, call: ExternalCall) -> ExecuteAnswer | ExecuteRefusal:
+    """A call of a batch. Submitted in the task's first step, so that a batch's calls take their turns in its order."""
     try:
-        return host.submit(call)
+        return await host.wait(call, host.submit(call))
     except Refusal as refusal:
-        return refusal
+        return host.refused(call, refusal)
 
 
-async def _lines(
-    host: ToolHost, submitted: list[tuple[ExternalCall, asyncio.Future[ToolResult] | Refusal]]
-) -> AsyncIterator[str]:
-    async def one(call: ExternalCall, started: asyncio.Future[ToolResult] | Refusal) -> ExecuteAnswer | ExecuteRefusal:
-        try:
-            if isinstance(started, Refusal):
-                raise started
-            return await host.wait(call, started)
-        except Refusal as refusal:
-            return host.refused(call, refusal)
-
-    waiting = [asyncio.ensure_future(one(call, started)) for call, started in submitted]
+async def _lines(answers: list[asyncio.Task[ExecuteAnswer | ExecuteRefusal]]) -> AsyncIterator[str]:
     try:
-        for finished in asyncio.as_completed(waiting):
+        for finished in asyncio.as_completed(answers):
             yield (await finished).model_dump_json() + "\n"
     finally:
-        for task in waiting:
+        for task in answers:
             task.cancel()

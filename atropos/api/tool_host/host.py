@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections import Counter
+from dataclasses import dataclass, field
 
 from atropos.aio import Allowance
 from atropos.api.http import Refusal
@@ -30,15 +31,15 @@ _QUEUE_S = 60.0
 """Longest that a call waits for its turn before it is refused with Retry-After."""
 
 
+@dataclass(eq=False)
 class HostedTrajectory:
     """The state of one trajectory between its calls."""
 
-    def __init__(self, turnstile: Turnstile) -> None:
-        self.state_id = uuid.uuid4().hex
-        self.turnstile = turnstile
-        self.state: dict[str, object] = {}
-        self.running = 0
-        self.last_used = time.monotonic()
+    turnstile: Turnstile
+    state_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    state: dict[str, object] = field(default_factory=dict[str, object])
+    running: int = 0
+    last_used: float = field(default_factory=time.monotonic)
 
 
 class ToolHost:
@@ -147,13 +148,11 @@ class ToolHost:
             return self._finished(call, ToolResult.failure(str(error)))
         return self._start(call, tool, arguments)
 
-    def _finished(self, call: ExternalCall, result: ToolResult) -> asyncio.Task[ToolResult]:
-        async def answer() -> ToolResult:
-            return result
-
-        task = asyncio.create_task(answer())
-        self._journal.add(call, task)
-        return task
+    def _finished(self, call: ExternalCall, result: ToolResult) -> asyncio.Future[ToolResult]:
+        answer: asyncio.Future[ToolResult] = asyncio.get_running_loop().create_future()
+        answer.set_result(result)
+        self._journal.add(call, answer)
+        return answer
 
     def _start(self, call: ExternalCall, tool: Tool, arguments: object) -> asyncio.Task[ToolResult]:
         trajectory = self._trajectory(call.owner)

@@ -64,12 +64,12 @@ class ToolCallJournal:
             raise Refusal(409, "call_id_reused", f"call_id {call.call_id!r} belongs to another call of this trajectory")
         return entry.answer
 
-    def add(self, call: ExternalCall, task: asyncio.Task[ToolResult]) -> None:
+    def add(self, call: ExternalCall, answer: asyncio.Future[ToolResult]) -> None:
         """Remember a call that starts now."""
         key = (call.owner, call.call_id)
-        entry = ToolCallEntry(fingerprint(call.name, call.arguments), task)
+        entry = ToolCallEntry(fingerprint(call.name, call.arguments), answer)
         self._running[key] = entry
-        task.add_done_callback(lambda _: self._done(key, entry))
+        answer.add_done_callback(lambda _: self._done(key, entry))
 
     def weigh(self, call: ExternalCall, size: int) -> None:
         """Record the size of a running call's answer, in bytes."""
