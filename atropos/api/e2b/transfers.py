@@ -26,6 +26,8 @@ MAX_UPLOAD_BYTES = 8 << 30
 """Longest body of an upload, on its way into a sandbox in pieces."""
 PIECE_BYTES = 1 << 20
 """Size of the pieces in which files are sent, both ways."""
+PartPiece = str | bytes | None
+"""Of a part of a multipart body: first the name of its file, then its bytes, at last None."""
 _GZIP = 16 + zlib.MAX_WBITS
 _log = logging.getLogger(__name__)
 
@@ -171,32 +173,60 @@ async def write_parts(
         OSError: one can't be written.
         RpcError: the body is no multipart form.
     """
-    parts = _Parts(content_type, body)
-    written: list[Json] = []
-    while (name := await parts.next()) is not None:
-        written.append(await write(sandbox, path or name, parts.content(), user))
-    return written
+    parts = _parts(content_type, body)
+    return [await write(sandbox, path or one, _content(parts), user) async for one in parts if isinstance(one, str)]
 
 
-class _Parts:
-    """The parts of a multipart body, in the order in which they come."""
+async def _content(parts: AsyncIterator[PartPiece]) -> AsyncGenerator[bytes]:
+    """What the part holds that has just begun."""
+    async for piece in parts:
+        if piece is None:
+            return
+        if isinstance(piece, bytes):
+            yield piece
+    raise RpcError("invalid_argument", "the body ends within a file")
 
-    def __init__(self, content_type: str, body: AsyncIterator[bytes]) -> None:
-        boundary = parse_options_header(content_type)[1].get(b"boundary")
-        if not boundary:
-            raise RpcError("invalid_argument", "the body is neither application/octet-stream nor multipart/form-data")
-        self._body = body
-        self._read: list[str | bytes | None] = []
+
+async def _parts(content_type: str, body: AsyncIterable[bytes]) -> AsyncGenerator[PartPiece]:
+    """Of each part of a multipart body what `PartPiece` says."""
+    boundary = parse_options_header(content_type)[1].get(b"boundary")
+    if not boundary:
+        raise RpcError("invalid_argument", "the body is neither application/octet-stream nor multipart/form-data")
+    reader = _PartReader(boundary)
+    async for chunk in body:
+        try:
+            found = reader.read(chunk)
+        except ValueError as error:
+            raise RpcError("invalid_argument", f"the body is no multipart form: {error}") from None
+        for piece in found:
+            yield piece
+
+
+class _PartReader:
+    """A parser of multipart bodies, whose callbacks collect what it found."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self._found: list[PartPiece] = []
         self._header, self._value, self._name = bytearray(), bytearray(), ""
         callbacks = {
             "on_header_field": self._header_field,
             "on_header_value": self._header_value,
             "on_header_end": self._header_end,
-            "on_headers_finished": lambda: self._read.append(self._name),
+            "on_headers_finished": lambda: self._found.append(self._name),
             "on_part_data": self._part_data,
-            "on_part_end": lambda: self._read.append(None),
+            "on_part_end": lambda: self._found.append(None),
         }
         self._parser = MultipartParser(boundary, callbacks)  # pyright: ignore[reportArgumentType] (a TypedDict)
+
+    def read(self, chunk: bytes) -> list[PartPiece]:
+        """What the next piece of the body holds.
+
+        Raises:
+            ValueError: it belongs to no multipart body.
+        """
+        self._found = []
+        self._parser.write(chunk)
+        return self._found
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
@@ -205,7 +235,7 @@ class _Parts:
         self._value += data[start:end]
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
-        self._read.append(data[start:end])
+        self._found.append(data[start:end])
 
     def _header_end(self) -> None:
         if bytes(self._header).lower() == b"content-disposition":
@@ -213,39 +243,3 @@ class _Parts:
             self._name = options.get(b"filename", b"").decode("utf-8", "replace").replace("%22", '"')
         self._header.clear()
         self._value.clear()
-
-    async def _token(self) -> str | bytes | None:
-        """A part's name, a piece of it, or None at its end.
-
-        Raises:
-            StopAsyncIteration: the body is over.
-        """
-        while not self._read:
-            chunk = await anext(self._body)
-            try:
-                self._parser.write(chunk)
-            except ValueError as error:
-                raise RpcError("invalid_argument", f"the body is no multipart form: {error}") from None
-        return self._read.pop(0)
-
-    async def next(self) -> str | None:
-        """The file name of the next part; None after the last one."""
-        while True:
-            try:
-                token = await self._token()
-            except StopAsyncIteration:
-                return None
-            if isinstance(token, str):
-                return token
-
-    async def content(self) -> AsyncGenerator[bytes]:
-        """What the part holds."""
-        while True:
-            try:
-                token = await self._token()
-            except StopAsyncIteration:
-                raise RpcError("invalid_argument", "the body ends within a file") from None
-            if token is None:
-                return
-            if isinstance(token, bytes):
-                yield token
