@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import html
 import json
 import os
 from collections import Counter
@@ -126,30 +125,23 @@ def _check_page(page: Path | None) -> None:
 
 
 def _check_with_progress(tasks: TaskSet, config: CheckConfig) -> list[TaskFinding]:
+    """Check them, with a row of the progress display for each task whose image is being prepared."""
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("checking tasks", total=len(tasks.tasks) + len(tasks.refused))
-        preparing = _PreparingRows(progress)
-        return asyncio.run(check(tasks, config, done=lambda _: progress.advance(bar), progress=preparing.show))
+        rows: dict[str, TaskID] = {}
 
+        def show(task: Task, state: ImageState) -> None:
+            if state.phase in {"ready", "failed"}:
+                if task.name in rows:
+                    progress.remove_task(rows.pop(task.name))
+                return
+            text = f"  {task.name}: {state}"
+            if task.name not in rows:
+                rows[task.name] = progress.add_task(text, total=None)
+            else:
+                progress.update(rows[task.name], description=text, completed=state.step, total=state.steps or None)
 
-class _PreparingRows:
-    """A row of the progress display for each task whose image is being prepared."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._rows: dict[str, TaskID] = {}
-
-    def show(self, task: Task, state: ImageState) -> None:
-        """How far a task's image is."""
-        row = self._rows.get(task.name)
-        text = f"  {task.name}: {state}"
-        if state.phase in {"ready", "failed"}:
-            if row is not None:
-                self._progress.remove_task(self._rows.pop(task.name))
-        elif row is None:
-            self._rows[task.name] = self._progress.add_task(text, total=None)
-        else:
-            self._progress.update(row, description=text, completed=state.step, total=state.steps or None)
+        return asyncio.run(check(tasks, config, done=lambda _: progress.advance(bar), progress=show))
 
 
 def _agent(text: str) -> Agent:
@@ -249,26 +241,11 @@ def _print(found: Sequence[TaskFinding], agents: Sequence[str]) -> None:
 
 
 def _page(found: Sequence[TaskFinding], agents: Sequence[str]) -> str:
-    from atropos.dashboard.render import STYLE
+    from atropos.dashboard.render import STYLE, render
 
-    head = "".join(f'<th scope="col">{html.escape(heading)}' for heading in _headings(agents))
-    rows = "".join(f"<tr>{_row(finding, agents)}</tr>\n" for finding in found)
-    notes = "".join(f"<li>{html.escape(visible(line))}" for line in _notes(found))
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Tasks</title><style>{STYLE}</style></head><body><main>"
-        f'<h1>Tasks</h1><p class="n">{html.escape(_summary(found))}</p>'
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-        f"<ul>{notes}</ul></main></body></html>\n"
-    )
-
-
-def _row(finding: TaskFinding, agents: Sequence[str]) -> str:
-    colour = {"green": "good", "red": "bad", "yellow": "mid"}[_STYLE[finding.status]]
-    found = ""
-    for heading, cell in zip(_headings(agents), _cells(finding, agents), strict=True):
-        breaks = "" if heading in {"task", "image", "remarks"} else "one"
-        style = f"{breaks} {colour}" if heading == "status" else breaks
-        found += f'<td class="{style}">' + html.escape(cell).replace("\n", "<br>")
-    return found
+    headings, colours = _headings(agents), {"green": "good", "red": "bad", "yellow": "mid"}
+    rows = [
+        (colours[_STYLE[finding.status]], list(zip(headings, _cells(finding, agents), strict=True)))
+        for finding in found
+    ]
+    return render("tasks.html", style=STYLE, headings=headings, rows=rows, summary=_summary(found), notes=_notes(found))
