@@ -32,15 +32,24 @@ ANSWER_S = 2.0
 """How long an engine may take to answer."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class DoctorFinding:
-    """One line of the report. `needed`: without it no slot starts."""
+    """One line of the report.
+
+    Attributes:
+        needed: without it no slot starts.
+        fix: empty where all is well, whatever is given.
+    """
 
     name: str
     ok: bool
     needed: bool
-    detail: str = ""
+    detail: str
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ok:
+            self.fix = ""
 
 
 def doctor(
@@ -67,23 +76,15 @@ def doctor(
 
 def programs() -> list[DoctorFinding]:
     """Whether the programs and the Python that slots need are there."""
-    version = platform.python_version()
     fits = (3, 11) <= sys.version_info[:2] < (3, 14)
     findings = [
-        DoctorFinding("python", fits, needed=True, detail=version, fix="" if fits else "Python 3.11–3.13"),
+        DoctorFinding("python", fits, needed=True, detail=platform.python_version(), fix="Python 3.11–3.13"),
         DoctorFinding("kernel", ok=True, needed=True, detail=platform.release()),
     ]
     for program, package, use in (("bwrap", "bubblewrap", ""), ("git", "git", ""), ("skopeo", "skopeo", " for images")):
         where = shutil.which(program)
-        findings.append(
-            DoctorFinding(
-                program,
-                ok=where is not None,
-                needed=program == "bwrap",
-                detail=where or "not found",
-                fix="" if where else f"install {package}{use} (Debian, Ubuntu: apt-get install {package})",
-            )
-        )
+        fix = f"install {package}{use} (Debian, Ubuntu: apt-get install {package})"
+        findings.append(DoctorFinding(program, where is not None, program == "bwrap", where or "not found", fix))
     return findings
 
 
@@ -93,10 +94,10 @@ def room_for(slots: int, limits: Sequence[HostLimit]) -> list[DoctorFinding]:
     return [
         DoctorFinding(
             limit.name,
-            limit.slots >= slots,
+            ok=limit.slots >= slots,
             needed=False,
             detail=f"room for {limit.slots} slots: {limit.used} of {limit.value} are used, a slot takes {limit.per_slot:g}",
-            fix="" if limit.slots >= slots else limit.fix,
+            fix=limit.fix,
         )
         for limit in (lowest, *(one for one in others if one.slots < slots))
     ]
@@ -110,11 +111,10 @@ async def isolation(base: str | None) -> list[DoctorFinding]:
         capabilities = await probe(base)
     except (SandboxError, ConfigError) as error:
         busy = "" if isinstance(error, ConfigError) else host_limits.load()
-        return [
-            DoctorFinding("slots", ok=False, needed=True, detail=f"{error}{busy}", fix="see the reason on the left")
-        ]
+        detail, fix = f"{error}{busy}", "see the reason on the left"
+        return [DoctorFinding("slots", ok=False, needed=True, detail=detail, fix=fix)]
     return [
-        DoctorFinding(feature.name, feature.ok, feature.required, feature.detail, "" if feature.ok else feature.fix)
+        DoctorFinding(feature.name, feature.ok, feature.required, feature.detail, feature.fix)
         for feature in capabilities.features
     ]
 
@@ -160,10 +160,7 @@ DOCKER_PORT = 2375
 
 def engines() -> list[DoctorFinding]:
     """Whether the other backends could be used from here; neither is needed for the local one."""
-    return [
-        docker(os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"),
-        nomad(),
-    ]
+    return [docker(os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"), nomad()]
 
 
 def docker(address: str) -> DoctorFinding:
@@ -182,13 +179,8 @@ def docker(address: str) -> DoctorFinding:
         reached = True
     except (OSError, ValueError):
         reached = False
-    return DoctorFinding(
-        "docker",
-        reached,
-        needed=False,
-        detail=address,
-        fix="" if reached else "start a Docker engine (only for backend docker)",
-    )
+    fix = "start a Docker engine (only for backend docker)"
+    return DoctorFinding("docker", reached, needed=False, detail=address, fix=fix)
 
 
 def nomad() -> DoctorFinding:
@@ -208,13 +200,8 @@ def nomad() -> DoctorFinding:
         ok, detail = answer.status_code in {200, 403}, f"{address} answered {answer.status_code}"
     except (httpx.HTTPError, httpx.InvalidURL, ConfigError) as error:
         ok, detail = False, f"{address}: {error or type(error).__name__}"
-    return DoctorFinding(
-        "nomad",
-        ok,
-        needed=False,
-        detail=detail,
-        fix="" if ok else "start an agent, or set NOMAD_ADDR (only for backend nomad)",
-    )
+    fix = "start an agent, or set NOMAD_ADDR (only for backend nomad)"
+    return DoctorFinding("nomad", ok, needed=False, detail=detail, fix=fix)
 
 
 def show(found: list[DoctorFinding], *, broken: bool, lacking: bool) -> None:
