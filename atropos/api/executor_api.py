@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import FastAPI, Header, Path, Request, Response
 from fastapi.responses import StreamingResponse
@@ -30,16 +30,14 @@ from atropos.api.executor.models import (
     TrajectoryList,
 )
 from atropos.api.executor.trajectories import OpenCall, Trajectories
-from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth
+from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth, problems
 from atropos.metrics import CONTENT_TYPE, build_info, exposition
-from atropos.wire import ImageState, Problem
+from atropos.wire import ImageState
 
 if TYPE_CHECKING:
     from atropos.tools import ToolExecutor
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem} for status in (401, 404, 409, 410, 413, 422, 429, 503)
-}
+_ERRORS = problems(401, 404, 409, 410, 413, 422, 429, 503)
 _DESCRIPTION = (
     "Runs tool calls of agents in isolated slots. Open a trajectory, send its calls, end it. Send "
     "`Authorization: Bearer TOKEN` with every request but /health. 429 and 503 say in Retry-After when to ask again. "
@@ -127,14 +125,14 @@ def _add_service(app: FastAPI) -> None:
         trajectories = _of(request)
         return ExecutorHealth(status="draining" if trajectories.draining else "ok", trajectories=len(trajectories))
 
-    @app.get("/metrics", responses={401: {"model": Problem}, 200: {"content": {"text/plain": {}}}}, response_model=None)
+    @app.get("/metrics", responses={**problems(401), 200: {"content": {"text/plain": {}}}}, response_model=None)
     async def metrics(request: Request) -> Response:
         """The pool's and the tools' metrics, for Prometheus."""
         executor = request.app.state.executor
         families = [build_info(), *executor.metrics(), *executor.pool.metrics()]
         return Response(exposition(families), headers={"Content-Type": CONTENT_TYPE})
 
-    @app.get("/tools", responses={401: {"model": Problem}})
+    @app.get("/tools", responses=problems(401))
     async def tools(request: Request) -> ToolSchemas:
         """The tools as OpenAI function-calling schemas."""
         return ToolSchemas(tools=tuple(request.app.state.executor.tools.schemas()))
@@ -150,7 +148,7 @@ def _add_service(app: FastAPI) -> None:
 
 
 def _add_trajectories(app: FastAPI) -> None:
-    @app.get("/trajectories", responses={401: {"model": Problem}})
+    @app.get("/trajectories", responses=problems(401))
     async def every(request: Request) -> TrajectoryList:
         """All open trajectories."""
         return TrajectoryList(trajectories=tuple(_of(request).list()))

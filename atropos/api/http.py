@@ -116,6 +116,11 @@ def _explain(error: RequestValidationError) -> str:
     return "; ".join(f"{_safe('.'.join(str(p) for p in e['loc']))}: {_safe(e['msg'])}" for e in error.errors()[:10])
 
 
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Statuses that a route answers with a `Problem`, as its OpenAPI document names them."""
+    return {status: {"model": Problem} for status in statuses}
+
+
 def describe_auth(app: FastAPI) -> None:
     """Declare in the OpenAPI document that every operation but /health needs the bearer token, which `Gate` checks."""
     generate = app.openapi

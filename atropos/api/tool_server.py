@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import Response, StreamingResponse
@@ -14,7 +14,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 
 from atropos.aio import cancel_and_wait
 from atropos.api.external import external_services
-from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth
+from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth, problems
 from atropos.api.settings import ToolServerSettings, search_from_environment
 from atropos.api.tool_host.host import ToolHost
 from atropos.tools.base import Tool
@@ -30,11 +30,8 @@ from atropos.tools.tool_server.messages import (
     ToolServerHealth,
     TrajectoryEnded,
 )
-from atropos.wire import Problem
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem} for status in (401, 409, 410, 413, 422, 429, 503)
-}
+_ERRORS = problems(401, 409, 410, 413, 422, 429, 503)
 
 
 class _AnythingConvertor(PathConvertor):
@@ -100,12 +97,12 @@ def _add_routes(app: FastAPI, host: ToolHost) -> None:
         """Whether the server takes calls."""
         return ToolServerHealth(status="draining" if host.draining else "ok", boot_id=host.boot_id)
 
-    @app.get("/tools", responses={401: {"model": Problem}}, response_model_by_alias=True)
+    @app.get("/tools", responses=problems(401), response_model_by_alias=True)
     async def tools() -> ToolList:
         """The tools, with their OpenAI function-calling schemas."""
         return ToolList(boot_id=host.boot_id, tools=tuple(_info(host, tool) for tool in host.tools.values()))
 
-    @app.get("/stats", responses={401: {"model": Problem}})
+    @app.get("/stats", responses=problems(401))
     async def stats() -> dict[str, str | int | bool]:
         """Counts of calls, trajectories and journal entries."""
         return host.stats()
@@ -126,7 +123,7 @@ def _add_routes(app: FastAPI, host: ToolHost) -> None:
         answers = [asyncio.create_task(_answer(host, call)) for call in request.calls]
         return StreamingResponse(_lines(answers), media_type="application/x-ndjson")
 
-    @app.delete("/trajectories/{trajectory_id:anything}", responses={401: {"model": Problem}, 422: {"model": Problem}})
+    @app.delete("/trajectories/{trajectory_id:anything}", responses=problems(401, 422))
     async def end(
         trajectory_id: Annotated[str, Path(min_length=1, max_length=500)],
         life: Annotated[str | None, Query(min_length=1, max_length=100)] = None,
