@@ -21,56 +21,54 @@ PING_S = 30.0
 """Interval of keep-alive messages in a silent stream, if the client names none."""
 
 
+_Handler = Callable[[Request, Sandbox], Awaitable[Response]]
+_UNARY: dict[str, tuple[type[messages.Message], Callable[..., Awaitable[Json]], bool]] = {
+    "process.Process/List": (messages.Empty, processes.list_all, False),
+    "process.Process/SendInput": (messages.SendInput, processes.send_input, False),
+    "process.Process/CloseStdin": (messages.Selected, processes.close_stdin, False),
+    "process.Process/SendSignal": (messages.SendSignal, processes.send_signal, False),
+    "process.Process/Update": (messages.Update, processes.update, False),
+    "filesystem.Filesystem/Stat": (messages.AtPath, files.stat, True),
+    "filesystem.Filesystem/ListDir": (messages.ListDir, files.list_dir, True),
+    "filesystem.Filesystem/MakeDir": (messages.AtPath, files.make_dir, True),
+    "filesystem.Filesystem/Move": (messages.Move, files.move, True),
+    "filesystem.Filesystem/Remove": (messages.AtPath, files.remove, True),
+    "filesystem.Filesystem/CreateWatcher": (messages.Watch, watching.create_watcher, True),
+    "filesystem.Filesystem/GetWatcherEvents": (messages.OfWatcher, watching.get_watcher_events, False),
+    "filesystem.Filesystem/RemoveWatcher": (messages.OfWatcher, watching.remove_watcher, False),
+}
+"""Calls with one answer: the message, who answers it, and whether as a user."""
+_STREAMS: dict[str, tuple[type[messages.Message], Callable[..., AsyncGenerator[Json]], bool]] = {
+    "process.Process/Start": (messages.Start, processes.start, True),
+    "process.Process/Connect": (messages.Selected, processes.connect, False),
+    "filesystem.Filesystem/WatchDir": (messages.Watch, watching.watch_dir, True),
+}
+"""Calls that are answered with a stream."""
+
+
 def routes(sandboxes: FindSandboxes) -> list[Route]:
     """Every route; the header `E2b-Sandbox-Id` names the sandbox."""
 
-    def inside(handler: Callable[[Request, Sandbox], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def inside(path: str, handler: _Handler, method: str = "POST") -> Route:
         async def answered(request: Request) -> Response:
             sandbox_id = request.headers.get("e2b-sandbox-id", "")
             sandbox = sandboxes().find(sandbox_id)
             return gone(sandbox_id) if sandbox is None else await handler(request, sandbox)
 
-        return answered
+        return Route(path, answered, methods=[method])
 
-    async def health(_: Request, __: Sandbox) -> Response:
-        return Response(status_code=204)
-
-    unary: dict[str, tuple[type[messages.Message], Callable[..., Awaitable[Json]]]] = {
-        "process.Process/List": (messages.Empty, processes.list_all),
-        "process.Process/SendInput": (messages.SendInput, processes.send_input),
-        "process.Process/CloseStdin": (messages.Selected, processes.close_stdin),
-        "process.Process/SendSignal": (messages.SendSignal, processes.send_signal),
-        "process.Process/Update": (messages.Update, processes.update),
-    }
-    at_path: dict[str, tuple[type[messages.Message], Callable[..., Awaitable[Json]]]] = {
-        "Stat": (messages.AtPath, files.stat),
-        "ListDir": (messages.ListDir, files.list_dir),
-        "MakeDir": (messages.AtPath, files.make_dir),
-        "Move": (messages.Move, files.move),
-        "Remove": (messages.AtPath, files.remove),
-        "CreateWatcher": (messages.Watch, watching.create_watcher),
-        "GetWatcherEvents": (messages.OfWatcher, watching.get_watcher_events),
-        "RemoveWatcher": (messages.OfWatcher, watching.remove_watcher),
-    }
     return [
-        Route("/health", inside(health), methods=["GET"]),
-        Route("/files", inside(transfers.download), methods=["GET"]),
-        Route("/files", inside(transfers.upload), methods=["POST"]),
-        *(Route(f"/{name}", inside(_unary(*how)), methods=["POST"]) for name, how in unary.items()),
-        *(
-            Route(f"/filesystem.Filesystem/{name}", inside(_unary(*how, as_user=True)), methods=["POST"])
-            for name, how in at_path.items()
-        ),
-        *(
-            Route(f"/{name}", inside(_streamed(kind, handler, as_user=as_user)), methods=["POST"])
-            for name, kind, handler, as_user in (
-                ("process.Process/Start", messages.Start, processes.start, True),
-                ("process.Process/Connect", messages.Selected, processes.connect, False),
-                ("filesystem.Filesystem/WatchDir", messages.Watch, watching.watch_dir, True),
-            )
-        ),
-        Route("/process.Process/StreamInput", inside(_stream_input), methods=["POST"]),
+        inside("/health", _health, "GET"),
+        inside("/files", transfers.download, "GET"),
+        inside("/files", transfers.upload),
+        *(inside(f"/{name}", _unary(*how)) for name, how in _UNARY.items()),
+        *(inside(f"/{name}", _streamed(*how)) for name, how in _STREAMS.items()),
+        inside("/process.Process/StreamInput", _stream_input),
     ]
+
+
+async def _health(_: Request, __: Sandbox) -> Response:
+    return Response(status_code=204)
 
 
 def _user_of(request: Request) -> str | None:
@@ -85,9 +83,7 @@ def _user_of(request: Request) -> str | None:
     return user_named(name)
 
 
-def _unary(
-    kind: type[messages.Message], handler: Callable[..., Awaitable[Json]], *, as_user: bool = False
-) -> Callable[[Request, Sandbox], Awaitable[Response]]:
+def _unary(kind: type[messages.Message], handler: Callable[..., Awaitable[Json]], as_user: bool) -> _Handler:
     async def answered(request: Request, sandbox: Sandbox) -> Response:
         async def handle(data: bytes) -> Json:
             message = messages.parse(kind, data)
@@ -103,9 +99,7 @@ def _ping_s(request: Request) -> float:
     return max(1.0, float(given)) if given.isdecimal() and len(given) < 6 else PING_S
 
 
-def _streamed(
-    kind: type[messages.Message], handler: Callable[..., AsyncGenerator[Json]], *, as_user: bool = False
-) -> Callable[[Request, Sandbox], Awaitable[Response]]:
+def _streamed(kind: type[messages.Message], handler: Callable[..., AsyncGenerator[Json]], as_user: bool) -> _Handler:
     async def answered(request: Request, sandbox: Sandbox) -> Response:
         try:
             message = messages.parse(kind, await connect.first_message(request))

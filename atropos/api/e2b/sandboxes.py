@@ -102,14 +102,13 @@ class Sandboxes:
                 if hosts:
                     await slot.set_network(hosts)
                 await slot.exec(["mkdir", "-p", HOME], user="0:0")
+                if self.draining:
+                    raise NoCapacity("the server is shutting down")
             except BaseException:
                 await slot.release()
                 raise
         finally:
             self._starting -= 1
-        if self.draining:
-            await slot.release()
-            raise NoCapacity("the server is shutting down")
         slot.profile = Profile(
             workdir=HOME, env={"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, **env}, user=_USER
         )

@@ -109,7 +109,7 @@ async def create_watcher(sandbox: Sandbox, message: messages.Watch, user: str | 
     return {"watcherId": await _added(sandbox, message, user)}
 
 
-async def get_watcher_events(sandbox: Sandbox, message: messages.OfWatcher, _: str | None) -> Json:
+async def get_watcher_events(sandbox: Sandbox, message: messages.OfWatcher) -> Json:
     """`GetWatcherEvents`."""
     watcher = sandbox.watchers.get(message.watcher_id)
     if watcher is None:
@@ -117,7 +117,7 @@ async def get_watcher_events(sandbox: Sandbox, message: messages.OfWatcher, _: s
     return {"events": await _look(sandbox, watcher)}
 
 
-async def remove_watcher(sandbox: Sandbox, message: messages.OfWatcher, _: str | None) -> Json:
+async def remove_watcher(sandbox: Sandbox, message: messages.OfWatcher) -> Json:
     """`RemoveWatcher`."""
     sandbox.watchers.pop(message.watcher_id, None)
     return {}
