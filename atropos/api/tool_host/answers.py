@@ -22,16 +22,13 @@ _MAX_NODES = 200_000
 """Most values in a structured answer."""
 
 
-async def bounded(value: object, *, result_bytes: int, data_bytes: int) -> tuple[ToolResult, int]:
+async def bounded(value: object, *, result_bytes: int, data_bytes: int) -> ToolResult:
     """A tool's return value as a result within bounds.
 
     Args:
         value: a `ToolResult`, text, or anything that JSON can represent.
         result_bytes: longest output; of a longer one, head and tail are kept.
         data_bytes: longest structured answer; a longer one is dropped, and the beginning of its text is kept.
-
-    Returns:
-        The result, and about how much memory it takes, in bytes.
 
     Raises:
         ToolError: it can't be written as JSON.
@@ -40,14 +37,13 @@ async def bounded(value: object, *, result_bytes: int, data_bytes: int) -> tuple
         given = value
     elif isinstance(value, str):
         text, dropped = await cut(value, result_bytes)
-        given = ToolResult(success=True, output=text, truncated=bool(dropped), dropped_bytes=dropped)
-        return given, 4 * len(text) + 500
+        return ToolResult(success=True, output=text, truncated=bool(dropped), dropped_bytes=dropped)
     else:
         if isinstance(value, BaseModel):
             value = value.model_dump(mode="json")
         weight, whole = await weigh(value)
         if not whole or weight > data_bytes:
-            return _beginning(value, weight, result_bytes), 4 * result_bytes
+            return _beginning(value, weight, result_bytes)
         given = as_result(value)
     update: dict[str, object] = {}
     output, dropped = await cut(given.output, result_bytes)
@@ -55,12 +51,11 @@ async def bounded(value: object, *, result_bytes: int, data_bytes: int) -> tuple
         update |= {"output": output, "truncated": True, "dropped_bytes": given.dropped_bytes + dropped}
     if given.error is not None and len(given.error) > result_bytes:
         update["error"] = given.error[:result_bytes]
-    size = 0
     if given.data is not None:
-        size, whole = await weigh(given.data)
-        if not whole or size > data_bytes:
-            update["data"], size = None, 0
-    return given.model_copy(update=update) if update else given, size + 4 * len(output) + 500
+        weight, whole = await weigh(given.data)
+        if not whole or weight > data_bytes:
+            update["data"] = None
+    return given.model_copy(update=update) if update else given
 
 
 async def cut(text: str, most: int) -> tuple[str, int]:

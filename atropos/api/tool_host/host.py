@@ -209,19 +209,19 @@ class ToolHost:
                 message = f"no turn within {_QUEUE_S:g} s: the calls before it still run; retry later"
                 raise Refusal(429, "busy", message, retry_after_s=5) from None
             scope = ToolScope(trajectory_id=call.trajectory_id, call_id=call.call_id, state=trajectory.state)
-            return await self._run(call, tool, arguments, scope)
+            return await self._run(tool, arguments, scope, call.timeout_s)
 
-    async def _run(self, call: ExternalCall, tool: Tool, arguments: object, scope: ToolScope) -> ToolResult:
+    async def _run(self, tool: Tool, arguments: object, scope: ToolScope, wanted_s: float | None) -> ToolResult:
         own = tool.timeout_s or self.settings.timeout_s
-        timeout_s = min(call.timeout_s or own, max(own, self.settings.max_timeout_s))
+        timeout_s = min(wanted_s or own, max(own, self.settings.max_timeout_s))
         began = time.monotonic()
-        most, size = self.settings.result_bytes, 500
+        most = self.settings.result_bytes
         bound = Allowance(timeout_s)
         try:
             async with bound.once():
                 with tool_code():
                     value = await tool.run(arguments, scope)
-                result, size = await bounded(value, result_bytes=most, data_bytes=self.settings.data_bytes)
+                result = await bounded(value, result_bytes=most, data_bytes=self.settings.data_bytes)
         except TimeoutError as error:
             result = timed_out(tool.name, error, timeout_s if bound.expired else None)
         except ToolError as error:
@@ -237,7 +237,6 @@ class ToolHost:
         except Exception as error:
             self._log_failure(tool.name, error)
             result = ToolResult.failure(f"{tool.name} failed: {type(error).__name__}: {str(error)[:500]}")
-        self._journal.weigh(call, size)
         return result.encodable().model_copy(update={"duration_s": time.monotonic() - began})
 
     def _log_failure(self, name: str, error: Exception) -> None:

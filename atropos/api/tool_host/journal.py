@@ -71,12 +71,6 @@ class ToolCallJournal:
         self._running[key] = entry
         answer.add_done_callback(lambda _: self._done(key, entry))
 
-    def weigh(self, call: ExternalCall, size: int) -> None:
-        """Record the size of a running call's answer, in bytes."""
-        entry = self._running.get((call.owner, call.call_id))
-        if entry is not None:
-            entry.bytes = size
-
     def _done(self, key: Key, entry: ToolCallEntry) -> None:
         if self._running.get(key) is not entry:
             return  # its trajectory ended meanwhile
@@ -91,6 +85,8 @@ class ToolCallJournal:
             entry.answer.exception()  # asked for, so that asyncio doesn't log it
         elif failure is not None:
             return  # the call did not run, or may run again
+        else:
+            entry.bytes += entry.answer.result().size_bytes()
         entry.finished = time.monotonic()
         self._finished[key] = entry
         self._finished_of.setdefault(key[0], set()).add(key)

@@ -376,6 +376,16 @@ async def test_what_is_known_of_ended_trajectories_is_bounded(bench: Workbench):
         assert answers == [200] * 90 + [410] * 10, "the trajectories that ended last are known"
 
 
+async def test_the_memory_of_finished_calls_is_bounded(bench: Workbench):
+    async with served(bench, journal_bytes=100_000) as client:
+        for number in range(20):
+            await client.post("/execute", json=call("big", call_id=f"c{number}", size=10_000))
+        assert 2 <= client.host.stats()["journal"] <= 10
+        for number, status in ((19, 200), (0, 409)):
+            resent = {**call("big", call_id=f"c{number}", size=10_000), "boot_id": client.host.boot_id}
+            assert (await client.post("/execute", json=resent)).status_code == status
+
+
 async def test_idle_state_ends_after_its_ttl(bench: Workbench):
     async with served(bench, trajectory_ttl_s=0.1) as client:
         await client.post("/execute", json=call("keep", item="a"))
