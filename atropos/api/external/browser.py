@@ -245,13 +245,13 @@ class BrowserHost:
         try:
             try:
                 return await self._open_context()
-            except (ToolServerUnavailable, asyncio.CancelledError):
+            except ToolServerUnavailable:
                 raise
             except Exception as error:
                 _log.warning("Chromium does not work and is restarted: %s", _line(error))
                 await self.restart()
                 return await self._open_context()
-        except (ToolServerUnavailable, asyncio.CancelledError):
+        except ToolServerUnavailable:
             raise
         except Exception as error:
             raise ToolServerUnavailable(f"the browser does not work: {_line(error)}") from error

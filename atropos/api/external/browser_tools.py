@@ -24,7 +24,7 @@ from atropos.tools.tool_server.external import (
 )
 
 if TYPE_CHECKING:
-    from playwright.async_api import Locator, Page, Response
+    from playwright.async_api import Locator, Page
 
 Arguments = TypeVar("Arguments")
 
@@ -37,15 +37,6 @@ ANSWER_S = 5.0
 """Timeout of calls for which Playwright has none: a page whose script never ends would hang them."""
 _AFTER_CLICK_MS = 150
 """Wait for a navigation to begin after a click; a later one shows in the next snapshot."""
-
-
-async def settle(page: Page) -> None:
-    """Wait until the page has loaded, within bounds: some pages never finish loading."""
-    from playwright.async_api import Error
-
-    with contextlib.suppress(Error):
-        await page.wait_for_load_state("domcontentloaded", timeout=_ACTION_MS)
-        await page.wait_for_load_state("load", timeout=_SETTLE_MS)
 
 
 class BrowserTool(Tool, Generic[Arguments]):
@@ -101,8 +92,13 @@ class BrowserTool(Tool, Generic[Arguments]):
         return ToolResult(success=True, output=output, truncated=truncated, data={"url": url, "title": title})
 
     async def settled(self, session: Session) -> ToolResult:
-        """The page that is open after an action, once it has loaded."""
-        await settle(await session.open_page())
+        """The page that is open after an action, once it has loaded, within bounds: some pages never finish loading."""
+        from playwright.async_api import Error
+
+        page = await session.open_page()
+        with contextlib.suppress(Error):
+            await page.wait_for_load_state("domcontentloaded", timeout=_ACTION_MS)
+            await page.wait_for_load_state("load", timeout=_SETTLE_MS)
         return await self.show(session)
 
     async def element(self, page: Page, ref: str) -> Locator:
@@ -162,15 +158,9 @@ class BrowserNavigate(BrowserTool[NavigateArguments]):
                     f"{url[:200]} is a download, which this browser refuses; web_extract reads pages and PDF files"
                 ) from None
             raise
-        _raise_if_refused(answer)
-        await settle(page)
-        return await self.show(session)
-
-
-def _raise_if_refused(answer: Response | None) -> None:
-    refused = None if answer is None else answer.headers.get(REFUSED_HEADER)
-    if refused:
-        raise ToolError(refused)
+        if answer is not None and (refused := answer.headers.get(REFUSED_HEADER)):
+            raise ToolError(refused)
+        return await self.settled(session)
 
 
 class BrowserSnapshot(BrowserTool[SnapshotArguments]):
@@ -240,8 +230,7 @@ class BrowserBack(BrowserTool[NoArguments]):
             if before != "about:blank":
                 await page.go_forward(wait_until="domcontentloaded")
             raise ToolError("there is no page before this one")
-        await settle(page)
-        return await self.show(session)
+        return await self.settled(session)
 
 
 class BrowserScreenshot(BrowserTool[NoArguments]):
