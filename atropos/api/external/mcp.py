@@ -106,21 +106,19 @@ class McpConnection:
         )
 
         server = self.server
-        if server.command is not None:
-            inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-            parameters = StdioServerParameters(
-                command=server.command, args=list(server.args), env={**inherited, **server.env}
-            )
-            # The SDK takes the stderr of the moment it is imported; the operator's is the process's own.
-            log = cast("TextIO", sys.__stderr__ or subprocess.DEVNULL)
-            async with Client(stdio_client(parameters, log), read_timeout_seconds=server.timeout_s) as client:
-                yield client
-            return
-        headers = {name: value.get_secret_value() for name, value in server.headers.items()}
-        async with create_mcp_http_client(headers=headers) as http:
-            transport = streamable_http_client(str(server.url), http_client=http)
-            async with Client(transport, read_timeout_seconds=server.timeout_s) as client:
-                yield client
+        async with contextlib.AsyncExitStack() as stack:
+            if server.command is not None:
+                inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+                parameters = StdioServerParameters(
+                    command=server.command, args=list(server.args), env={**inherited, **server.env}
+                )
+                # The SDK takes the stderr of the moment it is imported; the operator's is the process's own.
+                transport = stdio_client(parameters, cast("TextIO", sys.__stderr__ or subprocess.DEVNULL))
+            else:
+                headers = {name: value.get_secret_value() for name, value in server.headers.items()}
+                http = await stack.enter_async_context(create_mcp_http_client(headers=headers))
+                transport = streamable_http_client(str(server.url), http_client=http)
+            yield await stack.enter_async_context(Client(transport, read_timeout_seconds=server.timeout_s))
 
     async def lost(self, client: Client, error: Exception) -> None:
         """Drop a connection that failed, unless it was replaced already."""
