@@ -64,6 +64,8 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
         ConfigError: a setting is wrong.
     """
     app = FastAPI(title="atropos executor", version="1", description=_DESCRIPTION, redoc_url=None)
+    token = settings.token.get_secret_value()
+    e2b = create_e2b_app(token)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
@@ -73,7 +75,8 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
                 stack.push_async_callback(asyncio.to_thread, traces.close)
             ready = executor or await stack.enter_async_context(_made(settings))
             trajectories, sandboxes = Trajectories(ready, settings), Sandboxes(ready.pool, settings)
-            app.state.trajectories, app.state.sandboxes, app.state.executor = trajectories, sandboxes, ready
+            app.state.trajectories, app.state.executor = trajectories, ready
+            app.state.sandboxes = e2b.state.sandboxes = sandboxes
             app.state.images = images = PreparedImages(ready.pool)
             reapers = [asyncio.create_task(trajectories.reap()), asyncio.create_task(sandboxes.reap())]
             try:
@@ -85,9 +88,8 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
     app.router.lifespan_context = lifespan
     add_error_handlers(app)
     describe_auth(app)
-    token = settings.token.get_secret_value()
     app.add_middleware(Gate, token=token, max_body_bytes=MAX_REQUEST_BYTES, own_gate=("/e2b/",))
-    app.mount("/e2b", create_e2b_app(lambda: app.state.sandboxes, token))
+    app.mount("/e2b", e2b)
     _add_service(app)
     _add_trajectories(app)
     _add_calls(app)

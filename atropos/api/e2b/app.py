@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atropos.api.e2b import daemon
-from atropos.api.e2b.rest import RestApi, problem
-from atropos.api.e2b.sandboxes import FindSandboxes
+from atropos.api.e2b import daemon, rest
+from atropos.api.e2b.rest import problem
 from atropos.net.admission import BearerToken
 
 TOKEN_HEADERS = (b"x-api-key", b"x-access-token")
@@ -18,16 +18,13 @@ TOKEN_HEADERS = (b"x-api-key", b"x-access-token")
 _NO_TOKEN = "send this server's token as the API key (E2B_API_KEY)"
 
 
-def create_e2b_app(sandboxes: FindSandboxes, token: str) -> ASGIApp:
-    """The E2B API as an ASGI app that answers nothing without the token.
-
-    Args:
-        sandboxes: gives the running server's.
-        token: the server's.
-    """
-    app = Starlette(routes=[*RestApi(sandboxes).routes(), *daemon.routes(sandboxes)])
-    app.add_exception_handler(HTTPException, _unknown)
-    return _Gate(app, token)
+def create_e2b_app(token: str) -> Starlette:
+    """The E2B API as an app that answers nothing without the server's token; its `state.sandboxes` is for the caller to set."""
+    return Starlette(
+        routes=[*rest.ROUTES, *daemon.ROUTES],
+        middleware=[Middleware(_Gate, token=token)],
+        exception_handlers={HTTPException: _unknown},
+    )
 
 
 class _Gate:

@@ -15,7 +15,7 @@ from atropos.api.e2b import connect, files, messages, processes, transfers, watc
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.rest import gone
 from atropos.api.e2b.sandbox import Sandbox, user_named
-from atropos.api.e2b.sandboxes import FindSandboxes
+from atropos.api.e2b.sandboxes import sandboxes_of
 
 PING_S = 30.0
 """Interval of keep-alive messages in a silent stream, if the client names none."""
@@ -46,25 +46,15 @@ _STREAMS: dict[str, tuple[type[messages.Message], Callable[..., AsyncGenerator[J
 """Calls that are answered with a stream."""
 
 
-def routes(sandboxes: FindSandboxes) -> list[Route]:
-    """Every route; the header `E2b-Sandbox-Id` names the sandbox."""
+def _inside(path: str, handler: _Handler, method: str = "POST") -> Route:
+    """A route of the sandbox that the header `E2b-Sandbox-Id` names."""
 
-    def inside(path: str, handler: _Handler, method: str = "POST") -> Route:
-        async def answered(request: Request) -> Response:
-            sandbox_id = request.headers.get("e2b-sandbox-id", "")
-            sandbox = sandboxes().find(sandbox_id)
-            return gone(sandbox_id) if sandbox is None else await handler(request, sandbox)
+    async def answered(request: Request) -> Response:
+        sandbox_id = request.headers.get("e2b-sandbox-id", "")
+        sandbox = sandboxes_of(request).find(sandbox_id)
+        return gone(sandbox_id) if sandbox is None else await handler(request, sandbox)
 
-        return Route(path, answered, methods=[method])
-
-    return [
-        inside("/health", _health, "GET"),
-        inside("/files", transfers.download, "GET"),
-        inside("/files", transfers.upload),
-        *(inside(f"/{name}", _unary(*how)) for name, how in _UNARY.items()),
-        *(inside(f"/{name}", _streamed(*how)) for name, how in _STREAMS.items()),
-        inside("/process.Process/StreamInput", _stream_input),
-    ]
+    return Route(path, answered, methods=[method])
 
 
 async def _health(_: Request, __: Sandbox) -> Response:
@@ -119,3 +109,13 @@ async def _stream_input(request: Request, sandbox: Sandbox) -> Response:
     except Exception as error:
         return connect.failed(error)
     return connect.stream(connect.one({}))
+
+
+ROUTES = [
+    _inside("/health", _health, "GET"),
+    _inside("/files", transfers.download, "GET"),
+    _inside("/files", transfers.upload),
+    *(_inside(f"/{name}", _unary(*how)) for name, how in _UNARY.items()),
+    *(_inside(f"/{name}", _streamed(*how)) for name, how in _STREAMS.items()),
+    _inside("/process.Process/StreamInput", _stream_input),
+]

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from atropos.api.e2b import connect, messages
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.sandbox import ENVD_VERSION, Sandbox
-from atropos.api.e2b.sandboxes import FindSandboxes, NoCapacity
+from atropos.api.e2b.sandboxes import NoCapacity, sandboxes_of
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
 
@@ -34,78 +34,63 @@ def gone(sandbox_id: str) -> Response:
     return problem(502, f"The sandbox {sandbox_id[:100]} was not found")
 
 
-class RestApi:
-    """Its handlers. `sandboxes` gives the running server's."""
+def _named(request: Request) -> Sandbox:
+    sandbox_id = request.path_params["sandbox_id"]
+    sandbox = sandboxes_of(request).find(sandbox_id)
+    if sandbox is None:
+        raise RpcError("not_found", f"sandbox {sandbox_id[:100]!r} was not found")
+    return sandbox
 
-    def __init__(self, sandboxes: FindSandboxes) -> None:
-        self._sandboxes = sandboxes
 
-    def routes(self) -> list[Route]:
-        """Every route, in each version of the API that has it."""
-        return [
-            Route(f"{version}{path}", _answered(handler), methods=[method])
-            for method, path, handler, versions in (
-                ("POST", "/sandboxes", self._create, ("", "/v2")),
-                ("GET", "/sandboxes", self._list, ("", "/v2")),
-                ("GET", "/sandboxes/{sandbox_id}", self._info, ("",)),
-                ("DELETE", "/sandboxes/{sandbox_id}", self._kill, ("",)),
-                ("POST", "/sandboxes/{sandbox_id}/timeout", self._timeout, ("",)),
-                ("POST", "/sandboxes/{sandbox_id}/connect", self._connect, ("", "/v2")),
-                ("PUT", "/sandboxes/{sandbox_id}/network", self._network, ("",)),
-            )
-            for version in versions
-        ]
+async def _create(request: Request) -> Response:
+    wanted = messages.parse(messages.NewSandbox, await connect.body_of(request, MAX_API_BYTES))
+    sandbox = await sandboxes_of(request).create(
+        wanted.template_id,
+        timeout_s=wanted.timeout,
+        metadata=wanted.metadata,
+        env=wanted.env_vars,
+        hosts=wanted.network.hosts(internet=wanted.allow_internet_access),
+    )
+    if await request.is_disconnected():  # nobody would end it, and the wait for a slot or an image may be long
+        await sandboxes_of(request).kill(sandbox.id)
+        raise ClientDisconnect
+    return JSONResponse(_opened(request, sandbox), 201)
 
-    def _named(self, request: Request) -> Sandbox:
-        sandbox_id = request.path_params["sandbox_id"]
-        sandbox = self._sandboxes().find(sandbox_id)
-        if sandbox is None:
-            raise RpcError("not_found", f"sandbox {sandbox_id[:100]!r} was not found")
-        return sandbox
 
-    async def _create(self, request: Request) -> Response:
-        wanted = messages.parse(messages.NewSandbox, await connect.body_of(request, MAX_API_BYTES))
-        sandbox = await self._sandboxes().create(
-            wanted.template_id,
-            timeout_s=wanted.timeout,
-            metadata=wanted.metadata,
-            env=wanted.env_vars,
-            hosts=wanted.network.hosts(internet=wanted.allow_internet_access),
-        )
-        if await request.is_disconnected():  # nobody would end it, and the wait for a slot or an image may be long
-            await self._sandboxes().kill(sandbox.id)
-            raise ClientDisconnect
-        return JSONResponse(_opened(request, sandbox), 201)
+async def _connect(request: Request) -> Response:
+    sandbox = _named(request)
+    wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
+    sandboxes_of(request).set_timeout(sandbox, wanted.timeout, later=True)
+    return JSONResponse(_opened(request, sandbox))
 
-    async def _connect(self, request: Request) -> Response:
-        sandbox = self._named(request)
-        wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
-        self._sandboxes().set_timeout(sandbox, wanted.timeout, later=True)
-        return JSONResponse(_opened(request, sandbox))
 
-    async def _list(self, request: Request) -> Response:
-        sandboxes = self._sandboxes()
-        return _page(request, sandboxes.list(), sandboxes.limits)
+async def _list(request: Request) -> Response:
+    sandboxes = sandboxes_of(request)
+    return _page(request, sandboxes.list(), sandboxes.limits)
 
-    async def _info(self, request: Request) -> Response:
-        return JSONResponse(self._named(request).info(self._sandboxes().limits))
 
-    async def _kill(self, request: Request) -> Response:
-        await self._sandboxes().kill(self._named(request).id)
-        return Response(status_code=204)
+async def _info(request: Request) -> Response:
+    return JSONResponse(_named(request).info(sandboxes_of(request).limits))
 
-    async def _timeout(self, request: Request) -> Response:
-        wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
-        self._sandboxes().set_timeout(self._named(request), wanted.timeout)
-        return Response(status_code=204)
 
-    async def _network(self, request: Request) -> Response:
-        wanted = messages.parse(messages.Network, await connect.body_of(request, MAX_API_BYTES))
-        slot, hosts = self._named(request).slot, wanted.hosts()
-        if hosts != () and not slot.network:
-            raise NotSupported("network: the sandbox was created without one")
-        await slot.set_network(hosts)
-        return Response(status_code=204)
+async def _kill(request: Request) -> Response:
+    await sandboxes_of(request).kill(_named(request).id)
+    return Response(status_code=204)
+
+
+async def _timeout(request: Request) -> Response:
+    wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
+    sandboxes_of(request).set_timeout(_named(request), wanted.timeout)
+    return Response(status_code=204)
+
+
+async def _network(request: Request) -> Response:
+    wanted = messages.parse(messages.Network, await connect.body_of(request, MAX_API_BYTES))
+    slot, hosts = _named(request).slot, wanted.hosts()
+    if hosts != () and not slot.network:
+        raise NotSupported("network: the sandbox was created without one")
+    await slot.set_network(hosts)
+    return Response(status_code=204)
 
 
 def _answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -169,3 +154,19 @@ def _moment(given: str | None) -> float:
         return datetime.fromisoformat(given).timestamp()
     except (ValueError, OverflowError):
         raise RpcError("invalid_argument", f"startedAfter: {given[:100]!r} is no time") from None
+
+
+ROUTES = [
+    Route(f"{version}{path}", _answered(handler), methods=[method])
+    for method, path, handler, versions in (
+        ("POST", "/sandboxes", _create, ("", "/v2")),
+        ("GET", "/sandboxes", _list, ("", "/v2")),
+        ("GET", "/sandboxes/{sandbox_id}", _info, ("",)),
+        ("DELETE", "/sandboxes/{sandbox_id}", _kill, ("",)),
+        ("POST", "/sandboxes/{sandbox_id}/timeout", _timeout, ("",)),
+        ("POST", "/sandboxes/{sandbox_id}/connect", _connect, ("", "/v2")),
+        ("PUT", "/sandboxes/{sandbox_id}/network", _network, ("",)),
+    )
+    for version in versions
+]
+"""In each version of the API that has them."""

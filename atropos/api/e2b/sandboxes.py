@@ -6,8 +6,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from starlette.requests import Request
 
 from atropos.aio import set_within
 from atropos.api.e2b.sandbox import Sandbox
@@ -170,5 +172,6 @@ class Sandboxes:
         await asyncio.gather(*(self.kill(one) for one in list(self._open)), return_exceptions=True)
 
 
-FindSandboxes = Callable[[], Sandboxes]
-"""Gives the running server's."""
+def sandboxes_of(request: Request) -> Sandboxes:
+    """Those of the server that answers a request."""
+    return request.app.state.sandboxes
