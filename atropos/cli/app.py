@@ -100,25 +100,22 @@ def main() -> None:
             terminated = True
             signal.raise_signal(signal.SIGINT)
 
-    def loaded() -> None:
-        signal.signal(signal.SIGTERM, terminate)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job has it ignored
-
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks, as on stderr
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(LogLines())
     try:
-        _run(loaded)
+        _run(terminate)
     finally:
         if terminated:
             sys.exit(128 + signal.SIGTERM)
 
 
-def _run(loaded: Callable[[], None]) -> None:
+def _run(terminate: Callable[[int, FrameType | None], None]) -> None:
     try:
         command = command_line(*(name for name in sys.argv[1:2] if name in COMMANDS))
-        loaded()
+        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job has it ignored
         command()
     except KeyboardInterrupt:
         sys.exit(130)
