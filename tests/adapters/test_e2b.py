@@ -121,6 +121,8 @@ def test_a_page_after_the_other_lists_all_sandboxes(server: Server):
         ended += [one.sandbox_id for one in found.next_items() if Sandbox.kill(one.sandbox_id, **server.options)]
     assert sorted([first.sandbox_id, *ended]) == sorted(made)
     assert Sandbox.kill(first.sandbox_id, **server.options)
+    endless = {"limit": "9" * 5000}
+    assert httpx.get(f"{server.url}/e2b/v2/sandboxes", params=endless, headers={"X-API-Key": TOKEN}).status_code == 200
 
 
 def reached(sandbox: Sandbox) -> list[str]:
@@ -351,6 +353,15 @@ def test_a_file_that_can_t_be_looked_at_is_not_said_to_be_missing(server: Server
     with pytest.raises(e2b.SandboxException, match="too much") as refused:
         sandbox.files.list("many")
     assert not isinstance(refused.value, e2b.RateLimitException)
+
+
+def test_without_its_home_a_sandbox_s_files_are_still_there(sandbox: Sandbox):
+    files = sandbox.files
+    files.remove("/home/user")
+    assert "etc" in {one.name for one in files.list("/")}
+    assert (files.exists("/home/user"), files.exists("/etc/passwd")) == (False, True)
+    assert files.make_dir("/home/user/again")
+    assert files.rename("again", "renamed").path == "/home/user/renamed"
 
 
 def test_a_file_of_any_age_is_listed(sandbox: Sandbox):

@@ -75,8 +75,9 @@ def path_of(sandbox: Sandbox, path: str) -> str:
 
 
 async def _run(sandbox: Sandbox, command: Sequence[str], user: str | None) -> ExecResult:
-    """Run one of the slot's programs, in whatever variables the sandbox was created with."""
-    return await sandbox.slot.exec(command, user=user, split=True, clean_env=True, env={"LC_ALL": "C"})
+    """Run one of the slot's programs, whatever variables the sandbox was created with, and whether its home is there."""
+    env = {"LC_ALL": "C"}
+    return await sandbox.slot.exec(command, workdir="/", user=user, split=True, clean_env=True, env=env)
 
 
 async def find(sandbox: Sandbox, path: str, depth: int, user: str | None, *, follow: bool = True) -> list[Entry]:

@@ -141,7 +141,7 @@ def _page(request: Request, sandboxes: list[Sandbox], limits: SlotLimits) -> Res
         and (not last or (sandbox.place > last if ascending else sandbox.place < last))
     ]
     limit = query.get("limit", "")
-    size = min(PAGE, int(limit)) if limit.isdecimal() and int(limit) else PAGE
+    size = min(PAGE, int(limit[:9]) or PAGE) if limit.isdecimal() else PAGE
     page = found[:size]
     headers = {"X-Next-Token": page[-1].place} if len(found) > size else None
     return JSONResponse([sandbox.info(limits) for sandbox in page], headers=headers)
