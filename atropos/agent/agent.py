@@ -6,8 +6,9 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from atropos import tracing
 from atropos.agent.config import AgentConfig, AgentResult, AgentStep, Outcome, PromptTooLong, StopReason
@@ -85,12 +86,14 @@ class AtroposAgent:
             SandboxError: a tool's infrastructure failed.
             PromptTooLong: the prompt alone doesn't fit the context.
         """
-        steps: list[AgentStep] = [] if after is None else after.steps
-        transcript = await self._opened(task) if after is None else after.trajectory_data
-        if after is not None and not await self._continued(transcript, task, steps):
-            reason: StopReason = "context_length"
+        if after is None:
+            steps, transcript, room = list[AgentStep](), await self._opened(task), True
         else:
-            reason = await self._loop(transcript, steps)
+            steps, transcript = after.steps, after.trajectory_data
+            sampled = transcript.tokens[len(transcript) - steps[-1].tokens :]
+            room = await self._continue(transcript, sampled, lambda: [{"role": "user", "content": task}])
+        with Allowance(self.config.timeout_s) as allowance:
+            reason = await self._turns(transcript, steps, allowance) if room else "context_length"
         transcript.check()
         return AgentResult(
             success=reason == "final",
@@ -107,28 +110,29 @@ class AtroposAgent:
         transcript = Transcript(messages=messages, placeholder=not self._model.exact)
         async with gate():
             transcript.add_context(self._dialect.prompt(messages))
-        if len(transcript) + MIN_TURN_TOKENS > self.config.context_tokens:
+        if not self._has_room(transcript):
             raise PromptTooLong(
                 f"the prompt has {len(transcript)} tokens and the context {self.config.context_tokens}: "
                 "raise max_token_length or shorten the task"
             )
         return transcript
 
-    async def _continued(self, transcript: Transcript, task: str, steps: list[AgentStep]) -> bool:
-        """Whether the next message was added: there was room for it."""
-        sampled = transcript.tokens[len(transcript) - steps[-1].tokens :]
-        message: Message = {"role": "user", "content": task}
+    def _has_room(self, transcript: Transcript, more: Sequence[int] = ()) -> bool:
+        """Whether the context holds these tokens and another turn."""
+        return len(transcript) + len(more) + MIN_TURN_TOKENS <= self.config.context_tokens
+
+    async def _continue(
+        self, transcript: Transcript, sampled: Sequence[int], write: Callable[[], list[Message]]
+    ) -> bool:
+        """Append what `write` gives for the model to read after the turn that it `sampled`, if the context has room."""
         async with gate():
-            context = self._dialect.following([message], sampled)
-        if len(transcript) + len(context) + MIN_TURN_TOKENS > self.config.context_tokens:
+            messages = write()
+            context = self._dialect.following(messages, sampled)
+        if not self._has_room(transcript, context):
             return False
-        transcript.messages.append(message)
+        transcript.messages.extend(messages)
         transcript.add_context(context)
         return True
-
-    async def _loop(self, transcript: Transcript, steps: list[AgentStep]) -> StopReason:
-        with Allowance(self.config.timeout_s) as allowance:
-            return await self._turns(transcript, steps, allowance)
 
     async def _turns(self, transcript: Transcript, steps: list[AgentStep], allowance: Allowance) -> StopReason:
         earlier = len(steps)
@@ -148,13 +152,9 @@ class AtroposAgent:
             await self._run_calls(step, allowance)
             if allowance.left_s <= 0:
                 return "max_time"
-            async with gate():
-                answers = self._dialect.results(step.outcomes, self.config)
-                context = self._dialect.following(answers, ids)
-            if len(transcript) + len(context) + MIN_TURN_TOKENS > self.config.context_tokens:
+            results = partial(self._dialect.results, step.outcomes, self.config)
+            if not await self._continue(transcript, ids, results):
                 return "context_length"
-            transcript.messages.extend(answers)
-            transcript.add_context(context)
 
     async def _turn(self, transcript: Transcript, number: int) -> tuple[AgentStep, list[int], StopReason | None]:
         """Generate a turn and append it: the step, its ids, and the bound that cut it off, if one did."""
@@ -170,7 +170,7 @@ class AtroposAgent:
             turn.text,
             turn.answer,
             calls=list(turn.calls),
-            unread=[(error.position, error.message) for error in turn.unread],
+            unread=list(turn.unread),
             reasoning=turn.reasoning,
             tokens=len(turn.ids),
             finish_reason=finish_reason,
@@ -214,7 +214,7 @@ class AtroposAgent:
             if allowance.left_s <= 0:
                 break
             step.outcomes += [
-                Outcome(None, ToolResult.failure(message)) for position, message in step.unread if position == index
+                Outcome(None, ToolResult.failure(error.message)) for error in step.unread if error.position == index
             ]
             if index < len(step.calls):
                 step.outcomes.append(

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, TypedDict
 from atropos.agent.transcript import Message, Transcript
 from atropos.errors import ConfigError
 from atropos.tools import ToolCall, ToolResult
+from atropos.tools.parsers.base import ParseError
 
 StopReason = Literal["final", "max_steps", "max_time", "context_length", "max_tokens"]
 """Why a loop ended: the model gave its answer, or a bound on turns, context or one turn's tokens was reached."""
@@ -93,7 +94,7 @@ class AgentStep:
         text: the model's text, calls included.
         content: the text without its calls.
         calls: of the turn, in order.
-        unread: calls that could not be parsed: the number of calls before each, and the error.
+        unread: calls that could not be parsed.
         outcomes: of calls and unread ones, in order, as far as a bound let them run.
         reasoning: the model's thinking, if the dialect separates it from the answer.
         model_s, tools_s: seconds spent in generation and in tools.
@@ -103,7 +104,7 @@ class AgentStep:
     text: str
     content: str
     calls: list[ToolCall] = field(default_factory=list[ToolCall])
-    unread: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    unread: list[ParseError] = field(default_factory=list[ParseError])
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     reasoning: str = ""
     tokens: int = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from atropos.agent.config import AgentConfig, Outcome
 from atropos.agent.model import ChatAnswer
-from atropos.agent.prompt import results_text, system_text
+from atropos.agent.prompt import system_text
 from atropos.agent.template import TurnRenderer
 from atropos.agent.transcript import Message
 from atropos.thinking import thinking, without_thinking
@@ -21,6 +21,7 @@ from atropos.tools import ToolCall
 from atropos.tools.arguments import replace_surrogates
 from atropos.tools.parsers import Parser
 from atropos.tools.parsers.base import ParseError
+from atropos.tools.sandboxed.text import clip_result
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,28 @@ class Turn:
 
 
 class Dialect(ABC):
-    """How messages and turns are written. One object serves any number of trajectories at once."""
+    """How messages and turns are written. One object serves any number of trajectories at once.
 
-    stop_ids: frozenset[int]
-    """Tokens that end an assistant's turn: nothing is sampled after one."""
+    Args:
+        renderer: of turns as token ids.
+        parser: the format of calls in model text.
+        schemas: OpenAI schemas of the tools that are offered.
+    """
+
+    def __init__(self, renderer: TurnRenderer, parser: Parser, schemas: Sequence[Mapping[str, object]]) -> None:
+        self._renderer = renderer
+        self._parser = parser
+        self._schemas = schemas
+        self.stop_ids = renderer.stop_ids
+        """Tokens that end an assistant's turn: nothing is sampled after one."""
 
     @abstractmethod
     def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:
         """The messages before the first turn; `exact`: the prompt is rendered here, not by the server."""
 
-    @abstractmethod
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Ids of the opening messages, up to where the assistant begins."""
+        return self._renderer.prompt(messages)
 
     @abstractmethod
     def read(self, ids: Sequence[int], *, cut_off: bool) -> Turn:
@@ -76,19 +87,13 @@ class Dialect(ABC):
     def results(self, outcomes: Sequence[Outcome], config: AgentConfig) -> list[Message]:
         """What the model reads of a turn's calls."""
 
-    @abstractmethod
     def following(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
         """Ids between a turn's last sampled token and the next turn."""
+        return self._renderer.following(messages, sampled)
 
 
 class XmlDialect(Dialect):
     """Tools in the system message; a turn's results as XML in one user message. Calls within `<think>` are ignored."""
-
-    def __init__(self, renderer: TurnRenderer, parser: Parser, schemas: Sequence[Mapping[str, object]]) -> None:
-        self._renderer = renderer
-        self._parser = parser
-        self._schemas = schemas
-        self.stop_ids = renderer.stop_ids
 
     def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:  # noqa: ARG002 - the same with exact tokens
         """System and user."""
@@ -96,10 +101,6 @@ class XmlDialect(Dialect):
             {"role": "system", "content": system_text(config.system_prompt, self._schemas, self._parser)},
             {"role": "user", "content": task},
         ]
-
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """See `Dialect.prompt`."""
-        return self._renderer.prompt(messages)
 
     def read(self, ids: Sequence[int], *, cut_off: bool) -> Turn:
         """See `Dialect.read`."""
@@ -126,8 +127,5 @@ class XmlDialect(Dialect):
 
     def results(self, outcomes: Sequence[Outcome], config: AgentConfig) -> list[Message]:
         """All results in one user message, in the order written."""
-        return [{"role": "user", "content": results_text((one.result for one in outcomes), config.max_result_chars)}]
-
-    def following(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
-        """See `Dialect.following`."""
-        return self._renderer.following(messages, sampled)
+        texts = (clip_result(outcome.result, config.max_result_chars).to_xml() for outcome in outcomes)
+        return [{"role": "user", "content": "\n".join(texts)}]

@@ -1,14 +1,13 @@
-"""How tools are described to the model, and how the results of its calls reach it."""
+"""How tools are described to the model."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-from atropos.tools import Tool, ToolCall, ToolRegistry, ToolResult
+from atropos.tools import Tool, ToolCall, ToolRegistry
 from atropos.tools.models import ToolSchema
 from atropos.tools.parsers import Parser
-from atropos.tools.sandboxed.text import clip_result
 
 Tools = ToolRegistry | Iterable[Tool | ToolSchema | Mapping[str, object]]
 """The forms in which an agent takes its tools."""
@@ -52,8 +51,3 @@ def system_text(prompt: str | None, schemas: Sequence[Mapping[str, object]], par
         return text
     described = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
     return text + "\n" + TOOLS_SECTION.format(schemas=described, example=parser.render_turn("", [EXAMPLE]))
-
-
-def results_text(results: Iterable[ToolResult], max_chars: int) -> str:
-    """A turn's results as XML, in the order of its calls."""
-    return "\n".join(clip_result(result, max_chars).to_xml() for result in results)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from atropos.agent.transcript import Message
@@ -45,7 +45,7 @@ class TurnRenderer:
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, object]] | None = None) -> None:
         self._tokenizer = tokenizer
-        self._prompts: OrderedDict[tuple[tuple[str, str], ...], list[int]] = OrderedDict()
+        self._cached_prompt = lru_cache(PROMPTS_KEPT)(self._text_prompt)
         self._tools = [dict(tool) for tool in tools] if tools else None
         self._special = _special_tokens(tokenizer)
         self._special_pattern = (
@@ -81,16 +81,12 @@ class TurnRenderer:
 
     def prompt(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
         """Ids of the opening messages, up to where the assistant begins. A group's members share them."""
-        key = tuple((str(message.get("role")), str(message.get("content"))) for message in messages)
-        if any(set(message) - {"role", "content"} for message in messages):
-            return self._encode(messages, after=None)
-        if key in self._prompts:
-            self._prompts.move_to_end(key)
-        else:
-            self._prompts[key] = self._encode(messages, after=None)
-            while len(self._prompts) > PROMPTS_KEPT:
-                self._prompts.popitem(last=False)
-        return list(self._prompts[key])
+        if all(isinstance(value, str) for message in messages for value in message.values()):
+            return list(self._cached_prompt(*(tuple(message.items()) for message in messages)))
+        return self._encode(messages, after=None)
+
+    def _text_prompt(self, *messages: tuple[tuple[str, object], ...]) -> list[int]:
+        return self._encode([dict(message) for message in messages], after=None)
 
     def following(self, messages: Sequence[Mapping[str, object]], sampled: Sequence[int] = ()) -> list[int]:
         """Ids between the assistant's last sampled token and its next turn, with `messages` between.

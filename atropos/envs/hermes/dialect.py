@@ -31,9 +31,8 @@ class ToolTemplate:
     """
 
     def __init__(self, tokenizer: Tokenizer, schemas: Sequence[Mapping[str, object]]) -> None:
-        plain = TurnRenderer(tokenizer)
         self.describes_tools = bool(schemas) and _renders_tools(tokenizer, schemas)
-        self.renderer = TurnRenderer(tokenizer, schemas) if self.describes_tools else plain
+        self.renderer = TurnRenderer(tokenizer, schemas if self.describes_tools else None)
         self._id_chars = next(
             (chars for chars in (MAX_CALL_ID, MISTRAL_ID_CHARS) if self._renders_results(chars)), None
         )
@@ -91,17 +90,14 @@ class OpenAIDialect(Dialect):
     def __init__(
         self,
         tokenizer: Tokenizer,
-        schemas: Sequence[Mapping[str, object]],
+        schemas: list[dict[str, object]],
         parser: str,
         *,
         extra_body: Mapping[str, object] | None = None,
     ) -> None:
         self._template = ToolTemplate(tokenizer, schemas)
-        self._renderer = self._template.renderer
-        self._parser = parser_for(parser, tokenizer, [dict(schema) for schema in schemas])
-        self._schemas = list(schemas)
+        super().__init__(self._template.renderer, parser_for(parser, tokenizer, schemas), schemas)
         self._extra_body = dict(extra_body or {})
-        self.stop_ids = self._renderer.stop_ids
 
     def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:
         """System, where there is one, and user; an OpenAI-compatible server describes the tools itself."""
@@ -110,10 +106,6 @@ class OpenAIDialect(Dialect):
             system = system_text(system, self._schemas, self._parser)
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         return [*opening, {"role": "user", "content": task}]
-
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """See `Dialect.prompt`."""
-        return self._renderer.prompt(messages)
 
     def read(self, ids: Sequence[int], *, cut_off: bool) -> Turn:
         """The content keeps the thinking, as the model wrote it."""
