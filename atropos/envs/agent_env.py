@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from atropos.agent import AgentConfig, AgentResult, AtroposAgent
+from atropos.agent import AgentConfig, AgentResult, AtroposAgent, ExecuteTool
 from atropos.envs.adapter import Item
 from atropos.envs.config import AgentEnvConfig
-from atropos.envs.running.changes import Run, WorkspaceChanges
+from atropos.envs.running.changes import WorkspaceChanges
 from atropos.envs.running.hooks import run_hook
 from atropos.envs.running.rollout import HookError, Rollout, TaskFault, checked_score, checked_text
 from atropos.envs.running.verification import Verification
@@ -174,7 +174,7 @@ class AgentEnv(SandboxEnv):
         """The agent's part of a trajectory."""
         return await agent.run(task)
 
-    def _agent(self, config: AgentConfig, run: Run, seed: int | None) -> AtroposAgent:
+    def _agent(self, config: AgentConfig, run: ExecuteTool, seed: int | None) -> AtroposAgent:
         if seed is not None and config.seed is None:
             config = replace(config, seed=seed)
         return AtroposAgent(self.server, self.tokenizer, self.executor.tools, config, run, renderer=self.renderer)

@@ -12,8 +12,8 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import cached_property, partial
 from typing import NoReturn, cast
 
 from atropos import tracing
@@ -112,7 +112,6 @@ class SandboxEnv(BaseEnv):
         self._trainer = TrainerWatch(config)
         self._unsent: set[asyncio.Task[object] | None] = set()
         """Workers that have collected a group and not sent it."""
-        self._renderer: TurnRenderer | None = None
 
     # --------------------------------------------------------------------------------------------- for subclasses
 
@@ -188,12 +187,10 @@ class SandboxEnv(BaseEnv):
         """Called with each `Event`, for progress displays."""
         return self.collector.observers
 
-    @property
+    @cached_property
     def renderer(self) -> TurnRenderer:
         """The tokenizer's chat template, turn by turn."""
-        if self._renderer is None:
-            self._renderer = TurnRenderer(self.tokenizer)
-        return self._renderer
+        return TurnRenderer(self.tokenizer)
 
     @property
     def context_tokens(self) -> int:
@@ -325,16 +322,22 @@ class SandboxEnv(BaseEnv):
             ConfigError, InferenceError, SandboxError: the run could not start.
         """
         self._check_complete()
-        async with self.lifetime.running(self._close):
-            self.config.group_size = int(getattr(self, "group_size_to_process", self.config.group_size))
-            await self.setup()
-            self._wandb.start(self.wandb_project, self.wandb_group)
-            async with beside(watch_inference(self.server, self.config.model_timeout_s)):
-                await self._process(int(getattr(self, "n_groups_to_process", self.config.total_steps)))
+        self.config.group_size = int(getattr(self, "group_size_to_process", self.config.group_size))
+        async with self._running():
+            await self._process(int(getattr(self, "n_groups_to_process", self.config.total_steps)))
         dropped = sum(self.metrics.dropped.values())
         if dropped:
             reasons = ", ".join(f"{count} x {code}" for code, count in self.metrics.dropped.items())
             raise GroupsDropped(f"{dropped} of {dropped + self.metrics.groups} groups were dropped ({reasons})")
+
+    @contextlib.asynccontextmanager
+    async def _running(self) -> AsyncGenerator[None]:
+        """Run the body, without a trainer, between the env's set-up and its end."""
+        async with self.lifetime.running(self._close):
+            await self.setup()
+            self._wandb.start(self.wandb_project, self.wandb_group)
+            async with beside(watch_inference(self.server, self.config.model_timeout_s)):
+                yield
 
     async def _process(self, total: int) -> None:
         self.curr_step = started = 0
@@ -437,11 +440,8 @@ class SandboxEnv(BaseEnv):
     async def _run_evaluate(self) -> None:
         if type(self).evaluate is SandboxEnv.evaluate:
             raise ConfigError(f"{type(self).__name__} has no evaluation; define evaluate(), or use process")
-        async with self.lifetime.running(self._close):
-            await self.setup()
-            self._wandb.start(self.wandb_project, self.wandb_group)
-            async with beside(watch_inference(self.server, self.config.model_timeout_s)):
-                await self.evaluate()
+        async with self._running():
+            await self.evaluate()
 
     # -------------------------------------------------------------------------------------------- wandb and the end
 

@@ -46,8 +46,6 @@ class CommandEnv(Protocol):
     config: SandboxEnvConfig
     lifetime: Lifetime
     metrics: EnvMetrics
-    n_groups_to_process: int
-    group_size_to_process: int
 
     async def process_manager(self) -> None:
         """Run `process`."""
@@ -143,7 +141,9 @@ def _drive(env: CommandEnv, command: str) -> int:
 
     code, line = 0, ""
     try:
-        asyncio.run(_manager(env, command))
+        evaluate = env._run_evaluate  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] (atroposlib's name)
+        managers = {"process": env.process_manager, "serve": env.env_manager, "evaluate": evaluate}
+        asyncio.run(managers[command]())
     except (GroupsDropped, HookError, TrajectoryApiLost) as error:
         code, line = EXIT_FAILED, str(error)
     except ConfigError as error:
@@ -170,21 +170,9 @@ def _drive(env: CommandEnv, command: str) -> int:
     return _fail(line, code) if code else 0
 
 
-async def _manager(env: CommandEnv, command: str) -> None:
-    if command == "process":
-        env.n_groups_to_process = env.config.total_steps
-        env.group_size_to_process = env.config.group_size
-        await env.process_manager()
-    elif command == "serve":
-        await env.env_manager()
-    else:
-        await env._run_evaluate()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] (atroposlib's name)
-
-
 def _report(env: CommandEnv) -> None:
     metrics = env.metrics
-    scores = list(metrics.scores)
-    mean = f", mean score {sum(scores) / len(scores):.3f}" if scores else ""
+    mean = "" if metrics.mean_score is None else f", mean score {metrics.mean_score:.3f}"
     print(f"{metrics.groups} groups, {metrics.trajectories} trajectories, {metrics.calls} calls{mean}")
     path = env.config.data_path_to_save_groups
     if path and Path(path).exists():

@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import asdict
 
-from atropos.agent import AgentConfig, AtroposAgent
+from atropos.agent import AgentConfig, AtroposAgent, ExecuteTool
 from atropos.agent.model import EXACT
 from atropos.envs.adapter import Item, ServerConfigs, server_types
 from atropos.envs.hermes.bridge import body as bridge_body
@@ -43,7 +43,7 @@ from atropos.envs.hermes.data import load_rows
 from atropos.envs.hermes.dialect import OpenAIDialect
 from atropos.envs.hermes.result import HermesResult
 from atropos.envs.hermes.tool_context import ToolContext
-from atropos.envs.running.changes import Run, WorkspaceChanges
+from atropos.envs.running.changes import WorkspaceChanges
 from atropos.envs.running.hooks import HOOK_CODE
 from atropos.envs.running.rollout import Rollout, checked_score, checked_text
 from atropos.envs.running.verification import Verification
@@ -254,7 +254,7 @@ class HermesAgentBaseEnv(SandboxEnv):
             )
         return self._dialects[key]
 
-    def _offered(self, tools: ToolRegistry, execute: Run) -> Run:
+    def _offered(self, tools: ToolRegistry, execute: ExecuteTool) -> ExecuteTool:
         """`execute`, which refuses tools that this group doesn't have."""
 
         async def run(call: ToolCall) -> ToolResult:
@@ -279,7 +279,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         )
 
     @contextlib.asynccontextmanager
-    async def _lifetime_of(self, trajectory_id: str) -> AsyncGenerator[Run]:
+    async def _lifetime_of(self, trajectory_id: str) -> AsyncGenerator[ExecuteTool]:
         """A function that runs calls; a slot that is idle for longer than `terminal_lifetime` is released."""
         idle_s = self.config.terminal_lifetime
         expired = False

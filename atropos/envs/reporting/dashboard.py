@@ -149,7 +149,7 @@ class EnvDashboard:
             "up": duration(uptime),
             "groups": f"{found.groups:,}",
             "trajectories": f"{found.trajectories:,}",
-            "mean score": f"{sum(found.scores) / len(found.scores):.3f}" if found.scores else "-",
+            "mean score": "-" if (mean := found.mean_score) is None else f"{mean:.3f}",
             "in flight": str(len(found.activity.running)),
             "tool calls": f"{found.calls:,}",
             "tool errors": f"{found.tool_errors:,}",

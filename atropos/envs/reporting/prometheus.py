@@ -56,8 +56,7 @@ def _families(found: EnvMetrics) -> list[Family]:
         )
     )
     families.append(gauge("atropos_env_in_flight", "Trajectories in flight.", len(found.activity.running)))
-    if found.scores:
-        mean = sum(found.scores) / len(found.scores)
+    if (mean := found.mean_score) is not None:
         families.append(gauge("atropos_env_score_mean", "Mean score of recent groups' trajectories.", mean))
     return [*families, found.verify.family(), found.trajectory_seconds.family()]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 
 from atropos import wire
+from atropos.agent import ExecuteTool
 from atropos.dashboard.changes import Changes, compare
 from atropos.errors import SandboxError
 from atropos.slots import Slot
@@ -18,7 +18,6 @@ MAX_FOLDER_BYTES = 1 << 20
 """Longest archive of the folder; a larger folder is not compared."""
 LOOK_S = 5.0
 """Timeout of reading the folder once."""
-Run = Callable[[ToolCall], Awaitable[ToolResult]]
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class WorkspaceChanges:
         self._before, self._note = b"", ""
         self._once = asyncio.Lock()
 
-    def watched(self, run: Run) -> Run:
+    def watched(self, run: ExecuteTool) -> ExecuteTool:
         """`run`, which first archives the folder before the first call to the slot."""
         if not self._wanted:
             return run

@@ -214,17 +214,18 @@ class GroupCollector:
         """
         name = self._env.item_name(item)
         group = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)[:60]}-{next(self._numbers)}"
-        for restart in itertools.count():
-            prefix = f"{group}-w{restart}" if restart else group
+        restarts = 0
+        while True:
+            prefix = f"{group}-w{restarts}" if restarts else group
             try:
                 return await self._members(item, name, size, group, prefix)
             except WorkspaceLost as lost:
-                if restart == self._config.trajectory_retries:
+                if restarts == self._config.trajectory_retries:
                     raise GroupDropped(f"{group}: {lost}", code=lost.code) from lost
                 self._metrics.retries[lost.code] += 1
                 _log.warning("group %s is restarted with a newly prepared workspace: %s", group, lost)
                 self._notify(Event("retry", name, detail=str(lost)))
-        raise AssertionError("unreachable")
+                restarts += 1
 
     async def _members(self, item: object, name: str, size: int, group: str, prefix: str) -> list[Rollout]:
         async with self._prepared(item, prefix) as snapshot, task_group() as tasks:
@@ -241,7 +242,7 @@ class GroupCollector:
     async def _prepared(self, item: object, prefix: str) -> AsyncGenerator[Snapshot | None]:
         """The group's snapshot, dropped when the group is over."""
         snapshot = await self._persist(
-            prefix, lambda attempt: self._env.prepare_group(item, f"{prefix}-setup{attempt}")
+            prefix, lambda earlier: self._env.prepare_group(item, _name_of(f"{prefix}-setup", earlier))
         )
         try:
             yield snapshot
@@ -252,12 +253,10 @@ class GroupCollector:
 
     async def _member(self, item: object, prefix: str, member: GroupMember) -> Rollout:
         name = f"{prefix}-{member.index}"
-        attempts = itertools.count(1)
 
-        async def once(attempt: str) -> Rollout:
-            number = next(attempts)
-            rollout = await self._attempt(item, f"{name}{attempt}", member)
-            rollout.attempts = number
+        async def once(earlier: int) -> Rollout:
+            rollout = await self._attempt(item, _name_of(name, earlier), member)
+            rollout.attempts = earlier + 1
             return rollout
 
         rollout = await self._persist(name, once)
@@ -310,8 +309,8 @@ class GroupCollector:
         except SlotLost as error:  # of a fork that has not started yet: the snapshot is
             raise WorkspaceLost(f"the group's prepared workspace is lost: {error}") from error
 
-    async def _persist(self, what: str, once: Callable[[str], Awaitable[Value]]) -> Value:
-        """Call `once`, and retry it in a fresh slot after infrastructure failures; then drop the group.
+    async def _persist(self, what: str, once: Callable[[int], Awaitable[Value]]) -> Value:
+        """Call `once` with the number of earlier attempts: again in a fresh slot after each infrastructure failure.
 
         Failures while Nomad or Docker is away with all containers are not counted: the engine is awaited (`outage_s`). Nor
         is a wait for slots that are all at work.
@@ -320,15 +319,16 @@ class GroupCollector:
             GroupDropped: it can't be completed.
             WorkspaceLost: there is nothing left to start from.
         """
-        failures = 0
-        for number in itertools.count():
+        earlier = failures = 0
+        while True:
             await self._wait_for_engine(what)
             try:
                 with ungrouped():
-                    return await once(f"-r{number}" if number else "")
+                    return await once(earlier)
             except (HookError, PromptTooLong) as error:
                 raise GroupDropped(f"{what}: {error}", code=error.code) from error
             except (SandboxError, InferenceError) as error:
+                earlier += 1
                 if isinstance(error, NoSlotYet) or (isinstance(error, SandboxError) and self._backend.outage()):
                     self._metrics.retries[error.code] += 1
                     _log.info("%s waits on: %s", what, error)
@@ -343,7 +343,6 @@ class GroupCollector:
                 self._notify(Event("retry", what, detail=str(error)))
                 await asyncio.sleep(backoff_s(failures, first_s=0.1, longest_s=2.0))
                 failures += 1
-        raise AssertionError("unreachable")
 
     async def _wait_for_engine(self, what: str) -> None:
         """Wait while the engine is away with all containers; if it stays away, end the run."""
@@ -371,3 +370,8 @@ class GroupCollector:
                 observer(event)
             except Exception:
                 _log.exception("an observer failed")
+
+
+def _name_of(name: str, earlier: int) -> str:
+    """The name of an attempt: each has a workspace, and with it a trajectory id, of its own."""
+    return f"{name}-r{earlier}" if earlier else name

@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 from typing import TypeVar, cast
 
 from atropos import tracing
-from atropos.agent import PromptTooLong
+from atropos.agent import ExecuteTool, PromptTooLong
 from atropos.aio import Allowance, cancelled_from_outside
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import HookError, TaskFault
@@ -103,7 +103,7 @@ class ExecTool(HookCalls):
         self,
         executor: ToolExecutor,
         trajectory_id: str,
-        run: Callable[[ToolCall], Awaitable[ToolResult]],
+        run: ExecuteTool,
         *,
         setup: bool = False,
     ) -> None:

@@ -49,7 +49,7 @@ class Lifetime:
         self.signal: signal.Signals | None = None
         self.fatal: BaseException | None = None
         self._main: asyncio.Task[object] | None = None
-        self._closing = False
+        """What a signal or an error cancels; None before the run, and from where it is closed."""
 
     def abort(self, error: BaseException) -> None:
         """End the run because of an error in one of its tasks; the first one counts."""
@@ -63,7 +63,7 @@ class Lifetime:
             self._stop()
 
     def _stop(self) -> None:
-        if self._main is not None and not self._closing:
+        if self._main is not None:
             self._main.cancel()
 
     @contextlib.asynccontextmanager
@@ -87,13 +87,11 @@ class Lifetime:
                 raise self.fatal from None
             raise
         finally:
-            self._closing = True
+            self._main = None
             try:
                 await outlive(close())
             finally:
                 signals.close()
-                self._main = None
-                self._closing = False
 
 
 class _Signals:

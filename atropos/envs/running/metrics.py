@@ -55,6 +55,11 @@ class EnvMetrics:
         default_factory=lambda: Histogram("atropos_env_trajectory_seconds", "Time of scored trajectories.")
     )
 
+    @property
+    def mean_score(self) -> float | None:
+        """Of the latest `scores`; None before the first."""
+        return sum(self.scores) / len(self.scores) if self.scores else None
+
     def as_dict(self) -> dict[str, object]:
         """Flat names and numbers, as wandb wants them."""
         call_p50_s, call_p99_s = percentiles(self.call_s, 0.5, 0.99)
@@ -71,8 +76,8 @@ class EnvMetrics:
             "env/call_p50_s": call_p50_s,
             "env/call_p99_s": call_p99_s,
         }
-        if self.scores:
-            found["env/score_mean"] = sum(self.scores) / len(self.scores)
+        if self.mean_score is not None:
+            found["env/score_mean"] = self.mean_score
         named = {
             "groups_dropped": self.dropped,
             "groups_unsent": self.unsent,
