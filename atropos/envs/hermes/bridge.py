@@ -8,14 +8,14 @@ never blocked. Unlike SQLAlchemy's bridge, this one also drives a coroutine func
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from typing import Generic, TypeVar, cast
+from typing import TypeVar, cast
 
 from greenlet import getcurrent, greenlet
 
 Value = TypeVar("Value")
 
-_YIELD, _AWAIT = "yield", "await"
 _Switch = Callable[[object], object]
 """Continues a greenlet or a coroutine with a value or an exception."""
 
@@ -24,30 +24,29 @@ class _Bridged(greenlet):
     """The greenlet that runs one bridged function."""
 
 
-class _Run(Generic[Value]):
-    def __init__(self, function: Callable[[], Value | Awaitable[Value]]) -> None:
-        self._function = function
+async def bridged(function: Callable[[], Value | Awaitable[Value]]) -> Value:
+    """Await a function, sync or async, whose sync parts may call `wait`.
 
-    def __await__(self) -> Generator[object, object, Value]:
-        runner = _Bridged(body)
-        runner.gr_context = getcurrent().gr_context
-        request = self._switch(runner, runner.switch, self._function)
-        while not runner.dead:
-            kind, payload = cast("tuple[str, Awaitable[object]]", request)
-            try:
-                # A coroutine's own await is passed on as it is; a sync call's awaitable is awaited here.
-                answer = (yield payload) if kind == _YIELD else (yield from payload.__await__())
-            except BaseException as error:
-                request = self._switch(runner, cast("_Switch", runner.throw), error)
-            else:
-                request = self._switch(runner, runner.switch, answer)
-        return cast("Value", request)
+    What it raises is raised here, and a cancellation here is one there.
+    """
+    runner = _Bridged(body)
+    runner.gr_context = getcurrent().gr_context
+    request = _switch(runner, runner.switch, function)
+    while not runner.dead:
+        try:
+            answer = await cast("Awaitable[object]", request)
+        except BaseException as error:
+            request = _switch(runner, cast("_Switch", runner.throw), error)
+        else:
+            request = _switch(runner, runner.switch, answer)
+    return cast("Value", request)
 
-    @staticmethod
-    def _switch(runner: _Bridged, how: _Switch, argument: object) -> object:
-        # A task may be resumed from another greenlet than the last time, where bridges are nested.
-        runner.parent = getcurrent()
-        return how(argument)
+
+def _switch(runner: _Bridged, how: _Switch, argument: object) -> object:
+    """Continue the runner: what it waits for next, or at its end what the function returned."""
+    # A task may be resumed from another greenlet than the last time, where bridges are nested.
+    runner.parent = getcurrent()
+    return how(argument)
 
 
 def body(function: Callable[[], object]) -> object:
@@ -67,7 +66,7 @@ def _drive(coroutine: Coroutine[object, object, object]) -> object:
             except StopIteration as stop:
                 return stop.value
             try:
-                argument = _to_parent(_YIELD, waited)
+                argument = _to_parent(_yielding(waited))
                 resume = coroutine.send
             except BaseException as error:
                 argument, resume = error, cast("_Switch", coroutine.throw)
@@ -75,18 +74,16 @@ def _drive(coroutine: Coroutine[object, object, object]) -> object:
         coroutine.close()
 
 
-def _to_parent(kind: str, payload: object) -> object:
+@types.coroutine
+def _yielding(waited: object) -> Generator[object, object, object]:
+    """An awaitable that yields to the event loop just what a coroutine's own await did."""
+    return (yield waited)
+
+
+def _to_parent(awaitable: Awaitable[object]) -> object:
     parent = getcurrent().parent
     assert parent is not None
-    return parent.switch((kind, payload))
-
-
-def bridged(function: Callable[[], Value | Awaitable[Value]]) -> Awaitable[Value]:
-    """Await a function, sync or async, whose sync parts may call `wait`.
-
-    What it raises is raised here, and a cancellation here is one there.
-    """
-    return _Run(function)
+    return parent.switch(awaitable)
 
 
 def in_bridge() -> bool:
@@ -104,4 +101,4 @@ def wait(awaitable: Awaitable[Value]) -> Value:
         if inspect.iscoroutine(awaitable):
             awaitable.close()
         raise RuntimeError("wait() works only inside bridged()")
-    return cast("Value", _to_parent(_AWAIT, awaitable))
+    return cast("Value", _to_parent(awaitable))

@@ -15,7 +15,6 @@ import errno
 import functools
 import io
 import json
-import logging
 import os
 import tarfile
 import uuid
@@ -31,8 +30,6 @@ from atropos.errors import SandboxError
 from atropos.slots import Slot, SlotFileError
 from atropos.slots.slot.files import MAX_READ_BYTES
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
-
-_log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 CLEANUP_S = 10.0
@@ -136,12 +133,12 @@ class ToolContext(HookCalls):
         executor: ToolExecutor,
         trajectory_id: str,
         *,
-        limit: asyncio.Semaphore | None = None,
+        limit: contextlib.AbstractAsyncContextManager[None] | None = None,
         setup: bool = False,
     ) -> None:
         super().__init__(executor, trajectory_id, setup=setup)
         self._loop = asyncio.get_running_loop()
-        self._limit = limit or asyncio.Semaphore(1_000_000)
+        self._limit = limit or contextlib.nullcontext()
 
     async def _limited(self, work: Callable[[], Awaitable[Value]]) -> Value:
         with self.watched():

@@ -121,7 +121,7 @@ async def test_an_abandoned_bridge_closes_its_function():
         finally:
             closed.append(True)
 
-    run = bridged(reward).__await__()
-    next(run)
+    run = _run(reward)
+    run.send(None)
     run.close()
     assert closed == [True]
