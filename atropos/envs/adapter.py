@@ -170,11 +170,12 @@ def _cached(name: str) -> bool:
 def _on_hub(name: str, field: str, cure: str) -> bool:
     """Whether the hub knows the name; False when it can't be reached or must not be asked."""
     import httpx
+    from huggingface_hub import get_token
 
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes"}:
         return False
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    token = os.environ.get("HF_TOKEN")
+    token = get_token()
     try:
         answer = httpx.head(
             f"{endpoint}/{name}/resolve/main/tokenizer_config.json",

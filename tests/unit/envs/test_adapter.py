@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
+import huggingface_hub
 import pytest
 from aiohttp import web
 
-from atropos.envs.adapter import probe_servers
-from atropos.errors import InferenceError
+from atropos.envs.adapter import check_tokenizer, probe_servers
+from atropos.errors import ConfigError, InferenceError
 from tests.unit.envs.support import ScriptEnv, make
 
 
 @contextlib.asynccontextmanager
-async def server(**answer):
-    async def handle(request):
+async def server(handle=None, **answer):
+    async def same(request):
         return web.json_response({"status": "ok"}) if request.method == "GET" else web.Response(**answer)
 
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handle)
+    app.router.add_route("*", "/{path:.*}", handle or same)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -77,3 +79,21 @@ async def test_a_server_that_is_not_there_is_to_be_started(kind):
     env = make(ScriptEnv, "http://127.0.0.1:9/v1", None, server_type=kind)
     with pytest.raises(InferenceError, match=r"start the server, or correct --openai\.base_url"):
         await env.setup()
+
+
+async def test_a_tokenizer_that_the_hub_gives_to_who_logged_in_is_found(monkeypatch, tmp_path):
+    """`hf auth login` writes the token to a file; a variable is the other way."""
+
+    async def gated(request):
+        return web.Response(status=200 if request.headers.get("Authorization") == "Bearer hf_mine" else 401)
+
+    (tmp_path / "token").write_text("hf_mine\n")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    async with server(gated) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+        with pytest.raises(ConfigError, match="answers 401 for 'org/gated'"):
+            await asyncio.to_thread(check_tokenizer, "org/gated", field="env.tokenizer_name")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        await asyncio.to_thread(check_tokenizer, "org/gated", field="env.tokenizer_name")
