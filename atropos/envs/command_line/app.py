@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
@@ -21,7 +22,6 @@ from atropos.envs.command_line.flags import (
     build_config,
     build_servers,
     command_defaults,
-    first_server,
 )
 from atropos.errors import ConfigError, InferenceError, IsolationUnavailable, SandboxError
 from atropos.terminal import log_to_stderr, visible
@@ -119,16 +119,22 @@ def command_line(cls: EnvProgram) -> click.Group:
                 logging.getLogger(__name__).info("%s is there already: the groups go to %s", wanted, path)
             return _drive(env, given.command)
 
-        group.add_command(SettingsCommand(name, text, defaults, first_server(default_servers), start))
+        group.add_command(SettingsCommand(name, text, defaults, default_servers[0], start))
     return group
 
 
 def _defaults(cls: EnvProgram) -> tuple[SandboxEnvConfig, list[APIServerConfig]]:
+    """What `config_init` gives; where it names no server, one with defaults alone."""
+    from atropos.envs.adapter import APIServerConfig
     from atropos.envs.config import SandboxEnvConfig
 
     match given := cls.config_init():
-        case (SandboxEnvConfig(), _):
-            return cast("tuple[SandboxEnvConfig, list[APIServerConfig]]", given)
+        case (SandboxEnvConfig() as config, APIServerConfig() as server):
+            return config, [server]
+        case (SandboxEnvConfig() as config, [APIServerConfig(), *_] as servers):
+            return config, [*cast("Sequence[APIServerConfig]", servers)]
+        case (SandboxEnvConfig() as config, _):
+            return config, [APIServerConfig()]
         case _:
             kind = type(given).__name__
             raise ConfigError(f"{cls.__name__}.config_init must return (config, [APIServerConfig(...)]), not a {kind}")

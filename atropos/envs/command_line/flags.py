@@ -12,7 +12,7 @@ import json
 import os
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
@@ -26,9 +26,7 @@ from atropos.config import is_secret, one_line
 from atropos.errors import ConfigError
 
 if TYPE_CHECKING:
-    from atropos.envs.adapter import APIServerConfig, ServerBaseline
-
-    Servers = list[APIServerConfig] | APIServerConfig | ServerBaseline
+    from atropos.envs.adapter import APIServerConfig
 
 Model = TypeVar("Model", bound=BaseModel)
 HELP_WIDTH = 110
@@ -319,28 +317,19 @@ def build_config(defaults: Model, settings: CommandLine) -> Model:
     return _validated(type(defaults), {**values, **settings.env}, "env")
 
 
-def build_servers(settings: CommandLine, default: Servers) -> list[APIServerConfig]:
+def build_servers(settings: CommandLine, defaults: Sequence[APIServerConfig]) -> list[APIServerConfig]:
     """The inference servers: the YAML's list, or the one of `config_init` with flags and YAML over it."""
-    model = type(first_server(default))
+    model = type(defaults[0])
     if settings.servers is not None and len(settings.servers) != 1:
         return [_validated(model, one, f"openai[{index}]") for index, one in enumerate(settings.servers)]
     given = {**(settings.servers[0] if settings.servers else {}), **settings.openai}
-    defaults = default if isinstance(default, list) else [first_server(default)]
     if len(defaults) > 1:
         if given:
             first = next(iter(given))
             raise ConfigError(f"--openai.{first}: config_init gives {len(defaults)} servers; list them in YAML instead")
-        return defaults
-    values = {name: getattr(defaults[0], name) for name in defaults[0].model_fields_set} if defaults else {}
+        return [*defaults]
+    values = {name: getattr(defaults[0], name) for name in defaults[0].model_fields_set}
     return [_validated(model, {**values, **given}, "openai")]
-
-
-def first_server(default: Servers) -> APIServerConfig:
-    """The first inference server of `config_init`, or one with defaults alone."""
-    from atropos.envs.adapter import APIServerConfig
-
-    first = default[0] if isinstance(default, list) and default else default
-    return first if isinstance(first, APIServerConfig) else APIServerConfig()
 
 
 def _validated(model: type[Model], values: Mapping[str, object], space: str) -> Model:

@@ -183,6 +183,20 @@ def test_the_help_shows_no_key(capsys):
     assert "secret42" not in shown
 
 
+SERVER = APIServerConfig(base_url="http://127.0.0.1:9/v1", model_name="authors-own")
+
+
+@pytest.mark.parametrize("given", [SERVER, [SERVER], (SERVER,)], ids=["alone", "list", "tuple"])
+def test_the_server_of_config_init_counts_however_it_is_given(capsys, given):
+    class Env(ScriptEnv):
+        @classmethod
+        def config_init(cls):
+            return AgentEnvConfig(), given
+
+    assert app.run(Env, ["process", "--help"]) == 0
+    assert "[default: authors-own]" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("given", [None, AgentEnvConfig(), (AgentEnvConfig(),), ([], AgentEnvConfig())])
 def test_a_config_init_without_its_pair_is_named(capsys, given):
     class Env(ScriptEnv):
