@@ -14,6 +14,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from functools import partial
 from typing import Any, cast
 
 from atropos.agent.model import EXACT, Model, ModelFailure, capturing
@@ -322,15 +323,9 @@ class _Direct:
 
     def __init__(self, server: APIServer) -> None:
         self.config = server.config
-        self._server = server
-
-    async def tokens_and_logprobs_completion(self, **kwargs: object) -> object:
-        ask = self._server._tokens_and_logprobs_completion_wrapper  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
-        return await ask(model=self.config.model_name, **kwargs)
-
-    async def chat_completion(self, **kwargs: object) -> object:
-        ask = self._server._chat_completion_wrapper  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
-        return await ask(model=self.config.model_name, **kwargs)
+        generate, chat = server._tokens_and_logprobs_completion_wrapper, server._chat_completion_wrapper  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        self.tokens_and_logprobs_completion = partial(generate, model=self.config.model_name)
+        self.chat_completion = partial(chat, model=self.config.model_name)
 
 
 async def stop_servers(server: ServerManager) -> None:

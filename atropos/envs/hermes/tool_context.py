@@ -145,11 +145,12 @@ class ToolContext(HookCalls):
             async with self._limit:
                 return await work()
 
-    def _checked(self, what: str, answer: AwaitableDict) -> AwaitableDict:
-        """The answer; where a workspace is being prepared, one that is an error is a fault of the task."""
-        if self._setup and "error" in answer:
-            raise TaskFault(f"{what} failed: {answer['error']}")
-        return answer
+    def _failed(self, what: str, error: Exception | str) -> AwaitableDict:
+        """The answer of a call that failed, which is a fault of the task where a workspace is being prepared."""
+        reason = str(getattr(error, "strerror", None) or error)
+        if self._setup:
+            raise TaskFault(f"{what} failed: {reason}")
+        return AwaitableDict(error=reason)
 
     async def _slot(self) -> Slot:
         return await self._executor.slot(self.trajectory_id)
@@ -204,7 +205,7 @@ class ToolContext(HookCalls):
             data = await (await self._slot()).read_file(path, max_bytes=max_bytes)
             return AwaitableDict(content=data.decode("utf-8", "replace"))
         except SlotFileError as error:
-            return self._checked(f"read_file {path}", AwaitableDict(error=_reason(error)))
+            return self._failed(f"read_file {path}", error)
 
     @_either
     async def write_file(self, path: str, content: str | bytes) -> AwaitableDict:
@@ -213,7 +214,7 @@ class ToolContext(HookCalls):
         try:
             await (await self._slot()).write_file(path, data)
         except SlotFileError as error:
-            return self._checked(f"write_file {path}", AwaitableDict(error=_reason(error)))
+            return self._failed(f"write_file {path}", error)
         return AwaitableDict(success=True, bytes_written=len(data))
 
     @_either
@@ -222,7 +223,7 @@ class ToolContext(HookCalls):
         operation = wire.Search(pattern=query, path=path, max_matches=SEARCH_MATCHES)
         result = await (await self._slot()).run(operation)
         if isinstance(result, wire.OpError):
-            return self._checked(f"search {query!r}", AwaitableDict(error=result.message))
+            return self._failed(f"search {query!r}", result.message)
         assert isinstance(result, wire.SearchResult)
         matches = [{"path": match.path, "line": match.line, "text": match.text} for match in result.matches]
         return AwaitableDict(matches=matches, truncated=result.truncated)
@@ -239,7 +240,7 @@ class ToolContext(HookCalls):
         try:
             await (await self._slot()).upload(source, path)
         except SlotFileError as error:
-            return self._checked(f"upload {path}", AwaitableDict(error=_reason(error)))
+            return self._failed(f"upload {path}", error)
         return AwaitableDict(success=True)
 
     @_either
@@ -257,13 +258,13 @@ class ToolContext(HookCalls):
         try:
             data = await (slot.read_file if is_file else slot.download)(path, max_bytes=max_bytes)
         except SlotFileError as error:
-            return self._checked(f"download {path}", AwaitableDict(error=_reason(error)))
+            return self._failed(f"download {path}", error)
         try:
             await asyncio.to_thread(_write_local if is_file else _unpack_local, Path(target), data)
         except (OSError, tarfile.TarError) as error:
             if isinstance(error, OSError) and (is_file or error.errno not in OF_NAMES):
                 raise
-            return self._checked(f"download {path}", AwaitableDict(error=_reason(error)))
+            return self._failed(f"download {path}", error)
         return AwaitableDict(success=True)
 
     @_either
@@ -287,7 +288,7 @@ class ToolContext(HookCalls):
             try:
                 yield context
             finally:
-                await context.settle()
+                await context.settled()
         finally:
             self.failure = self.failure or context.failure or context.left_over()
             await self._executor.release_trajectory(name)
@@ -352,10 +353,6 @@ class ToolContext(HookCalls):
 
     def __repr__(self) -> str:
         return f"<ToolContext of {self.trajectory_id!r}{', failed' if self.failure else ''}>"
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error)
 
 
 def _write_local(target: Path, data: bytes) -> None:

@@ -80,13 +80,14 @@ class HookCalls:
             return TaskFault("a call was given up, or was not awaited; give the call itself a timeout")
         return None
 
-    async def settle(self) -> None:
-        """After the hook: check that the slot still answers, or else record that as a failure."""
+    async def settled(self) -> SandboxError | HookError | None:
+        """The first failure after the hook's end; that the slot no longer answers is one."""
         if self.failure is None:
             try:
                 await self._executor.check_alive(self.trajectory_id)
             except SandboxError as error:
                 self.failure = error
+        return self.failure
 
 
 class ExecTool(HookCalls):
@@ -207,11 +208,13 @@ class Hooks:
             with self.guard(name, kind):
                 value = await self._bounded(name, hook, kind)
         except HookError:
-            if (failure := await _settled(calls)) is None:
+            if calls is None or (failure := await calls.settled()) is None:
                 raise
         else:
-            left_over = None if calls is None else calls.left_over()
-            failure = await _settled(calls) or left_over
+            if calls is None:
+                return value
+            left_over = calls.left_over()
+            failure = await calls.settled() or left_over
             if failure is None:
                 return value
         raise _named(name, failure)
@@ -243,14 +246,6 @@ class Hooks:
                 self._logged.add((name, type(error)))
                 _log.exception("%s of %s failed", name, self._owner)
             raise kind(f"{name} raised {type(error).__name__}: {error}") from error
-
-
-async def _settled(calls: HookCalls | None) -> SandboxError | HookError | None:
-    """The first failure of a hook's calls, cancelled ones included."""
-    if calls is None:
-        return None
-    await calls.settle()
-    return calls.failure
 
 
 def _named(hook: str, failure: SandboxError | HookError) -> SandboxError | HookError:
