@@ -22,7 +22,7 @@ import yaml
 from click.core import ParameterSource
 from pydantic import BaseModel, ValidationError
 
-from atropos.config import is_secret, one_line
+from atropos.config import is_secret, one_line, split_names
 from atropos.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class FieldType(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] 
             return text
         if text.lstrip().startswith("["):
             return self._json(text, list, '["a", "b"]', param, ctx)
-        return [part.strip() for part in text.split(",") if part.strip()]
+        return split_names(text)
 
     def _json(
         self, text: str, kind: type, example: str, param: click.Parameter | None, ctx: click.Context | None
@@ -247,10 +247,10 @@ def _shown(name: str, value: object) -> str:
 
 def _read_yaml(settings: CommandLine, path: str, env_class: type[BaseModel], server_class: type[BaseModel]) -> None:
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.safe_load(Path(path).read_bytes())  # UTF-8, whatever this process's locale is
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: no YAML: {_yaml_problem(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: expected keys env, openai, slurm, testing")
@@ -270,7 +270,7 @@ def _read_yaml(settings: CommandLine, path: str, env_class: type[BaseModel], ser
     settings.testing = bool(data.get("testing", False))
 
 
-def _yaml_problem(error: Exception) -> str:
+def _yaml_problem(error: yaml.YAMLError) -> str:
     """What is wrong and where, without the line itself, which may hold a secret."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {error.problem}"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import subprocess
+import sys
 
 import click
 import pytest
@@ -169,6 +172,21 @@ def test_no_message_shows_a_key_and_every_other_shows_its_value(capsys, tmp_path
     path.write_bytes(b"\x7fELF\x02\xff\xfe")
     assert "no YAML" in run(capsys, "process", "--config", str(path))[1]
     assert "(got 'abc')" in run(capsys, "process", "--env.max_token_length", "abc")[1]
+
+
+def test_yaml_is_utf_8_in_any_locale(tmp_path):
+    (tmp_path / "c.yaml").write_text("env: {says: 'Réponds'}\n", encoding="utf-8")
+    program = (
+        "import pydantic; from atropos.envs.command_line import flags\n"
+        "class Settings(pydantic.BaseModel):\n says: str = ''\n"
+        "def run(settings): print(ascii(settings.env)); return 0\n"
+        "flags.SettingsCommand('process', '', Settings(), Settings(), run).main(['--config', 'c.yaml'])"
+    )
+    ascii_alone = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=ascii_alone, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout == "{'says': 'R\\xe9ponds'}\n", ran.stderr
 
 
 def test_the_help_shows_no_key(capsys):
