@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections import Counter, deque
+from itertools import islice
 
 from atropos.aio import cancel_and_wait
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveView, Sample
@@ -122,8 +123,7 @@ class EnvDashboard:
             await asyncio.sleep(SAMPLE_S)
             now = time.monotonic()
             took, new = now - at, found.calls - calls
-            latest = [found.call_s[-1 - i] for i in range(min(new, len(found.call_s)))]
-            call_p50_s, call_p99_s = percentiles(latest, 0.5, 0.99)
+            call_p50_s, call_p99_s = percentiles([*islice(reversed(found.call_s), new)], 0.5, 0.99)
             stats = self._stats()
             self._history.append(
                 Sample(
