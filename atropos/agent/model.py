@@ -91,7 +91,7 @@ class ChatAnswer:
 
 
 def server_type(server: object) -> str:
-    """`vllm`, `sglang`, `openai`, `trl`; a stand-in without a config counts as exact if it gives tokens."""
+    """`vllm`, `sglang`, `openai`, `trl`, of all servers of a manager; a stand-in without a config counts as exact if it gives tokens."""
     first = next(iter(getattr(server, "servers", None) or [server]))
     kind = getattr(getattr(first, "config", None), "server_type", None)
     if kind is None:

@@ -62,7 +62,6 @@ __all__ = [
     "prepare_servers",
     "probe_servers",
     "quiet_logging",
-    "server_types",
     "stop_servers",
     "tokenizers",
 ]
@@ -232,11 +231,6 @@ def prepare_server_configs(
             loaded[needed] = load_tokenizer(needed, field=f"openai.{field}")
         prepared.append(server)
     return prepared
-
-
-def server_types(server: ServerManager) -> set[str]:
-    """The types of the configured servers."""
-    return {str(one.config.server_type) for one in servers_of(server) if hasattr(one, "config")}
 
 
 def servers_of(server: ServerManager) -> list[APIServer]:

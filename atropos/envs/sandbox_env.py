@@ -18,6 +18,7 @@ from typing import NoReturn, cast
 
 from atropos import tracing
 from atropos.agent import TurnRenderer
+from atropos.agent.model import server_type
 from atropos.agent.transcript import MASKED
 from atropos.aio import cancel_and_wait, outlive
 from atropos.envs.adapter import (
@@ -30,7 +31,6 @@ from atropos.envs.adapter import (
     prepare_servers,
     probe_servers,
     quiet_logging,
-    server_types,
     stop_servers,
     tokenizers,
 )
@@ -373,7 +373,7 @@ class SandboxEnv(BaseEnv):
             TrajectoryApiLost: the trajectory API is gone.
         """
         self._check_complete()
-        self._trainer.check_servable(server_types(self.server))
+        self._trainer.check_servable(server_type(self.server))
         async with self.lifetime.running(self._close):
             await check_run_api(self.config.rollout_server_url)
             try:

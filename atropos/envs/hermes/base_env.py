@@ -34,8 +34,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from dataclasses import asdict
 
 from atropos.agent import AgentConfig, AtroposAgent, ExecuteTool
-from atropos.agent.model import EXACT
-from atropos.envs.adapter import Item, ServerConfigs, server_types
+from atropos.agent.model import EXACT, server_type
+from atropos.envs.adapter import Item, ServerConfigs
 from atropos.envs.hermes.bridge import body as bridge_body
 from atropos.envs.hermes.bridge import bridged
 from atropos.envs.hermes.config import HermesAgentEnvConfig
@@ -81,7 +81,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         self, config: HermesAgentEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
     ) -> None:
         super().__init__(config, server_configs, slurm, testing)
-        if config.extra_body and server_types(self.server) & EXACT:
+        if config.extra_body and server_type(self.server) in EXACT:
             raise ConfigError("env.extra_body: only OpenAI-compatible servers take it; remove it for vllm and sglang")
         if config.enabled_toolsets is None and config.distribution is None:
             _log.warning("enabled_toolsets is not set: the model is offered all tools")

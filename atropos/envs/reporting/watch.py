@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Generator, Mapping
 
 from atropos.agent.model import EXACT
 from atropos.envs.adapter import ServerManager
@@ -52,16 +52,16 @@ class TrainerWatch:
             text = "other envs hold the whole batch (min_batch_allocation): this env starts nothing until they leave"
             self.report("no share", text)
 
-    def check_servable(self, server_types: Collection[str]) -> None:
-        """Check that a trainer can learn from what these kinds of inference servers sample.
+    def check_servable(self, server_type: str) -> None:
+        """Check that a trainer can learn from what inference servers of this type sample.
 
         Raises:
             ConfigError: the tokens would be placeholders, or no group would ever be sent.
         """
         config = self._config
-        if not EXACT.issuperset(server_types) and not config.allow_placeholder_tokens:
+        if server_type not in EXACT and not config.allow_placeholder_tokens:
             raise ConfigError(
-                f"openai.server_type: {', '.join(sorted(server_types))} doesn't report the tokens it samples, so a trainer would get "
+                f"openai.server_type: {server_type} doesn't report the tokens it samples, so a trainer would get "
                 "placeholders; use vllm or sglang, or set --env.allow_placeholder_tokens true"
             )
         if config.group_size == 1 and config.ensure_scores_are_not_same:
