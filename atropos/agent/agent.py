@@ -90,8 +90,7 @@ class AtroposAgent:
             steps, transcript, room = list[AgentStep](), await self._opened(task), True
         else:
             steps, transcript = after.steps, after.trajectory_data
-            sampled = transcript.tokens[len(transcript) - steps[-1].tokens :]
-            room = await self._continue(transcript, sampled, lambda: [{"role": "user", "content": task}])
+            room = await self._continue(transcript, steps[-1], lambda: [{"role": "user", "content": task}])
         with Allowance(self.config.timeout_s) as allowance:
             reason = await self._turns(transcript, steps, allowance) if room else "context_length"
         transcript.check()
@@ -121,13 +120,11 @@ class AtroposAgent:
         """Whether the context holds these tokens and another turn."""
         return len(transcript) + len(more) + MIN_TURN_TOKENS <= self.config.context_tokens
 
-    async def _continue(
-        self, transcript: Transcript, sampled: Sequence[int], write: Callable[[], list[Message]]
-    ) -> bool:
-        """Append what `write` gives for the model to read after the turn that it `sampled`, if the context has room."""
+    async def _continue(self, transcript: Transcript, last: AgentStep, write: Callable[[], list[Message]]) -> bool:
+        """Append what `write` gives for the model to read after its last turn, if the context has room."""
         async with gate():
             messages = write()
-            context = self._dialect.following(messages, sampled)
+            context = self._dialect.following(messages, transcript.tokens[len(transcript) - last.tokens :])
         if not self._has_room(transcript, context):
             return False
         transcript.messages.extend(messages)
@@ -138,7 +135,7 @@ class AtroposAgent:
         earlier = len(steps)
         while True:
             with tracing.span("chat", "client", gen_ai__operation__name="chat") as span:
-                step, ids, ended = await self._turn(transcript, len(steps))
+                step, ended = await self._turn(transcript, len(steps))
                 span.set(
                     gen_ai__usage__output_tokens=step.tokens, gen_ai__usage__input_tokens=len(transcript) - step.tokens
                 )
@@ -153,11 +150,11 @@ class AtroposAgent:
             if allowance.left_s <= 0:
                 return "max_time"
             results = partial(self._dialect.results, step.outcomes, self.config)
-            if not await self._continue(transcript, ids, results):
+            if not await self._continue(transcript, step, results):
                 return "context_length"
 
-    async def _turn(self, transcript: Transcript, number: int) -> tuple[AgentStep, list[int], StopReason | None]:
-        """Generate a turn and append it: the step, its ids, and the bound that cut it off, if one did."""
+    async def _turn(self, transcript: Transcript, number: int) -> tuple[AgentStep, StopReason | None]:
+        """Generate a turn and append it: the step, and the bound that cut it off, if one did."""
         room = self.config.context_tokens - len(transcript)
         limit = room if self.config.max_tokens is None else min(room, self.config.max_tokens)
         started = time.perf_counter()
@@ -177,8 +174,8 @@ class AtroposAgent:
             model_s=time.perf_counter() - started,
         )
         if finish_reason == "length":
-            return step, turn.ids, "context_length" if limit == room else "max_tokens"
-        return step, turn.ids, None
+            return step, "context_length" if limit == room else "max_tokens"
+        return step, None
 
     async def _sample(self, transcript: Transcript, limit: int) -> tuple[Turn, list[float], str]:
         """A turn from a server that reports token ids. Ids after the end of the turn are dropped."""
