@@ -83,8 +83,9 @@ class SandboxEnv(BaseEnv):
         testing: bool = False,
     ) -> None:
         quiet_logging()
+        title = self.name or type(self).__name__
         if config.wandb_name is None:
-            config.wandb_name = self.name or type(self).__name__
+            config.wandb_name = title
         with tokenizers(config.tokenizer_name) as loaded:
             servers = [] if testing else prepare_server_configs(server_configs, config.tokenizer_name, loaded)
             try:
@@ -97,7 +98,6 @@ class SandboxEnv(BaseEnv):
             except OSError as error:  # the tokenizers are loaded, so it is the file of the groups
                 raise ConfigError(f"env.data_path_to_save_groups: {error}; choose a writable path") from error
         prepare_servers(self.server)
-        title = self.name or type(self).__name__
         self.metrics = EnvMetrics()
         self.lifetime = Lifetime()
         self.hooks = Hooks(type(self).__name__, self.metrics, config.hook_timeout_s)

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
@@ -38,6 +39,8 @@ COMMANDS = {
     "evaluate": "run the env's own evaluation",
 }
 EXIT_FAILED, EXIT_USAGE, EXIT_ISOLATION = 1, 2, 3
+
+_log = logging.getLogger(__name__)
 
 
 class CommandEnv(Protocol):
@@ -109,18 +112,21 @@ def command_line(cls: EnvProgram) -> click.Group:
     group = click.Group(cls.__name__, help=summary, no_args_is_help=True)
     for name, text in COMMANDS.items():
         defaults = command_defaults(cls, name, default_env)
-
-        def start(given: CommandLine, defaults: SandboxEnvConfig = defaults) -> int:
-            _logging()
-            config, servers = build_config(defaults, given), build_servers(given, default_servers)
-            wanted = config.data_path_to_save_groups
-            env = cls(config=config, server_configs=servers, slurm=given.slurm, testing=given.testing)
-            if (path := env.config.data_path_to_save_groups) != wanted:  # atroposlib overwrites no file
-                logging.getLogger(__name__).info("%s is there already: the groups go to %s", wanted, path)
-            return _drive(env, given.command)
-
+        start = partial(_start, cls, defaults, default_servers)
         group.add_command(SettingsCommand(name, text, defaults, default_servers[0], start))
     return group
+
+
+def _start(
+    cls: EnvProgram, defaults: SandboxEnvConfig, default_servers: list[APIServerConfig], given: CommandLine
+) -> int:
+    _logging()
+    config, servers = build_config(defaults, given), build_servers(given, default_servers)
+    wanted = config.data_path_to_save_groups
+    env = cls(config=config, server_configs=servers, slurm=given.slurm, testing=given.testing)
+    if (path := env.config.data_path_to_save_groups) != wanted:  # atroposlib overwrites no file
+        _log.info("%s is there already: the groups go to %s", wanted, path)
+    return _drive(env, given.command)
 
 
 def _defaults(cls: EnvProgram) -> tuple[SandboxEnvConfig, list[APIServerConfig]]:
@@ -164,7 +170,7 @@ def _drive(env: CommandEnv, command: str) -> int:
         code, line = 128 + int(number or 2), f"ended by {name}; everything was shut down"
     except Exception as error:
         inner = innermost(error)
-        logging.getLogger(__name__).debug("failed", exc_info=error)
+        _log.debug("failed", exc_info=error)
         code, line = EXIT_FAILED, f"{type(inner).__name__}: {str(inner) or 'no detail'}"
         if os.environ.get("ATROPOS_TRACEBACK"):
             raise
