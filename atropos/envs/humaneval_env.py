@@ -169,12 +169,12 @@ class HumanEvalEnv(DatasetEnv):
             return 0.0, {"problem": item.name, "detail": f"no {SOLUTION}, and no code in the answer"}
         # Released before the next is leased, so that verification can't deadlock on a full pool.
         await self.executor.release_trajectory(trajectory_id)
-        slot: Slot = await self.executor.slot(trajectory_id)
+        slot = await self.executor.slot(trajectory_id)
         passed, detail = await judge(slot, item, solution, timeout_s=self.config.verify_timeout_s)
         return float(passed), {"problem": item.name, "detail": detail}
 
     async def _solution(self, trajectory_id: str, final_response: str) -> str | None:
-        slot: Slot = await self.executor.slot(trajectory_id)
+        slot = await self.executor.slot(trajectory_id)
         result = await slot.run(wire.ReadFile(path=SOLUTION, max_bytes=MAX_SOLUTION_BYTES))
         if isinstance(result, wire.FileResult):
             return result.data.decode("utf-8", errors="replace")

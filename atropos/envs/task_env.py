@@ -229,7 +229,7 @@ class TaskEnv(DatasetEnv):
         Raises:
             HookError: a step could not be prepared, or its verifier gave no reward.
         """
-        slot: Slot = await self.executor.slot(trajectory_id)
+        slot = await self.executor.slot(trajectory_id)
         guidance = await guide(slot, item)
         if not item.steps:
             return await agent.run(task + guidance)
@@ -276,7 +276,7 @@ class TaskEnv(DatasetEnv):
             async with kept:
                 await self.executor.release_trajectory(trajectory_id)
                 await workspace.start_main_process(await self.executor.start_from(trajectory_id, kept), step)
-        slot: Slot = await self.executor.slot(trajectory_id)
+        slot = await self.executor.slot(trajectory_id)
         if attempt.verdicts:
             await workspace.clear(slot, step)
         await workspace.prepare_step(slot, step)
@@ -287,7 +287,7 @@ class TaskEnv(DatasetEnv):
         Raises:
             VerifierError: it gave no reward, and the agent is not known to be the cause.
         """
-        slot: Slot = await self.executor.slot(trajectory_id)
+        slot = await self.executor.slot(trajectory_id)
 
         async def fresh() -> Slot:
             if item.steps and task is not item.steps[-1]:
@@ -357,7 +357,7 @@ class TaskEnv(DatasetEnv):
         """The trajectory's slot with the task's workspace, size and network."""
         prepared = await self._task_images.prepare(item)
         network = False if item.offline else None
-        slot: Slot = await self.executor.slot(
+        slot = await self.executor.slot(
             trajectory_id, network=network, image=prepared.image, limits=prepared.task.limits
         )
         await workspace.enter(slot, prepared.task)

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 from atropos import wire
 from atropos.envs.hermes.bridge import in_bridge, wait
 from atropos.envs.running.hooks import TAIL_CHARS, HookCalls, failed_call
-from atropos.envs.running.rollout import HookError, TaskFault
+from atropos.envs.running.rollout import TaskFault
 from atropos.errors import SandboxError
 from atropos.slots import Slot, SlotFileError
 from atropos.slots.slot.files import MAX_READ_BYTES
@@ -323,7 +323,7 @@ class ToolContext(HookCalls):
     async def _tool(self, name: str, arguments: Mapping[str, object]) -> AwaitableDict:
         tools = self._executor.tools
         if name not in tools:
-            raise (TaskFault if self._setup else HookError)(
+            raise self._fault(
                 f"ctx.{name}: {tools.unknown(name)}; offer it with enabled_toolsets and a ToolServer that has it"
             )
         result = await self._call(name, arguments)

@@ -11,7 +11,7 @@ from atropos.envs.config import SandboxEnvConfig, own_field_names
 from atropos.envs.running.lifecycle import bounded
 from atropos.envs.running.rollout import NoSlotYet
 from atropos.errors import AcquireTimeout, ConfigError, NotSupported
-from atropos.slots import Slot, SlotPool, Snapshot
+from atropos.slots import SlotPool, Snapshot
 from atropos.tools import ToolExecutor, ToolRegistry
 
 _log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class ToolBackend:
 
     async def freeze(self, trajectory_id: str) -> Snapshot:
         """Snapshot a trajectory's workspace and release its slot. A cancellation leaves neither."""
-        slot: Slot = await self.executor.slot(trajectory_id)
+        slot = await self.executor.slot(trajectory_id)
         snapshot = await slot.snapshot()
         try:
             await self.executor.release_trajectory(trajectory_id)

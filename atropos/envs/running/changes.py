@@ -48,7 +48,7 @@ class WorkspaceChanges:
             async with self._once:
                 tool = self._executor.tools.get(call.name)
                 if self._slot is None and tool is not None and tool.sandboxed:
-                    slot: Slot = await self._executor.slot(self._trajectory)
+                    slot = await self._executor.slot(self._trajectory)
                     archive, self._note = await self._look(slot)
                     self._slot, self._before = slot, await asyncio.to_thread(zlib.compress, archive, 1)
             return await run(call)

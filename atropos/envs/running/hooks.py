@@ -53,6 +53,7 @@ class HookCalls:
     def __init__(self, executor: ToolExecutor, trajectory_id: str, *, setup: bool = False) -> None:
         self._executor = executor
         self._setup = setup
+        self._fault = TaskFault if setup else HookError
         self.trajectory_id = trajectory_id
         self.failure: SandboxError | HookError | None = None
         self.unstarted = 0
@@ -74,8 +75,7 @@ class HookCalls:
     def left_over(self) -> HookError | None:
         """The fault of a hook that ended before its calls did, if it is one."""
         if self.unstarted:
-            fault = TaskFault if self._setup else HookError
-            return fault("a call was not awaited, so it never ran; write `await` before it")
+            return self._fault("a call was not awaited, so it never ran; write `await` before it")
         if self._setup and self.unanswered:
             return TaskFault("a call was given up, or was not awaited; give the call itself a timeout")
         return None
@@ -131,7 +131,7 @@ class ExecTool(HookCalls):
         with self.watched():
             mistake = self._executor.mistake_in(call)
             if mistake is not None:
-                raise (TaskFault if self._setup else HookError)(f"exec_tool: {mistake}")
+                raise self._fault(f"exec_tool: {mistake}")
             result = await self._run(call)
             if not result.success and (self._setup if check is None else check):
                 raise TaskFault(failed_call(call, result))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from atropos.envs.config import SandboxEnvConfig
-    from atropos.slots import Slot
     from atropos.tools import ToolExecutor
 
 
@@ -36,7 +35,7 @@ class Verification:
             SandboxError: the slot was lost, or its container keeps no more snapshots (`max_snapshots`, `max_snapshot_mib`).
         """
         if self._view and self._executor.has_slot(self._trajectory):
-            slot: Slot = await self._executor.slot(self._trajectory)
+            slot = await self._executor.slot(self._trajectory)
             await slot.settle()
 
     async def open(self) -> None:
@@ -48,7 +47,7 @@ class Verification:
         if not self._executor.has_slot(self._trajectory):
             return
         if self._config.verifier_quiesce or not self._view:
-            slot: Slot = await self._executor.slot(self._trajectory)
+            slot = await self._executor.slot(self._trajectory)
             await slot.quiesce()
         if self._view:
             await self._executor.view(self._trajectory, self._config.verifier_folders)
