@@ -64,7 +64,8 @@ def plain(value: object) -> str:
 
 
 def _parts(role: str, message: Mapping[str, object]) -> Iterator[Part]:
-    text = as_text(message.get("content"))
+    content = message.get("content")
+    text = "" if content is None else as_text(content)  # none: the message is its calls
     thought = message.get("reasoning_content")
     if thought:
         yield Part("thought", str(thought))
