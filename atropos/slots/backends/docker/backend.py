@@ -18,7 +18,7 @@ from typing import Any
 
 from docker.types import CancellableStream
 
-from atropos.aio import Backoff, cancel_and_wait
+from atropos.aio import Backoff
 from atropos.cgroup_paths import start_time
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Backend, Container
@@ -27,6 +27,7 @@ from atropos.slots.backends.engines import BlockingCalls, ChangeFlag, Outage, pe
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec, hopeless
 from atropos.slots.config import SlotPoolConfig
+from atropos.slots.task_owner import Tasks
 
 log = logging.getLogger(__name__)
 READY_S = 60.0
@@ -91,8 +92,9 @@ class DockerBackend(Backend):
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
         self._stream: CancellableStream[object] | None = None
+        self._tasks = Tasks(f"docker backend {self._pool}")
         self._main: asyncio.Task[None] | None = None
-        self._group: asyncio.TaskGroup | None = None
+        """Keeps the containers in line with the target."""
 
     def __repr__(self) -> str:
         return f"DockerBackend({self._pool}: {len(self._live())} of {self._target} containers; {self.trouble() or 'no trouble'})"
@@ -107,9 +109,8 @@ class DockerBackend(Backend):
             await self._purge()
         await self._adopt_or_remove()
         self._target = len(self._members)
-        up = asyncio.Event()
-        self._main = asyncio.create_task(self._run(up), name=f"docker backend {self._pool}")
-        await up.wait()
+        self._tasks.spawn(self._watch(), "events")
+        self._main = self._tasks.spawn(self._reconcile(), "containers")
 
     async def scale(self, count: int) -> None:
         """Set the number of containers; they start and end in the background."""
@@ -141,10 +142,10 @@ class DockerBackend(Backend):
     async def retire(self, container: Container) -> None:
         """End a container and replace it at once."""
         member = self._members.get(container.id)
-        if member is None or member.container.state == "ending" or self._group is None:
+        if member is None or member.container.state == "ending":
             return
         self._put(member, state="ending", detail="retired")
-        self._group.create_task(self._end(member, within_s=min(5.0, self._spec.stop_s)))
+        self._tasks.spawn(self._end(member, within_s=min(5.0, self._spec.stop_s)), f"retire {container.id}")
         self._wake.set()
 
     async def aclose(self, *, purge: bool) -> None:
@@ -152,7 +153,7 @@ class DockerBackend(Backend):
 
         Containers that can't be removed because the engine doesn't answer are logged.
         """
-        await cancel_and_wait([self._main])
+        await self._tasks.cancel()
         again_s = PURGE_AWAY_S if self._outage.away_s > PURGE_RETRY_S else PURGE_RETRY_S
         # Creations go on though their callers were cancelled: the purge must find these containers.
         await self._calls.settled(min(SETTLE_S, again_s))
@@ -185,21 +186,9 @@ class DockerBackend(Backend):
             self._changed.set()
             self._wake.set()
 
-    async def _run(self, up: asyncio.Event) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.TaskGroup() as group:
-                self._group = group
-                up.set()
-                group.create_task(self._watch(loop))
-                group.create_task(self._reconcile())
-        except* Exception:
-            log.exception("the Docker backend of %s stopped", self._pool)
-        finally:
-            self._group = None
-
-    async def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _watch(self) -> None:
         """List the containers after each event; an event only says when to list them."""
+        loop = asyncio.get_running_loop()
 
         def on_event() -> None:
             loop.call_soon_threadsafe(self._wake.set)
@@ -255,15 +244,13 @@ class DockerBackend(Backend):
                 self._target = max(self._target, len({member.container.index for member in self._live()}))
         self._unremoved = {name: why for name, why in self._unremoved.items() if name in by_name}
         for name in self._unremoved:
-            if self._group is not None:
-                self._group.create_task(self._remove(name))
+            self._tasks.spawn(self._remove(name), f"remove {name}")
 
     def _lost(self, member: _Member, item: ListedContainer | None) -> None:
         """A container ended by itself: its leases end now; its diagnosis and removal may take a while."""
         self._crashes.failed()
         self._forget(member)
-        if self._group is not None:
-            self._group.create_task(self._diagnose_and_remove(member, item))
+        self._tasks.spawn(self._diagnose_and_remove(member, item), f"remove {member.container.id}")
 
     async def _diagnose_and_remove(
         self, member: _Member, item: ListedContainer | None, ending: Ending = REMOVED
@@ -284,20 +271,18 @@ class DockerBackend(Backend):
 
     def _correct(self) -> None:
         """Start missing containers, end surplus ones."""
-        if self._group is None:
-            return
         live = self._live()
         if len(live) < self._target and not self._crashes.left_s:
             for index in missing((member.container.index for member in live), self._target):
                 member = _Member(self._fresh(index), busy=True)
                 self._members[member.container.id] = member
                 self._changed.set()
-                self._group.create_task(self._bring_up(member))
+                self._tasks.spawn(self._bring_up(member), f"start {member.container.id}")
         order = sorted(live, key=lambda m: (not self._is_twin(m), -m.container.index))
         for member in order[: max(0, len(live) - self._target)]:
             if not member.busy:
                 member.busy = True
-                self._group.create_task(self._drain(member))
+                self._tasks.spawn(self._drain(member), f"drain {member.container.id}")
 
     def _is_twin(self, member: _Member) -> bool:
         """Whether it is the one to go of two with the same index, which two processes started at once."""

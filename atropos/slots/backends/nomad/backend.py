@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from atropos.aio import Backoff, cancel_and_wait
+from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.net.tls import read_pair
 from atropos.slots.backends.base import Backend, Container
@@ -28,6 +28,7 @@ from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, JobSecret
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
 from atropos.slots.config import SlotPoolConfig
+from atropos.slots.task_owner import Tasks
 
 log = logging.getLogger("atropos.slots.nomad")
 
@@ -90,8 +91,9 @@ class NomadBackend(Backend):
         self._lists, self._stops = Pace(LIST_S, burst=LIST_BURST), Pace(STOP_S, burst=STOP_BURST)
         self._streams = True
         """Whether Nomad reports changes by its event stream."""
+        self._tasks = Tasks(f"nomad backend {self._job_id}")
         self._main: asyncio.Task[None] | None = None
-        self._group: asyncio.TaskGroup | None = None
+        """Follows the job."""
 
     def __repr__(self) -> str:
         states = [c.state for c in self.containers()]
@@ -106,9 +108,9 @@ class NomadBackend(Backend):
             await self._adopt()
         except NomadMisconfigured as error:
             raise ConfigError(str(error)) from error
-        up = asyncio.Event()
-        self._main = asyncio.create_task(self._run(up), name=f"nomad backend {self._job_id}")
-        await up.wait()
+        self._tasks.spawn(self._watch(), "changes")
+        self._tasks.spawn(self._shrinker.run(self.client_id), "shrinking")
+        self._main = self._tasks.spawn(self._follow(), "allocations")
 
     async def _adopt(self) -> None:
         await self._api.find_namespace()
@@ -128,7 +130,7 @@ class NomadBackend(Backend):
 
     async def scale(self, count: int) -> None:
         """Raise the job's count now, or lower it as the highest containers become idle."""
-        if self._group is None:
+        if self._main is None or self._main.done():
             raise BackendUnavailable("the Nomad backend is not running")
         self._view.ask(count)
         await self._grow()
@@ -181,7 +183,7 @@ class NomadBackend(Backend):
 
         What can't be removed because Nomad doesn't answer is logged, after seconds.
         """
-        await cancel_and_wait([self._main])
+        await self._tasks.cancel()
         unanswered_s = PURGE_AWAY_S if self._outage.away_s > PURGE_UNANSWERED_S else PURGE_UNANSWERED_S
         await self._api.settled(unanswered_s)
         try:
@@ -262,22 +264,6 @@ class NomadBackend(Backend):
         self._cluster = keys or self._cluster
 
     # ---------------------------------------------------------------------------------------------------------- watching
-
-    async def _run(self, up: asyncio.Event) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                self._group = group
-                for item in [*self._view.known.values()]:
-                    if self._view.awaited(item):
-                        self._expect(item)
-                group.create_task(self._watch())
-                group.create_task(self._follow())
-                group.create_task(self._shrinker.run(self.client_id))
-                up.set()
-        except* Exception:
-            log.exception("the Nomad backend of %s stopped", self._job_id)
-        finally:
-            self._group = None
 
     async def _watch(self) -> None:
         """Wake `_follow` at each change that Nomad reports, by its event stream or else by blocking queries."""
@@ -376,9 +362,9 @@ class NomadBackend(Backend):
 
     def _expect(self, item: Allocation) -> None:
         """Await the first answer of a running server."""
-        if self._group is not None and item.url is not None and item.run not in self._waiting:
+        if item.url is not None and item.run not in self._waiting:
             self._waiting.add(item.run)
-            self._group.create_task(self._await_answer(item.run, item.url))
+            self._tasks.spawn(self._await_answer(item.run, item.url), f"first answer of {item.run}")
 
     async def _await_answer(self, run: str, url: str) -> None:
         started = 0.0
