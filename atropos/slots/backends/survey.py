@@ -179,13 +179,14 @@ async def _nomad(job_id: str, address: str | None) -> Survey:
         secret = await api.secret(job_id, make=False)
         tls = secret.certificate is not None
         rows = [Allocation.read(row, tls=tls) for row in await api.allocations(job_id)]
-        view = JobView(placement_s=0, target=count(job), ready={row.run for row in rows if row.state != "starting"})
+        answering = {row.run for row in rows if row.state != "starting"}
+        view = JobView(placement_s=0, secret=secret, target=count(job), ready=answering)
         actions = view.apply(rows, view.merge(rows, ()))
         if actions.ask_placement:
             view.placement = placement_failures(await api.evaluations(job_id))
         if (item := actions.diagnose) is not None:
             view.judge_crash(item, await api.last_line(item.id, TASK), alone=False)
-        return view.containers(secret), view.trouble()
+        return view.containers(), view.trouble()
 
     async def end(container: Container) -> None:
         await api.stop_allocation(container.id.partition(".")[0])

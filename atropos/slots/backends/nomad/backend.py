@@ -24,7 +24,7 @@ from atropos.slots.backends.nomad.job_view import READY_S, JobView
 from atropos.slots.backends.nomad.refusals import NomadMisconfigured, NomadRefused
 from atropos.slots.backends.nomad.settings import NomadSettings
 from atropos.slots.backends.nomad.shrinking import CHANGES, DOUBT_S, Shrinker
-from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, JobSecret, newest, placement_failures
+from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, newest, placement_failures
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
 from atropos.slots.config import SlotPoolConfig
@@ -71,7 +71,6 @@ class NomadBackend(Backend):
         self._extra = config.nomad_variables
         self._api = NomadApi(settings)
         self._http = ServerHttp()
-        self._secret = JobSecret()
         self._changing = False
         """Whether this process has changed something in Nomad, or has tried to."""
         self._view = JobView(config.placement_s)
@@ -85,9 +84,7 @@ class NomadBackend(Backend):
         """Whether the job was registered in another cluster before, which can't be reached any more."""
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
-        self._shrinker = Shrinker(
-            self._job_id, self._api, self._http, self._view, lambda: self._secret.token, self._changed
-        )
+        self._shrinker = Shrinker(self._job_id, self._api, self._http, self._view, self._changed)
         self._lists, self._stops = Pace(LIST_S, burst=LIST_BURST), Pace(STOP_S, burst=STOP_BURST)
         self._streams = True
         """Whether Nomad reports changes by its event stream."""
@@ -140,7 +137,7 @@ class NomadBackend(Backend):
 
     def containers(self) -> Sequence[Container]:
         """The job's live allocations, by index."""
-        return self._view.containers(self._secret)
+        return self._view.containers()
 
     async def changed(self) -> None:
         """Wait until `containers()` may have changed."""
@@ -187,7 +184,7 @@ class NomadBackend(Backend):
         unanswered_s = PURGE_AWAY_S if self._outage.away_s > PURGE_UNANSWERED_S else PURGE_UNANSWERED_S
         await self._api.settled(unanswered_s)
         try:
-            if purge and (self._secret.token or self._changing):
+            if purge and (self._view.secret.token or self._changing):
                 await persist(
                     self._purge, lambda error: PURGE_RETRY_S if isinstance(error, NomadRefused) else unanswered_s
                 )
@@ -347,12 +344,12 @@ class NomadBackend(Backend):
         return all(item.state == "lost" for item in answering)
 
     async def _rows(self) -> list[Allocation]:
-        tls = self._secret.certificate is not None
+        tls = self._view.secret.certificate is not None
         return [Allocation.read(row, tls=tls) for row in await self._api.allocations(self._job_id)]
 
     async def _read_secret(self, pair: tuple[str, str] | None) -> None:
-        self._secret = await self._api.secret(self._job_id, pair=pair)
-        self._http.trust(self._secret.certificate)
+        self._view.secret = await self._api.secret(self._job_id, pair=pair)
+        self._http.trust(self._view.secret.certificate)
 
     async def _answering(self, doubtful: Iterable[Allocation]) -> list[Allocation]:
         """Those of the allocations whose servers answer."""
@@ -387,9 +384,9 @@ class NomadBackend(Backend):
 
     async def _purge(self) -> None:
         """Remove the job and its secret, unless a live client uses one of its containers."""
-        if not self._secret.token:
+        if not self._view.secret.token:
             await self._read_secret(None)
-        token = self._secret.token
+        token = self._view.secret.token
         rows = newest(await self._rows())
         servers = [item.url for item in rows if item.url is not None]
         if any(await asyncio.gather(*(self._http.used_by_others(url, token, self.client_id) for url in servers))):

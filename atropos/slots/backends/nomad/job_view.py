@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Container
-from atropos.slots.backends.nomad.view import DRIVER, Allocation, JobSecret, container, newest, set_up_fault
+from atropos.slots.backends.nomad.view import DRIVER, Allocation, JobSecret, newest, set_up_fault
 from atropos.slots.backends.spec import BAD_CONFIG, hopeless
 
 READY_S = 60.0
@@ -33,24 +34,12 @@ class Actions:
     alone: bool = False
 
 
-@dataclass(frozen=True)
-class Shrink:
-    """The next step to shrink the job.
-
-    Attributes:
-        item: the container to end; None: there is no surplus.
-        drained: it is drained, and the count is still to be lowered.
-    """
-
-    item: Allocation | None
-    drained: bool = False
-
-
 @dataclass
 class JobView:
     """One job, as this process knows it.
 
     Attributes:
+        secret: of the job's servers.
         target: containers that this process wants.
         most: the highest count that this process may lower; a higher one is another process's, while there is one.
         surplus: the job's count is above the target.
@@ -67,6 +56,7 @@ class JobView:
     """
 
     placement_s: float
+    secret: JobSecret = field(default_factory=JobSecret)
     target: int = 0
     most: int = 0
     surplus: bool = False
@@ -83,12 +73,18 @@ class JobView:
     unplaced_since: float | None = None
     failure: Exception | None = None
 
-    def containers(self, secret: JobSecret) -> list[Container]:
+    def containers(self) -> list[Container]:
         """The live allocations, by index."""
-        return [
-            container(item, secret, ready=item.run in self.ready, ending=item.run in self.ending)
-            for item in newest(self.known.values())
-        ]
+        return [self._container(item) for item in newest(self.known.values())]
+
+    def _container(self, item: Allocation) -> Container:
+        state: Literal["starting", "running", "ending"] = "starting"
+        if item.run in self.ending or item.state == "ending":
+            state = "ending"
+        elif item.run in self.ready and item.state in {"running", "unknown"}:
+            state = "running"
+        detail = item.detail or item.doing
+        return Container(item.run, item.index, item.url, self.secret.token, state, detail, self.secret.certificate)
 
     def trouble(self) -> str:
         """Why containers are missing; empty when none is."""
@@ -226,13 +222,13 @@ class JobView:
         """The highest placed index, plus 1."""
         return max((item.index + 1 for item in self._live()), default=0)
 
-    def next_shrink(self) -> Shrink:
-        """The next container to end: a drained one, else the highest of a surplus."""
+    def next_shrink(self) -> Allocation | None:
+        """The next container to end: a drained one, else the highest of a surplus; None: there is none."""
         for item in self.known.values():
             if item.run in self.drained:
-                return Shrink(item, drained=True)
+                return item
         live = [item for item in newest(self.known.values()) if item.state != "ending" and item.run not in self.ending]
-        return Shrink(live[-1] if len(live) > self.target else None)
+        return live[-1] if len(live) > self.target else None
 
     def unplaced_count(self, count: int) -> int | None:
         """The count without containers that could not be placed and are no longer wanted; None: it stays."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from atropos.errors import BackendUnavailable
 from atropos.slots.backends.engines import ChangeFlag
@@ -37,16 +36,13 @@ class Shrinker:
         api: requests to Nomad.
         http: requests to the containers' servers.
         view: the state of the job.
-        token: returns the servers' token.
         changed: set when a container starts to end.
     """
 
-    def __init__(
-        self, job_id: str, api: NomadApi, http: ServerHttp, view: JobView, token: Callable[[], str], changed: ChangeFlag
-    ) -> None:
+    def __init__(self, job_id: str, api: NomadApi, http: ServerHttp, view: JobView, changed: ChangeFlag) -> None:
         self.wanted = ChangeFlag()
         self._job_id, self._api, self._http = job_id, api, http
-        self._view, self._token, self._changed = view, token, changed
+        self._view, self._changed = view, changed
 
     async def run(self, client_id: str) -> None:
         """Shrink until cancelled; leases of `client_id` keep no container."""
@@ -62,19 +58,19 @@ class Shrinker:
 
     async def _shrink_once(self, client_id: str) -> bool:
         """End one container; False: there is no surplus, or other clients use it."""
-        step = self._view.next_shrink()
-        if (item := step.item) is None:
+        if (item := self._view.next_shrink()) is None:
             await self._cancel_unplaced()
             return False
-        if not step.drained:
+        if item.run not in self._view.drained:
             if item.url is not None and item.run in self._view.ready:
-                if await self._http.used_by_others(item.url, self._token(), client_id):
+                token = self._view.secret.token
+                if await self._http.used_by_others(item.url, token, client_id):
                     return False
                 await self._take_over()
                 self._view.ending.add(item.run)
                 self._changed.set()
-                await self._http.drain(item.url, self._token(), LONGEST_DRAIN_S)
-                await self._http.until_idle(item.url, self._token())
+                await self._http.drain(item.url, token, LONGEST_DRAIN_S)
+                await self._http.until_idle(item.url, token)
             self._view.ending.add(item.run)
             self._view.drained.add(item.run)  # it takes no more leases, so it must end whatever Nomad answers
         if not await self._lower(item.index):

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from atropos.slots.backends.base import Container
-
 Json = dict[str, Any]
 """An object of Nomad's JSON."""
 GROUP, TASK, PORT = "sandbox", "server", "http"
@@ -149,17 +147,6 @@ def set_up_fault(detail: str) -> str:
 def newest(allocations: Iterable[Allocation]) -> list[Allocation]:
     """A job's allocations that are neither over nor lost, by index."""
     return sorted((a for a in allocations if a.state not in {"over", "lost"}), key=lambda a: (a.index, a.modified))
-
-
-def container(allocation: Allocation, secret: JobSecret, *, ready: bool, ending: bool) -> Container:
-    """An allocation as a container; `ready`: its server answers, `ending`: it drains."""
-    state: Literal["starting", "running", "ending"] = "starting"
-    if ending or allocation.state == "ending":
-        state = "ending"
-    elif ready and allocation.state in {"running", "unknown"}:
-        state = "running"
-    detail = allocation.detail or allocation.doing
-    return Container(allocation.run, allocation.index, allocation.url, secret.token, state, detail, secret.certificate)
 
 
 def placement_failures(evaluations: Iterable[Json]) -> str:
