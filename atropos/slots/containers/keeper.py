@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 
 from atropos.aio import Backoff, set_within
@@ -40,9 +41,8 @@ class Keeper:
         self._state = state
         self._backend = state.backend
         self._links = links
-        self._condemned: set[str] = set()
-        self._unreplaced: dict[str, float] = {}
-        """Condemned containers that the backend could not replace, and when to reconnect to them, by the pool's clock."""
+        self._condemned: dict[str, float] = {}
+        """Containers that are not connected to, and until when, by the pool's clock: the backend may be unable to replace them."""
         self._left: dict[str, set[str]] = {}
         """Snapshots that containers may still have from before they were lost, by the container's id."""
         self._worn: set[str] = set()
@@ -82,20 +82,24 @@ class Keeper:
         listed = {container.id: container for container in self._backend.containers()}
         self._seen = sum(container.state in {"starting", "running"} for container in listed.values())
         for key, link in list(self._links.items()):
-            now = listed.get(key)
-            if now is None or now.state == "dead":
-                self._drop(link, (now.detail if now else "") or "the backend no longer lists it")
+            container = listed.get(key)
+            if container is None or container.state == "dead":
+                self._drop(link, (container.detail if container else "") or "the backend no longer lists it")
             else:
-                link.container = now
-                if now.state == "ending":
+                link.container = container
+                if container.state == "ending":
                     link.close()
-        again = {key for key, due in self._unreplaced.items() if self._state.now() >= due}
-        self._condemned -= again
+        now = self._state.now()
         for key, container in listed.items():
-            if container.state == "running" and container.url and key not in self._links and key not in self._condemned:
-                self._connect(container, RELINK_S if key in again else None)
-        self._condemned &= listed.keys()
-        self._unreplaced = {key: due for key, due in self._unreplaced.items() if key in self._condemned}
+            due = self._condemned.get(key)
+            if (
+                container.state == "running"
+                and container.url
+                and key not in self._links
+                and (due is None or due <= now)
+            ):
+                self._connect(container, RELINK_S if due is not None else None)
+        self._condemned = {key: due for key, due in self._condemned.items() if key in listed and due > now}
         self._left = {key: names for key, names in self._left.items() if key in listed}
         self._state.replan()
 
@@ -158,7 +162,7 @@ class Keeper:
         """
         if link.gone is not None:
             return
-        self._condemned.add(link.container.id)
+        self._condemned[link.container.id] = math.inf
         self._drop(link, reason)
         try:
             await self._backend.retire(link.container)
@@ -166,7 +170,12 @@ class Keeper:
             self.trouble = f"container {link.container.id} could not be replaced: {error}"
             log.log(self._refusal_level, "%s", self.trouble)
             if isinstance(error, SandboxError):
-                self._unreplaced[link.container.id] = self._state.now() + ASK_AGAIN_S
+                self._condemned[link.container.id] = self._state.now() + ASK_AGAIN_S
+
+    @property
+    def _reconnect_in_s(self) -> float:
+        """Time until a container that could not be replaced is connected to again, in seconds."""
+        return max(0.0, min(self._condemned.values(), default=math.inf) - self._state.now())
 
     # ---------------------------------------------------------------------------------------------------- scaling
 
@@ -215,7 +224,7 @@ class Keeper:
         backoff = Backoff(*REFUSED_S)
         while True:
             self._state.demand.clear()
-            if self._unreplaced:
+            if self._reconnect_in_s == 0:
                 self.reconcile()
             if self._state.fleet.waiting:
                 self._wanted_at = self._state.now()
@@ -234,7 +243,8 @@ class Keeper:
                     self._state.replan()
             elif not self._condemned:
                 self.trouble = ""
-            if await set_within(self._state.demand, min(ASK_AGAIN_S, max(0.05, self._limits.idle_s / 4))):
+            pause_s = min(ASK_AGAIN_S, max(0.05, self._limits.idle_s / 4), self._reconnect_in_s)
+            if await set_within(self._state.demand, pause_s):
                 await asyncio.sleep(0)
 
     async def _replace_worn(self, situation: PoolState) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -93,6 +94,20 @@ async def test_a_container_out_of_reach_that_the_engine_could_not_replace_is_use
         async with pool.lease("t", timeout_s=30) as slot:
             assert slot.container == key
         assert list(pool.links) == [key]
+
+
+async def test_an_engine_that_can_not_replace_a_container_is_asked_again_at_a_pace(monkeypatch):
+    monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.02)
+    pool, backend = model_pool(slots=1, containers=1)
+    async with pool:
+        (key,) = pool.links
+        backend.refuse_retire = BackendUnavailable(GONE)
+        looks = mock.Mock(side_effect=backend.containers)
+        monkeypatch.setattr(backend, "containers", looks)
+        backend.servers[key].kill()
+        await until(lambda: len(backend.retired) >= 3, "a third try to replace it")
+        assert looks.call_count < 100
 
 
 async def test_a_purge_is_tried_for_as_long_as_its_refusal_allows():
