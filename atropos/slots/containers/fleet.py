@@ -97,22 +97,16 @@ class Fleet:
         expected: containers that are connected to, or being connected to.
         seats: of these, the ones that have joined, by their ids.
         ready: of these, the ones that take new leases.
-        free: leases of a slot's own size that there is room for.
-        leased / reserved: leases and grants under way, of all seats.
-        waiting / pinned_waiting: acquires that any container could serve, and those bound to one.
-        waiting_mib: memory that those ask for which any container could serve.
+        waiting: acquires that any container could serve.
+        waiting_mib: memory that these ask for.
         slot_mib: memory of a slot.
     """
 
     slot_mib: int = 1
     expected: set[Seat] = field(default_factory=set[Seat])
     seats: dict[str, Seat] = field(default_factory=dict[str, Seat])
-    free: int = 0
-    leased: int = 0
-    reserved: int = 0
     ready: int = 0
     waiting: int = 0
-    pinned_waiting: int = 0
     waiting_mib: int = 0
     _kept: set[Seat] = field(default_factory=set[Seat])
     _grown: set[Seat] = field(default_factory=set[Seat])
@@ -121,6 +115,26 @@ class Fleet:
     _line: list[tuple[int, Ticket]] = field(default_factory=list[tuple[int, Ticket]])
     _pinned: dict[Seat, list[tuple[int, Ticket]]] = field(default_factory=dict[Seat, list[tuple[int, Ticket]]])
     _seq: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def free(self) -> int:
+        """Leases of a slot's own size that there is room for."""
+        return sum(seat.free // self.slot_mib for seat in self.seats.values())
+
+    @property
+    def leased(self) -> int:
+        """Leases that this pool holds."""
+        return sum(seat.leased for seat in self.seats.values())
+
+    @property
+    def reserved(self) -> int:
+        """Grants under way."""
+        return sum(seat.reserved for seat in self.seats.values())
+
+    @property
+    def pinned_waiting(self) -> int:
+        """Waiting acquires that are bound to a container."""
+        return sum(map(len, self._pinned.values()))
 
     # ------------------------------------------------------------------------------------------------ containers
 
@@ -161,10 +175,8 @@ class Fleet:
         """A container is gone, and its leases with it. Returns as `close` does."""
         self.expected.discard(seat)
         stranded = self.close(seat)
-        if self.seats.pop(seat.key, None) is not None:
-            self.leased -= seat.leased
-            self.reserved -= seat.reserved
-            seat.leased = seat.leased_mib = seat.reserved = seat.reserved_mib = 0
+        self.seats.pop(seat.key, None)
+        seat.leased = seat.leased_mib = seat.reserved = seat.reserved_mib = 0
         return stranded
 
     # --------------------------------------------------------------------------------------------------- waiting
@@ -184,7 +196,6 @@ class Fleet:
             self.waiting_mib += ticket.mib
             heapq.heappush(self._line, (ticket.seq, ticket))
         else:
-            self.pinned_waiting += 1
             heapq.heappush(self._pinned.setdefault(ticket.pin, []), (ticket.seq, ticket))
 
     def missed(self, seat: Seat) -> int:
@@ -276,7 +287,6 @@ class Fleet:
         if seat is not None:
             seat.leased += 1
             seat.leased_mib += ticket.mib
-            self.leased += 1
 
     def refused(self, ticket: Ticket, *, free: int) -> None:
         """A reservation was refused: the container says how much memory it has free, in MiB."""
@@ -298,7 +308,6 @@ class Fleet:
             return
         seat.leased -= 1
         seat.leased_mib -= mib
-        self.leased -= 1
         seat.idle_since = now
         if clean:
             self._set_free(seat, seat.free + mib)
@@ -315,7 +324,6 @@ class Fleet:
         if not seat.open:
             return
         free = min(free, max(0, seat.capacity - seat.leased_mib - seat.reserved_mib))
-        self.free += free // self.slot_mib - seat.free // self.slot_mib
         if free > seat.free and self._kept:
             self._grown.add(seat)
         seat.free = free
@@ -331,7 +339,6 @@ class Fleet:
         ticket.seat = seat
         seat.reserved += 1
         seat.reserved_mib += ticket.mib
-        self.reserved += 1
         self._set_free(seat, seat.free - ticket.mib)
         return ticket
 
@@ -342,7 +349,6 @@ class Fleet:
             return None
         seat.reserved -= 1
         seat.reserved_mib -= ticket.mib
-        self.reserved -= 1
         return seat
 
     def _keep(self, seat: Seat, ticket: Ticket) -> None:
@@ -368,8 +374,6 @@ class Fleet:
         if ticket.pin is None:
             self.waiting -= 1
             self.waiting_mib -= ticket.mib
-        else:
-            self.pinned_waiting -= 1
 
     def _unpin(self, ticket: Ticket, seat: Seat) -> None:
         line = self._pinned[seat]
