@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from atropos.errors import ConfigError
-from atropos.slots.backends.modal.server import ModalServer, Wanted
+from atropos.slots.backends.modal.server import ModalServer
 from atropos.slots.backends.server_http import ServerHttp
-from atropos.slots.backends.spec import ContainerSpec
 from atropos.slots.backends.supervised import Server, SupervisedBackend
 from atropos.slots.config import SlotPoolConfig
 
@@ -31,9 +30,7 @@ class ModalBackend(SupervisedBackend):
     async def launch(self, index: int, token: str) -> Server:
         """A server in a new sandbox, which ends with it."""
         del index
-        memory_mib = ContainerSpec.from_pool(self.config).container_memory_mib
-        wanted = Wanted(self.config.job_id, self.config.image, self.config.modal_cpus, memory_mib)
-        return ModalServer(wanted, self.remote_config(token), self._http)
+        return ModalServer(self.config, self.remote_config(token), self._http)
 
     async def aclose(self, *, purge: bool) -> None:
         """End all sandboxes, whether `purge` or not."""

@@ -7,7 +7,6 @@ import contextlib
 import json
 import secrets
 from collections.abc import Generator
-from dataclasses import dataclass
 
 import modal
 from grpclib.exceptions import GRPCError, StreamTerminatedError
@@ -18,8 +17,8 @@ from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.local.server_process import SHOWN_CHARS, last_line
 from atropos.slots.backends.server_http import DOUBT_S, ServerHttp
-from atropos.slots.backends.spec import SERVER_COMMAND, refused
-from atropos.slots.config import server_json
+from atropos.slots.backends.spec import SERVER_COMMAND, ContainerSpec, refused
+from atropos.slots.config import SlotPoolConfig, server_json
 
 PORT = 8787
 """Port of the server in its sandbox; Modal's tunnel terminates TLS."""
@@ -39,23 +38,6 @@ _REFUSED = (
 )
 _UNANSWERED = (exception.Error, GRPCError, StreamTerminatedError, OSError)
 """The SDK raises its transport's own errors where its retries have failed."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a sandbox is made of.
-
-    Attributes:
-        app: the name of its Modal app, which is created if needed.
-        image: the sandbox image's name in a registry.
-        cpus: its reserved cores.
-        memory_mib: its memory.
-    """
-
-    app: str
-    image: str
-    cpus: float
-    memory_mib: int
 
 
 @contextlib.contextmanager
@@ -81,15 +63,15 @@ class ModalServer:
     """One sandbox and the server in it.
 
     Args:
-        wanted: what the sandbox is made of.
+        pool: whose settings say what the sandbox is made of.
         config: the server's settings, without those of its address.
         http: requests to the server.
     """
 
-    def __init__(self, wanted: Wanted, config: ServerConfig, http: ServerHttp) -> None:
+    def __init__(self, pool: SlotPoolConfig, config: ServerConfig, http: ServerHttp) -> None:
         self.id = f"modal-{secrets.token_hex(6)}"
         self.url = ""
-        self._wanted = wanted
+        self._pool = pool
         self._config = config.model_copy(update={"host": "0.0.0.0", "port": PORT})
         self._http = http
         self._creating: asyncio.Task[modal.Sandbox] | None = None
@@ -124,16 +106,16 @@ class ModalServer:
             raise BackendUnavailable(f"Modal: {self.url} leads to no sandbox server")
 
     async def _create(self) -> modal.Sandbox:
-        wanted = self._wanted
+        pool = self._pool
+        memory_mib = ContainerSpec.from_pool(pool).container_memory_mib
+        image = modal.Image.from_registry(pool.image)
         return await modal.Sandbox.create.aio(
             *SERVER_COMMAND,
-            app=await modal.App.lookup.aio(wanted.app, create_if_missing=True),
-            image=modal.Image.from_registry(wanted.image).entrypoint(
-                []
-            ),  # the image's starts a server with other settings
+            app=await modal.App.lookup.aio(pool.job_id, create_if_missing=True),
+            image=image.entrypoint([]),  # the image's starts a server with other settings
             tags={"atropos": self.id},
-            cpu=wanted.cpus,
-            memory=(wanted.memory_mib, wanted.memory_mib),  # request and limit
+            cpu=pool.modal_cpus,
+            memory=(memory_mib, memory_mib),  # request and limit
             timeout=LIFETIME_S,
             encrypted_ports=[PORT],
             runtime="vm",  # gVisor, Modal's default, lacks namespaces and mounts that slots need
