@@ -196,6 +196,11 @@ class NomadApi:
                 return None
             raise
 
+    async def live_job(self, job_id: str) -> Json | None:
+        """A registered job; None when Nomad has none, or it is stopped."""
+        job = await self.job(job_id)
+        return None if job is None or job.get("Stop") else job
+
     async def register(self, job: Json, *, modify_index: int) -> bool:
         """Register a job if it is unchanged since `modify_index` (0: if there is none); False: it has changed."""
         body = {"Job": job, "EnforceIndex": True, "JobModifyIndex": modify_index}

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from http import HTTPStatus
 
 from atropos.aio import Backoff
 from atropos.errors import BackendUnavailable, ConfigError
@@ -24,7 +25,7 @@ from atropos.slots.backends.nomad.job_view import READY_S, JobView
 from atropos.slots.backends.nomad.refusals import NomadMisconfigured, NomadRefused
 from atropos.slots.backends.nomad.settings import NomadSettings
 from atropos.slots.backends.nomad.shrinking import CHANGES, DOUBT_S, Shrinker
-from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, newest, placement_failures
+from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, Json, newest, placement_failures
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
 from atropos.slots.config import SlotPoolConfig
@@ -209,40 +210,51 @@ class NomadBackend(Backend):
         for _ in range(CHANGES):
             job = await self._api.job(self._job_id)
             if job is None or job.get("Stop"):
-                if job is None:
-                    await self._check_cluster()
-                self._changing = True
-                await self._read_secret(self._pair)
-                hcl, wanted = nomad_job.definition(), self._view.target
-                chosen = nomad_job.variables(self._spec, self._settings, self._job_id, wanted, self._extra)
-                fresh = await self._api.parse(hcl, chosen)
-                if await self._api.register(fresh, modify_index=job["JobModifyIndex"] if job else 0):
-                    self._cluster = self._cluster or await self._api.keys()
+                if await self._register(job):
                     return
-            elif nomad_job.count(job) < self._view.target:
-                try:
-                    await self._api.scale(self._job_id, GROUP, self._view.target, "requested by a slot pool")
-                    self._view.deployment = ""
-                except NomadRefused as error:
-                    if DEPLOYMENT in str(error):  # the pool retries later
-                        self._view.deployment = (
-                            f"job {self._job_id} can't grow to {self._view.target} yet: its deployment is in progress"
-                        )
-                        self._changed.set()
-                        return
-                    if error.status < 500:
-                        raise
-                    refused = error
-                    await asyncio.sleep(0.2)
-                    continue
-                return
-            else:
+            elif nomad_job.count(job) >= self._view.target:
                 self._view.deployment = ""
                 self._view.surplus = nomad_job.count(job) > self._view.target
                 return
+            else:
+                try:
+                    await self._raise_count()
+                except NomadRefused as error:
+                    if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                        raise
+                    refused = error
+                    await asyncio.sleep(0.2)
+                else:
+                    return
         raise refused or BackendUnavailable(
             f"job {self._job_id} could not be changed: other processes keep changing it"
         )
+
+    async def _register(self, stopped: Json | None) -> bool:
+        """Register the job, anew or in place of a stopped one; False: another process has done so meanwhile."""
+        if stopped is None:
+            await self._check_cluster()
+        self._changing = True
+        await self._read_secret(self._pair)
+        hcl, wanted = nomad_job.definition(), self._view.target
+        chosen = nomad_job.variables(self._spec, self._settings, self._job_id, wanted, self._extra)
+        fresh = await self._api.parse(hcl, chosen)
+        if registered := await self._api.register(fresh, modify_index=stopped["JobModifyIndex"] if stopped else 0):
+            self._cluster = self._cluster or await self._api.keys()
+        return registered
+
+    async def _raise_count(self) -> None:
+        """Raise the job's count to the target, unless a deployment is in progress: the pool retries later."""
+        try:
+            await self._api.scale(self._job_id, GROUP, self._view.target, "requested by a slot pool")
+            self._view.deployment = ""
+        except NomadRefused as error:
+            if DEPLOYMENT not in str(error):
+                raise
+            self._view.deployment = (
+                f"job {self._job_id} can't grow to {self._view.target} yet: its deployment is in progress"
+            )
+            self._changed.set()
 
     async def _check_cluster(self) -> None:
         """Log where the job is gone because another cluster answers now, or one that lost its state.
@@ -412,5 +424,4 @@ class NomadBackend(Backend):
 
     async def _stopped(self) -> bool:
         """Whether the job is stopped or gone, and was not registered again."""
-        job = await self._api.job(self._job_id)
-        return job is None or bool(job.get("Stop"))
+        return await self._api.live_job(self._job_id) is None

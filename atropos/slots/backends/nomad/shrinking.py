@@ -12,8 +12,9 @@ import logging
 from atropos.errors import BackendUnavailable
 from atropos.slots.backends.engines import ChangeFlag
 from atropos.slots.backends.nomad import job as nomad_job
-from atropos.slots.backends.nomad.api import Json, NomadApi
+from atropos.slots.backends.nomad.api import NomadApi
 from atropos.slots.backends.nomad.job_view import JobView
+from atropos.slots.backends.nomad.view import Json
 from atropos.slots.backends.server_http import ServerHttp
 
 log = logging.getLogger("atropos.slots.nomad")
@@ -81,14 +82,14 @@ class Shrinker:
 
     async def _take_over(self) -> None:
         """No other client is there: what the count has above this process's is a person's, or a dead process's."""
-        if (job := await self._api.job(self._job_id)) is not None and not job.get("Stop"):
+        if (job := await self._api.live_job(self._job_id)) is not None:
             self._view.most = max(self._view.most, nomad_job.count(job))
 
     async def _cancel_unplaced(self) -> None:
         """Lower the count by this process's containers that could not be placed."""
         if not self._view.surplus:
             return
-        if (job := await self._api.job(self._job_id)) is not None and not job.get("Stop"):
+        if (job := await self._api.live_job(self._job_id)) is not None:
             wanted = self._view.unplaced_count(nomad_job.count(job))
             if wanted is not None and await self._set_count(job, wanted):
                 log.info(
@@ -99,8 +100,7 @@ class Shrinker:
     async def _lower(self, index: int) -> bool:
         """Set the job's count so that `index` ends; False: it isn't the highest any more."""
         for _ in range(CHANGES):
-            job = await self._api.job(self._job_id)
-            if job is None or job.get("Stop"):
+            if (job := await self._api.live_job(self._job_id)) is None:
                 return True
             if not self._view.may_lower(index, nomad_job.count(job)):
                 return False
