@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from atropos.errors import ConfigError
@@ -41,9 +41,7 @@ class Survey:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.close()
         await self._close()
 
@@ -56,9 +54,11 @@ class Survey:
         containers, trouble = await self._containers()
         for each in containers:  # of one job, which has one certificate
             self._http.trust(each.certificate)
-        asked = (self._http.status(each.url, each.token) if each.url else _nothing() for each in containers)
-        answers = await asyncio.gather(*asked)
-        return [SurveyedContainer(each, status) for each, status in zip(containers, answers, strict=True)], trouble
+        return await asyncio.gather(*map(self._seen, containers)), trouble
+
+    async def _seen(self, container: Container) -> SurveyedContainer:
+        url, token = container.url, container.token
+        return SurveyedContainer(container, await self._http.status(url, token) if url else None)
 
     async def drain(self, seen: SurveyedContainer, *, deadline_s: float) -> None:
         """Drain a container, wait until it has no leases (or for `deadline_s` seconds), and end it.
@@ -67,11 +67,9 @@ class Survey:
         """
         url, token = seen.container.url, seen.container.token
         if url is not None and await self._http.drain(url, token, deadline_s):
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(deadline_s):
                     await self._http.until_idle(url, token)
-            except TimeoutError:
-                pass
         await self._end(seen.container)
 
     async def until_answering(self, count: int, *, within_s: float) -> bool:
@@ -102,10 +100,6 @@ class Survey:
     async def purge(self) -> None:
         """Remove the containers, the job and its secret, even where they are in use."""
         await self._purge()
-
-
-async def _nothing() -> None:
-    return None
 
 
 async def open_survey(backend: str, job_id: str, *, address: str | None) -> Survey:
