@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import tempfile
@@ -14,6 +13,7 @@ from typing import Self
 from atropos.cgroup_paths import start_time
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable
+from atropos.images.locks import is_still, try_lock
 from atropos.slots.backends.local.server_process import COMMAND, ServerProcess
 from atropos.slots.backends.supervised import DRAIN_S, Server, SupervisedBackend
 from atropos.slots.config import SlotPoolConfig
@@ -133,10 +133,7 @@ def lock(path: Path) -> bool:
         return False
     locked = False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locked = os.path.samestat(os.fstat(fd), os.stat(path))
-    except (BlockingIOError, FileNotFoundError):
-        pass
+        locked = try_lock(fd) and is_still(path, fd)
     finally:
         if locked:
             _locks[path] = fd
