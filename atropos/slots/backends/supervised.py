@@ -54,12 +54,8 @@ class Server(Protocol):
         """
         ...
 
-    async def wait(self) -> None:
-        """Wait until it has ended."""
-        ...
-
-    def failure(self) -> Exception:
-        """Why it ended: one of the errors of `ready`."""
+    async def ended(self) -> Exception:
+        """Wait until it has ended. Returns why: one of the errors of `ready`."""
         ...
 
     async def stop(self, grace_s: float) -> None:
@@ -230,20 +226,13 @@ class _Place:
             self._backend.ended(self)
 
     async def _run(self) -> None:
-        """Run one server. Returns after `end`; raises `Server.failure` when it ended by itself."""
+        """Run one server. Returns after `end`; raises why when it ended by itself."""
         token = secrets.token_urlsafe(32)
         server = await self._backend.launch(self._index, token)
         try:
             self.container = Container(server.id, self._index, None, token, "starting")
             self._backend.news()
-            if not await self._unless_over(server.ready(self._backend.config.start_timeout_s)):
-                return
-            self._backend.ever_ready = True
-            self.trouble = ""
-            self.container = replace(self.container, url=server.url, state="running")
-            self._backend.news()
-            if await self._unless_over(server.wait()):
-                raise server.failure()
+            await self._unless_over(self._serve(server, self.container))
         finally:
             grace_s = self._grace_s if self._over.is_set() else 0.0
             try:
@@ -253,15 +242,22 @@ class _Place:
                 self._backend.news()
                 await outlive(server.tidy())
 
-    async def _unless_over(self, work: Coroutine[object, object, None]) -> bool:
-        """Await `work`; False when `end` was called first."""
+    async def _serve(self, server: Server, container: Container) -> None:
+        """Wait until a server is ready, and then until it has ended; raises why."""
+        await server.ready(self._backend.config.start_timeout_s)
+        self._backend.ever_ready = True
+        self.trouble = ""
+        self.container = replace(container, url=server.url, state="running")
+        self._backend.news()
+        raise await server.ended()
+
+    async def _unless_over(self, work: Coroutine[object, object, None]) -> None:
+        """Await `work`, and cancel it when `end` is called first."""
         task = asyncio.ensure_future(work)
         over = asyncio.ensure_future(self._over.wait())
         try:
             await asyncio.wait([task, over], return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 task.result()
-                return True
-            return False
         finally:
             await cancel_and_wait([task, over])

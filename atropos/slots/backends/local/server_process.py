@@ -104,10 +104,11 @@ class ServerProcess:
         try:
             async with asyncio.timeout(timeout_s):
                 line = await self._first_line()
+                why = None if line else await self.ended()
         except TimeoutError:
             raise BackendUnavailable(f"a sandbox server was not ready within {timeout_s:g} s: {self.last}") from None
-        if not line:
-            raise self.failure()
+        if why is not None:
+            raise why
         try:
             self.port = int(json.loads(line)["port"])
         except (ValueError, KeyError, TypeError):
@@ -115,21 +116,12 @@ class ServerProcess:
         self._stdout = asyncio.create_task(self._drain(), name=f"stdout of server {self.pid}")
 
     async def _first_line(self) -> bytes:
-        """The first line on stdout; empty when the server has ended, and its log has been read."""
+        """The first line on stdout; empty when the server has ended."""
         assert self._process.stdout is not None
         try:
-            line = await self._process.stdout.readline()
+            return await self._process.stdout.readline()
         except ValueError:
             return b"a line without end"
-        if not line:
-            await self.wait()
-        return line
-
-    def failure(self) -> Exception:
-        """Why it ended, as an exception."""
-        code = self._process.returncode
-        how = f"was ended by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
-        return refused(code, self.last) or BackendUnavailable(f"a sandbox server {how}: {self.last}")
 
     @property
     def last(self) -> str:
@@ -141,12 +133,14 @@ class ServerProcess:
         """None while it runs."""
         return self._process.returncode
 
-    async def wait(self) -> None:
-        """Wait until it has ended and its log is read."""
-        await self._process.wait()
+    async def ended(self) -> Exception:
+        """Wait until it has ended and its log is read. Returns why it ended: one of the errors of `ready`."""
+        code = await self._process.wait()
         with contextlib.suppress(TimeoutError):  # a child of it may still hold the pipe
             async with asyncio.timeout(1):
                 await asyncio.wait([self._log])
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return refused(code, self.last) or BackendUnavailable(f"a sandbox server {how}: {self.last}")
 
     async def stop(self, grace_s: float) -> None:
         """Ask it to end, and kill it after `grace_s`; returns when it is gone."""

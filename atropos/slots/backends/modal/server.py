@@ -75,7 +75,6 @@ class ModalServer:
         self._config = config.model_copy(update={"host": "0.0.0.0", "port": PORT})
         self._http = http
         self._creating: asyncio.Task[modal.Sandbox] | None = None
-        self._last = last_line(())
 
     async def ready(self, timeout_s: float) -> None:
         """Create the sandbox, start the server in it, and wait until it answers through its tunnel."""
@@ -98,8 +97,7 @@ class ModalServer:
                 if "port" in json.loads(line):
                     break
         else:
-            await self.wait()
-            raise self.failure()
+            raise await self.ended()
         tunnels = await sandbox.tunnels.aio()
         self.url = tunnels[PORT].url
         if not await self._http.until_healthy(self.url, timeout_s):
@@ -121,14 +119,17 @@ class ModalServer:
             runtime="vm",  # gVisor, Modal's default, lacks namespaces and mounts that slots need
         )
 
-    async def wait(self) -> None:
-        """Wait until the server and its sandbox have ended."""
+    async def ended(self) -> Exception:
+        """Wait until the server and its sandbox have ended. Returns why: one of the errors of `ready`."""
         assert self._creating is not None
         sandbox = await self._creating
         while not await self._ended(sandbox) and self.url and await self._http.until_healthy(self.url, DOUBT_S):  # noqa: ASYNC110 (Modal is asked)
             await asyncio.sleep(AGAIN_S)
+        last = last_line(())
         with contextlib.suppress(*_UNANSWERED):
-            self._last = last_line((await sandbox.stderr.read.aio()).split("\n"))
+            last = last_line((await sandbox.stderr.read.aio()).split("\n"))
+        why = refused(sandbox.returncode, f"in Modal's sandbox: {last}")
+        return why or BackendUnavailable(f"Modal's sandbox ended ({sandbox.returncode}): {last}")
 
     @staticmethod
     async def _ended(sandbox: modal.Sandbox) -> bool:
@@ -139,13 +140,6 @@ class ModalServer:
             return False
         return True
 
-    def failure(self) -> Exception:
-        """Why it ended."""
-        assert self._creating is not None
-        code = self._creating.result().returncode
-        why = refused(code, f"in Modal's sandbox: {self._last}")
-        return why or BackendUnavailable(f"Modal's sandbox ended ({code}): {self._last}")
-
     async def stop(self, grace_s: float) -> None:
         """Ask the server to end, and after `grace_s` end the sandbox; returns when it is gone."""
         if self._creating is None:
@@ -154,7 +148,7 @@ class ModalServer:
             if self.url and grace_s > 0:
                 async with asyncio.timeout(grace_s):
                     if await self._http.drain(self.url, self._config.token.get_secret_value(), grace_s):
-                        await self.wait()
+                        await self.ended()
         except TimeoutError:
             pass
         finally:

@@ -62,9 +62,9 @@ async def _run(server: LocalServer) -> None:
     await server.ready(READY_S)
     sys.stdout.write(json.dumps({"port": server.port}) + "\n")
     sys.stdout.flush()
-    await server.wait()
+    why = await server.ended()
     if server.returncode:
-        raise server.failure()
+        raise why
 
 
 async def _follow(stdin: asyncio.StreamReader, server: LocalServer) -> None:

@@ -93,7 +93,6 @@ class SshServer:
         self._config = config
         self._connection: asyncssh.SSHClientConnection | None = None
         self._process: asyncssh.SSHClientProcess[bytes] | None = None
-        self._last = last_line(())
 
     async def ready(self, timeout_s: float) -> None:
         """Connect, start the server, wait until it listens, and forward its port."""
@@ -132,24 +131,19 @@ class SshServer:
         for _ in range(BANNER_LINES):
             line = await process.stdout.readline()
             if not line:
-                await self.wait()
-                raise self.failure()
+                raise await self.ended()
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 return int(json.loads(line)["port"])
         raise BackendUnavailable(f"{self._host}: no ready line in the first {BANNER_LINES} lines")
 
-    async def wait(self) -> None:
-        """Wait until the server has ended, or the connection is lost."""
+    async def ended(self) -> Exception:
+        """Wait until the server has ended, or the connection is lost. Returns why: one of the errors of `ready`."""
         assert self._process is not None
+        last = last_line(())
         with contextlib.suppress(asyncssh.Error, OSError):
-            self._last = last_line((await self._process.stderr.read()).decode(errors="replace").split("\n"))
+            last = last_line((await self._process.stderr.read()).decode(errors="replace").split("\n"))
         await self._process.wait_closed()
-
-    def failure(self) -> Exception:
-        """Why it ended."""
-        assert self._process is not None
         code = self._process.exit_status
-        last = self._last
         if code in NO_PYTHON or "No module named" in last:
             return ConfigError(f"ssh_python: {self._python!r} on {self._host}: {last}")
         if code is None and self._process.exit_signal is None:
