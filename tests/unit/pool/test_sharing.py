@@ -11,7 +11,7 @@ from atropos import wire
 from atropos.errors import BackendUnavailable
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.docker import backend
-from atropos.slots.backends.docker.engine import ListedContainer
+from atropos.slots.backends.docker.engine import Ending, ListedContainer
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
 from tests.unit.server.fakes import TOKEN, serving
@@ -89,6 +89,29 @@ async def test_a_docker_container_that_could_not_be_removed_yet_is_not_used_agai
             await until(lambda: not engine.containers, "its removal")
         finally:
             await docker.aclose(purge=True)
+
+
+async def test_a_docker_container_that_starts_after_all_ends_what_was_said_of_those_before_it(monkeypatch):
+    monkeypatch.setattr("atropos.aio.backoff_s", lambda *_, **__: 0.01)
+    async with serving(slots=1, heartbeat_s=5) as server:
+        engine, works = FakeEngine([], ""), False
+
+        def create(_: ContainerSpec, *, name: str, index: int, **__: object) -> None:
+            state = "running" if works else "exited"
+            engine.containers.append(ListedContainer(name, name, index, "", "me", state, 0.0, server.url))
+
+        engine.create, engine.ending = create, lambda _: Ending(1, "no memory")
+        monkeypatch.setattr(backend, "DockerEngine", lambda *_: engine)
+        docker = backend.DockerBackend(SlotPoolConfig(backend="docker", slots_per_container=1))
+        await docker.start()
+        try:
+            await docker.scale(1)
+            await until(lambda: docker.failure() is not None, "three that ended")
+            works = True
+            await until(lambda: [each.state for each in docker.containers()] == ["running"], "one that runs")
+            assert docker.failure() is None
+        finally:
+            await docker.aclose(purge=False)
 
 
 def status(leased: int) -> web.Response:

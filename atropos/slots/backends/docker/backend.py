@@ -137,7 +137,7 @@ class DockerBackend(Backend):
 
     def failure(self) -> Exception | None:
         """The engine stayed away; or the servers refuse their configuration or isolation, or none ever started."""
-        return self._outage.failure() or self._failure
+        return self._outage.failure() or (None if self._ever_ready else self._failure)
 
     async def retire(self, container: Container) -> None:
         """End a container and replace it at once."""
