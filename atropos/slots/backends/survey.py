@@ -175,11 +175,11 @@ async def _nomad(job_id: str, address: str | None) -> Survey:
         rows = [Allocation.read(row, tls=tls) for row in await api.allocations(job_id)]
         answering = {row.run for row in rows if row.state != "starting"}
         view = JobView(placement_s=0, secret=secret, target=count(job), ready=answering)
-        actions = view.apply(rows, view.merge(rows, ()))
-        if actions.ask_placement:
+        view.apply(rows, view.merge(rows, ()))
+        if view.lacking:
             view.placement = placement_failures(await api.evaluations(job_id))
-        if (item := actions.diagnose) is not None:
-            view.judge_crash(item, await api.last_line(item.id, TASK), alone=False)
+        if (item := view.latest_failing()) is not None:
+            view.judge_crash(item, await api.last_line(item.id, TASK))
         return view.containers(), view.trouble()
 
     async def end(container: Container) -> None:

@@ -35,17 +35,18 @@ def states(view):
 
 def test_a_container_runs_once_its_server_has_answered():
     view = view_of()
-    actions = listed(view, row(0), row(1, "starting"))
-    assert (actions.changed, [item.index for item in actions.expect]) == (True, [0])
+    assert listed(view, row(0), row(1, "starting"))
+    assert view.unanswered() == {"a0.0": "http://a0"}
     assert states(view) == {"a0.0": "starting", "a1.0": "starting"}
     view.answered("a0.0")
     assert states(view)["a0.0"] == "running"
-    assert not listed(view, row(0), row(1, "starting")).changed
+    assert not listed(view, row(0), row(1, "starting"))
+    assert not view.unanswered()
 
 
 def test_a_restart_in_place_is_a_new_container():
     view = view_of(row(0), ready=[row(0)])
-    assert listed(view, replace(row(0), run="a0.1")).changed
+    assert listed(view, replace(row(0), run="a0.1"))
     assert states(view) == {"a0.1": "starting"}
     assert not view.ready
 
@@ -53,8 +54,8 @@ def test_a_restart_in_place_is_a_new_container():
 def test_what_nomad_does_not_list_is_kept_while_its_server_answers():
     view = view_of(row(0), row(1), ready=[row(0), row(1)])
     assert view.doubtful([row(0)]) == [row(1)]
-    assert not listed(view, row(0), answering=[row(1)]).changed
-    assert listed(view, row(0)).changed
+    assert not listed(view, row(0), answering=[row(1)])
+    assert listed(view, row(0))
     assert states(view) == {"a0.0": "running"}
 
 
@@ -76,7 +77,8 @@ def test_the_token_is_read_anew_while_servers_start():
 
 def test_a_job_of_which_nothing_is_placed_is_given_up_and_taken_back():
     view = view_of(target=2)
-    assert listed(view).ask_placement
+    listed(view)
+    assert view.lacking
     view.judge_placement("no memory", 100)
     assert (view.trouble(), view.failure) == ("no memory", None)
     view.judge_placement("no memory", 105)
@@ -84,7 +86,8 @@ def test_a_job_of_which_nothing_is_placed_is_given_up_and_taken_back():
     listed(view, row(0))
     view.judge_placement("no memory", 106)
     assert view.failure is None
-    assert not listed(view, row(0), row(1)).ask_placement
+    listed(view, row(0), row(1))
+    assert not view.lacking
     view.judge_placement("", 107)
     assert view.trouble() == ""
 
@@ -92,19 +95,21 @@ def test_a_job_of_which_nothing_is_placed_is_given_up_and_taken_back():
 def test_a_failure_is_explained_once_and_is_final_when_no_other_container_may_come_up():
     bad = row(0, "starting", detail="Driver Failure: No such image: x", node="n1", modified=3)
     view = view_of(target=1)
-    actions = listed(view, bad)
-    assert (actions.diagnose, actions.alone) == (bad, True)
-    view.judge_crash(bad, "", alone=True)
+    listed(view, bad, row(1, "starting"))
+    view.judge_crash(bad, "")
+    assert (view.latest_failing(), view.failure) == (bad, None)
+    listed(view, bad)
+    view.judge_crash(bad, "")
     assert isinstance(view.failure, ConfigError)
     assert "container 0 on n1" in view.trouble()
-    view.judge_crash(bad, "", alone=True)
     assert view.failures == 1
 
 
 def test_a_failed_container_beside_one_that_serves_its_index_is_no_trouble():
     good, bad = row(0), row(0, "over", name="old", failed=True, detail="exit code 1", exit_code=1)
     view = view_of(good, ready=[good])
-    assert listed(view, good, bad).diagnose is None
+    listed(view, good, bad)
+    assert view.latest_failing() is None
 
 
 @pytest.mark.parametrize(

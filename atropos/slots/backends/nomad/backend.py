@@ -339,16 +339,17 @@ class NomadBackend(Backend):
         if view.needs_token(now):
             await self._read_secret(self._pair)
         trouble, failure = self.trouble(), view.failure
-        actions = view.apply(rows, now)
-        if actions.changed:
+        if view.apply(rows, now):
             self._changed.set()
-        for item in actions.expect:
-            self._expect(item)
-        placement = placement_failures(await self._api.evaluations(self._job_id)) if actions.ask_placement else ""
+        for run, url in view.unanswered().items():
+            if run not in self._waiting:
+                self._waiting.add(run)
+                self._tasks.spawn(self._await_answer(run, url), f"first answer of {run}")
+        placement = placement_failures(await self._api.evaluations(self._job_id)) if view.lacking else ""
         view.judge_placement(placement, time.monotonic())
-        if (item := actions.diagnose) is not None:
+        if (item := view.latest_failing()) is not None:
             new = item.run not in view.diagnosed and item.exit_code is not None
-            view.judge_crash(item, await self._api.last_line(item.id, TASK) if new else "", alone=actions.alone)
+            view.judge_crash(item, await self._api.last_line(item.id, TASK) if new else "")
         if self.trouble() not in {trouble, ""}:
             log.warning("job %s: %s", self._job_id, self.trouble())
         if self.trouble() != trouble or view.failure is not failure:
@@ -369,13 +370,8 @@ class NomadBackend(Backend):
         answers = await asyncio.gather(*(self._http.healthy(item.url or "") for item in asked))
         return [item for item, healthy in zip(asked, answers, strict=True) if healthy]
 
-    def _expect(self, item: Allocation) -> None:
-        """Await the first answer of a running server."""
-        if item.url is not None and item.run not in self._waiting:
-            self._waiting.add(item.run)
-            self._tasks.spawn(self._await_answer(item.run, item.url), f"first answer of {item.run}")
-
     async def _await_answer(self, run: str, url: str) -> None:
+        """Await the first answer of a running server."""
         started = 0.0
         try:
             while run in self._view.known:

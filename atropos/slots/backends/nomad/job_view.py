@@ -1,8 +1,8 @@
-"""The state of a job and its allocations, and what follows from a change: plain data in, actions out, no requests."""
+"""The state of a job and its allocations, and what follows from a change: plain data, no requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -13,25 +13,6 @@ from atropos.slots.backends.spec import BAD_CONFIG, hopeless
 
 READY_S = 60.0
 """A server that doesn't answer for this long after its start is reported, in seconds."""
-
-
-@dataclass(frozen=True)
-class Actions:
-    """What to do after a list of allocations was applied.
-
-    Attributes:
-        changed: containers were added, removed, or have another state.
-        expect: running servers whose first answer is to be awaited.
-        ask_placement: containers are missing: read the scheduler's evaluations.
-        diagnose: a failed allocation whose server's last line is to be read.
-        alone: no other container may still start.
-    """
-
-    changed: bool
-    expect: tuple[Allocation, ...]
-    ask_placement: bool
-    diagnose: Allocation | None = None
-    alone: bool = False
 
 
 @dataclass
@@ -47,6 +28,7 @@ class JobView:
         ready: runs whose server has answered.
         ending: runs that this process is draining or has stopped.
         drained: runs that were drained to shrink the job, while its count is still to be lowered.
+        failing: the last list's allocations of wanted containers that don't start.
         diagnosed: runs whose failure has been counted.
         deployment: why the job's count can't be raised now; empty when it can.
         placement: why containers are not placed; empty when all are.
@@ -65,6 +47,7 @@ class JobView:
     ever_ready: bool = False
     ending: set[str] = field(default_factory=set[str])
     drained: set[str] = field(default_factory=set[str])
+    failing: list[Allocation] = field(default_factory=list[Allocation])
     diagnosed: set[str] = field(default_factory=set[str])
     deployment: str = ""
     placement: str = ""
@@ -114,8 +97,8 @@ class JobView:
         """
         return bool(now.keys() - self.known.keys()) or any(item.state == "starting" for item in now.values())
 
-    def apply(self, rows: Sequence[Allocation], now: dict[str, Allocation]) -> Actions:
-        """Apply a list of allocations, and its `merge`."""
+    def apply(self, rows: Sequence[Allocation], now: dict[str, Allocation]) -> bool:
+        """Apply a list of allocations, and its `merge`; whether containers were added, removed, or have another state."""
         changed = now != self.known
         if changed:
             self.known = now
@@ -123,26 +106,8 @@ class JobView:
             self.ending &= now.keys()
             self.drained &= now.keys()
         self.diagnosed &= {item.run for item in rows}
-        failing = self._failing(rows)
-        latest = max(failing, key=lambda item: item.modified, default=None)
-        if latest is None:
-            self.crash = ""
-        others = {item.index for item in self._live()} - {item.index for item in failing}
-        return Actions(
-            changed=changed,
-            expect=tuple(item for item in now.values() if self.awaited(item)),
-            ask_placement=len(self._live()) < self.target,
-            diagnose=latest,
-            alone=not others,
-        )
-
-    def _live(self) -> list[Allocation]:
-        return [item for item in self.known.values() if item.state != "ending"]
-
-    def _failing(self, rows: Iterable[Allocation]) -> list[Allocation]:
-        """Allocations of wanted containers that don't start."""
         serving = {item.index for item in self._live() if item.run in self.ready}
-        return [
+        self.failing = [
             item
             for item in rows
             if item.detail
@@ -150,10 +115,22 @@ class JobView:
             and item.index not in serving
             and item.index < max(self.target, self.placed())
         ]
+        if not self.failing:
+            self.crash = ""
+        return changed
 
-    def awaited(self, item: Allocation) -> bool:
-        """Whether its server runs and has not answered yet."""
-        return item.state == "running" and item.url is not None and item.run not in self.ready
+    def _live(self) -> list[Allocation]:
+        return [item for item in self.known.values() if item.state != "ending"]
+
+    @property
+    def lacking(self) -> bool:
+        """Whether containers are missing: the scheduler's evaluations say why."""
+        return len(self._live()) < self.target
+
+    def unanswered(self) -> dict[str, str]:
+        """The addresses of running servers that have not answered yet, by run."""
+        running = [item for item in self.known.values() if item.state == "running" and item.run not in self.ready]
+        return {item.run: item.url for item in running if item.url is not None}
 
     def answered(self, run: str) -> None:
         """A server has answered for the first time."""
@@ -175,7 +152,7 @@ class JobView:
             now_s: the caller's clock.
         """
         self.placement = placement
-        if not placement and len(self._live()) >= self.target:
+        if not placement and not self.lacking:
             self.deployment = ""
         if self._live() or not placement:
             if self.unplaced_since is not None and isinstance(self.failure, BackendUnavailable):
@@ -186,14 +163,18 @@ class JobView:
         if now_s >= self.unplaced_since + self.placement_s and self.failure is None:
             self.failure = BackendUnavailable(placement)
 
-    def judge_crash(self, item: Allocation, last_line: str, *, alone: bool) -> None:
+    def latest_failing(self) -> Allocation | None:
+        """The allocation that `judge_crash` is to be called for; None: there is none."""
+        return max(self.failing, key=lambda item: item.modified, default=None)
+
+    def judge_crash(self, item: Allocation, last_line: str) -> None:
         """Set why a container doesn't start, and whether a retry can help.
 
         Args:
             item: its allocation.
             last_line: of its server's log.
-            alone: no other container may still start.
         """
+        alone = {item.index for item in self._live()} <= {item.index for item in self.failing}
         cure = set_up_fault(item.detail)
         if item.run not in self.diagnosed:
             self.crash = f"container {item.index} on {item.node}: {item.detail}" + "".join(
