@@ -217,6 +217,27 @@ async def test_an_operator_hears_why_a_container_does_not_start():
             assert (seen.container.state, trouble) == ("running", "")
 
 
+async def test_a_change_whose_caller_was_cancelled_is_waited_for_at_the_end():
+    begun = asyncio.Event()
+
+    class SlowScale(FakeNomad):
+        async def _handle(self, request: web.Request) -> web.StreamResponse:
+            if request.path.endswith("/scale"):
+                begun.set()
+                await asyncio.sleep(0.1)
+            return await super()._handle(request)
+
+    async with SlowScale() as nomad, contextlib.AsyncExitStack() as stack:
+        api = NomadApi(NomadSettings(nomad.url))
+        stack.push_async_callback(api.close)
+        scaling = asyncio.create_task(api.scale("job", "sandbox", 0, "a reason"))
+        await begun.wait()
+        await cancel_and_wait([scaling])
+        assert nomad.job is None
+        await api.settled(10)
+        assert nomad.job is not None
+
+
 async def test_at_the_end_a_nomad_without_a_leader_is_given_the_time_that_it_takes_to_say_so():
     settled = mock.patch.object(NomadApi, "settled", autospec=True, side_effect=NomadApi.settled)
     with settled as ending:
