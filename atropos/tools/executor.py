@@ -386,15 +386,14 @@ class ToolExecutor:
     def _begin_release(self, trajectory: TrajectoryState) -> asyncio.Task[None]:
         self._trajectories.pop(trajectory.id, None)
         trajectory.released = True
+        for call in trajectory.calls:
+            call.cancel()
         task = asyncio.get_running_loop().create_task(self._release(trajectory), name=f"release {trajectory.id}")
         self._releases[trajectory] = task
         task.add_done_callback(lambda _: self._releases.pop(trajectory, None))
         return task
 
     async def _release(self, trajectory: TrajectoryState) -> None:
-        for task in list(trajectory.calls):
-            trajectory.interrupted.add(task)
-            task.cancel()
         if trajectory.calls:
             trajectory.idle.clear()
             await set_within(trajectory.idle, INTERRUPT_S)
@@ -450,15 +449,14 @@ class ToolExecutor:
                         f"trajectory {trajectory.id!r} is broken and must be released: {trajectory.broken}"
                     ) from trajectory.broken
                 yield
-            if task in trajectory.interrupted:
+            if trajectory.released:
                 raise asyncio.CancelledError  # the tool swallowed it
         except BaseException:
-            if task in trajectory.interrupted and task.uncancel() <= cancelling:
+            if trajectory.released and task.uncancel() <= cancelling:
                 raise LeaseExpired(f"trajectory {trajectory.id!r} was released while the call ran") from None
             raise
         finally:
             trajectory.calls.discard(task)
-            trajectory.interrupted.discard(task)
             if not trajectory.calls:
                 trajectory.idle.set()
                 if trajectory.empty and self._trajectories.get(trajectory.id) is trajectory:

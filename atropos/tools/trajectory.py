@@ -57,7 +57,6 @@ class TrajectoryState:
     unanswered: set[Peer] = field(default_factory=set[Peer])
     """Who has not answered a request of the trajectory, which was cancelled or is pending."""
     calls: set[asyncio.Task[object]] = field(default_factory=set["asyncio.Task[object]"])
-    interrupted: set[asyncio.Task[object]] = field(default_factory=set["asyncio.Task[object]"])
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     answered: OrderedDict[str, Answered] = field(default_factory=OrderedDict[str, Answered])
     """The latest calls by id."""
