@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from atropos.adapters.extras import Extra
+from atropos.adapters.extras import extra
 
-with Extra("harbor"):
+with extra("harbor"):
     from typing import override
 
     from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter

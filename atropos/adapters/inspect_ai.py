@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from atropos.adapters.extras import Extra
+from atropos.adapters.extras import extra
 
-with Extra("inspect"):
+with extra("inspect"):
     from inspect_ai.util import (
         ExecResult,
         OutputLimitExceededError,

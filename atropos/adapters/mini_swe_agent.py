@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from atropos.adapters.extras import Extra
+from atropos.adapters.extras import extra
 
-with Extra("mini-swe-agent"):
+with extra("mini-swe-agent"):
     import minisweagent.environments
 
 from minisweagent.environments.local import LocalEnvironment

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from atropos.adapters.extras import Extra
+from atropos.adapters.extras import extra
 
-with Extra("nemo-gym"):
+with extra("nemo-gym"):
     from nemo_gym.sandbox.providers.base import (
         SandboxCreateError,
         SandboxExecResult,

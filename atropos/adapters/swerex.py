@@ -7,9 +7,9 @@ import io
 import logging
 from typing import Any, Literal
 
-from atropos.adapters.extras import Extra
+from atropos.adapters.extras import extra
 
-with Extra("swerex"):
+with extra("swerex"):
     from swerex.deployment.abstract import AbstractDeployment
 
 from swerex.deployment.hooks.abstract import CombinedDeploymentHook, DeploymentHook

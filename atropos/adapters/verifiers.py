@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
-from atropos.adapters.extras import Extra
+from atropos.adapters.extras import extra
 
-with Extra("verifiers"):
+with extra("verifiers"):
     from verifiers.v1 import AgentConfig, Agents, Env, EnvConfig, Task
 
 from pydantic import Field
