@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import posixpath
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +24,6 @@ with extra("nemo-gym"):
 
 from atropos.adapters.sharing import HeldSlot, SlotRequest, give, infrastructure, shell_code, upload_file
 from atropos.errors import SandboxError
-from atropos.slots import PortForward
 
 if TYPE_CHECKING:  # of later versions than 0.4
     from nemo_gym.sandbox.providers.base import SandboxEndpoint, SandboxPtySession, SandboxPtySpec
@@ -41,10 +40,7 @@ class SandboxGoneError(RuntimeError):
 class _Sandbox:
     held: HeldSlot
     env: dict[str, str]
-    forwards: dict[int, PortForward] = field(default_factory=dict)
-    forwarding: asyncio.Lock = field(default_factory=asyncio.Lock)
     closed: bool = False
-    closing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class AtroposProvider:
@@ -161,12 +157,9 @@ class AtroposProvider:
         """
         from nemo_gym.sandbox.providers.base import SandboxEndpoint
 
-        held, sandbox = self._held(handle), _sandbox(handle)
+        held = self._held(handle)
         with infrastructure(SandboxGoneError):
-            async with sandbox.forwarding:
-                if port not in sandbox.forwards:
-                    sandbox.forwards[port] = await PortForward.to_slot(held.slot, port)
-        return SandboxEndpoint(f"http://127.0.0.1:{sandbox.forwards[port].port}")
+            return SandboxEndpoint(f"http://127.0.0.1:{await held.expose(port)}")
 
     async def create_pty(self, handle: SandboxHandle, spec: SandboxPtySpec) -> SandboxPtySession:
         """A terminal of the slot, or pipes.
@@ -192,14 +185,8 @@ class AtroposProvider:
     async def close(self, handle: SandboxHandle) -> None:
         """Give the slot back, with all that runs in it. Idempotent."""
         sandbox = _sandbox(handle)
-        async with sandbox.closing:
-            if not sandbox.closed:
-                sandbox.closed = True
-                try:
-                    for forward in sandbox.forwards.values():
-                        await forward.aclose()
-                finally:
-                    await sandbox.held.release()
+        sandbox.closed = True
+        await sandbox.held.release()
 
     async def aclose(self) -> None:
         """Nothing: the pool ends with the last of its sandboxes."""

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
-from atropos.slots import ExecResult, Slot, SlotPool, SlotPoolConfig
+from atropos.slots import ExecResult, PortForward, Slot, SlotPool, SlotPoolConfig
 
 WAIT_FOR_SLOT_S = 3600.0
 """How long an environment waits for a slot, where `acquire_timeout_s` doesn't say."""
@@ -150,7 +150,10 @@ class HeldSlot:
     slot: Slot
     user: str | None
     folder: str
-    _shared: SharedPool
+    _undo: AsyncExitStack
+    _exposed: dict[int, int] = field(default_factory=dict[int, int])
+    _reached: set[int] = field(default_factory=set[int])
+    _forwarding: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
     async def lease(cls, request: SlotRequest, name: str, *, waits: Sequence[str] | None = None) -> Self:
@@ -181,8 +184,8 @@ class HeldSlot:
                     await slot.start([*image.entrypoint, *waits])
                 except OSError as error:
                     raise ImageUnavailable(f"ENTRYPOINT: {error}") from error
-            undo.pop_all()
-        return cls(slot, request.user or (image.user if image is not None else None) or None, folder, shared)
+            user = request.user or (image.user if image is not None else None) or None
+            return cls(slot, user, folder, undo.pop_all())
 
     async def make_folder(self, path: str) -> str | None:
         """Make a folder that commands of the user start in, unless it is there, as Docker does.
@@ -195,11 +198,32 @@ class HeldSlot:
         return None if made.exit_code == 0 else made.error or made.output.strip()
 
     async def release(self) -> None:
-        """Give the slot back; the pool stops with its last holder. To be called once."""
-        try:
-            await self.slot.release()
-        finally:
-            await self._shared.leave()
+        """Give the slot back, with all that runs in it; the pool stops with its last holder. Idempotent."""
+        await self._undo.aclose()
+
+    async def expose(self, port: int) -> int:
+        """The port of this machine's loopback that leads to the slot's, until `release`.
+
+        Raises:
+            SandboxError: the slot is gone.
+        """
+        async with self._forwarding:
+            if port not in self._exposed:
+                forward = await self._undo.enter_async_context(await PortForward.to_slot(self.slot, port))
+                self._exposed[port] = forward.port
+            return self._exposed[port]
+
+    async def reach(self, port: int) -> None:
+        """Let the slot reach a port of this machine's loopback as its own, until `release`.
+
+        Raises:
+            SandboxError: the slot is gone.
+            OSError: the port is taken in the slot.
+        """
+        async with self._forwarding:
+            if port not in self._reached:
+                await self._undo.enter_async_context(await PortForward.from_slot(self.slot, port, port))
+                self._reached.add(port)
 
     def path(self, path: str) -> str:
         """An absolute path."""

@@ -31,7 +31,7 @@ from atropos.adapters.sharing import (
     time_limit,
 )
 from atropos.net.egress_policy import parse
-from atropos.slots import PortForward, Process
+from atropos.slots import Process
 
 __all__ = ["AtroposEnv"]  # what verifiers loads by this module's name
 
@@ -126,8 +126,6 @@ class AtroposRuntime(Runtime):
         self._starting = asyncio.Lock()
         self._folder = ""
         self._wanted_ports: set[int] = set()
-        self._forwards: dict[tuple[str, int], PortForward] = {}
-        self._forwarding = asyncio.Lock()
 
     @override
     async def start(self) -> None:
@@ -148,11 +146,7 @@ class AtroposRuntime(Runtime):
         """Give the slot back, with all that runs in it. Idempotent."""
         held, self._held = self._held, None
         if held is not None:
-            try:
-                for forward in self._forwards.values():
-                    await forward.aclose()
-            finally:
-                await held.release()
+            await held.release()
 
     async def __aenter__(self) -> Self:
         return self
@@ -162,17 +156,16 @@ class AtroposRuntime(Runtime):
 
     async def _slot(self) -> HeldSlot:
         """The slot, with the ports that `host_url` was asked for."""
-        if self._held is None:
+        held = self._held
+        if held is None:
             raise SandboxError(f"runtime {self.name} was not started, or stopped")
-        async with self._forwarding:
-            while self._wanted_ports:
-                port = self._wanted_ports.pop()
-                if ("from slot", port) not in self._forwards:
-                    try:
-                        self._forwards["from slot", port] = await PortForward.from_slot(self._held.slot, port, port)
-                    except OSError as error:
-                        raise SandboxError(f"port {port} of this machine in the slot: {error}") from error
-        return self._held
+        for port in [*self._wanted_ports]:
+            try:
+                await held.reach(port)
+            except OSError as error:
+                self._wanted_ports.discard(port)
+                raise SandboxError(f"port {port} of this machine in the slot: {error}") from error
+        return held
 
     @override
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
@@ -251,11 +244,7 @@ class AtroposRuntime(Runtime):
     @override
     async def expose(self, port: int) -> str:
         with infrastructure(SandboxError):
-            held = await self._slot()
-            async with self._forwarding:
-                if ("to slot", port) not in self._forwards:
-                    self._forwards["to slot", port] = await PortForward.to_slot(held.slot, port)
-        return f"http://127.0.0.1:{self._forwards['to slot', port].port}"
+            return f"http://127.0.0.1:{await (await self._slot()).expose(port)}"
 
     @override
     async def prepare_setup(self) -> None:
