@@ -232,6 +232,9 @@ class TestFiles:
         assert (await use("read_file", path="~/notes.txt")).output.endswith("kept at home")
         found = await use("search_files", path="~", pattern="kept at", glob="notes.*")
         assert found.output.split(":")[0].endswith("/notes.txt"), found.output
+        deleted = await use("patch", diff="--- ~/notes.txt\n+++ /dev/null\n@@ -1 +0,0 @@\n-kept at home\n")
+        assert deleted.success, deleted.error
+        assert not (await use("read_file", path="~/notes.txt")).success
 
     async def test_special_files_and_links_are_told(self, use: Use) -> None:
         await use("terminal", command="mkfifo pipe; ln -s /etc/passwd link; ln -s loop loop")

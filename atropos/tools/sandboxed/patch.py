@@ -206,7 +206,8 @@ async def _write(edits: list[_Edit], scope: ToolScope) -> None:
 
 async def _put(path: str, before: bytes | None, after: bytes | None, mode: int | None, scope: ToolScope) -> None:
     if after is None:
-        result: wire.CommandResult = await scope.run(wire.Exec(command=f"rm -- {shlex.quote(path)}", timeout_s=30))
+        command = f"rm -- {shlex.quote(scope.slot.profile.expanded(path))}"
+        result: wire.CommandResult = await scope.run(wire.Exec(command=command, timeout_s=30))
         if result.exit_code != 0:
             raise ToolError(f"{path} can't be deleted: {result.output.decode('utf-8', 'replace').strip()}")
         return
