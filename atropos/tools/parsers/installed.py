@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from atropos.tools.models import ToolCall
@@ -55,12 +55,16 @@ def parser_for(name: str, tokenizer: object, schemas: Sequence[dict[str, object]
         request = request_type(
             model="model", messages=[{"role": "user", "content": ""}], tools=list(schemas) or None, tool_choice="auto"
         )
-        parser = VllmParser(ours, parser_type, tokenizer, request)
-        parser.new_parser()
+        try:
+            new_parser = functools.partial(parser_type, tokenizer, request.tools)
+            new_parser()
+        except TypeError:  # releases before tools were an argument
+            new_parser = functools.partial(parser_type, tokenizer)
+            new_parser()
     except Exception as error:  # foreign code: most often, the tokenizer lacks the format's tokens
         _log.info("vLLM's parser %s is not used: %s: %s", VLLM_NAMES[name], type(error).__name__, error)
         return ours
-    return parser
+    return VllmParser(ours, new_parser, request)
 
 
 @functools.cache
@@ -84,27 +88,19 @@ class VllmParser(Parser):
 
     Args:
         ours: our parser of the same format.
-        parser_type: vLLM's class.
-        tokenizer: the model's.
+        new_parser: makes an instance of vLLM's class, which keeps state.
         request: a chat request with the tools, which give arguments their types.
     """
 
-    def __init__(self, ours: Parser, parser_type: Any, tokenizer: object, request: Any) -> None:
+    def __init__(self, ours: Parser, new_parser: Callable[[], Any], request: Any) -> None:
         self.name = ours.name
-        self._ours, self._type, self._tokenizer, self._request = ours, parser_type, tokenizer, request
-
-    def new_parser(self) -> Any:
-        """A new instance of vLLM's class: instances keep state."""
-        try:
-            return self._type(self._tokenizer, self._request.tools)
-        except TypeError:  # releases before tools were an argument
-            return self._type(self._tokenizer)
+        self._ours, self._new_parser, self._request = ours, new_parser, request
 
     def parse(self, text: str) -> Parsed:
         """As vLLM parses it; where vLLM fails, as our parser does."""
         own = self._ours.parse(text)
         try:
-            found = self.new_parser().extract_tool_calls(text, request=self._request)
+            found = self._new_parser().extract_tool_calls(text, request=self._request)
         except Exception:
             _log.warning("vLLM's parser %s failed on a turn; atropos' own is used", self.name, exc_info=True)
             return own

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 
 from atropos.tools.arguments import MAX_DEPTH
 
@@ -43,7 +44,7 @@ class LiteralReader:
         name = self._match(_NAME, "a tool's name")
         self._expect("(")
         arguments: dict[str, object] = {}
-        while not self.peek(")"):
+        for _ in self._each_until(")"):
             key = self._match(_NAME, "an argument's name")
             if not self.peek("="):
                 raise ValueError(f"argument {key!r} of {name} needs a name: write name=value")
@@ -51,9 +52,6 @@ class LiteralReader:
             if key in arguments:
                 raise ValueError(f"argument {key!r} of {name} is given twice")
             arguments[key] = self.value(0)
-            if not self.peek(")"):
-                self._expect(",")
-        self._expect(")")
         return name, arguments
 
     def value(self, depth: int) -> object:
@@ -62,10 +60,11 @@ class LiteralReader:
             raise ValueError("nested too deeply")
         self.space()
         first = self.text[self.at : self.at + 1]
-        if first in {"[", "("}:
-            return self._items("]" if first == "[" else ")", depth)
-        if first == "{":
-            return self._pairs(depth)
+        if first in {"[", "(", "{"}:
+            self.at += 1
+            if first == "{":
+                return self._pairs(depth)
+            return [self.value(depth + 1) for _ in self._each_until("]" if first == "[" else ")")]
         if string := _STRING.match(self.text, self.at):
             return self._strings(string)
         if number := _NUMBER.match(self.text, self.at):
@@ -89,29 +88,23 @@ class LiteralReader:
             match = _STRING.match(self.text, self.at)
         return "".join(parts)
 
-    def _items(self, end: str, depth: int) -> list[object]:
-        self.at += 1
-        items: list[object] = []
-        while not self.peek(end):
-            items.append(self.value(depth + 1))
-            if not self.peek(end):
-                self._expect(",")
-        self._expect(end)
-        return items
-
     def _pairs(self, depth: int) -> dict[str, object]:
-        self.at += 1
         pairs: dict[str, object] = {}
-        while not self.peek("}"):
+        for _ in self._each_until("}"):
             key = self.value(depth + 1)
             if not isinstance(key, str):
                 raise ValueError("the keys of a dict must be strings")  # noqa: TRY004 - one type for all
             self._expect(":")
             pairs[key] = self.value(depth + 1)
-            if not self.peek("}"):
-                self._expect(",")
-        self._expect("}")
         return pairs
+
+    def _each_until(self, end: str) -> Iterator[None]:
+        """Once for each of the items, separated by commas, before an end sign, which is passed."""
+        while not self.peek(end):
+            yield
+            if not self.peek(end):
+                self._expect(",")
+        self._expect(end)
 
     def space(self) -> None:
         """Skip white space and comments."""

@@ -112,7 +112,7 @@ class Llama4PythonicParser(Parser):
 
     def render(self, call: ToolCall) -> str:
         """See `Parser`."""
-        return f"[{_python_call(call)}]"
+        return self.render_turn("", [call])
 
     def render_turn(self, content: str, calls: Sequence[ToolCall]) -> str:
         """See `Parser`."""

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from atropos.tools.arguments import replace_surrogates
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json, index_after, skip
+from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json, index_after, read_calls, skip
+
+_FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n?")
+_FENCE_END = re.compile(r"\s*```")
+_KIMI_INDEX = re.compile(r":\d+\Z")
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """The special tokens of a format."""
+class TokenParser(Parser):
+    """The shared part of the formats; subclasses know the special tokens, and where the name is."""
 
     begin_all: str
     end_all: str
@@ -24,59 +27,26 @@ class _Tokens:
     middle: str
     end: str
 
-
-_DEEPSEEK = _Tokens(
-    begin_all="<｜tool▁calls▁begin｜>",
-    end_all="<｜tool▁calls▁end｜>",
-    begin="<｜tool▁call▁begin｜>",
-    middle="<｜tool▁sep｜>",
-    end="<｜tool▁call▁end｜>",
-)
-_KIMI = _Tokens(
-    begin_all="<|tool_calls_section_begin|>",
-    end_all="<|tool_calls_section_end|>",
-    begin="<|tool_call_begin|>",
-    middle="<|tool_call_argument_begin|>",
-    end="<|tool_call_end|>",
-)
-_FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n?")
-_FENCE_END = re.compile(r"\s*```")
-_KIMI_INDEX = re.compile(r":\d+\Z")
-
-
-class TokenParser(Parser):
-    """The shared part of the formats; subclasses know where the name is."""
-
-    tokens: _Tokens
-
     def parse(self, text: str) -> Parsed:
         """See `Parser`."""
-        found = Collector()
-        tokens = self.tokens
-        at = 0
-        while True:
-            begin = text.find(tokens.begin, at)
-            piece = text[at:] if begin < 0 else text[at:begin]
-            found.text(piece.replace(tokens.begin_all, "").replace(tokens.end_all, ""))
-            if begin < 0 or found.full(text[begin : begin + 500]):
-                return found.done()
-            at = self._one(text, begin + len(tokens.begin), found)
+        parsed = read_calls(text, self.begin, self._one)
+        content = parsed.content.replace(self.begin_all, "").replace(self.end_all, "")
+        return replace(parsed, content=content.strip())
 
     def _one(self, text: str, begin: int, found: Collector) -> int:
-        tokens = self.tokens
-        middle = text.find(tokens.middle, begin, begin + 1000)
+        middle = text.find(self.middle, begin, begin + 1000)
         if middle < 0:
-            found.error(f"the tool call has no {tokens.middle} after its name", text[begin:])
-            return index_after(text, begin, tokens.begin, tokens.end)
+            found.error(f"the tool call has no {self.middle} after its name", text[begin:])
+            return index_after(text, begin, self.begin, self.end)
         head = text[begin:middle]
         try:
-            name, value, end = self._read(text, head, middle + len(tokens.middle))
+            name, value, end = self._read(text, head, middle + len(self.middle))
         except ValueError as error:
             found.error(f"the tool call's arguments are not valid JSON ({str(error)[:120]})", text[begin:])
-            return index_after(text, begin, tokens.begin, tokens.end)
+            return index_after(text, begin, self.begin, self.end)
         found.call(name, value, text[begin:end], self._identity(head))
         close = skip(text, end)
-        return close + len(tokens.end) if text.startswith(tokens.end, close) else end
+        return close + len(self.end) if text.startswith(self.end, close) else end
 
     def _read(self, text: str, head: str, at: int) -> tuple[str, object, int]:
         """The name, the arguments and their end. `head` is the text before the middle token, `at` the index after it."""
@@ -91,8 +61,7 @@ class TokenParser(Parser):
     def render_turn(self, content: str, calls: Sequence[ToolCall]) -> str:
         """See `Parser`."""
         inner = "".join(self._render_one(call, index) for index, call in enumerate(calls))
-        section = f"{self.tokens.begin_all}{inner}{self.tokens.end_all}" if inner else ""
-        return content + section
+        return content + (f"{self.begin_all}{inner}{self.end_all}" if inner else "")
 
     def render(self, call: ToolCall) -> str:
         """See `Parser`."""
@@ -100,21 +69,21 @@ class TokenParser(Parser):
 
     def _render_one(self, call: ToolCall, index: int) -> str:
         del index
-        return f"{self.tokens.begin}{call.name}{self.tokens.middle}{dump_json(call.arguments)}{self.tokens.end}"
+        return f"{self.begin}{call.name}{self.middle}{dump_json(call.arguments)}{self.end}"
 
 
 class DeepSeekV31Parser(TokenParser):
     """V3.1: name, separator, JSON."""
 
     name = "deepseek_v3_1"
-    tokens = _DEEPSEEK
+    begin_all, end_all = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    begin, middle, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 
-class DeepSeekV3Parser(TokenParser):
+class DeepSeekV3Parser(DeepSeekV31Parser):
     """V3 and R1: the word `function`, separator, name, and the JSON in a code block."""
 
     name = "deepseek_v3"
-    tokens = _DEEPSEEK
 
     def _read(self, text: str, head: str, at: int) -> tuple[str, object, int]:
         """The name comes after the separator, on the same line."""
@@ -130,10 +99,7 @@ class DeepSeekV3Parser(TokenParser):
 
     def _render_one(self, call: ToolCall, index: int) -> str:
         del index
-        tokens = self.tokens
-        return (
-            f"{tokens.begin}function{tokens.middle}{call.name}\n```json\n{dump_json(call.arguments)}\n```{tokens.end}"
-        )
+        return f"{self.begin}function{self.middle}{call.name}\n```json\n{dump_json(call.arguments)}\n```{self.end}"
 
 
 class KimiK2Parser(TokenParser):
@@ -143,7 +109,8 @@ class KimiK2Parser(TokenParser):
     """
 
     name = "kimi_k2"
-    tokens = _KIMI
+    begin_all, end_all = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    begin, middle, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
     def _read(self, text: str, head: str, at: int) -> tuple[str, object, int]:
         """The name within the id."""
@@ -157,4 +124,4 @@ class KimiK2Parser(TokenParser):
 
     def _render_one(self, call: ToolCall, index: int) -> str:
         head = f"functions.{call.name}:{index}"
-        return f"{self.tokens.begin}{head}{self.tokens.middle}{dump_json(call.arguments)}{self.tokens.end}"
+        return f"{self.begin}{head}{self.middle}{dump_json(call.arguments)}{self.end}"
