@@ -471,13 +471,7 @@ class ToolExecutor:
 
     def stats(self) -> ExecutorStats:
         """Counts and times since the start, and the present state."""
-        return self._meter.stats(
-            trajectories=len(self._trajectories),
-            leased=sum(one.slot is not None for one in self._trajectories.values()),
-            broken=sum(one.broken is not None for one in self._trajectories.values()),
-            running=sum(len(one.calls) for one in self._trajectories.values()),
-            releasing=len(self._releases),
-        )
+        return self._meter.stats(self._trajectories.values(), len(self._releases))
 
     def metrics(self) -> list[Family]:
         """The executor's metrics; `atropos.metrics.exposition` writes them for Prometheus."""

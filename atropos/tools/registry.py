@@ -147,13 +147,10 @@ def build_tool_registry(
     _check_toolsets(catalogue, enabled, disabled, tool_server_url)
     chosen = ToolRegistry(enabled=enabled, disabled=disabled)
     left_out: list[str] = []
-    everything = "all" in enabled
     mine = {id(tool) for tool in own}
     for tool in catalogue:
-        groups = {*tool.toolsets}
-        if groups & {*disabled} or "all" in disabled:
-            continue
-        if not (everything or id(tool) in mine or groups & {*enabled}):
+        groups = {*tool.toolsets, "all"}
+        if groups & {*disabled} or not (id(tool) in mine or groups & {*enabled}):
             continue
         if tool.sandboxed or tool_server_url is not None:
             chosen.register(tool)

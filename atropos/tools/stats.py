@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from atropos.metrics import Histogram, percentiles
 from atropos.tools.models import ToolResult
+from atropos.tools.trajectory import TrajectoryState
 
 SAMPLES = 2048
 """Latest calls that the percentiles are computed from."""
@@ -60,16 +61,16 @@ class Meter:
         self.seconds.observe(seconds, name, "ok" if result.success else "error")
         self._latest.append(seconds)
 
-    def stats(self, *, trajectories: int, leased: int, broken: int, running: int, releasing: int) -> ExecutorStats:
-        """Everything so far."""
+    def stats(self, trajectories: Collection[TrajectoryState], releasing: int) -> ExecutorStats:
+        """Everything so far, with the present trajectories' state."""
         p50_s, p95_s, p99_s = percentiles(self._latest, 0.5, 0.95, 0.99)
         return ExecutorStats(
             calls=sum(tool.calls for tool in self._tools.values()),
             errors=sum(tool.errors for tool in self._tools.values()),
-            trajectories=trajectories,
-            leased=leased,
-            broken=broken,
-            running=running,
+            trajectories=len(trajectories),
+            leased=sum(one.slot is not None for one in trajectories),
+            broken=sum(one.broken is not None for one in trajectories),
+            running=sum(len(one.calls) for one in trajectories),
             releasing=releasing,
             p50_s=p50_s,
             p95_s=p95_s,

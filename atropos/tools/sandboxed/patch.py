@@ -6,6 +6,7 @@ import hashlib
 import posixpath
 import shlex
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic import Field, field_validator
 
@@ -77,24 +78,22 @@ class PatchTool(Tool):
                 return await _from_diff(arguments.diff, scope)
             except diffs.PatchError as error:
                 raise ToolError(f"patch: {error}") from None
-        for name in ("path", "old", "new"):
-            if getattr(arguments, name) is None:
-                raise ToolError(f"patch: {name!r} is missing; give path, old and new, or diff")
-        assert arguments.path is not None
-        assert arguments.old is not None
-        assert arguments.new is not None
-        if not arguments.old:
+        path, old, new = arguments.path, arguments.old, arguments.new
+        if path is None or old is None or new is None:
+            missing = next(name for name in ("path", "old", "new") if getattr(arguments, name) is None)
+            raise ToolError(f"patch: {missing!r} is missing; give path, old and new, or diff")
+        if not old:
             raise ToolError("patch: old is empty; give the text to replace, or use write_file to write the whole file")
-        if arguments.old == arguments.new:
+        if old == new:
             raise ToolError("patch: old and new are the same; nothing would change")
-        found = await _whole(scope, arguments.path)
-        after = await off_loop(len(found.data), ON_LOOP_BYTES, _replaced, found.data, arguments)
-        return [_Edit(arguments.path, found.data, after, found.mode, found.mode)]
+        found = await _whole(scope, path)
+        replaced = partial(_replaced, path, old, new, replace_all=arguments.replace_all)
+        after = await off_loop(len(found.data), ON_LOOP_BYTES, replaced, found.data)
+        return [_Edit(path, found.data, after, found.mode, found.mode)]
 
 
-def _replaced(before: bytes, arguments: PatchArguments) -> bytes:
-    path, old = arguments.path, arguments.old or ""
-    old_bytes, new_bytes = old.encode("utf-8", "replace"), (arguments.new or "").encode("utf-8", "replace")
+def _replaced(path: str, old: str, new: str, before: bytes, *, replace_all: bool) -> bytes:
+    old_bytes, new_bytes = old.encode("utf-8", "replace"), new.encode("utf-8", "replace")
     count = before.count(old_bytes)
     if count == 0 and b"\r\n" in before and b"\r" not in old_bytes:
         # The model doesn't see line ends: for a file of CRLF lines it writes LF.
@@ -103,7 +102,7 @@ def _replaced(before: bytes, arguments: PatchArguments) -> bytes:
     if count == 0:
         lines = before.decode("utf-8", "replace").splitlines()
         raise ToolError(f"patch: old is not in {path}: {diffs.near_miss(lines, old.splitlines() or [old])}")
-    if count > 1 and not arguments.replace_all:
+    if count > 1 and not replace_all:
         places = _places(before, old_bytes)
         raise ToolError(
             f"patch: old is in {path} {count} times (lines {places}); add lines around it until it is there once, "

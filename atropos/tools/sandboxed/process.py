@@ -87,24 +87,23 @@ class ProcessTool(Tool):
 
     async def run(self, arguments: ProcessArguments, scope: ToolScope) -> ToolResult:
         """Do the action."""
-        if arguments.action == "list":
+        action, session_id = arguments.action, arguments.session_id
+        if action == "list":
             return await self._list(scope)
-        session_id = arguments.session_id
         if not session_id:
             listing: wire.ProcListing = await scope.run(wire.ProcList())
-            raise ToolError(f"process: action {arguments.action!r} needs session_id; {_sessions(listing)}")
-        if arguments.action == "write" and arguments.data is None:
+            raise ToolError(f"process: action {action!r} needs session_id; {_sessions(listing)}")
+        if action == "write" and arguments.data is None:
             raise ToolError("process: action 'write' needs data, the text to send")
-        actions = {
-            "poll": self._poll,
-            "log": self._log,
-            "wait": self._wait,
-            "kill": self._kill,
-            "write": self._write,
-            "submit": self._write,
-            "close": self._write,
-        }
-        return await actions[arguments.action](arguments, session_id, scope)
+        if action == "poll":
+            return self._report(await self._unseen(session_id, scope), scope, "no new output")
+        if action == "log":
+            return await self._log(session_id, arguments.lines or 200, scope)
+        if action == "wait":
+            return await self._wait(session_id, arguments.timeout, scope)
+        if action == "kill":
+            return await self._kill(session_id, scope)
+        return await self._write(session_id, arguments, scope)
 
     async def _list(self, scope: ToolScope) -> ToolResult:
         listing: wire.ProcListing = await scope.run(wire.ProcList())
@@ -116,15 +115,13 @@ class ProcessTool(Tool):
         data: dict[str, object] = {"processes": [_data(one) for one in listing.processes]}
         return ToolResult(success=True, output="\n".join(rows) or "no background processes", data=data)
 
-    async def _poll(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
-        del arguments
+    async def _unseen(self, session_id: str, scope: ToolScope, wait_s: float = 0) -> wire.ProcState:
+        """Output that the model has not seen, read at once or at the process's end."""
         seen = process_reports(scope).seen[session_id]
-        state = await read(scope, session_id, offset=seen, max_bytes=scope.limits.max_output_bytes)
-        return self._report(state, scope, "no new output")
+        return await read(scope, session_id, offset=seen, max_bytes=scope.limits.max_output_bytes, wait_s=wait_s)
 
-    async def _log(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
-        state = await read(scope, session_id, offset=0, max_bytes=BUFFER_BYTES)
-        wanted = arguments.lines or 200
+    async def _log(self, session_id: str, wanted: int, scope: ToolScope) -> ToolResult:
+        state = await read(scope, session_id, offset=0)
         lines = _text(state).splitlines(keepends=True)
         kept = lines[-wanted:]
         text, dropped = clip("".join(kept), scope.limits.max_output_bytes)
@@ -138,36 +135,27 @@ class ProcessTool(Tool):
             data=_data(state),
         )
 
-    async def _wait(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
+    async def _wait(self, session_id: str, timeout_s: float | None, scope: ToolScope) -> ToolResult:
         most_s = scope.limits.max_wait_s
-        wait_s, cut = bounded_s("the wait of", arguments.timeout or most_s, most_s)
-        state = await read(
-            scope,
-            session_id,
-            offset=process_reports(scope).seen[session_id],
-            max_bytes=scope.limits.max_output_bytes,
-            wait_s=wait_s,
-            until="exit",
-        )
+        wait_s, cut = bounded_s("the wait of", timeout_s or most_s, most_s)
+        state = await self._unseen(session_id, scope, wait_s)
         running = f"still running after {wait_s:g} s" if state.running else ""
         note = "\n".join(f"[{part}]" for part in (running, cut) if part)
         return self._report(state, scope, "no new output", note)
 
-    async def _kill(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
-        del arguments
+    async def _kill(self, session_id: str, scope: ToolScope) -> ToolResult:
         await self._known(scope, session_id)
         await scope.run(wire.ProcKill(id=session_id, signal="TERM"))
         offset = process_reports(scope).seen[session_id]
         # KILL follows TERM in the slot, long before this bound.
-        state = await read(scope, session_id, offset=offset, wait_s=min(30, scope.limits.max_wait_s), until="exit")
+        state = await read(scope, session_id, offset=offset, wait_s=min(30, scope.limits.max_wait_s))
         return self._report(state, scope, "", "" if not state.running else "[it has not ended yet; poll it]")
 
-    async def _write(self, arguments: ProcessArguments, session_id: str, scope: ToolScope) -> ToolResult:
+    async def _write(self, session_id: str, arguments: ProcessArguments, scope: ToolScope) -> ToolResult:
         state = await self._known(scope, session_id)
         if not state.running:
             raise ToolError(f"process: session {session_id} has ended ({_state(state)}); it reads no more input")
-        text = arguments.data or ""
-        data = text.encode("utf-8", "replace")
+        data = (arguments.data or "").encode("utf-8", "replace")
         if len(data) > wire.MAX_COMMAND_BYTES:
             raise ToolError(f"process: data is longer than {wire.MAX_COMMAND_BYTES:,} bytes; write a file instead")
         if arguments.action == "submit":
