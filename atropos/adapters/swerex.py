@@ -73,7 +73,7 @@ class AtroposRuntime(AbstractRuntime):
 
     def __init__(self, held: HeldSlot, *, logger: logging.Logger | None = None) -> None:
         self.logger = logger or get_logger("rex-runtime")
-        self._held = held
+        self.held = held
         self._sessions: dict[str, BashSession] = {}
         self._starting: set[str] = set()
 
@@ -82,7 +82,7 @@ class AtroposRuntime(AbstractRuntime):
     async def is_alive(self, *, timeout: float | None = None) -> IsAliveResponse:
         try:
             async with asyncio.timeout(timeout):
-                await self._held.slot.processes()
+                await self.held.slot.processes()
         except (SandboxError, TimeoutError) as error:
             return IsAliveResponse(is_alive=False, message=f"{type(error).__name__}: {error}")
         return IsAliveResponse(is_alive=True)
@@ -96,7 +96,7 @@ class AtroposRuntime(AbstractRuntime):
         self._starting.add(name)
         try:
             with infrastructure(SandboxGoneError):
-                self._sessions[name], output = await BashSession.start(self._held, request)
+                self._sessions[name], output = await BashSession.start(self.held, request)
         finally:
             self._starting.discard(name)
         return CreateBashSessionResponse(output=output)
@@ -136,13 +136,13 @@ class AtroposRuntime(AbstractRuntime):
         """
         argv = [command.command] if isinstance(command.command, str) else command.command
         with infrastructure(SandboxGoneError):
-            result = await self._held.slot.exec(
+            result = await self.held.slot.exec(
                 ["/bin/sh", "-c", *argv] if command.shell else argv,
                 timeout_s=command.timeout,
-                workdir=self._held.path(command.cwd or "."),
+                workdir=self.held.path(command.cwd or "."),
                 env=command.env,
                 clean_env=command.env is not None,
-                user=self._held.user,
+                user=self.held.user,
                 split=True,
                 concurrent=True,
             )
@@ -156,7 +156,7 @@ class AtroposRuntime(AbstractRuntime):
     @in_event_loop
     async def read_file(self, request: ReadFileRequest) -> ReadFileResponse:
         with infrastructure(SandboxGoneError):
-            data = await self._held.slot.read_file(self._held.path(request.path), user=self._held.user)
+            data = await self.held.slot.read_file(self.held.path(request.path), user=self.held.user)
         reader = io.TextIOWrapper(io.BytesIO(data), encoding=request.encoding or "utf-8", errors=request.errors)
         return ReadFileResponse(content=reader.read())
 
@@ -164,17 +164,17 @@ class AtroposRuntime(AbstractRuntime):
     @in_event_loop
     async def write_file(self, request: WriteFileRequest) -> WriteFileResponse:
         with infrastructure(SandboxGoneError):
-            await self._held.slot.write_file(self._held.path(request.path), request.content, user=self._held.user)
+            await self.held.slot.write_file(self.held.path(request.path), request.content, user=self.held.user)
         return WriteFileResponse()
 
     @override
     @in_event_loop
     async def upload(self, request: UploadRequest) -> UploadResponse:
-        target = self._held.path(request.target_path)
+        target = self.held.path(request.target_path)
         with infrastructure(SandboxGoneError):
-            await self._held.slot.upload(request.source_path, target)
-            if self._held.user is not None:
-                await self._held.slot.exec(["chown", "-R", self._held.user, target], user="0:0")
+            await self.held.slot.upload(request.source_path, target)
+            if self.held.user is not None:
+                await self.held.slot.exec(["chown", "-R", self.held.user, target], user="0:0")
         return UploadResponse()
 
     @override
@@ -212,7 +212,6 @@ class AtroposDeployment(AbstractDeployment):
     The pool has an event loop of its own: SWE-agent, like most hosts of SWE-ReX, starts one for each call.
     """
 
-    _held: HeldSlot | None = None
     _runtime: AtroposRuntime | None = None
 
     def __init__(self, *, logger: logging.Logger | None = None, **kwargs: Any) -> None:
@@ -241,7 +240,7 @@ class AtroposDeployment(AbstractDeployment):
         Raises:
             DeploymentStartupError: there is none; nothing is known about the task.
         """
-        if self._held is not None:
+        if self._runtime is not None:
             raise DeploymentStartupError("the deployment was started already")
         self._hooks.on_custom_step("Leasing a slot")
         with infrastructure(DeploymentStartupError):
@@ -249,20 +248,20 @@ class AtroposDeployment(AbstractDeployment):
 
     @in_event_loop
     async def _lease(self) -> None:
-        self._held = await event_loop().lease(self._config, "swerex")
-        self._runtime = AtroposRuntime(self._held, logger=self.logger)
+        held = await event_loop().lease(self._config, "swerex")
+        self._runtime = AtroposRuntime(held, logger=self.logger)
 
     @override
     async def stop(self) -> None:
         """Give the slot back, with all that runs in it; a cancellation stops the wait for it. Idempotent."""
-        held, self._held, self._runtime = self._held, None, None
-        if held is not None and (given_back := release(held)) is not None:
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None and (given_back := release(runtime.held)) is not None:
             await asyncio.shield(asyncio.wrap_future(given_back))
 
     @override
     def __del__(self) -> None:
-        if self._held is not None:
-            release(self._held)
+        if self._runtime is not None:
+            release(self._runtime.held)
 
     @property
     @override
