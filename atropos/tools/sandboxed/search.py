@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -152,24 +153,32 @@ def _most_rows(arguments: SearchArguments) -> int:
 def _parsed(arguments: SearchArguments, text: str, *, truncated: bool) -> _Found:
     most = _most_rows(arguments)
     lines = text.split("\n", most)[:most]  # the slot's rg and head may be anything
-    if not arguments.pattern:
-        paths = [line.removeprefix("./") for line in lines if line]
-        rows = [wire.Match(path=path, line=0, text="") for path in paths[: arguments.limit]]
-        return _Found(rows, truncated or len(paths) > arguments.limit)
-    rows, matches = list[wire.Match](), 0
-    for line in lines:
-        path, _, rest = line.partition("\0")
-        row = _ROW.match(rest)
-        if row is None:
-            continue
-        number, mark, found = row.groups()
-        matches += mark == ":"
-        if matches > arguments.limit:
-            break
-        rows.append(
-            wire.Match(path=path.removeprefix("./"), line=int(number), text=found.rstrip("\r"), context=mark == "-")
-        )
-    return _Found(rows, truncated or matches > arguments.limit)
+    if arguments.pattern:
+        rows = (row for line in lines if (row := _parsed_row(line)) is not None)
+    else:
+        rows = (wire.Match(path=line.removeprefix("./"), line=0, text="") for line in lines if line)
+    return _limited(rows, arguments.limit, truncated=truncated)
+
+
+def _parsed_row(line: str) -> wire.Match | None:
+    path, _, rest = line.partition("\0")
+    row = _ROW.match(rest)
+    if row is None:
+        return None
+    number, mark, found = row.groups()
+    return wire.Match(path=path.removeprefix("./"), line=int(number), text=found.rstrip("\r"), context=mark == "-")
+
+
+def _limited(rows: Iterable[wire.Match], limit: int, *, truncated: bool) -> _Found:
+    """The first matches, with their context; `truncated` says whether there are more than the rows."""
+    kept: list[wire.Match] = []
+    matches = 0
+    for row in rows:
+        matches += not row.context
+        if matches > limit:
+            return _Found(kept, truncated=True)
+        kept.append(row)
+    return _Found(kept, truncated)
 
 
 # ------------------------------------------------------------------------------------------------- the runner's search
@@ -198,27 +207,12 @@ async def _search(arguments: SearchArguments, scope: ToolScope) -> _Found:
             one.model_copy(update={"path": like_requested(one.path, arguments.path, workdir).removeprefix("./")})
             for one in result.matches
         ]
-        kept = await _without_ignored(arguments.path, found, scope)
+        ignored = await _ignored(arguments.path, sorted({one.path for one in found}), scope) if found else ()
+        kept = [one for one in found if one.path not in ignored and "/.git/" not in f"/{one.path}"]
         matches = sum(not one.context for one in kept)
         if matches >= arguments.limit or not result.truncated or most == 10_000:
-            break
+            return _limited(kept, arguments.limit, truncated=result.truncated)
         most = 10_000  # most matches are ignored: search once more for others
-    rows: list[wire.Match] = []
-    count = 0
-    for one in kept:
-        count += not one.context
-        if count > arguments.limit:
-            break
-        rows.append(one)
-    return _Found(rows, result.truncated or count > arguments.limit)
-
-
-async def _without_ignored(root: str, matches: list[wire.Match], scope: ToolScope) -> list[wire.Match]:
-    paths = sorted({one.path for one in matches})
-    if not paths:
-        return matches
-    ignored = await _ignored(root, paths, scope)
-    return [one for one in matches if one.path not in ignored and "/.git/" not in f"/{one.path}"]
 
 
 async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
