@@ -133,19 +133,19 @@ async def _lines(scope: ToolScope, arguments: ReadFileArguments, first: wire.Fil
         if skip > newlines and not at_end:
             skip -= newlines  # the whole chunk is before the requested lines
         else:
-            pieces = _split(begun + data) if at_end else (begun + data).split(b"\n")
+            pieces = split_lines(begun + data) if at_end else (begun + data).split(b"\n")
             begun = b"" if at_end else pieces.pop()[:CHUNK_BYTES]  # only the start of a very long line is shown
             skip, pieces = max(skip - len(pieces), 0), pieces[skip:]
             for piece in pieces:
                 if len(kept) == arguments.limit or kept_bytes > 2 * scope.limits.max_output_bytes:
-                    return start, _texts(kept), "more lines follow"
+                    return start, texts(kept), "more lines follow"
                 kept.append(piece)
                 kept_bytes += min(len(piece), MAX_LINE) + 1
         if at_end:
-            return (start if kept else start - skip), _texts(kept), ""
+            return (start if kept else start - skip), texts(kept), ""
         if position >= SCAN_BYTES:
             if kept:
-                return start, _texts(kept), "the file is too large to be read further"
+                return start, texts(kept), "the file is too large to be read further"
             raise ToolError(
                 f"{arguments.path} is too large ({plural(first.size, 'byte')}) to find line {start} in; "
                 f"use the terminal: sed -n '{start},{start + arguments.limit - 1}p' FILE"
@@ -163,16 +163,18 @@ def _first_line(arguments: ReadFileArguments, first: wire.FileResult) -> int:
             f"{arguments.path} is too large ({plural(first.size, 'byte')}) to count its lines from the end; "
             f"use the terminal: tail -n {-arguments.offset} FILE"
         )
-    return max(len(_split(first.data)) + 1 + arguments.offset, 1)
+    return max(len(split_lines(first.data)) + 1 + arguments.offset, 1)
 
 
-def _texts(lines: list[bytes]) -> list[str]:
+def texts(lines: list[bytes]) -> list[str]:
+    """Lines as text, without the carriage return of a CRLF."""
     return [decode(line.removesuffix(b"\r")) for line in lines]
 
 
-def _split(data: bytes) -> list[bytes]:
+def split_lines(data: bytes) -> list[bytes]:
+    """Lines without their line feeds; text after the last one is a line too."""
     lines = data.split(b"\n")
-    return lines[:-1] if lines and not lines[-1] else lines
+    return lines if lines[-1] else lines[:-1]
 
 
 class WriteFileArguments(PathArguments):

@@ -16,7 +16,7 @@ from atropos.tools.arguments import Arguments, no_nul
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed import diffs
-from atropos.tools.sandboxed.files import MAX_PATH, fetch
+from atropos.tools.sandboxed.files import MAX_PATH, fetch, split_lines, texts
 from atropos.tools.sandboxed.text import is_binary, plural
 
 ON_LOOP_BYTES = 32_768
@@ -100,8 +100,8 @@ def _replaced(path: str, old: str, new: str, before: bytes, *, replace_all: bool
         old_bytes, new_bytes = old_bytes.replace(b"\n", b"\r\n"), new_bytes.replace(b"\n", b"\r\n")
         count = before.count(old_bytes)
     if count == 0:
-        lines = before.decode("utf-8", "replace").splitlines()
-        raise ToolError(f"patch: old is not in {path}: {diffs.near_miss(lines, old.splitlines() or [old])}")
+        near_miss = diffs.near_miss(texts(split_lines(before)), texts(split_lines(old_bytes)))
+        raise ToolError(f"patch: old is not in {path}: {near_miss}")
     if count > 1 and not replace_all:
         places = _places(before, old_bytes)
         raise ToolError(
@@ -239,12 +239,11 @@ def _summary(edits: list[_Edit]) -> str:
         if edit.after is None:
             rows.append(f"deleted {name}")
         elif edit.before is None:
-            rows.append(f"created {name} ({plural(len(edit.after.splitlines()), 'line')})")
+            rows.append(f"created {name} ({plural(len(split_lines(edit.after)), 'line')})")
         elif edit.before == edit.after and edit.mode != edit.old_mode:
             rows.append(f"changed the mode of {name}")
         else:
-            old, new = edit.before.splitlines(), edit.after.splitlines()
-            rows.append(f"changed {name} ({_changed(old, new)})")
+            rows.append(f"changed {name} ({_changed(split_lines(edit.before), split_lines(edit.after))})")
     return "\n".join(rows)
 
 

@@ -228,6 +228,12 @@ class TestPatch:
         assert "nothing similar" in close.error or "most similar lines" in close.error
         assert (root / "f").read_text() == "x = 3\n  z\nx = 3\n"
 
+    async def test_lines_are_counted_as_read_file_does(self, use, root):
+        (root / "f").write_bytes(b"\x0cone\x0cpage\r100%\ntwo  words\n")
+        assert "     2|two  words" in (await use("read_file", path="f")).output
+        assert "lines 2 to 2 differ in white space" in (await use("patch", path="f", old="two words", new="x")).error
+        assert "changed f (lines 2 to 2," in (await use("patch", path="f", old="two  words", new="2")).output
+
     async def test_lf_text_matches_a_file_of_crlf_lines(self, use, root):
         (root / "f").write_bytes(b"a\r\nb\r\nc\r\n")
         assert (await use("patch", path="f", old="a\nb", new="a\nB")).success
