@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
@@ -90,67 +89,60 @@ class InProcess:
 
     def __init__(self, app: ASGIApp, headers: Mapping[str, str]) -> None:
         self._app = app
-        self._headers = _encoded({"host": "inprocess", **headers}.items())
+        self._headers = _encoded({"host": "inprocess", **headers})
 
     async def send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> TransportResponse:
         """See `Transport`."""
         content = body or b""
-        path, _, query = path.partition("?")
+        requests = [{"type": "http.request", "body": content, "more_body": False}]
+        start: Message = {}
+        parts: list[bytes] = []
+        complete = asyncio.Event()
+
+        async def receive() -> Message:
+            if requests:
+                return requests.pop()
+            await complete.wait()
+            return {"type": "http.disconnect"}
+
+        async def respond(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                start.update(message)
+            elif message["type"] == "http.response.body":
+                parts.append(message.get("body", b""))
+                if not message.get("more_body", False):
+                    complete.set()
+
         more = {"content-type": "application/json", "content-length": str(len(content))} if body is not None else {}
-        scope: dict[str, object] = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": method,
-            "scheme": "http",
-            "path": unquote(path),
-            "raw_path": path.encode(),
-            "query_string": query.encode(),
-            "root_path": "",
-            "headers": [*self._headers, *_encoded(more.items())],
-            "client": ("127.0.0.1", 0),
-            "server": ("inprocess", 80),
-        }
-        exchange = _Exchange(content)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._app(scope, exchange.receive, exchange.send)
+                await self._app(_scope(method, path, [*self._headers, *_encoded(more)]), receive, respond)
         except TimeoutError as error:
             raise ResponseLost(f"no answer within {timeout_s:g} s") from error
         except Exception as error:
-            if exchange.status == 0:
+            if not start:
                 return TransportResponse(500, {}, repr(error).encode())
-        return TransportResponse(exchange.status or 500, exchange.headers, b"".join(exchange.parts))
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in start.get("headers", ())}
+        return TransportResponse(start.get("status", 500), headers, b"".join(parts))
 
 
-class _Exchange:
-    """One request as its application receives it, and the response."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content: bytes | None = content
-        self._complete = asyncio.Event()
-        self.status = 0
-        self.headers: dict[str, str] = {}
-        self.parts: list[bytes] = []
-
-    async def receive(self) -> Message:
-        if self._content is None:
-            await self._complete.wait()
-            return {"type": "http.disconnect"}
-        content, self._content = self._content, None
-        return {"type": "http.request", "body": content, "more_body": False}
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            for name, value in message.get("headers", ()):
-                with contextlib.suppress(UnicodeDecodeError):
-                    self.headers[name.decode().lower()] = value.decode("latin-1")
-        elif message["type"] == "http.response.body":
-            self.parts.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                self._complete.set()
+def _scope(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, object]:
+    path, _, query = path.partition("?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": unquote(path),
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": headers,
+        "client": ("127.0.0.1", 0),
+        "server": ("inprocess", 80),
+    }
 
 
-def _encoded(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
-    return [(name.lower().encode(), value.encode()) for name, value in headers]  # as aiohttp does
+def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode(), value.encode()) for name, value in headers.items()]  # as aiohttp does
