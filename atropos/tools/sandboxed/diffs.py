@@ -84,7 +84,7 @@ def parse(text: str) -> list[FileChange]:
         if line.startswith("diff --git "):
             _finish_git(git, changes)
             git = {"header": line}
-        elif line.startswith("--- ") and index + 1 < len(lines) and lines[index + 1].startswith("+++ "):
+        elif _names(lines, index):
             change = _named(line[4:], lines[index + 1][4:], git)
             git = {}
             index = _hunks(lines, index + 2, change)
@@ -188,18 +188,16 @@ def _hunk(lines: list[str], index: int) -> tuple[Hunk, int]:
     return hunk, index
 
 
-def _header(lines: list[str], index: int) -> bool:
-    return (
-        lines[index].startswith("--- ")
-        and index + 1 < len(lines)
-        and lines[index + 1].startswith("+++ ")
-        and (index + 2 >= len(lines) or lines[index + 2].startswith("@@"))
-    )
+def _names(lines: list[str], index: int) -> bool:
+    """Whether the names of a file are on this line and the next."""
+    return lines[index].startswith("--- ") and index + 1 < len(lines) and lines[index + 1].startswith("+++ ")
 
 
 def _between(lines: list[str], index: int) -> bool:
-    """Whether a file's part ends before this line."""
-    return index >= len(lines) or lines[index].startswith("diff --git ") or _header(lines, index)
+    """Whether a file's part ends before this line; two lines of a hunk may look like names."""
+    if index >= len(lines) or lines[index].startswith("diff --git "):
+        return True
+    return _names(lines, index) and (index + 2 >= len(lines) or lines[index + 2].startswith("@@"))
 
 
 def _mark_end(hunk: Hunk) -> None:

@@ -77,9 +77,10 @@ def command_result(result: wire.CommandResult, *, timeout_s: float, note: str, m
     # A little more than `most`: the slot has truncated to as many bytes and may have marked the place.
     text, dropped = clip(shown(result.output), most + 2000)
     error = _describe_failure(result, timeout_s)
-    if note:
-        error = f"{error}; {note}" if error else None
-        text = text if error else f"{text}{'' if text.endswith(chr(10)) or not text else chr(10)}[{note}]"
+    if note and error:
+        error = f"{error}; {note}"
+    elif note:
+        text += f"[{note}]" if not text or text.endswith("\n") else f"\n[{note}]"
     return ToolResult(
         success=result.exit_code == 0 and not result.timed_out and not result.cancelled,
         output=text,
