@@ -284,7 +284,7 @@ async def _lifespan(app: Starlette) -> AsyncGenerator[None]:
         yield
     finally:
         over.set()
-        if not ready.done():
+        if ready.cancelled():  # the caller gave the start up
             task.cancel()
         await asyncio.wait([task])
         if not task.cancelled() and (failure := task.exception()) is not None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 
 import pytest
 import uvicorn
+from starlette.applications import Starlette
 
 from atropos.api.settings import ToolServerSettings
 from atropos.api.tool_server import create_app
@@ -204,6 +206,29 @@ async def test_a_toolset_of_which_the_server_has_nothing_is_refused_at_the_start
         async with executor(pool, "inprocess", enabled=("default", name), tool_server_app=lambda: app):
             pass
     assert app.state.host.draining, "the ToolServer in this process outlived the refusal"
+
+
+async def test_a_start_that_is_given_up_ends_the_start_of_the_server_in_this_process(pool):
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def endless(_):
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            ended.set()
+
+    async with asyncio.timeout(30):
+        start = asyncio.create_task(
+            executor(pool, "inprocess", tool_server_app=lambda: Starlette(lifespan=endless)).start()
+        )
+        await begun.wait()
+        start.cancel()
+        await asyncio.wait([start])
+    assert start.cancelled()
+    assert ended.is_set()
 
 
 async def test_no_server_at_all(pool):
