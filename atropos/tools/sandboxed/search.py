@@ -29,7 +29,7 @@ ON_LOOP_BYTES = 262_144
 """Output of up to this size is parsed on the event loop, more in a thread."""
 NESTED = 8
 """Most repositories below the searched folder whose ignore rules are applied."""
-_ROW = re.compile(r"([0-9]+)([:-])(.*)", re.DOTALL)
+_ROW = re.compile(r"([0-9]{1,18})([:-])(.*)", re.DOTALL)
 """After its path: a line's number, whether it matches or is context, and the line."""
 
 
@@ -228,7 +228,7 @@ async def _ignored(root: str, paths: list[str], scope: ToolScope) -> set[str]:
         return set()
     ignored: set[str] = set()
     workdir = scope.slot.profile.workdir
-    for repository in decode(result.output).splitlines():
+    for repository in decode(result.output).splitlines()[:NESTED]:  # the slot's head may be anything
         folder = posixpath.normpath(posixpath.join(root, repository))
         names = {path: _below(path, folder, workdir) for path in paths}
         seen = {name: path for path, name in names.items() if name}

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from atropos import wire
 from atropos.slots.slot.profile import Profile, UserAccount
 from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, ToolLimits, build_tool_registry
+from atropos.tools.sandboxed.search import NESTED
 from atropos.tools.sandboxed.sessions import SessionArguments
 from tests.unit.tools.fakes import FakePool
 
@@ -380,6 +381,25 @@ class TestSearch:
             (tmp_path / name).chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         assert (await use("search_files", pattern="x", limit=1)).output == "no match found in ."
+
+    async def test_git_is_asked_about_no_more_repositories_than_it_was_to_name(
+        self, use, executor, root, tmp_path, monkeypatch
+    ):
+        """Each takes a command in the slot, and time on the event loop for each path."""
+        for name, script in {"rg": "exit 97", "git": "exit 1", "head": r"printf './%.0s\n' {1..100}"}.items():
+            (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        (root / "f").write_text("x\n")
+        assert (await use("search_files", pattern="x")).output == "f:1:x\n[1 match in 1 file]"
+        ran = [op.command for op in (await executor.slot("t")).ran if op.op == "exec"]
+        assert sum("check-ignore" in command for command in ran) == NESTED
+
+    async def test_a_row_of_a_slots_own_rg_with_a_number_of_any_length_is_none(self, use, tmp_path, monkeypatch):
+        (tmp_path / "rg").write_text("#!/bin/bash\nprintf 'f\\0%05000d:x\\ng\\0007:x\\n' 1\n")
+        (tmp_path / "rg").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        assert (await use("search_files", pattern="x")).output == "g:7:x\n[1 match in 1 file]"
 
     async def test_a_wrong_pattern_and_a_missing_folder(self, use):
         assert "pattern" in (await use("search_files", pattern="(")).error
