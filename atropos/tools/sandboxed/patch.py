@@ -66,8 +66,10 @@ class PatchTool(Tool):
         """Compute every change, then write them."""
         edits = await self._edits(arguments, scope)
         await _write(edits, scope)
+        size = sum(len(edit.before or b"") + len(edit.after or b"") for edit in edits)
+        output = await off_loop(size, ON_LOOP_BYTES, _summary, edits)
         return ToolResult(
-            success=True, output=_summary(edits), data={"files": [one.path for one in edits], "changed": len(edits)}
+            success=True, output=output, data={"files": [edit.path for edit in edits], "changed": len(edits)}
         )
 
     async def _edits(self, arguments: PatchArguments, scope: ToolScope) -> list[_Edit]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from atropos import wire
 from atropos.slots.slot.profile import Profile, UserAccount
 from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, ToolLimits, build_tool_registry
+from atropos.tools.sandboxed.files import split_lines
 from atropos.tools.sandboxed.search import NESTED
 from atropos.tools.sandboxed.sessions import SessionArguments
 from tests.unit.tools.fakes import FakePool
@@ -234,6 +236,20 @@ class TestPatch:
         assert "     2|two  words" in (await use("read_file", path="f")).output
         assert "lines 2 to 2 differ in white space" in (await use("patch", path="f", old="two words", new="x")).error
         assert "changed f (lines 2 to 2," in (await use("patch", path="f", old="two  words", new="2")).output
+
+    async def test_the_lines_of_a_long_file_are_counted_beside_the_event_loop(self, use, root, monkeypatch):
+        """Of 32 MiB of short lines it takes seconds."""
+        threads = []
+
+        def counted(data):
+            threads.append(threading.current_thread())
+            return split_lines(data)
+
+        monkeypatch.setattr("atropos.tools.sandboxed.patch.split_lines", counted)
+        (root / "f").write_text("old\n" + "x\n" * 40_000)
+        assert "40001 now" in (await use("patch", path="f", old="old", new="new")).output
+        assert threads
+        assert threading.current_thread() not in threads
 
     async def test_lf_text_matches_a_file_of_crlf_lines(self, use, root):
         (root / "f").write_bytes(b"a\r\nb\r\nc\r\n")
