@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import shlex
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -11,9 +12,19 @@ from typing import Self, cast, get_args
 
 from nemo_gym.sandbox.providers.base import SandboxPtyError, SandboxPtySpec
 
-from atropos.adapters.sharing import BUFFER_BYTES, READ_WAIT_S, HeldSlot, infrastructure, shell_code
+from atropos.adapters.sharing import (
+    BUFFER_BYTES,
+    MAX_OUTPUT_BYTES,
+    READ_WAIT_S,
+    HeldSlot,
+    infrastructure,
+    shell_code,
+)
 from atropos.errors import SandboxError
 from atropos.slots import Process, Signal
+
+LAST_LINE_BYTES = 64
+"""At most so long is the line that `run_detached` has printed after a command."""
 
 
 class Terminal:
@@ -124,18 +135,28 @@ class Terminal:
         return shell_code(code)
 
     async def run_detached(self, command: str, *, poll_interval_s: float = 15.0) -> tuple[bytes, int | None]:
-        """Run a line in the session's shell. Nothing is held meanwhile, so `poll_interval_s` is ignored."""
+        """Run a line in the session's shell. Nothing is held meanwhile, so `poll_interval_s` is ignored.
+
+        Returns:
+            The output, and the exit code; None where the session ended.
+
+        Raises:
+            SandboxPtyError: as `read`, or there is more than 10 MiB of output.
+        """
         del poll_interval_s
         mark = f"ATROPOS{uuid.uuid4().hex}"
         line = f"{{ eval {shlex.quote(command)}; }} </dev/null 2>&1; printf '%s%s:%s\\n' {mark[:9]} {mark[9:]} $?\n"
         await self.write(line.encode())
-        seen = b""
-        while (end := seen.find(f"{mark}:".encode())) < 0 or b"\n" not in seen[end:]:
+        last_line = re.compile(rf"{mark}:(\d+)\r?\n".encode())
+        seen, searched = bytearray(), 0
+        while (found := last_line.search(seen, searched)) is None:
+            if len(seen) > MAX_OUTPUT_BYTES:
+                raise SandboxPtyError(f"{command!r} has printed more than {MAX_OUTPUT_BYTES:,} bytes")
             if not (data := await self.read()):
-                return seen, None
+                return bytes(seen), None
+            searched = max(0, len(seen) - LAST_LINE_BYTES)  # it may come in two parts
             seen += data
-        code = seen[end:].partition(b":")[2].partition(b"\n")[0].strip()
-        return seen[:end], int(code)
+        return bytes(seen[: found.start()]), int(found[1])
 
     async def close(self) -> None:
         """End it, with all that it started. Idempotent."""

@@ -83,6 +83,11 @@ async def test_a_shell_runs_one_line_after_another(sandbox):
         result = await sandbox.pty.exec("pwd; echo $X; false", session=session)
         assert (result.stdout, result.return_code) == ("/tmp\n5\n", 1)
         assert await session.run_detached("echo $X; (exit 4)") == (b"5\n", 4)
+        output, code = await session.run_detached("seq 1 500000")
+        assert (output.split(), code) == ([b"%d" % number for number in range(1, 500_001)], 0)
+        async with asyncio.timeout(60):
+            with pytest.raises(SandboxPtyError, match="more than 10,485,760 bytes"):
+                await session.run_detached("yes")
 
 
 async def test_a_service_has_an_endpoint(sandbox):
