@@ -34,6 +34,8 @@ class EventLoop:
         self._releases: set[Future[None]] = set()
         self._working: set[asyncio.Task[Any]] = set()
         self._closing = False
+        self._submitting = threading.Lock()
+        """Held so that no work is submitted beside `close`, which would not see it."""
         self._thread = threading.Thread(target=self._loop.run_forever, name="atropos-pools", daemon=True)
         self._thread.start()
 
@@ -58,10 +60,11 @@ class EventLoop:
         return await asyncio.wrap_future(self._submit(work))
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._closing:
-            work.close()
-            raise SandboxError(ENDING)
-        return asyncio.run_coroutine_threadsafe(self._work(work), self._loop)
+        with self._submitting:
+            if not self._closing:
+                return asyncio.run_coroutine_threadsafe(self._work(work), self._loop)
+        work.close()
+        raise SandboxError(ENDING)
 
     async def _work(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
@@ -98,7 +101,8 @@ class EventLoop:
 
     def close(self) -> None:
         """End what other threads wait for, and give all slots back, which stops their pools."""
-        self._closing = True
+        with self._submitting:
+            self._closing = True
         given_back = asyncio.run_coroutine_threadsafe(self._give_back(), self._loop)
         concurrent.futures.wait([given_back], timeout=RELEASE_WAIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
