@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from atropos.errors import LeaseExpired
 from atropos.slots import SlotPool
+from atropos.slots.slot.profile import Profile, UserAccount
 from atropos.testing.waiting import SLOWNESS, until
 from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, ToolLimits, ToolResult, build_tool_registry
 
@@ -235,6 +236,19 @@ class TestFiles:
         deleted = await use("patch", diff="--- ~/notes.txt\n+++ /dev/null\n@@ -1 +0,0 @@\n-kept at home\n")
         assert deleted.success, deleted.error
         assert not (await use("read_file", path="~/notes.txt")).success
+
+    async def test_a_patch_deletes_as_root_as_it_writes(self, use: Use, executor: ToolExecutor) -> None:
+        slot = await executor.slot("t")
+        if (await slot.exec(["true"], user="nobody")).error is not None:
+            pytest.skip("the slots of this backend have one user")
+        await use("write_file", path="old", content="x\n")
+        slot.profile = Profile(user=UserAccount("nobody", 65534, 65534, "/"))
+        make, lost = "--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+y\n", "--- /dev/null\n+++ b/old/z\n@@ -0,0 +1 @@\n+z\n"
+        assert "nothing was changed" in error(await use("patch", diff=f"{make}{lost}"))
+        assert (await use("terminal", command="id -un; ls")).output == "nobody\nold\n"
+        deleted = await use("patch", diff=f"{make}--- a/old\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n")
+        assert deleted.success, deleted.error
+        assert (await use("terminal", command="ls")).output == "new\n"
 
     async def test_special_files_and_links_are_told(self, use: Use) -> None:
         await use("terminal", command="mkfifo pipe; ln -s /etc/passwd link; ln -s loop loop")

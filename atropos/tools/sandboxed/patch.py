@@ -208,7 +208,8 @@ async def _write(edits: list[_Edit], scope: ToolScope) -> None:
 async def _put(path: str, before: bytes | None, after: bytes | None, mode: int | None, scope: ToolScope) -> None:
     if after is None:
         command = f"rm -- {shlex.quote(scope.slot.profile.expanded(path))}"
-        result: wire.CommandResult = await scope.run(wire.Exec(command=command, timeout_s=30))
+        # As root, as files are written: whoever commands run as, a change is made and undone as a whole.
+        result: wire.CommandResult = await scope.run(wire.Exec(command=command, timeout_s=30, user="0:0"))
         if result.exit_code != 0:
             raise ToolError(f"{path} can't be deleted: {result.output.decode('utf-8', 'replace').strip()}")
         return
