@@ -156,7 +156,8 @@ async def _plan(change: diffs.FileChange, edits: dict[str, _Edit], scope: ToolSc
         change.old_path = change.new_path = change.new_path if named else change.old_path
     known = await _known(change.old_path, edits, scope)
     assert known.after is not None
-    after = await off_loop(len(known.after), ON_LOOP_BYTES, _applied, known.after, change)
+    searched = len(known.after) * max(len(change.hunks), 1)
+    after = await off_loop(searched, ON_LOOP_BYTES, _applied, known.after, change)
     mode = known.mode if change.mode is None else change.mode
     gone = _Edit(change.old_path, known.before, None, None, known.old_mode)
     if change.new_path is None:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from atropos import wire
 from atropos.slots.slot.profile import Profile, UserAccount
 from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, ToolLimits, build_tool_registry
+from atropos.tools.sandboxed.diffs import apply
 from atropos.tools.sandboxed.files import split_lines
 from atropos.tools.sandboxed.search import NESTED
 from atropos.tools.sandboxed.sessions import SessionArguments
@@ -248,6 +249,21 @@ class TestPatch:
         monkeypatch.setattr("atropos.tools.sandboxed.patch.split_lines", counted)
         (root / "f").write_text("old\n" + "x\n" * 40_000)
         assert "40001 now" in (await use("patch", path="f", old="old", new="new")).output
+        assert threads
+        assert threading.current_thread() not in threads
+
+    async def test_many_hunks_are_applied_beside_the_event_loop(self, use, root, monkeypatch):
+        """Each may search its whole file: 2,000 of them take seconds in a file of 32 KiB."""
+        threads = []
+
+        def applied(text, change):
+            threads.append(threading.current_thread())
+            return apply(text, change)
+
+        monkeypatch.setattr("atropos.tools.sandboxed.diffs.apply", applied)
+        (root / "f").write_text("".join(f"\n{number}\n" for number in range(1000)))
+        hunks = "".join(f"@@ -9999,2 +1,2 @@\n \n-{number}\n+x\n" for number in range(100))
+        assert (await use("patch", diff=f"--- a/f\n+++ b/f\n{hunks}")).success
         assert threads
         assert threading.current_thread() not in threads
 
