@@ -363,7 +363,7 @@ async def test_a_copy_that_breaks_is_begun_again_and_one_that_always_breaks_leav
         snapshot_id = path.split("/")[3]
         there = target.core.state.snapshots
         if snapshot_id not in there.by_id:
-            there.reserve(())
+            there.reserve(snapshot_id, ())
             there.commit(snapshot_id, target.host.add_layer({"x": b"1"}), (), query["client_id"], None, 0)
         if tries <= cuts:
             raise aiohttp.ServerDisconnectedError

@@ -287,7 +287,7 @@ async def test_a_snapshot_that_fails_ends_its_lease_and_nothing_else():
         assert (await client.call(other, Exec(command="echo on"))).output == b"on"
         await until(lambda: running.core.state.table.free == 3)
         assert not running.core.state.snapshots.by_id
-        assert running.core.state.snapshots.pending == 0
+        assert not running.core.state.snapshots.pending
 
 
 async def test_a_release_during_a_snapshot_leaves_no_layer():

@@ -280,7 +280,7 @@ async def test_an_archive_that_is_broken_or_does_not_fit_leaves_nothing(server, 
     got, raw = await curl("PUT", "/v1/snapshots/snap-sent/archive" + query, data=data)
     problem = Problem.model_validate_json(raw)
     assert (got, says in problem.message) == (status, True), problem
-    assert (server.core.state.snapshots.by_id, server.core.state.snapshots.pending) == ({}, 0)
+    assert (server.core.state.snapshots.by_id, server.core.state.snapshots.pending) == ({}, set())
     await until(lambda: not server.host.layers, "no layer")
 
 

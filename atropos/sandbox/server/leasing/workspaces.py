@@ -64,7 +64,7 @@ class Workspaces:
         task = run.freezing.get(name)
         if task is None:
             run.check_active()
-            self._layers.reserve(run.layers)
+            self._layers.reserve(name, run.layers)
             task = run.freezing[name] = self._state.spawn(self._queue_freeze(run, name, beside=beside))
             task.add_done_callback(lambda _: run.freezing.pop(name, None))
         return await asyncio.shield(task)
@@ -73,8 +73,8 @@ class Workspaces:
         take = self._copy if beside else self._freeze
         try:
             return await self._between_calls(run, lambda: take(run, name), beside=beside)
-        except LeaseExpired:
-            self._state.snapshots.abandon()
+        except BaseException:
+            self._state.snapshots.abandon(name)
             raise
 
     async def _between_calls(
@@ -105,7 +105,6 @@ class Workspaces:
         assert run.lanes is not None
         if run.viewed is not None:  # the view ends: its slot is frozen
             if not (stopped := await stop(run.sandbox)).clean:  # the end of the lease retires the slot
-                self._state.snapshots.abandon()
                 self._leasing.end(run.held, SlotLost.code, f"the view could not be confirmed gone: {stopped.detail}")
                 raise SlotLost(f"the view could not be confirmed gone: {stopped.detail}")
             run.sandbox, run.viewed = run.viewed, None
@@ -116,7 +115,6 @@ class Workspaces:
             layer = await old.freeze()
         except BaseException as error:
             self._state.meters.snapshot.observe(time.monotonic() - began, "error")
-            self._state.snapshots.abandon()
             run.sandbox = old  # so that the end of the lease stops it, or retires the slot
             self._leasing.end(run.held, SlotLost.code, f"the snapshot failed, and the workspace with it: {error}")
             raise
@@ -139,11 +137,7 @@ class Workspaces:
     async def _copy(self, run: LeaseRun, name: str) -> SnapshotInfo:
         copied = run.viewed or run.sandbox
         assert copied is not None
-        try:
-            layer = await self._transfer.copy(copied)
-        except BaseException:
-            self._state.snapshots.abandon()
-            raise
+        layer = await self._transfer.copy(copied)
         snapshot = self._state.snapshots.commit(
             name, layer, run.layers, run.held.request.client_id, run.base, self._state.now()
         )

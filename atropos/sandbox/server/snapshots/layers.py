@@ -24,7 +24,7 @@ class Layers:
         self._state = state
         self._store = state.snapshots
 
-    def reserve(self, below: Sequence[Layer]) -> None:
+    def reserve(self, snapshot_id: str, below: Sequence[Layer]) -> None:
         """As `SnapshotStore.reserve`; at its bounds, snapshots of dead clients are dropped first, the oldest before others.
 
         Raises:
@@ -35,7 +35,7 @@ class Layers:
                 break
             if not snapshot.users and not self._state.clients.alive(snapshot.owner):
                 self.drop_snapshot(snapshot.id)
-        self._store.reserve(below)
+        self._store.reserve(snapshot_id, below)
 
     def drop_snapshot(self, snapshot_id: str) -> None:
         """Drop a snapshot; leases that use it go on."""

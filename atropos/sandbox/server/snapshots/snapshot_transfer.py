@@ -107,7 +107,7 @@ class SnapshotTransfer:
         if not 1 <= wanted.layers <= MAX_LAYERS:
             raise NotSupported(f"layers: {wanted.layers} is not between 1 and {MAX_LAYERS}")
         self._images.ensure_base(wanted.base)
-        self._layers.reserve(())
+        self._layers.reserve(wanted.snapshot_id, ())
         over = asyncio.Event()
         self._arriving[wanted.snapshot_id] = wanted.base, over
         # Its own task: a client that goes away ends the stream, and so the import, but doesn't interrupt the tidying.
@@ -117,7 +117,7 @@ class SnapshotTransfer:
                 wanted.snapshot_id, layers[0], layers[1:], wanted.owner, wanted.base, self._state.now()
             )
         except BaseException:
-            self._state.snapshots.abandon()
+            self._state.snapshots.abandon(wanted.snapshot_id)
             raise
         finally:
             del self._arriving[wanted.snapshot_id]

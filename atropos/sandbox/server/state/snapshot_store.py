@@ -57,7 +57,8 @@ class SnapshotStore:
     max_bytes: int
     max_layers: int | None = None
     by_id: dict[str, StoredSnapshot] = field(default_factory=dict[str, StoredSnapshot])
-    pending: int = 0
+    pending: set[str] = field(default_factory=set[str])
+    """Ids of snapshots that are being taken or imported."""
     _references: Counter[Layer] = field(default_factory=Counter[Layer])
 
     @property
@@ -66,15 +67,17 @@ class SnapshotStore:
         return sum(layer.bytes for layer in self._references)
 
     @property
-    def full(self) -> bool:
-        """Whether a bound is reached."""
-        return len(self.by_id) + self.pending >= self.max_count or self.bytes >= self.max_bytes or self._no_place
+    def full(self) -> str:
+        """Which bound is reached; empty: none."""
+        if len(self.by_id) + len(self.pending) >= self.max_count:
+            return f"{self.max_count} snapshots are kept (max_snapshots)"
+        if self.max_layers is not None and len(self._references) + len(self.pending) >= self.max_layers:
+            return f"{self.max_layers} layers of snapshots are on disk"
+        if self.bytes >= self.max_bytes:
+            return f"snapshots hold {self.bytes // MIB} MiB of {self.max_bytes // MIB} (max_snapshot_mib)"
+        return ""
 
-    @property
-    def _no_place(self) -> bool:
-        return self.max_layers is not None and len(self._references) + self.pending >= self.max_layers
-
-    def reserve(self, below: Sequence[Layer]) -> None:
+    def reserve(self, snapshot_id: str, below: Sequence[Layer]) -> None:
         """Check that one more snapshot on `below` may be taken, before anything is frozen; `commit` or `abandon` ends it.
 
         Raises:
@@ -83,29 +86,23 @@ class SnapshotStore:
         """
         if len(below) >= MAX_LAYERS:
             raise NotSupported(f"a snapshot may have at most {MAX_LAYERS} layers")
-        if len(self.by_id) + self.pending >= self.max_count:
-            raise PoolFull(f"{self.max_count} snapshots are kept (max_snapshots); drop one first")
-        if self._no_place:
-            raise PoolFull(f"{self.max_layers} layers of snapshots are on disk; drop one first")
-        if self.full:
-            raise PoolFull(
-                f"snapshots hold {self.bytes // MIB} MiB of {self.max_bytes // MIB} (max_snapshot_mib); drop one first"
-            )
-        self.pending += 1
+        if reason := self.full:
+            raise PoolFull(f"{reason}; drop one first")
+        self.pending.add(snapshot_id)
 
     def commit(
         self, snapshot_id: str, top: Layer, below: Sequence[Layer], owner: str, base: str | None, now: float
     ) -> StoredSnapshot:
         """Add a snapshot of a frozen layer, and end the reservation."""
-        self.pending -= 1
+        self.pending.discard(snapshot_id)
         snapshot = StoredSnapshot(snapshot_id, (top, *below), owner, base, touched_at=now)
         self.by_id[snapshot_id] = snapshot
         self.hold(snapshot.layers)
         return snapshot
 
-    def abandon(self) -> None:
-        """Cancel a reservation."""
-        self.pending -= 1
+    def abandon(self, snapshot_id: str) -> None:
+        """Cancel a reservation, if there (still) is one."""
+        self.pending.discard(snapshot_id)
 
     def get(self, snapshot_id: str) -> StoredSnapshot:
         """A snapshot by its id.
