@@ -358,6 +358,18 @@ async def test_snapshots_are_bounded_in_number_bytes_and_depth():
         assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
 
 
+async def test_snapshots_that_are_asked_for_side_by_side_are_no_deeper_than_others():
+    async with serving(max_snapshots=20) as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        outcomes = await asyncio.gather(*(client.snapshot(lease) for _ in range(20)), return_exceptions=True)
+        refused = [each for each in outcomes if isinstance(each, BaseException)]
+        assert [str(each) for each in refused] == ["a snapshot may have at most 16 layers"] * 4
+        assert all(isinstance(each, NotSupported) for each in refused)
+        assert len(running.core.state.snapshots.by_id) == 16
+        assert not running.core.state.snapshots.pending
+        assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
+
+
 async def test_too_many_snapshots_are_refused_and_the_lease_goes_on():
     async with serving(max_snapshots=1) as running, client_of(running) as client:
         lease = await client.acquire(request())

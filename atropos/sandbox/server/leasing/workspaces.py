@@ -15,6 +15,7 @@ from atropos.sandbox.server.leasing.leasing import Leasing
 from atropos.sandbox.server.snapshots.layers import Layers
 from atropos.sandbox.server.snapshots.snapshot_transfer import SnapshotTransfer
 from atropos.sandbox.server.state.lease_run import LeaseRun
+from atropos.sandbox.server.state.snapshot_store import check_depth
 from atropos.sandbox.server.state.state import ServerState
 from atropos.sandbox.server.warm_pool import stop
 from atropos.wire import Lease, SnapshotInfo
@@ -103,6 +104,7 @@ class Workspaces:
     async def _freeze(self, run: LeaseRun, name: str) -> SnapshotInfo:
         assert run.sandbox is not None
         assert run.lanes is not None
+        check_depth(run.layers)  # again: others were asked for before this one's turn came
         if run.viewed is not None:  # the view ends: its slot is frozen
             if not (stopped := await stop(run.sandbox)).clean:  # the end of the lease retires the slot
                 self._leasing.end(run.held, SlotLost.code, f"the view could not be confirmed gone: {stopped.detail}")

@@ -84,8 +84,7 @@ class SnapshotStore:
             NotSupported: the stack would be too deep.
             PoolFull: there are too many snapshots or bytes; one has to be dropped first.
         """
-        if len(below) >= MAX_LAYERS:
-            raise NotSupported(f"a snapshot may have at most {MAX_LAYERS} layers")
+        check_depth(below)
         if reason := self.full:
             raise PoolFull(f"{reason}; drop one first")
         self.pending.add(snapshot_id)
@@ -133,3 +132,13 @@ class SnapshotStore:
         """Drop a snapshot; leases that use it go on. Returns the unused layers."""
         snapshot = self.by_id.pop(snapshot_id, None)
         return [] if snapshot is None else self.release(snapshot.layers)
+
+
+def check_depth(below: Sequence[Layer]) -> None:
+    """Check that a snapshot on these layers is not too deep.
+
+    Raises:
+        NotSupported: it is.
+    """
+    if len(below) >= MAX_LAYERS:
+        raise NotSupported(f"a snapshot may have at most {MAX_LAYERS} layers")
