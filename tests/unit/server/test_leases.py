@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atropos.errors import PoolFull, SandboxError
 from atropos.sandbox.server.state.lease_table import (
     LARGE_WANT_S,
     MAX_ENDED,
     WANT_S,
     EndedLease,
     HeldLease,
-    LeaseGrant,
-    LeaseRefusal,
     LeaseTable,
 )
 from atropos.wire import LeaseRequest
@@ -23,13 +22,22 @@ from atropos.wire import LeaseRequest
 
 def ask(
     table: LeaseTable, lease: str, client: str = "a", now: float = 0.0, ttl_s: float = 10
-) -> LeaseGrant | LeaseRefusal:
-    return table.grant(LeaseRequest(lease_id=f"lease-of-{lease}", client_id=client, ttl_s=ttl_s), now)
+) -> HeldLease | SandboxError:
+    return sized(table, lease, table.slot_mib, client, now, ttl_s)
 
 
-def held(decision: LeaseGrant | LeaseRefusal) -> HeldLease:
-    assert isinstance(decision, LeaseGrant), decision
-    return decision.held
+def sized(
+    table: LeaseTable, lease: str, mib: int, client: str = "a", now: float = 0.0, ttl_s: float = 10
+) -> HeldLease | SandboxError:
+    try:
+        return table.grant(LeaseRequest(lease_id=f"lease-of-{lease}", client_id=client, ttl_s=ttl_s), now, mib)
+    except SandboxError as error:
+        return error
+
+
+def held(decision: HeldLease | SandboxError) -> HeldLease:
+    assert isinstance(decision, HeldLease), decision
+    return decision
 
 
 def end(
@@ -44,7 +52,7 @@ def test_epochs_grow_and_slots_are_not_shared():
     leases = [held(ask(table, str(n))) for n in range(3)]
     assert [lease.epoch for lease in leases] == [1, 2, 3]
     assert len({lease.slot for lease in leases}) == 3
-    assert isinstance(ask(table, "more"), LeaseRefusal)
+    assert isinstance(ask(table, "more"), SandboxError)
     end(table, leases[1])
     again = held(ask(table, "again"))
     assert (again.slot, again.epoch) == (leases[1].slot, 4)
@@ -53,12 +61,10 @@ def test_epochs_grow_and_slots_are_not_shared():
 def test_asking_again_gives_the_same_lease_and_never_a_second_one():
     table = LeaseTable(2)
     first = held(ask(table, "x"))
-    decision = ask(table, "x", now=5)
-    assert isinstance(decision, LeaseGrant)
-    assert (decision.held, decision.new) == (first, False)
+    assert ask(table, "x", now=5) is first
     assert table.free == 1
     other = ask(table, "x", client="b")
-    assert isinstance(other, LeaseRefusal)
+    assert isinstance(other, SandboxError)
     assert other.code == "lease_expired"
 
 
@@ -67,15 +73,15 @@ def test_an_ended_lease_is_not_granted_again_and_says_why():
     end(table, held(ask(table, "x")))
     end(table, held(ask(table, "y")), "slot_lost")
     over, lost = ask(table, "x"), ask(table, "y")
-    assert isinstance(over, LeaseRefusal)
-    assert isinstance(lost, LeaseRefusal)
+    assert isinstance(over, SandboxError)
+    assert isinstance(lost, SandboxError)
     assert (over.code, lost.code) == ("lease_expired", "slot_lost")
 
 
 def test_a_release_that_overtook_its_acquire_refuses_it():
     table = LeaseTable(1)
     table.refuse_later("lease-of-x", 0)
-    assert isinstance(ask(table, "x"), LeaseRefusal)
+    assert isinstance(ask(table, "x"), SandboxError)
     assert table.free == 1
 
 
@@ -106,7 +112,7 @@ def test_a_slot_in_doubt_is_retired_until_it_is_confirmed():
     lease = held(ask(table, "x"))
     end(table, lease, clean=False)
     assert (table.free, set(table.retired)) == (0, {0})
-    assert isinstance(ask(table, "y"), LeaseRefusal)
+    assert isinstance(ask(table, "y"), SandboxError)
     table.restore(0)
     table.restore(0)
     assert held(ask(table, "z")).slot == 0
@@ -117,7 +123,7 @@ def test_a_draining_server_refuses_but_keeps_what_is_leased():
     lease = held(ask(table, "x"))
     table.draining = "the server is draining"
     refused = ask(table, "y")
-    assert isinstance(refused, LeaseRefusal)
+    assert isinstance(refused, SandboxError)
     assert refused.code == "backend_unavailable"
     assert held(ask(table, "x")) is lease
 
@@ -133,26 +139,26 @@ def test_the_memory_of_ended_leases_is_bounded():
 def test_a_slot_that_comes_free_goes_to_the_client_with_fewest_leases():
     table = LeaseTable(4)
     greedy = [held(ask(table, f"g{n}", "greedy")) for n in range(4)]
-    assert isinstance(ask(table, "g4", "greedy", now=0.1), LeaseRefusal)
-    assert isinstance(ask(table, "p0", "poor", now=0.2), LeaseRefusal)
+    assert isinstance(ask(table, "g4", "greedy", now=0.1), SandboxError)
+    assert isinstance(ask(table, "p0", "poor", now=0.2), SandboxError)
     end(table, greedy[0], now=0.3)
     assert table.wanting() == ["poor", "greedy"]
-    assert isinstance(ask(table, "g5", "greedy", now=0.3), LeaseRefusal), "kept for the one with fewer"
+    assert isinstance(ask(table, "g5", "greedy", now=0.3), SandboxError), "kept for the one with fewer"
     assert held(ask(table, "p1", "poor", now=0.4)).client_id == "poor"
 
 
 def test_a_client_that_stopped_asking_blocks_nobody_for_long():
     table = LeaseTable(1)
     lease = held(ask(table, "a", "a"))
-    assert isinstance(ask(table, "b", "b"), LeaseRefusal)
+    assert isinstance(ask(table, "b", "b"), SandboxError)
     end(table, lease)
     held(ask(table, "spare", "b", now=0.1))
     table = LeaseTable(2)
     lease = held(ask(table, "a0", "a"))
     held(ask(table, "a1", "a"))
-    assert isinstance(ask(table, "b", "b"), LeaseRefusal)
+    assert isinstance(ask(table, "b", "b"), SandboxError)
     end(table, lease)
-    assert isinstance(ask(table, "a2", "a", now=0.1), LeaseRefusal)
+    assert isinstance(ask(table, "a2", "a", now=0.1), SandboxError)
     assert held(ask(table, "a3", "a", now=WANT_S + 0.1))
 
 
@@ -160,13 +166,13 @@ def test_a_client_that_waits_to_hear_of_a_slot_gets_it_however_long_it_takes():
     """Leases last longer than a refused request is kept; whoever gives one back asks again before the other has heard."""
     table = LeaseTable(2)
     greedy = [held(ask(table, f"g{n}", "greedy")) for n in range(2)]
-    assert isinstance(ask(table, "p0", "poor"), LeaseRefusal)
+    assert isinstance(ask(table, "p0", "poor"), SandboxError)
     for now in (50.0, 100.0):
         end(table, greedy.pop(0), now=now)
         assert table.offer(now, lambda _: True) == (["poor"] if now == 50 else ["greedy"])
         again = ask(table, f"g-{now:.0f}", "greedy", now=now)
         if now == 50.0:
-            assert isinstance(again, LeaseRefusal), "kept for the one that waits"
+            assert isinstance(again, SandboxError), "kept for the one that waits"
             assert held(ask(table, "p1", "poor", now=now + 0.5)).client_id == "poor"
     held(again)
 
@@ -175,14 +181,14 @@ def test_a_client_that_waits_to_hear_of_a_slot_gets_it_however_long_it_takes():
 def test_a_client_that_waits_no_more_costs_the_others_one_moment_once(is_connected):
     table = LeaseTable(2)
     lease, _ = (held(ask(table, f"g{n}", "greedy")) for n in range(2))
-    assert isinstance(ask(table, "p0", "poor"), LeaseRefusal)
+    assert isinstance(ask(table, "p0", "poor"), SandboxError)
     for now in (50.0, 60.0):
         end(table, lease, now=now)
         table.offer(now, lambda _: is_connected)
         first = ask(table, f"g-{now:.0f}", "greedy", now=now + 0.1)
-        assert isinstance(first, LeaseRefusal) == (is_connected and now == 50.0)
+        assert isinstance(first, SandboxError) == (is_connected and now == 50.0)
         lease = held(
-            first if isinstance(first, LeaseGrant) else ask(table, f"h-{now:.0f}", "greedy", now=now + WANT_S + 0.1)
+            first if isinstance(first, HeldLease) else ask(table, f"h-{now:.0f}", "greedy", now=now + WANT_S + 0.1)
         )
 
 
@@ -225,14 +231,10 @@ def test_clients_that_keep_asking_share_evenly_and_nobody_starves():
                 continue
             serial += 1
             decision = ask(table, f"{serial:08}", client, now=now, ttl_s=1000)
-            if isinstance(decision, LeaseGrant):
+            if isinstance(decision, HeldLease):
                 granted[client] += 1
-                active.append((now + 1.0, decision.held))
+                active.append((now + 1.0, decision))
     assert min(granted.values()) > 0.25 * max(granted.values()), granted
-
-
-def sized(table: LeaseTable, lease: str, mib: int, client: str = "a", now: float = 0.0) -> LeaseGrant | LeaseRefusal:
-    return table.grant(LeaseRequest(lease_id=f"lease-of-{lease}", client_id=client), now, mib)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([10, 10, 10, 15, 25, 40]), st.integers(0, 9))))
@@ -240,7 +242,7 @@ def test_leases_of_different_sizes_never_take_more_than_there_is(steps: list[tup
     table = LeaseTable(4, 10)
     for number, (client, mib, other) in enumerate(steps):
         decision = sized(table, f"{number:03}", mib, client, now=number / 3)
-        if isinstance(decision, LeaseRefusal) and table.held:
+        if isinstance(decision, SandboxError) and table.held:
             lease = list(table.held.values())[other % len(table.held)]
             end(table, lease, now=number / 3, clean=other != 9 or len(table.retired) > 2)
         taken = sum(each.mib for each in table.held.values())
@@ -256,12 +258,12 @@ def test_room_is_kept_for_a_large_lease_while_small_ones_of_others_come_and_go()
     small = [held(sized(table, f"s{n}", 10, "many")) for n in range(4)]
     now = 0.0
     for round_ in range(4):
-        assert isinstance(sized(table, f"big{round_}", 40, "one", now), LeaseRefusal)  # a pool asks under a new id
+        assert isinstance(sized(table, f"big{round_}", 40, "one", now), SandboxError)  # a pool asks under a new id
         end(table, small[round_], now=now)
         table.offer(now, lambda _: True)
         now += 2.0
         refused = sized(table, f"more{round_}", 10, "many", now - 0.1)
-        assert isinstance(refused, LeaseRefusal)
+        assert isinstance(refused, PoolFull)
         assert refused.free_mib == 0
     assert held(sized(table, "big9", 40, "one", now)).mib == 40
 
@@ -269,7 +271,7 @@ def test_room_is_kept_for_a_large_lease_while_small_ones_of_others_come_and_go()
 def test_a_large_lease_whose_client_went_away_costs_the_others_little():
     table = LeaseTable(4, 10)
     lease = held(sized(table, "s", 10, "many"))
-    assert isinstance(sized(table, "big", 40, "one"), LeaseRefusal)
-    assert isinstance(sized(table, "x", 10, "many", LARGE_WANT_S - 0.1), LeaseRefusal)
-    assert isinstance(sized(table, "x", 10, "many", LARGE_WANT_S + 0.1), LeaseGrant)
+    assert isinstance(sized(table, "big", 40, "one"), SandboxError)
+    assert isinstance(sized(table, "x", 10, "many", LARGE_WANT_S - 0.1), SandboxError)
+    assert isinstance(sized(table, "x", 10, "many", LARGE_WANT_S + 0.1), HeldLease)
     assert lease.mib == 10

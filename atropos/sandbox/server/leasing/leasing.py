@@ -14,10 +14,8 @@ from atropos.errors import (
     LeaseExpired,
     LimitTooLarge,
     NotSupported,
-    PoolFull,
     SandboxError,
     SlotLost,
-    from_code,
 )
 from atropos.sandbox.contract import RootUnchanged, Sandbox, Stopped
 from atropos.sandbox.server.calls.lanes import Lanes
@@ -25,7 +23,7 @@ from atropos.sandbox.server.snapshots.images import Images
 from atropos.sandbox.server.snapshots.layers import Layers
 from atropos.sandbox.server.state.clients import ClientState, Connection
 from atropos.sandbox.server.state.lease_run import LeaseRun
-from atropos.sandbox.server.state.lease_table import EndedLease, HeldLease, LeaseGrant
+from atropos.sandbox.server.state.lease_table import EndedLease, HeldLease
 from atropos.sandbox.server.state.state import ServerState
 from atropos.sandbox.server.warm_pool import WarmPool
 from atropos.wire import Capacity, Draining, Hello, Lease, LeaseEnded, LeaseRequest, ReleaseResult
@@ -82,23 +80,22 @@ class Leasing:
             LeaseExpired: a lease of this id is over.
         """
         base = self._check(request)
-        decision = self._table.grant(request, self._state.now(), self._config.room_mib(request.limits))
-        if not isinstance(decision, LeaseGrant):
+        try:
+            held = self._table.grant(request, self._state.now(), self._config.room_mib(request.limits))
+        except SandboxError:
             self._state.counters["leases_refused"] += 1
-            if decision.code == PoolFull.code:
-                raise PoolFull(decision.message, free_mib=decision.free_mib)
-            raise from_code(decision.code, decision.message)
-        if decision.new:
+            raise
+        run = self._runs.get(request.lease_id)
+        if run is None:
             self.idle.clear()
             limits = None if request.limits is None else self._config.limits_of(request.limits)
-            run = self._runs[request.lease_id] = LeaseRun(decision.held, base, limits)
+            run = self._runs[request.lease_id] = LeaseRun(held, base, limits)
             run.starting = self._state.spawn(self._start(run))
             self._state.clients.of(request.client_id)
             if request.ttl_s < 4:
                 self._state.short_ttl.set()
-        starting = self._runs[request.lease_id].starting
-        assert starting is not None
-        return await asyncio.shield(starting)
+        assert run.starting is not None
+        return await asyncio.shield(run.starting)
 
     def _check(self, request: LeaseRequest) -> str | None:
         if request.network and not self._config.allow_network:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from atropos.errors import BackendUnavailable, LeaseExpired, PoolFull, from_code
 from atropos.wire import LeaseRequest
 
 WANT_S = 1.0
@@ -63,7 +64,6 @@ class EndedLease:
 
     Attributes:
         code: why: `released`, or the code of an error.
-        by_server: whether the holder has to be notified (it didn't ask for the end).
         clean: whether its slot was confirmed empty.
     """
 
@@ -73,26 +73,8 @@ class EndedLease:
     code: str
     message: str
     at: float
-    by_server: bool
     clean: bool = True
     reset_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseGrant:
-    """The request has a lease; `new` is False when it had it already."""
-
-    held: HeldLease
-    new: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRefusal:
-    """The request gets no lease; `code` is one of `atropos.errors.BY_CODE`."""
-
-    code: str
-    message: str
-    free_mib: int = 0
 
 
 @dataclass(slots=True)
@@ -164,34 +146,37 @@ class LeaseTable:
         """Memory of the retired slots."""
         return sum(self.retired.values())
 
-    def grant(self, request: LeaseRequest, now: float, mib: int | None = None) -> LeaseGrant | LeaseRefusal:
+    def grant(self, request: LeaseRequest, now: float, mib: int) -> HeldLease:
         """Decide a request. Asking again with the same `lease_id` gives the same lease, or says that it is over.
 
         Args:
             request: what is asked for.
             now: the table's clock.
-            mib: memory that the lease takes; None: a slot's.
+            mib: memory that the lease takes.
+
+        Raises:
+            PoolFull: there is no room for this client now.
+            BackendUnavailable: the server is draining.
+            LeaseExpired: a lease of this id is over, or another client's.
+            SandboxError: of the kind for which the server ended the lease.
         """
-        mib = self.slot_mib if mib is None else mib
         held = self.held.get(request.lease_id)
         if held is not None and held.client_id != request.client_id:
-            return LeaseRefusal("lease_expired", f"lease_id {request.lease_id!r} belongs to another client")
+            raise LeaseExpired(f"lease_id {request.lease_id!r} belongs to another client")
         if held is not None and held.state != "ending":
             held.renewed_at = now
-            return LeaseGrant(held, new=False)
+            return held
         over = self.ended.get(request.lease_id)
-        if over is not None and over.by_server:
-            return LeaseRefusal(over.code, over.message)
+        if over is not None and over.code != "released":
+            raise from_code(over.code, over.message)
         if held is not None or over is not None:
-            return LeaseRefusal(
-                "lease_expired", f"lease {request.lease_id!r} is over; a new lease needs a new lease_id"
-            )
+            raise LeaseExpired(f"lease {request.lease_id!r} is over; a new lease needs a new lease_id")
         if self.draining:
-            return LeaseRefusal("backend_unavailable", self.draining)
+            raise BackendUnavailable(self.draining)
         open_mib = self.free_mib - self._kept_from(request.client_id, now)
         if mib > open_mib:
             self._want(request, now, mib)
-            return LeaseRefusal("full", self._full_message(mib), free_mib=max(0, open_mib))
+            raise PoolFull(self._full_message(mib), free_mib=max(0, open_mib))
         self._satisfy(request)
         self.epoch += 1
         held = HeldLease(request, self._free.popleft(), mib, self.epoch, now, now)
@@ -200,7 +185,7 @@ class LeaseTable:
         self._counts[request.client_id] += 1
         self._held_mib[request.client_id] += mib
         self._seen.setdefault(request.client_id, now)
-        return LeaseGrant(held, new=True)
+        return held
 
     def _kept_from(self, client_id: str, now: float) -> int:
         """How much memory is kept for the wanting clients that come before this one."""
@@ -308,9 +293,7 @@ class LeaseTable:
             return self.ended.get(lease_id)
         if epoch is not None and epoch != held.epoch:
             message = f"epoch {epoch} is not this lease's epoch {held.epoch}"
-            return EndedLease(
-                lease_id, held.client_id, epoch, "lease_expired", message, held.granted_at, by_server=False
-            )
+            return EndedLease(lease_id, held.client_id, epoch, LeaseExpired.code, message, held.granted_at)
         return held
 
     def begin_end(self, held: HeldLease, code: str, message: str) -> bool:
@@ -328,16 +311,13 @@ class LeaseTable:
         self.retired[held.slot] = held.mib
         if clean:
             self.restore(held.slot)
-        by_server = held.code != "released"
-        ended = EndedLease(
-            held.lease_id, held.client_id, held.epoch, held.code, held.message, now, by_server, clean, reset_s
-        )
+        ended = EndedLease(held.lease_id, held.client_id, held.epoch, held.code, held.message, now, clean, reset_s)
         self._remember(ended)
         return ended
 
     def refuse_later(self, lease_id: str, now: float) -> None:
         """A release came before its acquire (another connection overtook it): the acquire must not be granted."""
-        self._remember(EndedLease(lease_id, "", 0, "released", "released before it was granted", now, by_server=False))
+        self._remember(EndedLease(lease_id, "", 0, "released", "released before it was granted", now))
 
     def _remember(self, ended: EndedLease) -> None:
         self.ended[ended.lease_id] = ended
@@ -346,9 +326,9 @@ class LeaseTable:
 
     def unreported(self, client_id: str) -> list[EndedLease | HeldLease]:
         """The leases of a client that ended, or are ending, without its asking; repeated at each new connection."""
-        ending = [h for h in self.held.values() if h.state == "ending" and h.code != "released"]
-        over = [e for e in self.ended.values() if e.by_server]
-        return [each for each in (*over, *ending) if each.client_id == client_id]
+        ending = [held for held in self.held.values() if held.state == "ending"]
+        over = [*self.ended.values(), *ending]
+        return [each for each in over if each.client_id == client_id and each.code != "released"]
 
     def restore(self, slot: int) -> None:
         """A retired slot was confirmed clean after all."""
