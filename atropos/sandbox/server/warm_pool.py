@@ -1,7 +1,8 @@
 """Sandboxes started ahead, so that a lease takes one from here instead of waiting for it.
 
 The pool is kept filled to a target: the free slots and some spare ones, so that a slot can be leased again before its next
-sandbox has started. There are two kinds, with a network and without, kept in the proportion of the last requests. Starts run a few at a time; failures back off, and too many in a row are reported.
+sandbox has started. There are two kinds, with a network and without, kept in the proportion of the last requests. Starts run a
+few at a time; failures back off, and too many in a row are reported.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from atropos.aio import done_within
 from atropos.errors import BackendUnavailable, SandboxError
@@ -21,12 +23,24 @@ from atropos.sandbox.contract import Host, HostBroken, Sandbox, Stopped
 log = logging.getLogger(__name__)
 RECENT = 16
 """Latest requests, whose kinds decide which sandboxes are started ahead."""
-KINDS = (False, True)
 BACKOFF_S = (0.05, 0.2, 1.0, 2.0, 5.0)
 """Pauses after failed starts, in seconds. When one fails that began after the last pause, the pool is broken; a broken host has
 none."""
 STOP_S = 30.0
 """Longest stop of a sandbox before it counts as not clean, in seconds."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """The sandboxes with a network, or those without."""
+
+    network: bool
+    ready: deque[Sandbox] = field(default_factory=deque[Sandbox])
+    waiting: deque[asyncio.Future[Sandbox]] = field(default_factory=deque["asyncio.Future[Sandbox]"])
+    starts: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"])
+    failures: int = 0
+    """Failed starts in a row; those side by side are one."""
+    paused_until: float = 0.0
 
 
 class WarmPool:
@@ -55,50 +69,45 @@ class WarmPool:
         self._unasked = network
         self._slots = asyncio.Semaphore(parallel)
         self._names = itertools.count(1)
-        self._ready: dict[bool, deque[Sandbox]] = {kind: deque() for kind in KINDS}
-        self._waiting: dict[bool, deque[asyncio.Future[Sandbox]]] = {kind: deque() for kind in KINDS}
-        self._starts: dict[asyncio.Task[None], bool] = {}
+        self._kinds = _Kind(network=False), _Kind(network=True)
         self._recent: deque[bool] = deque(maxlen=RECENT)
         self._stops: set[asyncio.Task[None]] = set()
-        self._failures = dict.fromkeys(KINDS, 0)
-        self._paused_until = dict.fromkeys(KINDS, 0.0)
         self._closed = False
         self.started = 0
 
     @property
     def ready(self) -> int:
         """Sandboxes in the pool."""
-        return sum(map(len, self._ready.values()))
+        return sum(len(kind.ready) for kind in self._kinds)
 
     @property
     def warming(self) -> int:
         """Sandboxes being started for it."""
-        return len(self._starts)
+        return sum(len(kind.starts) for kind in self._kinds)
 
     def has(self, *, network: bool) -> bool:
         """Whether `take` finds one at once."""
-        return bool(self._ready[network])
+        return bool(self._kinds[network].ready)
 
     def fill(self) -> None:
         """Start missing sandboxes in the background."""
         if self._closed:
             return
-        for network, wanted in self._wanted().items():
-            ready = self._ready[network]
-            starting = sum(kind is network for kind in self._starts.values())
-            for _ in range(wanted + len(self._waiting[network]) - len(ready) - starting):
-                task = asyncio.get_running_loop().create_task(self._start_one(network=network))
-                self._starts[task] = network
-                task.add_done_callback(self._over)
-            while len(ready) > wanted + RECENT // 4:  # the requests changed
-                self.drop(ready.popleft(), "its kind is no longer requested")
+        for kind, wanted in zip(self._kinds, self._wanted(), strict=True):
+            for _ in range(wanted + len(kind.waiting) - len(kind.ready) - len(kind.starts)):
+                task = asyncio.get_running_loop().create_task(self._start_one(kind))
+                kind.starts.add(task)
+                task.add_done_callback(kind.starts.discard)
+                task.add_done_callback(lambda _: self.fill())
+            while len(kind.ready) > wanted + RECENT // 4:  # the requests changed
+                self.drop(kind.ready.popleft(), "its kind is no longer requested")
 
-    def _wanted(self) -> dict[bool, int]:
-        """How many of each kind there should be, by the latest requests."""
+    def _wanted(self) -> tuple[int, int]:
+        """How many without and with a network there should be, by the latest requests."""
         total = self._target()
         recent = self._recent or (self._unasked,)
         with_network = round(total * sum(recent) / len(recent))
-        return {False: total - with_network, True: with_network}
+        return total - with_network, with_network
 
     async def take(self, timeout_s: float, *, network: bool = False) -> Sandbox:
         """A warm sandbox, or the next one that starts.
@@ -107,28 +116,28 @@ class WarmPool:
             BackendUnavailable: none came within the time.
         """
         self._recent.append(network)
-        ready, waiting = self._ready[network], self._waiting[network]
-        while ready:
-            sandbox = ready.popleft()
+        kind = self._kinds[network]
+        while kind.ready:
+            sandbox = kind.ready.popleft()
             if not sandbox.died.done():
                 return sandbox
             self.drop(sandbox, "it died before it was used")
         if self._closed:
             raise BackendUnavailable("the sandbox server is ending")
         future: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()
-        waiting.append(future)
+        kind.waiting.append(future)
         self.fill()
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
         except BaseException as error:
             with contextlib.suppress(ValueError):
-                waiting.remove(future)
+                kind.waiting.remove(future)
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._put(future.result(), network=network)  # it started just as its taker was cancelled
+                self._put(kind, future.result())  # it started just as its taker was cancelled
             if not isinstance(error, TimeoutError):
                 raise
-            failures = f"{self._failures[network]} starts failed in a row"
+            failures = f"{kind.failures} starts failed in a row"
             raise BackendUnavailable(f"no sandbox could be started within {timeout_s:g} s ({failures})") from None
 
     def drop(self, sandbox: Sandbox, why: str) -> None:
@@ -148,86 +157,78 @@ class WarmPool:
     async def aclose(self) -> list[Stopped]:
         """Stop all sandboxes; returns how each stopped."""
         self._closed = True
-        for future in itertools.chain(*self._waiting.values()):
-            if not future.done():
-                future.set_exception(BackendUnavailable("the sandbox server is ending"))
-        if self._starts:
+        for kind in self._kinds:
+            self._refuse_waiting(kind, "the sandbox server is ending")
+        if starts := [start for kind in self._kinds for start in kind.starts]:
             # A start that is interrupted might leave something; one that ends puts its sandbox in the pool.
-            await asyncio.wait(self._starts, timeout=STOP_S)
-        for task in self._starts:
-            task.cancel()
+            _, late = await asyncio.wait(starts, timeout=STOP_S)
+            for start in late:
+                start.cancel()
         if self._stops:
             await asyncio.wait(self._stops, timeout=STOP_S)
-        sandboxes = list(itertools.chain(*self._ready.values()))
-        for ready in self._ready.values():
-            ready.clear()
-        return list(await asyncio.gather(*(stop(sandbox) for sandbox in sandboxes)))
+        sandboxes = [sandbox for kind in self._kinds for sandbox in kind.ready]
+        for kind in self._kinds:
+            kind.ready.clear()
+        return list(await asyncio.gather(*map(stop, sandboxes)))
 
     # --------------------------------------------------------------------------------------------------------- inside
 
-    async def _start_one(self, *, network: bool) -> None:
+    async def _start_one(self, kind: _Kind) -> None:
         began = time.monotonic()
         try:
             async with self._slots:
                 if self._closed:
                     return
                 began = time.monotonic()
-                sandbox = await self._host.start(f"s{next(self._names)}", network=network)
+                sandbox = await self._host.start(f"s{next(self._names)}", network=kind.network)
         except Exception as error:
             if not isinstance(error, SandboxError):
                 log.exception("a sandbox could not be started")
-            if began >= self._paused_until[network]:  # else it is one failure with those that began beside it
-                self._failed(error, network=network)
-            await asyncio.sleep(max(0.0, self._paused_until[network] - time.monotonic()))
+            if began >= kind.paused_until:  # else it is one failure with those that began beside it
+                self._failed(kind, error)
+            await asyncio.sleep(max(0.0, kind.paused_until - time.monotonic()))
             return
-        self._failures[network] = 0
+        kind.failures = 0
         self.started += 1
-        self._put(sandbox, network=network)
+        self._put(kind, sandbox)
 
-    def _failed(self, error: Exception, *, network: bool) -> None:
-        self._failures[network] += 1
-        failures = self._failures[network]
-        log.warning("starting a sandbox failed (%d in a row): %s", failures, error)
+    def _failed(self, kind: _Kind, error: Exception) -> None:
+        kind.failures += 1
+        log.warning("starting a sandbox failed (%d in a row): %s", kind.failures, error)
         over = isinstance(error, HostBroken)
-        if over or failures > len(BACKOFF_S):
-            self._refuse_waiting(error, network=network)
-            if network and not over:  # those without one may still start: this kind is stopped, until it is requested
-                self._failures[network] = 0
-                self._recent.clear()
-                self._unasked = False
-            else:
-                self._broken(f"sandboxes can't be started any more: {error}")
+        if not over and kind.failures <= len(BACKOFF_S):
+            kind.paused_until = time.monotonic() + BACKOFF_S[kind.failures - 1]
             return
-        self._paused_until[network] = time.monotonic() + BACKOFF_S[failures - 1]
+        reason = f"sandboxes can't be started any more: {error}"
+        self._refuse_waiting(kind, reason)
+        if kind.network and not over:  # those without one may still start: this kind is stopped, until it is requested
+            kind.failures = 0
+            self._recent.clear()
+            self._unasked = False
+        else:
+            self._broken(reason)
 
-    def _over(self, start: asyncio.Task[None]) -> None:
-        """Remove an ended start from the count, and refill."""
-        del self._starts[start]
-        self.fill()
-
-    def _refuse_waiting(self, error: Exception, *, network: bool) -> None:
-        waiting = self._waiting[network]
-        while waiting:
-            future = waiting.popleft()
+    def _refuse_waiting(self, kind: _Kind, reason: str) -> None:
+        while kind.waiting:
+            future = kind.waiting.popleft()
             if not future.done():
-                future.set_exception(BackendUnavailable(f"sandboxes can't be started any more: {error}"))
+                future.set_exception(BackendUnavailable(reason))
 
-    def _put(self, sandbox: Sandbox, *, network: bool) -> None:
-        waiting = self._waiting[network]
-        while waiting:
-            future = waiting.popleft()
+    def _put(self, kind: _Kind, sandbox: Sandbox) -> None:
+        """Give a sandbox to who waits for one, or keep it ready."""
+        while kind.waiting:
+            future = kind.waiting.popleft()
             if not future.done():
                 future.set_result(sandbox)
                 return
-        self._ready[network].append(sandbox)
-        sandbox.died.add_done_callback(lambda _: self._discard_dead(sandbox))
+        kind.ready.append(sandbox)
+        sandbox.died.add_done_callback(lambda _: self._discard_dead(kind, sandbox))
 
-    def _discard_dead(self, sandbox: Sandbox) -> None:
+    def _discard_dead(self, kind: _Kind, sandbox: Sandbox) -> None:
         """Remove a sandbox that died unused."""
-        for ready in self._ready.values():
-            if sandbox in ready:
-                ready.remove(sandbox)
-                self.drop(sandbox, sandbox.died.result())
+        if sandbox in kind.ready:
+            kind.ready.remove(sandbox)
+            self.drop(sandbox, sandbox.died.result())
 
 
 async def stop(sandbox: Sandbox) -> Stopped:

@@ -305,8 +305,6 @@ class Leasing:
         if not self._table.draining:
             self._table.draining = f"the server is broken: {self.broken}" if self.broken else "the server is draining"
         self._state.clients.send_all(Draining(deadline_s=deadline_s))
-        if not self._runs:
-            self.idle.set()
 
     # ---------------------------------------------------------------------------------------------------- connections
 

@@ -36,13 +36,13 @@ class Images:
     def __init__(self, state: ServerState, layers: Layers) -> None:
         self._state = state
         self._layers = layers
-        self._states: dict[str, ImageState] = {}
-        """Of sources that are being prepared."""
         self._preparing: dict[str, asyncio.Task[ImageState]] = {}
+        self._states: dict[str, ImageState] = {}
+        """How far those are."""
         self._bases: dict[str, ImageInfo] = {}
 
-    async def prepare(self, source: str, wait_s: float = 0, archive: str | None = None) -> ImageState:
-        """Begin to prepare an image unless that was done; its state after at most `wait_s`.
+    async def prepare(self, source: str, wait_s: float | None, archive: str | None = None) -> ImageState:
+        """Begin to prepare an image unless that was done; its state after at most `wait_s` (None: once it has ended).
 
         Raises:
             NotSupported: it is no name of an image, or only its owner's machine can read it.
@@ -74,12 +74,8 @@ class Images:
         """
         if not source.startswith(("oci-archive:", "docker-archive:")):
             raise NotSupported(f"source={source!r:.200}: oci-archive:NAME or docker-archive:NAME is needed")
-        store = self._state.host.store
-        async with store.receiving(chunks) as archive:
-            state = await self.prepare(source, 0, archive)
-            while state.phase not in {"ready", "failed"}:
-                state = await self.prepare(source, 3600, archive)
-        return state
+        async with self._state.host.store.receiving(chunks) as archive:
+            return await self.prepare(source, None, archive)
 
     async def keep(self, snapshot_id: str, wanted: KeepRequest) -> ImageInfo:
         """Keep a snapshot of one layer as an image, over its lease's base.
