@@ -128,7 +128,10 @@ class Spawner:
 
     def run(self) -> None:
         """Say that it runs, and serve until the server goes."""
-        self._server.send(b"r")
+        try:
+            self._server.send(b"r")
+        except ConnectionError:  # it has gone already, for example over a wrong configuration
+            return
         self._poll.register(self._server, select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
         while True:

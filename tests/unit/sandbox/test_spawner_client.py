@@ -14,6 +14,7 @@ import pytest
 from atropos.errors import SandboxError
 from atropos.sandbox.contract import HostBroken
 from atropos.sandbox.host.process.spawner_client import SpawnerClient
+from atropos.sandbox.programs import spawner
 
 
 @pytest.fixture
@@ -60,3 +61,12 @@ async def test_a_spawner_that_is_gone_starts_nothing_any_more(process):
             await client.start({}, [])
     finally:
         await client.aclose()
+
+
+def test_a_spawner_whose_server_has_ended_before_it_runs_ends_without_a_word():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    with theirs:
+        command = [sys.executable, "-I", "-S", spawner.__file__]
+        ended = subprocess.run(command, stdin=theirs, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
