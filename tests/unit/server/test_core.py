@@ -264,12 +264,12 @@ async def test_a_copy_of_the_workspace_waits_for_no_concurrent_command_and_none_
         agent = asyncio.create_task(client.call(lease, Exec(command="hang", concurrent=True)))
         await until(lambda: running.host.ran["hang"])
         copied = asyncio.Event()
-        done = lanes.barrier(copied.wait, beside=True)
+        copying = asyncio.create_task(copy_beside(lanes, copied))
         late = asyncio.create_task(client.call(lease, Exec(command="echo late", concurrent=True)))
         await until(lambda: lanes.queued == 2)
         assert running.host.ran["echo late"] == 0
         copied.set()
-        await done
+        await copying
         assert (await late).output == b"late"
         assert not agent.done()
         agent.cancel()
@@ -525,16 +525,25 @@ def lanes_of(sandbox: FakeSandbox, journal: Journal | None = None, starts: Start
     return Lanes(sandbox, journal or Journal(), lambda _: None, room, starts or StartQueue(), Meters())
 
 
-async def test_a_barrier_that_has_not_begun_is_answered_when_the_lease_ends():
-    async def work() -> None:
-        raise AssertionError("it ran")
+async def copy_beside(lanes: Lanes, copied: asyncio.Event) -> None:
+    async with lanes.barrier(beside=True):
+        await copied.wait()
 
-    lanes = lanes_of(await FakeHost().start("slot"))
-    done = lanes.barrier(work)
+
+async def test_a_barrier_that_has_not_begun_is_answered_when_the_lease_ends():
+    async def work(lanes: Lanes) -> None:
+        async with lanes.barrier():
+            raise AssertionError("it ran")
+
+    journal = Journal()
+    lanes = lanes_of(await FakeHost().start("slot"), journal)
+    call = Call(call_id="call", lease_id="lease", epoch=1, operation=Exec(command="hang"))
+    lanes.submit(journal.open(call), call.operation)
+    done = asyncio.create_task(work(lanes))
+    await until(lambda: lanes.queued == 2)
     lanes.close("lease_expired", "the lease was released")
-    with pytest.raises(SandboxError):
+    with pytest.raises(LeaseExpired, match="the lease was released"):
         await asyncio.wait_for(done, 10)
-    await lanes.join()
 
 
 async def test_what_watched_a_process_of_a_slot_that_died_during_a_copy_gets_no_result():
@@ -544,7 +553,7 @@ async def test_what_watched_a_process_of_a_slot_that_died_during_a_copy_gets_no_
     watching = journal.open(call)
     lanes.submit(watching, call.operation)
     await until(lambda: sandbox.running)
-    copying = lanes.barrier(copied.wait, beside=True)
+    copying = asyncio.create_task(copy_beside(lanes, copied))
     await asyncio.sleep(0)
     sandbox.die("killed from outside")
     await until(lambda: watching.answer is not None)

@@ -3,7 +3,7 @@
 There are three lanes. The *main* lane runs commands and file operations one after the other. The *process* lane takes
 `proc_read`, `proc_write`, `proc_kill` and `proc_list`, so that a background process can be watched and ended while a
 command runs; it keeps its own order, but a `proc_read` that waits lets the ones behind it go on. The *concurrent* lane
-takes commands that ask for it (`Exec.concurrent`) and runs them side by side. A `Barrier` (a snapshot) runs alone: after
+takes commands that ask for it (`Exec.concurrent`) and runs them side by side. A barrier (a snapshot) is alone: after
 the calls before it in the main lane, once no concurrent command runs, with nothing in the process lane. Commands, the
 only calls that start programs, also wait for their lease's turn in the server's `StartQueue`.
 """
@@ -11,14 +11,15 @@ only calls that start programs, also wait for their lease's turn in the server's
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from atropos.errors import OutcomeUnknown, SandboxError
+from atropos.errors import LeaseExpired, OutcomeUnknown, SandboxError
 from atropos.sandbox.contract import Sandbox
 from atropos.sandbox.server.calls.file_streams import FileStream, FileStreams
 from atropos.sandbox.server.calls.journal import Journal, JournalEntry, cancelled_reply
@@ -55,19 +56,33 @@ SIDE = (ProcRead, ProcWrite, ProcKill, ProcList, SetNetwork)
 COMMANDS = (Exec, ProcStart)
 
 
+Work = tuple[JournalEntry, Operation]
+
+
 @dataclass(slots=True, eq=False)
 class Barrier:
-    """Work on the sandbox itself, in the main lane's order. It may replace `lanes.sandbox`, unless it is `beside`.
+    """A place in the main lane for work on the sandbox itself; see `Lanes.barrier`."""
 
-    `beside`: what runs goes on meanwhile; nothing else starts.
-    """
-
-    work: Callable[[], Awaitable[None]]
     beside: bool
-    done: asyncio.Future[None]
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its turn has come, or the lanes are closed."""
 
 
-Work = tuple[JournalEntry, Operation]
+ItemT = TypeVar("ItemT", Work, Work | Barrier)
+
+
+@dataclass(slots=True)
+class Lane(Generic[ItemT]):
+    """Calls that start in the order given, and run `most` at a time."""
+
+    most: int
+    waiting: deque[ItemT] = field(default_factory=deque[ItemT])
+    running: int = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether the first one that waits may start."""
+        return bool(self.waiting) and self.running < self.most
 
 
 class Lanes:
@@ -101,20 +116,24 @@ class Lanes:
         self.streams = FileStreams()
         self._streaming: dict[str, FileStream] = {}
         """The stream of each running call that has one, by the call's id."""
-        self._main: deque[Work | Barrier] = deque()
-        self._side: deque[Work] = deque()
-        self._concurrent: deque[Work] = deque()
+        self._main = Lane[Work | Barrier](1)
+        self._side = Lane[Work](1)
+        self._concurrent = Lane[Work](MAX_CONCURRENT)
         self._running: dict[str, JournalEntry] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._main_busy = self._side_busy = False
-        self._concurrent_running = 0
-        self._barrier = self._congested = False
+        self._barrier: Barrier | None = None
+        """The one whose turn it is."""
+        self._congested: asyncio.Task[None] | None = None
+        """Waits while the journal takes no more."""
         self._closed: tuple[str, str] | None = None
 
     @property
     def queued(self) -> int:
         """Calls that wait or run."""
-        return len(self._main) + len(self._side) + len(self._concurrent) + len(self._running)
+        return sum(len(lane.waiting) for lane in self._lanes) + len(self._running)
+
+    @property
+    def _lanes(self) -> tuple[Lane[Work | Barrier], Lane[Work], Lane[Work]]:
+        return self._main, self._side, self._concurrent
 
     def submit(self, entry: JournalEntry, operation: Operation) -> None:
         """Queue a call; its answer comes by the journal. Never raises."""
@@ -125,22 +144,42 @@ class Lanes:
             self._fault(entry, "sandbox_error", f"{MAX_QUEUED} calls wait in this lease already; it was not run")
         else:
             if isinstance(operation, SIDE):
-                self._side.append((entry, operation))
+                self._side.waiting.append((entry, operation))
             elif isinstance(operation, Exec) and operation.concurrent:
-                self._concurrent.append((entry, operation))
+                self._concurrent.waiting.append((entry, operation))
             else:
-                self._main.append((entry, operation))
+                self._main.waiting.append((entry, operation))
             self.start_next()
 
-    def barrier(self, work: Callable[[], Awaitable[None]], *, beside: bool = False) -> asyncio.Future[None]:
-        """Queue work on the sandbox itself; the future ends as it does (or with SandboxError, when the lease ends)."""
-        barrier = Barrier(work, beside, asyncio.get_running_loop().create_future())
-        if self._closed is not None:
-            barrier.done.set_exception(SandboxError(self._closed[1]))
-        else:
-            self._main.append(barrier)
+    @contextlib.asynccontextmanager
+    async def barrier(self, *, beside: bool = False) -> AsyncGenerator[None]:
+        """Around work on the sandbox itself: after the calls before it, alone. It may replace `sandbox`.
+
+        The end of the lease doesn't interrupt the work: who closes the lanes waits for it.
+
+        Args:
+            beside: what runs goes on meanwhile, in the same sandbox; nothing else starts.
+
+        Raises:
+            LeaseExpired: the lease ended before its turn came.
+        """
+        barrier = Barrier(beside)
+        self._main.waiting.append(barrier)
+        self.start_next()
+        try:
+            await barrier.turn.wait()
+            if self._closed is not None:
+                raise LeaseExpired(f"the lease ended before its turn came: {self._closed[1]}")
+            if not beside:
+                for entry in list(self._running.values()):
+                    self.sandbox.cancel(entry.number)
+            yield
+        finally:
+            if self._barrier is barrier:
+                self._barrier = None
+            elif barrier in self._main.waiting:
+                self._main.waiting.remove(barrier)
             self.start_next()
-        return barrier.done
 
     def cancel(self, entry: JournalEntry) -> None:
         """Cancel a call: a queued one is answered at once; a running one is killed, and its result says so."""
@@ -153,17 +192,16 @@ class Lanes:
             self._answer(entry, cancelled_reply(entry.call_id))
 
     def close(self, code: str, message: str) -> None:
-        """Stop: answer each pending call with this fault. `join` waits for what ran."""
+        """Stop: answer each pending call with this fault."""
         if self._closed is not None:
             return
         self._closed = (code, message)
-        waiting = [*self._main, *self._side, *self._concurrent]
-        for lane in (self._main, self._side, self._concurrent):
-            lane.clear()
+        waiting = [item for lane in self._lanes for item in lane.waiting]
+        for lane in self._lanes:
+            lane.waiting.clear()
         for item in waiting:
             if isinstance(item, Barrier):
-                if not item.done.done():
-                    item.done.set_exception(SandboxError(message))
+                item.turn.set()
             else:
                 self._fault(item[0], code, message)
         for entry in list(self._running.values()):
@@ -172,86 +210,65 @@ class Lanes:
             self._starts.ended(entry)
         self._running.clear()
         self.streams.close()
-        for task in self._tasks:
-            task.cancel()
-
-    async def join(self, timeout_s: float = 10) -> None:
-        """Wait until a barrier's work has ended, after `close`."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s)
+        if self._congested is not None:
+            self._congested.cancel()
 
     def start_next(self) -> None:
         """Start what may start. Results come by callbacks: a task for each call would cost more than the call's way."""
-        while self._main and not self._main_busy:
-            item = self._main[0]
+        if self._barrier is not None:
+            return
+        main, side, concurrent = self._lanes
+        while main.ready:
+            item = main.waiting[0]
             if isinstance(item, Barrier):
-                if self._concurrent_running and not item.beside:
+                if concurrent.running and not item.beside:
                     break
-                self._main_busy = self._barrier = True
-                self._spawn(self._run_barrier(item))  # which takes it from the queue: until then, `close` answers it
-                break
+                main.waiting.popleft()
+                self._barrier = item
+                item.turn.set()
+                return
             if not self._has_room() or not self._may_start(item[1]):
                 break
-            self._main.popleft()
-            self._main_busy = self._begin(*item, self._main_ended)
-        while self._side and not self._side_busy and not self._barrier and self._has_room():
-            entry, operation = self._side.popleft()
-            if isinstance(operation, ProcRead) and operation.wait_s > 0:
-                self._begin(entry, operation, lambda: None)
-            else:
-                self._side_busy = self._begin(entry, operation, self._side_ended)
-        while self._concurrent and self._concurrent_running < MAX_CONCURRENT and not self._barrier and self._has_room():
-            if not self._starts.admit(self):
-                break
-            self._concurrent_running += self._begin(*self._concurrent.popleft(), self._concurrent_ended)
+            main.waiting.popleft()
+            self._begin(*item, main)
+        while side.ready and self._has_room():
+            entry, operation = side.waiting.popleft()
+            waits = isinstance(operation, ProcRead) and operation.wait_s > 0
+            self._begin(entry, operation, None if waits else side)
+        while concurrent.ready and self._has_room() and self._starts.admit(self):
+            self._begin(*concurrent.waiting.popleft(), concurrent)
 
     # --------------------------------------------------------------------------------------------------------- inside
 
     def _unqueue(self, entry: JournalEntry) -> None:
-        for lane in (self._main, self._side, self._concurrent):
-            for place, item in enumerate(lane):
+        for lane in self._lanes:
+            for place, item in enumerate(lane.waiting):
                 if not isinstance(item, Barrier) and item[0] is entry:
-                    del lane[place]
+                    del lane.waiting[place]
                     return
-
-    def _main_ended(self) -> None:
-        self._main_busy = False
-
-    def _side_ended(self) -> None:
-        self._side_busy = False
-
-    def _concurrent_ended(self) -> None:
-        self._concurrent_running -= 1
 
     def _may_start(self, operation: Operation) -> bool:
         return not isinstance(operation, COMMANDS) or self._starts.admit(self)
 
     def _has_room(self) -> bool:
         """Whether the journal takes more; else the lanes go on when it does."""
-        if self._journal.congested and not self._congested:
-            self._congested = True
-            self._spawn(self._wait_for_room())
-        return not self._congested
+        if self._journal.congested and self._congested is None:
+            self._congested = asyncio.get_running_loop().create_task(self._wait_for_room())
+        return self._congested is None
 
     async def _wait_for_room(self) -> None:
-        try:
-            await self._room()
-        finally:
-            self._congested = False
+        await self._room()
+        self._congested = None
         self.start_next()
 
-    def _spawn(self, work: Coroutine[object, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _begin(self, entry: JournalEntry, operation: Operation, free: Callable[[], None]) -> bool:
-        """Whether the call runs now; `free` is called when it has ended."""
+    def _begin(self, entry: JournalEntry, operation: Operation, lane: Lane[Work] | Lane[Work | Barrier] | None) -> None:
+        """Start a call, which counts as running in this lane; one that can't be started has its answer."""
         entry.state = "running"
         began = time.perf_counter()
 
         def ended(result: OpResult | Exception) -> None:
-            free()
+            if lane is not None:
+                lane.running -= 1
             said = "fault" if isinstance(result, Exception) else outcome(result)
             ran_s = time.perf_counter() - began
             self._meters.operation.observe(ran_s, operation.op, said)
@@ -270,9 +287,10 @@ class Lanes:
         except Exception as error:
             self._starts.ended(entry)
             self._ended(entry, operation, error, time.perf_counter() - began)
-            return False
+            return
         self._running[entry.call_id] = entry
-        return True
+        if lane is not None:
+            lane.running += 1
 
     def _begin_stream(self, entry: JournalEntry, operation: ReadStream | WriteStream, ended: OnResult) -> None:
         """Start an operation that has a stream."""
@@ -301,7 +319,7 @@ class Lanes:
         stream.far.close()
 
     def _ended(self, entry: JournalEntry, operation: Operation, result: OpResult | Exception, ran_s: float) -> None:
-        on_purpose = self._barrier and not self.sandbox.died.done()
+        on_purpose = self._barrier is not None and not self.sandbox.died.done()
         if on_purpose and isinstance(operation, SIDE) and isinstance(result, OutcomeUnknown):
             result = OpError(error="unknown_process", message="a snapshot was taken, which ends background processes")
         if not isinstance(result, Exception):
@@ -316,26 +334,6 @@ class Lanes:
             trace = entry.traceparent or "none"
             log.error("call %s failed inside the server (trace %s)", entry.number, trace, exc_info=result)
             self._fault(entry, "outcome_unknown", f"the sandbox server failed while the call ran: {result!r}")
-
-    async def _run_barrier(self, barrier: Barrier) -> None:
-        self._main.popleft()
-        try:
-            if not barrier.beside:
-                for entry in list(self._running.values()):
-                    self.sandbox.cancel(entry.number)
-            await barrier.work()
-            if not barrier.done.done():
-                barrier.done.set_result(None)
-        except asyncio.CancelledError:
-            if not barrier.done.done():
-                barrier.done.set_exception(SandboxError("the lease ended meanwhile"))
-            raise
-        except Exception as error:
-            if not barrier.done.done():
-                barrier.done.set_exception(error)
-        finally:
-            self._barrier = self._main_busy = False
-            self.start_next()
 
     def _fault(self, entry: JournalEntry, code: str, message: str) -> None:
         if entry.state != "done":

@@ -242,8 +242,6 @@ class Leasing:
         if changing:
             await asyncio.wait(changing)
         stopped = await run.stop()
-        if run.lanes is not None:
-            await run.lanes.join()
         self._layers.leave(run)
         return self._finish(run, Stopped(stopped.clean, time.monotonic() - began, stopped.detail))
 

@@ -6,10 +6,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
-from atropos.errors import LeaseExpired, NotSupported, SandboxError, SlotLost
+from atropos.errors import NotSupported, SandboxError, SlotLost
 from atropos.sandbox.contract import Sandbox
 from atropos.sandbox.server.leasing.leasing import Leasing
 from atropos.sandbox.server.snapshots.layers import Layers
@@ -20,7 +19,6 @@ from atropos.sandbox.server.state.state import ServerState
 from atropos.sandbox.server.warm_pool import stop
 from atropos.wire import Lease, SnapshotInfo
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 AGAIN_S = 0.2
 """Pause before a failed start of a view is retried."""
@@ -71,35 +69,13 @@ class Workspaces:
         return await asyncio.shield(task)
 
     async def _queue_freeze(self, run: LeaseRun, name: str, *, beside: bool) -> SnapshotInfo:
-        take = self._copy if beside else self._freeze
+        assert run.lanes is not None
         try:
-            return await self._between_calls(run, lambda: take(run, name), beside=beside)
+            async with run.lanes.barrier(beside=beside):
+                return await (self._copy(run, name) if beside else self._freeze(run, name))
         except BaseException:
             self._state.snapshots.abandon(name)
             raise
-
-    async def _between_calls(
-        self, run: LeaseRun, change: Callable[[], Coroutine[object, None, T]], *, beside: bool = False
-    ) -> T:
-        """Change a lease's sandbox after the calls before, alone; or, with `beside`, read it while its programs go on.
-
-        Raises:
-            LeaseExpired: the lease ended before its turn came.
-        """
-        changing: list[asyncio.Task[T]] = []
-
-        async def work() -> None:
-            # Its own task: a release that cancels the lane must not interrupt a change half-way.
-            changing.append(self._state.spawn(change()))
-            await asyncio.shield(changing[0])
-
-        assert run.lanes is not None
-        try:
-            await run.lanes.barrier(work, beside=beside)
-        except SandboxError as error:
-            if not changing:
-                raise LeaseExpired(f"the lease ended before its turn came: {error}") from None
-        return await changing[0]
 
     async def _freeze(self, run: LeaseRun, name: str) -> SnapshotInfo:
         assert run.sandbox is not None
@@ -158,9 +134,14 @@ class Workspaces:
         """
         run = self._state.active_run(lease_id, epoch)
         if run.viewing is None or (run.viewing.done() and run.viewed is None):
-            run.viewing = self._state.spawn(self._between_calls(run, lambda: self._open_view(run, folders)))
+            run.viewing = self._state.spawn(self._queue_view(run, folders))
         await asyncio.shield(run.viewing)
         return self._leasing.lease_of(run.held)
+
+    async def _queue_view(self, run: LeaseRun, folders: Sequence[str]) -> None:
+        assert run.lanes is not None
+        async with run.lanes.barrier():
+            await self._open_view(run, folders)
 
     async def _open_view(self, run: LeaseRun, folders: Sequence[str]) -> None:
         assert run.sandbox is not None
