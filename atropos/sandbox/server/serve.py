@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, TextIO
 
-from atropos.aio import set_within
+from atropos.aio import outlive, set_within
 from atropos.config import ServerConfig
 from atropos.errors import IsolationUnavailable
 from atropos.net.sockets import listen
@@ -26,6 +26,7 @@ from atropos.sandbox.server.upkeep import pulse
 from atropos.wire import Capabilities, Feature
 
 if TYPE_CHECKING:
+    import socket
     import ssl
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Server:
         """When the leases end, in the loop's time."""
         self.core: Core | None = None
         self.port = 0
-        self._closing: asyncio.Task[bool] | None = None
+        self._clean = False
 
     async def run(self) -> int:
         """Serve until stopped. Returns the exit code.
@@ -63,44 +64,43 @@ class Server:
             IsolationUnavailable: the host can't do what is promised or required.
         """
         self._handle_signals()
-        listener = listen(self._config.host, self._config.port)
-        self.port = int(listener.getsockname()[1])
-        try:
-            host = await self._make_host(self._config)
-        except BaseException:
-            listener.close()
-            raise
+        with listen(self._config.host, self._config.port) as listener:
+            self.port = int(listener.getsockname()[1])
+            return await self._serve(listener, await self._make_host(self._config))
+
+    async def _serve(self, listener: socket.socket, host: Host) -> int:
         core = self.core = Core(self._config, host)
         loop = asyncio.get_running_loop()
         upkeep = loop.create_task(pulse(core))
         probing = loop.create_task(host.probe())
+        site = contextlib.AsyncExitStack()
         try:
-            async with contextlib.AsyncExitStack() as site:
-                core.leasing.warm_pool.fill()
-                # Loading the HTTP library takes as long as starting a slot, so the one is done beside the other.
-                listening = await asyncio.to_thread(import_module, "atropos.sandbox.server.http.listening")
-                if not gc.isenabled():  # as `__main__` leaves it
-                    gc.freeze()
-                    gc.enable()
-                capabilities = self._publish(core.state, await probing)
-                routes = (core, self._config.token.get_secret_value(), capabilities, self.stop, self._tls())
-                await site.enter_async_context(listening.listening(listener, *routes))
-                self._ready(core)
-                try:
-                    await self._until_stopped(core)
-                    await self._drained(core)
-                finally:
-                    # Before the site goes, so that clients are notified and calls are answered.
-                    upkeep.cancel()
-                    await self._close(core)
+            core.leasing.warm_pool.fill()
+            # Loading the HTTP library takes as long as starting a slot, so the one is done beside the other.
+            listening = await asyncio.to_thread(import_module, "atropos.sandbox.server.http.listening")
+            if not gc.isenabled():  # as `__main__` leaves it
+                gc.freeze()
+                gc.enable()
+            capabilities = self._publish(core.state, await probing)
+            routes = (core, self._config.token.get_secret_value(), capabilities, self.stop, self._tls())
+            await site.enter_async_context(listening.listening(listener, *routes))
+            self._ready(core)
+            await self._until_stopped(core)
+            await self._drained(core)
         finally:
             upkeep.cancel()
-            await asyncio.wait([probing])
-            if not probing.cancelled():
-                probing.exception()  # retrieved, so that asyncio logs nothing: an earlier error is what is raised
-            clean = await self._close(core)
-            listener.close()
-        return 0 if clean and not core.leasing.broken else 1
+            await outlive(self._close(core, probing, site))
+        return 0 if self._clean and not core.leasing.broken else 1
+
+    async def _close(
+        self, core: Core, probing: asyncio.Task[Sequence[Feature]], site: contextlib.AsyncExitStack
+    ) -> None:
+        """End everything; the site last, so that clients are notified and calls are answered."""
+        await asyncio.wait([probing])
+        if not probing.cancelled():
+            probing.exception()  # retrieved, so that asyncio logs nothing: an earlier error is what is raised
+        async with site:
+            self._clean = await core.aclose()
 
     def _tls(self) -> ssl.SSLContext | None:
         if self._config.tls is None:
@@ -108,12 +108,6 @@ class Server:
         from atropos.net.tls import server_context  # most servers can't load the ssl module: see `__main__`
 
         return server_context(self._config.tls.get_secret_value())
-
-    async def _close(self, core: Core) -> bool:
-        """End everything, once; nobody's cancellation interrupts it."""
-        if self._closing is None:
-            self._closing = asyncio.get_running_loop().create_task(core.aclose())
-        return await asyncio.shield(self._closing)
 
     def stop(self, deadline_s: float | None = None) -> None:
         """Begin to end: no new leases; the ones there are may go on for `deadline_s` (None: the configured time).
