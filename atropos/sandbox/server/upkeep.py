@@ -59,7 +59,7 @@ def forget(core: Core) -> None:
     """Drop clients that are long gone, their snapshots, and unused images."""
     state = core.state
     now = state.now()
-    state.clients.forget_stale(now)
+    state.clients.forget_stale()
     for snapshot in list(state.snapshots.by_id.values()):
         if not (snapshot.users or snapshot.owner in state.clients) and now - snapshot.touched_at > FORGET_S:
             core.layers.drop_snapshot(snapshot.id)

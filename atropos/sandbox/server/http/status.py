@@ -49,7 +49,7 @@ def status_of(core: Core) -> Status:
         retired_mib=table.retired_mib,
         draining=bool(table.draining),
         clients=len(state.clients),
-        live=tuple(map(client_name, state.clients.live(now))),
+        live=tuple(map(client_name, state.clients.live())),
         connected=tuple(map(client_name, state.clients.connected())),
         leases=leases,
         snapshots=tuple(snapshot.info for snapshot in state.snapshots.by_id.values()),

@@ -110,24 +110,25 @@ class ClientTable:
         client = self._all.get(client_id)
         return client is not None and client.connection is not None
 
-    def live(self, now: float) -> tuple[str, ...]:
+    def live(self) -> tuple[str, ...]:
         """Ids of the clients that are connected, or hold leases and were heard within two heartbeats."""
-        leases, since = self._leases, now - 2 * self._heartbeat_s
-        holding = {held.client_id for held in leases.held.values()}
         return tuple(
             client_id
             for client_id, client in self._all.items()
-            if client.connection is not None or (client_id in holding and (leases.last_seen(client_id) or 0.0) > since)
+            if client.connection is not None
+            or (self._leases.holds(client_id) and self._silent_s(client) < 2 * self._heartbeat_s)
         )
 
-    def alive(self, client_id: str) -> bool:
-        """Whether a client is connected, holds a lease, or was heard within `ALIVE_S`."""
+    def alive(self, client_id: str, within_s: float = ALIVE_S) -> bool:
+        """Whether a client is connected, holds a lease, or was heard within this time."""
         client = self._all.get(client_id)
-        if client is None:
-            return False
-        if client.connection is not None or any(h.client_id == client_id for h in self._leases.held.values()):
-            return True
-        return self._now() - (self._leases.last_seen(client_id) or client.since) < ALIVE_S
+        return client is not None and (
+            client.connection is not None or self._leases.holds(client_id) or self._silent_s(client) < within_s
+        )
+
+    def _silent_s(self, client: ClientState) -> float:
+        """Seconds since a client was last heard."""
+        return self._now() - (self._leases.last_seen(client.client_id) or client.since)
 
     @property
     def journal_bytes(self) -> int:
@@ -173,17 +174,15 @@ class ClientTable:
 
     # -------------------------------------------------------------------------------------------------------- upkeep
 
-    def forget_stale(self, now: float) -> None:
+    def forget_stale(self) -> None:
         """Forget clients that were silent for `FORGET_S`, and trim the journals of the rest."""
         leases = self._leases
-        holding = {held.client_id for held in leases.held.values()}
         for client_id, client in list(self._all.items()):
             for lease_id in client.journal.lease_ids():
                 if lease_id not in leases.held and lease_id not in leases.ended:
                     client.journal.forget_lease(lease_id)
             client.signal_room()
-            seen = leases.last_seen(client_id) or client.since
-            if client.connection is None and client_id not in holding and now - seen > FORGET_S:
+            if not self.alive(client_id, FORGET_S):
                 del self._all[client_id]
                 leases.forget_client(client_id)
 

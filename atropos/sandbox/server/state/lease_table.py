@@ -265,6 +265,10 @@ class LeaseTable:
             for request in want.requests.values():
                 request.last = min(request.last, now)
 
+    def holds(self, client_id: str) -> bool:
+        """Whether a client holds a lease, also one that is ending."""
+        return self._counts[client_id] > 0
+
     def last_seen(self, client_id: str) -> float | None:
         """When the client was last heard; None when it is not known."""
         return self._seen.get(client_id)
