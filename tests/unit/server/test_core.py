@@ -18,7 +18,7 @@ from atropos.sandbox.server.snapshots.layer_tar import packed_layers
 from atropos.sandbox.server.snapshots.snapshot_transfer import PARALLEL, IncomingSnapshot
 from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
-from atropos.wire import Call, Exec, Fault, Health, OpError, ProcRead, Reply, WriteFile
+from atropos.wire import Call, Exec, Fault, Health, OpError, ProcRead, Reply, WriteFile, client_name
 from tests.unit.client.test_client import client_of, request
 from tests.unit.server.fakes import TOKEN, FakeHost, FakeSandbox, serving
 from tests.waiting import SLOWNESS, until
@@ -80,6 +80,28 @@ async def test_a_view_that_is_not_confirmed_gone_retires_its_slot():
         assert (await client.status()).retired == 1
         host.dirty.clear()
         await until(lambda: running.core.state.table.free == 4)
+
+
+async def test_the_log_names_neither_leases_nor_clients_by_their_ids_which_are_secrets(caplog, monkeypatch):
+    caplog.set_level("INFO", "atropos.sandbox")
+    host = FakeHost()
+    async with serving(host) as running, client_of(running) as client:
+        lease = await client.acquire(request())
+        host.start_fails = True
+        with pytest.raises(SandboxError, match="no more namespaces"):
+            await client.view(lease, ())
+        monkeypatch.setattr(running.core.leasing, "renew", lambda *_: 1 / 0)
+        url = f"{running.url}/v1/leases/{lease.lease_id}/renew"
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+            assert (await session.post(url)).status == 500
+        for stream in running.core.state.streams:
+            stream.abort("cut")
+    said = "\n".join(each.getMessage() for each in caplog.records if each.name.startswith("atropos.sandbox"))
+    assert f"{lease.slot}: no view" in said
+    assert "renew failed" in said
+    assert f"stream of {client_name('tester')} closed: cut" in said
+    assert lease.lease_id not in said
+    assert "tester" not in said
 
 
 async def test_sandboxes_that_do_not_start_fail_the_acquire_and_then_the_server(monkeypatch):

@@ -132,7 +132,8 @@ class Routes:
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:
-            log.exception("%s %s failed", request.method, request.path)
+            resource = request.match_info.route.resource  # the path itself has the lease's id, a secret
+            log.exception("%s %s failed", request.method, resource and resource.canonical)
             return problem(500, SandboxError.code, f"the server failed: {error!r}")
 
     # ---------------------------------------------------------------------------------------------------------- status

@@ -33,6 +33,7 @@ from atropos.wire import (
     Hello,
     ServerMessage,
     Welcome,
+    client_name,
 )
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class Stream:
     def abort(self, reason: str) -> None:
         """Cut the connection now; whatever it still delivers is ignored."""
         if not self._closed:
-            log.info("stream of %s closed: %s", self.client.client_id if self.client else "?", reason)
+            log.info("stream of %s closed: %s", client_name(self.client.client_id) if self.client else "?", reason)
         self._closed = True
         self._room.set()
         self._transport.abort()

@@ -119,7 +119,7 @@ class Leasing:
             if self._table.begin_end(held, code, str(error)):
                 self._finish(run, Stopped(clean=True, seconds=0))
             if not isinstance(error, SandboxError | asyncio.CancelledError):
-                log.exception("lease %s could not be started", held.lease_id)
+                log.exception("slot-%d: its lease could not be started", held.slot)
                 raise BackendUnavailable(f"the sandbox could not be started: {error!r}") from error
             raise
         run.sandbox = sandbox
@@ -158,7 +158,7 @@ class Leasing:
         try:
             return await self._take_one(run, hosts)
         except RootUnchanged as error:  # for example, its PID 1 was killed
-            log.warning("lease %s: %s; another sandbox is used", run.held.lease_id, error)
+            log.warning("slot-%d: %s; another sandbox is used", run.held.slot, error)
             return await self._take_one(run, hosts)
 
     async def _take_one(self, run: LeaseRun, hosts: tuple[str, ...] | None) -> Sandbox:

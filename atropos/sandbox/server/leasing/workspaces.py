@@ -151,7 +151,7 @@ class Workspaces:
         except SandboxError as error:  # for example, one of its processes was killed
             if isinstance(error, NotSupported) or run.sandbox.died.done():
                 raise
-            log.warning("lease %s: no view: %s; it is retried", run.held.lease_id, error)
+            log.warning("slot-%d: no view: %s; it is retried", run.held.slot, error)
             await asyncio.sleep(AGAIN_S)
             view = await self._view_of(run, run.sandbox, folders)
         run.viewed, run.sandbox = run.sandbox, view
