@@ -244,7 +244,7 @@ class Policy:
         if any(rule.names(name, plain(address), port) for rule in self.allow):
             return True
         by_name = any(rule.matches(name, port) for rule in self.allow)
-        return by_name and not local and all(is_public(form) for form in every)
+        return by_name and not local and is_public(address)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Messages between a client and a sandbox server: one definition for both ends.
 
-Every message is a frozen pydantic model that refuses unknown fields. Bytes travel as base64 in JSON (`WireBytes`).
+Every message is a frozen pydantic model that refuses unknown fields. Bytes travel as base64 in JSON.
 One WebSocket (`/v1/stream`) carries frames: a frame is a JSON array of messages, each with its `kind`. HTTP carries
 leases, snapshots, health, capabilities and metrics, and `POST /v1/leases/{id}/calls` the same calls for use with curl.
 """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 VERSION = 4
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -18,7 +18,8 @@ MAX_COMMAND_BYTES = 2 * 1024 * 1024
 
 Limit = Literal["memory", "pids", "disk", "inodes", "time", "output", "files", "cpu"]
 """The name of the limit that stopped or truncated a program."""
-
+ChosenId = Annotated[str, Field(min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$")]
+"""An id that the client chooses, so that a repeated request is seen to be one."""
 
 DEFERRED = ConfigDict(defer_build=True)
 """Builds a validator at its first use: no process uses all of them, and building them all takes a tenth of a server's start."""

@@ -6,13 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from atropos.wire.base import MAX_FILE_BYTES, MAX_HOSTS, WireMessage
+from atropos.wire.base import MAX_FILE_BYTES, MAX_HOSTS, ChosenId, WireMessage
 
-StreamId = Annotated[
-    str, Field(min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$", description="unique in the lease")
-]
-
-
+StreamId = Annotated[ChosenId, Field(description="unique in the lease")]
+User = Annotated[str | None, Field(max_length=300, description="name or uid[:group or gid]; None: root")]
 CommandOrArgv = str | Annotated[tuple[str, ...], Field(min_length=1)]
 """A shell command line (`/bin/bash -c`, or sh without bash), or a program and its arguments without a shell."""
 
@@ -26,7 +23,7 @@ class Exec(WireMessage):
     workdir: str | None = Field(default=None, description="None: /workspace")
     env: dict[str, str] = Field(default_factory=dict)
     clean_env: bool = Field(default=False, description="start from the slot's first environment and PATH alone")
-    user: str | None = Field(default=None, max_length=300, description="name or uid[:group or gid]; None: root")
+    user: User = None
     stdin: bytes | None = None
     split: bool = Field(default=False, description="stdout and stderr apart; combined by arrival")
     max_output_bytes: int | None = Field(default=None, gt=0)
@@ -40,7 +37,7 @@ class ReadFile(WireMessage):
     path: str
     offset: int = Field(default=0, ge=0)
     max_bytes: int = Field(default=MAX_FILE_BYTES, gt=0, le=MAX_FILE_BYTES)
-    user: str | None = Field(default=None, max_length=300, description="name or uid[:group or gid]; None: root")
+    user: User = None
 
 
 class WriteFile(WireMessage):
@@ -139,7 +136,7 @@ class ProcStart(WireMessage):
     command: CommandOrArgv
     workdir: str | None = None
     env: dict[str, str] = Field(default_factory=dict)
-    user: str | None = Field(default=None, max_length=300, description="name or uid[:group or gid]; None: root")
+    user: User = None
     pty: bool = False
     split: bool = Field(default=False, description="keep stderr apart, to be read by `ProcState.errors`")
     hold: bool = Field(

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, Json
 
-from atropos.wire.base import VERSION, WireMessage
+from atropos.wire.base import VERSION, ChosenId, WireMessage
 from atropos.wire.operations import Operation
 
 
@@ -30,7 +30,7 @@ class LeaseRequest(WireMessage):
     neither; see `client_name`.
     """
 
-    lease_id: str = Field(min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$")
+    lease_id: ChosenId
     client_id: str = Field(min_length=1, max_length=200)
     trajectory_id: str = Field(default="", max_length=500)
     ttl_s: float = Field(default=60, gt=0, le=86_400)
@@ -141,7 +141,7 @@ class SnapshotRequest(WireMessage):
     `beside`: copy the written files instead, while the slot's programs run; views of the lease then use the copy.
     """
 
-    snapshot_id: str | None = Field(default=None, min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$")
+    snapshot_id: ChosenId | None = None
     beside: bool = False
     epoch: int | None = None
 

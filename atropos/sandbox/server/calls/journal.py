@@ -61,7 +61,6 @@ class _Log:
     done: dict[str, JournalEntry] = field(default_factory=dict[str, JournalEntry])
     gone: dict[str, bool] = field(default_factory=dict[str, bool])
     forgot: bool = False
-    dropped: bool = False
 
 
 @dataclass(slots=True)
@@ -180,9 +179,9 @@ class Journal:
     def trim_lease(self, lease_id: str) -> None:
         """The lease is over: nothing more runs in it, so only its answers, and what was dropped, still matter."""
         log = self._logs.get(lease_id)
-        if log is not None and not log.dropped:
-            log.gone.clear()
-            if not log.done:
+        if log is not None:
+            log.gone = {call_id: dropped for call_id, dropped in log.gone.items() if dropped}
+            if not (log.done or log.gone or log.forgot):
                 del self._logs[lease_id]
 
     def lease_ids(self) -> list[str]:
@@ -202,7 +201,6 @@ class Journal:
         # A connection may still hold the entry in its queue: what it sends then is the truth, and small.
         message = "the journal dropped the result; the call ran and was not run again"
         entry.answer = Fault(call_id=entry.call_id, code="outcome_unknown", message=message)
-        self._logs[entry.lease_id].dropped = True
 
     def _forget(self, entry: JournalEntry, *, dropped: bool = False) -> None:
         log = self._logs[entry.lease_id]

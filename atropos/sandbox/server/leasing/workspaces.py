@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from atropos.errors import NotSupported, SandboxError, SlotLost
 from atropos.sandbox.contract import Sandbox
@@ -134,31 +134,30 @@ class Workspaces:
         """
         run = self._state.active_run(lease_id, epoch)
         if run.viewing is None or (run.viewing.done() and run.viewed is None):
-            run.viewing = self._state.spawn(self._queue_view(run, folders))
+            run.viewing = self._state.spawn(self._open_view(run, folders))
         await asyncio.shield(run.viewing)
         return self._leasing.lease_of(run.held)
 
-    async def _queue_view(self, run: LeaseRun, folders: Sequence[str]) -> None:
+    async def _open_view(self, run: LeaseRun, folders: Sequence[str]) -> None:
         assert run.lanes is not None
         async with run.lanes.barrier():
-            await self._open_view(run, folders)
+            assert run.sandbox is not None
+            view = await self._start_view(run, run.sandbox, folders)
+            run.viewed, run.sandbox = run.sandbox, view
+            run.lanes.sandbox = view
+            self._leasing.watch(run, view)
+        self._state.counters["views_opened"] += 1
 
-    async def _open_view(self, run: LeaseRun, folders: Sequence[str]) -> None:
-        assert run.sandbox is not None
-        assert run.lanes is not None
+    async def _start_view(self, run: LeaseRun, sandbox: Sandbox, folders: Sequence[str]) -> Sandbox:
+        def start() -> Awaitable[Sandbox]:
+            layers = run.view_layers or run.layers
+            return self._state.host.view(sandbox, f"view of {sandbox.name}", layers, run.base, folders)
+
         try:
-            view = await self._view_of(run, run.sandbox, folders)
+            return await start()
         except SandboxError as error:  # for example, one of its processes was killed
-            if isinstance(error, NotSupported) or run.sandbox.died.done():
+            if isinstance(error, NotSupported) or sandbox.died.done():
                 raise
             log.warning("slot-%d: no view: %s; it is retried", run.held.slot, error)
             await asyncio.sleep(AGAIN_S)
-            view = await self._view_of(run, run.sandbox, folders)
-        run.viewed, run.sandbox = run.sandbox, view
-        run.lanes.sandbox = view
-        self._leasing.watch(run, view)
-        self._state.counters["views_opened"] += 1
-
-    async def _view_of(self, run: LeaseRun, sandbox: Sandbox, folders: Sequence[str]) -> Sandbox:
-        layers = run.view_layers or run.layers
-        return await self._state.host.view(sandbox, f"view of {sandbox.name}", layers, run.base, folders)
+            return await start()
