@@ -192,7 +192,8 @@ class FileStreams:
 
     def __init__(self) -> None:
         self._open: dict[str, FileStream] = {}
-        self._waiting: dict[str, list[asyncio.Future[FileStream]]] = {}
+        self._changed = asyncio.Event()
+        self._closed = False
 
     def open(self, stream_id: str, broke_off: Callable[[], None], max_bytes: int = 0) -> FileStream:
         """A new stream, for an operation that starts; its slot may send so many bytes.
@@ -203,9 +204,7 @@ class FileStreams:
         if stream_id in self._open or len(self._open) >= MAX_OPEN:
             raise SandboxError(f"stream {stream_id} is open already, or {MAX_OPEN} of this lease are; it was not run")
         stream = self._open[stream_id] = FileStream(broke_off, max_bytes)
-        for waiter in self._waiting.pop(stream_id, ()):
-            if not waiter.done():
-                waiter.set_result(stream)
+        self._changed.set()
         return stream
 
     async def find(self, stream_id: str) -> FileStream:
@@ -214,20 +213,16 @@ class FileStreams:
         Raises:
             StreamGone: it has not within `OPEN_S`, or is over.
         """
-        if stream_id in self._open:
-            return self._open[stream_id]
-        waiter: asyncio.Future[FileStream] = asyncio.get_running_loop().create_future()
-        waiters = self._waiting.setdefault(stream_id, [])
-        waiters.append(waiter)
         try:
             async with asyncio.timeout(OPEN_S):
-                return await waiter
+                while stream_id not in self._open:
+                    if self._closed:
+                        raise StreamGone("the lease is over")
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             raise StreamGone(f"stream {stream_id} is not open") from None
-        finally:
-            waiters.remove(waiter)
-            if not waiters and self._waiting.get(stream_id) is waiters:
-                del self._waiting[stream_id]
+        return self._open[stream_id]
 
     def end(self, stream_id: str) -> None:
         """Close a stream."""
@@ -239,7 +234,5 @@ class FileStreams:
         """Close all: the lease is over."""
         for stream_id in list(self._open):
             self.end(stream_id)
-        for waiters in self._waiting.values():
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_exception(StreamGone("the lease is over"))
+        self._closed = True
+        self._changed.set()
