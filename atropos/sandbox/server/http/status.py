@@ -7,18 +7,12 @@ from atropos.sandbox.server.core import Core
 from atropos.wire import LeaseStatus, Status, client_name
 
 _ENDED = "leases_ended_"
-_GAUGES = {"journal_bytes": "Bytes of answers kept for their clients.", "streams": "Open streams."}
 
 
-def counters_of(core: Core) -> dict[str, float]:
-    """Everything that only grows, and the journals' size."""
-    state = core.state
-    return {
-        **{name: float(count) for name, count in sorted(state.counters.items())},
-        "sandboxes_started": float(core.leasing.warm_pool.started),
-        "journal_bytes": float(state.clients.journal_bytes),
-        "streams": float(len(state.streams)),
-    }
+def _counters(core: Core) -> dict[str, float]:
+    """Everything that only grows."""
+    counters = {name: float(count) for name, count in sorted(core.state.counters.items())}
+    return {**counters, "sandboxes_started": float(core.leasing.warm_pool.started)}
 
 
 def status_of(core: Core) -> Status:
@@ -54,7 +48,11 @@ def status_of(core: Core) -> Status:
         leases=leases,
         snapshots=tuple(snapshot.info for snapshot in state.snapshots.by_id.values()),
         uptime_s=round(now - state.started_at, 3),
-        counters=counters_of(core),
+        counters={
+            **_counters(core),
+            "journal_bytes": float(state.clients.journal_bytes),
+            "streams": float(len(state.streams)),
+        },
     )
 
 
@@ -62,7 +60,8 @@ def metrics_text(core: Core) -> str:
     """The status and `Meters`, in Prometheus' text format."""
     state, status = core.state, status_of(core)
     slots = {name: getattr(status, name) for name in ("free", "leased", "retired")}
-    ended = {name.removeprefix(_ENDED): count for name, count in status.counters.items() if name.startswith(_ENDED)}
+    counters = _counters(core)
+    ended = {name.removeprefix(_ENDED): count for name, count in counters.items() if name.startswith(_ENDED)}
     families = [
         build_info(),
         gauge("atropos_slots", "Slots by state.", slots, "state"),
@@ -74,12 +73,12 @@ def metrics_text(core: Core) -> str:
         gauge("atropos_draining", "Whether new leases are refused.", int(status.draining)),
         gauge("atropos_broken", "Whether the server ends because it can't go on.", int(bool(core.leasing.broken))),
         gauge("atropos_uptime_seconds", "Since the server started.", status.uptime_s),
+        gauge("atropos_journal_bytes", "Bytes of answers kept for their clients.", state.clients.journal_bytes),
+        gauge("atropos_streams", "Open streams.", len(state.streams)),
         counter("atropos_leases_ended_total", "Leases that ended, by reason.", ended, "reason"),
         *state.meters.families(),
     ]
-    for name, value in status.counters.items():
-        if name in _GAUGES:
-            families.append(gauge(f"atropos_{name}", _GAUGES[name], value))
-        elif not name.startswith(_ENDED):
+    for name, value in counters.items():
+        if not name.startswith(_ENDED):
             families.append(counter(f"atropos_{name}_total", f"{name.replace('_', ' ').capitalize()}.", value))
     return exposition(families)

@@ -47,8 +47,8 @@ class Images:
         Raises:
             NotSupported: it is no name of an image, or only its owner's machine can read it.
         """
-        name = _name(source)
-        parsed = ImageSource.parse(name)
+        parsed = _parse(source)
+        name = str(parsed)
         if parsed.transport == "atropos-base":
             return ImageState(source=name, phase="ready", image=self._state.host.base_image(name))
         known = self._state.host.store.known(name)
@@ -170,10 +170,10 @@ class Images:
         if request.image is not None:
             if base is not None:
                 raise NotSupported("base and image exclude each other: set one of them")
-            name = _name(request.image)
-            if name.startswith("atropos-base:"):
-                base = base_name(name)
-            elif (image := self._state.host.store.known(name)) is not None:
+            source = _parse(request.image)
+            if source.transport == "atropos-base":
+                base = base_name(str(source))
+            elif (image := self._state.host.store.known(str(source))) is not None:
                 base = f"{_PREFIX}{image.id}"
             else:
                 raise ImageUnavailable(f"image {request.image}: it is not prepared on this server")
@@ -224,8 +224,8 @@ def _built(key: str, size: int, parent: str, parent_source: str, settings: Image
     )
 
 
-def _name(source: str) -> str:
+def _parse(source: str) -> ImageSource:
     try:
-        return str(ImageSource.parse(source))
+        return ImageSource.parse(source)
     except ConfigError as error:
         raise NotSupported(str(error)) from None
