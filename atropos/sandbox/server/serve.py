@@ -27,7 +27,6 @@ from atropos.wire import Capabilities, Feature
 
 if TYPE_CHECKING:
     import socket
-    import ssl
 
 log = logging.getLogger(__name__)
 STATEFUL = frozenset({"sessions"})
@@ -82,8 +81,7 @@ class Server:
                 gc.freeze()
                 gc.enable()
             capabilities = self._publish(core.state, await probing)
-            routes = (core, self._config.token.get_secret_value(), capabilities, self.stop, self._tls())
-            await site.enter_async_context(listening.listening(listener, *routes))
+            await site.enter_async_context(listening.listening(listener, core, capabilities, self.stop))
             self._ready(core)
             await self._until_stopped(core)
             await self._drained(core)
@@ -101,13 +99,6 @@ class Server:
             probing.exception()  # retrieved, so that asyncio logs nothing: an earlier error is what is raised
         async with site:
             self._clean = await core.aclose()
-
-    def _tls(self) -> ssl.SSLContext | None:
-        if self._config.tls is None:
-            return None
-        from atropos.net.tls import server_context  # most servers can't load the ssl module: see `__main__`
-
-        return server_context(self._config.tls.get_secret_value())
 
     def stop(self, deadline_s: float | None = None) -> None:
         """Begin to end: no new leases; the ones there are may go on for `deadline_s` (None: the configured time).

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncGenerator, Callable
-from typing import TYPE_CHECKING
 
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -16,26 +15,24 @@ from atropos.sandbox.server.core import Core
 from atropos.sandbox.server.http.routes import NO_TOKEN, OPEN_PATHS, Routes
 from atropos.wire import Capabilities, Problem
 
-if TYPE_CHECKING:
-    import ssl
-
 CLOSE_S = 1.0
 """Longest that shutdown waits for running requests, in seconds."""
 
 
 @contextlib.asynccontextmanager
 async def listening(
-    listener: socket.socket,
-    core: Core,
-    token: str,
-    capabilities: Capabilities,
-    drain: Callable[[float | None], None],
-    tls: ssl.SSLContext | None = None,
+    listener: socket.socket, core: Core, capabilities: Capabilities, drain: Callable[[float | None], None]
 ) -> AsyncGenerator[None]:
     """Answer requests on a listening socket; `Admission` keeps those without the token from aiohttp."""
     logging.getLogger("aiohttp.server").addFilter(_without_traceback)
-    bearer = BearerToken(token)
+    config = core.state.config
+    bearer = BearerToken(config.token.get_secret_value())
     refusal = Problem(code="unauthorized", message=NO_TOKEN).model_dump_json(exclude_none=True)
+    tls = None
+    if config.tls is not None:
+        from atropos.net.tls import server_context  # most servers can't load the ssl module: see `__main__`
+
+        tls = server_context(config.tls.get_secret_value())
     admission = Admission(bearer, OPEN_PATHS, refusal.encode(), tls=tls)
     site = Site(Routes(core, bearer, capabilities, drain).app(), admission, close_s=CLOSE_S)
     try:
