@@ -122,16 +122,11 @@ def _refusal(error: Exception) -> tuple[int, str]:
 
 async def _head(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request:
     async with asyncio.timeout(HEAD_S):
-        while True:
-            event = connection.next_event()
-            if isinstance(event, h11.Request):
-                return event
-            if event is not h11.NEED_DATA:
-                raise ConnectionResetError("the client went away")
-            data = await reader.read(CHUNK_BYTES)
-            if not data:
-                raise ConnectionResetError("the client went away")
+        while (event := connection.next_event()) is h11.NEED_DATA and (data := await reader.read(CHUNK_BYTES)):
             connection.receive_data(data)
+    if not isinstance(event, h11.Request):
+        raise ConnectionResetError("the client went away")
+    return event
 
 
 def _destination(request: h11.Request) -> tuple[str, int, bytes]:

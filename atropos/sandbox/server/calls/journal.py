@@ -19,6 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
+from atropos.errors import OutcomeUnknown, SandboxError
 from atropos.wire import Call, CommandResult, Fault, Reply
 
 MAX_ANSWERS = 4096
@@ -92,19 +93,19 @@ class Journal:
     def look_up(self, call: Call) -> JournalEntry | Fault | None:
         """What is known of a call that arrived: its entry, why it can't run (again), or None: it is new."""
         entry = self.entries.get(call.call_id)
+        log = self._logs.get(call.lease_id)
+        code = OutcomeUnknown.code
         if entry is not None:
             if entry.lease_id == call.lease_id:
                 return entry
-            message = "this call_id was used for another lease; it was not run"
-            return Fault(call_id=call.call_id, code="sandbox_error", message=message)
-        log = self._logs.get(call.lease_id)
-        if log is not None and call.call_id in log.gone:
+            code, message = SandboxError.code, "this call_id was used for another lease; it was not run"
+        elif log is not None and call.call_id in log.gone:
             message = "the call ran and its result was acknowledged or dropped; it was not run again"
-            return Fault(call_id=call.call_id, code="outcome_unknown", message=message)
-        if log is not None and log.forgot and call.resent:
+        elif log is not None and log.forgot and call.resent:
             message = "the journal forgot old calls of this lease, maybe this one; it was not run again"
-            return Fault(call_id=call.call_id, code="outcome_unknown", message=message)
-        return None
+        else:
+            return None
+        return Fault(call_id=call.call_id, code=code, message=message)
 
     def open(self, call: Call) -> JournalEntry:
         """Register a new call. One that was cancelled before it came is answered at once, and does not run."""
@@ -200,7 +201,7 @@ class Journal:
         self._forget(entry, dropped=True)
         # A connection may still hold the entry in its queue: what it sends then is the truth, and small.
         message = "the journal dropped the result; the call ran and was not run again"
-        entry.answer = Fault(call_id=entry.call_id, code="outcome_unknown", message=message)
+        entry.answer = Fault(call_id=entry.call_id, code=OutcomeUnknown.code, message=message)
 
     def _forget(self, entry: JournalEntry, *, dropped: bool = False) -> None:
         log = self._logs[entry.lease_id]

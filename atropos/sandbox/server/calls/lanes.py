@@ -141,7 +141,7 @@ class Lanes:
         if self._closed is not None:
             self._fault(entry, *self._closed)
         elif self.queued >= MAX_QUEUED:
-            self._fault(entry, "sandbox_error", f"{MAX_QUEUED} calls wait in this lease already; it was not run")
+            self._fault(entry, SandboxError.code, f"{MAX_QUEUED} calls wait in this lease already; it was not run")
         else:
             if isinstance(operation, SIDE):
                 self._side.waiting.append((entry, operation))
@@ -333,7 +333,7 @@ class Lanes:
         else:  # a fault of ours: reported as unknown, never as a result
             trace = entry.traceparent or "none"
             log.error("call %s failed inside the server (trace %s)", entry.number, trace, exc_info=result)
-            self._fault(entry, "outcome_unknown", f"the sandbox server failed while the call ran: {result!r}")
+            self._fault(entry, OutcomeUnknown.code, f"the sandbox server failed while the call ran: {result!r}")
 
     def _fault(self, entry: JournalEntry, code: str, message: str) -> None:
         if entry.state != "done":

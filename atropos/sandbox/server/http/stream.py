@@ -17,6 +17,7 @@ import aiohttp
 from aiohttp import web
 from pydantic import ValidationError
 
+from atropos.errors import OutcomeUnknown
 from atropos.sandbox.server.calls.journal import JournalEntry
 from atropos.sandbox.server.core import Core
 from atropos.sandbox.server.state.clients import ClientState
@@ -307,4 +308,4 @@ def _too_large(item: JournalEntry | ServerMessage, size: int) -> bytes:
     """No operation's bounds allow such an answer; a sandbox that made one anyway must not kill the stream."""
     call_id = item.call_id if isinstance(item, JournalEntry) else ""
     message = f"the result has {size} bytes, more than a frame may hold; the call ran"
-    return Fault(call_id=call_id, code="outcome_unknown", message=message).model_dump_json().encode()
+    return Fault(call_id=call_id, code=OutcomeUnknown.code, message=message).model_dump_json().encode()
