@@ -55,6 +55,10 @@ MAX_WAITING = 40_000
 """Unsent messages at which a connection is not read any further: twice its open calls."""
 
 
+class _Over(Exception):
+    """The connection is over, or, with a reason, refused."""
+
+
 class Stream:
     """One accepted WebSocket.
 
@@ -72,7 +76,7 @@ class Stream:
         self._transport = transport
         self._out: deque[JournalEntry | ServerMessage] = deque()
         self._loop = asyncio.get_running_loop()
-        self._flushing = self._welcomed = False
+        self._flushing = False
         self._gathering: asyncio.TimerHandle | None = None
         self._ended_at: deque[float] = deque(maxlen=32)
         self._held_bytes: dict[str, int] = {}
@@ -122,11 +126,11 @@ class Stream:
         """Serve the connection until it ends."""
         self._state.streams.add(self)
         try:
-            if not await self._hello():
-                return
-            self._welcomed = True
-            self._flush_soon()
+            await self._hello()
             await self._read()
+        except _Over as over:
+            if reason := str(over):
+                await self._refuse(reason)
         finally:
             self._closed = True
             self._state.streams.discard(self)
@@ -136,38 +140,30 @@ class Stream:
                 async with asyncio.timeout(1):
                     await self._socket.close()
 
-    async def _hello(self) -> bool:
+    async def _hello(self) -> None:
         try:
             async with asyncio.timeout(HELLO_S):
-                frame = await self._next_frame()
+                messages, _ = await self._next_frame()
         except TimeoutError:
-            await self._refuse("no hello came")
-            return False
-        if frame is None:
-            return False
-        messages, _ = frame
+            raise _Over("no hello came") from None
         hello = messages[0] if messages else None
         if not isinstance(hello, Hello):
-            await self._refuse("the first message must be hello")
-            return False
+            raise _Over("the first message must be hello")
         if hello.version != VERSION:
-            await self._refuse(f"this server speaks version {VERSION}, not {hello.version}")
-            return False
+            raise _Over(f"this server speaks version {VERSION}, not {hello.version}")
         # The welcome goes first, before the messages that connecting sends.
         self.send(Welcome(boot_id=self._state.boot_id, heartbeat_s=self._state.config.heartbeat_s))
         self.client = self._leasing.connect(hello, self)
         if self.client is None:
-            await self._refuse("a newer connection of this client is open")
-            return False
+            raise _Over("a newer connection of this client is open")
         self._handle(messages[1:], 0)
-        return True
+        self._flush_soon()
 
     async def _read(self) -> None:
         while not self._closed:
-            frame = await self._next_frame()
-            if frame is None or self._closed:
+            messages, size = await self._next_frame()
+            if self._closed:
                 return
-            messages, size = frame
             self.heard_at = self._state.now()
             assert self.client is not None
             self._state.table.seen(self.client.client_id, self.heard_at)
@@ -187,17 +183,16 @@ class Stream:
         self.paused = False
         self.heard_at = self._state.now()
 
-    async def _next_frame(self) -> tuple[list[ClientMessage], int] | None:
-        """The messages of the next frame, and its length; None: the connection is over, or refused."""
+    async def _next_frame(self) -> tuple[list[ClientMessage], int]:
+        """The messages of the next frame, and its length."""
         received = await self._socket.receive()
         if received.type not in {aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY}:
-            return None
+            raise _Over
         try:
             return CLIENT_FRAME.validate_json(received.data), len(received.data)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            await self._refuse(f"not a frame: {first['msg']} at {json.dumps(first['loc'])[:80]}")
-            return None
+            raise _Over(f"not a frame: {first['msg']} at {json.dumps(first['loc'])[:80]}") from None
 
     async def _refuse(self, reason: str) -> None:
         log.warning("stream refused: %s", reason)
@@ -235,9 +230,8 @@ class Stream:
         A client without another call under way gets its answer at once: nothing else can end. Of one with many, answers
         that come close after each other are gathered: then both ends wake up less often.
         """
-        if self._flushing or not self._welcomed:
+        if self._flushing or self.client is None:
             return
-        assert self.client is not None
         open_calls = self.client.journal.open_calls
         if not open_calls:
             self._flush()
