@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from urllib.parse import urlsplit
 
 import h11
@@ -81,14 +81,7 @@ async def relay(
             return
         host, port, target = _destination(request)
         name, remote, upstream = await dial(host, port)
-        async with asyncio.timeout(IDLE_S) as idle:
-            clock = asyncio.get_running_loop().time
-
-            def moved(count: int) -> None:
-                spend(count)
-                if not idle.expired():
-                    idle.reschedule(clock() + IDLE_S)
-
+        async with _while_it_moves(spend) as moved:
             if request.method == b"CONNECT":
                 accepted = h11.Response(status_code=200, reason=b"Connection established", headers=[])
                 writer.write(connection.send(accepted))
@@ -107,6 +100,20 @@ async def relay(
         raise
     finally:
         await _hang_up(*filter(None, (writer, upstream)))
+
+
+@contextlib.asynccontextmanager
+async def _while_it_moves(spend: Callable[[int], None]) -> AsyncGenerator[Callable[[int], None]]:
+    """End the body with `TimeoutError` once it has moved nothing for `IDLE_S`; it calls what it gets, as `spend`."""
+    clock = asyncio.get_running_loop().time
+    async with asyncio.timeout(IDLE_S) as idle:
+
+        def moved(count: int) -> None:
+            spend(count)
+            if not idle.expired():
+                idle.reschedule(clock() + IDLE_S)
+
+        yield moved
 
 
 def _refusal(error: Exception) -> tuple[int, str]:
