@@ -342,6 +342,19 @@ async def test_asking_twice_for_one_snapshot_freezes_once():
         assert len(running.host.layers) == 1
 
 
+async def test_of_two_leases_that_are_frozen_under_one_id_one_is_refused_and_no_layer_is_left():
+    async with serving() as running, client_of(running) as client:
+        leases = [await client.acquire(request()) for _ in range(2)]
+        both = [running.core.workspaces.snapshot(lease.lease_id, "snap-mine-1", None) for lease in leases]
+        taken, refused = await asyncio.gather(*both, return_exceptions=True)
+        assert taken.snapshot_id == "snap-mine-1"
+        assert isinstance(refused, NotSupported), refused
+        for lease in leases:
+            assert (await client.release(lease)).released
+        await client.drop_snapshot("snap-mine-1")
+        await until(lambda: not running.host.layers)
+
+
 async def test_a_snapshot_that_is_asked_for_again_after_a_release_is_the_one_that_was_under_way():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())

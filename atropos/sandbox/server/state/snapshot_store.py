@@ -81,10 +81,12 @@ class SnapshotStore:
         """Check that one more snapshot on `below` may be taken, before anything is frozen; `commit` or `abandon` ends it.
 
         Raises:
-            NotSupported: the stack would be too deep.
+            NotSupported: the stack would be too deep, or another snapshot of this id is under way.
             PoolFull: there are too many snapshots or bytes; one has to be dropped first.
         """
         check_depth(below)
+        if snapshot_id in self.pending:
+            raise NotSupported(f"snapshot {snapshot_id!r} is being taken of another workspace; choose another id")
         if reason := self.full:
             raise PoolFull(f"{reason}; drop one first")
         self.pending.add(snapshot_id)
