@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from atropos.errors import NotSupported
 from atropos.sandbox.contract import Layer, Sandbox
@@ -29,6 +29,8 @@ class IncomingSnapshot:
     base: str | None
     owner: str
     compressed: bool
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it has arrived, or will not."""
 
 
 class SnapshotTransfer:
@@ -47,8 +49,7 @@ class SnapshotTransfer:
         self._imports = asyncio.Semaphore(PARALLEL)
         self._copies = asyncio.Semaphore(PARALLEL)
         """Not the same: an import takes as long as its sender, and the end of a lease waits for its copy."""
-        self._arriving: dict[str, tuple[str | None, asyncio.Event]] = {}
-        """Snapshots that are being imported, each with its base and what is set when that is over."""
+        self._arriving: dict[str, IncomingSnapshot] = {}
 
     def __len__(self) -> int:
         return len(self._arriving)
@@ -56,7 +57,7 @@ class SnapshotTransfer:
     @property
     def bases(self) -> set[str | None]:
         """The bases of snapshots that are being imported."""
-        return {base for base, _ in self._arriving.values()}
+        return {arriving.base for arriving in self._arriving.values()}
 
     @contextlib.asynccontextmanager
     async def exported(self, snapshot: StoredSnapshot, *, compress: bool) -> AsyncGenerator[AsyncIterator[bytes]]:
@@ -100,7 +101,7 @@ class SnapshotTransfer:
             SandboxError: it doesn't fit, or could not be written; nothing is left of it.
         """
         while (arriving := self._arriving.get(wanted.snapshot_id)) is not None:
-            await arriving[1].wait()  # the connection broke, and the sender repeats it
+            await arriving.over.wait()  # the connection broke, and the sender repeats it
         known = self._state.snapshots.by_id.get(wanted.snapshot_id)
         if known is not None:
             return known.info
@@ -108,8 +109,7 @@ class SnapshotTransfer:
             raise NotSupported(f"layers: {wanted.layers} is not between 1 and {MAX_LAYERS}")
         self._images.ensure_base(wanted.base)
         self._layers.reserve(wanted.snapshot_id, ())
-        over = asyncio.Event()
-        self._arriving[wanted.snapshot_id] = wanted.base, over
+        self._arriving[wanted.snapshot_id] = wanted
         # Its own task: a client that goes away ends the stream, and so the import, but doesn't interrupt the tidying.
         try:
             layers = await asyncio.shield(self._state.spawn(self._unpack(wanted, chunks)))
@@ -121,7 +121,7 @@ class SnapshotTransfer:
             raise
         finally:
             del self._arriving[wanted.snapshot_id]
-            over.set()
+            wanted.over.set()
         self._state.counters["snapshots_imported"] += 1
         return snapshot.info
 
