@@ -79,11 +79,6 @@ class Lane(Generic[ItemT]):
     waiting: deque[ItemT] = field(default_factory=deque[ItemT])
     running: int = 0
 
-    @property
-    def ready(self) -> bool:
-        """Whether the first one that waits may start."""
-        return bool(self.waiting) and self.running < self.most
-
 
 class Lanes:
     """Runs one lease's calls and gives each its answer.
@@ -119,6 +114,7 @@ class Lanes:
         self._main = Lane[Work | Barrier](1)
         self._side = Lane[Work](1)
         self._concurrent = Lane[Work](MAX_CONCURRENT)
+        self._lanes = self._main, self._side, self._concurrent
         self._running: dict[str, JournalEntry] = {}
         self._barrier: Barrier | None = None
         """The one whose turn it is."""
@@ -129,11 +125,8 @@ class Lanes:
     @property
     def queued(self) -> int:
         """Calls that wait or run."""
-        return sum(len(lane.waiting) for lane in self._lanes) + len(self._running)
-
-    @property
-    def _lanes(self) -> tuple[Lane[Work | Barrier], Lane[Work], Lane[Work]]:
-        return self._main, self._side, self._concurrent
+        main, side, concurrent = self._lanes
+        return len(main.waiting) + len(side.waiting) + len(concurrent.waiting) + len(self._running)
 
     def submit(self, entry: JournalEntry, operation: Operation) -> None:
         """Queue a call; its answer comes by the journal. Never raises."""
@@ -218,7 +211,7 @@ class Lanes:
         if self._barrier is not None:
             return
         main, side, concurrent = self._lanes
-        while main.ready:
+        while main.waiting and main.running < main.most:
             item = main.waiting[0]
             if isinstance(item, Barrier):
                 if concurrent.running and not item.beside:
@@ -231,11 +224,13 @@ class Lanes:
                 break
             main.waiting.popleft()
             self._begin(*item, main)
-        while side.ready and self._has_room():
+        while side.waiting and side.running < side.most and self._has_room():
             entry, operation = side.waiting.popleft()
             waits = isinstance(operation, ProcRead) and operation.wait_s > 0
             self._begin(entry, operation, None if waits else side)
-        while concurrent.ready and self._has_room() and self._starts.admit(self):
+        while concurrent.waiting and concurrent.running < concurrent.most and self._has_room():
+            if not self._starts.admit(self):
+                break
             self._begin(*concurrent.waiting.popleft(), concurrent)
 
     # --------------------------------------------------------------------------------------------------------- inside
