@@ -9,11 +9,11 @@ from __future__ import annotations
 import marshal
 import os
 from _json import encode_basestring_ascii as quote
-from _socket import socket
+from _socket import MSG_CMSG_CLOEXEC, socket
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, failure, text
-from atropos.sandbox.programs.runner.loop import CHUNK, IN, OUT, loop
+from atropos.sandbox.programs.runner.loop import CHUNK, loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 
 SOCKET = 3
-CLOSE_ON_EXEC = 0x40000000
-"""MSG_CMSG_CLOEXEC"""
 OPS: dict[str, Callable[..., None]] = {}
 """What each operation's name calls, with the call's number and the operation's arguments."""
 
@@ -55,7 +53,7 @@ class ServerLink:
         """Run what the server sent."""
         assert self.socket is not None
         try:
-            data, extra, _, _ = self.socket.recvmsg(CHUNK, 64, CLOSE_ON_EXEC)
+            data, extra, _, _ = self.socket.recvmsg(CHUNK, 64, MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         for _, _, numbers in extra:
@@ -63,7 +61,7 @@ class ServerLink:
         if not data:
             os._exit(0)  # the server is gone, and with PID 1 everything here goes
         buffer = self.incoming
-        if not buffer and len(data) >= 4 and len(data) == 4 + int.from_bytes(data[:4], "little"):
+        if not buffer and len(data) == 4 + int.from_bytes(data[:4], "little"):
             self.dispatch(marshal.loads(data[4:]))  # noqa: S302
             return
         buffer += data
@@ -104,8 +102,7 @@ class ServerLink:
                 pass
             if sent == len(frame):
                 return
-            loop.writers[SOCKET] = self.flush
-            loop.poll.modify(SOCKET, IN | OUT)
+            loop.watch_room(SOCKET, self.flush)
         self.outgoing.append(memoryview(frame)[sent:])
 
     def flush(self) -> None:
@@ -120,8 +117,7 @@ class ServerLink:
                 self.outgoing[0] = frame[sent:]
             else:
                 self.outgoing.pop(0)
-        loop.writers.pop(SOCKET, None)
-        loop.poll.modify(SOCKET, IN)
+        loop.unwatch_room(SOCKET)
 
     def answer(self, call: int, kind: str, fields: Mapping[str, object], **blobs: bytes | None) -> None:
         """Answer a call with a result of the wire."""

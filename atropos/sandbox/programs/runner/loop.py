@@ -31,11 +31,29 @@ class Loop:
     def watch(self, fd: int, function: Callable[[], object]) -> None:
         """Call `function` whenever `fd` can be read."""
         self.readers[fd] = function
-        self.poll.register(fd, IN)
+        self.register(fd)
 
     def unwatch(self, fd: int) -> None:
         """Undo `watch`."""
         if self.readers.pop(fd, None) is not None:
+            self.register(fd)
+
+    def watch_room(self, fd: int, function: Callable[[], object]) -> None:
+        """Call `function` whenever `fd` can be written to."""
+        self.writers[fd] = function
+        self.register(fd)
+
+    def unwatch_room(self, fd: int) -> None:
+        """Undo `watch_room`."""
+        if self.writers.pop(fd, None) is not None:
+            self.register(fd)
+
+    def register(self, fd: int) -> None:
+        """Wait for what has a function, and for nothing else."""
+        events = (IN if fd in self.readers else 0) | (OUT if fd in self.writers else 0)
+        if events:
+            self.poll.register(fd, events)
+        else:
             self.poll.unregister(fd)
 
     def later(self, when: float, function: Callable[[], object]) -> int:
@@ -52,11 +70,9 @@ class Loop:
             if timers:
                 timeout = min(max(0.0, min(when for when, _ in timers.values()) - now()), LONGEST_S) * 1000
             for fd, event in poll(timeout):
-                ready = event
-                if ready & WRITABLE and fd in writers:
+                if event & WRITABLE and fd in writers:
                     writers[fd]()
-                    ready &= ~OUT
-                if ready and fd in readers:
+                if event & ~OUT and fd in readers:
                     readers[fd]()
             if timers:
                 moment = now()

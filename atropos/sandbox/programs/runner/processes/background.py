@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from atropos.sandbox.programs.runner.children import children, signal_session
 from atropos.sandbox.programs.runner.failures import OpFailed
 from atropos.sandbox.programs.runner.frames import link
-from atropos.sandbox.programs.runner.loop import CHUNK, IN, OUT, loop, now
-from atropos.sandbox.programs.runner.paths import path_of
-from atropos.sandbox.programs.runner.processes.spawn import give, program_of, spawn, start_command
+from atropos.sandbox.programs.runner.loop import CHUNK, loop, now
+from atropos.sandbox.programs.runner.processes.launch import Launch
 from atropos.sandbox.programs.runner.processes.terminals import open_terminal, resize
 from atropos.sandbox.programs.runner.signals import signals
-from atropos.sandbox.programs.runner.start_failures import start_failure
-from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
-from atropos.sandbox.programs.runner.users import Identity, identity_of
+from atropos.sandbox.programs.runner.state import state
+
+if TYPE_CHECKING:
+    from atropos.sandbox.programs.runner.processes.launch import CommandLine
 
 MAX_PROCS = 64
 MAX_STDIN_QUEUE = 1 << 20
@@ -25,7 +25,7 @@ TERM_GRACE_S = 5.0
 class Proc:
     """A background process and the rolling buffer of its output."""
 
-    def __init__(self, ident: str, command: str | list[str] | tuple[str, ...], size: int, *, pty: bool) -> None:
+    def __init__(self, ident: str, command: CommandLine, size: int, *, pty: bool) -> None:
         self.id, self.command, self.size, self.pty = ident, command, size, pty
         self.pid = self.fd = self.stdin = -1
         self.buffer = bytearray()
@@ -81,10 +81,9 @@ class Proc:
     def close_output(self) -> None:
         """Close the output: its last writer is gone, or its process is dropped."""
         if self.fd >= 0:
-            if not self.held:
-                loop.unwatch(self.fd)
             self.held = False
-            loop.writers.pop(self.fd, None)
+            loop.unwatch(self.fd)
+            loop.unwatch_room(self.fd)
             os.close(self.fd)
             if self.stdin == self.fd:
                 self.stdin = -1
@@ -93,8 +92,7 @@ class Proc:
     def close_stdin(self) -> None:
         """Close a pipe to it; a terminal is closed with its output."""
         if self.stdin >= 0 and self.stdin != self.fd:
-            if loop.writers.pop(self.stdin, None) is not None:
-                loop.poll.unregister(self.stdin)
+            loop.unwatch_room(self.stdin)
             os.close(self.stdin)
             self.stdin = -1
 
@@ -162,30 +160,15 @@ class Proc:
                 sent = os.write(self.stdin, self.queue[:CHUNK])
                 del self.queue[:sent]
         except BlockingIOError:
-            self.want_write(wanted=True)
+            loop.watch_room(self.stdin, self.feed)
             return
         except OSError:
             self.queue.clear()
             self.close_stdin()
             return
-        self.want_write(wanted=False)
+        loop.unwatch_room(self.stdin)
         if self.eof:
             self.close_stdin()
-
-    def want_write(self, *, wanted: bool) -> None:
-        """Start or stop watching its input for room."""
-        if self.stdin < 0 or wanted == (self.stdin in loop.writers):
-            return
-        if wanted:
-            loop.writers[self.stdin] = self.feed
-        else:
-            loop.writers.pop(self.stdin)
-        if self.stdin == self.fd:
-            loop.poll.modify(self.fd, IN | (OUT if wanted else 0))
-        elif wanted:
-            loop.poll.register(self.stdin, OUT)
-        else:
-            loop.poll.unregister(self.stdin)
 
     def kill(self) -> None:
         """Kill it if it still runs."""
@@ -250,7 +233,7 @@ def answer_state(call: int, proc: Proc, offset: int = 0, limit: int = 0) -> None
 
 def op_proc_start(
     call: int,
-    command: str | list[str] | tuple[str, ...],
+    command: CommandLine,
     workdir: str | None,
     env: dict[str, str],
     user: str | None,
@@ -270,18 +253,16 @@ def op_proc_start(
         proc.errors = Proc(f"{proc.id}-errors", command, buffer_bytes, pty=False)
         proc.errors.hold = proc.errors.unread = hold
     proc.hold, proc.unread = hold and not pty, hold
-    where = path_of(workdir) if workdir else WORKSPACE
-    identity = identity_of(user) if user else None
-    environment = {**state.environment, **(identity.environment() if identity else {})}
+    if pty:
+        env = {"TERM": "xterm-256color", **env, "LINES": str(rows), "COLUMNS": str(cols)}
+    launch = Launch(command, workdir, env, user)
     try:
         if pty:
-            size = {"LINES": str(rows), "COLUMNS": str(cols)}
-            block = block_of({**environment, "TERM": "xterm-256color", **env, **size})
-            start_on_terminal(proc, where, block, identity, open_terminal(rows, cols))
+            start_on_terminal(proc, launch, rows, cols)
         else:
-            start_on_pipes(proc, where, block_of({**environment, **env}), identity)
+            start_on_pipes(proc, launch)
     except OSError as error:
-        raise start_failure(error, where, program_of(command)) from None
+        raise launch.failure(error) from None
     procs[proc.id] = proc
     children.running[proc.pid] = proc
     loop.watch(proc.fd, proc.readable)
@@ -305,49 +286,32 @@ def drop_one() -> None:
         errors.pop(proc.errors.id).close_output()
 
 
-def start_on_terminal(
-    proc: Proc, where: str, block: list[bytes], identity: Identity | None, terminal: tuple[int, str]
-) -> None:
+def start_on_terminal(proc: Proc, launch: Launch, rows: int, cols: int) -> None:
     """Start a process on a terminal of its own."""
-    master, path = terminal
-    stdio = (state.null, state.null, state.null)
+    master, path = open_terminal(rows, cols)
     try:
-        if identity:
-            os.chown(path, identity.uid, identity.gid)
-        proc.pid = start_command(
-            proc.command, where, lambda argv, keep: spawn(argv, block, where, stdio, keep, identity, path)
-        )
+        if launch.identity:
+            os.chown(path, launch.identity.uid, launch.identity.gid)
+        proc.pid = launch.start((state.null, state.null, state.null), path)
     except BaseException:
         os.close(master)
         raise
     proc.fd = proc.stdin = master
 
 
-def start_on_pipes(proc: Proc, where: str, block: list[bytes], identity: Identity | None) -> None:
+def start_on_pipes(proc: Proc, launch: Launch) -> None:
     """Start a process with a pipe for its input, and one for what it prints, or two."""
-    opened: list[int] = []
+    source, proc.stdin = os.pipe2(os.O_CLOEXEC)
     try:
-        for _ in range(3 if proc.errors else 2):
-            opened += os.pipe2(os.O_CLOEXEC)
-        read, write, their_in, my_in = opened[:4]
-        read_errors, write_errors = opened[4:] or (-1, write)
-        for fd in (read, my_in, *opened[4:5]):
-            os.set_blocking(fd, False)
-        if identity:
-            give(list({write, their_in, write_errors}), identity)
-        stdio = (their_in, write, write_errors)
-        proc.pid = start_command(
-            proc.command, where, lambda argv, keep: spawn(argv, block, where, stdio, keep, identity)
-        )
+        os.set_blocking(proc.stdin, False)
+        proc.pid, proc.fd, errors_fd = launch.start_on_pipes(source, split=proc.errors is not None)
     except BaseException:
-        for fd in opened:
-            os.close(fd)
+        os.close(proc.stdin)
         raise
-    for fd in {write, their_in, write_errors}:
-        os.close(fd)
-    proc.fd, proc.stdin = read, my_in
+    finally:
+        os.close(source)
     if proc.errors:
-        proc.errors.fd = read_errors
+        proc.errors.fd = errors_fd
 
 
 def proc_of(ident: str) -> Proc:

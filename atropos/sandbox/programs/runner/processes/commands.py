@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.children import KILL_PATIENCE_S, children, session_members, signal_session
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import CHUNK, loop, now
-from atropos.sandbox.programs.runner.paths import path_of
 from atropos.sandbox.programs.runner.processes.head_tail import HeadTail
+from atropos.sandbox.programs.runner.processes.launch import Launch, memory_file
 from atropos.sandbox.programs.runner.processes.orphan_pipes import adopt
-from atropos.sandbox.programs.runner.processes.spawn import give, memory_file, program_of, spawn, start_command
 from atropos.sandbox.programs.runner.signals import signals
-from atropos.sandbox.programs.runner.start_failures import start_failure
-from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
-from atropos.sandbox.programs.runner.users import identity_of
+from atropos.sandbox.programs.runner.state import state
+
+if TYPE_CHECKING:
+    from atropos.sandbox.programs.runner.processes.launch import CommandLine
 
 READ_AFTER_S = (0.004, 0.048)
 """How long a command's output waits in its pipe (64 KiB) before it is read: most commands are over by then. Twice what the
@@ -99,12 +100,6 @@ class Command:
             self.fd = -1
         else:
             self.err_fd = -1
-
-    def drop_pipes(self) -> None:
-        """Close what would have been read: the command was not started."""
-        for fd in (self.fd, self.err_fd):
-            if fd >= 0:
-                os.close(fd)
 
     def drain(self, fd: int, part: HeadTail | None) -> None:
         """Read what the ended program left in the pipe, and not what a background child goes on writing."""
@@ -196,7 +191,7 @@ class Command:
 
 def op_exec(
     call: int,
-    command: str | list[str] | tuple[str, ...],
+    command: CommandLine,
     timeout_s: float | None,
     workdir: str | None,
     env: dict[str, str],
@@ -206,49 +201,29 @@ def op_exec(
     max_output_bytes: int | None,
 ) -> None:
     """Run a command and answer when its first process has ended."""
-    identity = identity_of(user) if user else None
-    login = identity.environment() if identity else {}
-    block = block_of({**state.environment, **login, **env}) if login or env else state.block
-    limit = min(max_output_bytes or state.output_bytes, state.output_bytes)
-    where = path_of(workdir) if workdir else WORKSPACE
-    task = Command(call, limit, split=split)
-    theirs: list[int] = []
+    launch = Launch(command, workdir, env, user)
+    task = Command(call, min(max_output_bytes or state.output_bytes, state.output_bytes), split=split)
+    source = state.null
     try:
-        task.fd, write = os.pipe2(os.O_CLOEXEC)
-        theirs.append(write)
-        os.set_blocking(task.fd, False)
-        write_err = write
-        if split:
-            task.err_fd, write_err = os.pipe2(os.O_CLOEXEC)
-            theirs.append(write_err)
-            os.set_blocking(task.err_fd, False)
-        source = state.null
         if stdin is not None:
             source = memory_file(stdin)
-            theirs.append(source)
-        if identity:
-            give(theirs, identity)
-        stdio = (source, write, write_err)
-        task.pid = start_command(command, where, lambda argv, keep: spawn(argv, block, where, stdio, keep, identity))
-    except BaseException as error:
-        task.drop_pipes()
-        if not isinstance(error, OSError):
-            raise
-        not_started(task, error, where, program_of(command))
+        task.pid, task.fd, task.err_fd = launch.start_on_pipes(source, split=split)
+    except OSError as error:
+        not_started(task, error, launch)
         return
     finally:
-        for fd in theirs:
-            os.close(fd)
+        if source != state.null:
+            os.close(source)
     children.running[task.pid] = task
     link.calls[call] = task
     task.ends = task.started + min(timeout_s or state.wall_s, state.wall_s)
     task.wait()
 
 
-def not_started(task: Command, error: OSError, where: str, program: str | None) -> None:
+def not_started(task: Command, error: OSError, launch: Launch) -> None:
     """Answer for a command that never ran: exit code None, and the reason as its output."""
-    failed = start_failure(error, where, program)
-    if program is not None or failed.error == "not_supported" or not os.path.isdir(where):
+    failed = launch.failure(error)
+    if launch.program is not None or failed.error == "not_supported" or not os.path.isdir(launch.where):
         raise failed
     task.limit = failed.limit
     task.all.add(f"the command could not be started: {failed.message}\n".encode())

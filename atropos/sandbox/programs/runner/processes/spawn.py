@@ -1,4 +1,4 @@
-"""Starting programs: a shell on a command line, without a copy of this process."""
+"""Starting programs, without a copy of this process."""
 
 from __future__ import annotations
 
@@ -8,23 +8,15 @@ import select
 from _posixsubprocess import fork_exec
 from typing import TYPE_CHECKING
 
-from atropos.sandbox.programs.runner.children import children, process_stat, with_room
+from atropos.sandbox.programs.runner.children import children, process_stat
 from atropos.sandbox.programs.runner.loop import IN, now
-from atropos.sandbox.programs.runner.opening import write_all
-from atropos.sandbox.programs.runner.paths import make_folders
 from atropos.sandbox.programs.runner.signals import signals
 from atropos.sandbox.programs.runner.start_failures import ShellHeld, UserRefused
-from atropos.sandbox.programs.runner.state import WORKSPACE, state
+from atropos.sandbox.programs.runner.state import state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from atropos.sandbox.programs.runner.users import Identity
 
-    Start = Callable[[tuple[str, ...], tuple[int, ...]], int]
-
-ARGUMENT_LIMIT = 120_000
-"""The kernel refuses an argument of 128 KiB, so that a longer command goes through a file."""
 SLOW_START_S = 0.1
 START_PATIENCE_S = 2.0
 
@@ -35,8 +27,8 @@ def spawn(
     workdir: str,
     stdio: tuple[int, int, int],
     keep: tuple[int, ...],
-    identity: Identity | None = None,
-    terminal: str | None = None,
+    identity: Identity | None,
+    terminal: str | None,
 ) -> int:
     """Start a program in a session of its own, by the C part of `subprocess`.
 
@@ -134,61 +126,3 @@ def raise_report(report: bytes, identity: Identity | None) -> None:
 def process_name(pid: int) -> bytes:
     """The name of a process: of one that ended before its exec, its parent's."""
     return process_stat(pid).rpartition(b")")[0].partition(b"(")[2]
-
-
-def start_command(command: str | list[str] | tuple[str, ...], where: str, start: Start) -> int:
-    """Start a program with its arguments, or a shell on a command line; `start(argv, keep)` does it."""
-    if isinstance(command, str):
-        return start_shell(command, where, start)
-    argv = tuple(command)
-    return with_room(lambda: start(argv, ()))
-
-
-def program_of(command: str | list[str] | tuple[str, ...]) -> str | None:
-    """The program that is started; None: a shell."""
-    return None if isinstance(command, str) else command[0]
-
-
-def start_shell(command: str, where: str, start: Start) -> int:
-    """Start bash, or sh where there is none, on a command line of any length."""
-    script = -1
-    keep: tuple[int, ...] = ()
-    data = command.encode("utf-8", "surrogateescape")
-    if len(data) > ARGUMENT_LIMIT:
-        script = memory_file(data)
-        arguments, keep = (f"/dev/fd/{script}",), (script,)
-    else:
-        arguments = ("-c", command)
-    try:
-        return with_room(lambda: start(("/bin/bash", *arguments), keep))
-    except (FileNotFoundError, NotADirectoryError):
-        if where == WORKSPACE and not os.path.isdir(WORKSPACE):
-            make_folders(WORKSPACE)  # the slot's own programs may have removed it
-        elif os.path.exists("/bin/bash"):
-            raise
-        shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
-        return with_room(lambda: start((shell, *arguments), keep))
-    finally:
-        if script >= 0:
-            os.close(script)
-
-
-def give(pipes: list[int], identity: Identity) -> None:
-    """Give a user the pipes and files of its program, which may open them again through /dev/stdout."""
-    for fd in pipes:
-        try:
-            os.fchown(fd, identity.uid, identity.gid)
-        except OSError:  # a user that slots can't have is refused when the program starts
-            return
-
-
-def memory_file(data: bytes) -> int:
-    """An unlinked file in memory that holds `data`, at its start."""
-    fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
-    try:
-        write_all(fd, data)
-        os.lseek(fd, 0, 0)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
