@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from ctypes import c_void_p
 from typing import TYPE_CHECKING
 
+from atropos.sandbox.linux.syscalls import libc
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import loop, now
 from atropos.sandbox.programs.runner.signals import signals
-from atropos.sandbox.programs.runner.syscalls import untrace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,6 +30,7 @@ MAX_REAPED = 256
 KILL_PATIENCE_S = 5.0
 DEATH_S = 0.5
 """Longest that a start waits for the processes of a call that was killed, as with its time-out."""
+PTRACE_DETACH = 17
 
 
 class Children:
@@ -77,6 +79,13 @@ class Children:
 
 
 children = Children()
+
+
+def untrace(pid: int, number: int) -> None:
+    """Let a child that asked its parent to trace it and has stopped go on, with the signal that stopped it."""
+    carried = 0 if number == signals.SIGTRAP else number
+    if libc.ptrace(PTRACE_DETACH, pid, None, c_void_p(carried)) != 0:
+        signal_each((pid,), signals.SIGKILL)
 
 
 def process_stat(pid: int | str) -> bytes:
@@ -128,14 +137,14 @@ def signal_session(session: int, number: int) -> None:
         os.killpg(session, number)
     except OSError:
         pass
-    again = number == signals.SIGKILL
-    if again:
+    kills = number == signals.SIGKILL
+    if kills:
         children.killed_at = now()
-    for _ in range(20):
-        found = session_members(session, but_group=-1 if again else session)
-        signal_each(found, number)
-        if not found or not again:
+    for _ in range(20 if kills else 1):
+        found = session_members(session, but_group=-1 if kills else session)
+        if not found:
             return
+        signal_each(found, number)
 
 
 def with_room(start: Callable[[], Started]) -> Started:

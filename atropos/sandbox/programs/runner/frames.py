@@ -119,11 +119,14 @@ class ServerLink:
                 self.outgoing.pop(0)
         loop.unwatch_room(SOCKET)
 
-    def answer(self, call: int, kind: str, fields: Mapping[str, object], **blobs: bytes | None) -> None:
+    def answer(
+        self, call: int, kind: str, fields: Mapping[str, object], blobs: Mapping[str, bytes] | None = None
+    ) -> None:
         """Answer a call with a result of the wire."""
-        sizes = [(name, len(data)) for name, data in blobs.items() if data is not None]
+        blobs = blobs or {}
+        sizes = [(name, len(data)) for name, data in blobs.items()]
         header = f'{{"id":{call},"r":{json({"kind": kind, **fields})},"b":{json(sizes)}}}'
-        self.send(call, header, *[data for data in blobs.values() if data is not None])
+        self.send(call, header, *blobs.values())
 
     def fail(self, call: int, error: OpFailed) -> None:
         """Answer a call with an `op_error`."""

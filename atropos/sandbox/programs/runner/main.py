@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
+from atropos.sandbox.linux.syscalls import PR_SET_DUMPABLE, prctl
 from atropos.sandbox.programs.runner.children import children, op_end_all, op_end_leftovers, op_quiesce
 from atropos.sandbox.programs.runner.files.archives import op_tar
 from atropos.sandbox.programs.runner.files.files import op_read_file, op_write_file
@@ -24,7 +25,6 @@ from atropos.sandbox.programs.runner.processes.background import (
 from atropos.sandbox.programs.runner.processes.commands import op_exec
 from atropos.sandbox.programs.runner.signals import signals
 from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
-from atropos.sandbox.programs.runner.syscalls import deny_tracing
 
 NO_HANDLER = (signals.SIGINT, signals.SIGPIPE, signals.SIGXFSZ, signals.SIGTERM, signals.SIGHUP, signals.SIGUSR1)
 """Without a handler here, which every program started inherits; the kernel drops such a signal where PID 1 gets it."""
@@ -89,8 +89,7 @@ OPS.update(
 
 def main() -> None:
     """Serve the slot until the server goes."""
-    if not deny_tracing():  # before anything else runs in this slot
-        os._exit(3)
+    prctl(PR_SET_DUMPABLE, 0)  # no process of this slot may trace or read this one
     for number in NO_HANDLER:
         # a signal from inside that has no handler is dropped for PID 1; Python has one for SIGINT, which would end it
         signals.signal(number, signals.SIG_DFL)

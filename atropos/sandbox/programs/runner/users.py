@@ -6,10 +6,10 @@ import io
 import os
 from typing import TYPE_CHECKING
 
+from atropos.sandbox.linux.syscalls import PR_SET_DUMPABLE, prctl
 from atropos.sandbox.programs.runner.failures import OpFailed
 from atropos.sandbox.programs.runner.opening import open_regular, read_all
 from atropos.sandbox.programs.runner.start_failures import NO_SUCH_ID
-from atropos.sandbox.programs.runner.syscalls import deny_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,8 +44,7 @@ class Identity:
             os.setresuid(self.uid, self.uid, self.uid)
         except OSError:
             raise OpFailed("not_supported", NO_SUCH_ID) from None
-        if not deny_tracing():  # this user's own programs must not reach a copy of PID 1
-            raise OpFailed("io", "the process that serves files could not be protected")
+        prctl(PR_SET_DUMPABLE, 0)  # this user's own programs must not reach a copy of PID 1
         return job()
 
 

@@ -103,7 +103,7 @@ class Work:
             else:
                 self.data.clear()  # it may be a large part of the slot's memory
                 if outcome[0] == "ok":
-                    link.answer(self.call, outcome[1], outcome[2], **outcome[3])
+                    link.answer(self.call, *outcome[1:])
                     return
                 self.why = OpFailed(*outcome[1:])
         link.fail(self.call, self.why)

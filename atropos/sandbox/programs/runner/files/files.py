@@ -39,8 +39,7 @@ def op_read_file(call: int, path: str, offset: int, max_bytes: int, user: str | 
     fd, found = open_regular(path)
     try:
         if not is_special(found.st_dev) and min(max_bytes, max(0, found.st_size - offset)) <= SMALL_FILE:
-            kind, fields, blobs = read_result(fd, found, offset, max_bytes)
-            link.answer(call, kind, fields, **blobs)
+            link.answer(call, *read_result(fd, found, offset, max_bytes))
             return
     finally:
         os.close(fd)
@@ -88,8 +87,7 @@ def op_write_file(
     if identity:
         Work(call, lambda: identity.perform(job))
     elif len(data) <= SMALL_FILE:
-        kind, fields, blobs = job()
-        link.answer(call, kind, fields, **blobs)
+        link.answer(call, *job())
     else:
         Work(call, job)
 

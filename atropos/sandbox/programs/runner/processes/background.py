@@ -228,7 +228,7 @@ errors: dict[str, Proc] = {}
 def answer_state(call: int, proc: Proc, offset: int = 0, limit: int = 0) -> None:
     """Answer with a process's state."""
     fields, data = proc.state(offset, limit)
-    link.answer(call, "proc_state", fields, output=data)
+    link.answer(call, "proc_state", fields, {"output": data})
 
 
 def op_proc_start(

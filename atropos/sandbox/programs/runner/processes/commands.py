@@ -159,11 +159,10 @@ class Command:
             "limit": self.limit or ("time" if self.timed_out else "output" if lost else None),
             "duration_s": round(now() - self.started, 6),
         }
-        if self.out is None or self.err is None:
-            link.answer(self.call, "exec_result", fields, output=output)
-        else:
-            pieces = {"output": output, "stdout": self.out.value(), "stderr": self.err.value()}
-            link.answer(self.call, "exec_result", fields, **pieces)
+        pieces = {"output": output}
+        if self.out and self.err:
+            pieces |= {"stdout": self.out.value(), "stderr": self.err.value()}
+        link.answer(self.call, "exec_result", fields, pieces)
 
     def kill(self) -> None:
         """Kill its session."""
