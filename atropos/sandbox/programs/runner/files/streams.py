@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,9 @@ from atropos.sandbox.programs.runner.state import is_special
 from atropos.sandbox.programs.runner.work import STREAM, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+
+    from _typeshed import WriteableBuffer
 
     from atropos.sandbox.programs.runner.work import Outcome
 
@@ -54,63 +57,46 @@ def op_read_stream(call: int, path: str, tar: bool, offset: int, max_bytes: int)
     StreamWork(call, lambda: read_stream(path_of(path), Outgoing(max_bytes), offset, tar=tar))
 
 
-class Incoming:
+class Incoming(io.RawIOBase):
     """What the server sends: chunks, each after its length. An empty one is the end; a stream without it broke off."""
 
     def __init__(self) -> None:
-        self.buffer = b""
-        self.at = 0
         self.left = 0
         self.count = 0
         """Bytes that came."""
         self.over = False
 
-    def fill(self) -> bool:
-        """Fill the empty buffer; False at the end."""
-        if not self.left and not self.over:
-            length = self.receive(4)
-            while len(length) < 4:
-                length += self.receive(4 - len(length))
-            self.left = int.from_bytes(length, "little")
-            self.over = not self.left
-        if self.over:
-            return False
-        self.buffer, self.at = self.receive(min(STREAM_BYTES, self.left)), 0
-        self.left -= len(self.buffer)
-        self.count += len(self.buffer)
+    def readable(self) -> bool:
+        """It can be read."""
         return True
 
-    def receive(self, size: int) -> bytes:
-        """Wait for at least one byte, and at most `size`.
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """Wait for at least one byte; 0 at the end.
 
         Raises:
             OpFailed: the stream broke off.
         """
-        data = os.read(STREAM, size)
-        if not data:
-            raise OpFailed("io", "the stream broke off before its end")
-        return data
+        if not self.left and not self.over:
+            length = bytearray(4)
+            got = 0
+            while got < 4:
+                got += receive(memoryview(length)[got:])
+            self.left = int.from_bytes(length, "little")
+            self.over = not self.left
+        if self.over:
+            return 0
+        got = receive(memoryview(buffer)[: self.left])
+        self.left -= got
+        self.count += got
+        return got
 
-    def read(self, size: int) -> bytes:
-        """`size` bytes; fewer at the end alone."""
-        data = self.buffer[self.at : self.at + size]
-        self.at += len(data)
-        if len(data) == size:
-            return data
-        parts, missing = [data], size - len(data)
-        while missing and self.fill():
-            data = self.buffer[:missing]
-            self.at = len(data)
-            missing -= len(data)
-            parts.append(data)
-        return b"".join(parts)
 
-    def pieces(self) -> Iterator[bytes]:
-        """The remaining pieces."""
-        if self.at < len(self.buffer):
-            yield self.buffer[self.at :]
-        while self.fill():
-            yield self.buffer
+def receive(into: memoryview) -> int:
+    """Wait for at least one byte of the stream; returns how many came."""
+    got = os.readv(STREAM, [into])
+    if not got:
+        raise OpFailed("io", "the stream broke off before its end")
+    return got
 
 
 class Outgoing(BoundedBuffer):
@@ -139,15 +125,16 @@ def write_stream(path: str, mode: int | None) -> Outcome:
     """Replace a file by what comes."""
     folder, name, old = target_of(path)
     stream = Incoming()
-    replace_file(folder, name, stream.pieces(), mode, old)
+    source = io.BufferedReader(stream, STREAM_BYTES)
+    replace_file(folder, name, iter(lambda: source.read(STREAM_BYTES), b""), mode, old)
     return "done", {"count": stream.count}, {}
 
 
 def unpack_stream(path: str) -> Outcome:
     """Unpack the archive that comes."""
-    stream = Incoming()
-    outcome = unpack_from(path, stream)
-    for _ in stream.pieces():  # what pads the archive; without the end, it broke off
+    source = io.BufferedReader(Incoming(), STREAM_BYTES)
+    outcome = unpack_from(path, source)
+    while source.read(STREAM_BYTES):  # what pads the archive; without the end, it broke off
         pass
     return outcome
 
