@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from stat import S_ISDIR, S_ISREG
 
 from atropos.sandbox.programs.runner.failures import OpFailed, text
 
@@ -29,10 +30,9 @@ def open_regular(path: str) -> tuple[int, os.stat_result]:
 
 def check_regular(found: os.stat_result, path: str) -> None:
     """Raises `OpFailed` where a path leads to something else than a regular file."""
-    kind = found.st_mode & 0o170000
-    if kind == 0o040000:
+    if S_ISDIR(found.st_mode):
         raise OpFailed("is_directory", f"is a directory: {text(path)}")
-    if kind != 0o100000:
+    if not S_ISREG(found.st_mode):
         raise OpFailed("not_regular", f"is not a regular file: {text(path)}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from stat import S_ISREG
 
 from atropos.sandbox.programs.runner.failures import ERROR_OF_ERRNO, OpFailed, limit_of_errno, text
 
@@ -50,7 +51,7 @@ def shell_failure(number: int) -> str:
             found = os.stat(path)
         except OSError:
             continue
-        if found.st_mode & 0o170000 != 0o100000:
+        if not S_ISREG(found.st_mode):
             reason = f"the shell {path} is not a file any more in this slot"
         elif not found.st_mode & 0o111:
             reason = f"the shell {path} is not executable in this slot (mode {found.st_mode & 0o7777:o})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from stat import S_ISLNK, S_ISREG
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed
@@ -69,7 +70,7 @@ def write_archive(out: BoundedBuffer, path: str) -> None:
     if os.path.isdir(path):
         packer.add_folders(path)
     else:
-        packer.add(None, path, path.rstrip("/").rpartition("/")[2], link=found.st_mode & 0o170000 == 0o120000)
+        packer.add(None, path, path.rstrip("/").rpartition("/")[2], link=S_ISLNK(found.st_mode))
     packer.pending += TAR_END
     out.write(packer.pending)
 
@@ -129,7 +130,7 @@ class Packer:
             raise
         try:
             found = os.fstat(fd)
-            if found.st_mode & 0o170000 == 0o100000 and not is_special(found.st_dev):
+            if S_ISREG(found.st_mode) and not is_special(found.st_dev):
                 self.add_file(fd, found, name)
         finally:
             os.close(fd)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import posixpath
 import re
 from _json import encode_basestring_ascii as quote
+from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, failure, text
@@ -57,7 +57,7 @@ def walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
         found = os.lstat(top)
     except OSError as error:
         raise failure(error, top) from None
-    if found.st_mode & 0o170000 == 0o100000:
+    if S_ISREG(found.st_mode):
         yield top, found
         return
     pending = [top]
@@ -103,13 +103,13 @@ class Found:
 
 def search(path: str, wanted: Pattern[bytes] | None, glob: str | None, max_matches: int, context: int) -> Outcome:
     """The files of a name, or the lines of files that match."""
-    if posixpath.islink(path):
-        path = posixpath.realpath(path)
+    if os.path.islink(path):
+        path = os.path.realpath(path)
     found = Found(max_matches)
     files, budget, cut = 0, MAX_SEARCH_BYTES, False
     for name, status in walk(path):
-        shown = posixpath.relpath(name, path) if name != path else name
-        if glob and not (fnmatch.fnmatch(shown, glob) or fnmatch.fnmatch(posixpath.basename(name), glob)):
+        shown = os.path.relpath(name, path) if name != path else name
+        if glob and not (fnmatch.fnmatch(shown, glob) or fnmatch.fnmatch(os.path.basename(name), glob)):
             continue
         files += 1
         if files > MAX_SEARCH_FILES or budget <= 0 or found.full():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import posixpath
 from typing import TYPE_CHECKING
 
 from atropos.sandbox.programs.runner.failures import OpFailed, text
@@ -185,7 +184,7 @@ class Places:
 
     def of(self, name: str) -> tuple[int, str]:
         """(descriptor of the folder that `name` is in, valid until the next call; last part). Folders are made as needed."""
-        parts = posixpath.normpath(name).split("/")
+        parts = os.path.normpath(name).split("/")
         if parts[0] in ("", ".."):
             raise OpFailed("bad_path", f"the archive names a path outside its folder: {text(name)}")
         if parts[:-1] == self.last:
