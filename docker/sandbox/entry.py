@@ -33,12 +33,16 @@ def read_config() -> bytes:
         config = json.loads(text)
     except (OSError, ValueError) as error:
         fail(f"ATROPOS_CONFIG is neither a JSON object nor the path of one: {error}")
+    if not isinstance(config, dict):
+        fail(f"ATROPOS_CONFIG is neither a JSON object nor the path of one: the file holds a {type(config).__name__}")
     path = os.environ.pop("ATROPOS_TOKEN_FILE", "")
     try:
         with open(path, encoding="utf-8") as file:
             config["token"] = file.read().strip()
     except OSError as error:
         fail(f"ATROPOS_TOKEN_FILE {path!r} cannot be read: {error.strerror}")
+    except ValueError as error:
+        fail(f"ATROPOS_TOKEN_FILE {path!r} cannot be read: {error}")
     if not config["token"]:
         fail(f"ATROPOS_TOKEN_FILE {path!r} is empty")
     path = os.environ.pop("ATROPOS_TLS_FILE", "")
