@@ -440,13 +440,10 @@ def _through_zstd(mode: str, layers: list[str]) -> int:
     """Run one direction through a zstd process."""
     if mode == "pack":
         with subprocess.Popen(["zstd", "-q", "-1", "-c"], stdin=subprocess.PIPE) as zstd:
-            assert zstd.stdin is not None
-            pack(layers, zstd.stdin)
-            zstd.stdin.close()
+            pack(layers, cast("IO[bytes]", zstd.stdin))
     else:
         with subprocess.Popen(["zstd", "-q", "-d", "-c"], stdin=sys.stdin.buffer, stdout=subprocess.PIPE) as zstd:
-            assert zstd.stdout is not None
-            Unpacker(layers).unpack(zstd.stdout)
+            Unpacker(layers).unpack(cast("IO[bytes]", zstd.stdout))
     if zstd.returncode:
         print(f"{mode}: zstd ended with {zstd.returncode}", file=sys.stderr)
         return 1

@@ -27,10 +27,10 @@ from atropos.sandbox.linux import syscalls
 from atropos.sandbox.linux.stopped_children import children_of
 from atropos.sandbox.programs import first_process
 from atropos.sandbox.programs.first_process import FirstProcessRequest
+from atropos.sandbox.programs.runner import main as runner
 from atropos.sandbox.programs.runner.children import children
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import loop
-from atropos.sandbox.programs.runner.main import main as serve
 from atropos.sandbox.programs.runner.state import state
 
 STATUS_FD, PIDS_FD = 4, 5
@@ -92,7 +92,7 @@ def _look_up_names() -> None:
     """
     asking = {
         each.__module__
-        for each in (_child, first_process.run, syscalls.load, serve, loop.run, link.open, state.protect_self)
+        for each in (_child, first_process.run, syscalls.load, runner.main, loop.run, link.open, state.protect_self)
     }
     functions = [each for each in gc.get_objects() if isinstance(each, FunctionType) and each.__module__ in asking]
     names = {name for function in functions for name in function.__code__.co_names}
@@ -101,10 +101,6 @@ def _look_up_names() -> None:
     for thing in (link, loop, state, children, _socket.socket(), bytearray(), b"", "", 0, [], {}, set[object]()):
         for name in names.intersection(dir(thing)):
             getattr(thing, name, None)
-
-
-def _wake(_number: int, _frame: object) -> None:
-    """Do nothing: having a handler makes the signal wake the loop."""
 
 
 class Spawner:
@@ -124,7 +120,7 @@ class Spawner:
         self._poll = select.poll()
         self._wake, notify = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _wake)
+        signal.signal(signal.SIGCHLD, runner.ignore_signal)
 
     def run(self) -> None:
         """Say that it runs, and serve until the server goes."""
