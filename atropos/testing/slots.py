@@ -28,6 +28,11 @@ async def slot_fixture(pool: SlotPool) -> AsyncIterator[Slot]:
         yield slot
 
 
+async def command_lines(slot: Slot) -> str:
+    """The programs that run in a slot, with their arguments."""
+    return (await slot.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
+
+
 async def test_a_command_runs_and_its_end_is_a_value(slot: Slot) -> None:
     result = await slot.exec("echo hi; exit 3")
     assert (result.exit_code, result.output, result.timed_out, result.truncated) == (3, "hi\n", False, False)
@@ -173,7 +178,7 @@ async def test_a_timeout_ends_the_whole_session_and_keeps_what_was_printed(slot:
     result = await slot.exec("echo before; sleep 1000 & sleep 1000", timeout_s=3)
     assert result.timed_out
     assert result.output == "before\n"
-    assert "sleep" not in (await slot.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
+    assert "sleep" not in await command_lines(slot)
 
 
 async def test_a_background_child_that_holds_the_pipe_does_not_hold_the_call(slot: Slot) -> None:
@@ -197,7 +202,7 @@ async def test_cancelling_a_call_kills_it_and_the_slot_goes_on(slot: Slot) -> No
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert "sleep" not in (await slot.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
+    assert "sleep" not in await command_lines(slot)
 
 
 async def test_calls_of_one_slot_run_in_the_order_given(slot: Slot) -> None:
@@ -224,7 +229,7 @@ async def test_concurrent_commands_run_side_by_side_each_with_its_own_end(slot: 
     assert (timed_out.timed_out, timed_out.output) == (True, "before\n")
     assert (first.exit_code, first.output, first.timed_out, first.cancelled) == (3, "one\n", False, False)
     assert (second.exit_code, second.output) == (0, "two\n")
-    assert "sleep 1000" not in (await slot.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
+    assert "sleep 1000" not in await command_lines(slot)
 
 
 async def test_files_are_written_read_and_refused_as_pythons_own_errors(slot: Slot) -> None:
@@ -289,7 +294,7 @@ async def test_quiesce_ends_concurrent_commands(slot: Slot) -> None:
 async def test_quiesce_ends_every_process_and_keeps_files(slot: Slot) -> None:
     await slot.exec("sleep 1000 & echo kept > f; nohup setsid sleep 1000 >/dev/null 2>&1 &")
     await slot.quiesce()
-    assert "sleep" not in (await slot.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
+    assert "sleep" not in await command_lines(slot)
     assert await slot.read_file("f") == b"kept\n"
 
 
@@ -329,9 +334,8 @@ async def test_neighbours_see_nothing_of_each_other(pool: SlotPool) -> None:
             server = await slot.start(["python3", "-c", serve])
             assert await server.read(wait_s=30) == b"bound\n", "each has a loopback of its own"
         await a.exec("echo a > mine; echo a > /tmp/mine; sleep 4321 &")
-        seen = (await b.exec("cat mine /tmp/mine; cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
-        assert "a\n" not in seen
-        assert "4321" not in seen
+        assert "a\n" not in (await b.exec("cat mine /tmp/mine")).output
+        assert "4321" not in await command_lines(b)
 
 
 async def test_a_released_slot_refuses_calls(pool: SlotPool) -> None:
