@@ -115,12 +115,12 @@ class Proc:
         self.close_stdin()
         self.wake()
 
-    def state(self, offset: int, limit: int, *, output: bool = True) -> tuple[dict[str, object], bytes]:
+    def state(self, offset: int, limit: int) -> tuple[dict[str, object], bytes]:
         """Fields of a `proc_state` and its output from `offset` on."""
-        data = bytes(self.buffer[-self.size :]) if output else b""
-        first = self.total - len(data)
+        first = self.total - min(len(self.buffer), self.size)
         start = min(max(offset, first), self.total)
-        data = data[start - first :][:limit]
+        at = start - self.total + len(self.buffer)
+        data = bytes(self.buffer[at : at + limit])
         if limit and not self.running and start + len(data) == self.total:
             self.unread = False
         fields: dict[str, object] = {
@@ -129,9 +129,9 @@ class Proc:
             "pid": self.pid,
             "running": self.running,
             "exit_code": self.code,
-            "offset": start if output else self.total,
+            "offset": start,
             "total_bytes": self.total,
-            "dropped_bytes": max(0, start - offset) if output else 0,
+            "dropped_bytes": max(0, start - offset),
             "uptime_s": round((now() if self.running else self.finished) - self.started, 3),
             "pty": self.pty,
             "errors": self.errors.id if self.errors else None,
@@ -203,21 +203,23 @@ class Waiter:
         loop.timers.pop(self.timer, None)
         wake = self.deadline
         if not proc.running or moment >= self.deadline or (self.until == "output" and proc.total > self.offset):
-            self.cancel()
+            self.answer()
             return
         if self.until == "quiet":
             quiet = max(proc.last, self.started) + self.quiet_s
             if moment >= quiet:
-                self.cancel()
+                self.answer()
                 return
             wake = min(wake, quiet)
         self.timer = loop.later(wake, self.check)
 
-    def cancel(self) -> None:
+    def answer(self) -> None:
         """Answer with the present state and output."""
         loop.timers.pop(self.timer, None)
         self.proc.waiters.remove(self)
         answer_state(self.call, self.proc, self.offset, self.max_bytes)
+
+    cancel = answer
 
 
 procs: dict[str, Proc] = {}
@@ -365,5 +367,5 @@ def op_proc_kill(call: int, id: str, signal: str) -> None:  # noqa: A002
 
 def op_proc_list(call: int) -> None:
     """Answer with the state of all."""
-    states = [proc.state(0, 0, output=False)[0] for proc in procs.values()]
+    states = [proc.state(proc.total, 0)[0] for proc in procs.values()]
     link.answer(call, "proc_listing", {"processes": states})
