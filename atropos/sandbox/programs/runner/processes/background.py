@@ -306,14 +306,15 @@ def start_on_pipes(proc: Proc, launch: Launch) -> None:
     source, proc.stdin = os.pipe2(os.O_CLOEXEC)
     try:
         os.set_blocking(proc.stdin, False)
-        proc.pid, proc.fd, errors_fd = launch.start_on_pipes(source, split=proc.errors is not None)
+        proc.pid, outputs = launch.start_on_pipes(source, split=proc.errors is not None)
     except BaseException:
         os.close(proc.stdin)
         raise
     finally:
         os.close(source)
+    proc.fd = outputs[0]
     if proc.errors:
-        proc.errors.fd = errors_fd
+        proc.errors.fd = outputs[1]
 
 
 def proc_of(ident: str) -> Proc:

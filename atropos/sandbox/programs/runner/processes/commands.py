@@ -23,6 +23,36 @@ last command took, within these bounds: on a busy machine a short command takes 
 bound after a command that printed more than half a pipe: it may have waited for us."""
 
 
+class Pipe:
+    """Where a command's output is read (-1: its last writer is gone), and what it is added to."""
+
+    __slots__ = ("fd", "kept")
+
+    def __init__(self, fd: int, kept: list[HeadTail]) -> None:
+        self.fd, self.kept = fd, kept
+
+    def read(self) -> int:
+        """Read a piece; returns how long it was."""
+        try:
+            data = os.read(self.fd, CHUNK)
+        except BlockingIOError:
+            return 0
+        if data:
+            for each in self.kept:
+                each.add(data)
+        else:
+            loop.unwatch(self.fd)
+            os.close(self.fd)
+            self.fd = -1
+        return len(data)
+
+    def drain(self) -> None:
+        """Read what the ended program left in it, and not what a background child goes on writing."""
+        left = 1 << 20
+        while left > 0 and self.fd >= 0 and (got := self.read()):
+            left -= got
+
+
 class Command:
     """One exec call, from its start to its answer."""
 
@@ -32,11 +62,10 @@ class Command:
         "cancelled",
         "ends",
         "err",
-        "err_fd",
-        "fd",
         "limit",
         "out",
         "pid",
+        "pipes",
         "started",
         "timed_out",
         "timer",
@@ -48,7 +77,8 @@ class Command:
         self.all = HeadTail(limit)
         self.out = HeadTail(limit) if split else None
         self.err = HeadTail(limit) if split else None
-        self.fd = self.err_fd = self.pid = -1
+        self.pipes: list[Pipe] = []
+        self.pid = -1
         self.limit: str | None = None
         self.timed_out = self.cancelled = False
         self.started = now()
@@ -66,46 +96,8 @@ class Command:
     def listen(self) -> None:
         """Read what it prints from now on."""
         self.timer = loop.later(self.ends, self.timeout)
-        loop.watch(self.fd, self.readable)
-        if self.err_fd >= 0:
-            loop.watch(self.err_fd, self.readable_err)
-
-    def readable(self) -> None:
-        """Read its output."""
-        self.read(self.fd, self.out)
-
-    def readable_err(self) -> None:
-        """Read its error output."""
-        self.read(self.err_fd, self.err)
-
-    def read(self, fd: int, part: HeadTail | None) -> int:
-        """Read a piece of what it printed."""
-        try:
-            data = os.read(fd, CHUNK)
-        except BlockingIOError:
-            return 0
-        if not data:
-            self.close(fd)
-            return 0
-        self.all.add(data)
-        if part is not None:
-            part.add(data)
-        return len(data)
-
-    def close(self, fd: int) -> None:
-        """Close a pipe: its last writer is gone."""
-        loop.unwatch(fd)
-        os.close(fd)
-        if fd == self.fd:
-            self.fd = -1
-        else:
-            self.err_fd = -1
-
-    def drain(self, fd: int, part: HeadTail | None) -> None:
-        """Read what the ended program left in the pipe, and not what a background child goes on writing."""
-        left = 1 << 20
-        while left > 0 and (got := self.read(fd, part)):
-            left -= got
+        for pipe in self.pipes:
+            loop.watch(pipe.fd, pipe.read)
 
     def ended(self, code: int) -> None:
         """Its first process was reaped."""
@@ -128,14 +120,10 @@ class Command:
 
     def finish(self, code: int) -> None:
         """Read what is left, and answer."""
-        for fd, part in ((self.fd, self.out), (self.err_fd, self.err)):
-            if fd >= 0:
-                self.drain(fd, part)
-        # a background child may hold the pipe: it goes on being read, so that the child isn't killed by SIGPIPE
-        for fd in (self.fd, self.err_fd):
-            if fd >= 0:
-                adopt(fd)
-        self.fd = self.err_fd = -1
+        for pipe in self.pipes:
+            pipe.drain()
+            if pipe.fd >= 0:  # a background child may hold it: it is read on, so that the child isn't killed by SIGPIPE
+                adopt(pipe.fd)
         self.reply(code)
 
     def reply(self, code: int | None) -> None:
@@ -206,13 +194,15 @@ def op_exec(
     try:
         if stdin is not None:
             source = memory_file(stdin)
-        task.pid, task.fd, task.err_fd = launch.start_on_pipes(source, split=split)
+        task.pid, outputs = launch.start_on_pipes(source, split=split)
     except OSError as error:
         not_started(task, error, launch)
         return
     finally:
         if source != state.null:
             os.close(source)
+    kept = [[task.all, task.out], [task.all, task.err]] if task.out and task.err else [[task.all]]
+    task.pipes = [Pipe(fd, parts) for fd, parts in zip(outputs, kept, strict=True)]
     children.running[task.pid] = task
     link.calls[call] = task
     task.ends = task.started + min(timeout_s or state.wall_s, state.wall_s)

@@ -38,11 +38,11 @@ class Launch:
         self.block = block_of({**state.environment, **login, **env}) if login or env else state.block
         self.where = path_of(workdir) if workdir else WORKSPACE
 
-    def start_on_pipes(self, source: int, *, split: bool) -> tuple[int, int, int]:
+    def start_on_pipes(self, source: int, *, split: bool) -> tuple[int, list[int]]:
         """Start it with `source` as its input, and a pipe for what it prints; `split`: another one for its errors.
 
         Returns:
-            Its pid, and where its output and its errors (-1: with the output) are read.
+            Its pid, and where its output, and its errors if apart, are read.
         """
         mine: list[int] = []
         theirs: list[int] = []
@@ -62,7 +62,7 @@ class Launch:
         finally:
             for fd in theirs:
                 os.close(fd)
-        return pid, mine[0], mine[1] if split else -1
+        return pid, mine
 
     def start(self, stdio: tuple[int, int, int], terminal: str | None = None) -> int:
         """Start it on these descriptors, or on a terminal; returns its pid."""
