@@ -57,6 +57,13 @@ async def until_shown(use: Use, wanted: str, **arguments: object) -> ToolResult:
     return result
 
 
+async def until_matched(use: Use, pattern: str, **arguments: object) -> ToolResult:
+    """Wait until the screen of a terminal session matches a pattern."""
+    result = await use("session", action="wait", pattern=pattern, timeout=30, **arguments)
+    assert result.success, result
+    return result
+
+
 def session_id(result: ToolResult) -> str:
     """The id of the background process or terminal session that a call started."""
     assert result.data is not None, result
@@ -282,9 +289,9 @@ class TestSessions:
     async def test_a_python_prompt(self, use: Use) -> None:
         await require(use, "python3")
         await use("session", action="start", command="python3 -q")
-        await use("session", action="wait", pattern=">>>", timeout=30)
+        await until_matched(use, ">>>")
         await use("session", action="send", text="6 * 7", keys=["Enter"])
-        assert (await use("session", action="wait", pattern="^42\n>>> ?$", timeout=30)).success
+        await until_matched(use, "^42\n>>> ?$")
         await use("session", action="send", keys=["C-d"])
         ended = await until_shown(use, "ended with exit code 0", name="session", action="list")
         assert ended.success
@@ -294,7 +301,7 @@ class TestSessions:
         await use("write_file", path="f.txt", content="one\ntwo\n")
         shown = await use("session", action="start", command="vi f.txt", rows=20, cols=60)
         session = session_id(shown)
-        assert (await use("session", action="wait", pattern="two", timeout=30)).success
+        await until_matched(use, "two")
         await use("session", action="send", keys=["G", "o", "three", "Escape", ":wq", "Enter"])
         await until_shown(use, "ended", name="session", action="screen", session_id=session)
         assert (await use("terminal", command="cat f.txt")).output == "one\ntwo\nthree\n"
@@ -303,16 +310,15 @@ class TestSessions:
         await require(use, "less")
         await use("terminal", command="seq 1000 > n")
         await use("session", action="start", command="less n", rows=10)
-        assert (await use("session", action="wait", pattern="^9$", timeout=30)).success
+        await until_matched(use, "^9$")
         await use("session", action="send", keys=["/^500$", "Enter"])
-        assert (await use("session", action="wait", pattern="^500$", timeout=30)).success
+        await until_matched(use, "^500$")
         await use("session", action="send", keys=["q"])
 
     async def test_top_shows_the_slots_processes(self, use: Use) -> None:
         await require(use, "top")
         await use("session", action="start", command="top -d 1")
-        shown = await use("session", action="wait", pattern="COMMAND", timeout=30)
-        assert shown.success
+        await until_matched(use, "COMMAND")
         await use("session", action="resize", rows=30, cols=100)
         assert "100x30" in (await use("session", action="screen")).output
         await use("session", action="send", keys=["q"])
@@ -320,9 +326,9 @@ class TestSessions:
     async def test_programs_know_the_windows_size_and_hear_of_its_change(self, use: Use) -> None:
         await use("session", action="start", command="trap 'stty size' WINCH; stty size; while :; do sleep 0.05; done",
                   rows=17, cols=53)  # fmt: skip
-        assert (await use("session", action="wait", pattern="^17 53$", timeout=30)).success
+        await until_matched(use, "^17 53$")
         await use("session", action="resize", rows=31, cols=97)
-        assert (await use("session", action="wait", pattern="^31 97$", timeout=30)).success
+        await until_matched(use, "^31 97$")
         await use("session", action="close")
 
     async def test_an_installer_asks_shows_its_progress_and_is_answered(self, use: Use) -> None:
@@ -342,10 +348,9 @@ class TestSessions:
         """
         await use("write_file", path="install.sh", content=script)
         await use("session", action="start", command="bash install.sh", rows=12)
-        assert (await use("session", action="wait", pattern=r"\[Y/n\]", timeout=30)).success
+        await until_matched(use, r"\[Y/n\]")
         await use("session", action="send", keys=["y", "Enter"])
-        shown = await use("session", action="wait", pattern="Setting up done", timeout=30)
-        assert shown.success
+        shown = await until_matched(use, "Setting up done")
         assert "Unpacking package-55" in shown.output
         assert "Progress" not in shown.output.splitlines()[-1]
         refused = await use("terminal", command="bash install.sh <<< n")
@@ -360,7 +365,7 @@ class TestSessions:
         )
         assert (await use("terminal", command=script)).success
         await use("session", action="start", command="git rebase -i HEAD~2", workdir="r")
-        assert (await use("session", action="wait", pattern="pick .*commit3", timeout=30)).success
+        await until_matched(use, "pick .*commit3")
         await use("session", action="send", keys=["j", "cw", "fixup", "Escape", ":wq", "Enter"])
         await until_shown(use, "ended", name="session", action="list")
         log = await use("terminal", command="git log --format=%s; ls", workdir="r")
@@ -373,11 +378,11 @@ class TestSessions:
         assert one in error(unclear)
         assert two in error(unclear)
         await use("session", action="send", session_id=one, keys=["seq 100", "Enter"])
-        assert (await use("session", action="wait", session_id=one, pattern="^100$", timeout=30)).success
+        await until_matched(use, "^100$", session_id=one)
         history = await use("session", action="history", session_id=one)
         assert "\n1\n2\n3\n" in history.output
         await use("session", action="send", session_id=two, text="héllo", keys=["Enter"])
-        assert (await use("session", action="wait", session_id=two, pattern="héllo\nhéllo", timeout=30)).success
+        await until_matched(use, "héllo\nhéllo", session_id=two)
         missed = await use("session", action="wait", session_id=two, pattern="never", timeout=0.2)
         assert "did not show within 0.2 s" in error(missed)
         await use("session", action="close", session_id=two)
