@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
 
 from atropos.net.egress_policy import Address, Policy
-from atropos.sandbox.programs.egress_proxy import Proxy
+from atropos.sandbox.programs.egress_proxy import LOOKUPS, Proxy
 from tests.waiting import SLOWNESS, until
 
 BIG = 8 << 20
@@ -142,6 +143,21 @@ async def test_a_name_server_that_fails_refuses_nothing(monkeypatch):
         reader, _ = await ask(port, "http://files.example.org/")
         said = (await answer(reader)).decode().splitlines()
     assert said[0].startswith("HTTP/1.1 502 egress: files.example.org has no address (Temporary failure")
+
+
+async def test_look_ups_that_found_no_room_for_a_thread_leave_room_for_later_ones(monkeypatch):
+    def full(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with proxied() as (_, port, origin, _), asyncio.timeout(20 * SLOWNESS):
+        target = f"http://localhost:{origin.rpartition(':')[2]}/"
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(threading.Thread, "start", full)
+            for _ in range(LOOKUPS + 1):
+                reader, _ = await ask(port, target)
+                assert b" 502 egress: localhost can't be looked up now" in await answer(reader)
+        reader, _ = await ask(port, target)
+        assert b" 200 OK" in await answer(reader)
 
 
 @pytest.mark.parametrize("path", ["too-large", "too-large-and-gone"])

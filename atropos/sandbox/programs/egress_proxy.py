@@ -137,7 +137,11 @@ class Proxy:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
             await places.acquire()
-            work = self._resolvers.submit(look_up, name, port)
+            try:
+                work = self._resolvers.submit(look_up, name, port)
+            except RuntimeError as error:  # the host has no room for another thread
+                places.release()
+                raise OSError(f"{name} can't be looked up now ({error})") from None
             work.add_done_callback(lambda _: loop.call_soon_threadsafe(places.release))
             try:
                 return await asyncio.wrap_future(work)
