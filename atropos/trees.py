@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+from collections.abc import Iterator
 
 
 def remove_tree(top: str) -> None:
     """Remove a folder of any depth: subfolders are first moved to the top, so that no path is too long.
 
-    What this process may not remove stays.
+    What this process can't remove stays, and nothing beside it.
     """
     moved = f"{top}/.removing-{os.urandom(8).hex()}-"  # a name that nobody can have taken already
     number = itertools.count()
@@ -27,17 +28,15 @@ def remove_tree(top: str) -> None:
         try:
             if folder != top:
                 os.fchmod(fd, 0o700)
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    if not entry.is_dir(follow_symlinks=False):
-                        os.unlink(entry.name, dir_fd=fd)
-                    elif folder != top:
-                        path = f"{moved}{next(number)}"
-                        os.rename(entry.name, path, src_dir_fd=fd)
+            for name in _clear(fd):
+                if folder != top:
+                    path = f"{moved}{next(number)}"
+                    with contextlib.suppress(OSError):
+                        os.rename(name, path, src_dir_fd=fd)
                         pending.append(path)
-                    elif entry.name not in tried:  # else it could not be removed
-                        tried.add(entry.name)
-                        pending.append(f"{top}/{entry.name}")
+                elif name not in tried:  # else it could not be removed
+                    tried.add(name)
+                    pending.append(f"{top}/{name}")
         except OSError:
             pass
         finally:
@@ -46,3 +45,14 @@ def remove_tree(top: str) -> None:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
             pending.pop()
+
+
+def _clear(folder: int) -> Iterator[str]:
+    """Remove the files of a folder, and yield the names of its subfolders."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield entry.name
+            else:
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.name, dir_fd=folder)

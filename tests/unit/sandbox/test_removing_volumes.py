@@ -68,6 +68,24 @@ async def test_a_volume_is_freed_whose_remover_is_cancelled_while_others_are_bef
     os.close(read)
 
 
+REMOVE = "import sys; from atropos.trees import remove_tree; remove_tree(sys.argv[1])"
+
+
+@needs_root
+def test_a_file_that_cannot_be_removed_keeps_none_of_those_beside_it(folder):
+    """For example, one that is mounted, or that NFS keeps for a program which has it open."""
+    top = folder / "full"
+    for number in range(8):
+        (top / f"{number}/below").mkdir(parents=True)
+        (top / f"{number}/file").touch()
+        (top / f"file{number}").touch()
+    files = [next(entry for entry in os.scandir(at) if entry.is_file()).path for at in (top, top / "3")]
+    mounts = 'mount --bind "$1" "$1" && mount --bind "$2" "$2" && exec "$3" -c "$0" "$4"'
+    command = ["unshare", "-m", "sh", "-c", mounts, REMOVE, *files, sys.executable, str(top)]
+    subprocess.run(command, check=True, timeout=20 * SLOWNESS)
+    assert {str(path) for path in top.rglob("*")} == {*files, str(top / "3")}
+
+
 @needs_root
 def test_a_tree_that_cannot_be_removed_is_left_and_does_not_hold_up_its_remover(folder):
     top = folder / "top"
@@ -76,8 +94,7 @@ def test_a_tree_that_cannot_be_removed_is_left_and_does_not_hold_up_its_remover(
     (top / "gone/below").mkdir(parents=True)
     for path in (top, top / "gone", top / "gone/below"):
         os.chown(path, USER, USER)
-    code = "import sys; from atropos.trees import remove_tree; remove_tree(sys.argv[1])"
-    as_user = [sys.executable, "-m", "tests.unit.sandbox.as_user", sys.executable, "-c", code, str(top)]
+    as_user = [sys.executable, "-m", "tests.unit.sandbox.as_user", sys.executable, "-c", REMOVE, str(top)]
     subprocess.run(as_user, check=True, timeout=20 * SLOWNESS, env={**os.environ, "ATROPOS_TEST_USER": f"{USER}"})
     assert [str(path.relative_to(top)) for path in sorted(top.rglob("*"))] == ["kept", "kept/file"]
 
