@@ -38,7 +38,7 @@ class Proc:
         self.queue = bytearray()
         self.eof = False
         self.errors: Proc | None = None
-        self.hold = self.held = False
+        self.hold = False
         self.seen = 0
         self.unread = False
         """Whether it is kept until a caller has its end, and all that it printed."""
@@ -47,7 +47,6 @@ class Proc:
         """Read a piece of its output, unless too much is held for the caller."""
         unread = self.total - self.seen
         if self.hold and unread >= self.size // 2:
-            self.held = True
             loop.unwatch(self.fd)
         else:
             self.read(min(CHUNK, self.size - unread) if self.hold else CHUNK)
@@ -74,14 +73,12 @@ class Proc:
     def was_read(self, offset: int) -> None:
         """Note that the caller has everything before `offset`; read on if that makes room."""
         self.seen = max(self.seen, min(offset, self.total))
-        if self.held and self.total - self.seen < self.size // 2:
-            self.held = False
+        if self.fd >= 0 and self.total - self.seen < self.size // 2:
             loop.watch(self.fd, self.readable)
 
     def close_output(self) -> None:
         """Close the output: its last writer is gone, or its process is dropped."""
         if self.fd >= 0:
-            self.held = False
             loop.unwatch(self.fd)
             loop.unwatch_room(self.fd)
             os.close(self.fd)
@@ -109,8 +106,7 @@ class Proc:
         if self.errors:
             self.errors.ended(code)
         self.code, self.running, self.finished = code, False, now()
-        if self.held and self.fd >= 0:  # by what it left running
-            self.held = False
+        if self.fd >= 0:  # by what it left running
             loop.watch(self.fd, self.readable)
         self.close_stdin()
         self.wake()

@@ -56,20 +56,7 @@ class Pipe:
 class Command:
     """One exec call, from its start to its answer."""
 
-    __slots__ = (
-        "all",
-        "call",
-        "cancelled",
-        "ends",
-        "err",
-        "limit",
-        "out",
-        "pid",
-        "pipes",
-        "started",
-        "timed_out",
-        "timer",
-    )
+    __slots__ = ("all", "call", "cancelled", "ends", "err", "out", "pid", "pipes", "started", "timed_out", "timer")
     patience = READ_AFTER_S[0]
 
     def __init__(self, call: int, limit: int, *, split: bool) -> None:
@@ -79,7 +66,6 @@ class Command:
         self.err = HeadTail(limit) if split else None
         self.pipes: list[Pipe] = []
         self.pid = -1
-        self.limit: str | None = None
         self.timed_out = self.cancelled = False
         self.started = now()
         self.timer = 0
@@ -126,11 +112,11 @@ class Command:
                 adopt(pipe.fd)
         self.reply(code)
 
-    def reply(self, code: int | None) -> None:
-        """Send the result."""
+    def reply(self, code: int | None, limit: str | None = None) -> None:
+        """Send the result; `limit`: the one that kept it from starting."""
         output = self.all.value()
         lost = self.all.dropped()
-        if not (lost or self.timed_out or self.cancelled or self.limit or self.out) and code is not None:
+        if not (lost or self.timed_out or self.cancelled or self.out) and code is not None:
             # the common case: omitted fields have their defaults
             alone = ',"alone":true' if children.alone and not children.running else ""
             took = f"{now() - self.started:.6f}"
@@ -144,7 +130,7 @@ class Command:
             "cancelled": self.cancelled,
             "truncated": lost > 0,
             "dropped_bytes": lost,
-            "limit": self.limit or ("time" if self.timed_out else "output" if lost else None),
+            "limit": limit or ("time" if self.timed_out else "output" if lost else None),
             "duration_s": round(now() - self.started, 6),
         }
         pieces = {"output": output}
@@ -214,6 +200,5 @@ def not_started(task: Command, error: OSError, launch: Launch) -> None:
     failed = launch.failure(error)
     if launch.program is not None or failed.error == "not_supported" or not os.path.isdir(launch.where):
         raise failed
-    task.limit = failed.limit
     task.all.add(f"the command could not be started: {failed.message}\n".encode())
-    task.reply(None)
+    task.reply(None, failed.limit)
