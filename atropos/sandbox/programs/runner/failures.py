@@ -54,10 +54,8 @@ def failure(error: BaseException, path: str = "") -> OpFailed:
     return OpFailed("io", f"{type(error).__name__}: {error}")
 
 
-def limit_of_errno(number: int | None) -> str | None:
+def limit_of_errno(number: int) -> str | None:
     """The slot's limit that an error number means."""
-    if number is None:
-        return None
     if number in (errno.ENOSPC, errno.EDQUOT):
         try:
             return "inodes" if os.statvfs("/").f_favail == 0 else "disk"

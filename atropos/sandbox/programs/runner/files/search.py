@@ -144,7 +144,7 @@ def search_lines(found: Found, name: str, data: bytes, wanted: Pattern[bytes], c
     if not wanted.search(data):
         return False
     lines = data.split(b"\n")
-    if lines and not lines[-1]:
+    if not lines[-1]:
         lines.pop()
     shown: dict[int, bool] = {}
     for hit in [number for number, line in enumerate(lines) if wanted.search(line)]:

@@ -38,11 +38,9 @@ def spawn(
     if identity is not None and identity.uid == identity.gid == 0:
         identity = None  # as this process is
     uid, gid, groups = (identity.uid, identity.gid, identity.groups) if identity else (None, None, None)
-    opened: tuple[int, int] | None = None
-    if identity or terminal:
-        opened = os.pipe2(os.O_CLOEXEC)
+    forks = bool(identity or terminal)
     # of the pipe that `subprocess` would have here, the child closes the other end: with vfork any descriptor does
-    other_end, report = opened or (children.wake, state.exec_report)
+    other_end, report = os.pipe2(os.O_CLOEXEC) if forks else (children.wake, state.exec_report)
     kept = tuple(sorted((report, *keep)))
     before_exec = (lambda: control_terminal(terminal)) if terminal else None
     started = now()
@@ -55,14 +53,14 @@ def spawn(
             True,
         )
     except BaseException:
-        if opened:
+        if forks:
             os.close(other_end)
         raise
     finally:
         state.protect_self()
-        if opened:
+        if forks:
             os.close(report)
-    raise_report(read_report(other_end, pid) if opened else take_report(), identity)
+    raise_report(read_report(other_end, pid) if forks else take_report(), identity)
     if now() - started > SLOW_START_S and process_name(pid) == process_name(os.getpid()):
         # it was ended from outside, before it was a program, because this process waited for it
         raise ShellHeld(errno.EAGAIN, os.strerror(errno.EAGAIN))
