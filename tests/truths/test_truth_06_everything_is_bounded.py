@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from pathlib import Path
 
 import pytest
@@ -75,12 +76,14 @@ async def test_a_limit_is_named_and_the_slot_stays_usable(shared_pool):
 async def test_the_e2b_api_forgets_commands_that_end_unwatched(shared_pool):
     sandboxes = Sandboxes(shared_pool, ExecutorServerSettings(token=SecretStr("t")))
     sandbox = await sandboxes.create("base", timeout_s=60, metadata={}, env={}, hosts=None)
-    message = messages.parse(messages.Start, b'{"process": {"cmd": "sleep", "args": ["0.1"]}}')
+    waits = "until [ -e /tmp/go ]; do sleep 0.02; done"
+    message = messages.parse(messages.Start, json.dumps({"process": {"cmd": "sh", "args": ["-c", waits]}}).encode())
     for _ in range(3):
         async with contextlib.aclosing(
             processes.start(sandbox, message, user=None, deadline_s=1000, ping_s=30)
         ) as events:
             assert "start" in (await anext(events))["event"]
     assert len(sandbox.commands) == 3
+    await sandbox.slot.exec("touch /tmp/go")
     await until(lambda: not sandbox.commands and not sandbox.tasks, "nothing is kept of commands that have ended")
     await sandboxes.aclose()
