@@ -49,7 +49,7 @@ def read_all(fd: int, offset: int, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes | bytearray) -> None:
     """Write all of `data`."""
     view = memoryview(data)
     while view:

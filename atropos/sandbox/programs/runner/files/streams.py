@@ -12,6 +12,7 @@ from atropos.sandbox.programs.runner.files.files import open_apart, replace_file
 from atropos.sandbox.programs.runner.files.unpacking import unpack_from
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import loop, now
+from atropos.sandbox.programs.runner.opening import write_all
 from atropos.sandbox.programs.runner.paths import path_of
 from atropos.sandbox.programs.runner.state import is_special
 from atropos.sandbox.programs.runner.work import STREAM, Work
@@ -106,10 +107,7 @@ class Outgoing(BoundedBuffer):
         """Send it, however long that takes."""
         self.claim(len(data))
         self.size += len(data)
-        at = 0
-        with memoryview(data) as view:
-            while at < len(data):
-                at += os.write(STREAM, view[at:])
+        write_all(STREAM, data)
 
     def copy(self, fd: int, size: int) -> int:
         """As `BoundedBuffer.copy`, by the kernel alone."""
