@@ -275,11 +275,7 @@ class Spawner:
 def _map_ids(pid: int, count: int) -> None:
     """Give the user namespace of a process its first ids, from 0 on."""
     for name in ("uid_map", "gid_map"):
-        fd = os.open(f"/proc/{pid}/{name}", os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(fd, f"0 0 {count}".encode())
-        finally:
-            os.close(fd)
+        first_process.tell_kernel(f"/proc/{pid}/{name}", f"0 0 {count}")
 
 
 def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
@@ -292,9 +288,7 @@ def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
     link, errors, network = fds[:3]
     os.dup2(errors, 2)
     for path in request["cgroups"]:
-        fd = os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
-        os.write(fd, b"0")
-        os.close(fd)
+        first_process.tell_kernel(f"{path}/cgroup.procs", "0")
     for name, value in request["rlimits_before"].items():
         first_process.lower_limit(name, value)
     _own_mounts(*request["own"])
