@@ -20,8 +20,6 @@ from atropos.sandbox.programs.runner.work import STREAM, Work
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from _typeshed import WriteableBuffer
-
     from atropos.sandbox.programs.runner.work import Outcome
 
 STREAM_BYTES = 1 << 18
@@ -71,7 +69,7 @@ class Incoming(io.RawIOBase):
         """It can be read."""
         return True
 
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
+    def readinto(self, buffer: memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Wait for at least one byte; 0 at the end.
 
         Raises:
