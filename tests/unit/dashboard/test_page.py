@@ -169,7 +169,7 @@ def test_openai_messages_are_readable_with_their_thinking_and_seconds(tmp_path):
     messages = [
         {"role": "assistant", "content": "", "reasoning_content": "first I think", "tool_calls": [call]},
         {"role": "tool", "content": '{"success": true, "output": "1\\n2\\n", "exit_code": 0}'},
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "[no object"}}, 7]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "[list"}}, 7]},
     ]
     facts = {"trajectory_id": "t", "phases": {"model": 1.25, "tools": 0.5, "reset": 0.001}}
     shown = {"scores": [1.0], "messages": [messages], "atropos": {"trajectories": [facts]}}
@@ -177,6 +177,6 @@ def test_openai_messages_are_readable_with_their_thinking_and_seconds(tmp_path):
     assert "first I think" in page
     assert "terminal</b>\ncommand: \na\nb" in page
     assert "1\n2\n[exit_code: 0]" in page
-    assert "f</b>\n[no object" in page
+    assert "f</b>\n[list" in page
     assert "null" not in page.partition("<body")[2]
     assert "model 1.2, tools 0.5</span>" in page
