@@ -40,16 +40,19 @@ class Hierarchy:
 
 
 def of_this_process() -> list[Hierarchy]:
-    """Every hierarchy that may offer one of `CONTROLLERS`, that of cgroup v2 among them."""
+    """Every hierarchy that may offer one of `CONTROLLERS`, that of cgroup v2 as the last of them."""
     found: list[Hierarchy] = []
-    with open("/proc/self/cgroup", encoding="utf-8") as file:
-        for line in file:
-            number, names, path = line.rstrip("\n").split(":", 2)
-            controllers = tuple(name for name in names.split(",") if name)
-            if number == "0":
-                found.append(Hierarchy(2, (), path))
-            elif set(controllers) & set(CONTROLLERS):
-                found.append(Hierarchy(1, controllers, path))
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # a kernel without cgroups
+        return []
+    for line in lines:
+        number, names, path = line.split(":", 2)
+        controllers = tuple(name for name in names.split(",") if name)
+        if number == "0":
+            found.append(Hierarchy(2, (), path))
+        elif set(controllers) & set(CONTROLLERS):
+            found.append(Hierarchy(1, controllers, path))
     return found
 
 
@@ -81,10 +84,7 @@ def places(hierarchy: Hierarchy, mount: Path) -> list[Path]:
 
 def own_places() -> list[Path]:
     """All places of a server that this process starts, in every hierarchy that can be seen from here."""
-    try:
-        found = [(one, mount_point(one)) for one in of_this_process()]
-    except OSError:  # a kernel without cgroups
-        return []
+    found = [(one, mount_point(one)) for one in of_this_process()]
     return list(dict.fromkeys(place for one, mount in found if mount is not None for place in places(one, mount)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import sys
 from collections.abc import Sequence
@@ -57,29 +58,26 @@ def map_ids(path: str, base: int, count: int) -> None:
 
     Where the kernel or the file system has no idmapped mounts it stays as it is; the server then refuses it.
     """
-    ready_r, ready_w = os.pipe()
-    hold_r, hold_w = os.pipe()
+    parent = os.getpid()
     holder = os.fork()
     if holder == 0:
-        os.close(hold_w)
         try:
             syscalls.unshare(syscalls.CLONE_NEWUSER)
-            os.write(ready_w, b"x")
-            os.read(hold_r, 1)
+            syscalls.die_with(parent)
+            os.kill(os.getpid(), signal.SIGSTOP)
         finally:
             os._exit(0)
-    os.close(ready_w)
-    os.close(hold_r)
+    _, status = os.waitpid(holder, os.WUNTRACED)
+    if not os.WIFSTOPPED(status):  # it got no namespace
+        return
     try:
-        if os.read(ready_r, 1):
-            namespaces.write_maps([(0, base, count)])(holder)
-            with open(f"/proc/{holder}/ns/user", "rb") as namespace:
-                syscalls.idmapped_mount(path, namespace.fileno())
+        namespaces.write_maps(holder, [(0, base, count)])
+        with open(f"/proc/{holder}/ns/user", "rb") as namespace:
+            syscalls.idmapped_mount(path, namespace.fileno())
     except OSError:
         pass
     finally:
-        os.close(ready_r)
-        os.close(hold_w)
+        os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
 
 

@@ -15,6 +15,8 @@ ID_BASE = 100_000
 SLOT_IDS = 65_536
 CREATORS = 1024
 """Uids from which slots' namespaces are created, one each, so that the kernel counts their objects apart."""
+Extent = tuple[int, int, int]
+"""First id inside a user namespace, first id outside, and how many."""
 
 
 def free_range() -> tuple[int, int]:
@@ -102,29 +104,22 @@ def enter_namespaces(write_maps: Callable[[int], None], before: Callable[[], Non
         raise IsolationUnavailable(f"user ids could not be mapped: {message.decode(errors='replace')}")
 
 
-def write_maps(extents: list[tuple[int, int, int]]) -> Callable[[int], None]:
-    """A function that writes these maps (inside, outside, count) for a process, as a privileged one may."""
+def write_maps(pid: int, extents: list[Extent]) -> None:
+    """Map the ids of a process's user namespace, as a privileged process may."""
     text = "".join(f"{inside} {outside} {count}\n" for inside, outside, count in extents)
-
-    def write(pid: int) -> None:
-        for name in ("uid_map", "gid_map"):
-            Path(f"/proc/{pid}/{name}").write_text(text, encoding="ascii")
-
-    return write
+    for name in ("uid_map", "gid_map"):
+        Path(f"/proc/{pid}/{name}").write_text(text, encoding="ascii")
 
 
-def newidmap(uids: list[tuple[int, int, int]], gids: list[tuple[int, int, int]]) -> Callable[[int], None]:
-    """A function that writes these maps by `newuidmap` and `newgidmap`, as an ordinary user must."""
+def write_subordinate_maps(pid: int, uids: list[Extent], gids: list[Extent]) -> None:
+    """Map the ids of a process's user namespace by `newuidmap` and `newgidmap`, as an ordinary user must."""
     import subprocess
 
-    def write(pid: int) -> None:
-        for program, extents in (("newuidmap", uids), ("newgidmap", gids)):
-            numbers = [str(number) for extent in extents for number in extent]
-            done = subprocess.run([program, str(pid), *numbers], check=False, capture_output=True, text=True)
-            if done.returncode:
-                raise OSError(f"{program}: {done.stderr.strip()}; check /etc/subuid and /etc/subgid")
-
-    return write
+    for program, extents in (("newuidmap", uids), ("newgidmap", gids)):
+        numbers = [str(number) for extent in extents for number in extent]
+        done = subprocess.run([program, str(pid), *numbers], check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(f"{program}: {done.stderr.strip()}; check /etc/subuid and /etc/subgid")
 
 
 def why_no_userns(error: OSError) -> str:

@@ -14,14 +14,16 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from atropos.errors import ConfigError, IsolationUnavailable
 from atropos.sandbox.boot import folders, namespaces
 from atropos.sandbox.linux import disks, syscalls
-from atropos.sandbox.linux.cgroups import Cgroups, CgroupTree, claim, release
+from atropos.sandbox.linux.cgroups import Cgroups, CgroupTree, claim, claim_delegated, release
 from atropos.trees import remove_tree
 
 if TYPE_CHECKING:
@@ -41,11 +43,10 @@ class Entered:
 
     Attributes:
         scratch: a mount point for the server's own files.
-        slot_ids: how many ids a slot has, from 0 on.
-        creators: first uid and number of those that slots' user namespaces are created from; none: the server's own.
-        cgroups: the hierarchies claimed.
         parent: pid of the process that started the server.
-        root: whether the first stage was root.
+        cgroups: the hierarchies claimed.
+        slot_ids: how many ids a slot has, from 0 on. The next one is the server's.
+        creators: how many come after it, from which slots' user namespaces are created; 0: from the server's own.
         disk: a folder on disk for volumes, when the configuration wants them there.
         cells: where the cells of that folder are mounted; None: `no_cells` says why there are none.
         images: a descriptor of each cell's image.
@@ -53,14 +54,13 @@ class Entered:
     """
 
     scratch: str
-    slot_ids: int
-    creators: tuple[int, int]
-    cgroups: Cgroups
     parent: int
-    root: bool
+    cgroups: Cgroups
+    slot_ids: int
+    creators: int
     disk: str | None = None
     cells: str | None = None
-    images: tuple[int, ...] = ()
+    images: Sequence[int] = ()
     no_cells: str = "the server was not started as root"
     image_folder: str | None = None
     no_images: str = ""
@@ -122,14 +122,26 @@ class RootPhaseSettings:
             return None
 
 
-_entered: Entered | None = None
-_text: str | None = None
+@cache
+def _passed_on() -> tuple[str, Entered] | None:
+    """The configuration's text and what the first stage prepared; None in the first stage."""
+    number = os.environ.pop(_STAGE, None)
+    if number is None:
+        return None
+    with os.fdopen(int(number), "rb") as file:
+        text, raw = json.loads(file.read())
+    trees, missing = raw["cgroups"]["trees"], raw["cgroups"]["missing"]
+    raw["cgroups"] = Cgroups(tuple(CgroupTree(**tree) for tree in trees), missing)
+    entered = Entered(**raw)
+    for fd in entered.images:
+        os.set_inheritable(fd, False)
+    return text, entered
 
 
 def inherited() -> str | None:
     """The text of the configuration that the first stage passed on; None in the first stage."""
-    _load()
-    return _text
+    passed = _passed_on()
+    return None if passed is None else passed[0]
 
 
 def entered() -> Entered:
@@ -138,10 +150,10 @@ def entered() -> Entered:
     Raises:
         RuntimeError: `enter` has not been called.
     """
-    _load()
-    if _entered is None:
+    passed = _passed_on()
+    if passed is None:
         raise RuntimeError("root_phase.enter(config) must be called first, before any thread or event loop")
-    return _entered
+    return passed[1]
 
 
 def enter(config: ServerConfig | RootPhaseSettings) -> None:
@@ -150,49 +162,19 @@ def enter(config: ServerConfig | RootPhaseSettings) -> None:
     Raises:
         IsolationUnavailable: the host or container doesn't allow it; the message says what to change.
     """
-    _load()
-    if _entered is not None:
-        if config.die_with_parent:
-            syscalls.die_with(_entered.parent)
-        return
-    parent = os.getppid()
+    passed = _passed_on()
+    parent = os.getppid() if passed is None else passed[1].parent
     if config.die_with_parent:
         syscalls.die_with(parent)
-    check_programs()
-    _first_stage(config if isinstance(config, RootPhaseSettings) else RootPhaseSettings.of(config), parent)
+    if passed is None:
+        _first_stage(config if isinstance(config, RootPhaseSettings) else RootPhaseSettings.of(config), parent)
 
 
 def undo() -> None:
     """Undo what the first stage made, if the server failed before it could."""
-    if _entered is not None:
-        release(_entered.cgroups)
-        if _entered.disk is not None:
-            remove_tree(_entered.disk)
-
-
-def _load() -> None:
-    global _entered, _text
-    text = os.environ.pop(_STAGE, None)
-    if text is None:
-        return
-    with os.fdopen(int(text), "rb") as file:
-        data = json.loads(file.read())
-    _text = data["config"]
-    raw: dict[str, Any] = data["entered"]
-    trees = tuple(CgroupTree(t["version"], t["path"], tuple(t["controllers"])) for t in raw["cgroups"]["trees"])
-    cgroups = Cgroups(trees, raw["cgroups"]["missing"])
-    raw.update(cgroups=cgroups, creators=tuple(raw["creators"]), images=tuple(raw["images"]))
-    _entered = Entered(**raw)
-    for fd in _entered.images:
-        os.set_inheritable(fd, False)
-
-
-def check_programs() -> None:
-    """Raise `IsolationUnavailable` where bubblewrap isn't installed."""
-    if shutil.which("bwrap") is None:
-        raise IsolationUnavailable(
-            "bubblewrap is not installed: no program named 'bwrap' on PATH (apt-get install bubblewrap)"
-        )
+    release(entered().cgroups)
+    if (disk := entered().disk) is not None:
+        remove_tree(disk)
 
 
 def _capable() -> bool:
@@ -206,6 +188,10 @@ def _capable() -> bool:
 
 
 def _first_stage(config: RootPhaseSettings, parent: int) -> NoReturn:
+    if shutil.which("bwrap") is None:
+        raise IsolationUnavailable(
+            "bubblewrap is not installed: no program named 'bwrap' on PATH (apt-get install bubblewrap)"
+        )
     root = _capable()
     scratch = folders.scratch(config.state_dir, root=root)
     for path in config.base_paths:
@@ -213,8 +199,7 @@ def _first_stage(config: RootPhaseSettings, parent: int) -> NoReturn:
             raise ConfigError(
                 f"base: {path} holds the server's own folder {scratch}; give a root file system in a folder of its own"
             )
-    entered = Entered(scratch, 1, (0, 0), Cgroups(), parent, root)
-    entered = _as_root(config, entered) if root else _as_user(config, entered)
+    entered = (_as_root if root else _as_user)(config, scratch, parent)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.keep_only(SERVER_CAPABILITIES)
     if config.die_with_parent:
@@ -225,7 +210,7 @@ def _first_stage(config: RootPhaseSettings, parent: int) -> NoReturn:
 def _execute_again(config: RootPhaseSettings, entered: Entered) -> NoReturn:
     fd = os.memfd_create("atropos-config", 0)
     with os.fdopen(os.dup(fd), "wb") as file:
-        file.write(json.dumps({"config": config.text, "entered": asdict(entered)}).encode())
+        file.write(json.dumps((config.text, asdict(entered))).encode())
     os.lseek(fd, 0, os.SEEK_SET)
     for inherited in (fd, *entered.images):
         os.set_inheritable(inherited, True)
@@ -238,7 +223,7 @@ def _execute_again(config: RootPhaseSettings, entered: Entered) -> NoReturn:
 # ------------------------------------------------------------------------------------------------------------ as root
 
 
-def _as_root(config: RootPhaseSettings, entered: Entered) -> Entered:
+def _as_root(config: RootPhaseSettings, scratch: str, parent: int) -> Entered:
     base, slot_ids = namespaces.free_range()
     server = base + slot_ids  # a uid of its own, so that no slot can use up what the kernel counts per user
     try:
@@ -246,21 +231,21 @@ def _as_root(config: RootPhaseSettings, entered: Entered) -> Entered:
         syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
         if _proc_is_masked():
             syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
-        syscalls.mount("atropos", entered.scratch, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=1m")
+        syscalls.mount("atropos", scratch, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=1m")
     except OSError as error:
         raise IsolationUnavailable(
             f"{error}: the container must keep CAP_SYS_ADMIN and a seccomp profile that allows mount and unshare "
             "(see nomad/ and docker/sandbox/ for the least that is needed)"
         ) from error
-    cgroups = claim(f"{entered.scratch}/cgroups", server, server)
+    cgroups = claim(f"{scratch}/cgroups", server, server)
     disk = folders.disk(server, base) if config.volume == "disk" else None
     if disk is not None:
         folders.remove_abandoned(disk)
     cells, images, no_cells = None, list[int](), ""
     if disk is not None and config.cells is not None:
         try:
-            images = disks.make(config.cells, disk, f"{entered.scratch}/cells", server, base)
-            cells = f"{entered.scratch}/cells"
+            images = disks.make(config.cells, disk, f"{scratch}/cells", server, base)
+            cells = f"{scratch}/cells"
         except OSError as error:
             no_cells = f"no file system of a given size could be made: {error}"
     image_folder, no_images = folders.image_folder(config.image_folder, server)
@@ -268,20 +253,19 @@ def _as_root(config: RootPhaseSettings, entered: Entered) -> Entered:
     for path in config.base_paths:
         if os.path.isdir(path) and os.stat(path).st_uid == 0:
             folders.map_ids(path, base, slot_ids)
-    own = f"{entered.scratch}/server"
+    own = f"{scratch}/server"
     os.mkdir(own, 0o755)
-    namespaces.enter_namespaces(
-        namespaces.write_maps([(0, base, slot_ids + 1 + namespaces.CREATORS)]), before=lambda: _become(server)
-    )
-    return replace(
-        entered,
-        scratch=own,
-        slot_ids=slot_ids,
-        creators=(slot_ids + 1, namespaces.CREATORS),
-        cgroups=cgroups,
+    ids = [(0, base, slot_ids + 1 + namespaces.CREATORS)]
+    namespaces.enter_namespaces(lambda pid: namespaces.write_maps(pid, ids), before=lambda: _become(server))
+    return Entered(
+        own,
+        parent,
+        cgroups,
+        slot_ids,
+        namespaces.CREATORS,
         disk=disk,
         cells=cells,
-        images=tuple(images),
+        images=images,
         no_cells=no_cells,
         image_folder=image_folder,
         no_images=no_images,
@@ -307,27 +291,24 @@ def _become(uid: int) -> None:
 # ------------------------------------------------------------------------------------------------- as an ordinary user
 
 
-def _as_user(config: RootPhaseSettings, entered: Entered) -> Entered:
+def _as_user(config: RootPhaseSettings, scratch: str, parent: int) -> Entered:
     uid, gid = os.getuid(), os.getgid()
     cgroups = claim_delegated(uid, gid)
     disk = folders.disk(uid, gid) if config.volume == "disk" else None
     image_folder, no_images = folders.image_folder(config.image_folder, uid)
-    entered = replace(entered, cgroups=cgroups, disk=disk, image_folder=image_folder, no_images=no_images)
-    ids = namespaces.subordinate("/etc/subuid"), namespaces.subordinate("/etc/subgid")
-    ranged = min(count for _, count in ids) >= 4096 and all(shutil.which(p) for p in ("newuidmap", "newgidmap"))
-    if ranged:
-        slot_ids = min(namespaces.SLOT_IDS, ids[0][1], ids[1][1])
-        creators = max(0, min(namespaces.CREATORS, ids[0][1] - slot_ids, ids[1][1] - slot_ids))
-        maps = [
-            [
-                (0, first, slot_ids),
-                (slot_ids, own, 1),
-                *([(slot_ids + 1, first + slot_ids, creators)] if creators else []),
-            ]
-            for (first, _), own in zip(ids, (uid, gid), strict=True)
-        ]
-        namespaces.enter_namespaces(namespaces.newidmap(maps[0], maps[1]))
-        entered = replace(entered, slot_ids=slot_ids, creators=(slot_ids + 1, creators) if creators else (0, 0))
+    (first_uid, uids), (first_gid, gids) = namespaces.subordinate("/etc/subuid"), namespaces.subordinate("/etc/subgid")
+    ids, slot_ids, creators = min(uids, gids), 1, 0
+    if ids >= 4096 and all(shutil.which(program) for program in ("newuidmap", "newgidmap")):
+        slot_ids = min(namespaces.SLOT_IDS, ids)
+        creators = min(namespaces.CREATORS, ids - slot_ids)
+
+        def extents(first: int, own: int) -> list[namespaces.Extent]:
+            mapped = (0, first, slot_ids), (slot_ids, own, 1), (slot_ids + 1, first + slot_ids, creators)
+            return [extent for extent in mapped if extent[2]]
+
+        namespaces.enter_namespaces(
+            lambda pid: namespaces.write_subordinate_maps(pid, extents(first_uid, uid), extents(first_gid, gid))
+        )
     else:
         namespaces.unshare(syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS)
         for file, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
@@ -338,15 +319,6 @@ def _as_user(config: RootPhaseSettings, entered: Entered) -> Entered:
         raise IsolationUnavailable(namespaces.why_no_userns(error)) from error
     if disk is not None:
         folders.remove_abandoned(disk)
-    return entered
-
-
-def claim_delegated(uid: int, gid: int) -> Cgroups:
-    """The cgroups an ordinary user may make: those that systemd delegated to it (cgroup v2)."""
-    missing = "not delegated to this user (run as root, or under 'systemd-run --user --scope -p Delegate=yes')"
-    with open("/proc/self/cgroup", encoding="utf-8") as file:
-        path = next((line.split(":", 2)[2].strip() for line in file if line.startswith("0::")), None)
-    own = Path(f"/sys/fs/cgroup{path}") if path is not None else None
-    if own is None or not os.access(own, os.W_OK) or not (own / "cgroup.controllers").exists():
-        return Cgroups((), dict.fromkeys(("memory", "pids", "cpu"), missing))
-    return claim("/nonexistent", uid, gid)
+    return Entered(
+        scratch, parent, cgroups, slot_ids, creators, disk=disk, image_folder=image_folder, no_images=no_images
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from dataclasses import replace
@@ -66,13 +67,12 @@ class HostState:
         self.bwrap = shutil.which("bwrap") or ""
         self.cells = DiskCells(config, entered)
         self.disposer = volumes.Disposer(self.cells.release)
-        self._creators = list(range(entered.creators[0], sum(entered.creators)))
+        first = entered.slot_ids + 1  # after the server's own
+        creators = list(range(first, first + entered.creators))
         # the last of the spare uids is the proxy's own, so that it can touch neither the server nor a slot
-        self.egress = (
-            egress_supervisor.EgressSupervisor(config, self._creators.pop() if self._creators else None)
-            if config.allow_network
-            else None
-        )
+        proxy = creators.pop() if config.allow_network and creators else None
+        self.egress = egress_supervisor.EgressSupervisor(config, proxy) if config.allow_network else None
+        self._creators = itertools.cycle(creators)  # in turn, so that each is reused as late as possible
         try:
             prestarted = prestart.adopt(self.scratch, config.base)
             shared = prestarted.shared()
@@ -135,7 +135,7 @@ class HostState:
     @property
     def counts_pids(self) -> bool:
         """Whether cgroups bound the processes of a slot."""
-        return any("pids" in tree.controllers for tree in self.entered.cgroups.trees)
+        return "pids" in self.entered.cgroups.controllers
 
     def threads(self, limits: SlotLimits) -> dict[str, str]:
         """Variables that limit the threads of libraries to a slot's share of the CPUs."""
@@ -157,10 +157,7 @@ class HostState:
         """What the spawner needs to know to start one slot."""
         # where cgroups count processes, this is the bound of the largest lease that the slot may be given to
         processes = self.config.slots * limits.pids + 64 if self.counts_pids else limits.pids + 1
-        creator = self._creators.pop(0) if self._creators else None
-        if creator is not None:
-            self._creators.append(creator)  # in turn, so that each is reused as late as possible
-        ranged = creator is not None
+        creator = next(self._creators, None)
         preload = volumes.preload_cover(volume.root, self.runtime.empty, self.empty)
         seen = f"{self.scratch}/own"
         return {
@@ -177,7 +174,7 @@ class HostState:
                 "SIGPENDING": 4096,
                 "MSGQUEUE": 262_144,
                 "MEMLOCK": 65_536,
-                **({"NPROC": processes} if ranged else {}),
+                **({} if creator is None else {"NPROC": processes}),
             },
             # CORE 1: no file is that small, and a handler of the host's, which runs as its root, is not started either
             "rlimits": {"NOFILE": limits.open_files, "CORE": 1, "NPROC": processes, "RTPRIO": 0, "NICE": 0},

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from atropos.aio import cancel_and_wait
 from atropos.config import SlotLimits
 from atropos.errors import SandboxError
-from atropos.sandbox.boot.root_phase import Entered
 from atropos.sandbox.host import egress_supervisor
 from atropos.sandbox.host.host_state import HostState
+from atropos.sandbox.linux.cgroups import Cgroups
 from atropos.sandbox.linux.disks import PROBE_INODES
 from atropos.slot_python import SLOT_PYTHON
 from atropos.wire import (
@@ -250,9 +250,9 @@ async def _properties(host: HostState, start: Start) -> list[Feature]:
     sandbox = await start("probe", limits=_LIMITS)
     try:
         found = await _inside(sandbox, set(host.environment))
-        found["memory_limit"] = await _memory(sandbox, host.entered)
-        controllers = {name for tree in host.entered.cgroups.trees for name in tree.controllers}
-        found["cpu_weight"] = ("cpu" in controllers, host.entered.cgroups.missing.get("cpu", ""))
+        found["memory_limit"] = await _memory(sandbox, host.entered.cgroups)
+        cgroups = host.entered.cgroups
+        found["cpu_weight"] = ("cpu" in cgroups.controllers, cgroups.missing.get("cpu", ""))
         if not host.counts_pids and found["pids_limit"][0]:
             found["pids_limit"] = (False, "processes are bounded, but a fork bomb's stay and fill the slot")
         found["files"] = await _files(sandbox)
@@ -307,9 +307,9 @@ async def _egress(start: Start) -> tuple[bool, str]:
     return isinstance(result, CommandResult) and result.output == b"held\n", _shown(result)
 
 
-async def _memory(sandbox: SlotSandbox, entered: Entered) -> tuple[bool, str]:
-    if not any("memory" in tree.controllers for tree in entered.cgroups.trees):
-        return False, entered.cgroups.missing.get("memory", "no memory controller")
+async def _memory(sandbox: SlotSandbox, cgroups: Cgroups) -> tuple[bool, str]:
+    if "memory" not in cgroups.controllers:
+        return False, cgroups.missing["memory"]
     hog = (*SLOT_PYTHON, "-c", "x = b'x' * (64 << 20)")
     result = await sandbox.run("probe-memory", Exec(command=hog, timeout_s=60))
     named = isinstance(result, CommandResult) and result.limit == "memory" and result.exit_code == -9

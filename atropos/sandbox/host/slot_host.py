@@ -48,7 +48,6 @@ class SlotHost:
             ConfigError: a base is not there.
         """
         entered = root_phase.entered()
-        root_phase.check_programs()
         _check_disk(config, entered)
         return cls(HostState(config, entered))
 

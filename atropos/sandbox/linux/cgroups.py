@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from atropos.cgroup_paths import (
@@ -34,7 +34,7 @@ class CgroupTree:
 
     version: int
     path: str
-    controllers: tuple[str, ...]
+    controllers: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Cgroups:
 
     trees: tuple[CgroupTree, ...] = ()
     missing: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def controllers(self) -> frozenset[str]:
+        """Those that slots are limited by here."""
+        return frozenset(name for tree in self.trees for name in tree.controllers)
 
 
 _SERVER_WEIGHT = 1000
@@ -68,14 +73,6 @@ def alive(name: str) -> bool:
     return pid.isdecimal() and str(start_time(int(pid))) == started
 
 
-def sweep(parent: Path) -> None:
-    """Remove the cgroups of ended servers."""
-    with contextlib.suppress(OSError):
-        for entry in parent.glob(f"{PREFIX}*"):
-            if not alive(entry.name):
-                remove_tree(entry)
-
-
 def claim(mounts: str, uid: int, gid: int) -> Cgroups:
     """Create our cgroup in every hierarchy with a controller, owned by `uid`. Needs privilege.
 
@@ -85,27 +82,30 @@ def claim(mounts: str, uid: int, gid: int) -> Cgroups:
         gid: its gid.
     """
     trees: list[CgroupTree] = []
-    missing: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for hierarchy in of_this_process():
-        wanted = [name for name in hierarchy.controllers if name in CONTROLLERS]
         make = _claim_v1 if hierarchy.version == 1 else _claim_v2
         try:
             tree = make(hierarchy, mounts, uid, gid)
         except OSError as error:
-            missing.update(dict.fromkeys(wanted, str(error)))
-            if hierarchy.version == 2:
-                missing["v2"] = str(error)
+            for name in hierarchy.controllers or CONTROLLERS:  # cgroup v2 is the last, and may offer any
+                reasons.setdefault(name, str(error))
         else:
             if tree.controllers:
                 trees.append(tree)
-    had = {name for tree in trees for name in tree.controllers}
-    reason = missing.pop("v2", "no cgroup hierarchy offers it")
-    for name in CONTROLLERS:
-        if name in had:
-            missing.pop(name, None)
-        else:
-            missing.setdefault(name, reason)
-    return Cgroups(tuple(trees), missing)
+    made = Cgroups(tuple(trees))
+    missing = [name for name in CONTROLLERS if name not in made.controllers]
+    return replace(made, missing={name: reasons.get(name, "no cgroup hierarchy offers it") for name in missing})
+
+
+def claim_delegated(uid: int, gid: int) -> Cgroups:
+    """The cgroups that an ordinary user may create: below one that systemd delegated to it (cgroup v2)."""
+    missing = "not delegated to this user (run as root, or under 'systemd-run --user --scope -p Delegate=yes')"
+    for hierarchy in of_this_process():
+        own = Path(f"/sys/fs/cgroup{hierarchy.path}")
+        if hierarchy.version == 2 and os.access(own, os.W_OK) and (own / "cgroup.controllers").exists():
+            return claim("/nonexistent", uid, gid)
+    return Cgroups((), dict.fromkeys(CONTROLLERS, missing))
 
 
 def _mounted(hierarchy: Hierarchy, mounts: str) -> Path:
@@ -128,8 +128,10 @@ def _make_own(parent: Path, uid: int, gid: int) -> Path:
     top = parent / TOP
     ours = top / own_name()
     _within(top, lambda: os.mkdir(ours))
-    sweep(parent)
-    sweep(top)
+    with contextlib.suppress(OSError):
+        for entry in top.glob(f"{PREFIX}*"):
+            if not alive(entry.name):  # a killed server's
+                remove_tree(entry)
     _give(top, uid, gid)
     return ours
 
