@@ -16,7 +16,7 @@ from atropos.sandbox.host import egress_supervisor, kernel_bounds
 from atropos.sandbox.host.files import skeleton, volumes
 from atropos.sandbox.host.files.disk_cells import DiskCells
 from atropos.sandbox.host.files.root_changer import RootChanger
-from atropos.sandbox.host.process import bwrap, prestart
+from atropos.sandbox.host.process import bwrap, prestart, runtime
 from atropos.sandbox.host.process.spawner_client import SpawnerClient
 from atropos.sandbox.linux import slot_cgroup, syscalls
 
@@ -47,7 +47,7 @@ class HostState:
         layers: volumes that have become layers.
         bases: by name; None: the default one.
         environment: what every command starts with.
-        empty: an empty, read-only folder.
+        files: what all slots see.
         bwrap: path of bubblewrap.
 
     Raises:
@@ -63,7 +63,11 @@ class HostState:
         self.layers: dict[Layer, volumes.Volume] = {}
         self.bases: dict[str | None, skeleton.Base] = {}
         self.environment = _ENVIRONMENT | self.threads(config.limits)
-        self.empty = f"{self.scratch}/empty"
+        self.files = volumes.SharedFiles(
+            runtime=f"{self.scratch}/runtime",
+            empty_file=f"{self.scratch}/runtime/{runtime.EMPTY}",
+            empty_folder=f"{self.scratch}/empty",
+        )
         self.bwrap = shutil.which("bwrap") or ""
         self.cells = DiskCells(config, entered)
         self.disposer = volumes.Disposer(self.cells.release)
@@ -75,12 +79,11 @@ class HostState:
         self._creators = itertools.cycle(creators)  # in turn, so that each is reused as late as possible
         try:
             prestarted = prestart.adopt(self.scratch, config.base)
-            shared = prestarted.shared()
-            self._seccomp, self.runtime = bytes.fromhex(shared.seccomp), shared.runtime
-            os.mkdir(f"{self.scratch}/runtime/{volumes.NEXT}", 0o755)
-            for path in (self.runtime.empty, self.empty):
-                volumes.bind_read_only(path)
-            self._prepare_bases(shared.skeleton)
+            self._seccomp, over_host = prestarted.shared()
+            os.mkdir(f"{self.files.runtime}/{volumes.NEXT}", 0o755)
+            for path in (self.files.empty_file, self.files.empty_folder):
+                syscalls.bind_read_only(path)
+            self._prepare_bases(over_host)
         except OSError as error:
             raise IsolationUnavailable(f"the server's own files could not be set up: {error}") from error
         self.roots = RootChanger()
@@ -158,7 +161,7 @@ class HostState:
         # where cgroups count processes, this is the bound of the largest lease that the slot may be given to
         processes = self.config.slots * limits.pids + 64 if self.counts_pids else limits.pids + 1
         creator = next(self._creators, None)
-        preload = volumes.preload_cover(volume.root, self.runtime.empty, self.empty)
+        preload = volumes.preload_cover(volume.root, self.files)
         seen = f"{self.scratch}/own"
         return {
             "own": (os.fsencode(volume.folder), os.fsencode(seen), os.fsencode(f"{self.scratch}/slots")),

@@ -10,7 +10,7 @@ from atropos.errors import SlotLost
 from atropos.sandbox.host.files import volumes
 from atropos.sandbox.linux import sockets
 from atropos.sandbox.linux.slot_cgroup import Counts, SlotCgroup
-from atropos.wire import CommandResult, Limit, ProcListing, ProcState
+from atropos.wire import CommandResult, Limit, Operation, OpResult, ProcListing, ProcState
 
 CLOSING_S = 2.0
 """Time that the sockets of killed programs may take to close. Until then, excess sockets kill nothing more."""
@@ -39,6 +39,8 @@ class LimitWatch:
         self._most_sockets = sockets.most(limits.memory_mib << 20)
         self._closing, self._closing_until = 0, 0.0
         """Sockets of killed programs that were still open at the last check, and when they must be closed."""
+        self._before: dict[str, Counts] = {}
+        """The counts when a call began that starts a program."""
         self._commands: dict[str, bool] = {}
         """The commands that run, by call, and whether others ran at the same time."""
         self._cut: set[str] = set()
@@ -46,48 +48,57 @@ class LimitWatch:
         self._background: dict[str, Counts | Limit | None] = {}
         """The counts when a background process was started; once it has ended, the limit that ended it."""
 
-    def record_start(self, operation: str, call_id: str, ident: str | None) -> Counts | None:
-        """Record the start of an operation. Returns the counts to compare with, where it starts a program.
-
-        Args:
-            operation: its name on the wire.
-            call_id: the call.
-            ident: of the background process that it concerns.
-        """
-        counts = None
-        if operation == "exec":
-            counts = self._idle or self._cgroup.counts()
+    def record_start(self, call_id: str, operation: Operation) -> None:
+        """Record the start of an operation, before it is handed to PID 1."""
+        if operation.op == "exec":
+            self._before[call_id] = self._idle or self._cgroup.counts()
             self._commands[call_id] = False
             if len(self._commands) > 1:
                 self._commands = dict.fromkeys(self._commands, True)
-        elif operation == "proc_start":
-            counts = self._cgroup.counts()
-        elif operation == "proc_kill" and ident is not None:
-            self._background.pop(ident, None)  # what ends it now is no limit
+        elif operation.op == "proc_start":
+            self._before[call_id] = self._cgroup.counts()
+        elif operation.op == "proc_kill":
+            self._background.pop(operation.id, None)  # what ends it now is no limit
         self._idle = None
-        return counts
 
     def forget(self, call_id: str) -> None:
         """Drop the record of a call that was answered."""
+        self._before.pop(call_id, None)
         self._commands.pop(call_id, None)
         self._cut.discard(call_id)
 
     def of_result(
-        self, result: CommandResult, before: Counts, call_id: str, *, alone: bool
-    ) -> tuple[CommandResult, bool]:
+        self, call_id: str, result: OpResult | Exception, *, alone: bool
+    ) -> tuple[OpResult | Exception, bool]:
         """Add to a result which limit ended its program; also whether forks fail because of leftover processes.
 
-        The kernel counts for the whole slot: of commands that ran at the same time, `memory` is said of those that were
-        killed, and `pids` of those that failed.
-
         Args:
-            result: as PID 1 sent it.
-            before: the counts when the call began.
             call_id: the call.
+            result: as PID 1 sent it. Repeated reads of a background process agree.
             alone: nothing else runs in the slot.
 
         Raises:
             SlotLost: see `_exceeded`.
+        """
+        before = self._before.get(call_id)
+        if isinstance(result, CommandResult) and before is not None:
+            return self._of_command(call_id, result, before, alone=alone)
+        if isinstance(result, ProcListing):
+            processes = tuple(self._of_state(each) for each in result.processes)
+            return result.model_copy(update={"processes": processes}), False
+        if isinstance(result, ProcState):
+            if before is not None:
+                self._record_background(result.id, before)
+            return self._of_state(result), False
+        return result, False
+
+    def _of_command(
+        self, call_id: str, result: CommandResult, before: Counts, *, alone: bool
+    ) -> tuple[CommandResult, bool]:
+        """`of_result` of a command.
+
+        The kernel counts for the whole slot: of commands that ran at the same time, `memory` is said of those that were
+        killed, and `pids` of those that failed.
         """
         after = self._cgroup.counts()
         limit = self._exceeded(before, after)
@@ -105,18 +116,12 @@ class LimitWatch:
             limit = volumes.exhausted(self._volume)
         return result if limit is None else result.model_copy(update={"limit": limit}), refused
 
-    def record_background(self, ident: str, before: Counts) -> None:
-        """Record that a background process was started."""
+    def _record_background(self, ident: str, before: Counts) -> None:
         self._background[ident] = before
         while len(self._background) > _MAX_BACKGROUND:
             del self._background[next(iter(self._background))]
 
-    def of_state(self, state: ProcState) -> ProcState:
-        """Add to a state which limit ended the background process; repeated reads agree.
-
-        Raises:
-            SlotLost: see `_exceeded`.
-        """
+    def _of_state(self, state: ProcState) -> ProcState:
         known = self._background.get(state.id)
         if known is None or state.running:
             return state
@@ -124,10 +129,6 @@ class LimitWatch:
             limit = self._exceeded(known, self._cgroup.counts())
             known = self._background[state.id] = limit if state.exit_code in _KILLED else None
         return state.model_copy(update={"limit": known})
-
-    def of_listing(self, listing: ProcListing) -> ProcListing:
-        """As `of_state`, for every process of a listing."""
-        return listing.model_copy(update={"processes": tuple(self.of_state(each) for each in listing.processes)})
 
     def _exceeded(self, before: Counts, after: Counts) -> Limit | None:
         """The slot's limit that ended a program between two counts.

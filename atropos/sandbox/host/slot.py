@@ -25,7 +25,7 @@ from atropos.sandbox.host.runner_link import RunnerLink
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, stopped_children
 from atropos.slot_python import INSIDE
-from atropos.wire import CommandResult, Done, ImageInfo, Operation, OpError, OpResult, ProcListing, ProcState
+from atropos.wire import Done, ImageInfo, Operation, OpError, OpResult
 
 if TYPE_CHECKING:
     from atropos.sandbox.contract import OnResult
@@ -84,7 +84,6 @@ class SlotSandbox:
         self._watchdog: asyncio.TimerHandle | None = None
         self._stuck: set[int] = set()
         self._stopping: asyncio.Task[Stopped] | None = None
-        self._gone = False
         self._detached = False
         """Whether the volume is no longer its own: being freed, or a layer."""
 
@@ -94,7 +93,8 @@ class SlotSandbox:
         return self.network.hosts
 
     def __repr__(self) -> str:
-        state = "stopped" if self._gone else "dead" if self.died.done() else "live"
+        stopped = self._stopping is not None and self._stopping.done()
+        state = "stopped" if stopped else "dead" if self.died.done() else "live"
         return f"<SlotSandbox {self.name} {state} pid={self.host_pid} calls={len(self._calls)}>"
 
     # ------------------------------------------------------------------------------------------------------- operations
@@ -109,14 +109,14 @@ class SlotSandbox:
             return
         op = operation.op
         arguments = self._arguments_of(operation)
-        before = self._watch.record_start(op, call_id, getattr(operation, "id", None))
+        self._watch.record_start(call_id, operation)
         self._programs = self._programs or op in _STARTS
 
         def ended(result: OpResult | Exception) -> None:
             if op == "exec":
                 self._programs = not channel.alone
             try:
-                result, refused = self._with_limit(result, before, call_id, alone=channel.alone)
+                result, refused = self._watch.of_result(call_id, result, alone=channel.alone)
             except SlotLost as error:  # the slot ends: no later call may rely on what was killed
                 self._loop.call_soon(self._fail, str(error))
                 result, refused = error, False
@@ -206,7 +206,7 @@ class SlotSandbox:
         """Check pending calls and running programs: one timer for all of them, while there are any."""
         late = 0.0 if self._watchdog is None else self._loop.time() - self._watchdog.when()
         self._watchdog = None
-        if not (self._calls or self._programs) or self.host_pid is None or self._gone or self.died.done():
+        if not (self._calls or self._programs) or self.host_pid is None or self.died.done():
             return
         if late > CHECK_S:  # this process did not run, and PID 1 perhaps neither: its answers are still to come
             self._calls = {call_id: (number, due + late) for call_id, (number, due) in self._calls.items()}
@@ -219,24 +219,6 @@ class SlotSandbox:
             self._watch.record_socket_kill(list(self._calls))
             self._channel.call("end_all", {}, lambda _: None)
         self._watchdog = self._loop.call_later(CHECK_S, self._check)
-
-    def _with_limit(
-        self, result: OpResult | Exception, before: slot_cgroup.Counts | None, call_id: str, *, alone: bool
-    ) -> tuple[OpResult | Exception, bool]:
-        """A result with the limit that ended its program; and whether leftover processes must be ended.
-
-        Raises:
-            SlotLost: the host killed programs of the slot; see `LimitWatch`.
-        """
-        if before is not None and isinstance(result, CommandResult):
-            return self._watch.of_result(result, before, call_id, alone=alone)
-        if isinstance(result, ProcState):
-            if before is not None:
-                self._watch.record_background(result.id, before)
-            return self._watch.of_state(result), False
-        if isinstance(result, ProcListing):
-            return self._watch.of_listing(result), False
-        return result, False
 
     def cancel(self, call_id: str) -> None:
         """Kill what the call started."""
@@ -272,7 +254,7 @@ class SlotSandbox:
                 f"slot {self.name} could not be started within {START_DEADLINE_S} s: "
                 f"{why}{host_limits.named()}{host_limits.load()}"
             ) from None
-        except (SlotLost, OutcomeUnknown, OSError) as error:
+        except (OutcomeUnknown, OSError) as error:
             why = memory_files.line(errors) or error
             raise SandboxError(f"slot {self.name} could not be started: {why}{host_limits.named()}") from None
         finally:
@@ -294,7 +276,11 @@ class SlotSandbox:
             self._init_fd = pidfd_of(pid)
             if not self._joined:
                 far.close()
-                await self._receive_network(near, errors)
+                try:
+                    await self.network.open(near)
+                except OSError as error:
+                    why = memory_files.line(errors) or error
+                    raise SandboxError(f"slot {self.name}: its network could not be set up: {why}") from None
         self._ended.add_done_callback(lambda _: self._fail("its PID 1 ended"))
         return pid
 
@@ -327,7 +313,7 @@ class SlotSandbox:
         host, root = self._host, self._host.base(base)
         try:
             paths = [layer.path for layer in layers]
-            volumes.restack(self.volume, root, paths, host.runtime.empty, host.empty)
+            volumes.restack(self.volume, root, paths, host.files)
             if view is not None:
                 await asyncio.to_thread(view.mount, self.volume)
             new_root = f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}"
@@ -341,31 +327,17 @@ class SlotSandbox:
         self._base = base
         self._image = root.image
 
-    async def _receive_network(self, near: socket.socket, errors: int) -> None:
-        """Receive the slot's own network, which its views share."""
-        try:
-            await self.network.open(near, START_DEADLINE_S)
-        except OSError as error:
-            late = host_limits.load() if isinstance(error, TimeoutError) else ""
-            raise SandboxError(
-                f"slot {self.name}: its network could not be set up: {memory_files.line(errors) or error}{late}"
-            ) from None
-
     def view_of(self, folders: Sequence[str]) -> views.View:
         """Its folders for a view to mount."""
         base = self._host.base(self._base)
         written = (self.upper, *(layer.path for layer in self.layers))
         layers = (*written, *base.layers, base.lower)
-        return views.View(layers, len(written), tuple(folders), self._host.empty, self.volume.data)
+        return views.View(layers, len(written), tuple(folders), self._host.files.empty_folder, self.volume.data)
 
     @property
     def upper(self) -> str:
         """See `contract.Sandbox`."""
         return self.volume.upper
-
-    def deprioritize(self) -> None:
-        """Give its programs only the CPU time that others leave."""
-        self.cgroup.deprioritize()
 
     async def _greet(self, pid: int) -> None:
         """Send the runner its settings, and wait for its answer."""
@@ -386,7 +358,7 @@ class SlotSandbox:
         """Kill a sandbox that ended by itself or can't be trusted; `died` gets the reason."""
         if self._channel is not None and not self._channel.closed:
             self._channel.close(OutcomeUnknown(f"slot {self.name} ended while the call ran: {reason}"))
-        if self._stopping is None and not self._gone:
+        if self._stopping is None:
             self._kill()
             if not self.died.done():
                 self.died.set_result(reason)
@@ -402,7 +374,7 @@ class SlotSandbox:
     async def stop(self) -> Stopped:
         """Kill everything in it and confirm; see `contract.Sandbox.stop`."""
         if self._stopping is None or (self._stopping.done() and not self._stopping.result().clean):
-            self._stopping = asyncio.get_running_loop().create_task(self._stop(), name=f"stop {self.name}")
+            self._stopping = self._loop.create_task(self._stop(), name=f"stop {self.name}")
         return await asyncio.shield(self._stopping)
 
     async def _stop(self) -> Stopped:
@@ -428,7 +400,6 @@ class SlotSandbox:
         return ""
 
     def _finished(self, began: float, problems: list[str]) -> Stopped:
-        self._gone = True
         if self._watchdog is not None:
             self._watchdog.cancel()
         detail = "; ".join(problem for problem in problems if problem)
@@ -468,7 +439,7 @@ class SlotSandbox:
 
     async def freeze(self) -> Layer:
         """End the sandbox and keep its volume as a read-only layer; see `contract.Sandbox.freeze`."""
-        if self._stopping is not None or self._gone:
+        if self._stopping is not None:
             raise SandboxError(f"slot {self.name} has ended, so it can't be frozen")
         frozen: asyncio.Future[Layer] = self._loop.create_future()
         self._stopping = self._loop.create_task(self._freeze(frozen), name=f"freeze {self.name}")

@@ -99,7 +99,7 @@ class SlotHost:
         cgroup = slot_cgroup.SlotCgroup(self.state.entered.cgroups, f"slot{unique}", limits, most_cores)
         folder = f"{self.state.scratch}/slots/{unique}"
         try:
-            return cgroup, volumes.create(folder, base, limits, self.state.runtime.path, self.state.empty, disk)
+            return cgroup, volumes.create(folder, base, limits, self.state.files, disk)
         except OSError:
             cgroup.remove()
             raise
@@ -115,7 +115,7 @@ class SlotHost:
         except BaseException:
             await asyncio.shield(sandbox.stop())
             raise
-        of.deprioritize()
+        of.cgroup.deprioritize()
         return sandbox
 
     # ----------------------------------------------------------------------------------------------------------- images

@@ -26,7 +26,7 @@ class SlotNetwork:
         self._number: int | None = None
         self.hosts: tuple[str, ...] | None = None
 
-    async def open(self, near: socket.socket, timeout_s: float) -> None:
+    async def open(self, near: socket.socket) -> None:
         """Receive the namespace, and pass the socket that listens in it to the proxy.
 
         Raises:
@@ -37,8 +37,7 @@ class SlotNetwork:
         arrived = asyncio.Event()
         loop.add_reader(near, arrived.set)
         try:
-            async with asyncio.timeout(timeout_s):
-                await arrived.wait()
+            await arrived.wait()
         finally:
             loop.remove_reader(near)
         _, fds, _, _ = socket.recv_fds(near, 1, 2)

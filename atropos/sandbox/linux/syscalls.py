@@ -78,6 +78,17 @@ def mount(
     _check(libc.mount(args[0], args[1], args[2], flags, args[3]), f"mount {kind or source or ''} on {target}")
 
 
+def bind_read_only(path: str) -> None:
+    """Mount a file or folder read-only over itself."""
+    mount(path, path, None, MS_BIND)
+    remount_read_only(path)
+
+
+def remount_read_only(path: str, more: int = 0) -> None:
+    """Make a mount over a file or folder read-only, without devices and set-user-id programs; `more`: further flags."""
+    mount(None, path, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | more)
+
+
 def idmapped_mount(path: str, namespace: int) -> None:
     """Mount a folder over itself with owners mapped by a user namespace (Linux 5.12, and support of the file system)."""
     open_tree, move_mount, mount_setattr = 428, 429, 442

@@ -39,6 +39,21 @@ _INODE_BYTES = 1880
 _NOSUID_NODEV = syscalls.MS_NOSUID | syscalls.MS_NODEV
 
 
+@dataclass(frozen=True)
+class SharedFiles:
+    """Read-only files of the server that all slots see.
+
+    Attributes:
+        runtime: the folder with the private Python.
+        empty_file: covers /etc/ld.so.preload.
+        empty_folder: covers it where it is a folder; and is the second lower one that an overlay without an upper one needs.
+    """
+
+    runtime: str
+    empty_file: str
+    empty_folder: str
+
+
 @dataclass
 class Volume:
     """One lease's mounts: a tmpfs at `folder`, and everything else mounted inside it.
@@ -189,22 +204,14 @@ def _free(descriptors: list[int], folder: str | None) -> None:
         remove_tree(folder)
 
 
-def create(
-    folder: str,
-    base: Base,
-    limits: SlotLimits,
-    runtime: str,
-    empty: str,
-    disk: str | None = None,
-) -> Volume:
+def create(folder: str, base: Base, limits: SlotLimits, shared: SharedFiles, disk: str | None = None) -> Volume:
     """Mount the base and layers of a new slot.
 
     Args:
         folder: a new folder for the mount points.
         base: the lowest layer.
         limits: size and inodes.
-        runtime: the folder with the private Python.
-        empty: an empty folder, the second lower one that an overlay without an upper one needs.
+        shared: what all slots see.
         disk: a new folder on disk for the slot's files, instead of the tmpfs.
 
     Raises:
@@ -215,8 +222,8 @@ def create(
     try:
         volume.stack("root", [base.lower], _NOSUID_NODEV, volume.upper, f"{volume.data}/wk")
         for name, source in base.host_folders.items():
-            volume.stack(f"host-{name}", [empty, source], readonly)
-        volume.stack("runtime", [empty, runtime], readonly)
+            volume.stack(f"host-{name}", [shared.empty_folder, source], readonly)
+        volume.stack("runtime", [shared.empty_folder, shared.runtime], readonly)
         ptys = max(8, min(limits.pids, 64))
         options = f"newinstance,ptmxmode=0666,mode=620,max={ptys}"
         terminals = f"{folder}/pts"
@@ -239,7 +246,7 @@ def _make_gate(volume: Volume) -> None:
     syscalls.mount(None, gate, None, syscalls.MS_SHARED)
 
 
-def restack(volume: Volume, base: Base, layers: Sequence[str], empty_file: str, empty_folder: str) -> None:
+def restack(volume: Volume, base: Base, layers: Sequence[str], shared: SharedFiles) -> None:
     """Mount another root in the gate of a running slot's volume, before anything was written in it.
 
     The slot's namespace gets a copy of each of these mounts; `RootChanger` then makes it the root.
@@ -248,8 +255,7 @@ def restack(volume: Volume, base: Base, layers: Sequence[str], empty_file: str, 
         volume: the slot's.
         base: the lowest layer.
         layers: upper folders of frozen volumes, topmost first.
-        empty_file: covers /etc/ld.so.preload; mounted read-only (`bind_read_only`), which a mount of it inherits.
-        empty_folder: covers it where it is a folder; likewise.
+        shared: its empty file and folder are read-only mounts, which a mount of them inherits.
 
     Raises:
         OSError: a mount failed; the sandbox must be stopped.
@@ -258,7 +264,7 @@ def restack(volume: Volume, base: Base, layers: Sequence[str], empty_file: str, 
     top, work = volume.next_root, f"{volume.data}/over-wk"
     volume.stack(f"{GATE}/{NEXT}", [*layers, *base.layers, base.lower], _NOSUID_NODEV, volume.upper, work)
     restore_mount_points(top, base.host_folders)
-    cover = preload_cover(top, empty_file, empty_folder)
+    cover = preload_cover(top, shared)
     preload = f"{top}/etc/ld.so.preload"
     if not os.path.lexists(preload):
         os.close(os.open(preload, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
@@ -266,16 +272,6 @@ def restack(volume: Volume, base: Base, layers: Sequence[str], empty_file: str, 
     for source, target in (*hosts, (f"{volume.folder}/runtime", f"{top}/{_RUNTIME}"), (cover, preload)):
         syscalls.mount(source, target, None, syscalls.MS_BIND)
         volume.mounts.append(target)
-
-
-def bind_read_only(path: str) -> None:
-    """Mount a file or folder read-only over itself.
-
-    Raises:
-        OSError: it could not be mounted.
-    """
-    syscalls.mount(path, path, None, syscalls.MS_BIND)
-    syscalls.mount(None, path, None, syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | _NOSUID_NODEV)
 
 
 def blank(folder: str, limits: SlotLimits, disk: str | None) -> Volume:
@@ -355,18 +351,18 @@ def restore_mount_points(root: str, more: Iterable[str]) -> None:
             os.chmod(path, 0o1777)
 
 
-def preload_cover(root: str, empty_file: str, empty_folder: str) -> str:
+def preload_cover(root: str, shared: SharedFiles) -> str:
     """What to mount over the slot's /etc/ld.so.preload: an empty file, or an empty folder where it is one."""
     path = f"{root}/etc/ld.so.preload"
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
-        return empty_file
+        return shared.empty_file
     if stat.S_ISDIR(mode):
-        return empty_folder
+        return shared.empty_folder
     if not stat.S_ISREG(mode):
         os.unlink(path)
-    return empty_file
+    return shared.empty_file
 
 
 def remount_read_only(volume: Volume) -> None:

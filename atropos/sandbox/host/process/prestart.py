@@ -7,37 +7,21 @@ filter, the skeleton. Standard library only, and little of it: it stands before 
 from __future__ import annotations
 
 import errno
-import json
+import marshal
 import os
 import socket
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from atropos.errors import IsolationUnavailable
 from atropos.sandbox.host.files.skeleton import Base
-from atropos.sandbox.host.process.runtime import Runtime
 from atropos.sandbox.linux import syscalls
 
 _SCRATCH_OPTIONS = "mode=755,size=512m"
 _FOLDERS = ("empty", "slots", "own", "runtime", "bases")
-_READ_ONLY = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What all slots share.
-
-    Attributes:
-        runtime: the private Python.
-        seccomp: the filter, as hexadecimal digits.
-        skeleton: the base over the host's folders, where no root file system is given.
-    """
-
-    runtime: Runtime
-    seccomp: str
-    skeleton: Base | None
 
 
 @dataclass(frozen=True)
@@ -55,29 +39,31 @@ class Prestarted:
     _maker: int
     _answer: int
 
-    def shared(self) -> Shared:
+    def shared(self) -> tuple[bytes, Base | None]:
         """Wait for what all slots share; once.
+
+        Returns:
+            The seccomp filter; and the base over the host's folders, where no root file system is given.
 
         Raises:
             IsolationUnavailable: it could not be made.
         """
         with os.fdopen(self._answer, "rb") as file:
-            text = file.read()
+            data = file.read()
         os.waitpid(self._maker, 0)
-        answer = json.loads(text or b'{"error": "the process that prepared them ended at once"}')
-        if "error" in answer:
-            raise IsolationUnavailable(f"the server's own files could not be set up: {answer['error']}")
+        # a text: why it could not be made
+        answer: tuple[bytes, dict[str, Any] | None] | str = (
+            marshal.loads(data) if data else "the process that prepared them ended at once"  # noqa: S302 (our fork's)
+        )
+        if isinstance(answer, str):
+            raise IsolationUnavailable(f"the server's own files could not be set up: {answer}")
         if not self.sock.recv(1):
             raise IsolationUnavailable("the process that starts sandboxes ended at once")
         self.sock.setblocking(False)
-        syscalls.mount(None, self._python, None, _READ_ONLY | syscalls.MS_NOEXEC)
+        syscalls.remount_read_only(self._python, syscalls.MS_NOEXEC)
         syscalls.umount(self._python)
-        base = answer["skeleton"]
-        return Shared(
-            Runtime(**answer["runtime"]),
-            answer["seccomp"],
-            None if base is None else Base(**base),
-        )
+        program, skeleton = answer
+        return program, None if skeleton is None else Base(**skeleton)
 
 
 _prestarted: list[Prestarted] = []
@@ -101,8 +87,7 @@ def prestart(scratch: str, base: str | None) -> None:
         # a mount of its own, so that a slot's start can take all the others away at once
         syscalls.mount(f"{scratch}/slots", f"{scratch}/slots", None, syscalls.MS_BIND)
         python = os.path.realpath(sys.executable)
-        syscalls.mount(python, python, None, syscalls.MS_BIND)
-        syscalls.mount(None, python, None, _READ_ONLY)
+        syscalls.bind_read_only(python)
     except OSError as error:
         cure = ": set TMPDIR to a folder that every user may enter, as /tmp" if error.errno == errno.EACCES else ""
         raise IsolationUnavailable(f"the server's own files could not be set up: {error}{cure}") from error
@@ -140,15 +125,12 @@ def _make(scratch: str, parent: int, answer: int, *, skeleton: bool) -> None:
             from atropos.sandbox.host.files.skeleton import build
             from atropos.sandbox.host.process import runtime, seccomp
 
-            found = Shared(
-                runtime.build(f"{scratch}/runtime"),
-                seccomp.program().hex(),
-                build(f"{scratch}/skeleton") if skeleton else None,
-            )
-            text = json.dumps(asdict(found))
+            runtime.build(f"{scratch}/runtime")
+            base = asdict(build(f"{scratch}/skeleton")) if skeleton else None
+            data = marshal.dumps((seccomp.program(), base))
         except Exception as error:  # its text goes to the server, which ends with it
-            text = json.dumps({"error": str(error) or type(error).__name__})
+            data = marshal.dumps(str(error) or type(error).__name__)
         with os.fdopen(answer, "wb") as file:
-            file.write(text.encode())
+            file.write(data)
     finally:
         os._exit(0)

@@ -13,7 +13,6 @@ import os
 import struct
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from atropos.slot_python import SLOT_PYTHON
 
 PAUSE = "pause"
 """The name of the program of `linux.pause_program`, in the folder."""
+EMPTY = "empty"
 _MODULES = [
     *("encodings.aliases", "encodings.ascii", "encodings.utf_8", "encodings.latin_1", "codecs", "io", "abc"),
     *("os", "stat", "posixpath", "genericpath", "_collections_abc", "_ctypes", "_json", "_socket", "select"),
@@ -45,16 +45,8 @@ _HEADERS = 8192
 _DT_STRTAB, _DT_SONAME, _DT_RPATH, _DT_RUNPATH, _DT_IGNORED = 5, 14, 15, 29, 0x6000_0001
 
 
-@dataclass(frozen=True)
-class Runtime:
-    """The folder of the copy, which is seen at `INSIDE`, and an empty file in it."""
-
-    path: str
-    empty: str
-
-
-def build(folder: str) -> Runtime:
-    """Copy what they need to `folder`.
+def build(folder: str) -> None:
+    """Copy what they need to `folder`, which has an empty file, too.
 
     Raises:
         IsolationUnavailable: this Python can't be copied (not an ELF program of this machine's own).
@@ -72,9 +64,7 @@ def build(folder: str) -> Runtime:
     pause = Path(folder, PAUSE)
     pause.write_bytes(pause_program.elf())
     pause.chmod(0o755)
-    empty = f"{folder}/empty"
-    Path(empty).touch(0o444)
-    return Runtime(folder, empty)
+    Path(folder, EMPTY).touch(0o444)
 
 
 def _copy_modules(python: str, stdlib: Path) -> list[str]:
