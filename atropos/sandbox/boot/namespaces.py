@@ -9,6 +9,7 @@ from pathlib import Path
 
 from atropos.errors import IsolationUnavailable
 from atropos.sandbox.linux import syscalls
+from atropos.sandbox.linux.sysctl import sysctl
 
 ID_BASE = 100_000
 """First host id of the range: above every account, below what systemd gives to its own containers."""
@@ -124,18 +125,11 @@ def write_subordinate_maps(pid: int, uids: list[Extent], gids: list[Extent]) -> 
 
 def why_no_userns(error: OSError) -> str:
     """What to change where the kernel refuses a user namespace."""
-
-    def setting(name: str) -> str | None:
-        try:
-            return Path("/proc/sys", name).read_text(encoding="ascii").strip()
-        except OSError:
-            return None
-
-    if setting("user/max_user_namespaces") == "0":
+    if sysctl("user/max_user_namespaces", -1) == 0:
         return "user namespaces are off: sysctl -w user.max_user_namespaces=15000"
-    if setting("kernel/unprivileged_userns_clone") == "0":
+    if sysctl("kernel/unprivileged_userns_clone", -1) == 0:
         return "user namespaces are for root alone here: sysctl -w kernel.unprivileged_userns_clone=1"
-    if setting("kernel/apparmor_restrict_unprivileged_userns") == "1":
+    if sysctl("kernel/apparmor_restrict_unprivileged_userns", -1) == 1:
         return (
             "AppArmor restricts user namespaces: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or a profile "
             "for this Python that allows 'userns'"

@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atropos.config import ServerConfig, SlotLimits
@@ -19,6 +20,7 @@ from atropos.sandbox.host.files.root_changer import RootChanger
 from atropos.sandbox.host.process import bwrap, prestart, runtime
 from atropos.sandbox.host.process.spawner_client import SpawnerClient
 from atropos.sandbox.linux import slot_cgroup, syscalls
+from atropos.sandbox.linux.sysctl import sysctl
 
 if TYPE_CHECKING:
     from atropos.sandbox.programs.spawner import StartRequest
@@ -102,26 +104,18 @@ class HostState:
                 raise ConfigError(f"{field}: {path} is not a folder that the server can read")
             if not any(os.path.lexists(f"{path}/bin/{shell}") for shell in ("bash", "sh")):
                 raise ConfigError(f"{field}: {path} has no /bin/sh: it is no root file system")
-            if not self._owned(path):
+            # an owner that slots don't have is shown as the overflow id
+            if os.stat(path).st_uid == sysctl("kernel/overflowuid", 65_534):
+                root = Path("/proc/self/uid_map").read_text(encoding="ascii").split()[1]
                 raise ConfigError(
-                    f"{field}: {path} belongs to a user that slots don't have; give it to theirs (chown -R to uid "
-                    f"{self._outside_root()}), or keep it on a file system that can be mounted with other ids"
+                    f"{field}: {path} belongs to a user that slots don't have; give it to theirs (chown -R to uid {root}), "
+                    "or keep it on a file system that can be mounted with other ids"
                 )
             # bound to a short path of ours: overlay options have their own meaning for ':' and ','
             target = f"{self.scratch}/bases/{index}"
             os.mkdir(target)
             syscalls.mount(path, target, None, syscalls.MS_BIND)
             self.bases[name] = skeleton.Base(target)
-
-    @staticmethod
-    def _owned(path: str) -> bool:
-        """Whether a base's files belong to ids that slots have: an unmapped owner is shown as the overflow id."""
-        return os.stat(path).st_uid != kernel_bounds.sysctl("kernel/overflowuid", 65_534)
-
-    @staticmethod
-    def _outside_root() -> str:
-        with open("/proc/self/uid_map", encoding="ascii") as file:
-            return file.read().split()[1]
 
     def base(self, name: str | None) -> skeleton.Base:
         """A base by its name.

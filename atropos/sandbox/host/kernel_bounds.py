@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from atropos.config import SlotLimits
+from atropos.sandbox.linux.sysctl import sysctl
 
 
 def counters(shares: int) -> dict[str, int]:
@@ -32,12 +33,3 @@ def ipc_bounds(limits: SlotLimits) -> dict[str, int | str]:
         "msgmni": 64,
         "sem": "32000 32000 500 1000",
     }
-
-
-def sysctl(name: str, default: int) -> int:
-    """One of the host's settings, by its path below /proc/sys."""
-    try:
-        with open(f"/proc/sys/{name}", encoding="ascii") as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return default

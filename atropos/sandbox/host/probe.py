@@ -247,11 +247,11 @@ async def run(host: HostState, start: Start) -> list[Feature]:
 
 
 async def _properties(host: HostState, start: Start) -> list[Feature]:
+    cgroups = host.entered.cgroups
     sandbox = await start("probe", limits=_LIMITS)
     try:
         found = await _inside(sandbox, set(host.environment))
-        found["memory_limit"] = await _memory(sandbox, host.entered.cgroups)
-        cgroups = host.entered.cgroups
+        found["memory_limit"] = await _memory(sandbox, cgroups)
         found["cpu_weight"] = ("cpu" in cgroups.controllers, cgroups.missing.get("cpu", ""))
         if not host.counts_pids and found["pids_limit"][0]:
             found["pids_limit"] = (False, "processes are bounded, but a fork bomb's stay and fill the slot")
@@ -265,7 +265,11 @@ async def _properties(host: HostState, start: Start) -> list[Feature]:
     if host.config.volume == "memory" or host.entered.cells is not None:
         return features
     # a folder on disk has no limits of its own: published, not promised
-    without = {"required": False, "detail": f"volume='disk' without a limit: {host.entered.no_cells}", "fix": _DISK_FIX}
+    without = {
+        "required": False,
+        "detail": f"volume='disk' without a limit: {host.entered.no_cells}",
+        "fix": _DISK_FIX,
+    }
     return [f.model_copy(update=without) if f.name in ("disk_limit", "inode_limit") else f for f in features]
 
 

@@ -19,6 +19,7 @@ from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.host.slot import SlotSandbox
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.linux import cgroups, host_limits, slot_cgroup, syscalls
+from atropos.trees import remove_tree
 from atropos.wire import Feature, ImageInfo
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class SlotHost:
     ) -> SlotSandbox:
         """Start a view of a slot; see `contract.Host.view`."""
         assert isinstance(of, SlotSandbox)
-        sandbox = await self.start(name, network=of.network.has_egress, limits=of.limits, joins=of.network)
+        sandbox = await self.start(name, limits=of.limits, joins=of.network)
         try:
             await sandbox.change_root(layers, base, view=of.view_of(folders))
         except BaseException:
@@ -229,7 +230,7 @@ class SlotHost:
         self.state.layers.clear()
         await self.state.disposer.aclose()
         if self.state.entered.disk is not None:
-            await asyncio.to_thread(volumes.remove_tree, self.state.entered.disk)
+            await asyncio.to_thread(remove_tree, self.state.entered.disk)
         if self.state.egress is not None:
             await self.state.egress.aclose()
         self.state.roots.close()

@@ -171,19 +171,19 @@ def _claim_v2(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> CgroupTr
     offered = set((own / "cgroup.controllers").read_text().split()) & set(CONTROLLERS)
     if not offered:
         return CgroupTree(2, str(own), ())
-    error: OSError | None = None
     # A cgroup with processes can't delegate controllers. So ours is below the own cgroup where nothing else runs in it,
     # or where it is a container's, else beside it; and where that isn't allowed, below the own cgroup if it was
     # delegated to this user.
     tried = [(own, _is_a_container(own, mount)), (beside, False)]
     if uid != 0 and own.stat().st_uid == uid == os.geteuid():
         tried.append((own, True))
+    failures: list[OSError] = []
     for parent, may_move in tried:
         try:
             return _claim_v2_under(parent, uid, gid, may_move=may_move)
-        except OSError as failed:
-            error = error or failed
-    raise error or OSError("no place for a cgroup")
+        except OSError as error:
+            failures.append(error)
+    raise failures[0]
 
 
 def _is_a_container(own: Path, mount: Path) -> bool:

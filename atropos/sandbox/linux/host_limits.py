@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from atropos.sandbox.linux.sysctl import sysctl
+
 NEARLY = 0.97
 """Used part of a limit from which the error of a failed start names it."""
 
@@ -135,8 +137,8 @@ def _memory() -> list[HostLimit]:
 
 
 def _sysctl(name: str, path: str, used: int, per_slot: float, unlimited: int | None = None) -> list[HostLimit]:
-    value = _number(f"/proc/sys/{path}")
-    if value is None or value == unlimited:
+    value = sysctl(path, 0)
+    if value <= 0 or value == unlimited:
         return []
     return [HostLimit(name, value, used, per_slot, f"sysctl -w {name}={2 * value}")]
 

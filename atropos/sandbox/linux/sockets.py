@@ -8,7 +8,8 @@ a slot of 256. A socket holds as much as its receive buffer, which the slot's se
 from __future__ import annotations
 
 import socket
-from pathlib import Path
+
+from atropos.sandbox.linux.sysctl import sysctl
 
 _DEFAULT_BYTES = 212_992
 _FEWEST = 256
@@ -16,10 +17,7 @@ _FEWEST = 256
 
 def most(memory_bytes: int) -> int:
     """How many sockets a slot may have open: their buffers hold as much as its memory limit."""
-    try:
-        each = int(Path("/proc/sys/net/core/rmem_default").read_text(encoding="ascii"))
-    except (OSError, ValueError):  # the file exists only in the first network namespace
-        each = _DEFAULT_BYTES
+    each = sysctl("net/core/rmem_default", _DEFAULT_BYTES)  # which only the first network namespace shows
     return max(_FEWEST, memory_bytes // max(each, 4096))
 
 

@@ -66,6 +66,10 @@ _FILES = {
     "environment": "",
     "fstab": "",
     "gshadow": "",
+    "ld.so.preload": "",
+    "passwd": "".join(f"{line}\n" for line in _ACCOUNTS),
+    "shadow": "".join(f"{line.split(':')[0]}:*:19000:0:99999:7:::\n" for line in _ACCOUNTS),
+    "group": "".join(f"{name}:x:{gid}:\n" for name, gid in (entry.split(":") for entry in _GROUPS)),
 }
 _BASHRC = "# ~/.bashrc\nexport PS1='\\u@\\h:\\w\\$ '\n"
 
@@ -128,17 +132,9 @@ def _etc(etc: Path) -> None:
     for name in _COPIED:
         (etc / name).parent.mkdir(exist_ok=True)
         _copy(f"/etc/{name}", f"{etc}/{name}")
-    etc.joinpath("passwd").write_text("".join(f"{line}\n" for line in _ACCOUNTS), encoding="utf-8")
-    etc.joinpath("group").write_text(
-        "".join(f"{name}:x:{gid}:\n" for name, gid in (entry.split(":") for entry in _GROUPS)), encoding="utf-8"
-    )
-    etc.joinpath("shadow").write_text(
-        "".join(f"{line.split(':')[0]}:*:19000:0:99999:7:::\n" for line in _ACCOUNTS), encoding="utf-8"
-    )
-    etc.joinpath("shadow").chmod(0o640)
     for name, text in _FILES.items():
         etc.joinpath(name).write_text(text, encoding="utf-8")
-    etc.joinpath("ld.so.preload").touch(0o644)
+    etc.joinpath("shadow").chmod(0o640)
     if not etc.joinpath("mtab").exists():
         etc.joinpath("mtab").symlink_to("/proc/mounts")
 

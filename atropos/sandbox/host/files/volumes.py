@@ -282,27 +282,23 @@ def blank(folder: str, limits: SlotLimits, disk: str | None) -> Volume:
     """
     os.mkdir(folder, 0o755)
     volume = Volume(folder, disk)
+    size, inodes = bounds(limits)
     try:
-        _mount_data(volume, limits)
+        if disk is not None:
+            os.mkdir(disk, 0o755)
+            size, inodes = "64k", 64
+        options = f"size={size},nr_inodes={inodes},mode=755,uid=0,gid=0"
+        syscalls.mount("atropos", folder, "tmpfs", _NOSUID_NODEV, options)
+        volume.mounts.append(folder)
+        for name, mode in (("up", 0o755), ("wk", 0o755), ("over", 0o755), ("over-wk", 0o755), ("shm", 0o1777)):
+            path = f"{volume.data}/{name}"
+            os.mkdir(path)
+            os.chmod(path, mode)
+            os.chown(path, 0, 0)
     except OSError:
         volume.discard()
         raise
     return volume
-
-
-def _mount_data(volume: Volume, limits: SlotLimits) -> None:
-    size, inodes = bounds(limits)
-    if volume.disk is not None:
-        os.mkdir(volume.disk, 0o755)
-        size, inodes = "64k", 64
-    options = f"size={size},nr_inodes={inodes},mode=755,uid=0,gid=0"
-    syscalls.mount("atropos", volume.folder, "tmpfs", _NOSUID_NODEV, options)
-    volume.mounts.append(volume.folder)
-    for name, mode in (("up", 0o755), ("wk", 0o755), ("over", 0o755), ("over-wk", 0o755), ("shm", 0o1777)):
-        path = f"{volume.data}/{name}"
-        os.mkdir(path)
-        os.chmod(path, mode)
-        os.chown(path, 0, 0)
 
 
 def resize(volume: Volume, limits: SlotLimits) -> None:

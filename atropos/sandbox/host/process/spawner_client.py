@@ -32,8 +32,8 @@ class SpawnerClient:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock, self._readable)
         self._numbers = itertools.count(1)
-        self._started: dict[int, asyncio.Future[int]] = {}
-        self._exits: dict[int, asyncio.Future[int]] = {}
+        self._slots: dict[int, tuple[asyncio.Future[int], asyncio.Future[int]]] = {}
+        """What `start` returned, of the slots that have not ended."""
         self.broken: str | None = None
 
     async def start(self, request: StartRequest, fds: list[int]) -> tuple[asyncio.Future[int], asyncio.Future[int]]:
@@ -59,10 +59,8 @@ class SpawnerClient:
                     self._broke(str(error))
                     raise HostBroken(self.broken) from None
                 raise SandboxError("the kernel's bound on descriptors in flight of this user is reached") from None
-        started: asyncio.Future[int] = self._loop.create_future()
-        ended: asyncio.Future[int] = self._loop.create_future()
-        self._started[number], self._exits[number] = started, ended
-        return started, ended
+        futures = self._slots[number] = self._loop.create_future(), self._loop.create_future()
+        return futures
 
     def _readable(self) -> None:
         while True:
@@ -79,29 +77,27 @@ class SpawnerClient:
             self._report(marshal.loads(data))  # noqa: S302 (the spawner is as trusted as this process)
 
     def _report(self, report: Report) -> None:
-        number = report["id"]
+        started, ended = self._slots[report["id"]]
         if "pid" in report:
-            self._started.pop(number).set_result(report["pid"])
-        elif "error" in report:
-            self._exits.pop(number).cancel()
-            self._started.pop(number).set_exception(SandboxError(f"a sandbox could not be started: {report['error']}"))
+            started.set_result(report["pid"])
+            return
+        del self._slots[report["id"]]
+        if "error" in report:
+            ended.cancel()
+            started.set_exception(SandboxError(f"a sandbox could not be started: {report['error']}"))
         elif "exit" in report:
-            ended = self._exits.pop(number)
-            if not ended.done():
-                ended.set_result(report["exit"])
+            ended.set_result(report["exit"])
 
     def _broke(self, why: str) -> None:
         if self.broken is not None:
             return
         self.broken = f"the process that starts sandboxes is gone ({why})"
         self._loop.remove_reader(self._sock)
-        for future in self._started.values():
-            future.set_exception(HostBroken(self.broken))
-        for ended in self._exits.values():
-            if not ended.done():
-                ended.set_result(-9)
-        self._started.clear()
-        self._exits.clear()
+        for started, ended in self._slots.values():
+            if not started.done():
+                started.set_exception(HostBroken(self.broken))
+            ended.set_result(-9)
+        self._slots.clear()
 
     async def aclose(self) -> None:
         """End the spawner, and with it every slot that remains."""
