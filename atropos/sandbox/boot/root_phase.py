@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -188,6 +189,8 @@ def _capable() -> bool:
 
 
 def _first_stage(config: RootPhaseSettings, parent: int) -> NoReturn:
+    os.umask(0o022)  # the server's own user and those of slots read what is created here
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may leave it ignored, and then no child can be waited for
     if shutil.which("bwrap") is None:
         raise IsolationUnavailable(
             "bubblewrap is not installed: no program named 'bwrap' on PATH (apt-get install bubblewrap)"

@@ -414,7 +414,7 @@ class SlotSandbox:
         if self._started is not None and self._init_fd < 0 and not (self._ended is not None and self._ended.done()):
             # the start was cancelled, but its process may still come; or an earlier stop did not see its end
             came = await done_within(self._started, STOP_DEADLINE_S)
-            with contextlib.suppress(SandboxError):
+            with contextlib.suppress(SandboxError, OSError):  # it could not be started; no descriptor is left
                 self._init_fd = pidfd_of(self._started.result()) if came else -1
         self._kill()
         problem = ""

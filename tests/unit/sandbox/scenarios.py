@@ -1,6 +1,7 @@
 """What a slot does, each a function of a host. Those named in ROOT_ONLY need cgroups or a range of ids."""
 
 import asyncio
+import errno
 import gc
 import hashlib
 import io
@@ -820,6 +821,23 @@ async def a_start_that_runs_out_of_descriptors_leaves_nothing(host):
         assert os.listdir(f"{host.state.scratch}/slots") == before[0], spare
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before[1]
+
+
+async def a_slot_that_started_as_the_last_descriptor_went_is_stopped(host):
+    await freed(host)
+    before = os.listdir(f"{host.state.scratch}/slots")
+    no_descriptor = OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # for its PID 1, which runs by then
+    with mock.patch.object(host_slot, "pidfd_of", side_effect=no_descriptor):
+        try:
+            await host.start("without")
+        except SandboxError as error:
+            assert "Too many open files" in str(error)
+        else:
+            raise AssertionError("it started")
+    for sandbox in list(host.state.live):
+        assert (await sandbox.stop()).clean
+    await freed(host)
+    assert os.listdir(f"{host.state.scratch}/slots") == before
 
 
 async def a_start_that_is_cancelled_leaves_nothing(host):
