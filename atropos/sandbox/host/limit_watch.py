@@ -136,12 +136,13 @@ class LimitWatch:
         Raises:
             SlotLost: programs were killed because the container or the host had no memory left. That is no result.
         """
-        if self._cgroup.killed_from_above(before, after):
+        stops = self._cgroup.stops(before, after)
+        if not all(stops.values()):
             raise SlotLost(
                 f"programs of slot {self._slot} were killed though it kept its limits: its container, or the host, ran out "
                 "of memory (container_memory_mib is less than its slots may use together)"
             )
-        return self._cgroup.exceeded(before, after)
+        return next(iter(stops), None)
 
     def too_many_sockets(self, pid: int, now: float) -> bool:
         """Whether the slot of this PID 1 has too many open; those of killed programs get `CLOSING_S` to close."""

@@ -54,7 +54,7 @@ class ProtocolViolation(Exception):
     """The runner sent a malformed or unexpected frame."""
 
 
-def _frame(number: int, op: str, arguments: dict[str, object]) -> bytes:
+def _encoded(number: int, op: str, arguments: dict[str, object]) -> bytes:
     body = marshal.dumps((number, op, arguments))
     return len(body).to_bytes(4, "little") + body
 
@@ -102,7 +102,7 @@ class RunnerLink:
 
         `oom_fd`: its own oom_score_adj, which can't be opened from inside.
         """
-        frame = _frame(0, "init", {"environment": environment, "output_bytes": output_bytes, "wall_s": wall_s})
+        frame = _encoded(0, "init", {"environment": environment, "output_bytes": output_bytes, "wall_s": wall_s})
         socket.send_fds(self._sock, [frame], [oom_fd])
 
     def call(self, op: str, arguments: dict[str, object], done: OnResult, descriptor: int = -1) -> int:
@@ -156,7 +156,7 @@ class RunnerLink:
     def _send(self, number: int, op: str, arguments: dict[str, object], descriptor: int = -1) -> None:
         if self.closed:
             return
-        frame = memoryview(_frame(number, op, arguments))
+        frame = memoryview(_encoded(number, op, arguments))
         if not self._queue:
             try:
                 sent = self._write(frame, descriptor)
@@ -224,7 +224,7 @@ class RunnerLink:
     def _feed(self, data: bytes) -> None:
         buffer = self._buffer
         if not buffer and len(data) >= 8 and len(data) == 4 + int.from_bytes(data[:4], "little"):
-            self._frame(data[4:])
+            self._receive(data[4:])
             return
         buffer += data
         while len(buffer) >= 4 and not self.closed:
@@ -237,9 +237,9 @@ class RunnerLink:
                 return
             frame = bytes(memoryview(buffer)[4 : 4 + size])
             del buffer[: 4 + size]
-            self._frame(frame)
+            self._receive(frame)
 
-    def _frame(self, frame: bytes) -> None:
+    def _receive(self, frame: bytes) -> None:
         length = int.from_bytes(frame[:4], "little")
         if len(frame) < 4 + length:
             raise ProtocolViolation("a header longer than its frame")

@@ -84,10 +84,6 @@ class _Event:
     stops: tuple[str, bytes]
     hits: tuple[str, bytes] | None = None
 
-    def was_hit(self, before: Counts, after: Counts) -> bool:
-        """Whether a program that was stopped between two `counts` reached the slot's own limit."""
-        return self.hits is None or _grown(self.hits, before, after)
-
 
 _PEAKS = ("memory.memsw.max_usage_in_bytes", "memory.max_usage_in_bytes")
 """cgroup v1's peak of memory use since its last reset: with swap where that is counted, since both have one limit."""
@@ -169,7 +165,7 @@ class SlotCgroup:
         self._memory_bytes = limits.memory_mib * _MIB
 
     def counts(self) -> Counts:
-        """Read the kernel's counts; see `exceeded`."""
+        """Read the kernel's counts; see `stops`."""
         found = {file: os.pread(fd, 4096, 0) for file, fd in self._files.items()}
         if self._peak >= 0:
             if int(os.pread(self._peak, 64, 0)) + _CHARGE_BYTES > self._memory_bytes:
@@ -178,21 +174,15 @@ class SlotCgroup:
             found[_PEAK] = b"%d" % self._peaks
         return found
 
-    def exceeded(self, before: Counts, after: Counts) -> Limit | None:
-        """The limit of this slot that stopped a program between two `counts`."""
-        for event in self._stopped(before, after):
-            if event.was_hit(before, after):
-                return event.limit
-        return None
-
-    def killed_from_above(self, before: Counts, after: Counts) -> bool:
-        """Whether a program was killed between two `counts` because the container or the host was out of memory."""
-        return any(not event.was_hit(before, after) for event in self._stopped(before, after))
-
-    def _stopped(self, before: Counts, after: Counts) -> list[_Event]:
+    def stops(self, before: Counts, after: Counts) -> dict[Limit, bool]:
+        """What stopped programs between two `counts`: the slot's own limit, or (False) that of its container or host."""
         if after == before:
-            return []
-        return [event for event in self._events if _grown(event.stops, before, after)]
+            return {}
+        return {
+            event.limit: event.hits is None or _grown(event.hits, before, after)
+            for event in self._events
+            if _grown(event.stops, before, after)
+        }
 
     def kill(self) -> None:
         """Kill all processes: at once (`cgroup.kill`, Linux 5.14), or one by one on older kernels and cgroup v1."""
