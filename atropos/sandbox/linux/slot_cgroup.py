@@ -106,14 +106,12 @@ class SlotCgroup:
     def __init__(self, cgroups: Cgroups, name: str, limits: SlotLimits, most_cores: float | None) -> None:
         self.paths: list[str] = []
         self._trees = cgroups.trees
-        self._set = (limits, most_cores)
+        self._limits, self._most_cores = limits, most_cores
         self._events: list[_Event] = []
         self._files: dict[str, int] = {}
         """Descriptors of the files of `Counts`."""
-        self._peak = -1
         self._peaks = 0
         """How often the peak of memory use was at the limit (cgroup v1)."""
-        self._memory_bytes = limits.memory_mib * _MIB
         try:
             for tree in cgroups.trees:
                 path = f"{tree.path}/{name}"
@@ -135,7 +133,7 @@ class SlotCgroup:
             self._files[file] = os.open(f"{path}/{file}", os.O_RDONLY | os.O_CLOEXEC)
             if event.hits == (_PEAK, b""):
                 peak = next(f"{path}/{name}" for name in _PEAKS if os.path.exists(f"{path}/{name}"))
-                self._peak = os.open(peak, os.O_RDWR | os.O_CLOEXEC)
+                self._files[_PEAK] = os.open(peak, os.O_RDWR | os.O_CLOEXEC)
 
     def deprioritize(self) -> None:
         """Give its programs the least CPU weight."""
@@ -150,27 +148,25 @@ class SlotCgroup:
         Raises:
             OSError: the kernel refuses one.
         """
-        old, cores_before = self._set
-        if most_cores is None and cores_before is not None:  # `settings` writes nothing for "no ceiling"
+        if most_cores is None and self._most_cores is not None:  # `settings` writes nothing for "no ceiling"
             most_cores = float(os.cpu_count() or 1)
-        raised = limits.memory_mib > old.memory_mib
+        raised = limits.memory_mib > self._limits.memory_mib
         for tree, path in zip(self._trees, self.paths, strict=True):
-            had = settings(tree, old, cores_before)
+            had = settings(tree, self._limits, self._most_cores)
             lines = [line for line in settings(tree, limits, most_cores) if line not in had]
             if raised:  # cgroup v1: the memory limit may never exceed that of memory and swap
                 lines.sort(key=lambda line: "memsw" not in line[0])
             for file, value, needed in lines:
                 _write(f"{path}/{file}", value, needed=needed)
-        self._set = (limits, most_cores)
-        self._memory_bytes = limits.memory_mib * _MIB
+        self._limits, self._most_cores = limits, most_cores
 
     def counts(self) -> Counts:
         """Read the kernel's counts; see `stops`."""
         found = {file: os.pread(fd, 4096, 0) for file, fd in self._files.items()}
-        if self._peak >= 0:
-            if int(os.pread(self._peak, 64, 0)) + _CHARGE_BYTES > self._memory_bytes:
+        if _PEAK in found:
+            if int(found[_PEAK]) + _CHARGE_BYTES > self._limits.memory_mib * _MIB:
                 self._peaks += 1
-                os.write(self._peak, b"0")  # resets it to the present use
+                os.write(self._files[_PEAK], b"0")  # resets it to the present use
             found[_PEAK] = b"%d" % self._peaks
         return found
 
@@ -199,9 +195,9 @@ class SlotCgroup:
 
     def remove(self) -> bool:
         """Remove the cgroups; False when one is still in use."""
-        for fd in (*self._files.values(), *([self._peak] if self._peak >= 0 else ())):
+        for fd in self._files.values():
             os.close(fd)
-        self._files, self._peak = {}, -1
+        self._files = {}
         left: list[str] = []
         for path in self.paths:
             try:
