@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from atropos.errors import NotSupported
-from atropos.sandbox.host.files.volumes import Volume
+from atropos.sandbox.host.files.volumes import GATE, NEXT, Volume
 from atropos.sandbox.linux import syscalls
 from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
 from atropos.trees import remove_tree
@@ -100,8 +100,7 @@ class View:
         return found
 
     def _mount_one(self, volume: Volume, folder: str, upper: str) -> None:
-        work = f"{upper}-wk"
-        for path in (upper, work):
+        for path in (upper, f"{upper}-wk"):
             os.mkdir(path, 0o755)
         os.chown(upper, 0, 0)
         with contextlib.ExitStack() as opened:
@@ -111,7 +110,7 @@ class View:
             layers, follows = self._vetted(parts, folder, upper, opened)
             flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | (0 if follows else syscalls.MS_NOSYMFOLLOW)
             lower = [f"/proc/self/fd/{fd}" for fd in layers] or [self.empty]
-            volume.stack(os.path.relpath(volume.next_root, volume.folder) + folder, lower, flags, upper, work)
+            volume.stack(f"{GATE}/{NEXT}{folder}", lower, flags, upper)
 
     def _vetted(
         self, parts: Sequence[_Part], folder: str, upper: str, opened: contextlib.ExitStack

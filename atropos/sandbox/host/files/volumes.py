@@ -86,12 +86,12 @@ class Volume:
         """Where its next root is mounted: see `restack`."""
         return f"{self.folder}/{GATE}/{NEXT}"
 
-    def stack(
-        self, name: str, lower: Sequence[str], flags: int, upper: str | None = None, work: str | None = None
-    ) -> None:
+    def stack(self, name: str, lower: Sequence[str], flags: int, upper: str | None = None) -> None:
         """Mount an overlay of folders, topmost first, at a folder here, which is made where it isn't there.
 
-        Its options show in the slot's mount table. So they name descriptors, and not where the server keeps its files;
+        What is written goes to `upper`; overlay's working folder is beside it, as `upper`-wk.
+
+        The options show in the slot's mount table. So they name descriptors, and not where the server keeps its files;
         nor do ':' and ',' in a path mean anything.
         """
         target = f"{self.folder}/{name}"
@@ -105,8 +105,8 @@ class Volume:
                 return f"/proc/self/fd/{fd}"
 
             options = f"lowerdir={':'.join(map(known_as, lower))},userxattr"
-            if upper is not None and work is not None:
-                options += f",upperdir={known_as(upper)},workdir={known_as(work)}"
+            if upper is not None:
+                options += f",upperdir={known_as(upper)},workdir={known_as(f'{upper}-wk')}"
             syscalls.mount("overlay", target, "overlay", flags, options)
         self.mounts.append(target)
 
@@ -220,7 +220,7 @@ def create(folder: str, base: Base, limits: SlotLimits, shared: SharedFiles, dis
     volume = blank(folder, limits, disk)
     readonly = _NOSUID_NODEV | syscalls.MS_RDONLY
     try:
-        volume.stack("root", [base.lower], _NOSUID_NODEV, volume.upper, f"{volume.data}/wk")
+        volume.stack("root", [base.lower], _NOSUID_NODEV, volume.upper)
         for name, source in base.host_folders.items():
             volume.stack(f"host-{name}", [shared.empty_folder, source], readonly)
         volume.stack("runtime", [shared.empty_folder, shared.runtime], readonly)
@@ -261,8 +261,8 @@ def restack(volume: Volume, base: Base, layers: Sequence[str], shared: SharedFil
         OSError: a mount failed; the sandbox must be stopped.
     """
     volume.restacked = True
-    top, work = volume.next_root, f"{volume.data}/over-wk"
-    volume.stack(f"{GATE}/{NEXT}", [*layers, *base.layers, base.lower], _NOSUID_NODEV, volume.upper, work)
+    top = volume.next_root
+    volume.stack(f"{GATE}/{NEXT}", [*layers, *base.layers, base.lower], _NOSUID_NODEV, volume.upper)
     restore_mount_points(top, base.host_folders)
     cover = preload_cover(top, shared)
     preload = f"{top}/etc/ld.so.preload"
@@ -290,7 +290,7 @@ def blank(folder: str, limits: SlotLimits, disk: str | None) -> Volume:
         options = f"size={size},nr_inodes={inodes},mode=755,uid=0,gid=0"
         syscalls.mount("atropos", folder, "tmpfs", _NOSUID_NODEV, options)
         volume.mounts.append(folder)
-        for name, mode in (("up", 0o755), ("wk", 0o755), ("over", 0o755), ("over-wk", 0o755), ("shm", 0o1777)):
+        for name, mode in (("up", 0o755), ("up-wk", 0o755), ("over", 0o755), ("over-wk", 0o755), ("shm", 0o1777)):
             path = f"{volume.data}/{name}"
             os.mkdir(path)
             os.chmod(path, mode)
