@@ -70,18 +70,23 @@ class SlotHost:
             limits: instead of the configured ones.
             joins: another slot's network to join; the volume is then in memory.
         """
-        probe = limits is not None
-        limits = limits or self._config.limits
         if network and self.state.egress is None:
             raise NotSupported("network=True: this server gives no slot a network (allow_network is false)")
         base = self.state.bases[None]
         unique = f"{next(self._serial)}"
-        disk = await self.state.cells.acquire(unique, probe=probe) if joins is None else None
-        try:
-            cgroup, volume = self._make_cgroup_and_volume(unique, base, limits, disk)
-        except OSError as error:
-            self.state.cells.release(disk)
-            raise SandboxError(f"slot {name} could not be created: {error}{host_limits.named()}") from error
+        disk = await self.state.cells.acquire(unique, probe=limits is not None) if joins is None else None
+        limits = limits or self._config.limits
+        most_cores = slot_cgroup.ceiling(limits, self._config.slots)
+        folder = f"{self.state.scratch}/slots/{unique}"
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.state.cells.release, disk)
+            try:
+                cgroup = slot_cgroup.SlotCgroup(self.state.entered.cgroups, f"slot{unique}", limits, most_cores)
+                undo.callback(cgroup.remove)
+                volume = volumes.create(folder, base, limits, self.state.files, disk)
+            except OSError as error:
+                raise SandboxError(f"slot {name} could not be created: {error}{host_limits.named()}") from error
+            undo.pop_all()
         sandbox = SlotSandbox(self.state, name, volume, cgroup, limits, network=network, joins=joins)
         self.state.live.add(sandbox)
         try:
@@ -93,18 +98,6 @@ class SlotHost:
             raise
         return sandbox
 
-    def _make_cgroup_and_volume(
-        self, unique: str, base: skeleton.Base, limits: SlotLimits, disk: str | None
-    ) -> tuple[slot_cgroup.SlotCgroup, volumes.Volume]:
-        most_cores = slot_cgroup.ceiling(limits, self._config.slots)
-        cgroup = slot_cgroup.SlotCgroup(self.state.entered.cgroups, f"slot{unique}", limits, most_cores)
-        folder = f"{self.state.scratch}/slots/{unique}"
-        try:
-            return cgroup, volumes.create(folder, base, limits, self.state.files, disk)
-        except OSError:
-            cgroup.remove()
-            raise
-
     async def view(
         self, of: Sandbox, name: str, layers: Sequence[Layer], base: str | None, folders: Sequence[str]
     ) -> SlotSandbox:
@@ -113,10 +106,10 @@ class SlotHost:
         sandbox = await self.start(name, limits=of.limits, joins=of.network)
         try:
             await sandbox.change_root(layers, base, view=of.view_of(folders))
+            of.cgroup.deprioritize()
         except BaseException:
             await asyncio.shield(sandbox.stop())
             raise
-        of.cgroup.deprioritize()
         return sandbox
 
     # ----------------------------------------------------------------------------------------------------------- images
