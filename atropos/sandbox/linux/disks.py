@@ -60,6 +60,8 @@ class CellPlan:
 def make(plan: CellPlan, images: str, target: str, owner: int, group: int) -> list[int]:
     """Create the cells `target`/0, 1, … and the probe's.
 
+    Descriptors that nobody gets (the probe's; after an error, all) end with this program, which is then executed again.
+
     Args:
         plan: their number and size.
         images: a folder on the disk.
@@ -75,22 +77,11 @@ def make(plan: CellPlan, images: str, target: str, owner: int, group: int) -> li
     """
     os.mkdir(target, 0o755)
     template = f"{images}/template"
-    made: list[int] = []
     try:
         _format(template, plan.mib, plan.inodes)
-        for number in range(plan.cells):
-            made.append(_cell(template, images, f"{target}/{number}", owner, group))  # noqa: PERF401 - closed on errors
-        os.unlink(template)
+        made = [_cell(template, images, f"{target}/{number}", owner, group) for number in range(plan.cells)]
         _format(template, PROBE_MIB, PROBE_INODES)
-        probe = _cell(template, images, f"{target}/{PROBE}", owner, group)
-        try:
-            reserve(probe)
-        finally:
-            os.close(probe)
-    except BaseException:
-        for fd in made:
-            os.close(fd)
-        raise
+        reserve(_cell(template, images, f"{target}/{PROBE}", owner, group))
     finally:
         if os.path.exists(template):
             os.unlink(template)
@@ -131,20 +122,16 @@ def _cell(template: str, images: str, target: str, owner: int, group: int) -> in
         fd = os.open(image, os.O_RDWR | os.O_CLOEXEC)
     finally:
         os.unlink(image)
+    device = _attach(fd)
     try:
-        device = _attach(fd)
-        try:
-            # nodiscard: deleted blocks stay reserved; noinit_itable: the table of unused inodes stays sparse
-            flags = syscalls.MS_NOSUID | syscalls.MS_NODEV
-            syscalls.mount(f"/proc/self/fd/{device}", target, "ext4", flags, "nodiscard,noinit_itable")
-        finally:
-            os.close(device)
-        os.rmdir(f"{target}/lost+found")
-        os.chown(target, owner, group)
-        os.chmod(target, 0o710)  # noqa: S103 - the slots' root passes through
-    except BaseException:
-        os.close(fd)
-        raise
+        # nodiscard: deleted blocks stay reserved; noinit_itable: the table of unused inodes stays sparse
+        flags = syscalls.MS_NOSUID | syscalls.MS_NODEV
+        syscalls.mount(f"/proc/self/fd/{device}", target, "ext4", flags, "nodiscard,noinit_itable")
+    finally:
+        os.close(device)
+    os.rmdir(f"{target}/lost+found")
+    os.chown(target, owner, group)
+    os.chmod(target, 0o710)  # noqa: S103 - the slots' root passes through
     return fd
 
 
