@@ -217,10 +217,7 @@ def _execute_again(config: RootPhaseSettings, entered: Entered) -> NoReturn:
     os.lseek(fd, 0, os.SEEK_SET)
     for inherited in (fd, *entered.images):
         os.set_inheritable(inherited, True)
-    environment = {**os.environ, _STAGE: str(fd)}
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, _STAGE: str(fd)})
 
 
 # ------------------------------------------------------------------------------------------------------------ as root
