@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import ssl
 import subprocess
+import sys
 from pathlib import Path
 
 import aiohttp
@@ -19,6 +21,8 @@ from atropos.slots.client import SandboxClient
 from atropos.wire import CommandResult, Exec, LeaseRequest
 from tests.unit.server.fakes import TOKEN, serving
 from tests.waiting import SLOWNESS, until
+
+ROOT = Path(__file__).parents[3]
 
 
 def pair(folder: Path, name: str = "server") -> tuple[str, str]:
@@ -67,6 +71,34 @@ async def test_calls_go_through_tls_to_the_certificate_that_is_known(server, fil
             assert isinstance(result, CommandResult)
             assert result.output == b"hi"
         assert (await client.release(lease)).released
+
+
+async def test_a_real_server_with_volumes_on_disk_shows_its_certificate(files):
+    pem = "".join(read_pair(*files) or ())
+    config = {"token": TOKEN, "tls": pem, "volume": "disk", "slots": 1, "drain_s": 1, "die_with_parent": True}
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "atropos.sandbox", "--config", "-", stdin=pipe, stdout=pipe, cwd=ROOT
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(config).encode())
+    process.stdin.close()
+    try:
+        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 60 * SLOWNESS) or "{}")
+        assert ready, f"it ended with {await process.wait()}"
+        url, certificate = f"https://127.0.0.1:{ready['port']}", certificate_of(files)
+        async with SandboxClient(url, TOKEN, client_id="c", certificate=certificate) as client:
+            lease = await client.acquire(LeaseRequest(lease_id="lease-0001", client_id="c"))
+            result = await client.call(lease, Exec(command="echo hi"))
+            assert isinstance(result, CommandResult)
+            assert result.output == b"hi\n"
+            await client.release(lease)
+        process.terminate()
+        assert await process.wait() == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
 
 
 async def test_another_certificate_and_a_plain_client_are_refused(server, tmp_path):
