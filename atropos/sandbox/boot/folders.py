@@ -43,10 +43,9 @@ def expose(paths: list[str]) -> None:
         done: list[str] = []
         for path, fd in opened:
             if not any(path.startswith(f"{earlier}/") for earlier in done):
-                if stat.S_ISDIR(os.fstat(fd).st_mode):
-                    os.makedirs(path, 0o755, exist_ok=True)
-                else:
-                    os.makedirs(os.path.dirname(path), 0o755, exist_ok=True)
+                is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
+                os.makedirs(path if is_folder else os.path.dirname(path), 0o755, exist_ok=True)
+                if not is_folder:
                     Path(path).touch()
                 syscalls.mount(f"/proc/self/fd/{fd}", path, None, syscalls.MS_BIND | syscalls.MS_REC)
                 done.append(path)

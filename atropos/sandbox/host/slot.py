@@ -59,7 +59,7 @@ class SlotSandbox:
     ) -> None:
         self.name = name
         self.layers: tuple[Layer, ...] = ()
-        self.network = joins or SlotNetwork(host.egress, has_egress=network)
+        self.network = joins or SlotNetwork(host.egress if network else None)
         self._joined = joins is not None
         self._base: str | None = None
         self._image: ImageInfo | None = None

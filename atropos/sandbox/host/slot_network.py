@@ -19,9 +19,9 @@ class SlotNetwork:
         hosts: the allowed hosts that its programs may reach; None: all of them.
     """
 
-    def __init__(self, egress: EgressSupervisor | None, *, has_egress: bool) -> None:
+    def __init__(self, egress: EgressSupervisor | None) -> None:
         self._egress = egress
-        self.has_egress = has_egress
+        self.has_egress = egress is not None
         self.namespace = -1
         self._number: int | None = None
         self.hosts: tuple[str, ...] | None = None
@@ -44,8 +44,7 @@ class SlotNetwork:
         if not fds:
             raise OSError("the process that makes it ended")
         self.namespace = fds[0]
-        if self.has_egress:
-            assert self._egress is not None
+        if self._egress is not None:
             self._number = self._egress.add(socket.socket(fileno=fds[1]))
 
     async def narrow(self, hosts: tuple[str, ...] | None) -> None:
