@@ -117,6 +117,8 @@ def remove_abandoned(disk: str) -> None:
 def image_folder(wanted: str | None, owner: int) -> tuple[str | None, str]:
     """The folder of the image store, created for the server; or why there is none."""
     home = "/var/cache" if os.geteuid() == 0 else os.path.expanduser("~/.cache")
+    if wanted is None and home.startswith("~"):  # neither HOME nor an entry in /etc/passwd
+        return None, "image_store.folder: this user has no home folder to hold it; name a folder"
     folder = wanted or f"{home}/atropos/images"
     try:
         os.makedirs(folder, 0o755, exist_ok=True)
