@@ -160,7 +160,8 @@ class Lanes:
         self._main.waiting.append(barrier)
         self.start_next()
         try:
-            await barrier.turn.wait()
+            if self._closed is None:  # else its turn may never come: what ran is not waited for
+                await barrier.turn.wait()
             if self._closed is not None:
                 raise LeaseExpired(f"the lease ended before its turn came: {self._closed[1]}")
             if not beside:
