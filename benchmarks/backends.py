@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import statistics
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -69,8 +70,7 @@ def _against(samples: dict[str, list[float]], name: str) -> str:
     """How many times local's median this is."""
     if name == "local" or "local" not in samples:
         return ""
-    median = {each: sorted(values)[len(values) // 2] for each, values in samples.items()}
-    return f"{median[name] / median['local']:.2f}x of local"
+    return f"{statistics.median(samples[name]) / statistics.median(samples['local']):.2f}x of local"
 
 
 async def _calls(ctx: Context, names: list[str]) -> AsyncIterator[Row]:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
@@ -60,9 +61,9 @@ async def _leases(ctx: Context, pool: SlotPool, work: Path) -> AsyncIterator[Row
             slot = await pool.acquire("bench", image=sources[index % len(sources)])
             samples[kind].append(time.perf_counter() - start)
             await slot.release()
-    plain = sorted(samples["plain"])[len(samples["plain"]) // 2]
+    plain = statistics.median(samples["plain"])
     for kind, taken in samples.items():
-        ratio = sorted(taken)[len(taken) // 2] / plain
+        ratio = statistics.median(taken) / plain
         note = "" if kind == "plain" else f"p50 {ratio:.2f}x of plain"
         yield row(f"lease, {kind}", "atropos", taken, base=True, note=note)
 

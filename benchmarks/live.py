@@ -18,6 +18,7 @@ from rich.table import Table
 from atropos.slots import Slot, SlotPool, SlotPoolConfig
 
 from . import ours
+from .stats import percentile
 
 PATIENCE_S = 1800.0
 """Longest that the last of the slots may take to come, in seconds."""
@@ -113,7 +114,7 @@ async def _calls(live: Live, leased: list[Slot], rounds: int) -> None:
     live.calls_s = time.perf_counter() - began
     samples.sort()
     live.calls = len(samples)
-    live.p50_s, live.p99_s = samples[len(samples) // 2], samples[int(len(samples) * 0.99)]
+    live.p50_s, live.p99_s = percentile(samples, 0.5), percentile(samples, 0.99)
 
 
 def leftovers(started: set[int]) -> set[str]:
