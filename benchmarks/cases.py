@@ -1,4 +1,4 @@
-"""The cases: each measures one number of DESIGN.md, and its peers beside it."""
+"""The cases of docs/benchmarks.md: each measures one thing, and its peers beside it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def sequential(ctx: Context) -> AsyncIterator[Row]:
     def add(subject: str, new: list[float]) -> None:
         samples.setdefault(subject, []).extend(new)
 
-    async with ours.executor(1) as runner:
+    async with ours.executor(1) as runner, swe_rex.running(ctx) as rex:
         slot = await runner.slot("bench")
 
         async def direct(_: int) -> None:
@@ -33,27 +33,22 @@ async def sequential(ctx: Context) -> AsyncIterator[Row]:
             await ours.execute(runner, "bench")
 
         await ours.closed_loop(through_tools, 1, 30)
-        if ctx.skip_peers:
-            add("atropos executor", (await ours.closed_loop(through_tools, 1, n * rounds))[0])
-        else:
-            async with swe_rex.running() as rex:
-
-                async def kept(_: int) -> None:
-                    await rex.call()
-
-                await ours.closed_loop(kept, 1, 30)
-                await rex.own_client(1, 30)
-                for number in range(rounds):
-                    ctx.say(f"sequential calls, round {number + 1} of {rounds}")
-                    add("atropos executor", (await ours.closed_loop(through_tools, 1, n))[0])
-                    add("swe-rex, kept connection", (await ours.closed_loop(kept, 1, n))[0])
-                    add("swe-rex, its own client", (await rex.own_client(1, n))[0])
-                    add("swe-rex, its own client, bash", (await rex.own_client(1, n, bash=True))[0])
-                    add("atropos slot.exec", (await ours.closed_loop(direct, 1, n))[0])
-                    add("fork+exec bash", peers.timed(peers.fork_exec, n))
-                    add("fork+exec sh", peers.timed(peers.fork_exec_sh, n))
-                    if peers.bwrap_works():
-                        add("a fresh bwrap a call", peers.timed(peers.fresh_bwrap, n // 2))
+        if rex is not None:
+            await ours.closed_loop(rex.call, 1, 30)
+            await rex.own_client(1, 30)
+        for number in range(rounds):
+            ctx.say(f"sequential calls, round {number + 1} of {rounds}")
+            add("atropos executor", (await ours.closed_loop(through_tools, 1, n))[0])
+            if rex is None:
+                continue
+            add("swe-rex, kept connection", (await ours.closed_loop(rex.call, 1, n))[0])
+            add("swe-rex, its own client", (await rex.own_client(1, n))[0])
+            add("swe-rex, its own client, bash", (await rex.own_client(1, n, bash=True))[0])
+            add("atropos slot.exec", (await ours.closed_loop(direct, 1, n))[0])
+            add("fork+exec bash", peers.timed(peers.fork_exec, n))
+            add("fork+exec sh", peers.timed(peers.fork_exec_sh, n))
+            if peers.bwrap_works():
+                add("a fresh bwrap a call", peers.timed(peers.fresh_bwrap, n // 2))
         await runner.release_trajectory("bench", reset_workspace=True)
     for subject, values in samples.items():
         yield row("sequential call", subject, values, base=subject == "atropos executor")
@@ -62,25 +57,25 @@ async def sequential(ctx: Context) -> AsyncIterator[Row]:
 async def throughput(ctx: Context) -> AsyncIterator[Row]:
     """Closed loops of 1, 8 and 32 trajectories, a call in flight each."""
     rounds = 3
-    async with ours.executor(32) as runner, swe_rex.running() as rex:
+    async with ours.executor(32) as runner, swe_rex.running(ctx) as rex:
 
         async def mine(index: int) -> None:
             await ours.execute(runner, f"bench-{index}")
 
-        async def kept(_: int) -> None:
-            await rex.call()
-
         await ours.closed_loop(mine, 32, 320)
-        await ours.closed_loop(kept, 32, 64)
+        if rex is not None:
+            await ours.closed_loop(rex.call, 32, 64)
         for parallel in (1, 8, 32):
             n = ctx.n(1600 if parallel > 1 else 800, least=parallel * 4)
             subjects: dict[str, Callable[[], Awaitable[tuple[list[float], float]]]] = {
                 "atropos executor": lambda n=n, p=parallel: ours.closed_loop(mine, p, n),
             }
-            if not ctx.skip_peers:
-                subjects["swe-rex, kept connection"] = lambda n=n, p=parallel: ours.closed_loop(kept, p, n // 2)
-                subjects["swe-rex, its own client"] = lambda n=n, p=parallel: rex.own_client(p, n // 2)
-                subjects["swe-rex, its own client, bash"] = lambda n=n, p=parallel: rex.own_client(p, n // 2, bash=True)
+            if rex is not None:
+                subjects |= {
+                    "swe-rex, kept connection": lambda n=n, p=parallel: ours.closed_loop(rex.call, p, n // 2),
+                    "swe-rex, its own client": lambda n=n, p=parallel: rex.own_client(p, n // 2),
+                    "swe-rex, its own client, bash": lambda n=n, p=parallel: rex.own_client(p, n // 2, bash=True),
+                }
             taken: dict[str, tuple[list[float], float]] = {}
             for number in range(rounds):
                 for subject, measure in subjects.items():

@@ -8,6 +8,8 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from .context import Context
+
 IMAGE = "atropos-sandbox:local"
 """What containers are made of: the image that scripts/engines.py puts into the engine."""
 
@@ -57,9 +59,9 @@ async def has_compose() -> bool:
 
 
 @contextlib.asynccontextmanager
-async def container() -> AsyncIterator[str | None]:
-    """An idle container, or None where no engine answers."""
-    if not await answers():
+async def container(ctx: Context) -> AsyncIterator[str | None]:
+    """An idle container, or None where no engine answers or peers are left out."""
+    if ctx.skip_peers or not await answers():
         yield None
         return
     made = await run("run", "-d", "--init", "--network", "none", "--entrypoint", "sleep", IMAGE, "infinity")

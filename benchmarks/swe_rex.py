@@ -23,6 +23,7 @@ import aiohttp
 
 from examples.serve.processes import free_port
 
+from .context import Context
 from .peers import COMMAND
 
 VERSION = "1.4.0"
@@ -108,8 +109,8 @@ class SweRex:
                 self._driver.kill()
                 await self._driver.wait()
 
-    async def call(self) -> None:
-        """One execute over a kept connection."""
+    async def call(self, _: int) -> None:
+        """One execute over a kept connection, whichever trajectory asks."""
         assert self._session is not None
         body = {"command": COMMAND, "shell": True}
         async with self._session.post(f"{self._url}/execute", json=body) as answer:
@@ -136,8 +137,11 @@ class SweRex:
 
 
 @contextlib.asynccontextmanager
-async def running() -> AsyncIterator[SweRex]:
-    """Start `swerex-remote` on loopback, and end it by its id whatever happens."""
+async def running(ctx: Context) -> AsyncIterator[SweRex | None]:
+    """Start `swerex-remote` on loopback, and end it by its id whatever happens; None where peers are left out."""
+    if ctx.skip_peers:
+        yield None
+        return
     binaries = await asyncio.to_thread(install)
     port, token = free_port(), secrets.token_hex(16)
     process = await asyncio.create_subprocess_exec(

@@ -59,7 +59,9 @@ async def check(slot: Slot, source: Path, target: str) -> None:
         raise RuntimeError(f"uploaded {source.name}: {seen.output!r}, not {wanted!r}")
 
 
-def uploads(slot: Slot, rex: swe_rex.SweRex, container: str | None, source: Path, scratch: Path) -> dict[str, Timed]:
+def uploads(
+    slot: Slot, rex: swe_rex.SweRex | None, container: str | None, source: Path, scratch: Path
+) -> dict[str, Timed]:
     """By subject: copy `source` to a fresh place, the last one's removal outside of the time."""
 
     async def mine() -> float:
@@ -73,13 +75,16 @@ def uploads(slot: Slot, rex: swe_rex.SweRex, container: str | None, source: Path
         return await _timed(docker_peer.run("cp", "-q", str(source), f"{container}:/root/up"))
 
     async def swe_rex_upload() -> float:
+        assert rex is not None
         target = scratch / "swe-rex"
         if target.is_dir():
             await asyncio.to_thread(shutil.rmtree, target)
         target.unlink(missing_ok=True)
         return await rex.upload(source, target)
 
-    found: dict[str, Timed] = {"atropos": mine, "swe-rex, its own client": swe_rex_upload}
+    found: dict[str, Timed] = {"atropos": mine}
+    if rex is not None:
+        found["swe-rex, its own client"] = swe_rex_upload
     return found | ({"docker cp": docker} if container else {})
 
 
@@ -104,10 +109,12 @@ async def files(ctx: Context) -> AsyncIterator[Row]:
         async with (
             ours.pool(1) as pool,
             pool.lease("files") as slot,
-            swe_rex.running() as rex,
-            docker_peer.container() as container,
+            swe_rex.running(ctx) as rex,
+            docker_peer.container(ctx) as container,
         ):
-            no_docker = "" if container else "docker cp left out: no engine with the sandbox image answers"
+            no_docker = (
+                "" if container or ctx.skip_peers else "docker cp left out: no engine with the sandbox image answers"
+            )
             for what, source in sources.items():
                 steps = {
                     f"upload, {what}": uploads(slot, rex, container, source, scratch),
