@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from examples.serve.processes import free_port, program
+from examples.serve.processes import free_port, policy, program
 
 from .stats import Row, row
 
@@ -57,15 +57,6 @@ class Watch:
             self.late.append(max(0.0, time.perf_counter() - due))
             self.busy.append(time.thread_time() - cpu)
             self.cpu, self.wall = time.thread_time() - began_cpu, time.perf_counter() - began
-
-
-@contextlib.asynccontextmanager
-async def policy(spread: float) -> AsyncIterator[str]:
-    """The scripted policy as a process; its base URL."""
-    argv = ("-m", "examples.policy", f"--delay={MODEL_S}", f"--delay-spread={spread}")
-    async with program(*argv, output=asyncio.subprocess.PIPE) as process:
-        assert process.stdout is not None
-        yield json.loads(await process.stdout.readline())["base_url"]
 
 
 def make(url: str, path: Path, trajectories: int, **settings: Any) -> Any:
@@ -131,8 +122,8 @@ async def measure(
             seconds["own"] += rollout.seconds - rollout.phases["model"] - rollout.phases["tools"]
 
     with tempfile.TemporaryDirectory() as folder:
-        async with policy(spread) as url:
-            env = make(url, Path(folder) / "groups.jsonl", trajectories, **settings)
+        async with policy(f"--delay={MODEL_S}", f"--delay-spread={spread}") as server:
+            env = make(server.ready["base_url"], Path(folder) / "groups.jsonl", trajectories, **settings)
             env.observers.append(see)
             started = env.setup_agent_env
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import logging
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-POLICY_START_S = 30.0
 
 
 def arguments() -> argparse.Namespace:
@@ -89,6 +86,7 @@ def fail(line: str, code: int) -> int:
 async def demo(args: argparse.Namespace, console: Any, lifetimes: list[Any]) -> int:
     """Run the policy server, the env and the display."""
     from examples.demo.display import Display, show, summary
+    from examples.serve.processes import policy
 
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -97,8 +95,8 @@ async def demo(args: argparse.Namespace, console: Any, lifetimes: list[Any]) -> 
     jsonl = args.out / "groups.jsonl"
     for old in (jsonl, jsonl.with_suffix(".html")):
         old.unlink(missing_ok=True)
-    async with policy(args.tasks, args.mistakes) as server:
-        env = build(args, server, jsonl)
+    async with policy(f"--mistakes={args.mistakes}", f"--tasks={args.tasks.resolve()}") as server:
+        env = build(args, server.ready, jsonl)
         lifetimes.append(env.lifetime)
         display = Display(console, env)
         env.observers.append(display.see)
@@ -144,42 +142,6 @@ def build(args: argparse.Namespace, server: dict[str, Any], jsonl: Path) -> Any:
     env = TaskEnv(config, [inference])
     config.total_steps = len(env.items)
     return env
-
-
-@contextlib.asynccontextmanager
-async def policy(tasks: Path, mistakes: float) -> AsyncIterator[dict[str, Any]]:
-    """The scripted policy server as a child process, which is always ended."""
-    from atropos.errors import ConfigError
-
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "examples.policy",
-        "--die-with-parent",
-        f"--mistakes={mistakes}",
-        f"--tasks={tasks}",
-        cwd=ROOT,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(POLICY_START_S):
-            line = await process.stdout.readline()
-            if not line:
-                await process.wait()
-        if not line:
-            raise ConfigError("the policy server ended at once; its own line stands above")
-        yield json.loads(line)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(2):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
 
 
 def _terminated(_number: int, _frame: Any) -> NoReturn:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -16,8 +14,6 @@ from aiohttp import web
 from examples.policy.play import TASKS, Policy
 from examples.policy.server import FAULTS, MODEL, PolicyServer, Settings
 from examples.policy.tokenizer import FOLDER
-
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -34,15 +30,9 @@ def main() -> int:
         "--delay-spread", type=float, default=0.0, help="part of --delay by which answers differ, 0 to 1"
     )
     parser.add_argument("--log", type=Path, help="append every sampled answer's tokens here, as JSON lines")
-    parser.add_argument("--die-with-parent", action="store_true")
     args = parser.parse_args()
     if not args.tasks.is_dir():
         parser.error(f"--tasks {args.tasks}: no such folder")
-    if args.die_with_parent:
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            return 1
     settings = Settings(
         fault=args.fault, fault_rate=args.fault_rate, delay_s=args.delay, delay_spread=args.delay_spread
     )

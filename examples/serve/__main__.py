@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from examples.policy.tokenizer import FOLDER
-from examples.serve.processes import flags, how, program, run, run_api
+from examples.serve.processes import flags, how, policy, program, run, run_api
 
 GROUP_SIZE = 4
 
@@ -67,11 +66,7 @@ async def demo(args: argparse.Namespace) -> int:
     truth.unlink(missing_ok=True)
     started = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        policy_process = await stack.enter_async_context(
-            program("-m", "examples.policy", f"--log={truth.resolve()}", output=asyncio.subprocess.PIPE)
-        )
-        assert policy_process.stdout is not None
-        policy = json.loads(await policy_process.stdout.readline())
+        server = await stack.enter_async_context(policy(f"--log={truth.resolve()}"))
         api = await stack.enter_async_context(run_api())
         check = [f"--api={api.url}", f"--truth={truth.resolve()}", f"--batches={args.batches}", f"--envs={args.envs}"]
         trainer = await stack.enter_async_context(
@@ -80,12 +75,12 @@ async def demo(args: argparse.Namespace) -> int:
         envs: list[asyncio.subprocess.Process] = []
         for number in range(args.envs):
             log = stack.enter_context((args.out / f"env-{number}.log").open("wb"))
-            envs.append(await stack.enter_async_context(program(*env_command(args, api.url, policy), output=log)))
+            envs.append(await stack.enter_async_context(program(*env_command(args, api.url, server.ready), output=log)))
         print(
             f"{args.envs} env(s) on {args.backend}, run-api at {api.url}; their output: {args.out}/env-*.log",
             flush=True,
         )
-        others = {"the policy server": policy_process, "run-api": api.process}
+        others = {"the policy server": server.process, "run-api": api.process}
         others |= {f"env {n} (its output: {args.out}/env-{n}.log)": process for n, process in enumerate(envs)}
         code = await _watch(trainer, others)
     print(f"{time.monotonic() - started:.0f} s; everything was ended", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import secrets
 import signal
@@ -28,7 +29,10 @@ _libc = ctypes.CDLL(None)
 
 @contextlib.asynccontextmanager
 async def program(*argv: str, output: IO[bytes] | int | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`python ARGV` in the repository, in a session of its own; ended with SIGTERM, and with this process."""
+    """`python ARGV` in the repository, in a session of its own; ended with SIGTERM, and with this process.
+
+    Its errors go to `output` too, but not into a pipe.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *argv,
@@ -36,7 +40,7 @@ async def program(*argv: str, output: IO[bytes] | int | None = None) -> AsyncIte
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=output,
-        stderr=asyncio.subprocess.STDOUT if output is not None else None,
+        stderr=None if output in {None, asyncio.subprocess.PIPE} else asyncio.subprocess.STDOUT,
         start_new_session=True,
         preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
     )
@@ -65,6 +69,27 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", 10_000 + secrets.randbelow(9_000)))
             return int(probe.getsockname()[1])
+
+
+class PolicyServer(NamedTuple):
+    """The running scripted policy; `ready` has its `base_url`, `model` and `tokenizer`."""
+
+    ready: dict[str, Any]
+    process: asyncio.subprocess.Process
+
+
+@contextlib.asynccontextmanager
+async def policy(*flags: str) -> AsyncIterator[PolicyServer]:
+    """`python -m examples.policy FLAGS` on a port of its own.
+
+    Raises:
+        RuntimeError: it ended at once; its own line says why.
+    """
+    async with program("-m", "examples.policy", *flags, output=asyncio.subprocess.PIPE) as process:
+        assert process.stdout is not None
+        if not (line := await process.stdout.readline()):
+            raise RuntimeError(f"the policy server {how(await process.wait())}; its own line stands above")
+        yield PolicyServer(json.loads(line), process)
 
 
 class RunApi(NamedTuple):

@@ -18,9 +18,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), fl
 
 @pytest.fixture(scope="module")
 def policy():
-    process = subprocess.Popen(
-        [sys.executable, "-m", "examples.policy", "--die-with-parent"], stdout=subprocess.PIPE, cwd=ROOT
-    )
+    process = subprocess.Popen([sys.executable, "-m", "examples.policy"], stdout=subprocess.PIPE, cwd=ROOT)
     assert process.stdout is not None
     try:
         yield json.loads(process.stdout.readline())
