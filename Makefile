@@ -17,7 +17,7 @@ system:  ## install the system packages that slots need (root on Debian or Ubunt
 setup: system  ## the Python environment, from the lock file
 	@bash scripts/venv.sh
 
-demo: setup  ## the main job on the local backend: every example task, scored, no Docker
+demo: setup  ## every example task, played in slots and scored; no Docker needed
 	@$(if $(filter local,$(BACKEND)),,$(RUN) python scripts/engines.py $(BACKEND)) $(RUN) python -m examples.demo --backend $(BACKEND) $(ARGS)
 
 learn: setup  ## train a tiny policy from nothing on the CPU, and show that shifted masks or logprobs teach nothing
