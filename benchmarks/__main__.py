@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -75,8 +74,8 @@ def main(
             console.print(f"--against {revision}: {error}")
             raise typer.Exit(2) from None
     report.show(console, described, rows, context.problems)
-    report.write(path, described, rows, context.problems)
-    shutil.copyfile(path, Path("bench-results") / "last.json")
+    for target in (path, Path("bench-results") / "last.json"):
+        report.write(target, described, rows, context.problems)
     charts.draw([row.as_json() for row in rows], path.with_suffix(""))
     whole = not only and not quick and revision is None and not no_peers
     if whole:
