@@ -203,7 +203,8 @@ def _summary(found: Sequence[TaskFinding]) -> str:
     counts = {status: sum(finding.status == status for finding in found) for status in _STYLE}
     lowered = sum(len(finding.clamped) for finding in found)
     parts = [f"{count} {status}" for status, count in counts.items() if count]
-    return f"{len(found)} tasks: {', '.join(parts)}" + (f"; {lowered} limits lowered" if lowered else "")
+    said = f"{len(found)} task{'s' * (len(found) != 1)}: {', '.join(parts)}"
+    return f"{said}; {lowered} limits lowered" if lowered else said
 
 
 def _notes(found: Sequence[TaskFinding]) -> list[str]:

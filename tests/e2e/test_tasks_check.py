@@ -164,7 +164,7 @@ def test_an_agent_of_ones_own_is_run_and_the_table_is_printed(tmp_path, refusal)
     script.write_text("touch done")
     code, out, _ = run(tmp_path / "tasks", "--agent", "script", "--script", script)
     assert code == 0
-    assert "1 tasks: 1 sound" in out
+    assert "1 task: 1 sound" in out
     assert "--script FILE" in refusal(tmp_path / "tasks", "--agent", "script")
     for option, at in (("--script", "absent.sh"), ("--html", "absent/page.html"), ("--html", "tasks")):
         assert option in refusal(tmp_path / "tasks", option, tmp_path / at), "and nothing was run for it"
