@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,8 +54,8 @@ class Context:
         Raises:
             ConfigError: there is none, and the source is no pattern.
         """
-        pattern = pattern.removeprefix("./").rstrip("/")
-        if pattern in {"", "."}:
+        pattern = posixpath.normpath(pattern)
+        if pattern == ".":
             return [self.folder]
         plain = self.folder / pattern
         matching = [plain] if os.path.lexists(plain) else self._glob(pattern)

@@ -268,6 +268,12 @@ def test_a_source_may_climb_within_its_context_or_stage(folder):
     assert [step.sources for step in recipe.steps] == [("a.txt",), ("etc/x",)]
 
 
+@pytest.mark.parametrize("source", ["./a.txt", ".//a.txt", "././a.txt", ".//a*", "sub/..//a.txt", "a.txt/."])
+def test_a_source_may_have_parts_that_say_nothing(folder, source):
+    [step] = recipe_of(folder, f"FROM a\nARG DIR=\nCOPY {source} ./${{DIR}}/a.txt /x/\n").steps
+    assert sorted(unpacked(folder, step)) == ["/x/a.txt"]
+
+
 def test_a_link_that_a_copy_names_is_followed_within_the_context(folder):
     environment = folder / "environment"
     (environment / "below").mkdir(exist_ok=True)
