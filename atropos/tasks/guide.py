@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import posixpath
 import re
 from xml.sax.saxutils import escape
@@ -13,7 +14,8 @@ from atropos.tasks.format.task import Task
 
 MAX_SKILLS = 200
 MAX_SKILL_BYTES = 256 * 1024
-_HEAD = re.compile(r"---\r?\n(.*?)\r?\n---", re.DOTALL)
+_HEAD = re.compile(r"---\r?\n(.{,8192}?)\r?\n---", re.DOTALL)
+"""Front matter: eight times what its longest field, the description, may be."""
 
 
 async def guide(slot: Slot, task: Task) -> str:
@@ -48,7 +50,7 @@ async def _skills(slot: Slot, task: Task, folder: str) -> list[str]:
             text = (await slot.read_file(path, max_bytes=MAX_SKILL_BYTES)).decode(errors="replace")
         except OSError:
             continue
-        head = _front_matter(text)
+        head = await asyncio.to_thread(_front_matter, text)
         if head is not None:
             name, about = head
             found.append(
@@ -65,6 +67,8 @@ def _front_matter(text: str) -> tuple[str, str] | None:
         fields = parse_yaml(head[1]) if head else None
     except ValueError:
         return None
-    if not isinstance(fields, dict) or not {"name", "description"} <= fields.keys():
-        return None
-    return str(fields["name"]), " ".join(str(fields["description"]).split())
+    match fields:
+        case {"name": str() | int() | float() as name, "description": str() | int() | float() as about}:
+            return str(name), " ".join(str(about).split())
+        case _:
+            return None

@@ -380,6 +380,9 @@ async def test_the_agent_reads_of_skills_and_mcp_servers_below_the_instruction(p
             "environment/skills/pdf/SKILL.md": "---\nname: pdf\ndescription: Reads\n  PDF & more.\n---\nRun pdftotext.",
             "environment/skills/none/SKILL.md": "no front matter",
             "environment/skills/odd/SKILL.md": "---\n- {\n---\n",
+            "environment/skills/vast/SKILL.md": f"---\na: &a {[*range(99)]}\nb: &b {['*a'] * 99}\nname: {['*b'] * 99}\n"
+            "description: x\n---\n".replace("'", ""),
+            "environment/skills/long/SKILL.md": f"---\nname: long\ndescription: x\nlist: {[*range(9000)]}\n---\n",
             "environment/skills/README.md": "about",
         },
     )

@@ -14,6 +14,7 @@ from atropos.tasks.format.config import TaskConfig, explained
 
 _CANARY = re.compile(r"\A\s*((<!--[^\n]*canary[^\n]*-->|#[^\n]*canary[^\n]*)[ \t]*(\n|\Z))+", re.IGNORECASE)
 """Marks at the head of published instructions, which no model is shown."""
+MAX_YAML_CHARS = 4 << 20
 
 
 def read_text(path: Path, cure: str) -> str:
@@ -36,12 +37,35 @@ def parse_yaml(text: str) -> object:
     """The value that a YAML text holds.
 
     Raises:
-        ValueError: it is no YAML, or holds what is no value: a thirteenth month, brackets a thousand deep.
+        ValueError: it is no YAML, or holds what is no value: a thirteenth month, brackets a thousand deep, or aliases of
+            aliases that are gigabytes when they are written out.
     """
+    loader = yaml.SafeLoader(text)
     try:
-        return yaml.safe_load(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from None
+    finally:
+        loader.dispose()
+
+
+def _check_size(node: yaml.Node) -> None:
+    left, waiting = MAX_YAML_CHARS, [node]
+    while waiting:
+        one = waiting.pop()
+        left -= 1
+        if isinstance(one, yaml.ScalarNode):
+            left -= len(one.value)
+        elif isinstance(one, yaml.MappingNode):
+            waiting += (part for pair in one.value for part in pair)
+        else:
+            waiting += one.value
+        if left < 0:
+            raise ValueError(f"with its aliases written out it is longer than {MAX_YAML_CHARS} characters")
 
 
 def read_toml(path: Path, cure: str) -> dict[str, object]:

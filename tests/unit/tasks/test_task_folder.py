@@ -1,6 +1,7 @@
 """A task folder is either understood in full or refused in one line that names the place and the cure."""
 
 import io
+import itertools
 import os
 import resource
 import shutil
@@ -864,6 +865,17 @@ def test_what_no_system_can_hold_is_one_bad_task_of_its_set(folder, tmp_path, na
     assert ([task.name for task in found.tasks], list(found.refused)) == (["other"], ["demo"])
     assert str(folder) in found.refused["demo"]
     assert "\n" not in found.refused["demo"]
+
+
+@pytest.mark.parametrize("more", ["[*{0}, *{0}]", "{{<<: [*{0}, *{0}]}}"])
+def test_aliases_of_aliases_take_no_memory(folder, more):
+    anchors = [
+        "a: &a {k: v}",
+        *(f"{n}: &{n} {more.format(before)}" for before, n in itertools.pairwise("abcdefghijklmnopqrstu")),
+    ]
+    (folder / "environment/compose.yaml").write_text("\n".join([*anchors, "services: {main: {image: *u}}"]))
+    with pytest.raises(ConfigError, match=r"compose.yaml: .* longer than 4194304 characters"):
+        load_task(folder)
 
 
 def test_every_bad_task_of_a_set_is_named_at_once(folder, tmp_path):
