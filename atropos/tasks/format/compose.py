@@ -24,7 +24,9 @@ _WITHOUT_EFFECT = {
 }
 """Keys about a container's name, its ports or its end, which change nothing here."""
 _OF_THE_BUILDER = {"cache_from", "cache_to", "labels", "no_cache", "platforms", "pull", "shm_size", "tags"}
-_VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_]\w*)(?::?-([^}]*))?[^}]*\}|\$([A-Za-z_]\w*)")
+_VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_]\w*)(?::?-([^}]*)(?=\}))?[^}]*\}?|\$([A-Za-z_]\w*)")
+_FROM_HARNESS = re.compile(r"\$\w+|\$\{\w+\}")
+"""An image whose name the harness fills in."""
 _LOGS = re.compile(r"LOGS|_PATH\}|/logs\b")
 
 
@@ -121,21 +123,24 @@ def read_compose(folder: Path) -> Service | None:
             raise ConfigError(
                 f"{where}.volumes: {volume}: a slot has no volumes but its logs; use COPY in the Dockerfile"
             )
-    mode = service.network_mode or "bridge"
+    mode = _filled(service.network_mode or "bridge", f"{where}.network_mode")
     if mode not in {"bridge", "none", "default"}:
         raise ConfigError(f"{where}.network_mode: {mode!r} can't be honoured in a slot; use none or leave it out")
     file = None if service.build is None else _dockerfile(service.build, folder, where)
-    image = None if file is not None else service.image
+    image = None if file is not None or _FROM_HARNESS.fullmatch(service.image or "") else service.image
+    workdir = _filled(service.working_dir or "", f"{where}.working_dir")
+    if workdir and not workdir.startswith("/"):
+        raise ConfigError(f"{where}.working_dir: {workdir!r:.80} doesn't begin with /; write the whole path")
     limits = _limits(service.deploy)
     memory = _number(service.mem_limit or limits.get("memory"), f"{where}.mem_limit")
     return Service(
         dockerfile=file,
-        image=None if image is None or image.startswith("$") else image,
+        image=None if image is None else _filled(image, f"{where}.image"),
         entrypoint=None if service.entrypoint is None else _words(service.entrypoint, f"{where}.entrypoint"),
         command=_words(service.command or "", f"{where}.command"),
         env=_environment(service.environment, where),
-        workdir=service.working_dir,
-        user=None if service.user is None else str(service.user),
+        workdir=workdir or None,
+        user=None if service.user is None else _filled(str(service.user), f"{where}.user"),
         offline=mode == "none",
         memory_mib=None if memory is None else max(1, int(memory) >> 20),
         cpus=_number(service.cpus or limits.get("cpus"), f"{where}.cpus"),
@@ -223,7 +228,7 @@ def _filled(text: str, where: str) -> str:
         if match[0] == "$$":
             return "$"
         if match[2] is None or "$" in match[2]:
-            raise ConfigError(f"{where}: {match[0]} is not given to tasks; write the value, or a plain default")
+            raise ConfigError(f"{where}: {match[0]:.80} is not given to tasks; write the value, or a plain default")
         return match[2]
 
     return _VARIABLE.sub(one, text)

@@ -52,7 +52,8 @@ def machine(
     """
     own = dockerfile_in(folder, service)
     image = wants.docker_image if prebuilt else None
-    built = own.is_file() and image is None
+    asked = service is not None and service.dockerfile is not None and wants.docker_image is None
+    built = image is None and (asked or own.is_file())
     if built:
         recipe = dockerfile.parse(own, folder, images)
     else:

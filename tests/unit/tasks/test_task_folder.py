@@ -936,6 +936,38 @@ def test_a_compose_file_of_one_service_says_how_its_commands_start(folder):
     assert load_task(folder).recipe.workdir == "/own"
 
 
+def test_a_compose_file_may_have_defaults(folder):
+    (folder / "environment/compose.yaml").write_text(
+        "services: {main: {image: '${IMAGE:-app}:${TAG-1}', working_dir: '${DIR:-/srv}', user: '${UID:-1000}:5', "
+        "network_mode: '${NET:-none}'}}"
+    )
+    task = load_task(folder)
+    assert (task.image, task.agent_settings, task.offline) == ("app:1", StepSettings("/srv", {}, "1000:5"), True)
+    (folder / "environment/compose.yaml").write_text("services: {main: {image: '${MAIN_IMAGE_NAME}'}}")
+    assert load_task(folder).image is None, "the harness names it"
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ("build: .", "environment/Dockerfile: can't be read"),
+        ("build: {dockerfile: docker/Dockerfile}", "environment/docker/Dockerfile: can't be read"),
+        ("image: app, working_dir: srv", "services.main.working_dir: 'srv' doesn't begin with /"),
+        ("image: app, user: '${UID}'", "services.main.user: ${UID} is not given to tasks"),
+        ("image: '${REGISTRY}/app'", "services.main.image: ${REGISTRY} is not given to tasks"),
+        ("image: app, command: ['" + "${A-" * 5000 + "']", "services.main.command: ${A-"),
+    ],
+)
+def test_what_a_compose_file_asks_in_vain_is_refused_by_name(folder, keys, named):
+    (folder / "environment/compose.yaml").write_text(f"services: {{main: {{{keys}}}}}")
+    with pytest.raises(ConfigError) as refused:
+        load_task(folder)
+    assert named in str(refused.value)
+    (folder / "environment/compose.yaml").write_text("services: {main: {build: .}}")
+    (folder / "task.toml").write_text("[environment]\ndocker_image = 'app'\n")
+    assert load_task(folder).image == "app", "with an image, a Dockerfile isn't needed"
+
+
 @pytest.mark.parametrize(
     ("keys", "entrypoint", "command"),
     [
