@@ -210,10 +210,14 @@ async def _checked(
     config: CheckConfig,
     attempt: Callable[[Agent, Literal["task"] | Mode], Awaitable[Attempt]],
 ) -> TaskFinding:
+    notes = (*found.notes, *task.warnings)
+    try:
+        chosen = choose(task)
+    except OSError as error:
+        return TaskFinding(task.name, "broken", task.image, None, found.clamped, notes, (str(error),))
     results = await asyncio.gather(*(attempt(agent, "task") for agent in config.agents))
     attempts = dict(zip(map(str, config.agents), results, strict=True))
     problems = list(dict.fromkeys(_problems(attempts)))
-    chosen = choose(task)
     solved = attempts.get("oracle", Attempt())
     if chosen.mode == "view" and not task.steps and solved.prepared_s is not None and (solved.reward or 0) < 1:
         other = await attempt("oracle", "shared")
@@ -228,7 +232,7 @@ async def _checked(
         task.image,
         attempts,
         found.clamped,
-        (*found.notes, *task.warnings),
+        notes,
         tuple(problems),
         chosen,
     )

@@ -193,8 +193,8 @@ async def verify(
         VerifierFailed: no reward could be read.
         SandboxError: the infrastructure failed.
     """
-    chosen = choose(task, mode).mode
     try:
+        chosen = choose(task, mode).mode
         machine = await _machine(slot, task, chosen, fresh)
         if layers is not None:
             await layers.put(machine)

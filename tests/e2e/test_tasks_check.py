@@ -4,14 +4,16 @@ import hashlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from atropos.errors import ConfigError
+from atropos.errors import ConfigError, SandboxError
+from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks import workspace
 from atropos.tasks.check import CheckConfig, check
-from atropos.tasks.folder import read_tasks
+from atropos.tasks.folder import TaskSet, read_tasks
 from atropos.tasks.format.datasets import dataset_folders, task_digest
 from tests.engines import params
 from tests.unit.command import ended
@@ -139,6 +141,18 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
     ]
     assert found["lowered"]["clamped"] == ["environment.storage_mb: 10240 wanted, slots have 512"]
     assert all(name in page.read_text() for name in found)
+
+
+async def test_a_solution_that_cannot_be_read_costs_one_task_and_is_named(tmp_path):
+    for name in ("one", "two"):
+        make(tmp_path, name)
+    first, second = read_tasks(tmp_path).tasks
+    unreadable = replace(first, solution=Path("/proc/self/mem"))
+    one, two = await check(TaskSet((unreadable, second), {}), CheckConfig(slots=2))
+    assert (one.status, one.problems, two.status) == ("broken", ("[Errno 5] Input/output error",), "sound")
+    with pytest.raises(SandboxError, match=r"one: .* Input/output error"):
+        async with SlotPool(SlotPoolConfig(backend="local")) as pool, pool.lease("verify") as slot:
+            await workspace.verify(slot, unreadable)
 
 
 async def test_a_fault_of_our_own_costs_one_task_and_is_named(tmp_path, monkeypatch, caplog):

@@ -61,10 +61,13 @@ def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:
 
 
 def _texts(task: Task) -> list[tuple[str, str]]:
-    """The files of the solution, which is one itself in terminal-bench 1; the instruction where there is none."""
+    """The files of the solution, which is one itself in terminal-bench 1; the instruction where there is none.
+
+    Links go into a slot as such, so what they name on this machine says nothing.
+    """
     if task.solution is None:
         return [("the instruction", task.instruction)]
-    files = [task.solution, *sorted(task.solution.rglob("*"))]
+    files = [task.solution, *(path for path in sorted(task.solution.rglob("*")) if not path.is_symlink())]
     return [(str(path.relative_to(task.solution.parent)), _text(path)) for path in files if path.is_file()]
 
 

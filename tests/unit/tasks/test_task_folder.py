@@ -1112,6 +1112,14 @@ def test_tests_run_in_a_view_unless_the_solution_changes_the_machine(folder, tom
     assert choose(load_task(folder)).mode == mode
 
 
+def test_what_a_link_in_a_solution_names_on_this_machine_is_not_read(folder):
+    (folder / "solution").mkdir()
+    (folder / "solution/solve.sh").write_text("echo 42 > answer\n")
+    (folder / "solution/memory").symlink_to("/proc/self/mem")
+    (folder / "solution/hosts").symlink_to("/etc/hosts")
+    assert choose(load_task(folder)).mode == "view"
+
+
 def test_steps_have_no_view_since_the_agent_would_go_on_in_it(folder):
     (folder / "task.toml").write_text('[verifier]\nenvironment_mode = "view"\n[[steps]]\nname = "one"\n')
     (folder / "steps/one").mkdir(parents=True)
