@@ -286,6 +286,6 @@ def _extract(archive: Path, target: Path) -> list[str]:
             return None
 
     target.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(archive) as opened:
+    with tarfile.open(archive, mode="r:") as opened:
         opened.extractall(target, filter=kept)  # noqa: S202
     return left_out

@@ -362,7 +362,7 @@ def _write_local(target: Path, data: bytes) -> None:
 
 def _unpack_local(target: Path, data: bytes) -> None:
     target.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(data)) as source:
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as source:
         if hasattr(tarfile, "data_filter"):
             source.extractall(target, filter="data")
             return

@@ -150,7 +150,7 @@ async def copy_from_stage(slot: Slot, step: Copy, taken: PackedFiles) -> None:
     """
     owner = None if step.owner is None else await owner_ids(slot, step.owner)
     for given, archive in taken:
-        with tarfile.open(fileobj=archive) as tar:
+        with tarfile.open(fileobj=archive, mode="r:") as tar:
             first = tar.next()
             folder = first is not None and first.isdir()
         archive.seek(0)

@@ -79,7 +79,11 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
     out = io.BytesIO()
     links: _Links = {}
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as source, tarfile.open(fileobj=out, mode="w") as target:
+        # what comes out of a slot is not compressed: 256 MiB that were would be terabytes
+        with (
+            tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as source,
+            tarfile.open(fileobj=out, mode="w") as target,
+        ):
             every = {"/".join(_parts(member.name)) for member in source if member.issym()}
             for member, content in kept_members(source, _excluded(exclude)):
                 name = _inside(member.name, links)

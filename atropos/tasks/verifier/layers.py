@@ -70,7 +70,7 @@ class VerifierLayers:
 
 def _write_layer(archive: IO[bytes], to: Path) -> None:
     """Write the files and links of an archive, and only folders that hold some: an empty one would change an existing folder."""
-    with tarfile.open(fileobj=archive) as source:
+    with tarfile.open(fileobj=archive, mode="r:") as source:
         full = {parent for member in source if not member.isdir() for parent in _parents(member.name)}
         with tarfile.open(to, "w", format=tarfile.PAX_FORMAT) as target:
             for member in source.getmembers():

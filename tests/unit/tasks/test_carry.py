@@ -1,6 +1,9 @@
 """What a hostile slot packs can't reach out of the folder that it is unpacked in."""
 
+import bz2
+import gzip
 import io
+import lzma
 import tarfile
 import time
 
@@ -137,6 +140,7 @@ def extended(**headers):
     "data",
     [
         *(b"", b"nonsense" * 200, archive(("f", "a", ""))[:100]),
+        *(pack(archive(("f", "a", ""))) for pack in (gzip.compress, bz2.compress, lzma.compress)),
         *(extended(mtime="inf"), extended(mtime="nan"), extended(size="-5"), extended(size="9" * 20)),
     ],
 )
