@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from atropos.errors import ImageUnavailable
 from atropos.metrics import exposition
 from atropos.tasks import workspace
 from atropos.tasks.builder import steps
+from atropos.tasks.builder.transfer import unpack_archive
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.folder import load_task
 from atropos.tasks.format.recipe import Download
@@ -275,6 +277,29 @@ async def test_an_archive_that_climbs_is_refused_by_what_it_names(pool, tmp_path
     task = make(tmp_path / "task", "FROM debian\nADD up.tar /added/\n")
     with pytest.raises(TaskBroken, match=r"names a path outside its folder: \.\./up: '/added'$"):
         await TaskImages(pool).prepare(task)
+
+
+async def test_an_archive_of_kilobytes_takes_no_terabytes_of_this_machine(pool, tmp_path):
+    says = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str((4 << 30) + 1)}
+    (tmp_path / "task/environment").mkdir(parents=True)
+    (tmp_path / "task/environment/a.tar").write_bytes(layer(entry("huge", b"0\n".ljust(512, b"\0"), pax=says)))
+    task = make(tmp_path / "task", "FROM debian\nADD a.tar /added/\n")
+    with pytest.raises(TaskBroken, match=rf"step 1/1: huge: has {(4 << 30) + 1} bytes; at most {4 << 30}"):
+        await TaskImages(pool).prepare(task)
+
+
+async def test_the_event_loop_goes_on_while_an_archive_is_read(pool):
+    loop = threading.get_ident()
+
+    class Archive(io.BytesIO):
+        def read(self, size=-1):
+            assert threading.get_ident() != loop
+            return super().read(size)
+
+    packed = gzip.compress(layer(entry("a", "a")) + bytes(1 << 20))
+    async with pool.lease("one") as slot:
+        await unpack_archive(slot, "/added", Archive(packed))
+        assert await slot.read_file("/added/a") == b"a"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from atropos.tasks.builder.archive import OVERHEAD_BYTES, LargeFile, TarPiece, c
 from atropos.tasks.errors import TaskBroken
 
 MAX_STAGE_BYTES = 4 << 30
-"""Most that one COPY takes from another stage or image."""
+"""Most that one COPY takes from another stage or image, and the largest file of an archive that ADD unpacks."""
 _MAX_LINKS = 40
 _LINK_BYTES = 16_384
 """More than the archive of a link with the longest target has."""
@@ -188,27 +188,47 @@ async def unpack_archive(
 
     Raises:
         OSError: the slot can't take it.
+        TaskBroken: a file in it is too large.
     """
+    pieces = _pieces_of(archive, name, mode, owner, exclude)
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        if isinstance(piece, bytes):
+            await untar(slot, where, piece)
+        else:
+            await _send_alone(slot, where, *piece)
+
+
+def _pieces_of(
+    archive: IO[bytes],
+    name: str | None,
+    mode: int | str | None,
+    owner: tuple[int, int] | None,
+    exclude: Sequence[str],
+) -> Iterator[bytes | tuple[tarfile.TarInfo, IO[bytes]]]:
+    """Archives that a message holds, and files (with their content) that none does. Blocking: it may be packed tightly."""
     excluded = PatternMatcher(list(exclude))
     with tarfile.open(fileobj=archive, tarinfo=WholeTar) as source:
         piece = TarPiece()
         for member, content in kept_members(source, excluded.matches):
-            if member.isreg() or member.isdir() or member.issym() or member.islnk():
-                if member.name == "." and name is None:
-                    continue
-                info = _replaced(member, name, mode, owner)
-                data = source.extractfile(content) if member.isreg() else None
-                if data is not None and member.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
-                    await _send_alone(slot, where, info, data)
-                    continue
-                if piece.size + info.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
-                    await untar(slot, where, piece.close())
-                    piece = TarPiece()
-                piece.add(info, data)
+            if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
+                continue
+            if member.name == "." and name is None:
+                continue
+            if member.size > MAX_STAGE_BYTES:  # some kilobytes may say so, and would be written out here
+                raise TaskBroken(f"{member.name}: has {member.size} bytes; at most {MAX_STAGE_BYTES}")
+            info = _replaced(member, name, mode, owner)
+            data = source.extractfile(content) if member.isreg() else None
+            if data is not None and member.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
+                yield info, data
+                continue
+            if piece.size + info.size + OVERHEAD_BYTES > wire.MAX_FILE_BYTES:
+                yield piece.close()
+                piece = TarPiece()
+            piece.add(info, data)
         assert source.fileobj is not None
         while source.fileobj.read(_READ_BYTES):  # what was compressed has its checksum at the end
             pass
-        await untar(slot, where, piece.close())
+        yield piece.close()
 
 
 async def _send_alone(slot: Slot, where: str, info: tarfile.TarInfo, content: IO[bytes]) -> None:
