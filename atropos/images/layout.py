@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,13 +96,14 @@ def _json(path: Path) -> dict[str, Any]:
 def image_info(pulled: PulledImage, source: str, size: int) -> ImageInfo:
     """What the store keeps of an image beside its files."""
     settings: dict[str, Any] = pulled.config.get("config") or {}
+    workdir = settings.get("WorkingDir")
     pairs = [text.partition("=") for text in settings.get("Env") or ()]
     return ImageInfo(
         id=pulled.id,
         source=source,
         bytes=size,
         env={name: value for name, equals, value in pairs if equals and name},
-        workdir=settings.get("WorkingDir") or None,
+        workdir=posixpath.normpath(posixpath.join("/", workdir)) if workdir else None,
         user=settings.get("User") or None,
         entrypoint=tuple(settings.get("Entrypoint") or ()),
         cmd=tuple(settings.get("Cmd") or ()),

@@ -299,3 +299,15 @@ def test_a_data_set_that_cannot_be_read_is_named(tmp_path, name, content):
     with pytest.raises(ConfigError, match=name) as refused:
         dataset_folders(tmp_path, "org/set")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a" * 300, "a/" * 3000, "loop/a", "missing"])
+def test_a_task_that_a_data_set_has_not_is_named(tmp_path, path):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "registry.json").write_text(json.dumps([{"name": "set", "tasks": [{"path": path}]}]))
+    with pytest.raises(ConfigError, match="is not in this clone"):
+        dataset_folders(tmp_path, "set")
+    quoted = json.dumps(f"org/{path.replace('/', '-')}")
+    (tmp_path / "dataset.toml").write_text(f'[dataset]\nname = "set"\n[[tasks]]\nname = {quoted}\n')
+    with pytest.raises(ConfigError, match="is not in this clone"):
+        dataset_folders(tmp_path, "set")

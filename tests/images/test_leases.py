@@ -130,6 +130,14 @@ async def test_an_images_folder_is_there_though_no_layer_has_it(pool, tmp_path):
         assert (await slot.exec("pwd; stat -c %u:%a .")).output == "/srv/not/there\n0:755\n"
 
 
+@pytest.mark.parametrize("workdir", ["srv/app", "/srv/./x/../app/", "/../srv/app"])
+async def test_an_images_folder_is_the_one_that_its_path_means(pool, tmp_path, workdir):
+    """Builders other than Docker's write it down as it was given."""
+    busybox_image(tmp_path / "layout", workdir=workdir)
+    async with pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
+        assert (await slot.exec("pwd; cat text")).output.startswith("/srv/app\n")
+
+
 async def test_input_of_any_length_needs_no_bash(pool, tmp_path):
     busybox_image(tmp_path / "layout")
     async with pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:

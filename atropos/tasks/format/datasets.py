@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,10 +105,8 @@ def _of_manifest(path: Path, wanted: str) -> list[Path]:
     folders: list[Path] = []
     for task in found.tasks:
         short = task.name.rpartition("/")[2]
-        places = [root / short for root in (path.parent / "tasks", path.parent) if (root / short).is_dir()]
-        if not places:
-            raise ConfigError(f"{path}: tasks: {task.name} is not in this clone; fetch it")
-        folder = _inside(path.parent, str(places[0].relative_to(path.parent)), path)
+        nested = os.path.isdir(path.parent / "tasks" / short)
+        folder = _inside(path.parent, f"tasks/{short}" if nested else short, path)
         actual = task_digest(folder)
         if actual is None:
             _log.warning("%s: the digest of %s isn't checked: it has ignore files of its own", path, task.name)
@@ -118,11 +117,15 @@ def _of_manifest(path: Path, wanted: str) -> list[Path]:
 
 
 def _inside(root: Path, path: str, named_by: Path) -> Path:
-    folder = (root / path).resolve()
+    missing = ConfigError(f"{named_by}: tasks: {path!r:.200} is not in this clone; fetch it")
+    try:
+        folder = (root / path).resolve()
+    except (OSError, ValueError, RuntimeError):  # a zero in it, or a link to itself
+        raise missing from None
     if not folder.is_relative_to(root.resolve()):
-        raise ConfigError(f"{named_by}: tasks: {path} leads out of the clone")
-    if not folder.is_dir():
-        raise ConfigError(f"{named_by}: tasks: {path} is not in this clone; fetch it")
+        raise ConfigError(f"{named_by}: tasks: {path!r:.200} leads out of the clone")
+    if not os.path.isdir(folder):
+        raise missing
     return folder
 
 
