@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from atropos.errors import ConfigError
 from atropos.tasks.format.config import TaskConfig, explained
 
-_CANARY = re.compile(r"\A\s*((<!--[^\n]*canary[^\n]*-->|#[^\n]*canary[^\n]*)[ \t]*(\n|\Z))+", re.IGNORECASE)
+_CANARY = re.compile(r"\A\s*((<!--(?=[^\n]*canary)[^\n]*-->|#[^\n]*canary[^\n]*)[ \t]*(\n|\Z))+", re.IGNORECASE)
 """Marks at the head of published instructions, which no model is shown."""
 MAX_YAML_CHARS = 4 << 20
 

@@ -17,7 +17,7 @@ Mode = Literal["view", "shared", "separate"]
 MAX_BYTES = 1 << 20
 """Most that is read of one file of a solution."""
 _MACHINE = re.compile(
-    r"\b(?:apt-get|apt|apk|dnf|yum|pip[\d.]*|npm|gem|conda|uv pip|cargo)\s+(?:-\S+\s+)*(?:install|add|i)\b"
+    r"\b(?:apt-get|apt|apk|dnf|yum|pip[\d.]*|npm|gem|conda|uv pip|cargo)\s+(?:-\S+\s+){,20}(?:install|add|i)\b"
     r"|\b(?:useradd|adduser|groupadd|usermod|chpasswd|systemctl|update-alternatives|ldconfig|crontab|locale-gen)\b"
     r"|(?<![\w.$}/-])(?:/(?:etc|usr|var|opt|root|home|tmp|run|bin|sbin|lib\w*|media)/[\w.-]+[\w./-]*|~/|\$\{?HOME\b"
     r"|/(?:etc|usr|var|opt|root|tmp)(?![\w-])/?)|\bcd\s+~"

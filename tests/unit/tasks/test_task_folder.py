@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -1110,6 +1111,15 @@ def test_tests_run_in_a_view_unless_the_solution_changes_the_machine(folder, tom
     (folder / "solution").mkdir(exist_ok=True)
     (folder / "solution" / "solve.sh").write_text(f"#!/bin/bash\n{solution}\n")
     assert choose(load_task(folder)).mode == mode
+
+
+def test_what_people_wrote_is_read_in_time_that_grows_with_its_length(folder):
+    (folder / "solution").mkdir()
+    (folder / "solution/solve.sh").write_text("apt -" * 15_000)
+    (folder / "instruction.md").write_text(f"<!--{'canary' * 50_000}")
+    started = time.process_time()
+    assert choose(load_task(folder)).mode == "view"
+    assert time.process_time() - started < 2
 
 
 def test_what_a_link_in_a_solution_names_on_this_machine_is_not_read(folder):
