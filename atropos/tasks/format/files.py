@@ -15,6 +15,7 @@ from atropos.tasks.format.config import TaskConfig, explained
 _CANARY = re.compile(r"\A\s*((<!--(?=[^\n]*canary)[^\n]*-->|#[^\n]*canary[^\n]*)[ \t]*(\n|\Z))+", re.IGNORECASE)
 """Marks at the head of published instructions, which no model is shown."""
 MAX_YAML_CHARS = 4 << 20
+"""Longest YAML that is read, with each alias written out."""
 
 
 def read_text(path: Path, cure: str) -> str:
