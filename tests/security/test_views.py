@@ -10,6 +10,7 @@ import pytest
 from atropos.aio import cancel_and_wait
 from atropos.errors import NotSupported
 from atropos.slots import SlotPool
+from atropos.slots.slot.profile import Profile
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
 from tests.backends import Engine
@@ -236,6 +237,16 @@ async def test_what_was_settled_beside_programs_is_in_the_view_and_they_go_on(po
         assert (
             await slot.exec(f"cat /etc/made; ls -d /opt/x; cat answer; {FETCH}")
         ).output == "before\n/opt/x\n43\n43\n"
+
+
+async def test_programs_go_on_while_a_slot_is_settled_whose_working_folder_is_gone(pool):
+    async with pool.lease("agent") as slot:
+        slot.profile = Profile(workdir="/app")
+        await slot.exec("mkdir /app", workdir="/")
+        sleeping = await slot.start("sleep 1000")
+        await slot.exec("rm -r /app")
+        await slot.settle()
+        assert await sleeping.poll() is None
 
 
 async def test_a_snapshot_ends_the_view_and_freezes_the_slot(pool):

@@ -227,7 +227,8 @@ class Slot(SlotFiles):
             return written
         changes = {"command": reading(path, operation.command), "stdin": None}
         result = await self.run(operation.model_copy(update=changes))
-        await self.run(wire.Exec(command=("rm", "-f", path), user="0:0", concurrent=operation.concurrent))
+        remove = wire.Exec(command=("rm", "-f", path), workdir="/", user="0:0", concurrent=operation.concurrent)
+        await self.run(remove)
         return result
 
     async def start(
@@ -356,12 +357,12 @@ class Slot(SlotFiles):
         Raises:
             SandboxError: as `snapshot`.
         """
-        running = (await self.exec("kill -STOP -1", user="0:0", timeout_s=10)).exit_code == 0
+        running = (await self.exec("kill -STOP -1", workdir="/", user="0:0", timeout_s=10)).exit_code == 0
         try:
             await (await self._snapshot(beside=running)).drop()
         finally:
             if running:
-                await self.exec("kill -CONT -1", user="0:0", timeout_s=10)
+                await self.exec("kill -CONT -1", workdir="/", user="0:0", timeout_s=10)
 
     async def _freeze(self, *, beside: bool) -> Snapshot:
         info = await self.link.client.snapshot(self.lease, beside=beside)
