@@ -30,6 +30,8 @@ class Entry:
     def __init__(self, fields: Sequence[str]) -> None:
         inode, self.kind, self.target, mode, size, self.owner, self.group, modified, self.link, self.path = fields
         self.inode, self.mode, self.size, self.modified = int(inode), int(mode, 8), int(size), float(modified)
+        if not 0 <= self.mode <= 0o7777 or not self.path:
+            raise ValueError(f"mode {mode[:20]}, path {self.path[:200]!r}")
 
     @classmethod
     def read(cls, printed: str) -> list[Entry]:
