@@ -80,8 +80,7 @@ async def test_a_program_runs_without_a_shell(slot: Slot) -> None:
 async def test_stdin_of_any_length_is_read_to_its_end(slot: Slot) -> None:
     data = b"x" * (9 << 20)
     assert (await slot.exec(["wc", "-c"], stdin=data)).output == f"{len(data)}\n"
-    assert (await slot.exec("wc -c; echo $0", stdin=data)).output.startswith(f"{len(data)}\n")
-    assert (await slot.exec("rm -r /workspace; wc -c", stdin=data)).output == f"{len(data)}\n"
+    assert (await slot.exec("rm -r /workspace; wc -c; echo $0", stdin=data)).output.startswith(f"{len(data)}\n")
     assert (await slot.exec("ls -A /tmp")).output == ""
 
 
