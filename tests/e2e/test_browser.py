@@ -168,23 +168,19 @@ async def test_a_screenshot_is_a_png(ada: Person, site: Site):
     assert result.data["base64"].startswith("iVBORw0KGgo")
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        *("file:///etc/passwd", "chrome://version", "javascript:alert(1)", "data:text/html,x", "about:blank"),
-        *(
-            "view-source:http://127.0.0.1/",
-            "view-source:file:///etc/passwd",
-            "blob:http://127.0.0.1/x",
-            "ftp://127.0.0.1/",
-        ),
-        *("http://169.254.169.254/", "http://0x7f000001/", "http://127.1/", "http://2130706433/", "http://0177.0.0.1/"),
-        *("http://[::ffff:127.0.0.1]/", "http://[::1]/", "localhost:80", "127.0.0.1"),
-    ],
+REFUSED = (
+    *("file:///etc/passwd", "chrome://version", "javascript:alert(1)", "data:text/html,x", "about:blank"),
+    *("view-source:http://127.0.0.1/", "view-source:file:///etc/passwd", "blob:http://127.0.0.1/x", "ftp://127.0.0.1/"),
+    *("http://169.254.169.254/", "http://0x7f000001/", "http://127.1/", "http://2130706433/", "http://0177.0.0.1/"),
+    *("http://[::ffff:127.0.0.1]/", "http://[::1]/", "localhost:80", "127.0.0.1"),
 )
-async def test_local_and_private_addresses_are_refused(ada: Person, address: str):
-    with pytest.raises(ToolError, match=r"only http|public address|not on the list"):
-        await ada("navigate", url=address)
+
+
+async def test_local_and_private_addresses_are_refused(ada: Person):
+    for address in REFUSED:
+        with pytest.raises(ToolError, match=r"only http|public address|not on the list"):
+            await ada("navigate", url=address)
+            pytest.fail(f"{address} was opened")
 
 
 async def test_a_page_cannot_lead_the_browser_to_a_private_address(
@@ -313,7 +309,7 @@ async def test_trajectories_leave_no_context_page_process_or_connection(
 
     async def some(count: int) -> None:
         for start in range(0, count, 4):
-            await asyncio.gather(*(one(number) for number in range(start, start + 4)))
+            await asyncio.gather(*(one(number) for number in range(start, min(start + 4, count))))
 
     def census() -> dict[str, int]:
         descriptors = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
@@ -325,7 +321,7 @@ async def test_trajectories_leave_no_context_page_process_or_connection(
             "descriptors": len(descriptors),
         }
 
-    await some(4)
+    await some(1)
     before = census()
     await some(int(os.environ.get("ATROPOS_BROWSERS", "4")))
     await until(lambda: all(now <= before[name] + 3 for name, now in census().items()))
@@ -430,7 +426,8 @@ async def test_a_page_that_hangs_right_after_its_snapshot_is_replaced(
 
     monkeypatch.setattr(page, "aria_snapshot", spin_after)
     async with asyncio.timeout(60):
-        with pytest.raises(ToolError, match="stopped answering"):
+        with monkeypatch.context() as soon, pytest.raises(ToolError, match="stopped answering"):
+            soon.setattr(sys.modules[BrowserTool.__module__], "ANSWER_S", 1.0)
             await ada("snapshot")
         assert "You are ada" in await ada("navigate", url=site.url("/who"))
 

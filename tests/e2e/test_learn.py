@@ -33,6 +33,7 @@ def test_a_shift_moves_by_one_and_fills_the_gap():
 @pytest.mark.timeout(1200)
 async def test_a_policy_learns_from_the_batches_and_from_nothing_that_is_shifted(tmp_path):
     argv = ["-m", "examples.learn", "--shifts", ",".join(ARMS), "--stop-when-learned", "--out", str(tmp_path)]
+    argv += ["--group-size=4", "--slots=12"]  # as many updates as with groups of 8, from half the trajectories
     async with program(*argv) as lesson:
         code = await lesson.wait()
     log = (tmp_path / "env.log").read_text() if (tmp_path / "env.log").exists() else ""
