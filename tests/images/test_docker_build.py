@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import io
 import json
 import os
 import posixpath
 import tarfile
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -40,14 +42,11 @@ KNOWN = {
     "volume: /made": "the engine makes it with the container's volume",
 }
 """Paths that differ, and why."""
-LIST = r"""
-ls -A / | while IFS= read -r top; do case $top in proc|sys|dev|bin) ;; *) find "/$top" ;; esac; done | while IFS= read -r path; do
-  case $path in /etc/hosts|/etc/hostname|/etc/resolv.conf|/etc/mtab) continue ;; esac
-  if [ -L "$path" ]; then echo "$path|link|$(stat -c %u:%g "$path")||$(readlink "$path")"
-  elif [ -d "$path" ]; then echo "$path|dir|$(stat -c '%u:%g|%a' "$path")|"
-  elif [ -f "$path" ]; then echo "$path|file|$(stat -c '%u:%g|%a' "$path")|$(sha256sum < "$path" | cut -c 1-64)"
-  else echo "$path|other|$(stat -c '%u:%g|%a' "$path")|"; fi
-done"""
+TAR = """
+cd /; for top in $(busybox ls -A | busybox tr '\\n' /); do case $top in proc|sys|dev|bin) ;; *) set -- "$@" "$top" ;; esac; done
+busybox tar -cf /dev/shm/tree "$@"
+"""
+"""Everything of a slot that a build can have made."""
 
 
 def base_image(at: Path) -> None:
@@ -123,7 +122,8 @@ class Docker:
         finally:
             await ran("docker", "rm", "-v", container)
         try:
-            return await asyncio.to_thread(listed, archive)
+            with archive.open("rb") as file:
+                return await asyncio.to_thread(listed, file)
         finally:
             archive.unlink()
 
@@ -135,10 +135,10 @@ class Docker:
             await ran("docker", "image", "rm", "-f", *self.images)
 
 
-def listed(archive: Path) -> dict[str, str]:
-    """As LIST says it."""
+def listed(archive: BinaryIO) -> dict[str, str]:
+    """What an archive holds, by path: kind, owner, mode and content."""
     found: dict[str, str] = {}
-    with tarfile.open(archive) as tar:
+    with tarfile.open(fileobj=archive) as tar:
         for info in tar:
             path = "/" + info.name.strip("/")
             if path.split("/")[1] in {"proc", "sys", "dev", "bin", ".dockerenv", ""}:
@@ -175,11 +175,10 @@ class Ours:
         async with self.pool.lease("tree", image=image) as slot:
             # an image without programs is listed by a busybox that is put in
             await slot.write_file("/bin/busybox", Path(BUSYBOX).read_bytes(), 0o755)
-            script = f'PATH=/tools:/bin; for t in ls find stat readlink sha256sum cut; do alias $t="/bin/busybox $t"; done\n{LIST}'
-            argv = ["/bin/busybox", "sh", "-c", script]
-            done = await slot.exec(argv, user="0", workdir="/", max_output_bytes=1 << 20)
-        assert done.exit_code == 0, done.output[-500:]
-        return {path: text for path, _, text in (line.partition("|") for line in done.output.splitlines())}
+            done = await slot.exec(["/bin/busybox", "sh", "-c", f"PATH=/bin IFS=/{TAR}"], user="0", workdir="/")
+            assert done.exit_code == 0, done.output[-500:]
+            archive = await slot.read_file("/dev/shm/tree")
+        return await asyncio.to_thread(listed, io.BytesIO(archive))
 
     async def made(self, name: str, dockerfile: Path):
         prepared = await self.images.prepare(load_task(dockerfile))
