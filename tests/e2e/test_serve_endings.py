@@ -100,7 +100,8 @@ def serving(api: str, base_url: str) -> list[str]:
 
 async def test_serve_ends_whatever_goes_first_and_leaves_nothing():
     async with contextlib.AsyncExitStack() as stack:
-        policy = await stack.enter_async_context(running("-m", "examples.policy", "--delay=0.05"))
+        # slow, as each of the envs works on while it is waited for others
+        policy = await stack.enter_async_context(running("-m", "examples.policy", "--delay=0.3"))
         base_url = json.loads(await policy.says("\n"))["base_url"]
         api_stack = await stack.enter_async_context(contextlib.AsyncExitStack())
         api = await api_stack.enter_async_context(run_api())
