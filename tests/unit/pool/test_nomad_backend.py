@@ -218,13 +218,13 @@ async def test_an_operator_hears_why_a_container_does_not_start():
 
 
 async def test_a_change_whose_caller_was_cancelled_is_waited_for_at_the_end():
-    begun = asyncio.Event()
+    begun, let = asyncio.Event(), asyncio.Event()
 
     class SlowScale(FakeNomad):
         async def _handle(self, request: web.Request) -> web.StreamResponse:
             if request.path.endswith("/scale"):
                 begun.set()
-                await asyncio.sleep(0.1)
+                await let.wait()
             return await super()._handle(request)
 
     async with SlowScale() as nomad, contextlib.AsyncExitStack() as stack:
@@ -234,6 +234,7 @@ async def test_a_change_whose_caller_was_cancelled_is_waited_for_at_the_end():
         await begun.wait()
         await cancel_and_wait([scaling])
         assert nomad.job is None
+        let.set()
         await api.settled(10)
         assert nomad.job is not None
 
