@@ -18,7 +18,7 @@ from examples.learn.env import LearnConfig, LearnEnv
 from examples.learn.school import School
 from examples.learn.trainer import SHIFTS, shifted
 from examples.policy.tokenizer import FOLDER
-from tests.e2e.test_serve import program
+from examples.serve.processes import program
 
 ARMS = ("as sent", "masks +1", "logprobs +1")
 
