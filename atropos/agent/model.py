@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from aiohttp import ContentTypeError
+from aiohttp.http_exceptions import HttpProcessingError
 
 from atropos.agent.fairness import started_in_turn
 from atropos.agent.transcript import Message, numbers
@@ -213,13 +214,15 @@ def innermost(error: BaseException) -> BaseException:
 def describe(error: BaseException) -> InferenceError:
     """Any client library's exception as an `InferenceError`, 4xx marked as not worth repeating (408, 429 are)."""
     inner = innermost(error)
+    if isinstance(inner.__cause__, HttpProcessingError):  # aiohttp reports an answer that is no HTTP as status 400
+        inner = inner.__cause__
     status = getattr(inner, "status_code", None) or getattr(inner, "status", None)
     status = status if isinstance(status, int) else None
     text = f"{type(inner).__name__}: {str(inner) or 'no detail'}"[:500]
     if isinstance(inner, KeyError):
         text = f"the inference server's answer has no {inner}"
     elif (status is None or status < 400) and isinstance(
-        inner, TypeError | IndexError | AttributeError | ValueError | ContentTypeError
+        inner, TypeError | IndexError | AttributeError | ValueError | ContentTypeError | HttpProcessingError
     ):
         text = f"the inference server sent an invalid answer ({text})"
     elif status is not None:

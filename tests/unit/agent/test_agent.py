@@ -318,6 +318,30 @@ async def test_a_passing_fault_is_tried_again_and_leaves_no_trace(fault):
     assert_true_to(server.log, result.trajectory_data)
 
 
+async def test_an_answer_that_is_no_http_is_not_taken_for_a_refusal():
+    """aiohttp gives it the status 400, which would not be tried again."""
+
+    class Server(DirectServer):
+        async def tokens_and_logprobs_completion(self, input_ids, n, **sampling):
+            if not self.requests:
+                self.requests.append(sampling)
+                async with aiohttp.ClientSession() as session, session.post(url) as answer:
+                    await answer.json()
+            return await super().tokens_and_logprobs_completion(input_ids, n, **sampling)
+
+    async def answer_nonsense(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'"]}\r\n\r\n')
+        writer.close()
+
+    async with await asyncio.start_server(answer_nonsense, "127.0.0.1", 0) as listening:
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/generate"
+        assert (await agent(Server()).run(script(["ok"]))).final_response == "ok"
+        with pytest.raises(InferenceError, match="sent an invalid answer") as caught:
+            await agent(Server(), model_retries=0).run(script(["ok"]))
+        assert (caught.value.status, caught.value.retryable) == (None, True)
+
+
 def busy(kind, retry_after):
     """What the client libraries raise for a 429."""
     headers = {"retry-after": retry_after}
