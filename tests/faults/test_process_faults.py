@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from atropos.slots.config import SlotPoolConfig
 from atropos.wire import CommandResult, Exec, LeaseRequest
 from tests.faults.proxy import Fault, proxied
 from tests.images.test_leases import busybox_image, pool_for
-from tests.processes import adopt_orphans, descendants, first_processes
+from tests.processes import adopt_orphans, alive, descendants, first_processes
 from tests.unit.server.fakes import TOKEN
 from tests.unit.server.test_serve import ROOT, Process, running
 from tests.waiting import until
@@ -368,6 +369,41 @@ async def test_a_view_outlives_a_kill_while_it_starts():
             except (OutcomeUnknown, SlotLost):
                 """It was up before the kill came, as this process had to wait for a core."""
         pytest.fail("no view outlived a kill")
+
+
+HOLDING = """#!/bin/sh
+[ -e "$0.holds" ] || exec {bwrap} "$@"
+exec nsenter --pid=/proc/self/fd/5 sleep 1000
+"""
+"""bubblewrap, or a parent and a child in the namespace of processes as it has them where the child waits for its parent."""
+
+
+async def test_slots_that_are_starting_end_with_the_process_that_starts_them():
+    """bubblewrap's child waits for its parent without end; PID 1 waited for that child, the next PID 1 for the first."""
+    folder = Path(tempfile.mkdtemp(prefix="held-", dir="/tmp"))  # where the server's own user may execute it
+    folder.chmod(0o755)
+    wrapped = folder / "bwrap"
+    wrapped.write_text(HOLDING.format(bwrap=shutil.which("bwrap")))
+    wrapped.chmod(0o755)
+    try:
+        async with running(("env", f"PATH={folder}:{os.environ['PATH']}"), slots=2) as server:
+            Path(f"{wrapped}.holds").touch()
+            for pid in first_processes(server.process.pid):
+                os.kill(pid, signal.SIGKILL)
+            await until(lambda: "sleep 1000 " in descendants(server.process.pid).values(), "a slot on its way")
+            there = descendants(server.process.pid)
+            for pid in (next(pid for pid, line in there.items() if "spawner.py" in line), server.process.pid):
+                os.kill(pid, signal.SIGKILL)
+
+            def all_ended() -> bool:
+                for pid in there:  # a namespace ends once its processes are reaped: by this one, if it adopts orphans
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(pid, os.WNOHANG)
+                return not alive(there)
+
+            await until(all_ended, "the end of all its processes")
+    finally:
+        shutil.rmtree(folder)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")

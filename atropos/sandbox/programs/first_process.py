@@ -72,6 +72,8 @@ def run(request: FirstProcessRequest, link: int, network: int, root: int, entere
     Raises:
         OSError: the slot could not be set up.
     """
+    # end with bubblewrap: a child that it leaves behind holds `root` open for good, as this process does the spawner's sockets
+    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
     if not request["joins"]:
         _own_network(request["proxy_port"], network)
     for name, value in request["counters"].items():
@@ -80,6 +82,7 @@ def run(request: FirstProcessRequest, link: int, network: int, root: int, entere
     for name, value in request["rlimits"].items():
         lower_limit(name, value)
     _enter_root(root)
+    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, 0)
     os.close(entered)
     if not os.read(adopted, 1):
         raise OSError("the process that slots are forked from is gone")
