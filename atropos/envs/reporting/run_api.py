@@ -171,7 +171,8 @@ class TrajectoryApi:
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
         async with session.post(f"{self._url}/{path}", data=body, headers=headers) as answer:
             if 400 <= answer.status < 500:
-                raise GroupRefused(f"{answer.status}: {(await answer.text())[:300]}")
+                why = await answer.text(errors="replace")
+                raise GroupRefused(f"{answer.status}: {why[:300]}")
             answer.raise_for_status()
 
     async def _took(self, session: aiohttp.ClientSession, group: Mapping[str, object]) -> bool:

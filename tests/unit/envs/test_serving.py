@@ -28,6 +28,17 @@ from tests.waiting import until
 
 
 @contextlib.asynccontextmanager
+async def serving(app: web.Application):
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
 async def trajectory_api(*statuses: int, batch_size: int = 8, delay_s: float = 0.0, latest: bool = True):
     """An API that answers what it is sent with these, one after the other, and then with 200.
 
@@ -60,13 +71,8 @@ async def trajectory_api(*statuses: int, batch_size: int = 8, delay_s: float = 0
     if latest:
         app.router.add_get("/latest_example", newest)
     app.router.add_get("/info", info)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", taken
-    finally:
-        await runner.cleanup()
+    async with serving(app) as url:
+        yield url, taken
 
 
 def env_at(api: str, **settings):
@@ -99,6 +105,19 @@ async def test_a_group_arrives_or_is_said_to_be_lost(statuses, unsent, caplog):
     said = [record.getMessage() for record in caplog.records if record.name.startswith("atropos.")]
     assert any("lost" in line for line in said) is bool(unsent)
     assert all("atropos" not in sent for sent in taken)
+
+
+async def test_a_refusal_in_another_encoding_is_counted(caplog):
+    async def refuse(_request):
+        return web.Response(status=413, body="zu groß".encode("latin-1"), content_type="text/html")
+
+    app = web.Application()
+    app.router.add_post("/scored_data", refuse)
+    async with serving(app) as api:
+        env = env_at(api)
+        await env.handle_send_to_api(group(), {"name": "x"})
+    assert dict(env.metrics.unsent) == {"refused": 1}
+    assert "did not take them (GroupRefused: 413: zu gro" in caplog.text
 
 
 async def test_a_full_disk_under_the_record_keeps_no_group_from_the_trainer(caplog):
