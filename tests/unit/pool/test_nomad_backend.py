@@ -15,6 +15,7 @@ from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.nomad.api import NomadApi
 from atropos.slots.backends.nomad.backend import NomadBackend
+from atropos.slots.backends.nomad.refusals import NomadRefused
 from atropos.slots.backends.nomad.settings import NomadSettings
 from atropos.slots.backends.survey import open_survey
 from tests.unit.pool.fake_nomad import FakeNomad
@@ -121,6 +122,15 @@ async def test_a_change_is_told_before_its_line_has_come_whole_and_a_heartbeat_i
             assert not told.done()
             pieces.put_nowait(b'{"Index":5,"Events":[{"Topic":"Allocation"},')
             await asyncio.wait_for(told, 20 * SLOWNESS)
+
+
+async def test_an_event_stream_that_is_refused_in_another_encoding_is_refused():
+    async with FakeNomad() as nomad, contextlib.AsyncExitStack() as stack:
+        api = NomadApi(NomadSettings(nomad.url))
+        stack.push_async_callback(api.close)
+        nomad.answers["/event/stream"] = [web.Response(status=503, body="überlastet".encode("latin-1"))]
+        with pytest.raises(NomadRefused, match="berlastet"):
+            await anext(api.events("job"))
 
 
 async def test_nonsense_in_place_of_any_answer_costs_a_running_pool_nothing(monkeypatch):

@@ -359,7 +359,8 @@ class NomadApi:
         try:
             async with self._get("/v1/event/stream", params) as answer:
                 if not answer.ok:
-                    raise refused(self.settings, "open its event stream", answer.status, (await answer.text())[:300])
+                    why = await answer.text(errors="replace")
+                    raise refused(self.settings, "open its event stream", answer.status, why[:300])
                 silent = True
                 yield
                 async for chunk in answer.content.iter_any():
@@ -388,7 +389,8 @@ class NomadApi:
         try:
             async with self._get(f"/v1/job/{job_id}/allocations", params, timeout=timeout) as answer:
                 if not answer.ok:
-                    raise refused(self.settings, "list allocations", answer.status, (await answer.text())[:300])
+                    why = await answer.text(errors="replace")
+                    raise refused(self.settings, "list allocations", answer.status, why[:300])
                 new = int(answer.headers["X-Nomad-Index"])
                 await answer.read()  # which fails when it breaks off
         except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as error:
