@@ -116,9 +116,10 @@ class GroupSink:
         try:
             _append(writer.fileno(), f"{line}\n".encode())
         except OSError as error:
+            path = self._config.data_path_to_save_groups
             if not sent:
-                raise
-            _log.error("%s lacks a group, which is sent: %s", self._config.data_path_to_save_groups, error.strerror)
+                raise OSError(error.errno, error.strerror, path) from error
+            _log.error("%s lacks a group, which is sent: %s", path, error.strerror)
 
     def end_within(self, seconds: float) -> None:
         """From now on, all sends together, those under way included, take at most so long; what is left is lost."""
