@@ -396,9 +396,11 @@ async def test_slots_that_are_starting_end_with_the_process_that_starts_them():
                 os.kill(pid, signal.SIGKILL)
 
             def all_ended() -> bool:
-                for pid in there:  # a namespace ends once its processes are reaped: by this one, if it adopts orphans
-                    with contextlib.suppress(ChildProcessError):
-                        os.waitpid(pid, os.WNOHANG)
+                # a namespace ends once its processes are reaped: by this one, if it adopts orphans
+                with contextlib.suppress(ChildProcessError):
+                    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+                    while (found := os.waitid(os.P_ALL, 0, ended)) and found.si_pid != server.process.pid:
+                        os.waitpid(found.si_pid, os.WNOHANG)
                 return not alive(there)
 
             await until(all_ended, "the end of all its processes")

@@ -276,11 +276,7 @@ class SlotSandbox:
             self._init_fd = pidfd_of(pid)
             if not self._joined:
                 far.close()
-                try:
-                    await self.network.open(near)
-                except OSError as error:
-                    why = memory_files.line(errors) or error
-                    raise SandboxError(f"slot {self.name}: its network could not be set up: {why}") from None
+                await self.network.open(near)
         self._ended.add_done_callback(lambda _: self._fail("its PID 1 ended"))
         return pid
 

@@ -42,7 +42,7 @@ class SlotNetwork:
             loop.remove_reader(near)
         _, fds, _, _ = socket.recv_fds(near, 1, 2)
         if not fds:
-            raise OSError("the process that makes it ended")
+            raise OSError("its PID 1 ended before it had made the network")
         self.namespace = fds[0]
         if self._egress is not None:
             self._number = self._egress.add(socket.socket(fileno=fds[1]))

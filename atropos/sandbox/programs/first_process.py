@@ -11,6 +11,7 @@ import codecs
 import fcntl
 import os
 import resource
+import select
 import signal
 import struct
 from typing import NoReturn, TypedDict
@@ -58,22 +59,23 @@ class FirstProcessRequest(TypedDict):
     seccomp: bytes
 
 
-def run(request: FirstProcessRequest, link: int, network: int, root: int, entered: int, adopted: int) -> NoReturn:
+def run(
+    request: FirstProcessRequest, link: int, network: int, maker: int, root: int, entered: int, adopted: int
+) -> NoReturn:
     """Become the slot's PID 1; called as root of its user namespace, in the first process of its PID namespace.
 
     Args:
         request: settings.
         link: the runner's socket.
         network: where the new network namespace is sent, unless the slot joins another's.
-        root: what bubblewrap says, which makes the root meanwhile, and its child's standard input.
+        maker: bubblewrap, which makes the root meanwhile (pidfd).
+        root: what it says, and its child's standard input.
         entered: closed once the root is entered.
         adopted: can be read when the spawner is this process's parent.
 
     Raises:
         OSError: the slot could not be set up.
     """
-    # end with bubblewrap: a child that it leaves behind holds `root` open for good, as this process does the spawner's sockets
-    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
     if not request["joins"]:
         _own_network(request["proxy_port"], network)
     for name, value in request["counters"].items():
@@ -81,8 +83,7 @@ def run(request: FirstProcessRequest, link: int, network: int, root: int, entere
     _own_objects(request["ipc"])
     for name, value in request["rlimits"].items():
         lower_limit(name, value)
-    _enter_root(root)
-    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, 0)
+    _enter_root(root, maker)
     os.close(entered)
     if not os.read(adopted, 1):
         raise OSError("the process that slots are forked from is gone")
@@ -133,15 +134,19 @@ def _own_objects(bounds: dict[str, int | str]) -> None:
         pass
 
 
-def _enter_root(root: int) -> None:
+def _enter_root(root: int, maker: int) -> None:
     """Enter the mount namespace that bubblewrap has made, and let bubblewrap end.
 
     Raises:
         OSError: bubblewrap ended; what it had to say is on the standard error output.
     """
+    poll = select.poll()
+    poll.register(root, select.POLLIN)
+    poll.register(maker, select.POLLIN)  # a child that it leaves behind holds `root` open
     said = b""
     while not said.endswith(PAUSED):
-        data = os.read(root, 4096)
+        ended = maker in [fd for fd, _ in poll.poll()]
+        data = b"" if ended else os.read(root, 4096)
         if not data:
             raise OSError("bubblewrap ended before the slot's root was made")
         said += data

@@ -309,10 +309,11 @@ def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     near, far = _socket.socketpair()
+    own = os.pidfd_open(os.getpid())
     first = os.fork()
     if not first:
         far.close()
-        first_process.run(request, link, network, near.fileno(), said, go)
+        first_process.run(request, link, network, own, near.fileno(), said, go)
     os.write(said, f"{first}".encode())
     pids = os.open("/proc/self/ns/pid_for_children", os.O_RDONLY)
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, PIDS_FD + 1) for fd in (far.fileno(), pids)]
