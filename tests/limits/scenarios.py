@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from atropos.config import SlotLimits
-from atropos.errors import SlotLost
+from atropos.errors import OutcomeUnknown, SlotLost
 from atropos.wire import ProcKill, ProcList, ProcRead, ProcStart, Quiesce, WriteFile
 from tests.unit.sandbox.driver import LIMITS
 from tests.unit.sandbox.scenarios import do, freed, memory_limit_is_named_and_the_slot_goes_on, out, sh, slot
@@ -76,7 +76,7 @@ async def until_one_is_lost(slots, fill):
     tasks = [asyncio.create_task(fill(s)) for s in slots]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for s in slots:
-        with contextlib.suppress(SlotLost):
+        with contextlib.suppress(SlotLost, OutcomeUnknown):
             await do(s, WriteFile(path="over", data=b""))
     return await asyncio.gather(*tasks, return_exceptions=True)
 
