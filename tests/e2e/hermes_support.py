@@ -6,14 +6,13 @@ import contextlib
 import json
 import sys
 
-from aiohttp import web
-
 from atropos.envs import APIServerConfig, HermesAgentEnvConfig
 from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer, Settings
 from examples.policy.tokenizer import FOLDER
 from examples.policy.truth import claims
 from tests.engines import SMALL
+from tests.web_app import serving
 
 
 def call(name, **arguments):
@@ -29,13 +28,8 @@ async def running_policy(tmp_path, mistakes=0.0, **settings):
     """Base URL of a scripted policy, and its log of every token it sampled."""
     log = tmp_path / "truth.jsonl"
     server = PolicyServer(Policy(TASKS, mistakes=mistakes), Settings(**settings), log)
-    runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", log
-    finally:
-        await runner.cleanup()
+    async with serving(server.application()) as url:
+        yield f"{url}/v1", log
 
 
 def script_env(policy, **settings):

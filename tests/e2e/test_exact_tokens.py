@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 from tokenizers import Tokenizer
 
 from atropos.agent import TurnRenderer
@@ -30,6 +29,7 @@ from examples.policy.truth import Truth
 from tests.e2e.hermes_support import call, groups, make, sampled, script
 from tests.unit.agent.test_template import TEMPLATES, tokenizer_for
 from tests.unit.envs.support import StandInExecutor
+from tests.web_app import serving
 
 TRAJECTORIES = int(os.environ.get("ATROPOS_EXAMPLES", "500"))
 SEED = os.environ.get("ATROPOS_SEED", "")
@@ -144,13 +144,8 @@ async def template_policy(name: str, tmp_path: Path):
     folder = tmp_path / "tokenizer"
     tokenizer_for(name).save_pretrained(folder)
     server = TemplateServer(name, folder, tmp_path / "truth.jsonl")
-    runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield (f"http://127.0.0.1:{runner.addresses[0][1]}/v1", tmp_path / "truth.jsonl"), folder
-    finally:
-        await runner.cleanup()
+    async with serving(server.application()) as url:
+        yield (f"{url}/v1", tmp_path / "truth.jsonl"), folder
 
 
 @pytest.mark.timeout(900)

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 import aiohttp
 from aiohttp import web
 
+from tests.web_app import serving
+
 HOP = {"transfer-encoding", "connection", "content-length", "keep-alive", "host"}
 
 
@@ -47,11 +49,8 @@ class HttpFaults:
         """Its URL."""
         app = web.Application(client_max_size=256 * 1024 * 1024)
         app.router.add_route("*", "/{path:.*}", self.answer)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, auto_decompress=False)
-        async with aiohttp.ClientSession(auto_decompress=False) as self._session:
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            try:
-                yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-            finally:
-                await runner.cleanup()
+        async with (
+            aiohttp.ClientSession(auto_decompress=False) as self._session,
+            serving(app, auto_decompress=False) as url,
+        ):
+            yield url

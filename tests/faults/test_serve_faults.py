@@ -24,7 +24,6 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer, Settings
@@ -38,6 +37,7 @@ from tests.e2e.test_env_faults import MEMBERS, TURNS
 from tests.faults.http_faults import HttpFaults
 from tests.processes import alive, descendants
 from tests.waiting import until
+from tests.web_app import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = float(os.environ.get("ATROPOS_SERVE_S", "12"))
@@ -54,21 +54,18 @@ SCORES = [(1 + member) / MEMBERS for member in range(MEMBERS)]
 async def flaky_policy(log: Path):
     """A policy server whose fault changes all the time."""
     server = PolicyServer(Policy(TASKS, mistakes=0.0), Settings(delay_s=ANSWER_S, delay_spread=0.5), log)
-    runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
 
     async def change() -> None:
         for fault in itertools.cycle(MODEL_FAULTS):
             server.settings = replace(server.settings, fault=fault, fault_rate=0.01 if fault == "slow" else 0.06)
             await asyncio.sleep(0.7)
 
-    changing = asyncio.create_task(change())
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        changing.cancel()
-        await runner.cleanup()
+    async with serving(server.application()) as url:
+        changing = asyncio.create_task(change())
+        try:
+            yield f"{url}/v1"
+        finally:
+            changing.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -12,6 +12,7 @@ from aiohttp import web
 from atropos.envs.adapter import check_tokenizer, probe_servers
 from atropos.errors import ConfigError, InferenceError
 from tests.unit.envs.support import ScriptEnv, make
+from tests.web_app import serving
 
 
 @contextlib.asynccontextmanager
@@ -21,13 +22,8 @@ async def server(handle=None, **answer):
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle or same)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
+    async with serving(app) as url:
+        yield f"{url}/v1"
 
 
 JSON = {"content_type": "application/json"}

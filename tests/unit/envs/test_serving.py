@@ -25,17 +25,7 @@ from tests.processes import files_end_at
 from tests.silent_server import silent_server
 from tests.unit.envs.support import ScriptEnv, make
 from tests.waiting import until
-
-
-@contextlib.asynccontextmanager
-async def serving(app: web.Application):
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+from tests.web_app import serving
 
 
 @contextlib.asynccontextmanager

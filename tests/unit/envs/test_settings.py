@@ -27,6 +27,7 @@ from examples.policy.server import PolicyServer, Settings
 from tests.e2e.hermes_support import make as make_hermes
 from tests.settings import shows
 from tests.unit.envs.support import ScriptEnv, StandInExecutor, call, items, make
+from tests.web_app import serving
 
 TWO_CALLS = [{"calls": [call("a")]}, {"calls": [call("b")]}, "done"]
 
@@ -57,12 +58,9 @@ async def policy():
     recording = Recording()
     app = PolicyServer(Policy(TASKS), Settings()).application()
     app.middlewares.append(recording.keep)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    recording.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    yield recording
-    await runner.cleanup()
+    async with serving(app) as url:
+        recording.url = f"{url}/v1"
+        yield recording
 
 
 async def run(env, *script):
