@@ -347,6 +347,12 @@ class NomadApi:
             **options,
         )
 
+    async def _check(self, what: str, answer: aiohttp.ClientResponse) -> None:
+        """Raise why Nomad, or a proxy in any encoding, refused what was asked, if it did."""
+        if not answer.ok:
+            why = await answer.text(errors="replace")
+            raise refused(self.settings, what, answer.status, why[:300])
+
     async def events(self, job_id: str) -> AsyncGenerator[None]:
         """Yield when the stream is open, then at least once for each change of the job; never ends by itself.
 
@@ -358,9 +364,7 @@ class NomadApi:
         silent = False
         try:
             async with self._get("/v1/event/stream", params) as answer:
-                if not answer.ok:
-                    why = await answer.text(errors="replace")
-                    raise refused(self.settings, "open its event stream", answer.status, why[:300])
+                await self._check("open its event stream", answer)
                 silent = True
                 yield
                 async for chunk in answer.content.iter_any():
@@ -388,9 +392,7 @@ class NomadApi:
         timeout = aiohttp.ClientTimeout(total=BLOCK_S * 1.2 + ANSWER_S)
         try:
             async with self._get(f"/v1/job/{job_id}/allocations", params, timeout=timeout) as answer:
-                if not answer.ok:
-                    why = await answer.text(errors="replace")
-                    raise refused(self.settings, "list allocations", answer.status, why[:300])
+                await self._check("list allocations", answer)
                 new = int(answer.headers["X-Nomad-Index"])
                 await answer.read()  # which fails when it breaks off
         except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as error:
