@@ -39,6 +39,7 @@ class FakeNomad:
         self._servers: dict[str, tuple[Running, contextlib.AsyncExitStack]] = {}
         self._numbers = itertools.count(1)
         self._news = asyncio.Event()
+        self._placing = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         app = web.Application()
@@ -74,14 +75,15 @@ class FakeNomad:
 
     async def _place(self) -> None:
         """Do what the job asks for, as far as there is room; the highest index goes first."""
-        for each in self._running():
-            if int(each["Name"].split("[")[1][:-1]) >= self.count:
-                each |= {"ClientStatus": "complete", "DesiredStatus": "stop"}
-                await self._end(each["ID"])
-        taken = {each["Name"] for each in self._running()}
-        for index in range(self.count):
-            if f"x.sandbox[{index}]" not in taken and len(self._running()) < self.room:
-                await self._start(index)
+        async with self._placing:
+            for each in self._running():
+                if int(each["Name"].split("[")[1][:-1]) >= self.count:
+                    each |= {"ClientStatus": "complete", "DesiredStatus": "stop"}
+                    await self._end(each["ID"])
+            taken = {each["Name"] for each in self._running()}
+            for index in range(self.count):
+                if f"x.sandbox[{index}]" not in taken and len(self._running()) < self.room:
+                    await self._start(index)
         self._news.set()
         self._news = asyncio.Event()
 
@@ -127,7 +129,10 @@ class FakeNomad:
             (count,) = re.findall(r"^count = (\d+)$", (await request.json())["Variables"], re.MULTILINE)
             return web.json_response({"Count": int(count)})
         if path == "/v1/jobs":
-            job = (await request.json())["Job"]
+            asked = await request.json()
+            job, index = asked["Job"], self.job["JobModifyIndex"] if self.job else 0
+            if asked["JobModifyIndex"] != index:
+                return web.Response(status=500, text=f"Enforcing job modify index {asked['JobModifyIndex']}: it is {index}")
             await self.register(job["Count"] if "Count" in job else job["TaskGroups"][0]["Count"])
         elif path.endswith("/scale"):
             await self.register((await request.json())["Count"])
@@ -151,6 +156,7 @@ class FakeNomad:
         if self.streams == "silent":
             await asyncio.sleep(60)
         while self.streams == "on":
+            news = self._news
             await response.write(json.dumps({"Events": [1]}).encode() + b"\n")
-            await self._news.wait()
+            await news.wait()
         return response
