@@ -25,6 +25,11 @@ from atropos.tasks.prepare import build_task
 
 _MARKS = ("task.toml", "task.yaml", "instruction.md")
 """A folder with none of these is not a task."""
+_PARTS = (
+    *("instruction.md", "environment", "tests", "solution", "workdir"),
+    *("task.yaml", "run-tests.sh", "solution.sh"),  # terminal-bench's
+)
+"""What a task's folder, or a step's, has that the model or a slot is given."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +149,19 @@ def load_task(path: str | Path, *, variables: Mapping[str, str] | None = None) -
 def _loaded(root: Path, variables: Mapping[str, str]) -> Task:
     if root.is_file():
         return _dockerfile_task(root)
+    _check_links(root)
     if (root / "task.yaml").is_file() and not (root / "task.toml").exists():
         return load_terminal_bench(root, build_task)
     return load_harbor_task(root, variables, build_task)
+
+
+def _check_links(root: Path) -> None:
+    """Refuse a task that takes in, by a link, what lies outside its folder: another's task could name the host's files."""
+    top = root.resolve()
+    for path in (folder / name for folder in (root, *root.glob("steps/*")) for name in _PARTS):
+        found = Path(os.path.realpath(path))
+        if not found.is_relative_to(top):
+            raise ConfigError(f"{path}: leads to {found}, outside the task's folder; copy it to there")
 
 
 def _dockerfile_task(path: Path) -> Task:

@@ -132,7 +132,9 @@ class FakeNomad:
             asked = await request.json()
             job, index = asked["Job"], self.job["JobModifyIndex"] if self.job else 0
             if asked["JobModifyIndex"] != index:
-                return web.Response(status=500, text=f"Enforcing job modify index {asked['JobModifyIndex']}: it is {index}")
+                return web.Response(
+                    status=500, text=f"Enforcing job modify index {asked['JobModifyIndex']}: it is {index}"
+                )
             await self.register(job["Count"] if "Count" in job else job["TaskGroups"][0]["Count"])
         elif path.endswith("/scale"):
             await self.register((await request.json())["Count"])

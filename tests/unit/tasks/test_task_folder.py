@@ -563,6 +563,23 @@ def test_a_task_is_called_as_its_folder_also_where_that_is_a_link(folder, tmp_pa
     assert [task.name for task in read_folders([folder, Path(str(folder))]).tasks] == ["demo"], "named twice"
 
 
+@pytest.mark.parametrize("part", ["instruction.md", "environment", "tests", "solution", "steps", "steps/one/workdir"])
+def test_a_part_of_a_task_that_is_a_link_out_of_its_folder_is_refused(folder, tmp_path, part):
+    outside, link = tmp_path / "outside", folder / part
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.exists():
+        link.rename(outside)
+    else:
+        (outside / "one/workdir").mkdir(parents=True)
+    link.symlink_to(outside)
+    with pytest.raises(ConfigError, match=f"{part}.*: leads to {outside}.*, outside the task's folder"):
+        load_task(folder)
+    link.unlink()
+    outside.rename(folder / "elsewhere")
+    link.symlink_to(folder / "elsewhere")
+    assert load_task(folder).name == "demo", "a link inside it"
+
+
 def test_files_that_cannot_be_honoured_are_named(folder):
     compose = folder / "environment/docker-compose.yaml"
     for text, named in (
