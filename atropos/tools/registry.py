@@ -149,7 +149,7 @@ def build_tool_registry(
     left_out: list[str] = []
     mine = {id(tool) for tool in own}
     for tool in catalogue:
-        groups = {*tool.toolsets, "all"}
+        groups = toolsets_of(tool)
         if groups & {*disabled} or not (id(tool) in mine or groups & {*enabled}):
             continue
         if tool.sandboxed or tool_server_url is not None:
@@ -165,6 +165,12 @@ def build_tool_registry(
     if not chosen and not any(chosen.wants(name) for name in enabled if name == "mcp" or name not in TOOLSETS):
         raise ConfigError(f"disabled_toolsets: {', '.join(disabled)} leaves no tool of {', '.join(enabled)}")
     return chosen
+
+
+def toolsets_of(tool: Tool) -> set[str]:
+    """Every toolset that has this tool, those that have others' included."""
+    mcp = {"mcp"} if any(name.startswith("mcp-") for name in tool.toolsets) else set[str]()
+    return {*tool.toolsets, "all"} | mcp
 
 
 def _check_toolsets(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -49,6 +49,17 @@ class Distribution:
                 raise ConfigError(f"distribution {self.name!r}: {toolset!r} has {probability}; write 0 to 1")
         if not any(self.probabilities.values()):
             raise ConfigError(f"distribution {self.name!r}: every probability is 0; give one toolset more")
+
+    def among(self, toolsets: Container[str]) -> Distribution:
+        """The distribution of those of its toolsets that are among these.
+
+        Raises:
+            ConfigError: none is.
+        """
+        left = {name: share for name, share in self.probabilities.items() if share > 0 and name in toolsets}
+        if not left:
+            raise ConfigError(f"distribution {self.name!r}: no tool is left of {', '.join(self.probabilities)}")
+        return Distribution(self.name, left, self.description)
 
     def sample(self, seed: int | str | random.Random) -> list[str]:
         """A choice of toolsets, in the order of the definition and never empty.

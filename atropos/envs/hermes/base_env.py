@@ -51,6 +51,7 @@ from atropos.envs.sandbox_env import GroupMember, SandboxEnv
 from atropos.errors import ConfigError, LeaseExpired
 from atropos.slots import Snapshot
 from atropos.tools import ToolCall, ToolRegistry, ToolResult, build_tool_registry
+from atropos.tools.registry import toolsets_of
 from atropos.tools.toolsets import EXTERNAL, get_distribution
 
 KEPT_ERRORS = 200
@@ -178,9 +179,9 @@ class HermesAgentBaseEnv(SandboxEnv):
         every = self.executor.tools
         if self.config.distribution is None:
             return every
-        drawn = {*get_distribution(self.config.distribution).sample(f"{self._draw}/{group}")}
-        offered = [tool for tool in every if drawn & {*tool.toolsets}]
-        return ToolRegistry(offered or every)
+        there = {toolset for tool in every for toolset in toolsets_of(tool)}
+        drawn = {*get_distribution(self.config.distribution).among(there).sample(f"{self._draw}/{group}")}
+        return ToolRegistry(tool for tool in every if drawn & toolsets_of(tool))
 
     async def prepare_group(self, item: Item, group: str) -> Snapshot | None:
         """A snapshot of the workspace that `setup_group` prepared, if it is overridden."""

@@ -22,6 +22,9 @@ from atropos.errors import ConfigError, SlotLost
 from atropos.slots import SlotPoolConfig
 from atropos.slots.config import PoolSettings
 from atropos.tools import ToolRegistry
+from atropos.tools.tool_server.messages import ToolInfo
+from atropos.tools.tool_server.offered import adopt_offered
+from atropos.tools.toolsets import DISTRIBUTIONS, Distribution, get_distribution
 from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer, Settings
 from tests.e2e.hermes_support import make as make_hermes
@@ -329,6 +332,45 @@ def test_a_distribution_offers_its_toolsets_alone(tmp_path):
     drawn = names("interactive", *map(str, range(30)))
     assert len(set(drawn)) > 1
     assert drawn == names("interactive", *map(str, range(30))), "the same seed draws the same"
+
+
+TERMINAL, FILE = ("process", "terminal"), ("patch", "read_file", "search_files", "write_file")
+
+
+@pytest.mark.parametrize("gone", [{"disabled_toolsets": ["session"]}, {}])
+def test_a_draw_of_toolsets_that_are_gone_offers_no_others_instead(tmp_path, monkeypatch, gone):
+    shares = {"session" if gone else "web": 1.0, "terminal": 0.02, "file": 0.01}
+    monkeypatch.setitem(DISTRIBUTIONS, "rarely", Distribution("rarely", shares))
+    config = {"distribution": "rarely", "enabled_toolsets": None, "seed": 1, **gone}
+    env = make_hermes(Hermes, ("http://127.0.0.1:9/v1", None), tmp_path, [], **config)
+    env.backend.executor = StandInExecutor(env.build_tools())
+    drawn = {tuple(sorted(env.tools_of(str(group)).names)) for group in range(20)}
+    assert TERMINAL in drawn, "the most probable of those that are there"
+    assert drawn <= {TERMINAL, FILE}
+
+
+def test_a_distribution_of_which_no_toolset_is_left_is_refused_before_anything_starts(tmp_path):
+    config = {"distribution": "default", "enabled_toolsets": None, "disabled_toolsets": ["terminal", "file"]}
+    env = make_hermes(Hermes, ("http://127.0.0.1:9/v1", None), tmp_path, [], **config)
+    with pytest.raises(ConfigError, match="disabled_toolsets: terminal, file leaves no tool of terminal, file"):
+        env.build_tools()
+    with pytest.raises(ConfigError, match="distribution 'default': no tool is left of terminal, file"):
+        get_distribution("default").among({"web"})
+
+
+@pytest.mark.parametrize("wide", ["mcp", "all"])
+def test_a_distribution_may_draw_toolsets_that_have_those_of_others(tmp_path, monkeypatch, wide):
+    monkeypatch.setitem(DISTRIBUTIONS, "wide", Distribution("wide", {"terminal": 1.0, wide: 1.0}))
+    others = ["file", "session", "web", "browser"]
+    config = {"distribution": "wide", "enabled_toolsets": None, "disabled_toolsets": others}
+    env = make_hermes(
+        Hermes, ("http://127.0.0.1:9/v1", None), tmp_path, [], tool_server_url="inprocess", seed=1, **config
+    )
+    tools = env.build_tools()
+    read = {"function": {"name": "fs_read", "description": "read a file"}}
+    adopt_offered(tools, [ToolInfo(name="fs_read", toolset="mcp-fs", schema=read, timeout_s=1)])
+    env.backend.executor = StandInExecutor(tools)
+    assert {*env.tools_of("a group").names} == {*TERMINAL, "fs_read"}
 
 
 @shows("terminal_backend")
