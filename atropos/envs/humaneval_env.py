@@ -29,6 +29,7 @@ from atropos.slots import Slot
 
 SOLUTION = "/workspace/solution.py"
 MAX_SOLUTION_BYTES = 256 * 1024
+"""Longest solution that is judged; a longer one scores 0."""
 FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 CHECKER = Path(__file__).with_name("humaneval_check.py").read_text(encoding="utf-8")
 """The program that runs a problem's tests in a slot."""
@@ -164,21 +165,24 @@ class HumanEvalEnv(DatasetEnv):
         agent_result: AgentResult,
     ) -> tuple[float, dict[str, object]]:
         """Read the solution, then judge it in a fresh slot."""
-        solution = await self._solution(trajectory_id, final_response)
+        solution, missing = await self._solution(trajectory_id, final_response)
         if solution is None:
-            return 0.0, {"problem": item.name, "detail": f"no {SOLUTION}, and no code in the answer"}
+            return 0.0, {"problem": item.name, "detail": missing}
         # Released before the next is leased, so that verification can't deadlock on a full pool.
         await self.executor.release_trajectory(trajectory_id)
         slot = await self.executor.slot(trajectory_id)
         passed, detail = await judge(slot, item, solution, timeout_s=self.config.verify_timeout_s)
         return float(passed), {"problem": item.name, "detail": detail}
 
-    async def _solution(self, trajectory_id: str, final_response: str) -> str | None:
+    async def _solution(self, trajectory_id: str, final_response: str) -> tuple[str | None, str]:
+        """The solution, or None and why there is none."""
         slot = await self.executor.slot(trajectory_id)
-        result = await slot.run(wire.ReadFile(path=SOLUTION, max_bytes=MAX_SOLUTION_BYTES))
-        if isinstance(result, wire.FileResult):
-            return result.data.decode("utf-8", errors="replace")
-        return answer_in(final_response)
+        result = await slot.run(wire.ReadFile(path=SOLUTION, max_bytes=MAX_SOLUTION_BYTES + 1))
+        if not isinstance(result, wire.FileResult):
+            return answer_in(final_response), f"no {SOLUTION}, and no code in the answer"
+        if len(result.data) > MAX_SOLUTION_BYTES:
+            return None, f"{SOLUTION} is longer than {MAX_SOLUTION_BYTES:,} bytes"
+        return result.data.decode("utf-8", errors="replace"), ""
 
 
 if __name__ == "__main__":

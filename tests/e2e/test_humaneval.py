@@ -13,11 +13,21 @@ from pathlib import Path
 import pytest
 
 from atropos.envs import humaneval_check, humaneval_env
-from atropos.envs.humaneval_env import answer_in, judge, load_problems
+from atropos.envs.adapter import APIServerConfig
+from atropos.envs.humaneval_env import (
+    MAX_SOLUTION_BYTES,
+    SOLUTION,
+    HumanEvalEnv,
+    HumanEvalEnvConfig,
+    answer_in,
+    judge,
+    load_problems,
+)
 from atropos.envs.running.rollout import TaskFault
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
+from examples.policy.tokenizer import FOLDER
 
 REPO = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("ATROPOS_HUMANEVAL") or REPO.parent / "shared" / "data" / "HumanEval.jsonl.gz")
@@ -146,6 +156,28 @@ async def test_a_call_has_cpu_time_and_not_the_hosts(executor, made, monkeypatch
     monkeypatch.setattr(humaneval_env, "CHECKER", checker)
     slow = "import time\ntime.sleep(2.5)\n" + PROBLEM["prompt"] + PROBLEM["canonical_solution"]
     assert await judged(executor, made, slow, timeout_s=60) == (True, "")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_solution_is_judged_whole_or_not_at_all(executor, made, tmp_path):
+    """The second one raises at its end, which is beyond the bound."""
+    config = HumanEvalEnvConfig(
+        humaneval_path=str(tmp_path / "made.jsonl"), tool_pool_mode="local", tokenizer_name=str(FOLDER), use_wandb=False
+    )
+    env = HumanEvalEnv(config, [APIServerConfig(base_url="http://127.0.0.1:9/v1", api_key="x", server_type="openai")])
+    env.backend.executor = executor
+    text = PROBLEM["prompt"] + PROBLEM["canonical_solution"]
+    longest = text + "#" * (MAX_SOLUTION_BYTES - len(text))
+    for solution, expected in (
+        (longest, (1.0, "")),
+        (longest + "\nraise ValueError", (0.0, f"{SOLUTION} is longer than {MAX_SOLUTION_BYTES:,} bytes")),
+    ):
+        await (await executor.slot("writer")).write_file(SOLUTION, solution)
+        score, seen = await env.verify_and_score_trajectory(
+            made, "", trajectory_id="writer", exec_tool=env.hook_tools("writer"), agent_result=None
+        )
+        await executor.release_trajectory("writer")
+        assert (score, seen["detail"]) == expected
 
 
 FEW_IDS = """
