@@ -145,7 +145,7 @@ class HermesAgentBaseEnv(SandboxEnv):
             ConfigError: it isn't set, or can't be loaded.
         """
         if self.config.dataset_name is None:
-            raise ConfigError("dataset_name: not set; give a file, a JSON list or a dataset's name")
+            raise ConfigError("dataset_name: not set; give a file, a folder, a JSON list or a dataset's name")
         return iter(load_rows(self.config.dataset_name, self.config.dataset_split))
 
     def build_tools(self) -> ToolRegistry:

@@ -33,9 +33,10 @@ class HermesAgentEnvConfig(SandboxEnvConfig):
         default=3600, gt=0, description="longest idle time of a trajectory's slot, seconds"
     )
     dataset_name: str | None = Field(
-        default=None, description="rows: a JSONL or Parquet file, a JSON list in place, or a dataset's name on the hub"
+        default=None,
+        description="rows: a JSONL or Parquet file, a folder, a JSON list in place, or a dataset's name on the hub",
     )
-    dataset_split: str = Field(default="train", min_length=1, description="of a dataset on the hub")
+    dataset_split: str = Field(default="train", min_length=1, description="of a folder, or a dataset on the hub")
     prompt_field: str = Field(default="prompt", min_length=1, description="the row's field with the prompt")
     tool_pool_size: int = Field(default=128, ge=1, description="most tool calls, and most reward functions, in flight")
     tool_call_parser: ParserName = Field(

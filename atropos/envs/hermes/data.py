@@ -1,4 +1,4 @@
-"""Rows for a Hermes env: from a file, from the flag itself, or from a dataset by name."""
+"""Rows for a Hermes env: from a file, from the flag itself, or from a dataset: a folder, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import cast
 
 from atropos.errors import ConfigError
 
-HOW = "give a .jsonl or .parquet file, a JSON list of objects, or the name of a dataset on the hub"
+HOW = "give a .jsonl or .parquet file, a folder of data files, a JSON list of objects, or the name of a dataset on the hub"
 
 
 def load_rows(name: str, split: str = "train") -> list[dict[str, object]]:
@@ -17,7 +17,7 @@ def load_rows(name: str, split: str = "train") -> list[dict[str, object]]:
 
     Args:
         name: see `HOW`.
-        split: of a dataset on the hub; files and lists have none.
+        split: of a folder, or a dataset on the hub; files and lists have none.
 
     Raises:
         ConfigError: it can't be found or read.
@@ -29,9 +29,11 @@ def load_rows(name: str, split: str = "train") -> list[dict[str, object]]:
             raise ConfigError(f"dataset_name: not a list; {HOW}")
         return _checked(cast("list[object]", rows), "the list")
     path = Path(text).expanduser()
+    if path.is_dir():
+        return _from_library(str(path), split)
     if path.suffix in {".jsonl", ".json", ".parquet"} or path.exists():
         return _from_file(path)
-    return _from_hub(text, split)
+    return _from_library(text, split)
 
 
 def _from_file(path: Path) -> list[dict[str, object]]:
@@ -55,7 +57,7 @@ def _from_file(path: Path) -> list[dict[str, object]]:
     return _checked([_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()], str(path))
 
 
-def _from_hub(name: str, split: str) -> list[dict[str, object]]:
+def _from_library(name: str, split: str) -> list[dict[str, object]]:
     from datasets import load_dataset
 
     try:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 from aiohttp import web
 
@@ -309,6 +310,22 @@ def test_the_split_of_a_hub_dataset_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", hub)
     assert load_rows("someone/something", "validation") == [{"prompt": "x"}]
     assert "validation" in repr(asked)
+
+
+def test_a_folder_is_a_dataset_of_the_files_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.csv").write_text(f"prompt\nof {split}\n")
+    assert load_rows(str(folder)) == load_rows("rows") == [{"prompt": "of train"}]
+    assert load_rows("./rows/", "test") == [{"prompt": "of test"}]
+    with pytest.raises(ConfigError, match=r"^dataset_name: 'rows' \(split 'nosuch'\) can't be loaded: .*train.*test"):
+        load_rows("rows", "nosuch")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"^dataset_name: 'empty' .*doesn't contain any data files; give a "):
+        load_rows("empty")
 
 
 @pytest.mark.parametrize("load", [lambda path: load_rows(str(path)), load_problems])
