@@ -28,6 +28,7 @@ from e2b_dockerfile_utils import (
 
 from atropos.errors import ConfigError
 from atropos.tasks.format.context import Context
+from atropos.tasks.format.files import read_text
 from atropos.tasks.format.recipe import (
     PATH,
     Copy,
@@ -66,12 +67,10 @@ def parse(path: Path, context: Path, images: Mapping[str, StepSettings]) -> Reci
         ConfigError: an instruction that a slot can't honour, or one that can't be read; names file and line.
     """
     try:
-        ast = parse_dockerfile_ast(path.read_text(encoding="utf-8-sig"))
+        ast = parse_dockerfile_ast(read_text(path, "write it, or name an image"))
     except DockerfileSyntaxError as error:
         message = str(error).partition(": ")[2]
         raise ConfigError(f"{path}:{error.line or 1}: {message}; see the Dockerfile reference") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: can't be read: {error}") from None
     return _Reader(path, context, ast, images).read()
 
 

@@ -14,6 +14,8 @@ from atropos.tasks.format.config import TaskConfig, explained
 
 _CANARY = re.compile(r"\A\s*((<!--(?=[^\n]*canary)[^\n]*-->|#[^\n]*canary[^\n]*)[ \t]*(\n|\Z))+", re.IGNORECASE)
 """Marks at the head of published instructions, which no model is shown."""
+MAX_TEXT_BYTES = 64 << 20
+"""Longest text file that is read."""
 MAX_YAML_CHARS = 4 << 20
 """Longest YAML that is read, with each alias written out."""
 
@@ -22,11 +24,13 @@ def read_text(path: Path, cure: str) -> str:
     """A text file.
 
     Raises:
-        ConfigError: it is missing or can't be read.
+        ConfigError: it is missing, too long, or can't be read.
     """
     try:
         if path.exists() and not path.is_file():  # a fifo would be waited for
             raise ConfigError(f"{path}: is not a file; {cure}")
+        if (size := path.stat().st_size) > MAX_TEXT_BYTES:
+            raise ConfigError(f"{path}: has {size:,} bytes; at most {MAX_TEXT_BYTES:,} are read")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: is missing; {cure}") from None
@@ -41,6 +45,8 @@ def parse_yaml(text: str) -> object:
         ValueError: it is no YAML, or holds what is no value: a thirteenth month, brackets a thousand deep, or aliases of
             aliases that are gigabytes when they are written out.
     """
+    if len(text) > MAX_YAML_CHARS:
+        raise ValueError(f"it is longer than {MAX_YAML_CHARS:,} characters")
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()

@@ -25,8 +25,8 @@ from atropos.wire import ImageInfo, ImageState, LeaseLimits
 if TYPE_CHECKING:
     from atropos.slots import SlotPool
 
-VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
-"""`${NAME}` or `${NAME:-default}` in a task's variables."""
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?:\}|:-([^}]*)(?:\}|\Z))")
+"""`${NAME}` or `${NAME:-default}` in a task's variables; or a default that has no end, which is text, and in which none is looked for."""
 Hosts = tuple[str, ...] | None
 """What a phase may reach of what the pool allows; None: all of it."""
 
@@ -187,7 +187,7 @@ class Task:
         """Variables with `${NAME}` and `${NAME:-default}` replaced by what the operator gives."""
 
         def one(match: re.Match[str]) -> str:
-            return self.variables.get(match[1], match[2] or "")
+            return self.variables.get(match[1], match[2] or "") if match[0].endswith("}") else match[0]
 
         return {name: VARIABLE.sub(one, value) for name, value in env.items()}
 

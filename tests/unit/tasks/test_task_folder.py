@@ -483,11 +483,22 @@ def test_an_empty_part_is_named(folder, name):
         load_task(folder)
 
 
-@pytest.mark.parametrize("name", ["task.toml", "instruction.md", "tests/test.sh"])
+TEXTS = ["task.toml", "instruction.md", "tests/test.sh"]
+
+
+@pytest.mark.parametrize("name", TEXTS)
 def test_a_part_that_is_no_file_is_not_waited_for(folder, name):
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(ConfigError, match=f"{name}: is not a file"):
+        load_task(folder)
+
+
+@pytest.mark.parametrize("name", [*TEXTS, "environment/Dockerfile", "environment/compose.yaml"])
+def test_a_part_that_nobody_wrote_is_refused_before_it_is_read(folder, name):
+    with (folder / name).open("ab") as file:
+        file.truncate(5 << 30)
+    with pytest.raises(ConfigError, match=f"{name}: has 5,368,709,120 bytes; at most 67,108,864 are read$"):
         load_task(folder)
 
 
@@ -597,6 +608,7 @@ def test_files_that_cannot_be_honoured_are_named(folder):
         ("services: {main: {environment: ['K=${KEY}']}}", r"environment\.K: \$\{KEY\} is not given to tasks"),
         ("services: {main: {environment: ['K=${KEY:-${OTHER:-x}}']}}", r"environment\.K: .* or a plain default"),
         ("services: [", "can't be read"),
+        (f"services: {{}} # {'x' * (4 << 20)}", "can't be read: it is longer than 4,194,304 characters"),
         ("services: {main: {environment: {DAY: 2024-13-45}}}", "can't be read: month must be in"),
         (f"services: {'[' * 1000}", "can't be read"),
     ):
@@ -929,6 +941,21 @@ def test_variables_of_this_machine_are_given_by_name_only(folder):
     assert "'k'" not in repr(task)
 
 
+@pytest.mark.parametrize(
+    ("value", "filled"),
+    [
+        ("${A:-}${B:-${A}}", "1${A}"),
+        ("${A:-x", "${A:-x"),
+        ("${A}${A:-x ${A}", "11"),
+        ("${A ${A", "${A ${A"),
+        ("${B:-\\n} $A ${}", "\n $A ${}"),
+    ],
+)
+def test_a_variable_without_an_end_is_text(folder, value, filled):
+    (folder / "task.toml").write_text(f'[verifier.env]\nKEY = "{value}"\n')
+    assert load_task(folder, variables={"A": "1"}).verifier_settings.env["KEY"] == filled
+
+
 def test_a_compose_file_of_one_service_says_how_its_commands_start(folder):
     (folder / "environment/Dockerfile").write_text("FROM debian\nENV A=1\nWORKDIR /app\n")
     (folder / "environment/docker-compose.yaml").write_text(
@@ -968,8 +995,8 @@ def test_a_compose_file_may_have_defaults(folder):
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ("build: .", "environment/Dockerfile: can't be read"),
-        ("build: {dockerfile: docker/Dockerfile}", "environment/docker/Dockerfile: can't be read"),
+        ("build: .", "environment/Dockerfile: is missing"),
+        ("build: {dockerfile: docker/Dockerfile}", "environment/docker/Dockerfile: is missing"),
         ("image: app, working_dir: srv", "services.main.working_dir: 'srv' doesn't begin with /"),
         ("image: app, user: '${UID}'", "services.main.user: ${UID} is not given to tasks"),
         ("image: '${REGISTRY}/app'", "services.main.image: ${REGISTRY} is not given to tasks"),
@@ -1134,8 +1161,11 @@ def test_what_people_wrote_is_read_in_time_that_grows_with_its_length(folder):
     (folder / "solution").mkdir()
     (folder / "solution/solve.sh").write_text("apt -" * 15_000)
     (folder / "instruction.md").write_text(f"<!--{'canary' * 50_000}")
+    (folder / "task.toml").write_text(f"[verifier.env]\nA = '{'${A:-' * 20_000}'\n")
     started = time.process_time()
-    assert choose(load_task(folder)).mode == "view"
+    task = load_task(folder)
+    assert choose(task).mode == "view"
+    assert task.verifier_settings.env["A"] == "${A:-" * 20_000
     assert time.process_time() - started < 2
 
 
