@@ -506,6 +506,23 @@ def test_the_program_of_the_docs(server: Server):
     assert (done.stdout, done.returncode) == ("hello\n\na line\n\n3\n", 0), done.stderr
 
 
+def test_a_part_without_a_name_is_written_to_no_other_parts_file(server: Server, sandbox: Sandbox):
+    headers = {
+        "X-Access-Token": TOKEN,
+        "E2b-Sandbox-Id": sandbox.sandbox_id,
+        "Content-Type": "multipart/form-data; boundary=x",
+    }
+    named = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nfirst\r\n'
+    for head in (b"", b"Content-Type: text/plain\r\n", b'Content-Disposition: form-data; name="file"\r\n'):
+        body = named + b"--x\r\n" + head + b"\r\nsecond\r\n--x--\r\n"
+        answer = httpx.post(f"{server.url}/e2b/files", content=body, headers=headers)
+        assert (answer.status_code, answer.json()["message"]) == (400, "a part of the form has no filename"), head
+        assert sandbox.files.read("a") == "first"
+    alone = b"--x\r\n\r\nalone\r\n--x--\r\n"
+    answer = httpx.post(f"{server.url}/e2b/files?path=b", content=alone, headers=headers)
+    assert (answer.status_code, sandbox.files.read("b")) == (200, "alone")
+
+
 def test_what_no_sdk_sends_is_refused(server: Server, sandbox: Sandbox):
     headers = {"X-Access-Token": TOKEN, "E2b-Sandbox-Id": sandbox.sandbox_id}
     with httpx.Client(base_url=f"{server.url}/e2b", headers=headers) as client:

@@ -27,7 +27,7 @@ MAX_UPLOAD_BYTES = 8 << 30
 PIECE_BYTES = 1 << 20
 """Size of the pieces in which files are sent, both ways."""
 PartPiece = str | bytes | None
-"""Of a part of a multipart body: first the name of its file, then its bytes, at last None."""
+"""Of a part of a multipart body: first the name of its file, perhaps empty, then its bytes, at last None."""
 _GZIP = 16 + zlib.MAX_WBITS
 _log = logging.getLogger(__name__)
 
@@ -171,10 +171,16 @@ async def write_parts(
 
     Raises:
         OSError: one can't be written.
-        RpcError: the body is no multipart form.
+        RpcError: the body is no multipart form, or a part of it has no name to be written at.
     """
     parts = _parts(content_type, body)
-    return [await write(sandbox, path or one, _content(parts), user) async for one in parts if isinstance(one, str)]
+    written: list[Json] = []
+    async for name in parts:
+        if isinstance(name, str):
+            if not (target := path or name):
+                raise RpcError("invalid_argument", "a part of the form has no filename")
+            written.append(await write(sandbox, target, _content(parts), user))
+    return written
 
 
 async def _content(parts: AsyncIterator[PartPiece]) -> AsyncGenerator[bytes]:
@@ -209,6 +215,7 @@ class _PartReader:
         self._found: list[PartPiece] = []
         self._header, self._value, self._name = bytearray(), bytearray(), ""
         callbacks = {
+            "on_part_begin": self._part_begin,
             "on_header_field": self._header_field,
             "on_header_value": self._header_value,
             "on_header_end": self._header_end,
@@ -227,6 +234,9 @@ class _PartReader:
         self._found = []
         self._parser.write(chunk)
         return self._found
+
+    def _part_begin(self) -> None:
+        self._name = ""
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
