@@ -15,6 +15,7 @@ HEAD_BYTES = 9
 READ_BYTES = 65_536
 WINDOW_BYTES = 512 * 1024
 MAX_CONNECTIONS = 1024
+"""With the sockets of its service, fewer than end the programs of a slot of 1 GiB."""
 LOOPBACK = "127.0.0.1"
 RESET = (1).to_bytes(4, sys.byteorder) + bytes(4)
 """SO_LINGER of no seconds: to close is to reset."""
@@ -135,6 +136,9 @@ class Relay:
     def obey(self, kind: bytes, number: int, data: bytearray) -> None:
         """Do what a frame says."""
         if kind == b"O":
+            if len(self.by_number) >= MAX_CONNECTIONS:
+                self.emit(b"C", number)
+                return
             peer = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
             self.add(number, peer)
             try:

@@ -139,6 +139,31 @@ async def test_a_service_whose_queue_is_full_holds_up_no_connection_that_it_has_
     assert said == {b"%d" % n for n in range(8)}
 
 
+async def test_connections_to_the_slot_beyond_the_bound_are_refused_and_the_others_go_on():
+    loop = asyncio.get_running_loop()
+    program = PROGRAM.replace("\nMAX_CONNECTIONS = 1024\n", "\nMAX_CONNECTIONS = 4\n")
+    assert program != PROGRAM
+    with socket.create_server(("127.0.0.1", 0)) as service, contextlib.ExitStack() as taken:
+        service.setblocking(False)
+        command = (sys.executable, "-c", program, "connect", str(service.getsockname()[1]))
+        relay = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1)
+        try:
+            async with asyncio.timeout(20 * SLOWNESS):
+                relay.stdin.write(b"".join(frame(b"O", number) for number in range(6)))
+                said = await relay.stdout.readexactly(3 * len(LISTENS))
+                assert said == LISTENS + frame(b"C", 4) + frame(b"C", 5)
+                peers = [taken.enter_context((await loop.sock_accept(service))[0]) for _ in range(4)]
+                for number, peer in enumerate(peers):
+                    relay.stdin.write(frame(b"D", number, b"as before"))
+                    assert await loop.sock_recv(peer, 10) == b"as before"
+                relay.stdin.write(frame(b"C", 2) + frame(b"O", 6) + frame(b"D", 6, b"in its place"))
+                later = taken.enter_context((await loop.sock_accept(service))[0])
+                assert await loop.sock_recv(later, 20) == b"in its place"
+        finally:
+            relay.kill()
+            await relay.communicate()
+
+
 async def test_a_request_in_two_pieces_waits_for_no_acknowledgement():
     """Which Linux delays by 40 ms: a client's head and body, sent apart, arrive as two frames."""
     loop = asyncio.get_running_loop()
