@@ -21,7 +21,7 @@ from atropos.slots.client import SandboxClient
 from atropos.wire import LeaseRequest
 from tests.faults.proxy import proxied
 from tests.processes import descendants, running
-from tests.waiting import until
+from tests.waiting import SLOWNESS, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HOST = """
@@ -205,6 +205,29 @@ async def test_a_release_that_is_cancelled_happens(shared_pool):
         task.cancel()
         await asyncio.wait([task])
     await all_are_free(shared_pool)
+
+
+async def left_in_tmp(slot):
+    return (await slot.exec("ls -A /tmp", concurrent=True)).output.split()
+
+
+@pytest.mark.parametrize("user", [None, "1:1"])
+async def test_a_long_input_leaves_no_file_however_its_command_ends(local_pool, user):
+    async with local_pool(limits={"disk_mib": 32}) as pool, pool.lease("t") as slot:
+        too_long = bytes(40 << 20)
+        assert (await slot.exec("wc -c", stdin=too_long, user=user)).error.startswith("no_space")
+        assert await left_in_tmp(slot) == []
+
+        began = asyncio.create_task(slot.exec("touch /dev/shm/began; sleep 1000", stdin=bytes(8 << 20), user=user))
+        while not (await slot.exec("test -e /dev/shm/began", concurrent=True)).ok:
+            assert not began.done()
+        assert len(await left_in_tmp(slot)) == 1
+        began.cancel()
+        await asyncio.wait([began])
+        async with asyncio.timeout(10 * SLOWNESS):
+            while await left_in_tmp(slot):
+                pass
+        assert began.cancelled()
 
 
 async def test_stopping_with_slots_in_use_leaves_nothing(local_pool):

@@ -222,14 +222,21 @@ class Slot(SlotFiles):
         """Run a command whose stdin is too large for a call: it reads a file, which is removed when it has ended."""
         path = f"/tmp/.stdin-{secrets.token_hex(8)}"
         assert operation.stdin is not None
-        written = await self._write(path, operation.stdin, user=operation.user)
-        if isinstance(written, wire.OpError):
-            return written
         changes = {"command": reading(path, operation.command), "stdin": None}
-        result = await self.run(operation.model_copy(update=changes))
         remove = wire.Exec(command=("rm", "-f", path), workdir="/", user="0:0", concurrent=operation.concurrent)
-        await self.run(remove)
+        try:
+            result = await self._write(path, operation.stdin, user=operation.user)
+            if not isinstance(result, wire.OpError):
+                result = await self.run(operation.model_copy(update=changes))
+            await self.run(remove)
+        except asyncio.CancelledError:
+            self.link.state.tasks.spawn(self._run_unless_over(remove), f"removal of {path} in {self.name}")
+            raise
         return result
+
+    async def _run_unless_over(self, operation: wire.Operation) -> None:
+        with contextlib.suppress(SandboxError):
+            await self.run(operation)
 
     async def start(
         self,
