@@ -45,7 +45,7 @@ from atropos.envs.hermes.result import HermesResult
 from atropos.envs.hermes.tool_context import ToolContext
 from atropos.envs.running.changes import WorkspaceChanges
 from atropos.envs.running.hooks import HOOK_CODE
-from atropos.envs.running.rollout import Rollout, checked_score, checked_text
+from atropos.envs.running.rollout import HookError, Rollout, checked_score, checked_text
 from atropos.envs.running.verification import Verification
 from atropos.envs.sandbox_env import GroupMember, SandboxEnv
 from atropos.errors import ConfigError, LeaseExpired
@@ -102,12 +102,14 @@ class HermesAgentBaseEnv(SandboxEnv):
 
     def format_prompt(self, item: Item) -> str:
         """The user's message for an item; by default the row's `prompt_field`."""
+        name, cure = self.config.prompt_field, "name another, or define format_prompt"
         try:
-            return str(item[self.config.prompt_field])
+            value = item[name]
         except (KeyError, TypeError, IndexError):
-            raise ConfigError(
-                f"prompt_field: the item has no {self.config.prompt_field!r}; name another, or define format_prompt"
-            ) from None
+            raise ConfigError(f"prompt_field: the item has no {name!r}; {cure}") from None
+        if not isinstance(value, str | int | float):  # a row without one, or a conversation
+            raise HookError(f"prompt_field: {name!r} of the item is {type(value).__name__}, and no text; {cure}")
+        return str(value)
 
     async def compute_reward(self, item: Item, result: HermesResult, ctx: ToolContext) -> float:
         """The rollout's reward. `ctx.terminal(...)` and the other methods work with and without `await`.

@@ -16,6 +16,7 @@ from atropos.envs.hermes.dialect import OpenAIDialect, ToolTemplate
 from atropos.envs.hermes.result import HermesResult
 from atropos.envs.reporting.wandb_run import readable
 from atropos.envs.running.groups import GroupMember
+from atropos.envs.running.rollout import HookError
 from atropos.envs.sandbox_env import SandboxEnv
 from atropos.errors import ConfigError, InferenceError
 from atropos.tools import ToolResult
@@ -247,6 +248,12 @@ def test_toolsets_are_chosen_or_drawn_or_all(caplog):
     with pytest.raises(ConfigError, match="prompt_field"):
         make().format_prompt({"other": 1})
     assert make(prompt_field="other").format_prompt({"other": 1}) == "1"
+
+
+@pytest.mark.parametrize(("value", "kind"), [(None, "NoneType"), ([{"role": "user", "content": "go"}], "list")])
+def test_a_row_without_a_text_is_no_prompt(value, kind):
+    with pytest.raises(HookError, match=f"prompt_field: 'prompt' of the item is {kind}, and no text; name another"):
+        make().format_prompt({"prompt": value})
 
 
 async def test_a_subclass_sets_up_after_the_frame_with_or_without_super(monkeypatch):
