@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -28,10 +29,10 @@ def load_rows(name: str, split: str = "train") -> list[dict[str, object]]:
         if not isinstance(rows, list):
             raise ConfigError(f"dataset_name: not a list; {HOW}")
         return _checked(cast("list[object]", rows), "the list")
-    path = Path(text).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(text))
+    if os.path.isdir(path):  # which says no of what can't be a path
         return _from_library(str(path), split)
-    if path.suffix in {".jsonl", ".json", ".parquet"} or path.exists():
+    if path.suffix in {".jsonl", ".json", ".parquet"} or os.path.exists(path):
         return _from_file(path)
     return _from_library(text, split)
 
@@ -65,7 +66,7 @@ def _from_library(name: str, split: str) -> list[dict[str, object]]:
     except Exception as error:  # the library raises anything, from network errors to ValueError
         detail = str(error).partition("\n")[0]
         raise ConfigError(
-            f"dataset_name: {name!r} (split {split!r}) can't be loaded: {type(error).__name__}: {detail[:300]}; {HOW}"
+            f"dataset_name: {name!r:.200} (split {split!r}) can't be loaded: {type(error).__name__}: {detail[:300]}; {HOW}"
         ) from error
 
 

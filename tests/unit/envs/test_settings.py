@@ -303,6 +303,13 @@ async def test_the_prompt_comes_from_the_rows_field(policy, tmp_path):
         await hermes(policy, tmp_path / "b", {"prompt": "x"}, prompt_field="nosuch")
 
 
+@pytest.mark.parametrize("name", [json.dumps({"prompt": "long " * 100}), "~nobody-of-that-name/rows"])
+def test_what_can_not_be_a_path_is_no_dataset(monkeypatch, name):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"^dataset_name: '.* can't be loaded: .*; give a .jsonl or .parquet file"):
+        load_rows(name)
+
+
 @shows("dataset_split")
 def test_the_split_of_a_hub_dataset_is_asked_for(monkeypatch):
     asked = []
