@@ -109,11 +109,10 @@ class BlockingCalls:
     async def run(self, call: Callable[[], T], *, changes: bool = False) -> T:
         """Run a call. It goes on if the caller is cancelled; with `changes`, `settled` then waits for its end."""
         async with self._turns:
-            future: Future[T] = Future()
+            future = in_thread(call, self._name)
             if changes:
                 self._pending.add(future)  # type: ignore[arg-type]
                 future.add_done_callback(self._pending.discard)  # type: ignore[arg-type]
-            threading.Thread(target=_fulfil, args=(future, call), name=self._name, daemon=True).start()
             return await asyncio.wrap_future(future)
 
     async def settled(self, within_s: float) -> None:
@@ -123,6 +122,13 @@ class BlockingCalls:
             for each in waits:
                 if not each.cancel() and not each.cancelled():
                     each.exception()  # retrieved, since its caller is gone
+
+
+def in_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Run a blocking call in a daemon thread."""
+    future: Future[T] = Future()
+    threading.Thread(target=_fulfil, args=(future, call), name=name, daemon=True).start()
+    return future
 
 
 def _fulfil(future: Future[T], call: Callable[[], T]) -> None:

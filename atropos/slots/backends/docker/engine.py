@@ -10,6 +10,7 @@ import re
 import tarfile
 import time
 from collections.abc import Callable, Generator
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from docker.types import CancellableStream
 
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.assets import asset
+from atropos.slots.backends.engines import in_thread
 from atropos.slots.backends.spec import CAP_ADD, CONTAINER_PORT, HOSTNAME, IMAGE_FOLDER, ContainerSpec
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,11 @@ ANSWER_S = 60
 LIST_S = 15
 """How long it may take to list containers, in seconds. Nothing is replaced before they are listed, so that a lost request,
 for example to a daemon that is starting, must not take long."""
+PULL_S = 300.0
+"""How long a pull may get nowhere, in seconds: Docker itself waits for a registry without end. Unpacking a large layer may
+show nothing for a minute."""
+PULL_NOTE_S = 20.0
+"""How often the log says that a pull gets nowhere, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +136,44 @@ class DockerEngine:
         if not image.endswith(":local"):
             log.info("Docker has no image %s: pulling it", image)
             try:
-                return str(self._client.images.pull(image).id)
+                self._pull(image)
+                return str(self._client.images.get(image).id)
             except NotFound as error:
                 reason = str(error.explanation)
-            except (DockerException, requests.RequestException) as error:
+            except (DockerException, requests.RequestException, TimeoutError) as error:
                 reason = str(getattr(error, "explanation", None) or error)
                 raise BackendUnavailable(f"sandbox_image: Docker can't pull {image!r}: {reason}") from error
         raise ConfigError(f"sandbox_image: Docker has no image {image!r} ({reason}); build it with `make image`")
+
+    def _pull(self, image: str) -> None:
+        """Pull an image.
+
+        Raises:
+            TimeoutError: it got nowhere for `PULL_S`.
+            DockerException, requests.RequestException: Docker refused, or broke off.
+        """
+        moved_at, last = time.monotonic(), "nothing; does its registry answer?"
+        said: dict[str, object] = {}
+
+        def pull() -> None:
+            nonlocal moved_at, last
+            for event in self._client.api.pull(image, stream=True, decode=True):
+                if "error" in event:
+                    raise DockerException(event["error"])
+                layer = event.get("id", "")
+                if said.get(layer) != event:  # Docker may repeat what it said of a layer that gets no further
+                    said[layer], moved_at = event, time.monotonic()
+                    last = f"{layer} {event.get('status', '')} {event.get('progress', '')}".strip()
+
+        pulling = in_thread(pull, "docker pull")  # which the SDK gives no time limit
+        while not futures.wait([pulling], timeout=min(PULL_NOTE_S, PULL_S)).done:
+            still_s = time.monotonic() - moved_at
+            text = f"no progress for {still_s:.0f} s; the last that Docker said of it: {last}"
+            if still_s >= PULL_S:
+                raise TimeoutError(text)
+            if still_s >= PULL_NOTE_S:
+                log.warning("pulling %s: %s", image, text)
+        pulling.result()
 
     def found(self) -> list[ListedContainer]:
         """All containers of the pool, in any state."""
