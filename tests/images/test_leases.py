@@ -22,7 +22,7 @@ from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.images.reference import ImageSource
 from atropos.metrics import exposition
 from atropos.slots import SlotPool, SlotPoolConfig
-from atropos.slots.pool.image_sources import archive_of
+from atropos.slots.pool.image_sources import local_image
 from tests.images.between import Between
 from tests.images.making import entry, folder, layer, layout, link
 from tests.silent_server import silent_server
@@ -234,11 +234,13 @@ async def test_a_layout_may_keep_its_blobs_elsewhere(pool, tmp_path):
 async def test_an_archive_that_has_changed_is_not_sent_whole_under_its_old_name(tmp_path):
     file = tmp_path / "image.tar"
     file.write_bytes(b"first")
-    archive = archive_of(ImageSource.parse(f"oci-archive:{file}"))
-    assert [chunk async for chunk in archive.chunks()] == [b"first"]
+    image = local_image(ImageSource.parse(f"oci-archive:{file}"), None, asyncio.Semaphore())
+    async with image.opened() as chunks:
+        assert [chunk async for chunk in chunks] == [b"first"]
     file.write_bytes(b"second")
-    with pytest.raises(ConfigError, match=r"image\.tar has changed since"):
-        _ = [chunk async for chunk in archive.chunks()]
+    async with image.opened() as chunks:
+        with pytest.raises(ConfigError, match=r"image\.tar has changed since"):
+            _ = [chunk async for chunk in chunks]
 
 
 async def test_an_archive_is_sent_again_once_its_image_was_removed_for_others(tmp_path):
@@ -252,12 +254,12 @@ async def test_an_archive_is_sent_again_once_its_image_was_removed_for_others(tm
             assert (await slot.exec("cat text")).output == "sent again"
 
 
-def open_in(folder: Path) -> list[str]:
+def open_in(folder: Path) -> set[str]:
     """Files of a folder that this process has open, those without a name among them."""
-    return [file for file in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if file.startswith(f"{folder}/")]
+    return {file for file in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if file.startswith(f"{folder}/")}
 
 
-async def test_an_archive_is_made_once_however_many_ask_and_nothing_is_left_of_it_however_that_ends(
+async def test_an_archive_is_there_as_long_as_servers_read_it_and_nothing_is_left_of_it_however_that_ends(
     tmp_path, monkeypatch
 ):
     busybox_image(tmp_path / "layout")
@@ -269,13 +271,52 @@ async def test_an_archive_is_made_once_however_many_ask_and_nothing_is_left_of_i
         asking = [asyncio.create_task(pool.prepare(image)) for _ in range(8)]
         await asyncio.sleep(0)
         asking[0].cancel()
+        seen = 0
+        while not asking[-1].done():
+            seen = max(seen, len(open_in(temporary)))
+            assert list(temporary.iterdir()) == []  # as SIGKILL would leave it
+            await asyncio.sleep(0)
         await asyncio.gather(*asking[1:])
-        assert len(open_in(temporary)) == 1
-        assert list(temporary.iterdir()) == []  # as SIGKILL would leave it
+        assert seen == 1
+        assert open_in(temporary) == set(), "every server has the image"
         gone = asyncio.create_task(pool.prepare(f"oci:{tmp_path}/layout"))
         await asyncio.sleep(0)
         gone.cancel()
-    assert open_in(temporary) == []
+    assert open_in(temporary) == set()
+
+
+async def test_archives_are_shared_by_those_who_read_them_and_wait_for_the_room_of_others(tmp_path, monkeypatch):
+    for name in ("one", "two"):
+        busybox_image(tmp_path / name)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    turns = asyncio.Semaphore(1)
+    one, two = (local_image(ImageSource.parse(f"oci:{tmp_path}/{name}"), None, turns) for name in ("one", "two"))
+    async with two.opened() as chunks:
+        content = b"".join([chunk async for chunk in chunks])
+    async with one.opened(), one.opened():
+        assert len(open_in(temporary)) == 1
+        gives_up = asyncio.create_task(two.opened().__aenter__())
+        waits = two.opened()
+        waiting = asyncio.create_task(waits.__aenter__())
+        await asyncio.sleep(0.05)
+        gives_up.cancel()
+        assert (len(open_in(temporary)), waiting.done()) == (1, False)
+    assert b"".join([chunk async for chunk in await waiting]) == content
+    await waits.__aexit__(None, None, None)
+    await until(lambda: open_in(temporary) == set(), "nothing is left")
+
+
+async def test_an_image_that_is_gone_when_it_must_be_sent_again_is_named(tmp_path):
+    busybox_image(tmp_path / "layout")
+    image = f"oci:{tmp_path}/layout"
+    async with pool_for(tmp_path) as pool:
+        await pool.prepare(image)
+        for folder in (tmp_path / "layout", *(tmp_path / "store" / "trees").iterdir()):
+            shutil.rmtree(folder)
+        with pytest.raises(ConfigError, match=f"image: {image} can't be read: No such file"):
+            await pool.acquire("one", image=image)
 
 
 async def test_an_image_takes_its_bytes_once_however_many_slots_read_it(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 
 import aiohttp
 
@@ -10,13 +11,16 @@ from atropos.errors import BackendUnavailable, ImageUnavailable, NotSupported
 from atropos.slots.client.server_requests import ServerRequests
 from atropos.wire import ImageInfo, ImageRequest, ImageState, KeepRequest
 
+Archive = Callable[[], AbstractAsyncContextManager[AsyncIterator[bytes]]]
+"""Opens an archive: its bytes, which are there as long as the context is open."""
+
 
 class ServerImages:
     """See the module; a part of `SandboxClient`."""
 
     def __init__(self, requests: ServerRequests) -> None:
         self._requests = requests
-        self._archives: dict[str, Callable[[], AsyncIterator[bytes]]] = {}
+        self._archives: dict[str, Archive] = {}
 
     async def find(self, source: str) -> ImageInfo | None:
         """What a source means on the server's host, where that is known without preparing anything.
@@ -63,14 +67,14 @@ class ServerImages:
         source: str,
         *,
         progress: Callable[[ImageState], None] | None = None,
-        archive: Callable[[], AsyncIterator[bytes]] | None = None,
+        archive: Archive | None = None,
     ) -> ImageInfo:
         """Have the server pull and unpack an image, unless its host has it.
 
         Args:
             source: where it comes from; see `atropos.images.reference`.
             progress: called with each state that the server reports.
-            archive: makes the stream of an archive's bytes, for a source that only this process can read.
+            archive: for a source that only this process can read.
 
         Raises:
             ImageUnavailable: it can't be prepared; the message names the phase and the cause.
@@ -83,7 +87,8 @@ class ServerImages:
             if source not in self._archives:
                 raise
             path = "/v1/images/archive"
-            raw = await self._requests.put(path, {"source": source}, self._archives[source]())
+            async with self._archives[source]() as chunks:
+                raw = await self._requests.put(path, {"source": source}, chunks)
             state = self._requests.parsed(ImageState, raw, path)
         while state.phase not in {"ready", "failed"}:
             if progress is not None:

@@ -13,39 +13,81 @@ import json
 import os
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from atropos.errors import ConfigError
-from atropos.images.reference import ImageSource
+from atropos.images.reference import ImageSource, check_digest
 
 CHUNK = 1 << 20
 REF_NAME = "org.opencontainers.image.ref.name"
 """Annotation that names an image of a layout (OCI image specification, annotations)."""
 
 
-@dataclass(frozen=True)
-class Archive:
-    """An image as one file.
+class LocalImage:
+    """An image as servers can read it: as one file.
 
-    Attributes:
-        source: the name for the server: `docker-archive:` or `oci-archive:`, and a digest.
-        file: its owner's; or what this process made, which has no name, so that nothing is left of it by one that is killed.
+    A file that is made for them is there as long as one reads it. It has no name in the file system, so that nothing is
+    left of it by a process that is killed.
+
+    Args:
+        name: its name for servers: `docker-archive:` or `oci-archive:`, and a digest.
+        file: the file, of its owner or made for good; or what writes it, which blocks.
+        turns: taken for each file that is made.
     """
 
-    source: str
-    file: Path | IO[bytes]
+    def __init__(
+        self, name: str, file: Path | IO[bytes] | Callable[[IO[bytes]], None], turns: asyncio.Semaphore
+    ) -> None:
+        self.name = name
+        self._file = file
+        self._turns = turns
+        self._readers = 0
+        self._making: asyncio.Task[IO[bytes]] | None = None
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The content of the file.
+    @contextlib.asynccontextmanager
+    async def opened(self) -> AsyncGenerator[AsyncIterator[bytes]]:
+        """Its bytes. Concurrent readers share what is made for them.
 
         Raises:
-            ConfigError: at its end, which breaks the transfer off: the file has changed since it was named.
+            ConfigError: it is not here any more. At the end of the bytes, which breaks the transfer off: its owner's file has
+                changed since it was named.
         """
-        owners = self.file if isinstance(self.file, Path) else None
-        fd = os.open(self.file, os.O_RDONLY) if isinstance(self.file, Path) else os.dup(self.file.fileno())
+        if not callable(self._file):
+            yield self._bytes_of(self._file)
+            return
+        self._readers += 1
+        try:
+            if self._making is None:
+                self._making = asyncio.create_task(self._make(self._file))
+            yield self._bytes_of(await asyncio.shield(self._making))
+        finally:
+            self._readers -= 1
+            if not self._readers and (making := self._making) is not None:
+                self._making = None
+                making.cancel()  # unless it is made
+                making.add_done_callback(self._give_up)
+
+    async def _make(self, write: Callable[[IO[bytes]], None]) -> IO[bytes]:
+        await self._turns.acquire()
+        with contextlib.ExitStack() as failed:
+            failed.callback(self._turns.release)
+            made = failed.enter_context(tempfile.TemporaryFile())
+            await asyncio.to_thread(write, made)
+            made.flush()
+            failed.pop_all()
+            return made
+
+    def _give_up(self, made: asyncio.Task[IO[bytes]]) -> None:
+        if not made.cancelled() and made.exception() is None:
+            made.result().close()
+            self._turns.release()
+
+    async def _bytes_of(self, file: Path | IO[bytes]) -> AsyncIterator[bytes]:
+        owners = file if isinstance(file, Path) else None
+        fd = os.open(file, os.O_RDONLY) if isinstance(file, Path) else os.dup(file.fileno())
         found, at = hashlib.sha256(), 0
 
         def read() -> bytes:
@@ -60,42 +102,58 @@ class Archive:
                 yield chunk
         finally:
             os.close(fd)
-        if owners is not None and not self.source.endswith(found.hexdigest()):
+        if owners is not None and not self.name.endswith(found.hexdigest()):
             raise ConfigError(f"image: {owners} has changed since this pool read it; open another pool")
 
     def close(self) -> None:
-        """Give up what this process made."""
-        if not isinstance(self.file, Path):
-            self.file.close()
+        """Give up the file, where it was made for good."""
+        if not callable(self._file) and not isinstance(self._file, Path):
+            self._file.close()
 
 
-def archive_of(source: ImageSource, docker_host: str | None = None) -> Archive:
-    """Read a local source: `oci-archive:`, `docker-archive:`, `oci:`, `docker-daemon:` or `dir:`, a root file system.
+def local_image(source: ImageSource, docker_host: str | None, turns: asyncio.Semaphore) -> LocalImage:
+    """The image of a local source: `oci-archive:`, `docker-archive:`, `oci:`, `docker-daemon:` or `dir:`, a root file system.
 
-    Blocking.
+    Blocking. The file of a root file system is made at once and kept: a later one would have another digest.
 
     Raises:
         ConfigError: there is no such image here; names the source and what is wrong.
     """
     path = Path(source.name)
-    try:
+    with _readable(source):
         if source.transport in {"oci-archive", "docker-archive"}:
-            return Archive(f"{source.transport}:sha256-{_digest(path)}", path)
-        with contextlib.ExitStack() as failed:
-            made = failed.enter_context(tempfile.TemporaryFile())
-            if source.transport == "docker-daemon":
-                name = f"docker-archive:{_save(source.name, docker_host, made)}"
-            else:
-                write = _write_layout if source.transport == "oci" else _write_folder
-                write(path, made)
+            return LocalImage(f"{source.transport}:sha256-{_digest(path)}", path, turns)
+        if source.transport == "dir":
+            with contextlib.ExitStack() as failed:
+                made = failed.enter_context(tempfile.TemporaryFile())
+                _write_folder(path, made)
                 made.seek(0)
-                kind = "oci-archive" if source.transport == "oci" else "docker-archive"
-                name = f"{kind}:sha256-{hashlib.file_digest(made, 'sha256').hexdigest()}"
-            made.flush()
-            failed.pop_all()
-            return Archive(name, made)
+                name = f"docker-archive:sha256-{hashlib.file_digest(made, 'sha256').hexdigest()}"
+                made.flush()
+                failed.pop_all()
+                return LocalImage(name, made, turns)
+        if source.transport == "oci":
+            layout, index, manifest = _one_image(path)
+            name, write = f"oci-archive:sha256-{_digest(manifest)}", partial(_write_layout, layout, index, manifest)
+        else:
+            with _engines_image(source.name, docker_host) as image:
+                image_id = str(image.id)
+            name = f"docker-archive:{image_id.replace(':', '-')}"
+            write = partial(_save, image_id, docker_host)  # the name may mean another one meanwhile
+        return LocalImage(name, partial(_written, source, write), turns)
+
+
+@contextlib.contextmanager
+def _readable(source: ImageSource) -> Generator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"image: {source} can't be read: {error.strerror or error}") from error
+
+
+def _written(source: ImageSource, write: Callable[[IO[bytes]], None], file: IO[bytes]) -> None:
+    with _readable(source):
+        write(file)
 
 
 def _digest(path: Path) -> str:
@@ -103,9 +161,9 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_layout(path: Path, file: IO[bytes]) -> None:
-    """Write an OCI layout with one image; files are sorted, so that equal layouts have one digest."""
-    layout, index = _one_image(path)
+def _write_layout(layout: Path, index: bytes, manifest: Path, file: IO[bytes]) -> None:
+    """Write an OCI layout with an index of one image."""
+    manifest.stat()  # it may have gone since it was named
     with tarfile.open(fileobj=file, mode="w", dereference=True) as tar:
         for each in sorted(layout.rglob("*")):
             info = tar.gettarinfo(str(each), str(each.relative_to(layout)))
@@ -118,8 +176,11 @@ def _write_layout(path: Path, file: IO[bytes]) -> None:
                 tar.addfile(info, content)
 
 
-def _one_image(path: Path) -> tuple[Path, bytes]:
-    """The folder of `FOLDER` or `FOLDER:NAME`, and its index with that image alone. Both may have colons in them."""
+def _one_image(path: Path) -> tuple[Path, bytes, Path]:
+    """The folder of `FOLDER` or `FOLDER:NAME`, its index with that image alone, and the image's manifest.
+
+    Folder and name may have colons in them.
+    """
     parts = str(path).split(":")
     for at in range(len(parts), 0, -1):
         folder, name = Path(":".join(parts[:at])), ":".join(parts[at:])
@@ -136,7 +197,11 @@ def _one_image(path: Path) -> tuple[Path, bytes]:
     if len(found) != 1:
         names = ", ".join(sorted(called for called, _ in images if called)) or "none has a name"
         raise ConfigError(f"image: oci:{path}: name an image of the layout, oci:FOLDER:NAME; it has: {names}")
-    return folder, json.dumps(index | {"manifests": found}).encode()
+    try:
+        manifest = folder / "blobs" / "sha256" / check_digest(found[0]["digest"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"image: oci:{path}: no digest that can be read: {error!r:.200}") from None
+    return folder, json.dumps(index | {"manifests": found}).encode(), manifest
 
 
 def _write_folder(path: Path, file: IO[bytes]) -> None:
@@ -164,16 +229,21 @@ def _write_folder(path: Path, file: IO[bytes]) -> None:
             tar.addfile(info, layer)
 
 
-def _save(name: str, docker_host: str | None, file: IO[bytes]) -> str:
-    """Write an engine's image. Returns its id, which names it: an engine's archives of one image differ."""
+def _save(image_id: str, docker_host: str | None, file: IO[bytes]) -> None:
+    """Write an engine's image. An engine's archives of one image differ."""
+    with _engines_image(image_id, docker_host) as image:
+        for chunk in image.save(named=True):
+            file.write(chunk)
+
+
+@contextlib.contextmanager
+def _engines_image(name: str, docker_host: str | None) -> Generator[Any]:
+    """An engine's image, by name or id."""
     import docker
     from docker.errors import DockerException
 
     try:
         with contextlib.closing(docker.DockerClient(docker_host) if docker_host else docker.from_env()) as client:
-            image = client.images.get(name)
-            for chunk in image.save(named=True):
-                file.write(chunk)
-            return str(image.id).replace(":", "-")
+            yield client.images.get(name)
     except DockerException as error:
         raise ConfigError(f"image: docker-daemon:{name}: {error}") from error

@@ -25,10 +25,12 @@ from atropos.images.reference import SERVERS_OWN, ImageSource
 from atropos.slots.containers.fleet import Seat
 from atropos.slots.containers.link import ContainerLink
 from atropos.slots.containers.state import SharedState
-from atropos.slots.pool.image_sources import Archive, archive_of
+from atropos.slots.pool.image_sources import LocalImage, local_image
 from atropos.wire import ImageInfo, ImageState
 
 log = logging.getLogger("atropos.slots")
+ARCHIVES = 4
+"""Archives of local images that are on this machine's disk at once: a server unpacks three images at a time."""
 Progress = Callable[[str, ImageState], None]
 """Called with a container's id and how far the image is prepared there; of a build, with no id."""
 
@@ -46,7 +48,8 @@ class PoolImages:
         self._links = links
         self._tasks: dict[ContainerLink, dict[str, asyncio.Task[ImageInfo]]] = {}
         """Each container's preparations, by the image's name in leases."""
-        self._archives: dict[str, asyncio.Task[Archive]] = {}
+        self._local: dict[str, asyncio.Task[LocalImage]] = {}
+        self._archives = asyncio.Semaphore(ARCHIVES)
         self._turns = WeakValueDictionary[tuple[str, int], asyncio.Lock]()
         """Of leases of one size whose image some containers still prepare."""
 
@@ -133,11 +136,11 @@ class PoolImages:
     ) -> tuple[ImageSource, str, dict[ContainerLink, asyncio.Task[ImageInfo]]]:
         """An image, its name in leases, and its preparation in each container that can be leased from."""
         source = ImageSource.parse(image)
-        archive = None if source.transport in SERVERS_OWN else await self._archive(source)
-        name = str(source) if archive is None else archive.source
+        local = None if source.transport in SERVERS_OWN else await self._read(source)
+        name = str(source) if local is None else local.name
         self._tasks = {link: tasks for link, tasks in self._tasks.items() if link.gone is None}
         wanted = [link for link in self._links.values() if link.seat.open]
-        return source, name, {link: self._task(link, name, archive, progress) for link in wanted}
+        return source, name, {link: self._task(link, name, local, progress) for link in wanted}
 
     async def find(self, source: str) -> ImageInfo | None:
         """The image of a source that only servers know, from the first container that has it."""
@@ -180,12 +183,12 @@ class PoolImages:
                 yield found
 
     def _task(
-        self, link: ContainerLink, name: str, archive: Archive | None, progress: Progress | None
+        self, link: ContainerLink, name: str, local: LocalImage | None, progress: Progress | None
     ) -> asyncio.Task[ImageInfo]:
         tasks = self._tasks.setdefault(link, {})
         task = tasks.get(name)
         if task is None or _failed(task):
-            work = self._prepare(link, name, archive, progress)
+            work = self._prepare(link, name, local, progress)
             task = tasks[name] = self._state.tasks.spawn(work, f"prepare {name}", awaited=True)
             task.add_done_callback(self._prepared)
         return task
@@ -195,7 +198,7 @@ class PoolImages:
         self._state.room.set()
 
     async def _prepare(
-        self, link: ContainerLink, name: str, archive: Archive | None, progress: Progress | None
+        self, link: ContainerLink, name: str, local: LocalImage | None, progress: Progress | None
     ) -> ImageInfo:
         seen = "requested"
 
@@ -212,8 +215,8 @@ class PoolImages:
                 async with asyncio.timeout(within_s):
                     if name.startswith("atropos-build:"):
                         return await self._built(link, name)
-                    chunks = None if archive is None else archive.chunks
-                    return await link.client.images.prepare(name, progress=report, archive=chunks)
+                    archive = None if local is None else local.opened
+                    return await link.client.images.prepare(name, progress=report, archive=archive)
             except TimeoutError:
                 raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen}") from None
             except SandboxError as error:
@@ -237,8 +240,8 @@ class PoolImages:
         giver, image = holder
         below = image.parent_source or ""
         if not below.startswith("atropos-base:"):
-            archives = (each for each in self._made() if each.source == below)
-            await asyncio.shield(self._task(link, below, next(archives, None), None))
+            local = next((each for each in self._known() if each.name == below), None)
+            await asyncio.shield(self._task(link, below, local, None))
         return await giver.client.images.copy(image, link.client.images)
 
     def forget(self, name: str) -> None:
@@ -247,25 +250,25 @@ class PoolImages:
             if name in tasks and tasks[name].done():
                 del tasks[name]
 
-    async def _archive(self, source: ImageSource) -> Archive:
-        """The archive of a local source: concurrent calls share one, which is finished even when they are cancelled."""
+    async def _read(self, source: ImageSource) -> LocalImage:
+        """The image of a local source: concurrent calls share one, which is finished even when they are cancelled."""
         key = str(source)
-        making = self._archives.get(key)
-        if making is None or _failed(making):
-            work = asyncio.to_thread(archive_of, source, self._state.config.docker_host)
-            making = self._archives[key] = asyncio.get_running_loop().create_task(work)
-        return await asyncio.shield(making)
+        reading = self._local.get(key)
+        if reading is None or _failed(reading):
+            work = asyncio.to_thread(local_image, source, self._state.config.docker_host, self._archives)
+            reading = self._local[key] = asyncio.get_running_loop().create_task(work)
+        return await asyncio.shield(reading)
 
-    def _made(self) -> list[Archive]:
-        return [each.result() for each in self._archives.values() if each.done() and not _failed(each)]
+    def _known(self) -> list[LocalImage]:
+        return [each.result() for each in self._local.values() if each.done() and not _failed(each)]
 
     async def aclose(self) -> None:
-        """Give up the archives that were made."""
-        if self._archives:
-            await asyncio.wait(self._archives.values())
-        for archive in self._made():
-            archive.close()
-        self._archives.clear()
+        """Give up the archives that were made for good."""
+        if self._local:
+            await asyncio.wait(self._local.values())
+        for image in self._known():
+            image.close()
+        self._local.clear()
 
 
 def _locks_folder() -> Path:
