@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import gzip
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -158,6 +160,12 @@ async def test_a_layout_of_several_images_is_asked_for_by_name(pool, tmp_path):
     for name in reversed(names):
         async with pool.lease(name, image=f"oci:{at}:{name}") as slot:
             assert (await slot.exec("cat text")).output == name
+        source = ImageSource.parse(f"oci:{at}:{name}")
+        async with local_image(source, None, asyncio.Semaphore()).opened() as chunks:
+            sent = io.BytesIO(b"".join([chunk async for chunk in chunks]))
+        with tarfile.open(fileobj=sent) as tar:
+            blobs = [each.name for each in tar if each.isreg() and each.name.startswith("blobs/")]
+        assert len(blobs) == 4, "a manifest, a configuration and two layers, of this image alone"
     for wrong in (str(at), f"{at}:third:1"):
         with pytest.raises(ConfigError, match=re.escape("it has: " + ", ".join(names))):
             await pool.prepare(f"oci:{wrong}")

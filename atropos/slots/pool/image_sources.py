@@ -13,7 +13,7 @@ import json
 import os
 import tarfile
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -162,18 +162,29 @@ def _digest(path: Path) -> str:
 
 
 def _write_layout(layout: Path, index: bytes, manifest: Path, file: IO[bytes]) -> None:
-    """Write an OCI layout with an index of one image."""
-    manifest.stat()  # it may have gone since it was named
+    """Write an OCI layout with an index of one image, and that image's blobs alone."""
+    blobs = dict.fromkeys(_blobs(manifest))
     with tarfile.open(fileobj=file, mode="w", dereference=True) as tar:
-        for each in sorted(layout.rglob("*")):
-            info = tar.gettarinfo(str(each), str(each.relative_to(layout)))
-            info.mtime = 0
-            if info.name == "index.json":
-                info.size = len(index)
-                tar.addfile(info, io.BytesIO(index))
-                continue
-            with each.open("rb") if info.isreg() else io.BytesIO() as content:
-                tar.addfile(info, content)
+        for each in (layout / "oci-layout", manifest.parent.parent, manifest.parent, *blobs):
+            tar.add(each, str(each.relative_to(layout)), recursive=False)
+        info = tarfile.TarInfo("index.json")
+        info.size = len(index)
+        tar.addfile(info, io.BytesIO(index))
+
+
+def _blobs(manifest: Path) -> Iterator[Path]:
+    """A manifest, or an index of manifests, with the blobs that it names; those for other machines may not be here."""
+    yield manifest
+    try:
+        content = json.loads(manifest.read_bytes())
+        parts = [check_digest(each["digest"]) for each in (content.get("config"), *content.get("layers", ())) if each]
+        below = [check_digest(each["digest"]) for each in content.get("manifests", ())]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"image: {manifest} is no manifest of an OCI layout: {error!r:.200}") from None
+    yield from (blob for each in parts if (blob := manifest.parent / each).is_file())
+    for each in below:
+        if (blob := manifest.parent / each).is_file():
+            yield from _blobs(blob)
 
 
 def _one_image(path: Path) -> tuple[Path, bytes, Path]:
