@@ -126,6 +126,20 @@ async def test_leases_wait_for_no_container_that_can_not_pull_their_image(tmp_pa
             await second.release()
 
 
+async def test_leases_that_wait_for_their_image_ask_for_containers_which_pull_it_too(tmp_path, images):
+    busybox_image(tmp_path / "layout", "hello")
+    images.push(tmp_path / "layout", "near:1")
+    config = Engine("local").config(slots_per_container=1, max_containers=2, prepare_timeout_s=600)
+    async with (
+        silent_server() as silent,
+        SlotPool(config, backend=ApartBackend(config, tmp_path, (silent, images.host))) as pool,
+        pool.lease("plain"),  # beside which there is no room
+        asyncio.timeout(60),
+        pool.lease("one", image="127.0.0.1:1/near:1") as slot,
+    ):
+        assert (await slot.exec("cat text")).output == "hello"
+
+
 async def test_a_container_that_nobody_leases_from_is_not_closed_while_it_pulls(tmp_path, images):
     layout(tmp_path / "layout", layer(entry("x", os.urandom(2_000_000))))
     images.push(tmp_path / "layout", "idle:1")

@@ -99,6 +99,7 @@ class Fleet:
         ready: of these, the ones that take new leases.
         waiting: acquires that any container could serve.
         waiting_mib: memory that these ask for.
+        unprepared_mib: memory of acquires that are not in line yet, for want of their image.
         slot_mib: memory of a slot.
     """
 
@@ -108,6 +109,7 @@ class Fleet:
     ready: int = 0
     waiting: int = 0
     waiting_mib: int = 0
+    unprepared_mib: int = 0
     _kept: set[Seat] = field(default_factory=set[Seat])
     _grown: set[Seat] = field(default_factory=set[Seat])
     """Containers that got more room while some were kept, and those that are kept no more."""
@@ -207,8 +209,12 @@ class Fleet:
 
     @property
     def wanted_slots(self) -> int:
-        """Slots that unpinned acquires wait for. What is free after `match` serves none of them."""
-        return -(-self.waiting_mib // self.slot_mib)
+        """Slots that unpinned acquires wait for, or will once their images are there.
+
+        What is free after `match` serves none of those in line, and the others as far as it goes.
+        """
+        unprepared = -(-self.unprepared_mib // self.slot_mib)
+        return -(-self.waiting_mib // self.slot_mib) + (max(0, unprepared - self.free) if unprepared else 0)
 
     def withdraw(self, ticket: Ticket) -> None:
         """Remove a ticket from the line. Idempotent."""

@@ -213,7 +213,7 @@ class Keeper:
     def _needed(self) -> int:
         """The number of containers up to the highest index in use; all of them while acquires wait."""
         fleet = self._state.fleet
-        if fleet.waiting:
+        if fleet.wanted_slots:
             return self.containers
         limit = self._state.now() - self._limits.idle_s
         busy = (seat.index + 1 for seat in fleet.seats.values() if seat.busy or seat.idle_since > limit)
@@ -226,7 +226,7 @@ class Keeper:
             self._state.demand.clear()
             if self._reconnect_in_s == 0:
                 self.reconcile()
-            if self._state.fleet.waiting:
+            if self._state.fleet.wanted_slots:
                 self._wanted_at = self._state.now()
             situation = self._scaling_state()
             await self._replace_worn(situation)

@@ -15,7 +15,7 @@ import random
 import stat
 import tempfile
 from asyncio import ALL_COMPLETED, FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -105,14 +105,26 @@ class PoolImages:
 
         if under_way():
             turns = self._turns.setdefault((name, mib), asyncio.Lock())
-            async with turns:  # first come, first served; and only the first looks each time there may be room
-                while under_way():
-                    if self.pin(name, mib) is not None:
-                        return name
-                    self._state.room.clear()
-                    await self._state.room.wait()
+            with self._in_demand(mib):
+                async with turns:  # first come, first served; and only the first looks each time there may be room
+                    while under_way():
+                        if self.pin(name, mib) is not None:
+                            return name
+                        self._state.room.clear()
+                        await self._state.room.wait()
+                        begun |= self._prepare_in(name, [link for link in self._open() if link not in begun])
         _outcome(source, name, [task for task in begun.values() if task.done()])
         return name
+
+    @contextlib.contextmanager
+    def _in_demand(self, mib: int) -> Generator[None]:
+        """Around a lease's wait for its image: containers that come for it meanwhile pull the image, too."""
+        self._state.fleet.unprepared_mib += mib
+        self._state.replan()
+        try:
+            yield
+        finally:
+            self._state.fleet.unprepared_mib -= mib
 
     def pin(self, name: str, mib: int) -> Seat | None:
         """The container that a lease on an image must go to, since others don't have it; None: any.
@@ -121,8 +133,7 @@ class PoolImages:
             name: the image's name in leases.
             mib: memory of the lease.
         """
-        open_links = [link for link in self._links.values() if link.seat.open]
-        tasks = {link.seat: self._tasks.get(link, {}).get(name) for link in open_links}
+        tasks = {link.seat: self._tasks.get(link, {}).get(name) for link in self._open()}
         here = [seat for seat, task in tasks.items() if task is not None and task.done() and not _failed(task)]
         if not here or len(here) == len(tasks):
             return None
@@ -136,15 +147,22 @@ class PoolImages:
     ) -> tuple[ImageSource, str, dict[ContainerLink, asyncio.Task[ImageInfo]]]:
         """An image, its name in leases, and its preparation in each container that can be leased from."""
         source = ImageSource.parse(image)
-        local = None if source.transport in SERVERS_OWN else await self._read(source)
-        name = str(source) if local is None else local.name
+        name = str(source) if source.transport in SERVERS_OWN else (await self._read(source)).name
         self._tasks = {link: tasks for link, tasks in self._tasks.items() if link.gone is None}
-        wanted = [link for link in self._links.values() if link.seat.open]
-        return source, name, {link: self._task(link, name, local, progress) for link in wanted}
+        return source, name, self._prepare_in(name, self._open(), progress)
+
+    def _prepare_in(
+        self, name: str, links: Sequence[ContainerLink], progress: Progress | None = None
+    ) -> dict[ContainerLink, asyncio.Task[ImageInfo]]:
+        return {link: self._task(link, name, progress) for link in links}
+
+    def _open(self) -> list[ContainerLink]:
+        """The containers that can be leased from."""
+        return [link for link in self._links.values() if link.seat.open]
 
     async def find(self, source: str) -> ImageInfo | None:
         """The image of a source that only servers know, from the first container that has it."""
-        holder = await self._holder(source, [link for link in self._links.values() if link.seat.open])
+        holder = await self._holder(source, self._open())
         return None if holder is None else holder[1]
 
     async def _holder(self, source: str, links: Sequence[ContainerLink]) -> tuple[ContainerLink, ImageInfo] | None:
@@ -182,13 +200,11 @@ class PoolImages:
                 outcome.result = "ok" if found is None else "found"
                 yield found
 
-    def _task(
-        self, link: ContainerLink, name: str, local: LocalImage | None, progress: Progress | None
-    ) -> asyncio.Task[ImageInfo]:
+    def _task(self, link: ContainerLink, name: str, progress: Progress | None) -> asyncio.Task[ImageInfo]:
         tasks = self._tasks.setdefault(link, {})
         task = tasks.get(name)
         if task is None or _failed(task):
-            work = self._prepare(link, name, local, progress)
+            work = self._prepare(link, name, progress)
             task = tasks[name] = self._state.tasks.spawn(work, f"prepare {name}", awaited=True)
             task.add_done_callback(self._prepared)
         return task
@@ -197,9 +213,7 @@ class PoolImages:
         _failed(task)  # perhaps nobody waits for it any more
         self._state.room.set()
 
-    async def _prepare(
-        self, link: ContainerLink, name: str, local: LocalImage | None, progress: Progress | None
-    ) -> ImageInfo:
+    async def _prepare(self, link: ContainerLink, name: str, progress: Progress | None) -> ImageInfo:
         seen = "requested"
 
         def report(state: ImageState) -> None:
@@ -215,7 +229,7 @@ class PoolImages:
                 async with asyncio.timeout(within_s):
                     if name.startswith("atropos-build:"):
                         return await self._built(link, name)
-                    archive = None if local is None else local.opened
+                    archive = next((each.opened for each in self._known() if each.name == name), None)
                     return await link.client.images.prepare(name, progress=report, archive=archive)
             except TimeoutError:
                 raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen}") from None
@@ -240,8 +254,7 @@ class PoolImages:
         giver, image = holder
         below = image.parent_source or ""
         if not below.startswith("atropos-base:"):
-            local = next((each for each in self._known() if each.name == below), None)
-            await asyncio.shield(self._task(link, below, local, None))
+            await asyncio.shield(self._task(link, below, None))
         return await giver.client.images.copy(image, link.client.images)
 
     def forget(self, name: str) -> None:

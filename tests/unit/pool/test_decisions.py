@@ -218,6 +218,18 @@ def test_an_acquire_costs_the_same_in_a_fleet_a_hundred_times_larger():
     assert cost(5000) < 15 * cost(50)
 
 
+@pytest.mark.parametrize(("unprepared_mib", "wanted"), [(0, 0), (20, 0), (21, 1), (50, 3)])
+def test_acquires_whose_image_is_prepared_want_slots_beyond_the_free_ones(unprepared_mib, wanted):
+    fleet = Fleet(slot_mib=10)
+    fleet.join(Seat("a", 0), slots=2, free=20, now=0)
+    fleet.unprepared_mib = unprepared_mib
+    assert fleet.wanted_slots == wanted
+    for _ in range(4):
+        fleet.ask(fleet.ticket())
+    assert len([*fleet.match()]) == 2
+    assert fleet.wanted_slots == 2 + -(-unprepared_mib // 10)
+
+
 def test_a_container_that_was_restarted_in_place_has_a_seat_beside_its_old_one():
     fleet = Fleet()
     for _ in range(3):  # the old seats still lie in the heap, with the same index and key
