@@ -23,7 +23,7 @@ from pydantic import SecretStr
 from atropos.errors import OutcomeUnknown, ToolServerUnavailable
 from atropos.tools.tool_server.client import Life, ToolServerClient
 from tests.e2e.servers import OWN, TOKEN, Server, running
-from tests.processes import adopt_orphans, descendants
+from tests.processes import adopt_orphans, descendants, kept_port
 from tests.waiting import until
 
 adopt_orphans()
@@ -278,24 +278,27 @@ async def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path):
 
 async def test_a_restart_in_the_middle_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("atropos.tools.tool_server.client.MAX_ATTEMPTS", 40)
-    async with running("tool-server", *OWN) as server, client(server) as tools:
-        kept = Life("s")
-        assert (await tools.execute(kept, "k1", "keep", {"item": "a"})).output == "a"
-        changing = asyncio.create_task(tools.execute(Life("t"), "c", "hang", {}))
-        looking = asyncio.create_task(tools.execute(Life("u"), "c", "wait_for_file", {"path": str(tmp_path / "go")}))
-        await until_running(server, 2)
-        server.process.kill()
-        await server.process.wait()
-        late = asyncio.create_task(tools.execute(Life("v"), "c", "echo", {"text": "never left"}))
-        async with running("tool-server", *OWN, port=server.port):
-            with pytest.raises(OutcomeUnknown, match="restarted"):
-                await asyncio.wait_for(changing, 90)
-            (tmp_path / "go").touch()
-            assert (await asyncio.wait_for(looking, 90)).output == "it is there"
-            assert (await asyncio.wait_for(late, 90)).output == "never left"
-            with pytest.raises(ToolServerUnavailable, match=r"the state of this trajectory .* is gone"):
-                await tools.execute(kept, "k2", "keep", {"item": "b"})
-            assert (await tools.execute(kept, "k3", "keep", {"item": "c"})).output == "c"
+    with kept_port() as port:
+        async with running("tool-server", *OWN, port=port) as server, client(server) as tools:
+            kept = Life("s")
+            assert (await tools.execute(kept, "k1", "keep", {"item": "a"})).output == "a"
+            changing = asyncio.create_task(tools.execute(Life("t"), "c", "hang", {}))
+            looking = asyncio.create_task(
+                tools.execute(Life("u"), "c", "wait_for_file", {"path": str(tmp_path / "go")})
+            )
+            await until_running(server, 2)
+            server.process.kill()
+            await server.process.wait()
+            late = asyncio.create_task(tools.execute(Life("v"), "c", "echo", {"text": "never left"}))
+            async with running("tool-server", *OWN, port=port):
+                with pytest.raises(OutcomeUnknown, match="restarted"):
+                    await asyncio.wait_for(changing, 90)
+                (tmp_path / "go").touch()
+                assert (await asyncio.wait_for(looking, 90)).output == "it is there"
+                assert (await asyncio.wait_for(late, 90)).output == "never left"
+                with pytest.raises(ToolServerUnavailable, match=r"the state of this trajectory .* is gone"):
+                    await tools.execute(kept, "k2", "keep", {"item": "b"})
+                assert (await tools.execute(kept, "k3", "keep", {"item": "c"})).output == "c"
 
 
 async def test_connections_reset_at_any_point_run_no_call_twice(monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,8 @@ import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.processes import kept_port
+
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")  # how long an example takes says what else runs here
 
@@ -22,3 +24,10 @@ def _one_certificate_authority(tmp_path_factory: pytest.TempPathFactory) -> Iter
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(file))
         yield
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """For a server that ends and comes back at it: nobody else gets it meanwhile."""
+    with kept_port() as kept:
+        yield kept

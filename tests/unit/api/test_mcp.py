@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from atropos.api.settings import McpServerSettings, ToolServerSettings
 from atropos.api.tool_server import create_app
 from atropos.errors import ConfigError, ToolServerUnavailable
 from atropos.tools.base import Tool
-from tests.processes import descendants, kept_port, running
+from tests.processes import descendants, running
 from tests.waiting import until
 
 from .conftest import call
@@ -213,12 +213,6 @@ async def over_http(port: int, server: str = SERVER) -> asyncio.subprocess.Proce
                 return process
             except OSError:
                 await asyncio.sleep(0.05)
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    with kept_port() as port:
-        yield port
 
 
 async def test_a_proxys_error_and_a_lost_session_are_infrastructure_faults_and_the_session_is_opened_again(port: int):

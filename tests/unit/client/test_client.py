@@ -185,10 +185,9 @@ async def test_a_lease_is_renewed_by_heartbeats_and_ends_soon_without_them():
         assert running.core.state.now() - began < 3 * ttl_s
 
 
-async def test_a_restarted_server_is_lost_for_good():
+async def test_a_restarted_server_is_lost_for_good(port):
     ended: list[LeaseEnded] = []
-    async with serving() as running:
-        port = running.server.port
+    async with serving(port=port) as running:
         client = client_of(running, on_lease_ended=ended.append)
         await client.connect()
         lease = await client.acquire(request())

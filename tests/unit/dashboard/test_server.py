@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -26,7 +26,6 @@ from atropos.dashboard.text import duration
 from atropos.envs.reporting.prometheus import MetricsEndpoint
 from atropos.errors import ConfigError
 from atropos.net.admission import MAX_UNAUTHENTICATED
-from tests.processes import kept_port
 from tests.unit.dashboard.support import EVIL, group, hostile, ordinary, trajectory
 
 MISSING = browser_available(BrowserSettings())
@@ -489,12 +488,6 @@ async def test_a_name_of_any_length_breaks_no_tool_and_no_label_in_two(browser):
             found = await page.locator(cells).all()
             assert len(found) >= count
             assert {await cell.text_content() for cell in found if await cell.evaluate(LINES) != 1} == set()
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    with kept_port() as port:
-        yield port
 
 
 @in_the_browser_s_loop
