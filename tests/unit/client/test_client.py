@@ -413,11 +413,11 @@ async def test_a_copy_that_is_answered_with_nonsense_is_a_fault_of_the_infrastru
 
 
 async def test_a_snapshot_waits_for_calls_that_take_longer_than_a_request_may(monkeypatch):
-    monkeypatch.setattr("atropos.slots.client.server_requests.REQUEST_S", 0.1)
+    monkeypatch.setattr("atropos.slots.client.server_requests.REQUEST_S", 1.0)  # in which a busy machine connects
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
-        before = asyncio.create_task(client.call(lease, Exec(command="sleep 0.5")))
-        await until(lambda: running.host.ran["sleep 0.5"])
+        before = asyncio.create_task(client.call(lease, Exec(command="sleep 1.5")))
+        await until(lambda: running.host.ran["sleep 1.5"])
         info = await client.snapshot(lease)
         assert before.done()
         assert list(running.core.state.snapshots.by_id) == [info.snapshot_id]
