@@ -76,7 +76,7 @@ async def test_a_trainer_that_is_ended_leaves_no_server_and_no_process(engine, n
     finally:
         if process.returncode is None:
             process.kill()
-    await until(lambda: not set(descendants()) - before, "the end of every process of it")
+    await until(lambda: not descendants(but=before), "the end of every process of it")
     await process.communicate()  # which closes its pipes
 
 
@@ -92,7 +92,7 @@ async def test_a_host_that_breaks_its_event_loop_ends_though_its_clean_up_uses_t
         if process.returncode is None:
             process.kill()
     assert said in {b"OutcomeUnknown\n", b"SlotLost\n", b""}  # none: raised in the call itself, before the loop went on
-    await until(lambda: not set(descendants()) - before, "the end of every process of it")
+    await until(lambda: not descendants(but=before), "the end of every process of it")
 
 
 async def test_the_next_pool_removes_what_a_killed_trainer_left_on_disk(engine, local_pool):
