@@ -126,7 +126,7 @@ async def test_a_storm_of_mixed_sizes_leaves_a_plain_pool(pool):
         limits = None if mib is None else LeaseLimits(memory_mib=mib, cpu_quota=rng.choice([None, 1.5]))
         try:
             async with asyncio.timeout(rng.choice([0.2, 120.0 * SLOWNESS])):
-                async with pool.lease(f"t{number}", limits=limits) as slot:
+                async with pool.lease(f"t{number}", limits=limits, timeout_s=200 * SLOWNESS) as slot:
                     assert (await slot.exec(take((mib or 96) // 2), timeout_s=60)).output == f"{(mib or 96) // 2}\n"
                     done += 1
         except TimeoutError:

@@ -109,8 +109,8 @@ async def test_a_retired_server_is_replaced_and_ended():
         await backend.retire(old)
         await backend.retire(old)
         await until(lambda: [c.id for c in backend.containers() if c.state == "running"] not in ([], [old.id]))
-        await until(lambda: not alive(pid_of(old)))
-        assert len(backend.containers()) == 1
+        await until(lambda: len(backend.containers()) == 1, "the end of the old one")
+        assert not alive(pid_of(old))
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, ConfigError), (3, IsolationUnavailable)])
