@@ -444,18 +444,22 @@ def test_a_file_larger_than_the_place_is_refused_and_one_that_is_sparse_arrives(
 @pytest.mark.skipif(shutil.which("zstd") is None, reason="zstd is not installed")
 @pytest.mark.parametrize("given_up", [False, True])
 async def test_an_import_whose_sender_is_silent_ends(tmp_path, monkeypatch, given_up):
-    monkeypatch.setattr(layer_tar, "SILENT_S", 3600 if given_up else 1)
-    before = set(descendants())
+    before, there = set(descendants()), asyncio.Event()
     archive = zstd(archive_of(member("0/file", size=4 << 20)).read())
 
     async def chunks():
-        yield archive[: len(archive) // 2]
+        yield archive[:20]
+        await there.wait()
+        yield archive[20 : len(archive) // 2]
         await asyncio.Event().wait()
 
     importing = asyncio.create_task(layer_tar.unpack_layers([str(tmp_path)], "a test", chunks(), compressed=True))
     await until(lambda: len(set(descendants()) - before) == 2, "the program and its zstd")
     if given_up:
         importing.cancel()
+    else:
+        monkeypatch.setattr(layer_tar, "SILENT_S", 1)
+        there.set()
     await until(importing.done, "the end of the import")
     assert importing.cancelled() if given_up else isinstance(importing.exception(), SandboxError)
     assert set(descendants()) <= before
