@@ -140,8 +140,8 @@ class FakeNomad:
             await self.register((await request.json())["Count"])
         elif path.startswith("/v1/job/"):
             if request.method == "DELETE" and self.job is not None:
-                await self.register(0)
                 self.job = None
+                await self._place()
             return web.json_response(self.job) if self.job else web.Response(status=404, text="job not found")
         return web.json_response({})
 
