@@ -25,6 +25,7 @@ from atropos.api.http import Refusal
 from atropos.api.settings import BrowserSettings, ToolServerSettings
 from atropos.api.tool_server import create_app
 from atropos.tools.base import ToolError, ToolScope
+from tests.chromium import without_popups
 from tests.processes import descendants, parent_of
 from tests.unit.api.conftest import call
 from tests.unit.api.site import Site
@@ -62,12 +63,14 @@ def ref(page: str, what: str) -> str:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world() -> AsyncGenerator[tuple[BrowserHost, Site, Site], None]:
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[tuple[BrowserHost, Site, Site], None]:
     """A browser, a site it may visit, and a site it may not."""
     allowed, private = Site(), Site()
     await allowed.start()
     await private.start()
-    host = BrowserHost(BrowserSettings(max_contexts=6, max_pages=3), Guard([f"127.0.0.1:{allowed.port}"]))
+    chromium = without_popups(tmp_path_factory.mktemp("chromium"))
+    settings = BrowserSettings(executable=chromium, max_contexts=6, max_pages=3)
+    host = BrowserHost(settings, Guard([f"127.0.0.1:{allowed.port}"]))
     yield host, allowed, private
     await host.aclose()
     await allowed.stop()

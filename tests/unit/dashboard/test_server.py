@@ -16,7 +16,7 @@ import pytest_asyncio
 from playwright.async_api import Browser, async_playwright
 from pydantic import SecretStr
 
-from atropos.api.external.browser import browser_available, find_chromium
+from atropos.api.external.browser import browser_available
 from atropos.api.settings import BrowserSettings
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveView, Sample
 from atropos.dashboard.render import write_page
@@ -26,6 +26,7 @@ from atropos.dashboard.text import duration
 from atropos.envs.reporting.prometheus import MetricsEndpoint
 from atropos.errors import ConfigError
 from atropos.net.admission import MAX_UNAUTHENTICATED
+from tests.chromium import without_popups
 from tests.unit.dashboard.support import EVIL, group, hostile, ordinary, trajectory
 
 MISSING = browser_available(BrowserSettings())
@@ -33,12 +34,12 @@ in_the_browser_s_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running_chromium() -> AsyncIterator[Browser]:
+async def running_chromium(tmp_path_factory) -> AsyncIterator[Browser]:
     if MISSING:
         pytest.skip(MISSING)
     async with async_playwright() as playwright:
         running = await playwright.chromium.launch(
-            executable_path=find_chromium(BrowserSettings()), args=["--no-sandbox", "--disable-gpu"]
+            executable_path=without_popups(tmp_path_factory.mktemp("chromium")), args=["--no-sandbox", "--disable-gpu"]
         )
         try:
             yield running
