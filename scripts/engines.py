@@ -108,6 +108,9 @@ class Engines:
         return False
 
     def start_docker(self) -> None:
+        # Programs in Go. The engines start more than a thousand helpers, which spend a third of their CPU collecting
+        # garbage while they load.
+        self.env.setdefault("GOGC", "400")
         if not self.docker_answers():
             if os.geteuid() != 0:
                 raise Unavailable(
