@@ -21,9 +21,9 @@ from atropos.images.layout import MAX_JSON_BYTES
 POLL_S = 0.2
 SAID_BYTES = 4096
 PAUSES_S = (1.0, 3.0, 9.0)
-"""Pauses before a registry that answered with 5xx, broke off, or was not there is asked again, which skopeo doesn't do."""
+"""Pauses before a registry that answered with 5xx, or broke off, is asked again, which skopeo doesn't do."""
 _MOMENTARY = re.compile(
-    r"(?:HTTP status:|status code from registry) 5\d\d\b|\bEOF\b|connection (?:reset by peer|refused)|transport connection broken"
+    r"(?:HTTP status:|status code from registry) 5\d\d\b|\bEOF\b|connection reset by peer|transport connection broken"
 )
 
 

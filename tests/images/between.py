@@ -15,18 +15,15 @@ class Between:
         left: bytes; None: all.
         cuts: whether connections end then; else they stay and nothing comes.
         pause_s: after each piece.
-        port: that it listens on; 0: any.
     """
 
-    def __init__(self, host: str, left: int | None, *, cuts: bool = True, pause_s: float = 0.0, port: int = 0) -> None:
-        self.port = port
+    def __init__(self, host: str, left: int | None, *, cuts: bool = True, pause_s: float = 0.0) -> None:
         self.target, self.left, self.cuts, self.pause_s = host.split(":"), left, cuts, pause_s
         self.auth_file = None
 
     async def __aenter__(self) -> Self:
-        self.server = await asyncio.start_server(self._pass, "127.0.0.1", self.port)
-        self.port = self.server.sockets[0].getsockname()[1]
-        self.host = f"127.0.0.1:{self.port}"
+        self.server = await asyncio.start_server(self._pass, "127.0.0.1", 0)
+        self.host = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_) -> None:

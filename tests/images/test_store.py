@@ -114,8 +114,7 @@ async def test_an_image_that_is_not_there_is_a_typed_error(tmp_path, images, nam
     assert leftovers(tmp_path) == []
 
 
-async def test_a_registry_that_is_away_is_a_typed_error(tmp_path, images, monkeypatch):
-    monkeypatch.setattr("atropos.images.programs.PAUSES_S", (0.1,))
+async def test_a_registry_that_is_away_is_a_typed_error(tmp_path, images):
     with pytest.raises(ImageUnavailable, match=r"pulling: .*connection refused"):
         await store_at(tmp_path, images).prepare(ImageSource.parse("localhost:1/x:1"), nothing)
 
@@ -268,26 +267,6 @@ async def test_a_registry_that_is_busy_for_a_moment_is_asked_again(tmp_path, ima
         store = store_at(tmp_path, SimpleNamespace(host=host, auth_file=None))
         assert (await store.prepare(ImageSource.parse(f"{host}/busy:1"), nothing)).id == image_id
     assert left == 0
-
-
-async def test_a_registry_that_is_started_again_is_waited_for(tmp_path, images, monkeypatch):
-    image_id = made(tmp_path, images, "again:1", entry("x", "x"))
-    refused = asyncio.Event()
-
-    async def noted(*arguments, **more) -> str:
-        try:
-            return await run(*arguments, **more)
-        except ImageUnavailable:
-            refused.set()
-            raise
-
-    monkeypatch.setattr("atropos.images.programs.run", noted)
-    async with Between(images.host, None) as front:
-        store = store_at(tmp_path, front)
-    pulling = asyncio.create_task(store.prepare(ImageSource.parse(f"{front.host}/again:1"), nothing))
-    await asyncio.wait([pulling, asyncio.create_task(refused.wait())], return_when=asyncio.FIRST_COMPLETED)
-    async with Between(images.host, None, port=front.port):
-        assert (await pulling).id == image_id
 
 
 @pytest.mark.timeout(60)
