@@ -95,8 +95,6 @@ ONE_AT_A_TIME = {
 }
 """Units of many modules, the longest first: tests in one cluster, and tests that share one Nomad client's memory or start
 agents under fixed names."""
-WAITING = ("tests/unit/sandbox/test_scenarios.py",)
-"""Units that wait for most of their minute, which others can use."""
 SPREAD = (
     "tests/unit/agent/test_agent.py",
     "tests/unit/client/test_client.py",
@@ -104,8 +102,9 @@ SPREAD = (
     "tests/unit/net/test_relay.py",
     "tests/unit/pool/test_nomad_backend.py",
     "tests/unit/pool/test_pool.py",
+    "tests/unit/sandbox/test_scenarios.py",
 )
-"""Beginnings of shorter ones, which would leave the CPUs idle if they ran at the same time."""
+"""Beginnings of units that wait most of the time, which would leave the CPUs idle if they ran at the same time."""
 SPREAD_FROM, SPREAD_EVERY = 30, 6
 """Where the first of them comes, and after how many other units the next."""
 
@@ -148,7 +147,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         long.append(unit_of(item.nodeid))
     # the longest come first; those of fast tests come last, for workers that wait for the others' ends
-    units = dict.fromkeys((*ONE_AT_A_TIME, *WAITING, *long, *fast))
+    units = dict.fromkeys((*ONE_AT_A_TIME, *long, *fast))
     order = [unit for unit in units if not unit.startswith(SPREAD)]
     for number, unit in enumerate(unit for unit in units if unit.startswith(SPREAD)):
         order.insert(SPREAD_FROM + SPREAD_EVERY * number, unit)
