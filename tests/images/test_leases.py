@@ -327,6 +327,34 @@ async def test_an_image_that_is_gone_when_it_must_be_sent_again_is_named(tmp_pat
             await pool.acquire("one", image=image)
 
 
+async def test_an_archive_that_has_changed_or_is_gone_when_it_must_be_sent_again_is_named(tmp_path):
+    busybox_image(tmp_path / "layout")
+    file = tmp_path / "image.tar"
+    with tarfile.open(file, "w") as tar:
+        tar.add(tmp_path / "layout", ".")
+    image = f"oci-archive:{file}"
+    async with pool_for(tmp_path) as pool:
+        await pool.prepare(image)
+        (tree,) = (tmp_path / "store" / "trees").iterdir()
+        shutil.rmtree(tree)
+        with file.open("ab") as end:
+            end.write(b"more")
+        with pytest.raises(ConfigError, match=f"image: {file} has changed since"):
+            await pool.acquire("one", image=image)
+        file.unlink()
+        with pytest.raises(ConfigError, match=f"image: {image} can't be read: No such file"):
+            await pool.acquire("one", image=image)
+
+
+async def test_an_archive_that_has_no_place_is_a_configuration_error(tmp_path, monkeypatch):
+    busybox_image(tmp_path / "layout")
+    image = local_image(ImageSource.parse(f"oci:{tmp_path}/layout"), None, asyncio.Semaphore())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match=f"image: oci:{tmp_path}/layout can't be read: No such file"):
+        async with image.opened():
+            pass
+
+
 async def test_an_image_takes_its_bytes_once_however_many_slots_read_it(tmp_path):
     busybox_image(tmp_path / "layout", "x" * (16 << 20))
     image = f"oci:{tmp_path}/layout:image"

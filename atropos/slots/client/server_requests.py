@@ -12,7 +12,7 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from atropos.aio import Backoff, set_within
-from atropos.errors import BackendUnavailable, PoolFull, SandboxError, SlotLost, from_code
+from atropos.errors import BackendUnavailable, ConfigError, PoolFull, SandboxError, SlotLost, from_code
 from atropos.net.tls import client_context
 from atropos.slots.client.call_stream import CONNECT_S, PAUSE_S, ClientRefused
 from atropos.wire import Lease, Problem
@@ -126,6 +126,7 @@ class ServerRequests:
 
         Raises:
             SandboxError: it was refused, or broke off.
+            ConfigError: raised by `chunks`.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=None)
         try:
@@ -133,6 +134,8 @@ class ServerRequests:
                 await _check(response)
                 return await response.read()
         except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error.__cause__, ConfigError):
+                raise error.__cause__ from None
             raise BackendUnavailable(f"{query} could not be sent to {self.url}: {error!r}") from error
 
     async def pipe(self, path: str, to: ServerRequests, query: dict[str, str], kind: str) -> bytes:

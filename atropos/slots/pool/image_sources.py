@@ -33,14 +33,20 @@ class LocalImage:
     left of it by a process that is killed.
 
     Args:
+        source: where it comes from.
         name: its name for servers: `docker-archive:` or `oci-archive:`, and a digest.
         file: the file, of its owner or made for good; or what writes it, which blocks.
         turns: taken for each file that is made.
     """
 
     def __init__(
-        self, name: str, file: Path | IO[bytes] | Callable[[IO[bytes]], None], turns: asyncio.Semaphore
+        self,
+        source: ImageSource,
+        name: str,
+        file: Path | IO[bytes] | Callable[[IO[bytes]], None],
+        turns: asyncio.Semaphore,
     ) -> None:
+        self.source = source
         self.name = name
         self._file = file
         self._turns = turns
@@ -52,9 +58,15 @@ class LocalImage:
         """Its bytes. Concurrent readers share what is made for them.
 
         Raises:
-            ConfigError: it is not here any more. At the end of the bytes, which breaks the transfer off: its owner's file has
-                changed since it was named.
+            ConfigError: it is not here any more, or there is no room for it. At the end of the bytes, which breaks the
+                transfer off: its owner's file has changed since it was named.
         """
+        if isinstance(self._file, Path):
+            with contextlib.ExitStack() as stack:
+                with _readable(self.source):
+                    file = stack.enter_context(self._file.open("rb"))
+                yield self._bytes_of(file, self._file)
+            return
         if not callable(self._file):
             yield self._bytes_of(self._file)
             return
@@ -72,7 +84,7 @@ class LocalImage:
 
     async def _make(self, write: Callable[[IO[bytes]], None]) -> IO[bytes]:
         await self._turns.acquire()
-        with contextlib.ExitStack() as failed:
+        with _readable(self.source), contextlib.ExitStack() as failed:
             failed.callback(self._turns.release)
             made = failed.enter_context(tempfile.TemporaryFile())
             await asyncio.to_thread(write, made)
@@ -85,9 +97,8 @@ class LocalImage:
             made.result().close()
             self._turns.release()
 
-    async def _bytes_of(self, file: Path | IO[bytes]) -> AsyncIterator[bytes]:
-        owners = file if isinstance(file, Path) else None
-        fd = os.open(file, os.O_RDONLY) if isinstance(file, Path) else os.dup(file.fileno())
+    async def _bytes_of(self, file: IO[bytes], owners: Path | None = None) -> AsyncIterator[bytes]:
+        fd = os.dup(file.fileno())
         found, at = hashlib.sha256(), 0
 
         def read() -> bytes:
@@ -122,7 +133,7 @@ def local_image(source: ImageSource, docker_host: str | None, turns: asyncio.Sem
     path = Path(source.name)
     with _readable(source):
         if source.transport in {"oci-archive", "docker-archive"}:
-            return LocalImage(f"{source.transport}:sha256-{_digest(path)}", path, turns)
+            return LocalImage(source, f"{source.transport}:sha256-{_digest(path)}", path, turns)
         if source.transport == "dir":
             with contextlib.ExitStack() as failed:
                 made = failed.enter_context(tempfile.TemporaryFile())
@@ -131,7 +142,7 @@ def local_image(source: ImageSource, docker_host: str | None, turns: asyncio.Sem
                 name = f"docker-archive:sha256-{hashlib.file_digest(made, 'sha256').hexdigest()}"
                 made.flush()
                 failed.pop_all()
-                return LocalImage(name, made, turns)
+                return LocalImage(source, name, made, turns)
         if source.transport == "oci":
             layout, index, manifest = _one_image(path)
             name, write = f"oci-archive:sha256-{_digest(manifest)}", partial(_write_layout, layout, index, manifest)
@@ -140,7 +151,7 @@ def local_image(source: ImageSource, docker_host: str | None, turns: asyncio.Sem
                 image_id = str(image.id)
             name = f"docker-archive:{image_id.replace(':', '-')}"
             write = partial(_save, image_id, docker_host)  # the name may mean another one meanwhile
-        return LocalImage(name, partial(_written, source, write), turns)
+        return LocalImage(source, name, write, turns)
 
 
 @contextlib.contextmanager
@@ -149,11 +160,6 @@ def _readable(source: ImageSource) -> Generator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"image: {source} can't be read: {error.strerror or error}") from error
-
-
-def _written(source: ImageSource, write: Callable[[IO[bytes]], None], file: IO[bytes]) -> None:
-    with _readable(source):
-        write(file)
 
 
 def _digest(path: Path) -> str:
