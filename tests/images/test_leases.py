@@ -329,7 +329,7 @@ async def test_an_image_that_is_gone_when_it_must_be_sent_again_is_named(tmp_pat
 
 async def test_an_archive_that_has_changed_or_is_gone_when_it_must_be_sent_again_is_named(tmp_path):
     busybox_image(tmp_path / "layout")
-    file = tmp_path / "image.tar"
+    file, copy = tmp_path / "image.tar", tmp_path / "copy.tar"
     with tarfile.open(file, "w") as tar:
         tar.add(tmp_path / "layout", ".")
     image = f"oci-archive:{file}"
@@ -337,6 +337,7 @@ async def test_an_archive_that_has_changed_or_is_gone_when_it_must_be_sent_again
         await pool.prepare(image)
         (tree,) = (tmp_path / "store" / "trees").iterdir()
         shutil.rmtree(tree)
+        shutil.copy(file, copy)
         with file.open("ab") as end:
             end.write(b"more")
         with pytest.raises(ConfigError, match=f"image: {file} has changed since"):
@@ -344,6 +345,7 @@ async def test_an_archive_that_has_changed_or_is_gone_when_it_must_be_sent_again
         file.unlink()
         with pytest.raises(ConfigError, match=f"image: {image} can't be read: No such file"):
             await pool.acquire("one", image=image)
+        await (await pool.acquire("two", image=f"oci-archive:{copy}")).release()
 
 
 async def test_an_archive_that_has_no_place_is_a_configuration_error(tmp_path, monkeypatch):

@@ -15,7 +15,9 @@ import random
 import stat
 import tempfile
 from asyncio import ALL_COMPLETED, FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -49,6 +51,9 @@ class PoolImages:
         self._tasks: dict[ContainerLink, dict[str, asyncio.Task[ImageInfo]]] = {}
         """Each container's preparations, by the image's name in leases."""
         self._local: dict[str, asyncio.Task[LocalImage]] = {}
+        """By their sources."""
+        self._named: dict[str, LocalImage] = {}
+        """By their names in leases; of equal ones, the one that was asked for last."""
         self._archives = asyncio.Semaphore(ARCHIVES)
         self._turns = WeakValueDictionary[tuple[str, int], asyncio.Lock]()
         """Of leases of one size whose image some containers still prepare."""
@@ -147,7 +152,11 @@ class PoolImages:
     ) -> tuple[ImageSource, str, dict[ContainerLink, asyncio.Task[ImageInfo]]]:
         """An image, its name in leases, and its preparation in each container that can be leased from."""
         source = ImageSource.parse(image)
-        name = str(source) if source.transport in SERVERS_OWN else (await self._read(source)).name
+        name = str(source)
+        if source.transport not in SERVERS_OWN:
+            local = await self._read(source)
+            name = local.name
+            self._named[name] = local
         self._tasks = {link: tasks for link, tasks in self._tasks.items() if link.gone is None}
         return source, name, self._prepare_in(name, self._open(), progress)
 
@@ -229,7 +238,7 @@ class PoolImages:
                 async with asyncio.timeout(within_s):
                     if name.startswith("atropos-build:"):
                         return await self._built(link, name)
-                    archive = next((each.opened for each in self._known() if each.name == name), None)
+                    archive = partial(self._archive, name) if name in self._named else None
                     return await link.client.images.prepare(name, progress=report, archive=archive)
             except TimeoutError:
                 raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen}") from None
@@ -272,15 +281,17 @@ class PoolImages:
             reading = self._local[key] = asyncio.get_running_loop().create_task(work)
         return await asyncio.shield(reading)
 
-    def _known(self) -> list[LocalImage]:
-        return [each.result() for each in self._local.values() if each.done() and not _failed(each)]
+    def _archive(self, name: str) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+        """A local image's archive, each time that a server needs it."""
+        return self._named[name].opened()
 
     async def aclose(self) -> None:
         """Give up the archives that were made for good."""
         if self._local:
             await asyncio.wait(self._local.values())
-        for image in self._known():
-            image.close()
+        for reading in self._local.values():
+            if not _failed(reading):
+                reading.result().close()
         self._local.clear()
 
 
