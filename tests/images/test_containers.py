@@ -140,6 +140,20 @@ async def test_leases_that_wait_for_their_image_ask_for_containers_which_pull_it
         assert (await slot.exec("cat text")).output == "hello"
 
 
+async def test_a_lease_that_waits_gets_its_local_image_in_a_container_that_comes(tmp_path):
+    busybox_image(tmp_path / "layout", "sent")
+    image = f"oci:{tmp_path}/layout"
+    config = Engine("local").config(slots_per_container=1, max_containers=2)
+    async with (
+        SlotPool(config, backend=ApartBackend(config, tmp_path)) as pool,
+        pool.lease("one", image=image) as one,
+        asyncio.timeout(60),
+        pool.lease("two", image=image) as two,
+    ):
+        assert two.container != one.container
+        assert (await two.exec("cat text")).output == "sent"
+
+
 async def test_a_container_that_nobody_leases_from_is_not_closed_while_it_pulls(tmp_path, images):
     layout(tmp_path / "layout", layer(entry("x", os.urandom(2_000_000))))
     images.push(tmp_path / "layout", "idle:1")

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Self, TypeVar
 
 import aiohttp
@@ -24,7 +24,7 @@ from atropos.errors import (
     from_code,
 )
 from atropos.slots.client.call_stream import CallStream, FrameLimit, StreamEvents
-from atropos.slots.client.server_images import ServerImages
+from atropos.slots.client.server_images import NO_ARCHIVES, Archive, ServerImages
 from atropos.slots.client.server_requests import NotFound, ServerRequests
 from atropos.slots.task_owner import Tasks
 from atropos.wire import (
@@ -63,6 +63,7 @@ class SandboxClient:
         on_capacity: called with the free memory, in MiB, when a slot came free after an acquire was refused.
         reconnect_s: how long a lost connection is tried for before the client is `lost`.
         certificate: in PEM, the only one that the server may show.
+        archives: by their names, of images that only this process can read; looked up when the server needs one.
 
     Attributes:
         boot_id: the server's, once connected.
@@ -81,9 +82,10 @@ class SandboxClient:
         on_capacity: Callable[[int], None] | None = None,
         reconnect_s: float = 15.0,
         certificate: str | None = None,
+        archives: Mapping[str, Archive] = NO_ARCHIVES,
     ) -> None:
         self._requests = ServerRequests(url, token, certificate=certificate, patience_s=reconnect_s)
-        self.images = ServerImages(self._requests)
+        self.images = ServerImages(self._requests, archives)
         self._client_id = client_id
         self._frames = frames or FrameLimit()
         self._on_lease_ended = on_lease_ended

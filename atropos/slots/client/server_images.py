@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from types import MappingProxyType
 
 import aiohttp
 
@@ -13,14 +14,20 @@ from atropos.wire import ImageInfo, ImageRequest, ImageState, KeepRequest
 
 Archive = Callable[[], AbstractAsyncContextManager[AsyncIterator[bytes]]]
 """Opens an archive: its bytes, which are there as long as the context is open."""
+NO_ARCHIVES: Mapping[str, Archive] = MappingProxyType({})
 
 
 class ServerImages:
-    """See the module; a part of `SandboxClient`."""
+    """See the module; a part of `SandboxClient`.
 
-    def __init__(self, requests: ServerRequests) -> None:
+    Args:
+        requests: to the server.
+        archives: of sources that only this process can read.
+    """
+
+    def __init__(self, requests: ServerRequests, archives: Mapping[str, Archive] = NO_ARCHIVES) -> None:
         self._requests = requests
-        self._archives: dict[str, Archive] = {}
+        self._archives = archives
 
     async def find(self, source: str) -> ImageInfo | None:
         """What a source means on the server's host, where that is known without preparing anything.
@@ -62,25 +69,16 @@ class ServerImages:
             raise BackendUnavailable(f"the image could not be copied to {to._requests.url}: {error!r}") from error
         return to._requests.parsed(ImageInfo, raw, path)
 
-    async def prepare(
-        self,
-        source: str,
-        *,
-        progress: Callable[[ImageState], None] | None = None,
-        archive: Archive | None = None,
-    ) -> ImageInfo:
+    async def prepare(self, source: str, *, progress: Callable[[ImageState], None] | None = None) -> ImageInfo:
         """Have the server pull and unpack an image, unless its host has it.
 
         Args:
             source: where it comes from; see `atropos.images.reference`.
             progress: called with each state that the server reports.
-            archive: for a source that only this process can read.
 
         Raises:
             ImageUnavailable: it can't be prepared; the message names the phase and the cause.
         """
-        if archive is not None:
-            self._archives[source] = archive  # the server may remove the image, and a later lease ask for it again
         try:
             state = await self._requests.ask("POST", "/v1/images", ImageState, ImageRequest(source=source))
         except NotSupported:

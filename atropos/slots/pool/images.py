@@ -15,15 +15,14 @@ import random
 import stat
 import tempfile
 from asyncio import ALL_COMPLETED, FIRST_COMPLETED
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
-from contextlib import AbstractAsyncContextManager
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError, SlotLost
 from atropos.images.locks import locked
 from atropos.images.reference import SERVERS_OWN, ImageSource
+from atropos.slots.client.server_images import Archive
 from atropos.slots.containers.fleet import Seat
 from atropos.slots.containers.link import ContainerLink
 from atropos.slots.containers.state import SharedState
@@ -52,9 +51,9 @@ class PoolImages:
         """Each container's preparations, by the image's name in leases."""
         self._local: dict[str, asyncio.Task[LocalImage]] = {}
         """By their sources."""
-        self._named: dict[str, LocalImage] = {}
-        """By their names in leases; of equal ones, the one that was asked for last."""
-        self._archives = asyncio.Semaphore(ARCHIVES)
+        self.archives: dict[str, Archive] = {}
+        """Of local images, by their names in leases; of equal ones, the one that was asked for last."""
+        self._archive_turns = asyncio.Semaphore(ARCHIVES)
         self._turns = WeakValueDictionary[tuple[str, int], asyncio.Lock]()
         """Of leases of one size whose image some containers still prepare."""
 
@@ -156,7 +155,7 @@ class PoolImages:
         if source.transport not in SERVERS_OWN:
             local = await self._read(source)
             name = local.name
-            self._named[name] = local
+            self.archives[name] = local.opened
         self._tasks = {link: tasks for link, tasks in self._tasks.items() if link.gone is None}
         return source, name, self._prepare_in(name, self._open(), progress)
 
@@ -238,8 +237,7 @@ class PoolImages:
                 async with asyncio.timeout(within_s):
                     if name.startswith("atropos-build:"):
                         return await self._built(link, name)
-                    archive = partial(self._archive, name) if name in self._named else None
-                    return await link.client.images.prepare(name, progress=report, archive=archive)
+                    return await link.client.images.prepare(name, progress=report)
             except TimeoutError:
                 raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen}") from None
             except SandboxError as error:
@@ -277,13 +275,9 @@ class PoolImages:
         key = str(source)
         reading = self._local.get(key)
         if reading is None or _failed(reading):
-            work = asyncio.to_thread(local_image, source, self._state.config.docker_host, self._archives)
+            work = asyncio.to_thread(local_image, source, self._state.config.docker_host, self._archive_turns)
             reading = self._local[key] = asyncio.get_running_loop().create_task(work)
         return await asyncio.shield(reading)
-
-    def _archive(self, name: str) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        """A local image's archive, each time that a server needs it."""
-        return self._named[name].opened()
 
     async def aclose(self) -> None:
         """Give up the archives that were made for good."""

@@ -453,4 +453,5 @@ class SlotPool:
             on_capacity=on_capacity,
             reconnect_s=self.config.reconnect_s,
             certificate=container.certificate,
+            archives=self._images.archives,
         )
