@@ -73,11 +73,11 @@ class FakeNomad:
     def _running(self) -> list[dict[str, Any]]:
         return [each for each in self.allocations if each["ClientStatus"] != "complete"]
 
-    async def _place(self) -> None:
-        """Do what the job asks for, as far as there is room; the highest index goes first."""
+    async def _place(self, *, stopped: str = "") -> None:
+        """Do what the job asks for, as far as there is room, and replace what is stopped."""
         async with self._placing:
             for each in self._running():
-                if int(each["Name"].split("[")[1][:-1]) >= self.count:
+                if int(each["Name"].split("[")[1][:-1]) >= self.count or each["ID"] == stopped:
                     each |= {"ClientStatus": "complete", "DesiredStatus": "stop"}
                     await self._end(each["ID"])
             taken = {each["Name"] for each in self._running()}
@@ -138,6 +138,8 @@ class FakeNomad:
             await self.register(job["Count"] if "Count" in job else job["TaskGroups"][0]["Count"])
         elif path.endswith("/scale"):
             await self.register((await request.json())["Count"])
+        elif path.startswith("/v1/allocation/"):
+            await self._place(stopped=path.split("/")[3])
         elif path.startswith("/v1/job/"):
             if request.method == "DELETE" and self.job is not None:
                 self.job = None

@@ -55,6 +55,16 @@ async def test_an_adopted_job_of_which_not_all_has_a_place_shrinks_without_start
             assert len(nomad.allocations) == 3
 
 
+async def test_containers_are_closed_one_by_one_though_no_list_says_yet_that_the_last_one_ends():
+    async with FakeNomad() as nomad:
+        nomad.streams = "silent"
+        await nomad.register(3)
+        async with nomad.pool(max_containers=3):
+            await until(lambda: nomad.count == 1, "one container")
+            assert nomad.asked["stop"] == 0
+            assert len(nomad.allocations) == 3, "nothing was started in place of what was closed"
+
+
 async def test_a_count_without_a_place_that_a_person_or_dead_process_set_is_lowered_without_starting_anything():
     async with FakeNomad() as nomad, nomad.pool(max_containers=2) as pool, pool.lease("t"):
         nomad.room = 3

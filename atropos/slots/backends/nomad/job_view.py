@@ -200,8 +200,8 @@ class JobView:
         self.target = self.most = count
 
     def placed(self) -> int:
-        """The highest placed index, plus 1."""
-        return max((item.index + 1 for item in self._live()), default=0)
+        """The highest placed index that this process isn't ending, plus 1."""
+        return max((item.index + 1 for item in self._live() if item.run not in self.ending), default=0)
 
     def next_shrink(self) -> Allocation | None:
         """The next container to end: a drained one, else the highest of a surplus; None: there is none."""
