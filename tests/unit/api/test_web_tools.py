@@ -108,6 +108,7 @@ async def test_a_killed_worker_is_replaced(extractor: Extractor):
     killed, before = worker(), reapers()
     os.kill(killed, signal.SIGKILL)
     await until(lambda: not os.path.exists(f"/proc/{killed}") and (not before or before - reapers()), "its end")
+    await asyncio.sleep(0.1)  # the thread has told the event loop, which takes some turns to say so
     assert (await extractor.extract(page))["text"] == "plain"
     os.kill(worker(), signal.SIGSTOP)
     reading = asyncio.create_task(extractor.extract(page))

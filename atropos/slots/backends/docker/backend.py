@@ -285,9 +285,12 @@ class DockerBackend(Backend):
                 self._tasks.spawn(self._drain(member), f"drain {member.container.id}")
 
     def _is_twin(self, member: _Member) -> bool:
-        """Whether it is the one to go of two with the same index, which two processes started at once."""
-        mine = member.container
-        return any(m.container.index == mine.index and m.container.id < mine.id for m in self._live())
+        """Whether it is the one to go of two with the same index, which two processes started at once.
+
+        It goes once the other runs: with none left, its process would start a third.
+        """
+        mine, others = member.container, [m.container for m in self._live()]
+        return any(c.index == mine.index and c.id < mine.id and c.state == "running" for c in others)
 
     def _fresh(self, index: int) -> Container:
         name = f"{self._pool}-{index}-{secrets.token_hex(3)}"
