@@ -122,6 +122,9 @@ class JobView:
     def _live(self) -> list[Allocation]:
         return [item for item in self.known.values() if item.state != "ending"]
 
+    def _staying(self) -> list[Allocation]:
+        return [item for item in self._live() if item.run not in self.ending]
+
     @property
     def lacking(self) -> bool:
         """Whether containers are missing: the scheduler's evaluations say why."""
@@ -201,15 +204,15 @@ class JobView:
 
     def placed(self) -> int:
         """The highest placed index that this process isn't ending, plus 1."""
-        return max((item.index + 1 for item in self._live() if item.run not in self.ending), default=0)
+        return max((item.index + 1 for item in self._staying()), default=0)
 
     def next_shrink(self) -> Allocation | None:
         """The next container to end: a drained one, else the highest of a surplus; None: there is none."""
         for item in self.known.values():
             if item.run in self.drained:
                 return item
-        live = [item for item in newest(self.known.values()) if item.state != "ending" and item.run not in self.ending]
-        return live[-1] if len(live) > self.target else None
+        staying = newest(self._staying())
+        return staying[-1] if len(staying) > self.target else None
 
     def unplaced_count(self, count: int) -> int | None:
         """The count without containers that could not be placed and are no longer wanted; None: it stays."""
