@@ -101,6 +101,11 @@ class ToolRegistry:
         return list(self._tools)
 
     @property
+    def toolsets(self) -> set[str]:
+        """Every toolset that has one of these tools."""
+        return {toolset for tool in self for toolset in toolsets_of(tool)}
+
+    @property
     def external(self) -> list[Tool]:
         """The tools that run on a ToolServer."""
         return [tool for tool in self if not tool.sandboxed]

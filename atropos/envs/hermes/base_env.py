@@ -181,8 +181,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         every = self.executor.tools
         if self.config.distribution is None:
             return every
-        there = {toolset for tool in every for toolset in toolsets_of(tool)}
-        drawn = {*get_distribution(self.config.distribution).among(there).sample(f"{self._draw}/{group}")}
+        drawn = {*get_distribution(self.config.distribution).among(every.toolsets).sample(f"{self._draw}/{group}")}
         return ToolRegistry(tool for tool in every if drawn & toolsets_of(tool))
 
     async def prepare_group(self, item: Item, group: str) -> Snapshot | None:

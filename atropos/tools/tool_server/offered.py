@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from atropos.errors import ConfigError
 from atropos.tools.base import Tool
-from atropos.tools.registry import ToolRegistry, toolsets_of, user_tools
+from atropos.tools.registry import ToolRegistry, user_tools
 from atropos.tools.tool_server.external import ExternalTool
 from atropos.tools.tool_server.messages import ToolInfo
 from atropos.tools.toolsets import EXTERNAL, TOOLSETS
@@ -41,9 +41,8 @@ def adopt_offered(tools: ToolRegistry, offered: Sequence[ToolInfo]) -> None:
     for tool in missing:
         _log.warning("tool %r is not offered to the model because the ToolServer does not have it", tool.name)
         tools.remove(tool.name)
-    left = {toolset for tool in tools for toolset in toolsets_of(tool)}
     asked = {name for name in tools.enabled if tools.wants(name)} - ({*TOOLSETS} - EXTERNAL)
-    for toolset in sorted(asked - left):
+    for toolset in sorted(asked - tools.toolsets):
         known = ", ".join(sorted({info.toolset for info in offered})) or "none"
         raise ConfigError(f"enabled_toolsets: the ToolServer offers no tool of {toolset!r}; its toolsets: {known}")
 
