@@ -111,10 +111,7 @@ def check_command(
     found = _check_with_progress(tasks, config)
     if page is not None:
         page.write_text(_page(found, agents), encoding="utf-8")
-    if as_json:
-        typer.echo(json.dumps([finding.json() for finding in found], indent=2))
-    else:
-        _print(found, agents)
+    _print(found, agents, as_json=as_json)
     raise typer.Exit(0 if all(finding.status == "sound" for finding in found) else 1)
 
 
@@ -214,7 +211,10 @@ def _notes(found: Sequence[TaskFinding]) -> list[str]:
     return [f"{kind}, {count} task{'s' * (count > 1)}: {note}" for (kind, note), count in counts.most_common()]
 
 
-def _print(found: Sequence[TaskFinding], agents: Sequence[str]) -> None:
+def _print(found: Sequence[TaskFinding], agents: Sequence[str], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps([finding.json() for finding in found], indent=2))
+        return
     console = Console(emoji=False)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     rows = [_cells(finding, agents)[:-1] for finding in found]

@@ -143,13 +143,12 @@ async def check(
         async with _running(room, config, runnable) as (pool, turn):
             images, layers = TaskImages(pool, config.images), VerifierLayers(config.layers)
 
+            async def attempt(task: Task, agent: Agent, mode: Literal["task"] | Mode) -> Attempt:
+                async with turn:
+                    return await _attempt(_Run(images, layers, task, agent, config, partial(progress, task), mode))
+
             async def one(task: Task) -> None:
-
-                async def attempt(agent: Agent, mode: Literal["task"] | Mode) -> Attempt:
-                    async with turn:
-                        return await _attempt(_Run(images, layers, task, agent, config, partial(progress, task), mode))
-
-                finding = await _checked(task, fits[task.name], config, attempt)
+                finding = await _checked(task, fits[task.name], config, partial(attempt, task))
                 found.append(finding)
                 done(finding)
 

@@ -20,7 +20,7 @@ from atropos.images.reference import ImageSource
 from atropos.slots.slot.profile import Profile, UserAccount
 
 if TYPE_CHECKING:
-    from atropos.slots import SlotPool
+    from atropos.slots import Slot, SlotPool
 
 _log = logging.getLogger(__name__)
 HOME = "/home/user"
@@ -95,20 +95,7 @@ class Sandboxes:
         sandbox_id = f"i{secrets.token_hex(10)}"
         self._starting += 1
         try:
-            base, image = self._source(template, self._pool.config.bases)
-            network = None if hosts is None or hosts else False
-            slot = await self._pool.acquire(
-                sandbox_id, base=base, image=image, network=network, timeout_s=self._settings.acquire_s
-            )
-            try:
-                if hosts:
-                    await slot.set_network(hosts)
-                await slot.exec(["mkdir", "-p", HOME], user="0:0")
-                if self.draining:
-                    raise NoCapacity("the server is shutting down")
-            except BaseException:
-                await slot.release()
-                raise
+            slot = await self._leased(sandbox_id, template, hosts)
         finally:
             self._starting -= 1
         slot.profile = Profile(
@@ -117,6 +104,23 @@ class Sandboxes:
         made = self._open[sandbox_id] = Sandbox(sandbox_id, template, slot, metadata, time.monotonic() + timeout_s)
         self._moved.set()
         return made
+
+    async def _leased(self, sandbox_id: str, template: str, hosts: Sequence[str] | None) -> Slot:
+        base, image = self._source(template, self._pool.config.bases)
+        network = None if hosts is None or hosts else False
+        slot = await self._pool.acquire(
+            sandbox_id, base=base, image=image, network=network, timeout_s=self._settings.acquire_s
+        )
+        try:
+            if hosts:
+                await slot.set_network(hosts)
+            await slot.exec(["mkdir", "-p", HOME], user="0:0")
+            if self.draining:
+                raise NoCapacity("the server is shutting down")
+        except BaseException:
+            await slot.release()
+            raise
+        return slot
 
     @staticmethod
     def _source(template: str, bases: Mapping[str, object]) -> tuple[str | None, str | None]:

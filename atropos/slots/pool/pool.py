@@ -264,21 +264,8 @@ class SlotPool:
         self._state.require_running()
         network = self.config.allow_network if network is None else network
         self._check_request(snapshot, base, image, network=network)
-        if limits is None and snapshot is not None:
-            limits = snapshot.limits
-        if limits is not None:
-            self.config.check_room(limits, self.config.slots_per_container)
+        wanted = self._lease_request(trajectory_id, snapshot, base, limits, network=network)
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
-        wanted = wire.LeaseRequest(
-            lease_id=secrets.token_hex(16),
-            client_id=self.client_id,
-            trajectory_id=trajectory_id[:500],
-            ttl_s=self.config.lease_ttl_s,
-            snapshot=snapshot.id if snapshot else None,
-            base=base,
-            network=network,
-            limits=limits,
-        )
         try:
             return await self._grants.acquire(wanted, snapshot, image, timeout_s)
         except TimeoutError:
@@ -349,6 +336,30 @@ class SlotPool:
             raise ConfigError("network: the pool's slots have none; set SlotPoolConfig.allow_network")
         if image is not None and base is not None:
             raise ConfigError("base and image exclude each other: set one of them")
+
+    def _lease_request(
+        self,
+        trajectory_id: str,
+        snapshot: Snapshot | None,
+        base: str | None,
+        limits: LeaseLimits | None,
+        *,
+        network: bool,
+    ) -> wire.LeaseRequest:
+        if limits is None and snapshot is not None:
+            limits = snapshot.limits
+        if limits is not None:
+            self.config.check_room(limits, self.config.slots_per_container)
+        return wire.LeaseRequest(
+            lease_id=secrets.token_hex(16),
+            client_id=self.client_id,
+            trajectory_id=trajectory_id[:500],
+            ttl_s=self.config.lease_ttl_s,
+            snapshot=snapshot.id if snapshot else None,
+            base=base,
+            network=network,
+            limits=limits,
+        )
 
     # ------------------------------------------------------------------------------------------------------- stats
 

@@ -101,21 +101,7 @@ def read_compose(folder: Path) -> Service | None:
     path = next((folder / name for name in COMPOSE_FILES if (folder / name).exists()), None)
     if path is None:
         return None
-    text = read_text(path, "write one, or remove it")
-    try:
-        raw = parse_yaml(text)
-    except ValueError as error:
-        raise ConfigError(f"{path}: can't be read: {error}".replace("\n", " ")) from None
-    services = _table(_table(raw).get("services"))
-    if not services:
-        raise ConfigError(f"{path}: has no services; name one, `main`")
-    if len(services) > 1:
-        names = ", ".join(sorted(map(str, services)))
-        raise ConfigError(
-            f"{path}: several services ({names}) can't be honoured: a task is one slot, and slots have no network in common "
-            "on which services would find each other by name; start them all in one image, or leave the task out"
-        )
-    [(name, given)] = services.items()
+    name, given = _only_service(path)
     where = f"{path}: services.{name}"
     service = _service(given, where)
     for volume in service.volumes or ():
@@ -145,6 +131,26 @@ def read_compose(folder: Path) -> Service | None:
         memory_mib=None if memory is None else max(1, int(memory) >> 20),
         cpus=_number(service.cpus or limits.get("cpus"), f"{where}.cpus"),
     )
+
+
+def _only_service(path: Path) -> tuple[str, object]:
+    """The name of a file's one service, and what it says."""
+    text = read_text(path, "write one, or remove it")
+    try:
+        raw = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: can't be read: {error}".replace("\n", " ")) from None
+    services = _table(_table(raw).get("services"))
+    if not services:
+        raise ConfigError(f"{path}: has no services; name one, `main`")
+    if len(services) > 1:
+        names = ", ".join(sorted(map(str, services)))
+        raise ConfigError(
+            f"{path}: several services ({names}) can't be honoured: a task is one slot, and slots have no network in common "
+            "on which services would find each other by name; start them all in one image, or leave the task out"
+        )
+    [service] = services.items()
+    return service
 
 
 def _service(given: object, where: str) -> _ServiceTable:
