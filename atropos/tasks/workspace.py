@@ -162,7 +162,7 @@ async def _upload(slot: Slot, source: Path, where: str) -> None:
     """
     try:
         if source.is_dir():
-            await unpack_pieces(slot, ((where, piece) for piece in pack(walk(source))))
+            await unpack_pieces(slot, where, pack(walk(source)))
         else:
             await slot.write_file(f"{where}/{source.name}", await asyncio.to_thread(source.read_bytes), 0o755)
     except SlotFileError:

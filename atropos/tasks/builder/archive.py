@@ -35,8 +35,8 @@ class LargeFile:
 
 def unpack_steps(
     context: Context, copy: Copy, *, into_folder: bool = False, owner: tuple[int, int] = (0, 0)
-) -> Iterator[tuple[str, bytes | LargeFile]]:
-    """A COPY from the context as (folder in the slot, tar archive or large file).
+) -> tuple[str, Iterator[bytes | LargeFile]]:
+    """A COPY from the context: the folder in the slot, and the tar archives and large files that go into it. Blocking.
 
     As Docker has it: a folder's content is copied, not the folder; a file goes into a target that is a folder, else it
     gets that name.
@@ -51,8 +51,7 @@ def unpack_steps(
         ConfigError: a file is neither file, folder nor link.
     """
     where, members = _members(context, copy, into_folder=into_folder)
-    for archive in pack(members, mode=copy.mode, owner=owner):
-        yield where or "/", archive
+    return where.rstrip("/") or "/", pack(members, mode=copy.mode, owner=owner)
 
 
 def _members(context: Context, copy: Copy, *, into_folder: bool) -> tuple[str, list[tuple[str, Path | bytes]]]:

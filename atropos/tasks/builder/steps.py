@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import io
 import lzma
 import posixpath
 import shlex
 import tarfile
-import time
 import zlib
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from atropos import wire
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult
 from atropos.tasks.builder.accounts import owner_ids
-from atropos.tasks.builder.archive import TarPiece, unpack_steps
+from atropos.tasks.builder.archive import TarPiece, pack, unpack_steps
 from atropos.tasks.builder.transfer import (
     PackedFiles,
     command_failure,
@@ -110,12 +109,9 @@ async def copy(slot: Slot, step: Copy, context: Context) -> None:
     if not into:
         step = replace(step, target=await followed(slot, step.target))
     owner = await owner_ids(slot, step.owner)
-
-    if step.target.endswith("/"):
-        await make_folder(slot, step.target.rstrip("/") or "/", owner)
-    pieces = unpack_steps(context, step, into_folder=into, owner=owner)
-    if not await unpack_pieces(slot, pieces, owner):  # an empty folder's content: the folder is made
-        await make_folder(slot, step.target.rstrip("/") or "/", owner)
+    where, pieces = await asyncio.to_thread(unpack_steps, context, step, into_folder=into, owner=owner)
+    await make_folder(slot, where, owner)
+    await unpack_pieces(slot, where, pieces, owner)
 
 
 async def unpack(slot: Slot, step: Copy, context: Context) -> None:
@@ -192,17 +188,11 @@ async def add_download(slot: Slot, step: Download, data: bytes) -> None:
         OSError: the slot can't take it.
         TaskBroken: there is no such owner.
     """
-    where, name = posixpath.dirname(step.target), posixpath.basename(step.target)
+    where, name = posixpath.split(step.target)
     if await is_folder(slot, step.target):
         where, name = step.target, file_name(step.address)
     owner = await owner_ids(slot, step.owner)
-    info = tarfile.TarInfo(name)
-    info.size, info.mode, info.mtime = len(data), step.mode, int(time.time())
-    info.uid, info.gid = owner
-    await make_folder(slot, where, owner)
-    piece = TarPiece()
-    piece.add(info, io.BytesIO(data))
-    await untar(slot, where, piece.close())
+    await unpack_pieces(slot, where, pack([(name, data)], mode=step.mode, owner=owner), owner)
 
 
 async def make_workdir(slot: Slot, step: Folder) -> None:

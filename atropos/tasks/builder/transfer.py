@@ -23,7 +23,7 @@ from e2b_dockerfile_utils import PatternMatcher
 from atropos import wire
 from atropos.archives import WholeTar
 from atropos.slots import Slot
-from atropos.slots.slot.results import ExecResult, SlotFileError, file_error
+from atropos.slots.slot.results import ExecResult, SlotFileError, answered
 from atropos.tasks.builder.archive import OVERHEAD_BYTES, LargeFile, TarPiece, changed_mode, kept_members
 from atropos.tasks.errors import TaskBroken
 
@@ -55,9 +55,7 @@ async def make_folder(slot: Slot, path: str, owner: tuple[int, int] = (0, 0)) ->
     piece = TarPiece()
     for each in reversed(missing):
         piece.add_folder(posixpath.relpath(each, path), owner)
-    result = await slot.run(wire.Untar(path=path, data=piece.close(), owners=True))
-    if isinstance(result, wire.OpError):
-        raise file_error(result, missing[0])
+    answered(await slot.run(wire.Untar(path=path, data=piece.close(), owners=True)), wire.Done, missing[0])
 
 
 async def untar(slot: Slot, where: str, archive: bytes) -> None:
@@ -66,35 +64,30 @@ async def untar(slot: Slot, where: str, archive: bytes) -> None:
     Raises:
         OSError: the slot can't take it.
     """
-    result = await slot.run(wire.Untar(path=where, data=archive, owners=True))
-    if isinstance(result, wire.OpError):
-        raise file_error(result, where)
+    answered(await slot.run(wire.Untar(path=where, data=archive, owners=True)), wire.Done, where)
 
 
 async def unpack_pieces(
-    slot: Slot, pieces: Iterator[tuple[str, bytes | LargeFile]], owner: tuple[int, int] = (0, 0)
-) -> bool:
-    """Unpack archives and files that are made one after the other. Returns whether there was one.
+    slot: Slot, where: str, pieces: Iterator[bytes | LargeFile], owner: tuple[int, int] = (0, 0)
+) -> None:
+    """Unpack archives and files that are made one after the other into a folder.
 
     Args:
         slot: where.
-        pieces: (folder in the slot, tar archive or large file).
+        where: the folder.
+        pieces: tar archives and large files.
         owner: of the large files, and of folders that are missing; an archive names its own.
 
     Raises:
         OSError, TaskBroken: the slot can't take one.
     """
-    some = False
-    while (made := await asyncio.to_thread(next, pieces, None)) is not None:
-        where, piece = made
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         await make_folder(slot, where, owner)
         if isinstance(piece, LargeFile):
             await slot.upload(piece.path, f"{where}/{piece.name}", mode=piece.mode)
             await change_owner(slot, f"{where}/{piece.name}", owner, piece.mode)
         else:
             await untar(slot, where, piece)
-        some = True
-    return some
 
 
 async def is_folder(slot: Slot, path: str) -> bool:

@@ -44,7 +44,8 @@ def folder(tmp_path):
 
 def unpacked(folder, step):
     found = {}
-    for where, data in unpack_steps(Context.of(folder / "environment", None), step):
+    where, pieces = unpack_steps(Context.of(folder / "environment", None), step)
+    for data in pieces:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             for member in archive:
                 content = archive.extractfile(member).read().decode() if member.isfile() else member.linkname
