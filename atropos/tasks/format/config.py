@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -13,6 +13,7 @@ NetworkMode = Literal["public", "no-network", "allowlist"]
 OLD_MEMORY_MB, OLD_STORAGE_MB = 2048, 10_240
 """What `harbor init` wrote into every task.toml before 2026-05-21: no wish of the task's author."""
 _OLD_FIELDS = {"allow_internet": "network_mode", "memory": "memory_mb", "storage": "storage_mb"}
+_Networked = TypeVar("_Networked", "_Phase", "EnvironmentSection")
 
 
 def explained(where: object, error: ValidationError, *, loc: int | None = None) -> str:
@@ -45,10 +46,11 @@ class _Table(BaseModel):
                     yield from one.unknown(f"{prefix}{key}.")
 
 
-def _check_hosts(mode: NetworkMode | None, hosts: tuple[str, ...]) -> None:
+def _check_hosts(table: _Networked) -> _Networked:
     """As Harbor: hosts without an allowlist in the same table would be ignored."""
-    if hosts and mode != "allowlist":
+    if table.allowed_hosts and table.network_mode != "allowlist":
         raise ValueError('allowed_hosts needs network_mode = "allowlist" beside it; write that, or remove the hosts')
+    return table
 
 
 class Healthcheck(_Table):
@@ -98,10 +100,7 @@ class _Phase(_Table):
     network_mode: NetworkMode | None = None
     allowed_hosts: tuple[str, ...] = ()
 
-    @model_validator(mode="after")
-    def _listed(self) -> Self:
-        _check_hosts(self.network_mode, self.allowed_hosts)
-        return self
+    _listed = model_validator(mode="after")(_check_hosts)
 
 
 class AgentSection(_Phase):
@@ -146,10 +145,7 @@ class EnvironmentSection(_Table):
                 del table[key]
         return table
 
-    @model_validator(mode="after")
-    def _listed(self) -> Self:
-        _check_hosts(self.network_mode, self.allowed_hosts)
-        return self
+    _listed = model_validator(mode="after")(_check_hosts)
 
     def refusals(self, table: str) -> Iterator[str]:
         """What no slot can honour, each as `field: reason; cure`; `table`: the name of this one."""

@@ -104,19 +104,10 @@ def check_script(path: Path) -> None:
     """Refuse a verifier without a script.
 
     Raises:
-        ConfigError: it is missing, empty, or can't be run.
+        ConfigError: it is missing or empty, or its first line names a program that ends in a carriage return.
     """
     if not read_text(path, "the verifier writes /logs/verifier/reward.txt").strip():
         raise ConfigError(f"{path}: is empty; the verifier writes /logs/verifier/reward.txt")
-    check_line_ends(path)
-
-
-def check_line_ends(path: Path) -> None:
-    """Refuse a script whose first line names a program that ends in a carriage return.
-
-    Raises:
-        ConfigError: it does.
-    """
     with path.open("rb") as file:
         first = file.readline(256)
     if first.startswith(b"#!") and first.endswith(b"\r\n"):

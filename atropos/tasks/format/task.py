@@ -53,6 +53,7 @@ class Task:
         recipe: how the workspace is made.
         tests: folders whose content goes to /tests, later ones over earlier ones; single files as they are.
         solution: the folder that goes to /solution, None without one.
+        make: makes the recipe anew, of whatever kind the folder is.
         warnings: keys of task.toml that the format doesn't have.
         steps: of a task of several: each a task with the same workspace, in order.
         files: of a step: what is copied into the workspace before it.
@@ -61,7 +62,6 @@ class Task:
         verifier: the machine of a separate verifier that differs from the workspace: a task that only that is built of.
         bundled: of such a machine: its image holds the tests.
         unbuildable: why its Dockerfile can't be built here, so that only its `docker_image` serves; else None.
-        make: makes the recipe anew, of whatever kind the folder is.
         builder: builds its image for `SlotPool.prepare`; `load_task` gives it.
     """
 
@@ -73,6 +73,7 @@ class Task:
     recipe: Recipe
     tests: tuple[Path, ...]
     solution: Path | None
+    make: Make = field(repr=False, compare=False)
     warnings: tuple[str, ...] = ()
     steps: tuple[Task, ...] = ()
     files: Path | None = None
@@ -85,7 +86,6 @@ class Task:
     verifier: Task | None = None
     bundled: bool = False
     unbuildable: str | None = None
-    make: Make | None = field(default=None, repr=False, compare=False)
     builder: Build | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -178,8 +178,6 @@ class Task:
         Raises:
             ConfigError: names the file, the line and the cure.
         """
-        if self.make is None:
-            return self
         recipe = self.make(images, prebuilt=prebuilt)
         return replace(self, recipe=recipe, steps=tuple(replace(step, recipe=recipe) for step in self.steps))
 
