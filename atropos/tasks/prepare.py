@@ -173,7 +173,8 @@ class TaskImages:
             ImageUnavailable: an image that the task names can't be had, which may be the registry's or the host's fault.
             SandboxError: the infrastructure failed otherwise.
         """
-        return (await self._reported(task, progress, self._prepare))[0]
+        prepared, image = await self._reported(task, progress, self._prepare)
+        return Prepared(prepared, image.source, image.bytes)
 
     async def build(self, task: Task, progress: Progress = _silent) -> ImageInfo:
         """As `prepare`, to an image that carries the task's environment, folder and user for any lease on it.
@@ -184,8 +185,8 @@ class TaskImages:
         return (await self._reported(task, progress, self._with_settings))[1]
 
     async def _reported(
-        self, task: Task, report: Progress, work: Callable[[Task, Progress], Awaitable[tuple[Prepared, ImageInfo]]]
-    ) -> tuple[Prepared, ImageInfo]:
+        self, task: Task, report: Progress, work: Callable[[Task, Progress], Awaitable[tuple[Task, ImageInfo]]]
+    ) -> tuple[Task, ImageInfo]:
         report(ImageState(source=task.name, phase="queued"))
         try:
             try:
@@ -198,9 +199,9 @@ class TaskImages:
         report(ImageState(source=image.source, phase="ready", done=1.0, image=image))
         return prepared, image
 
-    async def _with_settings(self, task: Task, report: Progress) -> tuple[Prepared, ImageInfo]:
+    async def _with_settings(self, task: Task, report: Progress) -> tuple[Task, ImageInfo]:
         prepared, image = await self._prepare(task, report)
-        of = prepared.task.agent_settings
+        of = prepared.agent_settings
         settings = ImageSettings(env=dict(of.env), workdir=of.workdir, user=of.user)
         key = _hash(RULES, image.id, "settings", settings.model_dump())
         async with self.pool.building(key, lambda: None) as found:
@@ -233,17 +234,16 @@ class TaskImages:
             task = task.on(settings, prebuilt=prebuilt is not None)
         return task, found
 
-    async def _prepare(self, given: Task, report: Progress) -> tuple[Prepared, ImageInfo]:
+    async def _prepare(self, given: Task, report: Progress) -> tuple[Task, ImageInfo]:
         before = self._before.get(id(given))
         if before is not None and (image := await self.pool.find_built(before.key)) is not None:
             await _with_verifiers(given, lambda machine: self._ready(machine, report))
             self.counters["hits"] += 1
-            return Prepared(before.task, image.source, image.bytes), image
+            return before.task, image
         task, found = await self._pulled(given, report)
         task = await _with_verifiers(task, lambda machine: self._ready(machine, report))
         plan = await asyncio.to_thread(self._plan, task, found)
-        last = plan[_LAST]
-        key = last.steps[-1].key
+        key = plan[_LAST].steps[-1].key
         image = await self.pool.find_built(key)
         if image is None:
             count = sum(len(stage.steps) for stage in plan.values())
@@ -252,10 +252,10 @@ class TaskImages:
         else:
             self.counters["hits"] += 1
         self._before[id(given)] = _PreparedBefore(given, task, key)
-        return Prepared(task, image.source, image.bytes), image
+        return task, image
 
     async def _ready(self, machine: Task, report: Progress) -> Task:
-        return (await self._prepare(machine, report))[0].task
+        return (await self._prepare(machine, report))[0]
 
     # ---------------------------------------------------------------------------------------------------------- images
 
@@ -355,15 +355,14 @@ class TaskImages:
     async def _stage(self, build: _Build, number: int) -> ImageInfo:
         """A stage's last image: from the last step that is there already."""
         stage = build.plan[number]
-        at, image = len(stage.steps), None
-        while at and image is None:
-            at -= 1
-            image = await self.pool.find_built(stage.steps[at].key)
-        first = 0 if image is None else at + 1
-        build.done.update(planned.key for planned in stage.steps[:first])
-        current = stage.parent if image is None else image
-        source = stage.source if image is None else image.source
-        for planned in stage.steps[first:]:
+        current, source, there = stage.parent, stage.source, 0
+        for count in range(len(stage.steps), 0, -1):
+            image = await self.pool.find_built(stage.steps[count - 1].key)
+            if image is not None:
+                current, source, there = image, image.source, count
+                break
+        build.done.update(planned.key for planned in stage.steps[:there])
+        for planned in stage.steps[there:]:
             async with build.turn(self.pool, planned) as found:
                 current = found or await self._step(build, planned, source)
             build.done.add(planned.key)
