@@ -40,23 +40,21 @@ class TokenParser(Parser):
             return index_after(text, begin, self.begin, self.end)
         head = text[begin:middle]
         try:
-            name, value, end = self._read(text, head, middle + len(self.middle))
+            name, value, end, identity = self._read(text, head, middle + len(self.middle))
         except ValueError as error:
             found.error(f"the tool call's arguments are not valid JSON ({str(error)[:120]})", text[begin:])
             return index_after(text, begin, self.begin, self.end)
-        found.call(name, value, text[begin:end], self._identity(head))
+        found.call(name, value, text[begin:end], identity)
         close = skip(text, end)
         return close + len(self.end) if text.startswith(self.end, close) else end
 
-    def _read(self, text: str, head: str, at: int) -> tuple[str, object, int]:
-        """The name, the arguments and their end. `head` is the text before the middle token, `at` the index after it."""
-        value, end = first_json(text, at)
-        return head.strip(), value, end
+    def _read(self, text: str, head: str, at: int) -> tuple[str, object, int, str]:
+        """The name, the arguments, their end, and the call's id where the format has one.
 
-    def _identity(self, head: str) -> str:
-        """The call's id, where the format has one."""
-        del head
-        return ""
+        `head` is the text before the middle token, `at` the index after it.
+        """
+        value, end = first_json(text, at)
+        return head.strip(), value, end, ""
 
     def render_turn(self, content: str, calls: Sequence[ToolCall]) -> str:
         """See `Parser`."""
@@ -85,7 +83,7 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
 
     name = "deepseek_v3"
 
-    def _read(self, text: str, head: str, at: int) -> tuple[str, object, int]:
+    def _read(self, text: str, head: str, at: int) -> tuple[str, object, int, str]:
         """The name comes after the separator, on the same line."""
         del head
         ends = [end for end in (text.find("\n", at), text.find("```", at), text.find("{", at)) if end >= 0]
@@ -95,7 +93,7 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
         fence = _FENCE.match(text, stop)
         value, end = first_json(text, fence.end() if fence else stop)
         close = _FENCE_END.match(text, end) if fence else None
-        return text[at:stop].strip(), value, close.end() if close else end
+        return text[at:stop].strip(), value, close.end() if close else end, ""
 
     def _render_one(self, call: ToolCall, index: int) -> str:
         del index
@@ -112,15 +110,12 @@ class KimiK2Parser(TokenParser):
     begin_all, end_all = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     begin, middle, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
-    def _read(self, text: str, head: str, at: int) -> tuple[str, object, int]:
-        """The name within the id."""
+    def _read(self, text: str, head: str, at: int) -> tuple[str, object, int, str]:
+        """The name within the id, which is as the model wrote it."""
         value, end = first_json(text, at)
-        return _KIMI_INDEX.sub("", head.strip().removeprefix("functions.")), value, end
-
-    def _identity(self, head: str) -> str:
-        """As the model wrote it."""
-        identity = replace_surrogates(head.strip())
-        return identity if _KIMI_INDEX.search(identity) and "<" not in identity else ""
+        head = replace_surrogates(head.strip())
+        identity = head if _KIMI_INDEX.search(head) and "<" not in head else ""
+        return _KIMI_INDEX.sub("", head.removeprefix("functions.")), value, end, identity
 
     def _render_one(self, call: ToolCall, index: int) -> str:
         head = f"functions.{call.name}:{index}"
