@@ -23,7 +23,7 @@ from atropos.agent.transcript import Message, numbers
 from atropos.aio import Allowance, backoff_s, retry_after_s
 from atropos.errors import InferenceError
 from atropos.tools import ToolCall
-from atropos.tools.arguments import MAX_DEPTH, deeper_than, replace_surrogates
+from atropos.tools.arguments import replace_surrogates, too_deep
 from atropos.tools.models import call_with_id
 
 EXACT = frozenset({"vllm", "sglang"})
@@ -76,7 +76,7 @@ class ServerCall:
         if isinstance(parsed, str):
             with contextlib.suppress(ValueError, RecursionError):
                 parsed = json.loads(parsed)
-        plain = isinstance(parsed, dict) and not deeper_than(parsed, MAX_DEPTH)
+        plain = isinstance(parsed, dict) and not too_deep(parsed)
         arguments = cast("dict[str, object]", parsed) if plain else str(self.arguments or "")
         return call_with_id(str(self.id or ""), self.name, arguments)
 

@@ -181,7 +181,7 @@ def check_encodable(tool: str, arguments: dict[str, object]) -> None:
     Raises:
         BadArguments: names the argument.
     """
-    if deeper_than(arguments, MAX_DEPTH):
+    if too_deep(arguments):
         raise BadArguments(f"{tool}: the arguments are nested more than {MAX_DEPTH} levels deep")
     for name, value in arguments.items():
         if has_lone_surrogate(value) or has_lone_surrogate(name):
@@ -191,10 +191,10 @@ def check_encodable(tool: str, arguments: dict[str, object]) -> None:
             )
 
 
-def deeper_than(value: object, most: int) -> bool:
-    """Whether a JSON value is nested deeper than `most` levels."""
+def too_deep(value: object) -> bool:
+    """Whether a JSON value is nested deeper than `MAX_DEPTH` levels."""
     level: list[object] = [value]
-    for _ in range(most + 1):
+    for _ in range(MAX_DEPTH + 1):
         inner: list[object] = []
         for one in level:
             if isinstance(one, dict):

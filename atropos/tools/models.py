@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_jsonable_python
 
-from atropos.tools.arguments import MAX_DEPTH, deeper_than, has_lone_surrogate, replace_surrogates
+from atropos.tools.arguments import has_lone_surrogate, replace_surrogates, too_deep
 from atropos.wire import Limit
 
 _FRAMING = re.compile(r"<(?=[|\uff5c]|/?tool_(?:call|response))")
@@ -105,7 +105,7 @@ class ToolResult(BaseModel):
 
         Bytes in `data` become base64, and what else JSON has no type for becomes text.
         """
-        data = None if deeper_than(self.data, MAX_DEPTH) else self.data
+        data = None if too_deep(self.data) else self.data
         shown = {"output": self.output, "error": self.error, "data": data}
         if has_lone_surrogate(shown):
             shown = replace_surrogates(shown)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from atropos.errors import ConfigError
-from atropos.tools.arguments import MAX_DEPTH, deeper_than, replace_surrogates
+from atropos.tools.arguments import replace_surrogates, too_deep
 from atropos.tools.models import ToolCall, call_with_id
 
 MAX_CALLS = 128
@@ -172,7 +172,7 @@ def first_json(text: str, start: int) -> tuple[object, int]:
         value, end = _DECODER.raw_decode(text, skip(text, start))
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if deeper_than(value, MAX_DEPTH):
+    if too_deep(value):
         raise ValueError("nested too deeply")
     return value, end
 

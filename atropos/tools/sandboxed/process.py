@@ -144,7 +144,7 @@ class ProcessTool(Tool):
         return self._report(state, scope, "no new output", note)
 
     async def _kill(self, session_id: str, scope: ToolScope) -> ToolResult:
-        await self._known(scope, session_id)
+        await read(scope, session_id, offset=0, max_bytes=1)  # whether there is such a session
         await scope.run(wire.ProcKill(id=session_id, signal="TERM"))
         offset = process_reports(scope).seen[session_id]
         # KILL follows TERM in the slot, long before this bound.
@@ -152,7 +152,7 @@ class ProcessTool(Tool):
         return self._report(state, scope, "", "" if not state.running else "[it has not ended yet; poll it]")
 
     async def _write(self, session_id: str, arguments: ProcessArguments, scope: ToolScope) -> ToolResult:
-        state = await self._known(scope, session_id)
+        state = await read(scope, session_id, offset=0, max_bytes=1)
         if not state.running:
             raise ToolError(f"process: session {session_id} has ended ({_state(state)}); it reads no more input")
         data = (arguments.data or "").encode("utf-8", "replace")
@@ -166,9 +166,6 @@ class ProcessTool(Tool):
         await scope.run(wire.ProcWrite(id=session_id, data=data, eof=end))
         done = "closed its input" if arguments.action == "close" else f"sent {plural(len(data), 'byte')}"
         return ToolResult(success=True, output=f"{done}; poll it to see the answer", data={"session_id": session_id})
-
-    async def _known(self, scope: ToolScope, session_id: str) -> wire.ProcState:
-        return await read(scope, session_id, offset=0, max_bytes=1)
 
     def _report(self, state: wire.ProcState, scope: ToolScope, nothing: str, note: str = "") -> ToolResult:
         seen = process_reports(scope).seen

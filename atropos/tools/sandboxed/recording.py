@@ -44,13 +44,10 @@ class Recording:
         return "\n".join(self._lines) + "\n"
 
 
-def write_recordings(folder: str, trajectory_id: str, recordings: Mapping[str, str]) -> list[Path]:
-    """Write each session's recording as `TRAJECTORY-SESSION.cast`; returns the paths. Blocks."""
-    written: list[Path] = []
+def write_recordings(folder: str, trajectory_id: str, recordings: Mapping[str, str]) -> None:
+    """Write each session's recording as `TRAJECTORY-SESSION.cast`. Blocks."""
     for session_id, text in recordings.items():
         name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{trajectory_id[:150]}-{session_id[:50]}")
         path = Path(folder) / f"{name.lstrip('.') or 'session'}.cast"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        written.append(path)
-    return written

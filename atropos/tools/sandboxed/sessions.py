@@ -242,8 +242,7 @@ async def _send(arguments: SessionArguments, scope: ToolScope, session: _Session
     return _show(session)
 
 
-async def _screen(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
-    del arguments
+async def _screen(_: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
     await _update(scope, session)
     return _show(session)
 
@@ -294,8 +293,7 @@ async def _resize(arguments: SessionArguments, scope: ToolScope, session: _Sessi
     return _show(session)
 
 
-async def _close(arguments: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
-    del arguments
+async def _close(_: SessionArguments, scope: ToolScope, session: _Session) -> ToolResult:
     await _update(scope, session)
     if not session.finished:
         await scope.run(wire.ProcKill(id=session.id, signal="HUP"))
