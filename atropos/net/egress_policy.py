@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from atropos.errors import ConfigError
@@ -294,16 +294,9 @@ def is_public(address: Address) -> bool:
 
 def own_addresses() -> frozenset[Address]:
     """The addresses of this network namespace's own interfaces, from the kernel's routing tables."""
-    return frozenset((*_own_v4(), *_own_v6()))
-
-
-def _own_v4() -> Iterator[Address]:
+    found: set[Address] = set()
     with contextlib.suppress(OSError), open("/proc/net/fib_trie", encoding="ascii") as file:
-        for found in re.finditer(r"\|-- (\S+)\s+/32 host LOCAL", file.read()):
-            yield ipaddress.ip_address(found[1])
-
-
-def _own_v6() -> Iterator[Address]:
+        found.update(map(ipaddress.ip_address, re.findall(r"\|-- (\S+)\s+/32 host LOCAL", file.read())))
     with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as file:
-        for line in file:
-            yield ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))
+        found.update(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])) for line in file)
+    return frozenset(found)
