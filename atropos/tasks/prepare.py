@@ -315,10 +315,8 @@ class TaskImages:
         recipe = task.recipe
         context = task.build_context
         plan: dict[int, _PlannedStage] = {}
-        # a stage copies from earlier ones alone, and images come before all
-        stages = sorted(recipe.stages, key=lambda stage: (stage.index >= 0, stage.index))
         last = Stage(_LAST, recipe.image or "", recipe.steps or (Folder("/"),))
-        for stage in (*stages, last):
+        for stage in (*recipe.stages, last):  # each copies from earlier ones alone
             parent, source = images[stage.image or None]
             key = parent.id
             planned: list[_PlannedStep] = []

@@ -159,7 +159,7 @@ class Recipe:
     Attributes:
         image: the base of the last stage; None: whatever the slot has.
         settings: what every command in the workspace starts with.
-        stages: the earlier stages that files are copied from, in order.
+        stages: the earlier stages that files are copied from, in order; images come before all.
         dockerfile: where it was read from; None: it was made of something else.
     """
 
