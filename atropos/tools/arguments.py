@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 MAX_ARGUMENT_BYTES = 8 * 1024 * 1024
@@ -37,15 +37,15 @@ class BadArguments(Exception):
     """The model's arguments are wrong; the message says what would be right."""
 
 
-def no_nul(value: str | None) -> str | None:
-    """Refuse a NUL, which no path or command can hold.
-
-    Raises:
-        ValueError: there is one.
-    """
-    if value is not None and "\x00" in value:
+def _without_nul(value: str) -> str:
+    if "\x00" in value:
         raise ValueError("it holds a NUL character; leave it out")
     return value
+
+
+NO_NUL = AfterValidator(_without_nul)
+"""For what no path or command can hold."""
+Text = Annotated[str, NO_NUL]
 
 
 def parse_object(tool: str, arguments: dict[str, object] | str) -> dict[str, object]:

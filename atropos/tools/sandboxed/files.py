@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import posixpath
 import struct
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from atropos import wire
-from atropos.tools.arguments import Arguments, no_nul
+from atropos.tools.arguments import NO_NUL, Arguments
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed.text import decode, is_binary, plural
@@ -23,8 +24,8 @@ MAX_LINE = 2000
 DEFAULT_LINES = 500
 _COMPARED = 60
 """Characters of names that are compared: it takes the cube of their number, on the event loop."""
-MAX_PATH = 4096
-"""Linux's PATH_MAX."""
+PathText = Annotated[str, Field(min_length=1, max_length=4096), NO_NUL]
+"""At most Linux's PATH_MAX characters."""
 
 _KINDS: tuple[tuple[bytes, str], ...] = (
     (b"\x89PNG\r\n\x1a\n", "a PNG image"),
@@ -47,9 +48,7 @@ _KINDS: tuple[tuple[bytes, str], ...] = (
 class PathArguments(Arguments):
     """Arguments that name a file."""
 
-    path: str = Field(min_length=1, max_length=MAX_PATH, description="path of the file, from the workspace or absolute")
-
-    _no_nul = field_validator("path")(no_nul)
+    path: PathText = Field(description="path of the file, from the workspace or absolute")
 
 
 class ReadFileArguments(PathArguments):

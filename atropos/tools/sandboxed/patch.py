@@ -8,15 +8,15 @@ import shlex
 from dataclasses import dataclass
 from functools import partial
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from atropos import wire
 from atropos.aio import off_loop
-from atropos.tools.arguments import Arguments, no_nul
+from atropos.tools.arguments import Arguments
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed import diffs
-from atropos.tools.sandboxed.files import MAX_PATH, fetch, split_lines, texts
+from atropos.tools.sandboxed.files import PathText, fetch, split_lines, texts
 from atropos.tools.sandboxed.text import is_binary, plural
 
 ON_LOOP_BYTES = 32_768
@@ -28,15 +28,13 @@ MAX_FILES = 200
 class PatchArguments(Arguments):
     """Arguments of `patch`: path, old and new; or diff."""
 
-    path: str | None = Field(default=None, min_length=1, max_length=MAX_PATH, description="the file, with old and new")
+    path: PathText | None = Field(default=None, description="the file, with old and new")
     old: str | None = Field(default=None, description="the exact text to replace; it must be there exactly once")
     new: str | None = Field(default=None, description="the text to put in its place")
     replace_all: bool = Field(default=False, description="replace every occurrence of old")
     diff: str | None = Field(
         default=None, description="instead of path, old and new: a unified diff, also of several files"
     )
-
-    _no_nul = field_validator("path")(no_nul)
 
 
 @dataclass

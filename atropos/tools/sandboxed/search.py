@@ -8,15 +8,16 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from atropos import wire
 from atropos.aio import off_loop
-from atropos.tools.arguments import Arguments, no_nul
+from atropos.tools.arguments import NO_NUL, Arguments, Text
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
-from atropos.tools.sandboxed.files import MAX_PATH, like_requested
+from atropos.tools.sandboxed.files import PathText, like_requested
 from atropos.tools.sandboxed.text import clip, decode, plural
 
 MAX_LINE = 500
@@ -36,14 +37,14 @@ _ROW = re.compile(r"([0-9]{1,18})([:-])(.*)", re.DOTALL)
 class SearchArguments(Arguments):
     """Arguments of `search_files`."""
 
-    pattern: str = Field(max_length=10_000, description="regular expression to look for in lines; empty: list files")
-    path: str = Field(default=".", min_length=1, max_length=MAX_PATH, description="folder or file to search")
-    glob: str | None = Field(default=None, max_length=1000, description="only files whose name matches, such as *.py")
+    pattern: Text = Field(max_length=10_000, description="regular expression to look for in lines; empty: list files")
+    path: PathText = Field(default=".", description="folder or file to search")
+    glob: Annotated[str, Field(max_length=1000), NO_NUL] | None = Field(
+        default=None, description="only files whose name matches, such as *.py"
+    )
     ignore_case: bool = Field(default=False, description="whether A and a are the same")
     context: int = Field(default=0, ge=0, le=20, description="lines to show around each match")
     limit: int = Field(default=100, ge=1, le=2000, description="most matches")
-
-    _no_nul = field_validator("pattern", "path", "glob")(no_nul)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 
 from atropos import wire
 from atropos.aio import off_loop
-from atropos.tools.arguments import Arguments, Seconds, no_nul
+from atropos.tools.arguments import Arguments, Seconds, Text
 from atropos.tools.base import Tool, ToolError, ToolScope, ToolState
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed.process import BUFFER_BYTES, UnknownSession, read
@@ -52,8 +52,8 @@ class SessionArguments(Arguments):
         "wait: until a pattern shows or output stops; history: lines that scrolled off; resize; list; close"
     )
     session_id: str | None = Field(default=None, description="from start; may be left out while there is only one")
-    command: str | None = Field(default=None, description="for start; default: bash")
-    workdir: str | None = Field(default=None, description="for start")
+    command: Text | None = Field(default=None, description="for start; default: bash")
+    workdir: Text | None = Field(default=None, description="for start")
     keys: list[str] | None = Field(
         default=None,
         max_length=MAX_KEYS,
@@ -68,8 +68,6 @@ class SessionArguments(Arguments):
     cols: int | None = Field(default=None, ge=10, le=500, description="for start and resize; default 80")
     lines: int = Field(default=200, ge=1, le=2000, description="for history")
     record: bool = Field(default=False, description="for start: keep a recording (asciinema v2)")
-
-    _no_nul = field_validator("command", "workdir")(no_nul)
 
     @field_validator("pattern")
     @classmethod

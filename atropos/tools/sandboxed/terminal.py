@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from atropos import wire
 from atropos.errors import SandboxError
-from atropos.tools.arguments import Arguments, Seconds, no_nul
+from atropos.tools.arguments import Arguments, Seconds, Text
 from atropos.tools.base import Tool, ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed.process import BUFFER_BYTES, process_reports, read
@@ -19,9 +19,9 @@ from atropos.tools.sandboxed.text import bounded_s, command_result, decode, with
 class TerminalArguments(Arguments):
     """Arguments of `terminal`."""
 
-    command: str = Field(description="shell command line, run by bash")
+    command: Text = Field(description="shell command line, run by bash")
     timeout: Seconds | None = Field(default=None, description="seconds until the command is killed")
-    workdir: str | None = Field(default=None, description="directory to run in; default: the workspace")
+    workdir: Text | None = Field(default=None, description="directory to run in; default: the workspace")
     background: bool = Field(
         default=False, description="start it, answer at once with a session id for the process tool"
     )
@@ -29,8 +29,6 @@ class TerminalArguments(Arguments):
     check_interval: Seconds | None = Field(
         default=None, description="with background: seconds between reports of it, which come with later results"
     )
-
-    _no_nul = field_validator("command", "workdir")(no_nul)
 
     @field_validator("command")
     @classmethod
