@@ -8,8 +8,8 @@ import re
 from xml.sax.saxutils import escape
 
 from atropos.slots import Slot
+from atropos.tasks.builder.transfer import exec_plain
 from atropos.tasks.format.files import parse_yaml
-from atropos.tasks.format.recipe import PATH
 from atropos.tasks.format.task import Task
 
 MAX_SKILLS = 200
@@ -41,9 +41,7 @@ async def guide(slot: Slot, task: Task) -> str:
 async def _skills(slot: Slot, task: Task, folder: str) -> list[str]:
     folder = posixpath.join(task.recipe.workdir, folder)
     script = 'for f in "$D"/*/SKILL.md; do [ -f "$f" ] && printf "%s\\n" "$f"; done; :'
-    listed = await slot.exec(
-        script, workdir="/", env={"D": folder, "PATH": PATH}, clean_env=True, user="0", timeout_s=60
-    )
+    listed = await exec_plain(slot, script, user="0", D=folder)
     found: list[str] = []
     for path in listed.output.splitlines()[:MAX_SKILLS]:
         try:

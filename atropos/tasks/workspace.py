@@ -23,7 +23,7 @@ from atropos.slots.slot.profile import PLAIN
 from atropos.slots.slot.results import ExecResult, SlotFileError
 from atropos.tasks.builder.accounts import profile_of
 from atropos.tasks.builder.archive import pack
-from atropos.tasks.builder.transfer import is_missing, unpack_pieces
+from atropos.tasks.builder.transfer import exec_plain, is_missing, unpack_pieces
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.format.context import walk
 from atropos.tasks.format.recipe import PATH
@@ -47,8 +47,7 @@ async def enter(slot: Slot, task: Task) -> None:
     Raises:
         TaskBroken: there is no such user, or no such folder.
     """
-    make = f"mkdir -p {LOGS} && chmod 777 {LOGS}"
-    await slot.exec(make, workdir="/", env={"PATH": PATH}, clean_env=True, user="0", timeout_s=60)
+    await exec_plain(slot, f"mkdir -p {LOGS} && chmod 777 {LOGS}", user="0")
     slot.profile = await profile_of(slot, task, task.agent_settings)
     await _reach(slot, task.agent_hosts)
     if (await slot.exec("true", timeout_s=60)).exit_code != 0:
@@ -250,8 +249,7 @@ async def clear(slot: Slot, task: Task) -> None:
         VerifierFailed: it can't be removed.
     """
     slot.profile = PLAIN
-    script = "rm -rf /tests /solution /logs/verifier /logs/agent"
-    result = await slot.exec(script, workdir="/", env={"PATH": PATH}, clean_env=True, timeout_s=60)
+    result = await exec_plain(slot, "rm -rf /tests /solution /logs/verifier /logs/agent")
     if result.exit_code != 0:
         raise VerifierFailed(f"{task.name}: its tests can't be removed: {result.output[-300:].strip()}")
 
@@ -277,20 +275,15 @@ async def _judge(slot: Slot, task: Task) -> Verdict:
     script = f"/tests/{task.test_script}"
     held = task.bundled and not await is_missing(slot, script)
     tests = "true" if held else "rm -rf /tests && mkdir /tests && chmod 700 /tests"
-    clean = await slot.exec(
-        f"{plain} && chmod a+rx /logs && rm -rf /logs/verifier && mkdir /logs/verifier && {tests}",
-        workdir="/",
-        env={"PATH": PATH},
-        clean_env=True,
-        timeout_s=60,
-    )
+    logs = "chmod a+rx /logs && rm -rf /logs/verifier && mkdir /logs/verifier"
+    clean = await exec_plain(slot, f"{plain} && {logs} && {tests}")
     if clean.exit_code != 0:
         raise VerifierFailed(f"{task.name}: the tests' folder can't be created: {clean.output[-300:].strip()}")
     for source in () if held else task.tests:
         await _upload(slot, source, "/tests")
     user = profile.user
     chown = "" if user is None else f"chown -R {user.uid}:{user.gid} /tests /logs/verifier && "
-    await slot.exec(f"{chown}chmod +x {script}", workdir="/", env={"PATH": PATH}, clean_env=True, timeout_s=60)
+    await exec_plain(slot, f"{chown}chmod +x {script}")
     # User-wide Python and git settings that the agent left must not run here.
     environment = {
         "PATH": PATH,

@@ -26,6 +26,7 @@ from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult, SlotFileError, answered
 from atropos.tasks.builder.archive import OVERHEAD_BYTES, LargeFile, TarPiece, changed_mode, kept_members
 from atropos.tasks.errors import TaskBroken
+from atropos.tasks.format.recipe import PATH
 
 MAX_STAGE_BYTES = 4 << 30
 """Most that one COPY takes from another stage or image, and the largest file of an archive that ADD unpacks."""
@@ -262,6 +263,11 @@ def _replaced(
         info.mode = changed_mode(member.mode, mode, folder=member.isdir())
     info.pax_headers = {}
     return info
+
+
+async def exec_plain(slot: Slot, script: str, *, user: str | None = None, **env: str) -> ExecResult:
+    """Run a line of our own: in `/`, with no variables but PATH and these, for a minute at most."""
+    return await slot.exec(script, workdir="/", env={"PATH": PATH, **env}, clean_env=True, user=user, timeout_s=60)
 
 
 def command_failure(what: str, result: ExecResult, *, late: str = "took too long") -> TaskBroken:

@@ -17,9 +17,8 @@ from typing import TypeAlias
 from atropos import wire
 from atropos.slots import Slot
 from atropos.tasks.builder.archive import kept_members
-from atropos.tasks.builder.transfer import unpack_archive
+from atropos.tasks.builder.transfer import exec_plain, unpack_archive
 from atropos.tasks.errors import TaskBroken, VerifierFailed
-from atropos.tasks.format.recipe import PATH
 
 _PROGRAMS = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/etc/")
 MAX_ARTIFACT_BYTES = 256 * 1024 * 1024
@@ -187,7 +186,7 @@ async def carry_in(slot: Slot, path: str, carried: CarriedArtifact | None) -> No
         script = f"[ -L {quoted} ] || {{ mkdir -p -- {quoted} && {empty}; }}"
     else:
         script = f"if [ ! -d {quoted} ]; then rm -f -- {quoted}; elif [ ! -L {quoted} ]; then {empty}; fi"
-    cleared = await slot.exec(f"{unlink}; {script}", workdir="/", clean_env=True, env={"PATH": PATH}, timeout_s=60)
+    cleared = await exec_plain(slot, f"{unlink}; {script}")
     if cleared.exit_code != 0:
         raise TaskBroken(f"the verifier's slot can't take {path}: {cleared.output[-300:].strip()}")
     if carried is None:
