@@ -145,7 +145,6 @@ class _Unauthenticated(asyncio.Protocol):
         self._handshake: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Count the connection and set its deadline."""
         self._transport = cast("asyncio.Transport", transport)
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(self._admission.head_s, self.abort)
@@ -172,13 +171,11 @@ class _Unauthenticated(asyncio.Protocol):
             self.data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
         self._forget()
         if self._http is not None:
             self._http.connection_lost(exc)
 
     def abort(self) -> None:
-        """Close the connection now."""
         self._forget()
         if self._handshake is not None:
             self._handshake.cancel()
@@ -191,12 +188,10 @@ class _Unauthenticated(asyncio.Protocol):
         self._admission.discard(self)
 
     def pause_writing(self) -> None:
-        """Note that the peer does not read: asyncio's flow control."""
         if self._http is not None:
             self._http.pause_writing()
 
     def resume_writing(self) -> None:
-        """Note that the peer reads again."""
         if self._http is not None:
             self._http.resume_writing()
 

@@ -213,8 +213,7 @@ async def fetch(scope: ToolScope, path: str, offset: int, max_bytes: int) -> wir
     result = await scope.slot.run(wire.ReadFile(path=path, offset=offset, max_bytes=max_bytes))
     if isinstance(result, wire.FileResult):
         return result
-    if not isinstance(result, wire.OpError):
-        raise ToolError(f"{path}: the slot returned no file")
+    assert isinstance(result, wire.OpError)
     if result.error == "not_found":
         raise ToolError(f"{path}: no such file{await _suggestion(scope, path)}")
     if result.error == "is_directory":

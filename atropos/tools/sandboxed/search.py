@@ -202,8 +202,7 @@ async def _search(arguments: SearchArguments, scope: ToolScope) -> _Found:
         )
         if isinstance(result, wire.OpError):
             raise ToolError(f"search_files: {result.message}", limit=result.limit)
-        if not isinstance(result, wire.SearchResult):
-            raise ToolError("search_files: the slot returned no matches")
+        assert isinstance(result, wire.SearchResult)
         found = [
             one.model_copy(update={"path": like_requested(one.path, arguments.path, workdir).removeprefix("./")})
             for one in result.matches
