@@ -27,10 +27,14 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """A length of time that a model may ask for."""
 
 
-class Arguments(BaseModel):
-    """Base of a tool's arguments: frozen, and an unknown one is refused by name."""
+class FrozenModel(BaseModel):
+    """Frozen, and unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Arguments(FrozenModel):
+    """Base of a tool's arguments: an unknown one is refused by name."""
 
 
 class BadArguments(Exception):

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, Field, create_model
 
 from atropos import wire
 from atropos.errors import ConfigError
-from atropos.tools.arguments import Arguments, parameters
+from atropos.tools.arguments import Arguments, FrozenModel, parameters
 from atropos.tools.models import ToolResult, ToolSchema
 
 if TYPE_CHECKING:
@@ -35,10 +35,8 @@ class ToolError(Exception):
         self.limit: wire.Limit | None = limit
 
 
-class ToolLimits(BaseModel):
+class ToolLimits(FrozenModel):
     """Bounds of what a model may ask for and of what it is shown. Times in seconds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     command_timeout_s: float = Field(default=120, gt=0, description="of a terminal command that names none")
     max_timeout_s: float = Field(default=600, gt=0, description="longest a terminal command may ask for")

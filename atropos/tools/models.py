@@ -8,10 +8,10 @@ import os
 import re
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from pydantic_core import to_jsonable_python
 
-from atropos.tools.arguments import has_lone_surrogate, replace_surrogates, too_deep
+from atropos.tools.arguments import FrozenModel, has_lone_surrogate, replace_surrogates, too_deep
 from atropos.wire import Limit
 
 _FRAMING = re.compile(r"<(?=[|\uff5c]|/?tool_(?:call|response))")
@@ -40,7 +40,7 @@ def fingerprint(name: str, arguments: dict[str, object] | str) -> bytes:
     return hashlib.sha256(json.dumps([name, arguments], sort_keys=True, default=repr).encode()).digest()
 
 
-class ToolCall(BaseModel):
+class ToolCall(FrozenModel):
     """One call that a model asked for.
 
     Attributes:
@@ -49,8 +49,6 @@ class ToolCall(BaseModel):
             JSON object, the result is an error that the model can read.
         id: the idempotency key. Unique within a trajectory.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     arguments: dict[str, object] | str = Field(default_factory=dict)
@@ -63,7 +61,7 @@ def call_with_id(identity: str, name: str, arguments: dict[str, object] | str) -
     return ToolCall(name=name, arguments=arguments, **own)
 
 
-class ToolResult(BaseModel):
+class ToolResult(FrozenModel):
     """How a call ended, as a value: what the program did, or what was wrong with the call.
 
     Attributes:
@@ -77,8 +75,6 @@ class ToolResult(BaseModel):
         duration_s: seconds spent in the tool, as measured where it ran.
         data: the same answer for programs, where the tool has one; never shown to the model.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     success: bool
     output: str = ""
@@ -147,10 +143,8 @@ class ToolResult(BaseModel):
         return f"<tool_response>\n{escape_framing(text)}\n</tool_response>"
 
 
-class ToolSchema(BaseModel):
+class ToolSchema(FrozenModel):
     """A tool as OpenAI's function calling describes it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     description: str

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import Field, SecretStr
 
+from atropos.tools.arguments import FrozenModel
 from atropos.tools.base import ToolLimits
 
 
-class ToolExecutorConfig(BaseModel):
+class ToolExecutorConfig(FrozenModel):
     """How calls are run. The pool's own settings (slots, limits, backend) are not repeated here."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     batch_window_ms: float = Field(
         default=20,

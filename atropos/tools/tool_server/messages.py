@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import ConfigDict, FailFast, Field, model_validator
 
+from atropos.tools.arguments import FrozenModel
 from atropos.tools.models import ToolResult
 
 VERSION = 1
@@ -24,10 +25,8 @@ Owner = tuple[str, str | None]
 """A trajectory and its `life`, to which a call's state and answers belong."""
 
 
-class ApiMessage(BaseModel):
-    """Base of these messages: frozen, unknown fields refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class ApiMessage(FrozenModel):
+    """Base of these messages."""
 
 
 class Request(ApiMessage):
@@ -109,7 +108,7 @@ class ToolInfo(ApiMessage):
     timeout_s: float
     read_only: bool = Field(default=False, description="changes nothing: safe to run twice")
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
 
 class ToolList(ApiMessage):
