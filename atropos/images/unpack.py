@@ -122,7 +122,7 @@ class ImageTree:
         if member.ischr() or member.isblk() or (not self._links and (member.issym() or member.isfifo())):
             return
         parent = self._open(where, create=True)
-        self._make_room(parent, path, name, member)
+        self._remove(parent, path, name, unless_folder=member.isdir())
         fd = self._made(tar, parent, path, name, member)
         while path and path not in self._added:
             self._added.add(path)
@@ -152,15 +152,6 @@ class ImageTree:
         if member.isreg():
             return self._file(tar, parent, name, member)
         raise ImageRefused(f"{path}: an entry of unknown type {member.type!r}")
-
-    def _make_room(self, parent: int, path: str, name: str, member: tarfile.TarInfo) -> None:
-        """Remove what stands where a member goes, unless both are folders."""
-        try:
-            mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
-        except FileNotFoundError:
-            return
-        if not (member.isdir() and stat.S_ISDIR(mode)):
-            self._remove(parent, path, name)
 
     def _file(self, tar: tarfile.TarFile, parent: int, name: str, member: tarfile.TarInfo) -> int:
         if member.size > self._max_bytes:
@@ -219,12 +210,14 @@ class ImageTree:
             finally:
                 os.close(fd)
 
-    def _remove(self, parent: int, path: str, name: str) -> None:
-        self._forget_parent(path)
+    def _remove(self, parent: int, path: str, name: str, *, unless_folder: bool = False) -> None:
         try:
             mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
         except FileNotFoundError:
             return
+        if unless_folder and stat.S_ISDIR(mode):
+            return
+        self._forget_parent(path)
         if not stat.S_ISDIR(mode):
             os.unlink(name, dir_fd=parent)
             return
