@@ -174,35 +174,33 @@ class ImageStore:
             return image
 
     async def _pull(self, source: ImageSource, work: Path, progress: Progress, archive: str | None) -> PulledImage:
-        pulled = work / "pulled"
+        what, pulled = f"image {source}: pulling", work / "pulled"
         limit = self._settings.quota_mib << 20
         origin = str(source) if archive is None else f"{source.transport}:{archive}"
         if archive is not None and source.transport == "oci-archive":  # skopeo would follow the links in it
             layout = work / "layout"
             layout.mkdir()
-            await self._run_unpack(f"image {source}: pulling", layout, limit, 1, "/", ((archive, "-"),))
+            await self._run_unpack(what, layout, limit, 1, "/", ((archive, "-"),))
             origin = f"oci:{layout}"
         if archive is not None and source.transport == "docker-archive" and _is_gzip(archive):  # skopeo 1.9 reads none
             whole = work / "whole.tar"
             inflate = ["sh", "-c", 'exec gzip -dc < "$0" > "$1"', archive, str(whole)]
-            what, deadline_s = f"image {source}: pulling", self._settings.unpack_timeout_s
-            await run(inflate, what, folder=self._root, deadline_s=deadline_s, largest=limit)
+            timeout_s = self._settings.unpack_timeout_s
+            await run(inflate, what, folder=self._root, deadline_s=timeout_s, largest=limit)
             origin = f"docker-archive:{whole}"
         expected = None
         if archive is None:
             origin, expected = await self._located(origin, str(source), work)
         if expected is not None and expected > limit:
-            raise ImageUnavailable(
-                f"image {source}: pulling: {expected >> 20} MiB, more than the store may hold ({self._settings.quota_mib} MiB)"
-            )
-
+            most = f"more than the store may hold ({self._settings.quota_mib} MiB)"
+            raise ImageUnavailable(f"{what}: {expected >> 20} MiB, {most}")
         await asyncio.to_thread(self.make_room, expected or 0)
 
         def report() -> None:
             done = sum(_size_of(path) for path in pulled.glob("*"))
             progress("pulling", min(1.0, done / expected) if expected else None)
             if done > limit:
-                raise ImageUnavailable(f"image {source}: pulling: more than {self._settings.quota_mib} MiB")
+                raise ImageUnavailable(f"{what}: more than {self._settings.quota_mib} MiB")
 
         # its own retries are for what fails in the middle: what can't be reached at all is told at once, by `inspect` before it
         await self._skopeo.run(
@@ -211,7 +209,7 @@ class ImageStore:
         try:
             return await asyncio.to_thread(read_folder, pulled)
         except ValueError as error:
-            raise ImageUnavailable(f"image {source}: pulling: not an image: {error}") from error
+            raise ImageUnavailable(f"{what}: not an image: {error}") from error
 
     async def _located(self, origin: str, name: str, work: Path) -> tuple[str, int | None]:
         """Where a registry has this machine's image, and the bytes of its layers; None where nothing says them.
@@ -237,7 +235,7 @@ class ImageStore:
             if there is not None:
                 return there
             progress("unpacking", None)
-            tree = work / "tree"
+            what, tree = f"image {source}: unpacking", work / "tree"
             rootfs = tree / "rootfs"
             rootfs.mkdir(parents=True)
             rootfs.chmod(0o755)
@@ -245,9 +243,8 @@ class ImageStore:
             try:
                 room = await self._claim(compressed * UNPACKED_RATIO, work)
             except ImageUnavailable as error:
-                raise ImageUnavailable(f"image {source}: unpacking: {error}") from None
+                raise ImageUnavailable(f"{what}: {error}") from None
             workdir = image_info(pulled, source, 0).workdir or "/"
-            what = f"image {source}: unpacking"
             size = await self._run_unpack(what, rootfs, room, self._ids, workdir, pulled.layers)
             image = image_info(pulled, source, size)
             await self._write_out(tree, image)
