@@ -52,9 +52,7 @@ class ImageSource:
             if not rest:
                 raise ConfigError(f"image: {text!r} lacks a name after {transport}:")
             return cls(cast("Transport", transport), rest)
-        if text.startswith("docker:") and not text.startswith("docker://"):
-            return cls("docker", _full_name(text))  # the image of that name, docker:dind for example
-        return cls("docker", _full_name(text.removeprefix("docker://")))
+        return cls("docker", _full_name(text.removeprefix("docker://")))  # docker:dind is the image of that name
 
     def __str__(self) -> str:
         return f"docker://{self.name}" if self.transport == "docker" else f"{self.transport}:{self.name}"
