@@ -78,9 +78,7 @@ class TerminalTool(Tool):
         self, arguments: TerminalArguments, scope: ToolScope, timeout_s: float
     ) -> wire.CommandResult:
         """Run it in the foreground on a terminal; its output is plain text."""
-        started: wire.ProcState = await scope.run(
-            wire.ProcStart(command=arguments.command, workdir=arguments.workdir, pty=True, buffer_bytes=BUFFER_BYTES)
-        )
+        started = await _started(arguments, scope)
         try:
             state = await read(scope, started.id, offset=0, wait_s=timeout_s, until="exit")
             timed_out = state.running
@@ -103,11 +101,7 @@ class TerminalTool(Tool):
         )
 
     async def _start(self, arguments: TerminalArguments, scope: ToolScope) -> ToolResult:
-        state: wire.ProcState = await scope.run(
-            wire.ProcStart(
-                command=arguments.command, workdir=arguments.workdir, pty=arguments.pty, buffer_bytes=BUFFER_BYTES
-            )
-        )
+        state = await _started(arguments, scope)
         if arguments.check_interval is not None:
             process_reports(scope).intervals[state.id] = arguments.check_interval
         terminal = " on a terminal of its own" if arguments.pty else ""
@@ -118,3 +112,8 @@ class TerminalTool(Tool):
             f"use the process tool with session_id {state.id!r}",
             data={"session_id": state.id, "pid": state.pid},
         )
+
+
+async def _started(arguments: TerminalArguments, scope: ToolScope) -> wire.ProcState:
+    command, workdir, pty = arguments.command, arguments.workdir, arguments.pty
+    return await scope.run(wire.ProcStart(command=command, workdir=workdir, pty=pty, buffer_bytes=BUFFER_BYTES))
