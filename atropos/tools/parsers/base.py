@@ -72,12 +72,10 @@ class Collector:
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
         self._errors: list[ParseError] = []
-        self._over = False
 
     def text(self, piece: str) -> None:
         """Text outside any call."""
-        if piece:
-            self._content.append(piece)
+        self._content.append(piece)
 
     def call(self, name: object, arguments: object, written: str, identity: str = "") -> None:
         """Add a call, under the id that the model gave it if it gave one, or an error where it isn't one."""
@@ -115,12 +113,10 @@ class Collector:
 
         The bound also keeps a parser's time linear, as each attempt may read the whole text.
         """
-        if len(self._calls) + len(self._errors) < MAX_CALLS:
-            return False
-        if not self._over:
-            self._over = True
+        found = len(self._calls) + len(self._errors)
+        if found == MAX_CALLS:
             self._note(f"more than {MAX_CALLS} calls in one turn; the rest is left out", rest)
-        return True
+        return found >= MAX_CALLS
 
     def error(self, message: str, written: str) -> None:
         """Add a malformed call."""
