@@ -272,9 +272,8 @@ class TaskImages:
                     "with /bin/sh; COPY from the build context"
                 )
         if name != "scratch":
-            return await self._prepare_source(
-                task, POOL_BASE if name is None or self._stands_in(name) else name, name, report
-            )
+            source = POOL_BASE if name is None or self._stands_in(name) else name
+            return await self._prepare_source(task, source, name, report)
         async with self._scratch_turn:  # the folder is there until the pool has read it, and keeps what it read
             with tempfile.TemporaryDirectory(prefix="atropos-scratch-") as empty:
                 self._scratch = self._scratch or f"dir:{empty}"
