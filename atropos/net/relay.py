@@ -16,6 +16,7 @@ import re
 import socket
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import h11
@@ -88,7 +89,7 @@ async def relay(
                 rest, _ = connection.trailing_data
                 await _splice(moved, reader, writer, remote, upstream, rest)
             else:
-                forwarding = _Forwarding(moved, connection, (reader, writer), (remote, upstream))
+                forwarding = _Forwarding(moved, connection, reader, writer, remote, upstream)
                 await forwarding.run(request, target, _authority(name, port))
                 await _hear_out(connection, reader, writer, moved)
     except (EgressRefused, OutOfBytes, h11.ProtocolError, ValueError, OSError) as error:
@@ -214,28 +215,19 @@ async def _splice(
         await cancel_and_wait(tasks)
 
 
+@dataclass(frozen=True)
 class _Forwarding:
-    """One request and its answer; the connection ends with it.
+    """One request and its answer; the connection ends with it. `spend` as in `relay`, `remote` and `upstream` the origin's."""
 
-    Args:
-        spend: as in `relay`.
-        client: the client's side.
-        near: the client's streams.
-        far: the origin's streams.
-    """
-
-    def __init__(
-        self,
-        spend: Callable[[int], None],
-        client: h11.Connection,
-        near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    ) -> None:
-        self._spend = spend
-        self._client = client
-        self._origin = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD)
-        self._reader, self._writer = near
-        self._remote, self._upstream = far
+    spend: Callable[[int], None]
+    client: h11.Connection
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    remote: asyncio.StreamReader
+    upstream: asyncio.StreamWriter
+    origin: h11.Connection = field(
+        default_factory=lambda: h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD)
+    )
 
     async def run(self, request: h11.Request, target: bytes, authority: bytes) -> None:
         """Forward the request to the origin, and its answer to the client."""
@@ -254,28 +246,28 @@ class _Forwarding:
 
     async def _send(self, data: bytes | None, sink: asyncio.StreamWriter) -> None:
         if data:
-            self._spend(len(data))
+            self.spend(len(data))
             sink.write(data)
             await sink.drain()
 
     async def _offer(self, data: bytes) -> None:
         """Send the origin more of the request. One that takes no more has perhaps answered: `_down` sees it."""
-        self._spend(len(data))
+        self.spend(len(data))
         with contextlib.suppress(OSError):
-            if not self._upstream.is_closing():
-                self._upstream.write(data)
-                await self._upstream.drain()
+            if not self.upstream.is_closing():
+                self.upstream.write(data)
+                await self.upstream.drain()
 
     async def _up(self, asked: h11.Request) -> None:
-        client, origin = self._client, self._origin
-        await self._send(origin.send(asked), self._upstream)
+        client, origin = self.client, self.origin
+        await self._send(origin.send(asked), self.upstream)
         while True:
             event = client.next_event()
             if event is h11.NEED_DATA:
                 if client.they_are_waiting_for_100_continue:
                     go_on = h11.InformationalResponse(status_code=100, headers=[])
-                    await self._send(client.send(go_on), self._writer)
-                client.receive_data(await self._reader.read(CHUNK_BYTES))
+                    await self._send(client.send(go_on), self.writer)
+                client.receive_data(await self.reader.read(CHUNK_BYTES))
             elif isinstance(event, (h11.Data, h11.EndOfMessage)):
                 await self._offer(origin.send(event) or b"")
                 if isinstance(event, h11.EndOfMessage):
@@ -283,26 +275,26 @@ class _Forwarding:
             else:
                 break
         # ends when the client hangs up; what it sends beyond its request is dropped
-        while dropped := await self._reader.read(CHUNK_BYTES):
-            self._spend(len(dropped))
+        while dropped := await self.reader.read(CHUNK_BYTES):
+            self.spend(len(dropped))
 
     async def _down(self) -> None:
-        client, origin = self._client, self._origin
+        client, origin = self.client, self.origin
         while True:
             try:
                 event = origin.next_event()
             except h11.RemoteProtocolError as error:
                 raise ConnectionResetError(f"the origin's answer is not HTTP: {error}") from None
             if event is h11.NEED_DATA:
-                origin.receive_data(await self._remote.read(CHUNK_BYTES))
+                origin.receive_data(await self.remote.read(CHUNK_BYTES))
             elif isinstance(event, h11.Response):
                 fields = [*_end_to_end(event.headers), (b"connection", b"close")]
                 answer = h11.Response(status_code=event.status_code, reason=event.reason, headers=fields)
-                await self._send(client.send(answer), self._writer)
+                await self._send(client.send(answer), self.writer)
             elif isinstance(event, h11.Data):
-                await self._send(client.send(event), self._writer)
+                await self._send(client.send(event), self.writer)
             elif isinstance(event, h11.EndOfMessage):
-                await self._send(client.send(h11.EndOfMessage()), self._writer)
+                await self._send(client.send(h11.EndOfMessage()), self.writer)
                 return
             elif not isinstance(event, h11.InformationalResponse):
                 raise ConnectionResetError("the origin closed the connection")
