@@ -42,12 +42,6 @@ _LAST = 1 << 30
 """Number of the last stage."""
 
 Progress = Callable[[ImageState], None]
-
-
-def _silent(_: ImageState) -> None:
-    pass
-
-
 _Images = dict[str | None, tuple[ImageInfo, str]]
 """What each FROM means, and the source that a lease names; None: the pool's base, where nothing is named."""
 
@@ -162,7 +156,7 @@ class TaskImages:
         self.counters: Counter[str] = Counter()
         """`steps`: carried out; `hits`: tasks that were there already."""
 
-    async def prepare(self, task: Task, progress: Progress = _silent) -> Prepared:
+    async def prepare(self, task: Task, progress: Progress = lambda _: None) -> Prepared:
         """Pull what a task names and build its workspace, unless that is done.
 
         Of one `Task`, files that change after the first time are read again only where its image is gone.
@@ -176,7 +170,7 @@ class TaskImages:
         prepared, image = await self._reported(task, progress, self._prepare)
         return Prepared(prepared, image.source, image.bytes)
 
-    async def build(self, task: Task, progress: Progress = _silent) -> ImageInfo:
+    async def build(self, task: Task, progress: Progress = lambda _: None) -> ImageInfo:
         """As `prepare`, to an image that carries the task's environment, folder and user for any lease on it.
 
         Raises:
@@ -217,7 +211,7 @@ class TaskImages:
             TaskBroken: it can't be built, or no image has such a name.
             ImageUnavailable: an image can't be had; says why.
         """
-        pulled, _ = await self._pulled(task, _silent)
+        pulled, _ = await self._pulled(task, lambda _: None)
         return await _with_verifiers(pulled, self.pull)
 
     async def _pulled(self, task: Task, report: Progress) -> tuple[Task, _Images]:
