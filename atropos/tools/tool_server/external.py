@@ -70,14 +70,13 @@ class ExternalTool(Tool):
         description: str,
         toolset: str,
         *,
-        arguments: type[BaseModel] | None = None,
+        arguments: type[BaseModel] = NoArguments,
         parameters: dict[str, object] | None = None,
         read_only: bool = False,
         timeout_s: float | None = None,
     ) -> None:
         self.name, self.description, self.toolsets = name, description, (toolset,)
-        self.arguments = arguments or NoArguments
-        self.read_only, self.timeout_s = read_only, timeout_s
+        self.arguments, self.read_only, self.timeout_s = arguments, read_only, timeout_s
         if parameters is not None:
             self.schema = ToolSchema(name=name, description=description, parameters=parameters)
 
