@@ -89,29 +89,20 @@ def task_folders(path: str | Path, names: Sequence[str] = ()) -> list[Path]:
     return chosen
 
 
-def check_names(folders: Sequence[Path]) -> None:
-    """Refuse folders of one name: a task's is its id.
+def read_folders(folders: Sequence[Path], *, variables: Mapping[str, str] | None = None) -> TaskSet:
+    """The tasks that these folders are; a folder that is named twice is one.
 
     Raises:
-        ConfigError: names two of them.
+        ConfigError: two have one name, which is a task's id.
     """
+    tasks: list[Task] = []
+    refused: dict[str, str] = {}
+    folders = list(dict.fromkeys(folders))
     seen: dict[str, Path] = {}
     for folder in folders:
         other = seen.setdefault(folder.name, folder)
         if other is not folder:
             raise ConfigError(f"{other} and {folder} have the same name; rename one, or load one set at a time")
-
-
-def read_folders(folders: Sequence[Path], *, variables: Mapping[str, str] | None = None) -> TaskSet:
-    """The tasks that these folders are; a folder that is named twice is one.
-
-    Raises:
-        ConfigError: two have one name.
-    """
-    tasks: list[Task] = []
-    refused: dict[str, str] = {}
-    folders = list(dict.fromkeys(folders))
-    check_names(folders)
     for folder in folders:
         try:
             tasks.append(load_task(folder, variables=variables))
