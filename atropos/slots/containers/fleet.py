@@ -88,6 +88,10 @@ class Ticket:
     seat: Seat | None = None
     waited: bool = False
 
+    def comes_after(self, other: Ticket) -> bool:
+        """Whether it gives way to the other one; a pinned one doesn't, as it can be served nowhere else."""
+        return self.pin is None and self.seq > other.seq
+
 
 @dataclass(eq=False)
 class Fleet:
@@ -260,6 +264,8 @@ class Fleet:
                 heapq.heappop(self._line)
                 unplaced.append(ticket)  # no container can be kept for it now, which is no reason for others to wait
                 continue
+            if seat.kept_for is not None:
+                self._put_back(seat)
             pinned = self._pinned.get(seat)
             if pinned and pinned[0][0] < ticket.seq:
                 ticket = pinned[0][1]
@@ -403,9 +409,11 @@ class Fleet:
         roomy = (entry for entry in self._open if entry[3].has_room(ticket.mib))
         if (found := min(roomy, default=None)) is not None:
             return found[3]
-        may = (s for s in self.seats.values() if s.open and s.kept_for is None)
-        fitting = (seat for seat in may if seat.can_hold(ticket.mib))
-        return max(fitting, key=lambda seat: (seat.free, -seat.index), default=None)
+        fitting = [seat for seat in self.seats.values() if seat.open and seat.can_hold(ticket.mib)]
+        may = [seat for seat in fitting if seat.kept_for is None] or [
+            seat for seat in fitting if seat.kept_for is not None and seat.kept_for.comes_after(ticket)
+        ]
+        return max(may, key=lambda seat: (seat.free, -seat.index), default=None)
 
     def _lowest(self) -> Seat | None:
         while self._open:

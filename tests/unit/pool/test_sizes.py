@@ -182,6 +182,36 @@ def test_a_large_lease_whose_container_is_gone_is_passed_by_no_later_one_at_the_
     assert (large.seat, later.seat) == (third, None)
 
 
+def test_a_large_lease_whose_container_is_gone_takes_the_one_that_is_kept_for_a_later_one():
+    fleet = Fleet(SLOT)
+
+    def ask(mib):
+        fleet.ask(ticket := fleet.ticket(mib=mib))
+        return ticket
+
+    def settle():
+        for ticket in fleet.match():
+            fleet.granted(ticket)
+
+    first, second = Seat("first", 0), Seat("second", 1)
+    for seat in (first, second):
+        fleet.join(seat, slots=4, free=4 * SLOT, now=0)
+    before = [ask(3 * SLOT), ask(3 * SLOT)]
+    settle()
+    large, later = ask(4 * SLOT), ask(2 * SLOT)
+    settle()
+    assert (first.kept_for, second.kept_for) == (large, later)
+    fleet.leave(first)
+    settle()
+    assert second.kept_for is large
+    fleet.returned(second, before[1].mib, clean=True, now=0)
+    settle()
+    assert (large.seat, later.seat) == (second, None)
+    fleet.returned(second, large.mib, clean=True, now=0)
+    settle()
+    assert later.seat is second
+
+
 def test_a_large_lease_gets_the_room_of_another_container_that_an_older_one_does_not_need():
     fleet = Fleet(SLOT)
 
