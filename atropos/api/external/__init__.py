@@ -13,7 +13,7 @@ from atropos.api.external.browser_tools import browser_tools
 from atropos.api.external.extract import Extractor, WebExtract
 from atropos.api.external.guard import Guard, guarded_client
 from atropos.api.external.mcp import McpConnection, McpTool
-from atropos.api.external.search import PROVIDERS, WebSearch, search_client
+from atropos.api.external.search import WebSearch, search_client
 from atropos.api.settings import ToolServerSettings
 from atropos.errors import ConfigError
 from atropos.tools.base import Tool
@@ -35,8 +35,7 @@ async def external_services(settings: ToolServerSettings) -> AsyncGenerator[list
         tools: list[Tool] = [*own_tools(settings.tools), *user_tools(sandboxed=False)]
         missing: dict[str, str] = {}
         if settings.search is not None:
-            client = await stack.enter_async_context(search_client())
-            tools.append(WebSearch(PROVIDERS[settings.search.provider](client, settings.search)))
+            tools.append(WebSearch(await stack.enter_async_context(search_client()), settings.search))
         else:
             missing["web_search"] = "no search provider is configured (search.provider, or SEARXNG_URL)"
         if importlib.util.find_spec("trafilatura") is not None and importlib.util.find_spec("pypdf") is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import httpx
 from pydantic import BaseModel, ConfigDict
@@ -26,18 +26,6 @@ class SearchHit(BaseModel):
     title: str
     url: str
     description: str = ""
-
-
-class SearchProvider(Protocol):
-    """Finds pages."""
-
-    async def search(self, query: str, limit: int) -> list[SearchHit]:
-        """The best hits, best first.
-
-        Raises:
-            ToolServerUnavailable: the provider can't be reached, refuses, or sends an invalid answer.
-        """
-        ...
 
 
 async def _json(client: httpx.AsyncClient, provider: str, request: httpx.Request) -> dict[str, object]:
@@ -70,59 +58,45 @@ def _hits(items: object, text: str) -> list[SearchHit]:
     return found
 
 
-class SearXng:
-    """A SearXNG instance with its JSON format enabled."""
-
-    def __init__(self, client: httpx.AsyncClient, settings: SearchSettings) -> None:
-        self._client = client
-        self._url = f"{(settings.url or '').rstrip('/')}/search"
-
-    async def search(self, query: str, limit: int) -> list[SearchHit]:
-        """GET /search?format=json."""
-        request = self._client.build_request("GET", self._url, params={"q": query, "format": "json"})
-        return _hits((await _json(self._client, "SearXNG", request)).get("results"), "content")[:limit]
+def _url(settings: SearchSettings, public: str, path: str) -> str:
+    return f"{(settings.url or public).rstrip('/')}{path}"
 
 
-class Brave:
-    """Brave's web search API."""
-
-    def __init__(self, client: httpx.AsyncClient, settings: SearchSettings) -> None:
-        self._client = client
-        self._url = f"{(settings.url or 'https://api.search.brave.com').rstrip('/')}/res/v1/web/search"
-        self._key = settings.api_key.get_secret_value() if settings.api_key else ""
-
-    async def search(self, query: str, limit: int) -> list[SearchHit]:
-        """GET /res/v1/web/search, which takes at most 50 words and 400 characters."""
-        request = self._client.build_request(
-            "GET",
-            self._url,
-            params={"q": " ".join(query.split()[:50])[:400], "count": limit, "text_decorations": "false"},
-            headers={"X-Subscription-Token": self._key, "Accept": "application/json"},
-        )
-        web = (await _json(self._client, "Brave", request)).get("web")
-        return _hits(cast("dict[str, object]", web).get("results") if isinstance(web, dict) else None, "description")
+def _key(settings: SearchSettings) -> str:
+    return settings.api_key.get_secret_value() if settings.api_key else ""
 
 
-class Tavily:
-    """Tavily's search API."""
-
-    def __init__(self, client: httpx.AsyncClient, settings: SearchSettings) -> None:
-        self._client = client
-        self._url = f"{(settings.url or 'https://api.tavily.com').rstrip('/')}/search"
-        self._key = settings.api_key.get_secret_value() if settings.api_key else ""
-
-    async def search(self, query: str, limit: int) -> list[SearchHit]:
-        """POST /search."""
-        request = self._client.build_request(
-            "POST",
-            self._url,
-            json={"query": query[:400], "max_results": limit},
-            headers={"Authorization": f"Bearer {self._key}"},
-        )
-        return _hits((await _json(self._client, "Tavily", request)).get("results"), "content")
+async def searxng(client: httpx.AsyncClient, settings: SearchSettings, query: str, _limit: int) -> list[SearchHit]:
+    """GET /search?format=json of a SearXNG instance with its JSON format enabled."""
+    request = client.build_request("GET", _url(settings, "", "/search"), params={"q": query, "format": "json"})
+    return _hits((await _json(client, "SearXNG", request)).get("results"), "content")
 
 
-PROVIDERS = {"searxng": SearXng, "brave": Brave, "tavily": Tavily}
+async def brave(client: httpx.AsyncClient, settings: SearchSettings, query: str, limit: int) -> list[SearchHit]:
+    """GET /res/v1/web/search of Brave's API, which takes at most 50 words and 400 characters."""
+    request = client.build_request(
+        "GET",
+        _url(settings, "https://api.search.brave.com", "/res/v1/web/search"),
+        params={"q": " ".join(query.split()[:50])[:400], "count": limit, "text_decorations": "false"},
+        headers={"X-Subscription-Token": _key(settings), "Accept": "application/json"},
+    )
+    web = (await _json(client, "Brave", request)).get("web")
+    return _hits(cast("dict[str, object]", web).get("results") if isinstance(web, dict) else None, "description")
+
+
+async def tavily(client: httpx.AsyncClient, settings: SearchSettings, query: str, limit: int) -> list[SearchHit]:
+    """POST /search of Tavily's API."""
+    request = client.build_request(
+        "POST",
+        _url(settings, "https://api.tavily.com", "/search"),
+        json={"query": query[:400], "max_results": limit},
+        headers={"Authorization": f"Bearer {_key(settings)}"},
+    )
+    return _hits((await _json(client, "Tavily", request)).get("results"), "content")
+
+
+PROVIDERS = {"searxng": searxng, "brave": brave, "tavily": tavily}
+"""How each is asked. Raises `ToolServerUnavailable` where it can't be reached, refuses, or sends an invalid answer."""
 
 
 def search_client() -> httpx.AsyncClient:
@@ -141,13 +115,15 @@ class WebSearch(Tool):
     read_only = True
     timeout_s = 30.0
 
-    def __init__(self, provider: SearchProvider) -> None:
-        self._provider = provider
+    def __init__(self, client: httpx.AsyncClient, settings: SearchSettings) -> None:
+        self._client = client
+        self._settings = settings
 
     async def run(self, arguments: Any, scope: ToolScope) -> ToolResult:
         """Ask the provider."""
         del scope
-        hits = (await self._provider.search(arguments.query, arguments.limit))[: arguments.limit]
+        search = PROVIDERS[self._settings.provider]
+        hits = (await search(self._client, self._settings, arguments.query, arguments.limit))[: arguments.limit]
         lines = [f"{number}. {hit.title}\n   {hit.url}\n   {hit.description}" for number, hit in enumerate(hits, 1)]
         return ToolResult(
             success=True,

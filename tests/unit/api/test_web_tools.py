@@ -16,7 +16,7 @@ from pydantic import SecretStr
 from atropos.api.external.extract import Extractor, WebExtract
 from atropos.api.external.fetch import FetchError, Page
 from atropos.api.external.guard import Guard, guarded_client
-from atropos.api.external.search import PROVIDERS, WebSearch, search_client
+from atropos.api.external.search import WebSearch, search_client
 from atropos.api.settings import SearchSettings
 from atropos.errors import ToolServerUnavailable
 from atropos.tools.arguments import BadArguments, check
@@ -149,7 +149,7 @@ async def test_junk_is_an_error_or_text_and_never_a_crash(extractor: Extractor, 
 async def test_every_provider_answers_in_the_same_form(site: Site, provider: Any, key: str | None, title: str):
     settings = SearchSettings(provider=provider, url=site.url(""), api_key=SecretStr(key) if key else None)
     async with search_client() as client:
-        made = WebSearch(PROVIDERS[provider](client, settings))
+        made = WebSearch(client, settings)
         result = await made.run(WebSearchArguments(query="slots", limit=3), SCOPE)
     assert result.output.startswith(f"1. {title}\n   https://")
     assert 1 <= len(result.data["results"]) <= 3
@@ -159,7 +159,7 @@ async def test_every_provider_answers_in_the_same_form(site: Site, provider: Any
 async def test_no_query_of_a_model_is_an_infrastructure_fault(site: Site):
     settings = SearchSettings(provider="brave", url=site.url(""), api_key=SecretStr("brave-key"))
     async with search_client() as client:
-        made = WebSearch(PROVIDERS["brave"](client, settings))
+        made = WebSearch(client, settings)
         for query in ("word " * 100, "letters" * 100):
             assert (await made.run(WebSearchArguments(query=query), SCOPE)).success
         with pytest.raises(BadArguments, match="'query' is wrong"):
@@ -170,7 +170,7 @@ async def test_no_query_of_a_model_is_an_infrastructure_fault(site: Site):
 async def test_a_provider_that_fails_is_an_infrastructure_fault(site: Site, query: str):
     settings = SearchSettings(url=site.url(""))
     async with search_client() as client:
-        made = WebSearch(PROVIDERS["searxng"](client, settings))
+        made = WebSearch(client, settings)
         with pytest.raises(ToolServerUnavailable, match="SearXNG"):
             await made.run(WebSearchArguments(query=query), SCOPE)
 
@@ -179,7 +179,7 @@ async def test_a_wrong_key_or_a_dead_provider_is_an_infrastructure_fault(site: S
     async with search_client() as client:
         wrong = SearchSettings(provider="brave", url=site.url(""), api_key=SecretStr("wrong"))
         with pytest.raises(ToolServerUnavailable, match="401"):
-            await WebSearch(PROVIDERS["brave"](client, wrong)).run(WebSearchArguments(query="x"), SCOPE)
+            await WebSearch(client, wrong).run(WebSearchArguments(query="x"), SCOPE)
         dead = SearchSettings(url="http://127.0.0.1:9")
         with pytest.raises(ToolServerUnavailable, match="can't be reached"):
-            await WebSearch(PROVIDERS["searxng"](client, dead)).run(WebSearchArguments(query="x"), SCOPE)
+            await WebSearch(client, dead).run(WebSearchArguments(query="x"), SCOPE)
