@@ -111,7 +111,7 @@ class XmlDialect(Dialect):
         """The text, with the calls that the server parsed out of it restored."""
         text = answer.content.removesuffix(self._renderer.end_text)  # left in by trl's server
         if answer.tool_calls:
-            text = replace_surrogates(self._parser.render_turn(text, [call.tool_call() for call in answer.tool_calls]))
+            text = replace_surrogates(self._parser.render_turn(text, answer.tool_calls))
         whole, ids = self._renderer.whole_answer(text), self._renderer.placeholder(text)
         return self._turn(text, whole, ids, cut_off=cut_off, reasoning=answer.reasoning)
 

@@ -63,31 +63,12 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class ServerCall:
-    """A tool call as an OpenAI-compatible server reports it. Its API says that `arguments` are text; some send objects."""
-
-    id: object
-    name: str
-    arguments: object
-
-    def tool_call(self) -> ToolCall:
-        """The call with its arguments parsed; what is no JSON object, or a deep one, stays text. Null, as some send it, is none."""
-        parsed = self.arguments
-        if isinstance(parsed, str):
-            with contextlib.suppress(ValueError, RecursionError):
-                parsed = json.loads(parsed)
-        plain = isinstance(parsed, dict) and not too_deep(parsed)
-        arguments = cast("dict[str, object]", parsed) if plain else str(self.arguments or "")
-        return call_with_id(str(self.id or ""), self.name, arguments)
-
-
-@dataclass(frozen=True)
 class ChatAnswer:
     """What an OpenAI-compatible server answered."""
 
     content: str
     reasoning: str
-    tool_calls: list[ServerCall]
+    tool_calls: tuple[ToolCall, ...]
     finish_reason: str
 
 
@@ -281,12 +262,7 @@ def _chat_answer(answer: Any) -> ChatAnswer:
         ending = _ending(choice.finish_reason, CHAT_ENDINGS)
         message = choice.message
         content = message.content
-        calls = [
-            ServerCall(
-                call.id, replace_surrogates(str(call.function.name)), replace_surrogates(call.function.arguments)
-            )
-            for call in (getattr(message, "tool_calls", None) or [])
-        ]
+        calls = tuple(_tool_call(call) for call in (getattr(message, "tool_calls", None) or []))
     except (AttributeError, IndexError, TypeError) as error:
         raise InferenceError(f"the inference server sent an invalid answer ({error!r})") from error
     if content is not None and not isinstance(content, str):
@@ -295,3 +271,17 @@ def _chat_answer(answer: Any) -> ChatAnswer:
     if not content and not calls and not reasoning:
         raise InferenceError("the inference server answered without a message")
     return ChatAnswer(replace_surrogates(content or ""), replace_surrogates(str(reasoning)), calls, ending)
+
+
+def _tool_call(call: Any) -> ToolCall:
+    """A call as a server reports it. OpenAI's API says that `arguments` are text; some send objects, or null for none.
+
+    What is no JSON object, or a deep one, stays text.
+    """
+    parsed = given = replace_surrogates(call.function.arguments)
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(given)
+    plain = isinstance(parsed, dict) and not too_deep(parsed)
+    arguments = cast("dict[str, object]", parsed) if plain else str(given or "")
+    return call_with_id(str(call.id or ""), replace_surrogates(str(call.function.name)), arguments)

@@ -130,7 +130,7 @@ class OpenAIDialect(Dialect):
         parsed = self._parser.parse(without_thinking(content))
         calls, unread = parsed.calls, parsed.errors
         if answer.tool_calls:
-            calls, unread = tuple(call.tool_call() for call in answer.tool_calls), ()
+            calls, unread = answer.tool_calls, ()
         elif calls:
             content = parsed.content
         if cut_off:
