@@ -22,45 +22,18 @@ MISTRAL_ID_CHARS = 9
 """Length of a call's id that Mistral's templates insist on."""
 
 
-class ToolTemplate:
-    """How a tokenizer's chat template renders tools and tool messages, probed once.
-
-    Attributes:
-        describes_tools: whether the template does; else the system message has to.
-        renderer: of turns, with the tools where the template describes them.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, schemas: Sequence[Mapping[str, object]]) -> None:
-        self.describes_tools = bool(schemas) and _renders_tools(tokenizer, schemas)
-        self.renderer = TurnRenderer(tokenizer, schemas if self.describes_tools else None)
-        self._id_chars = next(
-            (chars for chars in (MAX_CALL_ID, MISTRAL_ID_CHARS) if self._renders_results(chars)), None
-        )
-
-    def _renders_results(self, id_chars: int) -> bool:
-        """Whether the template has tool messages, with ids of this length."""
-        probe = {"role": "tool", "tool_call_id": "a" * id_chars, "name": "t", "content": _PROBE}
-        try:
-            ids = self.renderer.following([probe])
-        except Exception:  # templates raise errors of any kind
-            return False
-        return _PROBE in self.renderer.text(ids)
-
-    def following(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
-        """Ids between two turns. Where the template has no tool messages, results are XML in one user message."""
-        if self._id_chars is None:
-            messages = [{"role": "user", "content": "\n".join(map(_in_user_message, messages))}]
-        elif self._id_chars == MISTRAL_ID_CHARS:
-            messages = [
-                {**m, "tool_call_id": str(m["tool_call_id"])[-MISTRAL_ID_CHARS:].zfill(MISTRAL_ID_CHARS)}
-                if m["role"] == "tool"
-                else m
-                for m in messages
-            ]
-        return self.renderer.following(messages, sampled)
+def _renders_results(renderer: TurnRenderer, id_chars: int) -> bool:
+    """Whether the template has tool messages, with ids of this length."""
+    probe = {"role": "tool", "tool_call_id": "a" * id_chars, "name": "t", "content": _PROBE}
+    try:
+        ids = renderer.following([probe])
+    except Exception:  # templates raise errors of any kind
+        return False
+    return _PROBE in renderer.text(ids)
 
 
 def _renders_tools(tokenizer: Tokenizer, schemas: Sequence[Mapping[str, object]]) -> bool:
+    """Whether the template describes tools; else the system message has to."""
     asked = [{"role": "user", "content": "x"}]
     function = cast("Mapping[str, object]", schemas[0].get("function", schemas[0]))
     first = str(function.get("name"))
@@ -95,14 +68,16 @@ class OpenAIDialect(Dialect):
         *,
         extra_body: Mapping[str, object] | None = None,
     ) -> None:
-        self._template = ToolTemplate(tokenizer, schemas)
-        super().__init__(self._template.renderer, parser_for(parser, tokenizer, schemas), schemas)
+        self._template_describes_tools = bool(schemas) and _renders_tools(tokenizer, schemas)
+        renderer = TurnRenderer(tokenizer, schemas if self._template_describes_tools else None)
+        super().__init__(renderer, parser_for(parser, tokenizer, schemas), schemas)
+        self._id_chars = next((n for n in (MAX_CALL_ID, MISTRAL_ID_CHARS) if _renders_results(renderer, n)), None)
         self._extra_body = dict(extra_body or {})
 
     def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:
         """System, where there is one, and user; an OpenAI-compatible server describes the tools itself."""
         system = config.system_prompt
-        if exact and self._schemas and not self._template.describes_tools:
+        if exact and self._schemas and not self._template_describes_tools:
             system = system_text(system, self._schemas, self._parser)
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         return [*opening, {"role": "user", "content": task}]
@@ -171,8 +146,17 @@ class OpenAIDialect(Dialect):
         return [*answers, {"role": "user", "content": "\n".join(unread)}] if unread else answers
 
     def following(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
-        """See `Dialect.following`."""
-        return self._template.following(messages, sampled)
+        """Where the template has no tool messages, results are XML in one user message."""
+        if self._id_chars is None:
+            messages = [{"role": "user", "content": "\n".join(map(_in_user_message, messages))}]
+        elif self._id_chars == MISTRAL_ID_CHARS:
+            messages = [
+                {**m, "tool_call_id": str(m["tool_call_id"])[-MISTRAL_ID_CHARS:].zfill(MISTRAL_ID_CHARS)}
+                if m["role"] == "tool"
+                else m
+                for m in messages
+            ]
+        return super().following(messages, sampled)
 
 
 def written_arguments(call: ToolCall) -> str:

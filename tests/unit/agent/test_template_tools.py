@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from atropos.agent import AgentConfig, Outcome
-from atropos.envs.hermes.dialect import OpenAIDialect, ToolTemplate
+from atropos.envs.hermes.dialect import OpenAIDialect
 from atropos.tools import ToolCall, ToolResult
 from atropos.tools.parsers import get_parser
 from examples.policy.tokenizer import FOLDER
@@ -72,14 +72,15 @@ def rendered(name: str, later: list[dict[str, str]], *, thinking: bool) -> tuple
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     tokenizer.add_special_tokens({"additional_special_tokens": specials})
     tokenizer.chat_template = template
-    dialect = ToolTemplate(tokenizer, TOOLS)
+    dialect = OpenAIDialect(tokenizer, TOOLS, "hermes")
+    renderer = dialect._renderer
     thought = THOUGHT if thinking else ""
     messages = [{"role": "user", "content": "count the files"}]
-    ids = dialect.renderer.prompt(messages)
-    end = dialect.renderer.placeholder("")
+    ids = renderer.prompt(messages)
+    end = renderer.placeholder("")
     for said, answer in zip([thought + CALL, thought + "seven", "bye"], [*later, None], strict=False):
         sampled = [*tokenizer(said, add_special_tokens=False)["input_ids"], *end]
-        assert dialect.renderer.text(sampled) == said
+        assert renderer.text(sampled) == said
         ids += sampled
         messages.append({"role": "assistant", "content": said})
         if answer is None:
@@ -166,7 +167,7 @@ def test_a_kimi_template_names_a_result_as_the_model_named_its_call():
     own.chat_template = KIMI
     dialect = OpenAIDialect(own, [], "kimi_k2")
     wrote = get_parser("kimi_k2").render_turn("", [ToolCall(name="terminal"), ToolCall(name="terminal")])
-    turn = dialect.read(ToolTemplate(own, []).renderer.placeholder(wrote), cut_off=False)
+    turn = dialect.read(dialect._renderer.placeholder(wrote), cut_off=False)
     outcomes = [Outcome(one, ToolResult(success=True, output="x")) for one in turn.calls]
     text = own.decode(dialect.following(dialect.results(outcomes, AgentConfig()), turn.ids))
     assert re.findall("Return of (.*)", text) == ["functions.terminal:0", "functions.terminal:1"]
@@ -176,4 +177,5 @@ def test_other_templates_are_given_the_ids_of_calls_as_they_are():
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     tokenizer.chat_template = STRICT.replace("m.tool_call_id|length != 9", "false")
     answer = {"role": "tool", "tool_call_id": "functions.terminal:0", "name": "terminal", "content": "seen "}
-    assert "seen functions.terminal:0" in tokenizer.decode(ToolTemplate(tokenizer, TOOLS).following([answer], []))
+    dialect = OpenAIDialect(tokenizer, TOOLS, "hermes")
+    assert "seen functions.terminal:0" in tokenizer.decode(dialect.following([answer], []))
