@@ -8,7 +8,7 @@ import contextlib
 import errno
 import logging
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
 
 from atropos.aio import cancel_and_wait
 from atropos.api.e2b import messages
@@ -61,7 +61,7 @@ async def start(
     sandbox.commands[process.pid] = command
     if deadline_s is not None:  # even if the client has disconnected by then
         command.killing = _begun(sandbox, _kill_after(process, deadline_s))
-    async with contextlib.aclosing(_followed(sandbox, process, command, deadline_s, ping_s)) as events:
+    async with contextlib.aclosing(_events(sandbox, process, command, deadline_s, ping_s)) as events:
         async for event in events:
             yield event
 
@@ -114,23 +114,20 @@ async def connect(
     for output in filter(None, (process, process.errors)):
         await output.read(max_bytes=BUFFER_BYTES)
         output.dropped_bytes = 0
-    async with contextlib.aclosing(_followed(sandbox, process, command, deadline_s, ping_s)) as events:
+    async with contextlib.aclosing(_events(sandbox, process, command, deadline_s, ping_s)) as events:
         async for event in events:
             yield event
 
 
-async def _followed(
-    sandbox: Sandbox, process: Process, command: Command, deadline_s: float | None, ping_s: float
-) -> AsyncGenerator[Json]:
-    """`follow`; the last follower leaves a task that discards further output."""
+@contextlib.contextmanager
+def _following(sandbox: Sandbox, process: Process, command: Command) -> Generator[None]:
+    """Around reading a command's output; the last follower leaves a task that discards what comes later."""
     if command.draining is not None:
         command.draining.cancel()
         command.draining = None
     command.followers += 1
     try:
-        async with contextlib.aclosing(follow(process, command, deadline_s=deadline_s, ping_s=ping_s)) as events:
-            async for event in events:
-                yield event
+        yield
     finally:
         command.followers -= 1
         if process.exit_code is not None:
@@ -156,8 +153,8 @@ async def _discard(output: Process) -> None:
         pass
 
 
-async def follow(
-    process: Process, command: Command, *, deadline_s: float | None, ping_s: float
+async def _events(
+    sandbox: Sandbox, process: Process, command: Command, deadline_s: float | None, ping_s: float
 ) -> AsyncGenerator[Json]:
     """A process's events: its start, its output as it comes, its end.
 
@@ -167,31 +164,32 @@ async def follow(
     """
     loop = asyncio.get_running_loop()
     deadline = None if deadline_s is None else loop.time() + deadline_s
-    yield _event("start", {"pid": process.pid})
-    queue: asyncio.Queue[Json | None] = asyncio.Queue(QUEUE)
-    outputs = [("pty" if command.pty else "stdout", process)]
-    if process.errors is not None:
-        outputs.append(("stderr", process.errors))
-    pump = loop.create_task(_pump(outputs, queue))
-    try:
-        while True:
-            left_s = ping_s if deadline is None else min(ping_s, deadline - loop.time())
-            try:
-                async with asyncio.timeout(left_s):
-                    event = await queue.get()
-            except TimeoutError:
-                if deadline is not None and loop.time() >= deadline:
-                    raise
-                yield _event("keepalive", {})
-                continue
-            if event is None:
-                break
-            yield event
-        await pump
-        assert process.exit_code is not None
-        yield _event("end", _ending(process.exit_code))
-    finally:
-        await cancel_and_wait([pump])
+    with _following(sandbox, process, command):
+        yield _event("start", {"pid": process.pid})
+        queue: asyncio.Queue[Json | None] = asyncio.Queue(QUEUE)
+        outputs = [("pty" if command.pty else "stdout", process)]
+        if process.errors is not None:
+            outputs.append(("stderr", process.errors))
+        pump = loop.create_task(_pump(outputs, queue))
+        try:
+            while True:
+                left_s = ping_s if deadline is None else min(ping_s, deadline - loop.time())
+                try:
+                    async with asyncio.timeout(left_s):
+                        event = await queue.get()
+                except TimeoutError:
+                    if deadline is not None and loop.time() >= deadline:
+                        raise
+                    yield _event("keepalive", {})
+                    continue
+                if event is None:
+                    break
+                yield event
+            await pump
+            assert process.exit_code is not None
+            yield _event("end", _ending(process.exit_code))
+        finally:
+            await cancel_and_wait([pump])
 
 
 async def _pump(outputs: list[tuple[str, Process]], queue: asyncio.Queue[Json | None]) -> None:
