@@ -14,10 +14,10 @@ from typing import cast
 from atropos.agent import AgentConfig, AgentResult, AtroposAgent, ExecuteTool
 from atropos.envs.adapter import Item
 from atropos.envs.config import AgentEnvConfig
+from atropos.envs.running import verification
 from atropos.envs.running.changes import WorkspaceChanges
 from atropos.envs.running.hooks import run_hook
 from atropos.envs.running.rollout import HookError, Rollout, TaskFault, checked_score, checked_text
-from atropos.envs.running.verification import Verification
 from atropos.envs.sandbox_env import ExecTool, GroupMember, SandboxEnv
 from atropos.errors import ConfigError
 from atropos.slots import Snapshot
@@ -118,8 +118,7 @@ class AgentEnv(SandboxEnv):
     async def run_trajectory(self, item: Item, trajectory_id: str, member: GroupMember) -> Rollout:
         """Set up, act, verify; see `SandboxEnv.run_trajectory`."""
         started = time.perf_counter()
-        verification = Verification(self.executor, trajectory_id, self.config)
-        info = await self._call_workspace_setup(item, trajectory_id, verification)
+        info = await self._call_workspace_setup(item, trajectory_id)
         task = checked_text(await self.hooks.call("build_task", lambda: self.build_task(item)), "build_task")
         config = await self.hooks.call("build_agent_config", lambda: self.build_agent_config(item))
         set_up = time.perf_counter()
@@ -130,13 +129,11 @@ class AgentEnv(SandboxEnv):
         changed = await changes.since_start()
         self.metrics.tool_errors += result.tool_errors
         acted = time.perf_counter()
-        score, details = await self._call_verification(item, trajectory_id, verification, result)
+        score, details = await self._call_verification(item, trajectory_id, result)
         info = _plain({**info, **details})
         return Rollout.of(trajectory_id, result, score, (started, set_up, acted), info=info, changes=changed)
 
-    async def _call_workspace_setup(
-        self, item: object, trajectory_id: str, verification: Verification
-    ) -> Mapping[str, object]:
+    async def _call_workspace_setup(self, item: object, trajectory_id: str) -> Mapping[str, object]:
         preparing = self.hook_tools(trajectory_id, setup=True)
         info = await self.hooks.call(
             "setup_trajectory_workspace",
@@ -147,14 +144,14 @@ class AgentEnv(SandboxEnv):
         if info is not None and not isinstance(info, dict):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison] - an env's own
             raise TaskFault(f"setup_trajectory_workspace must return a dict, not {info!r:.100}")
         if self.opens_view and type(self).setup_trajectory_workspace is not AgentEnv.setup_trajectory_workspace:
-            await verification.settle()
+            await verification.settle(self.executor, trajectory_id, self.config)
         return info or {}
 
     async def _call_verification(
-        self, item: object, trajectory_id: str, verification: Verification, result: AgentResult
+        self, item: object, trajectory_id: str, result: AgentResult
     ) -> tuple[float, dict[str, object]]:
         if self.opens_view and type(self).verify_and_score_trajectory is not AgentEnv.verify_and_score_trajectory:
-            await verification.open()
+            await verification.begin(self.executor, trajectory_id, self.config)
         verifying = self.hook_tools(trajectory_id)
         verdict = await self.hooks.call(
             "verify_and_score_trajectory",

@@ -43,10 +43,10 @@ from atropos.envs.hermes.data import load_rows
 from atropos.envs.hermes.dialect import OpenAIDialect
 from atropos.envs.hermes.result import HermesResult
 from atropos.envs.hermes.tool_context import ToolContext
+from atropos.envs.running import verification
 from atropos.envs.running.changes import WorkspaceChanges
 from atropos.envs.running.hooks import HOOK_CODE
 from atropos.envs.running.rollout import HookError, Rollout, checked_score, checked_text
-from atropos.envs.running.verification import Verification
 from atropos.envs.sandbox_env import GroupMember, SandboxEnv
 from atropos.errors import ConfigError, LeaseExpired
 from atropos.slots import Snapshot
@@ -197,10 +197,9 @@ class HermesAgentBaseEnv(SandboxEnv):
         """Set up, act, reward; see `SandboxEnv.run_trajectory`."""
         started = time.perf_counter()
         tools = self.tools_of(member.group)
-        verification = Verification(self.executor, trajectory_id, self.config)
         if type(self).setup_rollout is not HermesAgentBaseEnv.setup_rollout:
             await self._call_rollout_setup(item, trajectory_id)
-            await verification.settle()
+            await verification.settle(self.executor, trajectory_id, self.config)
         prompt = checked_text(await self.hooks.call("format_prompt", lambda: self.format_prompt(item)), "format_prompt")
         changes = WorkspaceChanges(self.executor, trajectory_id, wanted=self.config.records_changes)
         async with self._lifetime_of(trajectory_id) as execute:
@@ -218,7 +217,7 @@ class HermesAgentBaseEnv(SandboxEnv):
             changed = await changes.since_start()
         acted = time.perf_counter()
         self._record_errors(result)
-        await verification.open()
+        await verification.begin(self.executor, trajectory_id, self.config)
         score = await self._call_reward(item, trajectory_id, result)
         info: dict[str, object] = {
             "toolsets": list(tools.names),

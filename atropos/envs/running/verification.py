@@ -6,48 +6,32 @@ hooks left running continue.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from atropos.envs.config import SandboxEnvConfig
-    from atropos.tools import ToolExecutor
+from atropos.envs.config import SandboxEnvConfig
+from atropos.tools import ToolExecutor
 
 
-class Verification:
-    """Verification of one trajectory's work.
+async def settle(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvConfig) -> None:
+    """Make the files of set-up part of a view's root.
 
-    Args:
-        executor: holds the trajectory's slot.
-        trajectory_id: whose slot it is.
-        config: the env's settings.
+    Raises:
+        SandboxError: the slot was lost, or its container keeps no more snapshots (`max_snapshots`, `max_snapshot_mib`).
     """
+    if config.verifier_mode == "view" and executor.has_slot(trajectory_id):
+        slot = await executor.slot(trajectory_id)
+        await slot.settle()
 
-    def __init__(self, executor: ToolExecutor, trajectory_id: str, config: SandboxEnvConfig) -> None:
-        self._executor = executor
-        self._trajectory = trajectory_id
-        self._config = config
-        self._view = config.verifier_mode == "view"
 
-    async def settle(self) -> None:
-        """Make the files of set-up part of a view's root.
+async def begin(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvConfig) -> None:
+    """Switch later calls to where the agent's work is verified.
 
-        Raises:
-            SandboxError: the slot was lost, or its container keeps no more snapshots (`max_snapshots`, `max_snapshot_mib`).
-        """
-        if self._view and self._executor.has_slot(self._trajectory):
-            slot = await self._executor.slot(self._trajectory)
-            await slot.settle()
-
-    async def open(self) -> None:
-        """Switch later calls to where the agent's work is verified.
-
-        Raises:
-            SandboxError: the slot was lost.
-        """
-        if not self._executor.has_slot(self._trajectory):
-            return
-        if self._config.verifier_quiesce or not self._view:
-            slot = await self._executor.slot(self._trajectory)
-            await slot.quiesce()
-        if self._view:
-            await self._executor.view(self._trajectory, self._config.verifier_folders)
+    Raises:
+        SandboxError: the slot was lost.
+    """
+    if not executor.has_slot(trajectory_id):
+        return
+    in_view = config.verifier_mode == "view"
+    if config.verifier_quiesce or not in_view:
+        slot = await executor.slot(trajectory_id)
+        await slot.quiesce()
+    if in_view:
+        await executor.view(trajectory_id, config.verifier_folders)
