@@ -93,7 +93,6 @@ class AtroposAgent:
             room = await self._continue(transcript, steps[-1], lambda: [{"role": "user", "content": task}])
         with Allowance(self.config.timeout_s) as allowance:
             reason = await self._turns(transcript, steps, allowance) if room else "context_length"
-        transcript.check()
         return AgentResult(
             success=reason == "final",
             error=_ENDINGS.get(reason),
