@@ -249,7 +249,7 @@ class BrowserHost:
                 raise
             except Exception as error:
                 _log.warning("Chromium does not work and is restarted: %s", _line(error))
-                await self.restart()
+                await self.aclose()
                 return await self._open_context()
         except ToolServerUnavailable:
             raise
@@ -309,7 +309,7 @@ class BrowserHost:
             self._browser.on("disconnected", self._lost)
             return self._browser
 
-    async def restart(self) -> None:
+    async def aclose(self) -> None:
         """Stop Chromium; the next use starts it again."""
         async with self._starting:
             await self._stop()
@@ -327,7 +327,7 @@ class BrowserHost:
         except Exception as error:
             if browser is self._browser:
                 _log.warning("Chromium hangs and is restarted: %s", _line(error))
-                await self.restart()
+                await self.aclose()
 
     def _lost(self, _: object) -> None:
         for session in list(self._sessions):
@@ -344,10 +344,6 @@ class BrowserHost:
             await _close(playwright.stop())
         if proxy is not None:
             await _close(proxy.aclose())
-
-    async def aclose(self) -> None:
-        """End Chromium."""
-        await self.restart()
 
 
 async def _close(closing: Awaitable[object]) -> Exception | None:
