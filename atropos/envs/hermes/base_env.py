@@ -283,23 +283,19 @@ class HermesAgentBaseEnv(SandboxEnv):
     async def _lifetime_of(self, trajectory_id: str) -> AsyncGenerator[ExecuteTool]:
         """A function that runs calls; a slot that is idle for longer than `terminal_lifetime` is released."""
         idle_s = self.config.terminal_lifetime
-        expired = False
         timer: asyncio.TimerHandle | None = None
-        releases: set[asyncio.Task[None]] = set()
+        release: asyncio.Task[None] | None = None
         loop = asyncio.get_running_loop()
 
         def expire() -> None:
-            nonlocal expired
-            expired = True
-            task = loop.create_task(self.executor.release_trajectory(trajectory_id))
-            releases.add(task)
-            task.add_done_callback(releases.discard)
+            nonlocal release
+            release = loop.create_task(self.executor.release_trajectory(trajectory_id))
 
         async def execute(call: ToolCall) -> ToolResult:
             nonlocal timer
             if timer is not None:
                 timer.cancel()
-            if expired:
+            if release is not None:
                 raise LeaseExpired(
                     f"{trajectory_id}: its slot was idle for more than terminal_lifetime ({idle_s:g} s) and is gone"
                 )
@@ -310,13 +306,13 @@ class HermesAgentBaseEnv(SandboxEnv):
 
         try:
             yield execute
-            if expired:
+            if release is not None:
                 raise LeaseExpired(f"{trajectory_id}: its slot was idle for more than {idle_s:g} s and is gone")
         finally:
             if timer is not None:
                 timer.cancel()
-            if releases:
-                await asyncio.gather(*releases, return_exceptions=True)
+            if release is not None:
+                await asyncio.gather(release, return_exceptions=True)
 
     async def _set_up_base(self) -> None:
         """Set up inference and the tool backend, once."""
