@@ -129,12 +129,7 @@ Settings = TypeVar("Settings", bound=SettingsModel)
 
 
 def parse_settings(model: type[Settings], values: Mapping[str, object], what: str) -> Settings:
-    """Settings from a parsed file or flags.
-
-    Args:
-        model: of which service.
-        values: by name.
-        what: the service, for the message.
+    """Settings of a service (`what`) from a parsed file or flags.
 
     Raises:
         ConfigError: a value is wrong; names each field.

@@ -13,9 +13,7 @@ from rich.live import Live
 def redrawn(console: Console, *, screen: bool = False) -> Generator[Callable[[RenderableType], None]]:
     """A function that shows something in the place of what it showed before; in a file or pipe, after it.
 
-    Args:
-        console: where.
-        screen: whether it takes the whole terminal.
+    With `screen` it takes the whole terminal.
     """
     if not console.is_terminal:
         yield console.print

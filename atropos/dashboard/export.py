@@ -39,14 +39,7 @@ class _Step(TypedDict, total=False):
 
 
 def atif(entry: Entry, details: Details, *, agent: str, version: str) -> dict[str, object]:
-    """A trajectory as an ATIF document. A message with results belongs to the step of the calls before it.
-
-    Args:
-        entry: the trajectory.
-        details: its messages and verifier output.
-        agent: name of the agent.
-        version: its version.
-    """
+    """A trajectory as an ATIF document. A message with results belongs to the step of the calls before it."""
     steps: list[_Step] = []
     call_ids: list[str | None] = []
     for message in details.messages:

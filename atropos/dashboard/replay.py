@@ -30,12 +30,7 @@ Event = tuple[float, str]
 
 
 def events(details: Details, *, most: int = MAX_MESSAGE_CHARS) -> list[Event]:
-    """What is printed, and at how many seconds from the first turn's start.
-
-    Args:
-        details: the trajectory's.
-        most: characters of one call's output; more are cut in their middle.
-    """
+    """What is printed, and at how many seconds from the first turn's start; a call's output in `most` characters."""
     found: list[Event] = []
     chars = 0
     for at, text in _events(details, most):

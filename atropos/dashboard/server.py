@@ -52,12 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class Readers(Admission):
-    """Lets browsers in, which show the token in the address or in a cookie; who shows none reads a 401 and sends no body.
-
-    Args:
-        token: what a reader must show.
-        cookie: the name of the cookie.
-    """
+    """Lets browsers in, which show the token in the address or in a cookie; who shows none reads a 401 and sends no body."""
 
     def __init__(self, token: str, cookie: str) -> None:
         self._value, self._cookie = BearerToken(token), cookie

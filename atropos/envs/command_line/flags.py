@@ -61,11 +61,7 @@ class CommandLine:
 
 
 class FieldType(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] (generic since click 8.4 alone)
-    """A flag's text as the field's kind of value; scalars are checked by the model.
-
-    Args:
-        annotation: the field's.
-    """
+    """A flag's text as the kind of value that a field's annotation says; scalars are checked by the model."""
 
     def __init__(self, annotation: object) -> None:
         self._kinds = _kinds(annotation)

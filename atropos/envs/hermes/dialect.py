@@ -51,14 +51,7 @@ def _in_user_message(message: Message) -> str:
 
 
 class OpenAIDialect(Dialect):
-    """Calls are in `tool_calls`, each result is a tool message. Calls within `<think>` are ignored.
-
-    Args:
-        tokenizer: the model's, with a chat template.
-        schemas: OpenAI schemas of the tools that are offered.
-        parser: the format of calls in model text.
-        extra_body: further fields of a chat request.
-    """
+    """Calls are in `tool_calls`, each result is a tool message. Calls within `<think>` are ignored."""
 
     def __init__(
         self,

@@ -119,13 +119,9 @@ def _either(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., An
 
 
 class ToolContext(HookCalls):
-    """One rollout's slot and tools. `HermesAgentBaseEnv` makes one for each reward function.
+    """One rollout's slot and tools; `HermesAgentBaseEnv` makes one for each reward function.
 
-    Args:
-        executor: runs the calls.
-        trajectory_id: whose slot it is.
-        limit: bounds the calls in flight, across rollouts.
-        setup: whether the workspace is being prepared, so that a call that fails is a fault of the task.
+    `limit` bounds the calls in flight, across rollouts.
     """
 
     def __init__(

@@ -36,17 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class EnvDashboard:
-    """Does nothing where `dashboard_port` is None.
-
-    Args:
-        config: the env's settings.
-        title: of its pages.
-        metrics: what is shown.
-        backend: its containers.
-
-    Attributes:
-        server: None where `dashboard_port` is None.
-    """
+    """Does nothing where `dashboard_port` is None; then it has no `server`."""
 
     def __init__(self, config: SandboxEnvConfig, title: str, metrics: EnvMetrics, backend: ToolBackend) -> None:
         self._metrics, self._backend = metrics, backend

@@ -44,14 +44,7 @@ def _append(file: int, line: bytes) -> None:
 
 
 class GroupSink:
-    """Takes finished groups.
-
-    Args:
-        config: the env's settings.
-        metrics: counts what is left out or lost.
-        title: of the page.
-        writer: atroposlib's JSONL writer; None: no file.
-    """
+    """Takes finished groups; without atroposlib's `writer` of the JSONL there is no file and no page."""
 
     def __init__(self, config: SandboxEnvConfig, metrics: EnvMetrics, title: str, writer: Writer | None) -> None:
         self._config = config
@@ -65,10 +58,7 @@ class GroupSink:
     def admits(self, group: ScoredGroup, name: str, *, max_token_len: int) -> bool:
         """Complete a group as atroposlib does, and decide whether it is sent; one that isn't is counted and logged.
 
-        Args:
-            group: as `scored_group` gives it.
-            name: of its item.
-            max_token_len: the trainer's limit; 0: none.
+        `name` is its item's; `max_token_len` is the trainer's limit, 0: none.
         """
         group.setdefault("ref_logprobs", None)
         group.setdefault("overrides", None)

@@ -21,12 +21,9 @@ _log = logging.getLogger(__name__)
 
 
 def metrics_text(metrics: EnvMetrics, others: Iterable[Family], env: str) -> str:
-    """All numbers in Prometheus' text format, labelled with the env's name; called in the env's event loop.
+    """An env's numbers in Prometheus' text format, labelled with its name; called in its event loop.
 
-    Args:
-        metrics: the env's own.
-        others: its executor's and its pool's.
-        env: its name.
+    `others` are its executor's and its pool's.
     """
     return exposition([build_info(), *_families(metrics), *others], env=env)
 

@@ -118,9 +118,6 @@ class TrajectoryApi:
     It has an endpoint for the newest group that it took: if that is the group in question, it arrived. This env sends one
     request at a time, so that only another env's group can have come in between. If the group before was the same (one item,
     seeded), the answer proves nothing, and the group is sent again.
-
-    Args:
-        url: of run-api.
     """
 
     def __init__(self, url: str) -> None:
@@ -130,11 +127,7 @@ class TrajectoryApi:
         """The last group that arrived."""
 
     async def send(self, groups: Sequence[Mapping[str, object]], *, listed: bool) -> bool:
-        """Send groups to the trajectory API; the JSON is encoded and compressed in a thread.
-
-        Args:
-            groups: plain data.
-            listed: whether they go out as a list.
+        """Send groups, as a list or each alone; the JSON is encoded and compressed in a thread.
 
         Returns:
             Whether they may have arrived more than once.

@@ -101,14 +101,7 @@ class TrajectoryRunner(Protocol):
 
 
 class GroupCollector:
-    """Collects groups of an env's trajectories.
-
-    Args:
-        env: prepares groups and runs trajectories.
-        config: the env's settings.
-        backend: gives the slots.
-        metrics: counts what happened.
-        lifetime: of the command, which a hopeless run ends.
+    """Collects groups of an env's trajectories; a hopeless run ends the command's lifetime.
 
     Attributes:
         observers: called with each `Event`.

@@ -91,14 +91,7 @@ class HookCalls:
 
 
 class ExecTool(HookCalls):
-    """`exec_tool` as hooks get it: runs calls in one trajectory's slot and remembers the first failure.
-
-    Args:
-        executor: runs the calls.
-        trajectory_id: whose slot it is.
-        run: runs one call for this trajectory.
-        setup: whether a call that fails is a fault of the task.
-    """
+    """`exec_tool` as hooks get it: runs calls in one trajectory's slot and remembers the first failure."""
 
     def __init__(
         self,
@@ -156,13 +149,7 @@ VERIFYING = ("verify_and_score_trajectory", "compute_reward")
 
 
 class Hooks:
-    """Calls an env's hooks.
-
-    Args:
-        owner: the env's class, for the log.
-        metrics: counts errors by hook.
-        timeout_s: the longest one hook may take.
-    """
+    """Calls an env's hooks. `owner`: the env's class, for the log."""
 
     def __init__(self, owner: str, metrics: EnvMetrics, timeout_s: float) -> None:
         self._owner = owner
