@@ -9,6 +9,9 @@ from collections import deque
 from atropos.api.http import Refusal
 from atropos.api.settings import Bounds
 
+Place = asyncio.Future[None]
+"""In a turnstile; done when it is its turn. To be awaited shielded: a cancelled one would count as a turn that was taken."""
+
 
 class Turnstile:
     """Lets `concurrency` calls in, `queue` wait in order, and refuses the rest with 429.
@@ -20,7 +23,7 @@ class Turnstile:
         self._name = name
         self._bounds = bounds
         self._running = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[Place] = deque()
         self._level = float(bounds.burst)
         self._filled = time.monotonic()
 
@@ -42,8 +45,8 @@ class Turnstile:
             self._level = min(float(self._bounds.burst), self._level + gained)
         self._filled = now
 
-    def enter(self) -> TurnstilePass:
-        """Take a turn, or a place in the queue.
+    def enter(self) -> Place:
+        """Take a turn, or a place in the queue; it must be left, also before its turn.
 
         Raises:
             Refusal: 429, with the time after which to retry.
@@ -55,52 +58,29 @@ class Turnstile:
             raise Refusal(
                 429, "rate_limited", f"{self._name}: at most {rate:g} calls a second; retry later", retry_after_s=wait
             )
+        place: Place = asyncio.get_running_loop().create_future()
         if self._running < self._bounds.concurrency and not self._waiting:
-            self._level -= 1
             self._running += 1
-            return TurnstilePass(self, None)
-        if len(self._waiting) >= self._bounds.queue:
+            place.set_result(None)
+        elif len(self._waiting) >= self._bounds.queue:
             raise Refusal(
                 429,
                 "busy",
                 f"{self._name}: {self._running} calls run and {len(self._waiting)} wait; retry later",
                 retry_after_s=1,
             )
+        else:
+            self._waiting.append(place)
         self._level -= 1
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
-        return TurnstilePass(self, place)
+        return place
 
-    def leave(self, place: asyncio.Future[None] | None) -> None:
+    def leave(self, place: Place) -> None:
         """End a turn, or give up a place in the queue."""
-        if place is not None and not place.done():
+        if not place.done():
             self._waiting.remove(place)
             place.cancel()
             return
         self._running -= 1
         while self._waiting and self._running < self._bounds.concurrency:
-            following = self._waiting.popleft()
-            if not following.done():
-                self._running += 1
-                following.set_result(None)
-
-
-class TurnstilePass:
-    """A place in a turnstile; `ready` waits for its turn. Must be closed, also before its turn."""
-
-    def __init__(self, turnstile: Turnstile, place: asyncio.Future[None] | None) -> None:
-        self._turnstile = turnstile
-        self._place = place
-        self._closed = False
-
-    async def ready(self) -> None:
-        """Wait until it is this call's turn."""
-        if self._place is not None:
-            # shielded: a cancelled waiter must not mark its place as done, or the turn would count as taken
-            await asyncio.shield(self._place)
-
-    def close(self) -> None:
-        """End the turn. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._turnstile.leave(self._place)
+            self._running += 1
+            self._waiting.popleft().set_result(None)

@@ -14,7 +14,7 @@ from atropos.aio import Allowance
 from atropos.api.http import Refusal
 from atropos.api.settings import ToolServerSettings
 from atropos.api.tool_host.answers import bounded
-from atropos.api.tool_host.bounds import Turnstile, TurnstilePass
+from atropos.api.tool_host.bounds import Place, Turnstile
 from atropos.api.tool_host.journal import ToolCallJournal
 from atropos.errors import ConfigError, OutcomeUnknown, SandboxError, ToolServerUnavailable
 from atropos.tools.arguments import BadArguments, check
@@ -163,7 +163,7 @@ class ToolHost:
 
         def ended(_: asyncio.Task[ToolResult]) -> None:
             # here and not in the task: a task cancelled before its first step never reaches its `finally`
-            turn.close()
+            trajectory.turnstile.leave(turn)
             trajectory.running -= 1
             trajectory.last_used = time.monotonic()
 
@@ -195,16 +195,17 @@ class ToolHost:
         return False
 
     async def _in_turn(
-        self, call: ExternalCall, tool: Tool, arguments: object, trajectory: HostedTrajectory, turn: TurnstilePass
+        self, call: ExternalCall, tool: Tool, arguments: object, trajectory: HostedTrajectory, turn: Place
     ) -> ToolResult:
         """Run a call at its trajectory's turn, then the tool's: while it waits for the first it takes no place of the tool."""
         with contextlib.ExitStack() as places:
             try:
                 async with asyncio.timeout(_QUEUE_S):
-                    await turn.ready()
-                    place = self._gates[tool.name].enter()
-                    places.callback(place.close)
-                    await place.ready()
+                    await asyncio.shield(turn)
+                    gate = self._gates[tool.name]
+                    place = gate.enter()
+                    places.callback(gate.leave, place)
+                    await asyncio.shield(place)
             except TimeoutError:
                 message = f"no turn within {_QUEUE_S:g} s: the calls before it still run; retry later"
                 raise Refusal(429, "busy", message, retry_after_s=5) from None
