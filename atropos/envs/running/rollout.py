@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Required, SupportsFloat, TypedDict
 
 from atropos.agent import AgentResult, Message, Transcript
@@ -75,16 +75,15 @@ class Rollout:
     trajectory_id: str
     transcript: Transcript
     score: float
-    steps: int = 0
-    calls: int = 0
+    steps: int
+    calls: int
+    stop_reason: str
+    info: dict[str, object]
+    phases: dict[str, float]
+    turns: list[Timing]
+    changes: dict[str, object]
     seconds: float = 0.0
     attempts: int = 1
-    stop_reason: str = "final"
-    final_response: str = ""
-    info: dict[str, object] = field(default_factory=dict[str, object])
-    phases: dict[str, float] = field(default_factory=dict[str, float])
-    turns: list[Timing] = field(default_factory=list[Timing])
-    changes: dict[str, object] = field(default_factory=dict[str, object])
 
     @classmethod
     def of(
@@ -106,7 +105,6 @@ class Rollout:
             steps=len(result.steps),
             calls=result.total_tool_calls,
             stop_reason=result.stop_reason,
-            final_response=result.final_response,
             info=info,
             phases={
                 "setup": set_up - started,
