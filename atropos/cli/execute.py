@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
@@ -78,18 +77,18 @@ async def _run(
 ) -> ExecResult:
     from atropos.slots import SlotPool, SlotPoolConfig
 
-    async with SlotPool(SlotPoolConfig.model_validate(settings)) as pool, contextlib.AsyncExitStack() as stack:
+    async with SlotPool(SlotPoolConfig.model_validate(settings)) as pool:
         if image is not None:
             with progress_display() as progress_of:
                 prepared = await pool.prepare(image_or_task(image), progress=progress_of(image))
             image = prepared.source if prepared is not None and prepared.source.startswith("atropos-build:") else image
-        slot = await stack.enter_async_context(pool.lease("atropos-exec", image=image))
-        if upload is not None:
-            try:
-                await slot.upload(upload, "/workspace" if upload.is_dir() else f"/workspace/{upload.name}")
-            except OSError as error:
-                raise ConfigError(f"--upload {upload}: {error.strerror}: {error.filename}") from None
-        return await slot.exec(command, timeout_s=timeout_s, stdin=stdin, split=split)
+        async with pool.lease("atropos-exec", image=image) as slot:
+            if upload is not None:
+                try:
+                    await slot.upload(upload, "/workspace" if upload.is_dir() else f"/workspace/{upload.name}")
+                except OSError as error:
+                    raise ConfigError(f"--upload {upload}: {error.strerror}: {error.filename}") from None
+            return await slot.exec(command, timeout_s=timeout_s, stdin=stdin, split=split)
 
 
 def _print(result: ExecResult, most_s: float) -> None:
