@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-from atropos.tools import Tool, ToolCall, ToolRegistry
+from atropos.tools import Tool, ToolCall
 from atropos.tools.models import ToolSchema
 from atropos.tools.parsers import Parser
 
-Tools = ToolRegistry | Iterable[Tool | ToolSchema | Mapping[str, object]]
-"""The forms in which an agent takes its tools."""
+Tools = Iterable[Tool | ToolSchema | Mapping[str, object]]
+"""The forms in which an agent takes its tools; a registry is one."""
 
 DEFAULT_SYSTEM = (
     "You are an agent at work in a Linux sandbox of your own. Use the tools to do the task, look at their results, "
@@ -30,12 +30,8 @@ EXAMPLE = ToolCall(name="function_name", arguments={"argument_name": "value"})
 
 
 def schemas_of(tools: Tools | None) -> list[dict[str, object]]:
-    """OpenAI schemas of a registry, of tools, or of schemas in either form."""
-    if tools is None:
-        return []
-    if isinstance(tools, ToolRegistry):
-        return tools.schemas()
-    return [_schema(tool) for tool in tools]
+    """OpenAI schemas of tools, or of schemas in either form."""
+    return [_schema(tool) for tool in tools or ()]
 
 
 def _schema(tool: Tool | ToolSchema | Mapping[str, object]) -> dict[str, object]:

@@ -47,10 +47,8 @@ class TurnRenderer:
         self._tokenizer = tokenizer
         self._cached_prompt = lru_cache(PROMPTS_KEPT)(self._text_prompt)
         self._tools = [dict(tool) for tool in tools] if tools else None
-        self._special = _special_tokens(tokenizer)
-        self._special_pattern = (
-            re.compile("|".join(re.escape(text) for text in self._special)) if self._special else None
-        )
+        special = _special_tokens(tokenizer)
+        self._special_pattern = re.compile("|".join(map(re.escape, special))) if special else None
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 "tokenizer_name: this tokenizer has no chat template; name the instruct model's tokenizer instead"
@@ -63,14 +61,12 @@ class TurnRenderer:
         self.end_text = str(tokenizer.decode([self.end_id]))
         eos: int | None = getattr(tokenizer, "eos_token_id", None)
         self.end_ids = {self.end_id} if eos is None else {self.end_id, eos}
-        self.stop_ids = self._only_special({*self.end_ids, *self._after_a_call()})
+        closing = {*self.end_ids, *self._after_a_call()}
+        self.stop_ids = frozenset(token for token in closing if str(tokenizer.decode([token])) in special)
         """Special tokens after which nothing of the turn comes, so that a server can be asked to stop there."""
         self.end_ids |= self.stop_ids
         self.thinking_opening = opening_of(self._apply([{"role": "user", "content": "x"}]))
         """What the prompt already has of the turn's thinking: `<think>`, which the model then doesn't write; or empty."""
-
-    def _only_special(self, ids: set[int]) -> frozenset[int]:
-        return frozenset(token for token in ids if str(self._tokenizer.decode([token])) in self._special)
 
     def _after_a_call(self) -> list[int]:
         """The token after a turn with a call. GLM's template closes no turn, so its models sample the next one's opening."""
