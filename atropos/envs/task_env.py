@@ -138,7 +138,10 @@ class TaskEnv(DatasetEnv):
         Raises:
             ConfigError: an image is unavailable and `skip_bad_tasks` is off, or no task is left; or a verifier layer is.
         """
-        await self._prepare_layers()
+        try:
+            await self._layers.prepare(self._task_images)
+        except (TaskBroken, ImageUnavailable) as error:
+            raise ConfigError(f"verifier_layers: {error}") from error
         outcomes = await asyncio.gather(*(self._task_images.pull(item) for item in self.items), return_exceptions=True)
         refused: dict[str, str] = {}
         usable: list[Task] = []
@@ -153,12 +156,6 @@ class TaskEnv(DatasetEnv):
         if not usable:
             raise ConfigError("tasks_path: no task's image is available; the log has the reasons")
         self.items = usable
-
-    async def _prepare_layers(self) -> None:
-        try:
-            await self._layers.prepare(self._task_images)
-        except (TaskBroken, ImageUnavailable) as error:
-            raise ConfigError(f"verifier_layers: {error}") from error
 
     def close_files(self) -> None:
         """As `SandboxEnv`'s; also removes the verifier's layers."""
@@ -365,9 +362,7 @@ class TaskEnv(DatasetEnv):
 
     @property
     def _task_images(self) -> TaskImages:
-        pool = self.backend.pool
-        if pool is None:
-            raise RuntimeError("the tool backend is not running")
+        pool = self.executor.pool
         if self._images is None or self._images.pool is not pool:
             self._images = TaskImages(pool, self.config.task_images)
         return self._images
