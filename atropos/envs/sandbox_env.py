@@ -103,7 +103,7 @@ class SandboxEnv(BaseEnv):
         self.hooks = Hooks(type(self).__name__, self.metrics, config.hook_timeout_s)
         self.backend = ToolBackend(config)
         self.collector = GroupCollector(self, config, self.backend, self.metrics, self.lifetime)
-        self.sink = GroupSink(config, self.metrics, title, self.jsonl_writer)
+        self.sink = GroupSink(config, self.metrics, title, getattr(self.jsonl_writer, "_fp", None))
         self.endpoint = MetricsEndpoint(config.metrics_address, self.metrics_text, config.metrics_token)
         self.dashboard = EnvDashboard(config, title, self.metrics, self.backend)
         self.observers.append(self.dashboard.observe)

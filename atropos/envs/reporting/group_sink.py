@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Protocol
+from typing import TextIO
 
 import aiohttp
 
@@ -19,14 +19,6 @@ from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import ScoredGroup, drop_reason
 
 _log = logging.getLogger(__name__)
-
-
-class Writer(Protocol):
-    """atroposlib's JSONL writer."""
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
 
 
 def _append(file: int, line: bytes) -> None:
@@ -44,13 +36,13 @@ def _append(file: int, line: bytes) -> None:
 
 
 class GroupSink:
-    """Takes finished groups; without atroposlib's `writer` of the JSONL there is no file and no page."""
+    """Takes finished groups. `jsonl`: the file for them, which a page is written beside; None: there are neither."""
 
-    def __init__(self, config: SandboxEnvConfig, metrics: EnvMetrics, title: str, writer: Writer | None) -> None:
+    def __init__(self, config: SandboxEnvConfig, metrics: EnvMetrics, title: str, jsonl: TextIO | None) -> None:
         self._config = config
         self._metrics = metrics
         self._title = title
-        self._writer = writer
+        self._jsonl = jsonl
         self._api = TrajectoryApi(config.rollout_server_url)
         self._until: float | None = None
         self._limits: set[asyncio.Timeout] = set()
@@ -97,14 +89,14 @@ class GroupSink:
         Raises:
             OSError: it can't be written, and goes nowhere else.
         """
-        writer = getattr(self._writer, "_fp", None)
-        if writer is None:
+        jsonl = self._jsonl
+        if jsonl is None:
             return
         line = await asyncio.to_thread(json_of, group)
-        if writer.closed:
+        if jsonl.closed:
             return
         try:
-            _append(writer.fileno(), f"{line}\n".encode())
+            _append(jsonl.fileno(), f"{line}\n".encode())
         except OSError as error:
             path = self._config.data_path_to_save_groups
             if not sent:
@@ -155,17 +147,17 @@ class GroupSink:
 
     def close(self) -> None:
         """Close the JSONL and write its page; a file without a group is removed. Idempotent."""
-        writer, self._writer = self._writer, None
+        jsonl, self._jsonl = self._jsonl, None
         path = self._config.data_path_to_save_groups
-        if writer is None or path is None:
+        if jsonl is None or path is None:
             return
         with contextlib.suppress(OSError):
-            writer.close()
-        jsonl = Path(path)
+            jsonl.close()
+        written = Path(path)
         try:
-            if jsonl.exists() and jsonl.stat().st_size == 0:
-                jsonl.unlink()
-            elif jsonl.exists():
-                write_page(jsonl, title=self._title)
+            if written.exists() and written.stat().st_size == 0:
+                written.unlink()
+            elif written.exists():
+                write_page(written, title=self._title)
         except OSError as error:
             _log.warning("the page beside %s could not be written: %s", path, error)

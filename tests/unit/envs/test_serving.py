@@ -7,7 +7,6 @@ import contextlib
 import gzip
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,8 +113,7 @@ async def test_a_full_disk_under_the_record_keeps_no_group_from_the_trainer(capl
     with Path("/dev/full").open("w") as full:
         async with trajectory_api() as (api, taken):
             env = env_at(api)
-            writer = SimpleNamespace(_fp=full, close=full.close)
-            env.sink = GroupSink(env.config, env.metrics, "record", writer)
+            env.sink = GroupSink(env.config, env.metrics, "record", full)
             await env.handle_send_to_api(group(), {})
             assert [one["scores"] for one in taken] == [[0.0, 1.0, 1.0]]
             assert "lacks a group, which is sent: No space left on device" in caplog.text
@@ -128,7 +126,7 @@ async def test_a_group_that_found_no_room_leaves_no_part_of_its_line(tmp_path):
     env = env_at("http://127.0.0.1:9")
     env.config.data_path_to_save_groups = str(record)
     with record.open("w") as file:
-        sink = GroupSink(env.config, env.metrics, "record", SimpleNamespace(_fp=file))
+        sink = GroupSink(env.config, env.metrics, "record", file)
         await sink.write(group(), sent=False)
         with files_end_at(record.stat().st_size * 3 // 2), pytest.raises(OSError, match=r"too large: .*out.jsonl"):
             await sink.write(group(), sent=False)
