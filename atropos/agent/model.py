@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import json
 import math
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -38,7 +38,8 @@ Answer = TypeVar("Answer")
 _Sampled = tuple[Sequence[int], Sequence[Sequence[object]], Sequence[Sequence[float]], Sequence[object]]
 """The prompt's ids; then the sampled ids, their logprobs and the finish reason of each completion."""
 
-_capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("capturing", default=False)
+capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("capturing", default=False)
+"""Whether the current model call wants failures as `ModelFailure` values."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,6 @@ class ModelFailure:
     """A server's exception carried as a value past atroposlib's own retries (up to 27 requests for one 503)."""
 
     error: BaseException
-
-
-def capturing() -> bool:
-    """Whether the current model call wants failures as `ModelFailure` values."""
-    return _capturing.get()
 
 
 @dataclass(frozen=True)
@@ -147,6 +143,7 @@ class Model:
         await self._bounded(once)
 
     async def _ask(self, method: str, **request: object) -> object:
+        capturing.set(True)  # until this call's own task ends (`started_in_turn`)
         answer: object = await getattr(self._server, method)(**request)
         if isinstance(answer, ModelFailure):
             raise describe(answer.error) from answer.error
@@ -160,8 +157,7 @@ class Model:
             async with allowance.once():
                 while True:
                     try:
-                        with _capture():
-                            return await started_in_turn(once)
+                        return await started_in_turn(once)
                     except InferenceError as error:
                         last = error
                     except Exception as error:
@@ -174,15 +170,6 @@ class Model:
         except TimeoutError as error:
             why = f"; before that: {last}" if last else ""
             raise InferenceError(f"the inference server gave no answer within {self._timeout_s:g} s{why}") from error
-
-
-@contextlib.contextmanager
-def _capture() -> Generator[None]:
-    token = _capturing.set(True)
-    try:
-        yield
-    finally:
-        _capturing.reset(token)
 
 
 def innermost(error: BaseException) -> BaseException:

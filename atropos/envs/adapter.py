@@ -260,7 +260,7 @@ def _captured(original: Callable[..., Awaitable[object]]) -> Callable[..., Await
         try:
             return await original(**kwargs)
         except Exception as error:
-            if capturing():
+            if capturing.get():
                 return ModelFailure(error)
             raise
 
