@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
+from pydantic import SecretStr
 from rich.console import Console
 from rich.table import Table
 
@@ -130,16 +131,8 @@ async def probe(base: str | None = None) -> Capabilities:
     from atropos.slots.backends.local.server_process import ServerProcess
 
     token = secrets.token_urlsafe(16)
-    config = ServerConfig.model_validate(
-        {
-            "token": token,
-            "slots": 1,
-            "warm": 0,
-            "base": base,
-            "drain_s": 0,
-            "die_with_parent": True,
-            "allow_network": True,
-        }
+    config = ServerConfig(
+        token=SecretStr(token), slots=1, warm=0, base=base, drain_s=0, die_with_parent=True, allow_network=True
     )
     server = await ServerProcess.start(config)
     try:
