@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from atropos.dashboard.records import as_dict, as_list, as_text
@@ -50,11 +50,6 @@ def conversation(messages: object) -> list[Message]:
         role = str(message.get("role", ""))
         found.append(Message(role, tuple(part for part in _parts(role, message) if part.text.strip() or part.name)))
     return found
-
-
-def tools_of(messages: Iterable[Message]) -> list[str]:
-    """The names of the tools that were called, each once, in order."""
-    return list(dict.fromkeys(part.name for message in messages for part in message.parts if part.name))
 
 
 def plain(value: object) -> str:

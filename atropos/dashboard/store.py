@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from atropos.dashboard.changes import Changes, changes_of
-from atropos.dashboard.conversation import Message, conversation, tools_of
+from atropos.dashboard.conversation import Message, conversation
 from atropos.dashboard.records import as_dict, as_list, finite
 
 MAX_TRAJECTORIES = 20_000
@@ -238,7 +238,7 @@ def members(group: Mapping[str, object]) -> Iterator[dict[str, object]]:
 def entry_of(trajectory: Mapping[str, object], *, item: str) -> tuple[Entry, Details]:
     """A trajectory of `members`, parsed; the entry is not numbered yet."""
     details = _details(trajectory)
-    results = [part for message in details.messages for part in message.parts if part.kind == "result"]
+    parts = [part for message in details.messages for part in message.parts]
     entry = Entry(
         number=0,
         group=0,
@@ -250,8 +250,8 @@ def entry_of(trajectory: Mapping[str, object], *, item: str) -> tuple[Entry, Det
         seconds=finite(trajectory.get("seconds")),
         attempts=int(finite(trajectory.get("attempts", 1))),
         stop_reason=str(trajectory.get("stop_reason") or "final"),
-        tools=tuple(tools_of(details.messages)),
-        tool_errors=sum(part.failed for part in results),
+        tools=tuple(dict.fromkeys(part.name for part in parts if part.name)),
+        tool_errors=sum(part.failed for part in parts),
         phases={str(name): finite(value) for name, value in as_dict(trajectory.get("phases")).items()},
     )
     return entry, details
