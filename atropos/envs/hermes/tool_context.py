@@ -181,14 +181,9 @@ class ToolContext(HookCalls):
         slot = await self._slot()
         result = await slot.exec(command, timeout_s=timeout, workdir=workdir, env=env)
         answer = AwaitableDict(exit_code=result.exit_code, output=result.output)
-        if result.timed_out:
-            answer["timed_out"] = True
-        if result.truncated:
-            answer["truncated"] = True
-        if result.limit is not None:
-            answer["limit"] = result.limit
-        if result.error is not None:
-            answer["error"] = result.error
+        for name in ("timed_out", "truncated", "limit", "error"):
+            if value := getattr(result, name):
+                answer[name] = value
         if result.exit_code != 0 and (self._setup if check is None else check):
             what = "timed out" if result.timed_out else f"ended with exit code {result.exit_code}"
             raise TaskFault(f"terminal {command[:200]!r} {what}: {result.output.strip()[-TAIL_CHARS:] or 'no output'}")
