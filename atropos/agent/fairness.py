@@ -37,7 +37,7 @@ def gate_for(tokens: int) -> contextlib.AbstractAsyncContextManager[None]:
 
 
 async def started_in_turn(work: Callable[[], Coroutine[object, object, Value]]) -> Value:
-    """Await `work()`; its first step, which builds and sends a request, holds the lock too."""
+    """Await `work()` in a task of its own; its first step, which builds and sends a request, holds the lock too."""
     async with gate():
         task = asyncio.get_running_loop().create_task(work())
         try:

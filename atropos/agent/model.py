@@ -158,10 +158,8 @@ class Model:
                 while True:
                     try:
                         return await started_in_turn(once)
-                    except InferenceError as error:
-                        last = error
                     except Exception as error:
-                        last = describe(error)
+                        last = error if isinstance(error, InferenceError) else describe(error)
                     attempt += 1
                     if not last.retryable or attempt > self._retries or allowance.left_s <= 0:
                         raise last
