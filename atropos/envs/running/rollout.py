@@ -158,17 +158,10 @@ def checked_text(value: object, hook: str) -> str:
     return value
 
 
-class GroupRecord(TypedDict):
-    """What pages and files show of a group."""
-
-    item: str
-    trajectories: list[dict[str, object]]
-
-
 class ScoredGroup(TypedDict, total=False):
     """atroposlib's `ScoredDataGroup`; `group_overrides` is always a dict.
 
-    The key `atropos` is for people and files; the trajectory API ignores it.
+    The key `atropos`, its item and its trajectories' summaries, is for people and files; the trajectory API ignores it.
     """
 
     tokens: Required[list[list[int]]]
@@ -184,7 +177,7 @@ class ScoredGroup(TypedDict, total=False):
     images: object
     distill_token_ids: object
     distill_logprobs: object
-    atropos: GroupRecord
+    atropos: dict[str, object]
 
 
 def scored_group(rollouts: Sequence[Rollout], *, name: str, include_messages: bool) -> ScoredGroup:
@@ -240,10 +233,10 @@ def drop_reason(group: ScoredGroup, *, group_size: int, same_scores_dropped: boo
     if any(each is not None and [*map(len, each)] != lengths for each in beside):
         return "bad_lengths"
     size = (group.get("group_overrides") or {}).get("group_size", group_size)
-    if len(group.get("tokens", [])) != size:
+    if len(lengths) != size:
         return "wrong_size"
     if same_scores_dropped and len(set(group["scores"])) == 1:
         return "same_scores"
-    if max_token_len > 0 and any(len(tokens) >= max_token_len for tokens in group["tokens"]):
+    if max_token_len > 0 and any(length >= max_token_len for length in lengths):
         return "too_long"
     return None
