@@ -87,14 +87,10 @@ class SandboxEnv(BaseEnv):
         if config.wandb_name is None:
             config.wandb_name = title
         with tokenizers(config.tokenizer_name) as loaded:
-            servers = [] if testing else prepare_server_configs(server_configs, config.tokenizer_name, loaded)
+            if not testing:
+                server_configs = prepare_server_configs(server_configs, config.tokenizer_name, loaded)
             try:
-                super().__init__(
-                    config,
-                    cast("list[APIServerConfig]", server_configs if testing else servers),
-                    slurm=slurm,
-                    testing=testing,
-                )
+                super().__init__(config, cast("list[APIServerConfig]", server_configs), slurm=slurm, testing=testing)
             except OSError as error:  # the tokenizers are loaded, so it is the file of the groups
                 raise ConfigError(f"env.data_path_to_save_groups: {error}; choose a writable path") from error
         prepare_servers(self.server)
