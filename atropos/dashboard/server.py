@@ -122,13 +122,11 @@ class DashboardServer:
         return f"http://{host}:{self.port}/?{urlencode({'token': self._token})}"
 
     async def start(self) -> None:
-        """Listen; does nothing when it does.
+        """Listen.
 
         Raises:
             ConfigError: the address can't be listened on.
         """
-        if self._site is not None:
-            return
         listening = listen(self.host, self.port, setting=self._setting)
         app = web.Application(middlewares=[self._guarded])
         for path, handler in {
