@@ -63,7 +63,6 @@ def html(content: bytes, charset: str | None, url: str) -> dict[str, str]:
     )
     if not text:
         text = trafilatura.html2txt(page)
-    title = ""
     try:
         metadata = extract_metadata(cast("str", page))  # bytes are fine, which its annotation leaves out
         title = str(metadata.title or "") if metadata else ""
