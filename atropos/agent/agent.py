@@ -206,16 +206,14 @@ class AtroposAgent:
     async def _run_calls(self, step: AgentStep, allowance: Allowance) -> None:
         """Run the turn's calls in order, while there is time; a call that could not be parsed gets an error in its place."""
         started = time.perf_counter()
-        for index in range(len(step.calls) + 1):
+        for index, call in enumerate([*step.calls, None]):
             if allowance.left_s <= 0:
                 break
             step.outcomes += [
                 Outcome(None, ToolResult.failure(error.message)) for error in step.unread if error.position == index
             ]
-            if index < len(step.calls):
-                step.outcomes.append(
-                    Outcome(step.calls[index], await self._run_call(step.calls[index], index, allowance))
-                )
+            if call is not None:
+                step.outcomes.append(Outcome(call, await self._run_call(call, index, allowance)))
         step.tools_s = time.perf_counter() - started
 
     async def _run_call(self, call: ToolCall, index: int, allowance: Allowance) -> ToolResult:
