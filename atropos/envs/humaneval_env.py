@@ -68,10 +68,8 @@ def load_problems(path: str | Path) -> list[HumanEvalProblem]:
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(f"humaneval_path: {source} can't be read ({error}); give HumanEval.jsonl.gz") from None
-    problems: list[HumanEvalProblem] = []
-    for number, line in enumerate(text.split("\n"), 1):  # JSON's strings may hold what else `splitlines` ends a line at
-        if line.strip():
-            problems.append(_problem(line, f"humaneval_path: {source}, line {number}"))
+    lines = enumerate(text.split("\n"), 1)  # JSON's strings may hold what else `splitlines` ends a line at
+    problems = [_problem(line, f"humaneval_path: {source}, line {number}") for number, line in lines if line.strip()]
     if not problems:
         raise ConfigError(f"humaneval_path: {source} holds no problem; give HumanEval.jsonl.gz")
     return problems
