@@ -20,7 +20,7 @@ from atropos.api.e2b.files import path_of
 from atropos.api.e2b.rest import gone, problem
 from atropos.api.e2b.sandbox import Sandbox, user_named
 from atropos.errors import SandboxError
-from atropos.slots.slot.results import file_error
+from atropos.slots.slot.results import answered, file_error
 
 MAX_UPLOAD_BYTES = 8 << 30
 """Longest body of an upload, on its way into a sandbox in pieces."""
@@ -108,10 +108,7 @@ async def read(sandbox: Sandbox, path: str, user: str | None) -> AsyncGenerator[
     path, offset = path_of(sandbox, path), 0
     while True:
         wanted = wire.ReadFile(path=path, offset=offset, max_bytes=PIECE_BYTES, user=user)
-        result = await sandbox.slot.run(wanted)
-        if isinstance(result, wire.OpError):
-            raise file_error(result, path)
-        assert isinstance(result, wire.FileResult)
+        result = answered(await sandbox.slot.run(wanted), wire.FileResult, path)
         yield result.data
         if len(result.data) < PIECE_BYTES:
             return
