@@ -35,6 +35,7 @@ if __name__ == "__main__":
 
 from atropos.archives import IN_ZEROS, WholeTar
 from atropos.sandbox.programs.layer_folders import NOFOLLOW, Folders, LayerFolder
+from atropos.sandbox.programs.runner.opening import write_all
 
 _XATTR = "SCHILY.xattr."
 _XATTR_HEX = "ATROPOS.xattr."
@@ -366,7 +367,7 @@ def _fill(fd: int, tar: tarfile.TarFile, info: tarfile.TarInfo) -> None:
         os.lseek(fd, start, os.SEEK_SET)
         left = size
         while left and (data := source.read(min(_COPY, left))):
-            _write(fd, data)
+            write_all(fd, data)
             left -= len(data)
     os.ftruncate(fd, info.size)
 
@@ -397,11 +398,6 @@ def _times(info: tarfile.TarInfo) -> tuple[int, int]:
     whole, _, part = str(info.pax_headers.get("mtime", info.mtime)).partition(".")
     when = int(whole) * 10**9 + int((part + "0" * 9)[:9])
     return when, when
-
-
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 # ---------------------------------------------------------------------------------------------------------------- main

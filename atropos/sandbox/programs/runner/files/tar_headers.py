@@ -35,7 +35,8 @@ def tar_header(name: str, found: os.stat_result, kind: bytes, link: str = "") ->
         return block
     if not is_utf8(member + target):
         records = pax_record(b"hdrcharset", b"BINARY") + records
-    return header_block(b"././@PaxHeader", b"x", 0, 0, 0, len(records), 0, b"") + padded(records) + block
+    padded = records + CONTENT_END[: -len(records) % 512]
+    return header_block(b"././@PaxHeader", b"x", 0, 0, 0, len(records), 0, b"") + padded + block
 
 
 def fits(name: bytes) -> bool:
@@ -66,8 +67,3 @@ def header_block(name: bytes, kind: bytes, mode: int, uid: int, gid: int, size: 
     name, rest = name[:100], kind + link[:100].ljust(100, b"\0") + USTAR
     checksum = sum(name) + sum(numbers) + sum(rest) + 8 * 32
     return (b"%b%b%06o\0 %b" % (name.ljust(100, b"\0"), numbers, checksum, rest)).ljust(512, b"\0")
-
-
-def padded(data: bytes) -> bytes:
-    """Up to a whole block."""
-    return data + CONTENT_END[: -len(data) % 512]
