@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 import aiohttp
@@ -189,12 +189,7 @@ class NomadApi:
 
     async def job(self, job_id: str) -> Json | None:
         """A registered job, or a stopped one (`Stop`); None when Nomad has none."""
-        try:
-            return await self._ask("read the job", lambda: self._nomad.job.get_job(job_id), kind=dict)
-        except NomadRefused as error:
-            if error.status == NOT_FOUND:
-                return None
-            raise
+        return await _unless_gone(self._ask("read the job", lambda: self._nomad.job.get_job(job_id), kind=dict))
 
     async def live_job(self, job_id: str) -> Json | None:
         """A registered job; None when Nomad has none, or it is stopped."""
@@ -223,11 +218,9 @@ class NomadApi:
 
     async def deregister(self, job_id: str, *, purge: bool) -> None:
         """Stop a job, if there is one; with `purge`, remove it."""
-        try:
-            await self._ask("stop the job", lambda: self._nomad.job.deregister_job(job_id, purge=purge), changes=True)
-        except NomadRefused as error:
-            if error.status != NOT_FOUND:
-                raise
+        await _unless_gone(
+            self._ask("stop the job", lambda: self._nomad.job.deregister_job(job_id, purge=purge), changes=True)
+        )
 
     # ----------------------------------------------------------------------------------------------------- allocations
 
@@ -240,13 +233,8 @@ class NomadApi:
 
     async def stop_allocation(self, allocation_id: str) -> None:
         """Stop one allocation, if it is still there; Nomad replaces it."""
-        try:
-            await self._ask(
-                "stop an allocation", lambda: self._nomad.allocation.stop_allocation(allocation_id), changes=True
-            )
-        except NomadRefused as error:
-            if error.status != NOT_FOUND:
-                raise
+        stop = self._nomad.allocation.stop_allocation
+        await _unless_gone(self._ask("stop an allocation", lambda: stop(allocation_id), changes=True))
 
     async def evaluations(self, job_id: str) -> list[Json]:
         """The scheduler's decisions about a job, failed ones with their reasons."""
@@ -295,15 +283,11 @@ class NomadApi:
     async def _variable(self, path: str) -> tuple[dict[str, str], int]:
         """What a variable holds, and the index that it has now; 0: there is none."""
         namespace = self.settings.namespace
-        try:
-            found: Json = await self._ask(
-                "read the variable", lambda: self._nomad.variable.get_variable(path, namespace), kind=dict
-            )
-        except NomadRefused as error:
-            if error.status != NOT_FOUND:
-                raise
-            return {}, 0
-        return found["Items"], found["ModifyIndex"]
+        read = self._nomad.variable.get_variable
+        found: Json | None = await _unless_gone(
+            self._ask("read the variable", lambda: read(path, namespace), kind=dict)
+        )
+        return (found["Items"], found["ModifyIndex"]) if found is not None else ({}, 0)
 
     async def _set_variable(self, path: str, items: dict[str, str], index: int) -> None:
         """Write a variable, unless its index is another one by now."""
@@ -398,3 +382,13 @@ class NomadApi:
         except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as error:
             raise BackendUnavailable(f"Nomad does not answer at {self.settings.shown}: {error}") from error
         return new if new >= index else 0
+
+
+async def _unless_gone(asking: Awaitable[T]) -> T | None:
+    """The answer to a request; None: Nomad knows nothing of what it is about."""
+    try:
+        return await asking
+    except NomadRefused as error:
+        if error.status != NOT_FOUND:
+            raise
+    return None
