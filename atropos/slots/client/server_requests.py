@@ -177,7 +177,6 @@ class ServerRequests:
             pause = backoff.failed()
             if self.lost.is_set():
                 raise SlotLost(self.lost_reason)
-            self._connected()
             try:
                 return await self._ask_once(method, path, kind, body)
             except TimeoutError as error:

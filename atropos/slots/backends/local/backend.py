@@ -34,12 +34,6 @@ class LocalBackend(SupervisedBackend):
         remove_stale_scratch()
         self.scratch = make_scratch()
 
-    async def scale(self, count: int) -> None:
-        """One supervised server for each index below `count`."""
-        if self.scratch is None:
-            raise BackendUnavailable("the local backend is not started")
-        await super().scale(count)
-
     async def launch(self, index: int, token: str) -> Server:
         """A subprocess with a scratch folder below ours."""
         del index

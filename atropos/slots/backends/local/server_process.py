@@ -100,7 +100,6 @@ class ServerProcess:
             ConfigError, IsolationUnavailable: it refused, with its reason.
             BackendUnavailable: it ended, printed something else, or nothing in time.
         """
-        assert self._process.stdout is not None
         try:
             async with asyncio.timeout(timeout_s):
                 line = await self._first_line()
