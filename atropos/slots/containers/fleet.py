@@ -144,10 +144,6 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------ containers
 
-    def expect(self, seat: Seat) -> None:
-        """A container is being connected to."""
-        self.expected.add(seat)
-
     def join(self, seat: Seat, *, slots: int, free: int, now: float) -> None:
         """A container can be used from now on; `free` in MiB."""
         if seat.key in self.seats:

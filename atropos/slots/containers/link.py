@@ -100,7 +100,7 @@ class ContainerLink:
         self._condemn = condemn
         self._polling: asyncio.Task[None] | None = None
         self._poll_again = asyncio.Event()
-        state.fleet.expect(self.seat)
+        state.fleet.expected.add(self.seat)
 
     def __repr__(self) -> str:
         seat = self.seat
