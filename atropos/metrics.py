@@ -115,11 +115,8 @@ def exposition(families: Iterable[Family], **labels: str) -> str:
         lines += [f"# HELP {family.name} {_escape(family.help)}", f"# TYPE {family.name} {family.kind}"]
         for suffix, own, value in family.samples:
             pairs = ",".join(f'{name}="{_escape(text, quoted=True)}"' for name, text in {**labels, **own}.items())
-            lines.append(
-                f"{family.name}{suffix}{{{pairs}}} {_number(value)}"
-                if pairs
-                else f"{family.name}{suffix} {_number(value)}"
-            )
+            labelled = f"{{{pairs}}}" if pairs else ""
+            lines.append(f"{family.name}{suffix}{labelled} {_number(value)}")
     return "\n".join(lines) + "\n"
 
 

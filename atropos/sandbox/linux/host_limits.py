@@ -75,7 +75,8 @@ def read() -> list[HostLimit]:
 
 def _processes() -> list[HostLimit]:
     """A slot is its PID 1, of one thread."""
-    running = _running()
+    loads = _text("/proc/loadavg").split()
+    running = int(loads[3].partition("/")[2]) if len(loads) > 3 else 0  # threads on this machine
     found: list[HostLimit] = []
     for name, path in (("kernel.pid_max", "kernel/pid_max"), ("kernel.threads-max", "kernel/threads-max")):
         found += _sysctl(name, path, running, 1)
@@ -141,12 +142,6 @@ def _sysctl(name: str, path: str, used: int, per_slot: float, unlimited: int | N
     if value <= 0 or value == unlimited:
         return []
     return [HostLimit(name, value, used, per_slot, f"sysctl -w {name}={2 * value}")]
-
-
-def _running() -> int:
-    """The number of threads on this machine."""
-    loads = _text("/proc/loadavg").split()
-    return int(loads[3].partition("/")[2]) if len(loads) > 3 else 0
 
 
 def _number(path: str) -> int | None:
