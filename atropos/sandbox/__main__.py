@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from atropos.errors import ConfigError, IsolationUnavailable, SandboxError
 from atropos.sandbox.boot import root_phase
+from atropos.sandbox.boot.root_phase import RootPhaseSettings
 
 if TYPE_CHECKING:
     from atropos.config import ServerConfig
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         inherited = root_phase.inherited()
         if inherited is None:
             text = read_text(name)
-            root_phase.enter(root_phase.RootPhaseSettings.parse_unchecked(text) or parse(text))
+            root_phase.enter(RootPhaseSettings.parse_unchecked(text) or RootPhaseSettings.of(parse(text)))
         assert inherited is not None
         try:
             return _second_stage(inherited)
@@ -100,9 +101,7 @@ def _config_name(argv: list[str]) -> str:
 def _second_stage(text: str) -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each slot takes half a dozen descriptors
-    settings = root_phase.RootPhaseSettings.parse_unchecked(text.encode()) or root_phase.RootPhaseSettings.of(
-        parse(text)
-    )
+    settings = RootPhaseSettings.parse_unchecked(text.encode()) or RootPhaseSettings.of(parse(text))
     root_phase.enter(settings)
 
     from atropos.sandbox.boot.init import fork_from_init

@@ -162,7 +162,8 @@ def test_a_controller_that_is_not_handed_down_is_named(place):
     inner.mkdir()
     code = (
         "from atropos.config import ServerConfig\nfrom atropos.sandbox.boot import root_phase\n"
-        'root_phase.enter(ServerConfig.model_validate_json(root_phase.inherited() or \'{"token": "-"}\'))\n'
+        'config = ServerConfig.model_validate_json(root_phase.inherited() or \'{"token": "-"}\')\n'
+        "root_phase.enter(root_phase.RootPhaseSettings.of(config))\n"
         "print(root_phase.entered().cgroups)"
     )
     command = ["sh", "-c", f'echo $$ > {inner}/cgroup.procs; exec "$@"', "sh", sys.executable, "-c", code]

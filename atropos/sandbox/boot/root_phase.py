@@ -159,7 +159,7 @@ def entered() -> Entered:
     return passed[1]
 
 
-def enter(config: ServerConfig | RootPhaseSettings) -> None:
+def enter(config: RootPhaseSettings) -> None:
     """Drop privileges. The first stage executes the program again and doesn't return; the second stage returns.
 
     Raises:
@@ -170,7 +170,7 @@ def enter(config: ServerConfig | RootPhaseSettings) -> None:
     if config.die_with_parent:
         syscalls.die_with(parent)
     if passed is None:
-        _first_stage(config if isinstance(config, RootPhaseSettings) else RootPhaseSettings.of(config), parent)
+        _first_stage(config, parent)
 
 
 def undo() -> None:

@@ -116,11 +116,7 @@ class SlotHost:
 
     @property
     def store(self) -> ImageStore:
-        """The host's images.
-
-        Raises:
-            ImageUnavailable: the server was given no folder for them.
-        """
+        """The host's images; see `contract.Host.store`."""
         if self._store is None:
             from atropos.images.store import ImageStore  # few servers need it
 
@@ -164,11 +160,7 @@ class SlotHost:
             self.store.release(image.id)
 
     def base_image(self, source: str) -> ImageInfo:
-        """A base of the server as what images are built on; its id changes when its programs do.
-
-        Raises:
-            NotSupported: there is no such base.
-        """
+        """A base of the server; see `contract.Host.base_image`. Its id changes when its programs do."""
         return ImageInfo(id=skeleton.identity(self.state.base(base_name(source))), source=source, bytes=0)
 
     async def import_layer(self, fill: Callable[[str], Awaitable[None]]) -> Layer:

@@ -26,7 +26,7 @@ def main() -> None:
         )
     else:
         config = ServerConfig.model_validate_json(text)
-    root_phase.enter(config)
+    root_phase.enter(root_phase.RootPhaseSettings.of(config))
     asyncio.run(serve(config))
 
 

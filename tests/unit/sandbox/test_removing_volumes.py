@@ -40,7 +40,7 @@ SERVER = """
 import os
 from atropos.config import ServerConfig
 from atropos.sandbox.boot import root_phase
-root_phase.enter(ServerConfig(token="-", volume="disk"))
+root_phase.enter(root_phase.RootPhaseSettings.of(ServerConfig(token="-", volume="disk")))
 disk = root_phase.entered().disk
 os.makedirs(f"{disk}/1/up/folder")
 for path in (f"{disk}/1/up/folder", f"{disk}/1/up"):
