@@ -242,11 +242,7 @@ class _Member(WholeTar):
 
 
 class Unpacker:
-    """Unpacks an archive into folders, and never writes outside them.
-
-    Args:
-        layers: empty folders.
-    """
+    """Unpacks an archive into empty folders, and never writes outside them."""
 
     def __init__(self, layers: list[str]) -> None:
         self._folders = Folders(layers)

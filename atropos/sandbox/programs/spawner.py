@@ -104,11 +104,7 @@ def _look_up_names() -> None:
 
 
 class Spawner:
-    """Requests in, reports out: one marshalled object a datagram, descriptors beside it.
-
-    Args:
-        server: for requests to start a slot.
-    """
+    """Requests in, reports out: one marshalled object a datagram, descriptors beside it."""
 
     def __init__(self, server: _socket.socket) -> None:
         self._server = server

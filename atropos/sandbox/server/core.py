@@ -17,13 +17,7 @@ from atropos.sandbox.server.state.state import ServerState
 
 
 class Core:
-    """A sandbox server without its HTTP site: what routes, streams and upkeep call.
-
-    Args:
-        config: the server's settings.
-        host: makes the sandboxes.
-        clock: monotonic seconds; tests step it.
-    """
+    """A sandbox server without its HTTP site: what routes, streams and upkeep call."""
 
     def __init__(self, config: ServerConfig, host: Host, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = state = ServerState(config, host, clock)

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class SpawnerClient:
-    """Starts slots, and reports their ends.
-
-    Args:
-        process: the spawner, which `prestart` started.
-        sock: our end of its socket.
-    """
+    """Starts slots, and reports their ends, by the spawner that `prestart` started and our end of its socket."""
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
         self._process = process

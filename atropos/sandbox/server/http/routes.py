@@ -62,14 +62,7 @@ STATUS = {
 
 
 class Routes:
-    """All handlers of one server.
-
-    Args:
-        core: the server.
-        token: the bearer token.
-        capabilities: what the probe found.
-        drain: starts the shutdown of the server.
-    """
+    """All handlers of one server; `drain` starts its shutdown."""
 
     def __init__(
         self,

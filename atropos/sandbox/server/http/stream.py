@@ -60,13 +60,7 @@ class _Over(Exception):
 
 
 class Stream:
-    """One accepted WebSocket.
-
-    Args:
-        core: the server.
-        socket: the accepted WebSocket.
-        transport: the connection under it, to cut it.
-    """
+    """One accepted WebSocket; by the transport under it, it is written to and cut."""
 
     def __init__(self, core: Core, socket: web.WebSocketResponse, transport: asyncio.Transport) -> None:
         self._state = core.state

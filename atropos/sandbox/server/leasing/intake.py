@@ -19,11 +19,7 @@ MAX_OPEN = 20_000
 
 
 class CallIntake:
-    """Takes calls from streams and HTTP requests.
-
-    Args:
-        state: the server's state.
-    """
+    """Takes calls from streams and HTTP requests."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state

@@ -38,11 +38,6 @@ PARALLEL_STARTS = 4
 class Leasing:
     """Grants leases, watches them and ends them.
 
-    Args:
-        state: the server's state.
-        layers: the layers of leases' workspaces.
-        images: the bases that a lease may request.
-
     Attributes:
         broken: why the server can't go on; empty while it can.
         idle: set while there is no lease.

@@ -26,12 +26,7 @@ _PREFIX = "image:"
 
 
 class Images:
-    """What this server knows of images.
-
-    Args:
-        state: the server's state.
-        layers: keeps a snapshot's layer while it is copied.
-    """
+    """What this server knows of images."""
 
     def __init__(self, state: ServerState, layers: Layers) -> None:
         self._state = state

@@ -14,11 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Layers:
-    """Carries out what the counting of `SnapshotStore` decides.
-
-    Args:
-        state: the server's state.
-    """
+    """Carries out what the counting of `SnapshotStore` decides."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state

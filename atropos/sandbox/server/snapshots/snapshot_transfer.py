@@ -34,13 +34,7 @@ class IncomingSnapshot:
 
 
 class SnapshotTransfer:
-    """Sends, receives and copies the layers of snapshots.
-
-    Args:
-        state: the server's state.
-        layers: keeps what is sent while it is read.
-        images: knows the bases of imported snapshots.
-    """
+    """Sends, receives and copies the layers of snapshots."""
 
     def __init__(self, state: ServerState, layers: Layers, images: Images) -> None:
         self._state = state

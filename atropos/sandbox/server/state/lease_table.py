@@ -147,12 +147,7 @@ class LeaseTable:
         return sum(self.retired.values())
 
     def grant(self, request: LeaseRequest, now: float, mib: int) -> HeldLease:
-        """Decide a request. Asking again with the same `lease_id` gives the same lease, or says that it is over.
-
-        Args:
-            request: what is asked for.
-            now: the table's clock.
-            mib: memory that the lease takes.
+        """Decide a request for `mib` of memory. Asked again with its `lease_id`: the same lease, or why that is over.
 
         Raises:
             PoolFull: there is no room for this client now.

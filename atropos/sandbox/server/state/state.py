@@ -25,13 +25,7 @@ CLOSE_S = 2.0
 
 
 class ServerState:
-    """What one sandbox server knows.
-
-    Args:
-        config: the server's settings.
-        host: makes the sandboxes.
-        clock: monotonic seconds; tests step it.
-    """
+    """What one sandbox server knows. `clock`: monotonic seconds; tests step it."""
 
     def __init__(self, config: ServerConfig, host: Host, clock: Callable[[], float]) -> None:
         self.config = config
