@@ -125,7 +125,10 @@ class Keeper:
             return
         link.join(status)
         await link.client.lost.wait()
-        self._relink(link, "the sandbox server is gone or does not answer")
+        if link.gone is None:
+            self._drop(link, "the sandbox server is gone or does not answer")
+            if link.container.state == "running":  # it may have been restarted in place
+                self._connect(link.container, RELINK_S)
 
     def _drop(self, link: ContainerLink, reason: str) -> None:
         """Forget a container; its leases end as lost."""
@@ -146,14 +149,6 @@ class Keeper:
         for snapshot_id in list(left):
             await link.client.drop_snapshot(snapshot_id)
             left.discard(snapshot_id)
-
-    def _relink(self, link: ContainerLink, reason: str) -> None:
-        """Reconnect to a server that was lost while its container is still listed: it may have been restarted in place."""
-        if link.gone is not None:
-            return
-        self._drop(link, reason)
-        if link.container.state == "running":
-            self._connect(link.container, RELINK_S)
 
     async def _condemn(self, link: ContainerLink, reason: str) -> None:
         """Drop a container that is listed but can't be used, and have the backend replace it.
