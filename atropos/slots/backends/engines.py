@@ -53,11 +53,7 @@ class Pace:
 
 
 class Outage:
-    """Whether an engine answers, and for how long it hasn't.
-
-    Args:
-        patience_s: the pool's `outage_s`, in seconds.
-    """
+    """Whether an engine answers, and for how long it hasn't; `patience_s` is the pool's `outage_s`."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s

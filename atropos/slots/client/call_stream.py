@@ -104,16 +104,7 @@ class ClientRefused(BackendUnavailable):
 
 
 class CallStream:
-    """See the module.
-
-    Args:
-        session: makes the connections; carries the token.
-        url: of the stream.
-        client_id: unique to this client.
-        events: what is reported to whom.
-        frames: how large a frame may be.
-        reconnect_s: how long a lost connection is tried for.
-    """
+    """See the module. The session that makes the connections carries the token."""
 
     def __init__(
         self,

@@ -18,12 +18,7 @@ NO_ARCHIVES: Mapping[str, Archive] = MappingProxyType({})
 
 
 class ServerImages:
-    """See the module; a part of `SandboxClient`.
-
-    Args:
-        requests: to the server.
-        archives: of sources that only this process can read.
-    """
+    """See the module; a part of `SandboxClient`."""
 
     def __init__(self, requests: ServerRequests, archives: Mapping[str, Archive] = NO_ARCHIVES) -> None:
         self._requests = requests

@@ -191,12 +191,7 @@ class ContainerLink:
     # --------------------------------------------------------------------------------------------------- releases
 
     async def release(self, lease: wire.Lease, mib: int) -> None:
-        """Release a slot, retrying until the server confirms it; a server that never does is replaced.
-
-        Args:
-            lease: of the slot.
-            mib: memory of the container that it takes.
-        """
+        """Release a slot of so much memory, retrying until the server confirms it; one that never does is replaced."""
         for attempt in range(RELEASE_TRIES):
             if self.gone is not None:
                 return

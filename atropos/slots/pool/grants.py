@@ -28,13 +28,7 @@ IN_TURN_S = 0.1
 
 
 class Grants:
-    """The acquires of a pool that are under way.
-
-    Args:
-        state: the pool's.
-        links: the containers that it is connected to, by id.
-        images: which of them have which image.
-    """
+    """The acquires of a pool that are under way."""
 
     def __init__(self, state: SharedState, links: Mapping[str, ContainerLink], images: PoolImages) -> None:
         self._state = state

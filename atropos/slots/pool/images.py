@@ -37,12 +37,7 @@ Progress = Callable[[str, ImageState], None]
 
 
 class PoolImages:
-    """Prepares images, each once a container however many leases ask.
-
-    Args:
-        state: the pool's.
-        links: its containers.
-    """
+    """Prepares images, each once a container however many leases ask."""
 
     def __init__(self, state: SharedState, links: dict[str, ContainerLink]) -> None:
         self._state = state

@@ -171,12 +171,7 @@ class JobView:
         return max(self.failing, key=lambda item: item.modified, default=None)
 
     def judge_crash(self, item: Allocation, last_line: str) -> None:
-        """Set why a container doesn't start, and whether a retry can help.
-
-        Args:
-            item: its allocation.
-            last_line: of its server's log.
-        """
+        """Set why an allocation doesn't start, and whether a retry can help; `last_line` is of its server's log."""
         alone = {item.index for item in self._live()} <= {item.index for item in self.failing}
         cure = set_up_fault(item.detail)
         if item.run not in self.diagnosed:

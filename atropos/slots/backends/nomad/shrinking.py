@@ -31,13 +31,6 @@ class Shrinker:
 
     Attributes:
         wanted: set it when the job may have a surplus.
-
-    Args:
-        job_id: the job.
-        api: requests to Nomad.
-        http: requests to the containers' servers.
-        view: the state of the job.
-        changed: set when a container starts to end.
     """
 
     def __init__(self, job_id: str, api: NomadApi, http: ServerHttp, view: JobView, changed: ChangeFlag) -> None:
