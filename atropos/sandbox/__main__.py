@@ -108,7 +108,7 @@ def _second_stage(text: str) -> int:
     from atropos.sandbox.host.process import prestart
 
     fork_from_init()
-    prestart.prestart(root_phase.entered().scratch, settings.base)
+    prestarted = prestart.prestart(root_phase.entered().scratch, settings.base)
     config = parse(text)
     if config.tls is None:  # aiohttp would load it all the same, and read all certificates of the host for nothing
         sys.modules.setdefault("ssl", None)  # pyright: ignore[reportArgumentType]
@@ -121,10 +121,7 @@ def _second_stage(text: str) -> int:
 
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
 
-    async def serve() -> int:
-        return await Server(config, SlotHost.create).run()
-
-    return asyncio.run(serve())
+    return asyncio.run(Server(config, lambda config: SlotHost.create(config, prestarted)).run())
 
 
 def _fail(code: int, error: Exception) -> int:

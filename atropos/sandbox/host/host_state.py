@@ -57,7 +57,7 @@ class HostState:
         ConfigError: a base is not there.
     """
 
-    def __init__(self, config: ServerConfig, entered: Entered) -> None:
+    def __init__(self, config: ServerConfig, entered: Entered, prestarted: prestart.Prestarted) -> None:
         self.config = config
         self.entered = entered
         self.scratch = entered.scratch
@@ -80,7 +80,6 @@ class HostState:
         self.egress = egress_supervisor.EgressSupervisor(config, proxy) if config.allow_network else None
         self._creators = itertools.cycle(creators)  # in turn, so that each is reused as late as possible
         try:
-            prestarted = prestart.adopt(self.scratch, config.base)
             self._seccomp, over_host = prestarted.shared()
             os.mkdir(f"{self.files.runtime}/{volumes.NEXT}", 0o755)
             for path in (self.files.empty_file, self.files.empty_folder):

@@ -16,6 +16,7 @@ from atropos.sandbox.boot import root_phase
 from atropos.sandbox.contract import Layer, Sandbox
 from atropos.sandbox.host.files import skeleton, volumes
 from atropos.sandbox.host.host_state import HostState
+from atropos.sandbox.host.process.prestart import Prestarted
 from atropos.sandbox.host.slot import SlotSandbox
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.linux import cgroups, host_limits, slot_cgroup, syscalls
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class SlotHost:
-    """Makes sandboxes on this machine; `await SlotHost.create(config)` after `root_phase.enter(config)`."""
+    """Makes sandboxes on this machine; made by `SlotHost.create` after `root_phase.enter`."""
 
     def __init__(self, state: HostState) -> None:
         self.state = state
@@ -41,7 +42,7 @@ class SlotHost:
         return f"<SlotHost {len(self.state.live)} live, {len(self.state.layers)} layers>"
 
     @classmethod
-    async def create(cls, config: ServerConfig) -> SlotHost:
+    async def create(cls, config: ServerConfig, prestarted: Prestarted) -> SlotHost:
         """Set up what all slots share.
 
         Raises:
@@ -50,7 +51,7 @@ class SlotHost:
         """
         entered = root_phase.entered()
         _check_disk(config, entered)
-        return cls(HostState(config, entered))
+        return cls(HostState(config, entered, prestarted))
 
     # ------------------------------------------------------------------------------------------------------------ slots
 

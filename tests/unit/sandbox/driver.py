@@ -31,9 +31,10 @@ def main() -> None:
 
 
 async def serve(config: ServerConfig) -> None:
+    from atropos.sandbox.host.process import prestart
     from atropos.sandbox.host.slot_host import SlotHost
 
-    host = await SlotHost.create(config)
+    host = await SlotHost.create(config, prestart.prestart(root_phase.entered().scratch, config.base))
     answer({"ready": os.geteuid()})
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):

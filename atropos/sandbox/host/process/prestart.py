@@ -66,15 +66,12 @@ class Prestarted:
         return program, None if skeleton is None else Base(**skeleton)
 
 
-_prestarted: list[Prestarted] = []
-
-
 def default_base(base: str | None) -> str | None:
     """The root file system that slots stand on unless one is configured; None: the host's programs over a skeleton."""
     return base or ("/rootfs" if os.path.isdir("/rootfs") else None)
 
 
-def prestart(scratch: str, base: str | None) -> None:
+def prestart(scratch: str, base: str | None) -> Prestarted:
     """Mount the server's own file system on `scratch`, and start what it holds.
 
     Raises:
@@ -107,14 +104,7 @@ def prestart(scratch: str, base: str | None) -> None:
         env={},
     )
     theirs.close()
-    _prestarted.append(Prestarted(process, sock, python, maker, answer_r))
-
-
-def adopt(scratch: str, base: str | None) -> Prestarted:
-    """Return what `prestart` started; start it now if nothing was."""
-    if not _prestarted:
-        prestart(scratch, base)
-    return _prestarted.pop()
+    return Prestarted(process, sock, python, maker, answer_r)
 
 
 def _make(scratch: str, parent: int, answer: int, *, skeleton: bool) -> None:
