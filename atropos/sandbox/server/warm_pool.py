@@ -21,6 +21,8 @@ from atropos.errors import BackendUnavailable, SandboxError
 from atropos.sandbox.contract import Host, HostBroken, Sandbox, Stopped
 
 log = logging.getLogger(__name__)
+PARALLEL_STARTS = 4
+"""Sandboxes started at once: measured on 2 cores, more only makes each slower."""
 RECENT = 16
 """Latest requests, whose kinds decide which sandboxes are started ahead."""
 BACKOFF_S = (0.05, 0.2, 1.0, 2.0, 5.0)
@@ -49,7 +51,6 @@ class WarmPool:
     Args:
         host: makes them.
         target: how many there should be right now.
-        parallel: starts at once.
         broken: called with the reason when starts keep failing.
         network: the kind to start before the first request.
     """
@@ -59,7 +60,6 @@ class WarmPool:
         host: Host,
         *,
         target: Callable[[], int],
-        parallel: int,
         broken: Callable[[str], None],
         network: bool,
     ) -> None:
@@ -67,7 +67,7 @@ class WarmPool:
         self._target = target
         self._broken = broken
         self._unasked = network
-        self._slots = asyncio.Semaphore(parallel)
+        self._slots = asyncio.Semaphore(PARALLEL_STARTS)
         self._names = itertools.count(1)
         self._kinds = _Kind(network=False), _Kind(network=True)
         self._recent: deque[bool] = deque(maxlen=RECENT)

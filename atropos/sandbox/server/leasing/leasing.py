@@ -31,8 +31,6 @@ from atropos.wire import Capacity, Draining, Hello, Lease, LeaseEnded, LeaseRequ
 log = logging.getLogger(__name__)
 START_S = 30.0
 """Longest an acquire waits for a sandbox to start, in seconds."""
-PARALLEL_STARTS = 4
-"""Sandboxes started at once: measured on 2 cores, more only makes each slower."""
 
 
 class Leasing:
@@ -58,7 +56,6 @@ class Leasing:
         self.warm_pool = WarmPool(
             state.host,
             target=lambda: 0 if self._table.draining else self._table.free + spare,
-            parallel=PARALLEL_STARTS,
             broken=self.mark_broken,
             network=config.allow_network,
         )
