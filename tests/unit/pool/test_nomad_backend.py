@@ -121,9 +121,9 @@ async def test_a_change_is_told_before_its_line_has_come_whole_and_a_heartbeat_i
                 await response.write(await pieces.get())
 
     async with SlowStream() as nomad, contextlib.AsyncExitStack() as stack:
-        api = NomadApi(NomadSettings(nomad.url))
+        api = NomadApi(NomadSettings(nomad.url), "job")
         stack.push_async_callback(api.close)
-        async with contextlib.aclosing(api.events("job")) as events:
+        async with contextlib.aclosing(api.events()) as events:
             await anext(events)
             told = asyncio.ensure_future(anext(events))
             for piece in (b"{}\n", b"{", b"}\n", b"{}\n{}\n"):
@@ -136,11 +136,11 @@ async def test_a_change_is_told_before_its_line_has_come_whole_and_a_heartbeat_i
 
 async def test_an_event_stream_that_is_refused_in_another_encoding_is_refused():
     async with FakeNomad() as nomad, contextlib.AsyncExitStack() as stack:
-        api = NomadApi(NomadSettings(nomad.url))
+        api = NomadApi(NomadSettings(nomad.url), "job")
         stack.push_async_callback(api.close)
         nomad.answers["/event/stream"] = [web.Response(status=503, body="überlastet".encode("latin-1"))]
         with pytest.raises(NomadRefused, match="berlastet"):
-            await anext(api.events("job"))
+            await anext(api.events())
 
 
 async def test_nonsense_in_place_of_any_answer_costs_a_running_pool_nothing(monkeypatch):
@@ -248,9 +248,9 @@ async def test_a_change_whose_caller_was_cancelled_is_waited_for_at_the_end():
             return await super()._handle(request)
 
     async with SlowScale() as nomad, contextlib.AsyncExitStack() as stack:
-        api = NomadApi(NomadSettings(nomad.url))
+        api = NomadApi(NomadSettings(nomad.url), "job")
         stack.push_async_callback(api.close)
-        scaling = asyncio.create_task(api.scale("job", "sandbox", 0, "a reason"))
+        scaling = asyncio.create_task(api.scale(0))
         await begun.wait()
         await cancel_and_wait([scaling])
         assert nomad.job is None

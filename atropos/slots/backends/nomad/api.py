@@ -26,7 +26,7 @@ from atropos.slots.backends.nomad.refusals import (
     unreachable,
 )
 from atropos.slots.backends.nomad.settings import NomadSettings
-from atropos.slots.backends.nomad.view import JobSecret, Json
+from atropos.slots.backends.nomad.view import GROUP, TASK, JobSecret, Json
 
 log = logging.getLogger("atropos.slots.nomad")
 T = TypeVar("T")
@@ -54,10 +54,12 @@ class _TlsAdapter(HTTPAdapter):
 
 
 class NomadApi:
-    """The backend's requests, one or two in each method."""
+    """Requests about one job, one or two in each method."""
 
-    def __init__(self, settings: NomadSettings) -> None:
+    def __init__(self, settings: NomadSettings, job_id: str) -> None:
         self.settings = settings
+        self.job_id = job_id
+        self._secret_path = f"nomad/jobs/{job_id}"
         session = requests.Session()
         session.trust_env = False  # proxy variables are for the internet, not for the cluster
         if settings.tls() is not None:
@@ -187,13 +189,13 @@ class NomadApi:
                 raise ConfigError(f"nomad_variables, or nomad/sandbox.nomad.hcl itself: {error}") from error
             raise
 
-    async def job(self, job_id: str) -> Json | None:
-        """A registered job, or a stopped one (`Stop`); None when Nomad has none."""
-        return await _unless_gone(self._ask("read the job", lambda: self._nomad.job.get_job(job_id), kind=dict))
+    async def job(self) -> Json | None:
+        """The registered job, or a stopped one (`Stop`); None when Nomad has none."""
+        return await _unless_gone(self._ask("read the job", lambda: self._nomad.job.get_job(self.job_id), kind=dict))
 
-    async def live_job(self, job_id: str) -> Json | None:
-        """A registered job; None when Nomad has none, or it is stopped."""
-        job = await self.job(job_id)
+    async def live_job(self) -> Json | None:
+        """The registered job; None when Nomad has none, or it is stopped."""
+        job = await self.job()
         return None if job is None or job.get("Stop") else job
 
     async def register(self, job: Json, *, modify_index: int) -> bool:
@@ -209,24 +211,22 @@ class NomadApi:
             raise
         return True
 
-    async def scale(self, job_id: str, group: str, count: int, message: str) -> None:
-        """Set the number of allocations of a group."""
-        body = {"Count": count, "Target": {"Group": group}, "Message": message}
-        await self._ask(
-            "scale the job", lambda: self._nomad.job.request(job_id, "scale", json=body, method="post"), changes=True
-        )
+    async def scale(self, count: int) -> None:
+        """Set the number of containers."""
+        body = {"Count": count, "Target": {"Group": GROUP}, "Message": "requested by a slot pool"}
+        request = self._nomad.job.request
+        await self._ask("scale the job", lambda: request(self.job_id, "scale", json=body, method="post"), changes=True)
 
-    async def deregister(self, job_id: str, *, purge: bool) -> None:
-        """Stop a job, if there is one; with `purge`, remove it."""
-        await _unless_gone(
-            self._ask("stop the job", lambda: self._nomad.job.deregister_job(job_id, purge=purge), changes=True)
-        )
+    async def deregister(self, *, purge: bool) -> None:
+        """Stop the job, if there is one; with `purge`, remove it."""
+        stop = self._nomad.job.deregister_job
+        await _unless_gone(self._ask("stop the job", lambda: stop(self.job_id, purge=purge), changes=True))
 
     # ----------------------------------------------------------------------------------------------------- allocations
 
-    async def allocations(self, job_id: str) -> list[Json]:
-        """All allocations of a job that Nomad lists, with addresses and task states."""
-        params = {"resources": "true", "task_states": "true", "filter": f'JobID == "{job_id}"'}
+    async def allocations(self) -> list[Json]:
+        """All allocations of the job that Nomad lists, with addresses and task states."""
+        params = {"resources": "true", "task_states": "true", "filter": f'JobID == "{self.job_id}"'}
         return await self._ask(
             "list allocations", lambda: self._nomad.allocations.request(method="get", params=params).json(), kind=list
         )
@@ -236,13 +236,13 @@ class NomadApi:
         stop = self._nomad.allocation.stop_allocation
         await _unless_gone(self._ask("stop an allocation", lambda: stop(allocation_id), changes=True))
 
-    async def evaluations(self, job_id: str) -> list[Json]:
-        """The scheduler's decisions about a job, failed ones with their reasons."""
-        return await self._ask("read evaluations", lambda: self._nomad.job.get_evaluations(job_id), kind=list)
+    async def evaluations(self) -> list[Json]:
+        """The scheduler's decisions about the job, failed ones with their reasons."""
+        return await self._ask("read evaluations", lambda: self._nomad.job.get_evaluations(self.job_id), kind=list)
 
-    async def last_line(self, allocation_id: str, task: str) -> str:
-        """The last line of a task's stderr; empty where that can't be read."""
-        params = [("task", task), ("type", "stderr"), ("plain", "true"), ("origin", "end"), ("offset", "2000")]
+    async def last_line(self, allocation_id: str) -> str:
+        """The last line of a server's log; empty where that can't be read."""
+        params = [("task", TASK), ("type", "stderr"), ("plain", "true"), ("origin", "end"), ("offset", "2000")]
         timeout = aiohttp.ClientTimeout(total=5)
         try:
             async with self._get(f"/v1/client/fs/logs/{allocation_id}", params, timeout=timeout) as answer:
@@ -254,21 +254,20 @@ class NomadApi:
 
     # ---------------------------------------------------------------------------------------------------------- secret
 
-    async def secret(self, job_id: str, *, make: bool = True, pair: tuple[str, str] | None = None) -> JobSecret:
-        """A job's secret, which all its clients share (check-and-set); it is created if needed.
+    async def secret(self, *, make: bool = True, pair: tuple[str, str] | None = None) -> JobSecret:
+        """The job's secret, which all its clients share (check-and-set); it is created if needed.
 
         With `make` False nothing is written, and a missing secret is empty. `pair`: certificate and key of a new one.
 
         Raises:
             ConfigError: the job has a token, and no certificate or another one than `pair`.
         """
-        path = f"nomad/jobs/{job_id}"
         for _ in range(3):
-            items, index = await self._variable(path)
+            items, index = await self._read_variable()
             if items.get("token"):
                 if pair is not None and items.get("certificate", "").strip() != pair[0].strip():
                     raise ConfigError(
-                        f"tls_certificate: job {job_id} runs with another certificate, or without TLS: purge it first "
+                        f"tls_certificate: job {self.job_id} runs with another certificate, or without TLS: purge it first "
                         "(atropos pool purge), or name the files that it was started with"
                     )
                 return JobSecret(items["token"], items.get("certificate") or None)
@@ -277,37 +276,30 @@ class NomadApi:
             items |= {"token": secrets.token_hex(32)}
             if pair is not None:
                 items |= {"certificate": pair[0], "key": pair[1]}
-            await self._set_variable(path, items, index)
-        raise BackendUnavailable(f"the Nomad variable {path} keeps changing")
+            await self._write_variable(items, index)
+        raise BackendUnavailable(f"the Nomad variable {self._secret_path} keeps changing")
 
-    async def _variable(self, path: str) -> tuple[dict[str, str], int]:
-        """What a variable holds, and the index that it has now; 0: there is none."""
-        namespace = self.settings.namespace
-        read = self._nomad.variable.get_variable
-        found: Json | None = await _unless_gone(
-            self._ask("read the variable", lambda: read(path, namespace), kind=dict)
-        )
+    async def _read_variable(self) -> tuple[dict[str, str], int]:
+        """What the variable holds, and the index that it has now; 0: there is none."""
+        read, namespace = self._nomad.variable.get_variable, self.settings.namespace
+        asking = self._ask("read the variable", lambda: read(self._secret_path, namespace), kind=dict)
+        found: Json | None = await _unless_gone(asking)
         return (found["Items"], found["ModifyIndex"]) if found is not None else ({}, 0)
 
-    async def _set_variable(self, path: str, items: dict[str, str], index: int) -> None:
-        """Write a variable, unless its index is another one by now."""
-        payload, namespace = {"Path": path, "Items": items}, self.settings.namespace
+    async def _write_variable(self, items: dict[str, str], index: int) -> None:
+        """Write the variable, unless its index is another one by now."""
+        write, path, namespace = self._nomad.variable.create_variable, self._secret_path, self.settings.namespace
+        payload = {"Path": path, "Items": items}
         try:
-            await self._ask(
-                "write the variable",
-                lambda: self._nomad.variable.create_variable(path, payload, namespace, cas=index),
-                changes=True,
-            )
+            await self._ask("write the variable", lambda: write(path, payload, namespace, cas=index), changes=True)
         except NomadRefused as error:
             if error.status != requests.codes.conflict:
                 raise
 
-    async def drop_secret(self, job_id: str) -> None:
-        """Delete a job's secret."""
-        path, namespace = f"nomad/jobs/{job_id}", self.settings.namespace
-        await self._ask(
-            "delete the variable", lambda: self._nomad.variable.delete_variable(path, namespace), changes=True
-        )
+    async def drop_secret(self) -> None:
+        """Delete the job's secret."""
+        delete, namespace = self._nomad.variable.delete_variable, self.settings.namespace
+        await self._ask("delete the variable", lambda: delete(self._secret_path, namespace), changes=True)
 
     # --------------------------------------------------------------------------------------------------------- watching
 
@@ -337,14 +329,14 @@ class NomadApi:
             why = await answer.text(errors="replace")
             raise refused(self.settings, what, answer.status, why[:300])
 
-    async def events(self, job_id: str) -> AsyncGenerator[None]:
+    async def events(self) -> AsyncGenerator[None]:
         """Yield when the stream is open, then at least once for each change of the job; never ends by itself.
 
         Raises:
             NomadRefused: Nomad has no event stream, or refuses the token, or the stream stays empty (enable_event_broker).
             BackendUnavailable: the stream broke.
         """
-        params = [("topic", f"{topic}:{job_id}") for topic in ("Job", "Allocation", "Evaluation")]
+        params = [("topic", f"{topic}:{self.job_id}") for topic in ("Job", "Allocation", "Evaluation")]
         silent = False
         try:
             async with self._get("/v1/event/stream", params) as answer:
@@ -365,7 +357,7 @@ class NomadApi:
             raise BackendUnavailable(f"Nomad's event stream at {self.settings.shown} broke: {error}") from error
         raise BackendUnavailable(f"Nomad's event stream at {self.settings.shown} ended")
 
-    async def next_change(self, job_id: str, index: int) -> int:
+    async def next_change(self, index: int) -> int:
         """Wait until the job's allocations differ from those at `index` (0: don't wait); returns the new index.
 
         Raises:
@@ -375,7 +367,7 @@ class NomadApi:
         params = [("index", str(index)), ("wait", f"{BLOCK_S}s")]
         timeout = aiohttp.ClientTimeout(total=BLOCK_S * 1.2 + ANSWER_S)
         try:
-            async with self._get(f"/v1/job/{job_id}/allocations", params, timeout=timeout) as answer:
+            async with self._get(f"/v1/job/{self.job_id}/allocations", params, timeout=timeout) as answer:
                 await self._check("list allocations", answer)
                 new = int(answer.headers["X-Nomad-Index"])
                 await answer.read()  # which fails when it breaks off

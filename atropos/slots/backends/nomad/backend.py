@@ -25,7 +25,7 @@ from atropos.slots.backends.nomad.job_view import READY_S, JobView
 from atropos.slots.backends.nomad.refusals import NomadMisconfigured, NomadRefused
 from atropos.slots.backends.nomad.settings import NomadSettings
 from atropos.slots.backends.nomad.shrinking import CHANGES, DOUBT_S, Shrinker
-from atropos.slots.backends.nomad.view import GROUP, TASK, Allocation, Json, newest, placement_failures
+from atropos.slots.backends.nomad.view import Allocation, Json, newest, placement_failures
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
 from atropos.slots.config import SlotPoolConfig
@@ -70,7 +70,7 @@ class NomadBackend(Backend):
             raise ConfigError(f"sandbox_job_id {self._job_id!r} must be letters, digits, '_' and '-', at most 100")
         self._purge_on_start = config.purge_job_on_start
         self._extra = config.nomad_variables
-        self._api = NomadApi(settings)
+        self._api = NomadApi(settings, self._job_id)
         self._http = ServerHttp()
         self._changing = False
         """Whether this process has changed something in Nomad, or has tried to."""
@@ -85,7 +85,7 @@ class NomadBackend(Backend):
         """Whether the job was registered in another cluster before, which can't be reached any more."""
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
-        self._shrinker = Shrinker(self._job_id, self._api, self._http, self._view, self._changed)
+        self._shrinker = Shrinker(self._api, self._http, self._view, self._changed)
         self._lists, self._stops = Pace(LIST_S, burst=LIST_BURST), Pace(STOP_S, burst=STOP_BURST)
         self._streams = True
         """Whether Nomad reports changes by its event stream."""
@@ -112,12 +112,12 @@ class NomadBackend(Backend):
 
     async def _adopt(self) -> None:
         await self._api.find_namespace()
-        job = await self._api.job(self._job_id)
+        job = await self._api.job()
         if job is not None:
             nomad_job.group_of(job)
         if job is not None and self._purge_on_start:
             await self._purge()
-            job = await self._api.job(self._job_id)
+            job = await self._api.job()
         if job is not None and not job.get("Stop"):
             self._view.adopt(nomad_job.count(job))
             if differences := nomad_job.differences(job, self._spec):
@@ -208,7 +208,7 @@ class NomadBackend(Backend):
         """Register the job, or raise its count to at least this process's target."""
         refused: NomadRefused | None = None
         for _ in range(CHANGES):
-            job = await self._api.job(self._job_id)
+            job = await self._api.job()
             if job is None or job.get("Stop"):
                 if await self._register(job):
                     return
@@ -246,7 +246,7 @@ class NomadBackend(Backend):
     async def _raise_count(self) -> None:
         """Raise the job's count to the target, unless a deployment is in progress: the pool retries later."""
         try:
-            await self._api.scale(self._job_id, GROUP, self._view.target, "requested by a slot pool")
+            await self._api.scale(self._view.target)
             self._view.deployment = ""
         except NomadRefused as error:
             if DEPLOYMENT not in str(error):
@@ -281,10 +281,10 @@ class NomadBackend(Backend):
             began = time.monotonic()
             try:
                 if self._streams:
-                    async for _ in self._api.events(self._job_id):
+                    async for _ in self._api.events():
                         self._wake.set()
                 else:
-                    last, index = index, await self._api.next_change(self._job_id, index)
+                    last, index = index, await self._api.next_change(index)
                     if index != last:
                         backoff.worked()
                         self._wake.set()
@@ -345,11 +345,11 @@ class NomadBackend(Backend):
             if run not in self._waiting:
                 self._waiting.add(run)
                 self._tasks.spawn(self._await_answer(run, url), f"first answer of {run}")
-        placement = placement_failures(await self._api.evaluations(self._job_id)) if view.lacking else ""
+        placement = placement_failures(await self._api.evaluations()) if view.lacking else ""
         view.judge_placement(placement, time.monotonic())
         if (item := view.latest_failing()) is not None:
             new = item.run not in view.diagnosed and item.exit_code is not None
-            view.judge_crash(item, await self._api.last_line(item.id, TASK) if new else "")
+            view.judge_crash(item, await self._api.last_line(item.id) if new else "")
         if self.trouble() not in {trouble, ""}:
             log.warning("job %s: %s", self._job_id, self.trouble())
         if self.trouble() != trouble or view.failure is not failure:
@@ -358,10 +358,10 @@ class NomadBackend(Backend):
 
     async def _rows(self) -> list[Allocation]:
         tls = self._view.secret.certificate is not None
-        return [Allocation.read(row, tls=tls) for row in await self._api.allocations(self._job_id)]
+        return [Allocation.read(row, tls=tls) for row in await self._api.allocations()]
 
     async def _read_secret(self, pair: tuple[str, str] | None) -> None:
-        self._view.secret = await self._api.secret(self._job_id, pair=pair)
+        self._view.secret = await self._api.secret(pair=pair)
         self._http.trust(self._view.secret.certificate)
 
     async def _answering(self, doubtful: Iterable[Allocation]) -> list[Allocation]:
@@ -401,23 +401,23 @@ class NomadBackend(Backend):
             log.warning("job %s is in use by another client: not purged", self._job_id)
             return
         # Stopped before it is purged: then Nomad would no longer list the containers that are still ending.
-        await self._api.deregister(self._job_id, purge=False)
+        await self._api.deregister(purge=False)
         # The leases are this pool's own, or dead clients'.
         await asyncio.gather(*(self._http.drain(url, token, 0) for url in servers))
         try:
             async with asyncio.timeout(self._spec.stop_s):
                 index = 0
                 while await self._stopped() and newest(await self._rows()):
-                    index = await self._api.next_change(self._job_id, index)
+                    index = await self._api.next_change(index)
         except TimeoutError:
             log.warning("job %s is purged while some of its containers are still ending", self._job_id)
         if not await self._stopped():
             log.info("job %s was registered again by another client: not purged", self._job_id)
             return
-        await self._api.deregister(self._job_id, purge=True)
-        if await self._api.job(self._job_id) is None:
-            await self._api.drop_secret(self._job_id)
+        await self._api.deregister(purge=True)
+        if await self._api.job() is None:
+            await self._api.drop_secret()
 
     async def _stopped(self) -> bool:
         """Whether the job is stopped or gone, and was not registered again."""
-        return await self._api.live_job(self._job_id) is None
+        return await self._api.live_job() is None

@@ -33,9 +33,9 @@ class Shrinker:
         wanted: set it when the job may have a surplus.
     """
 
-    def __init__(self, job_id: str, api: NomadApi, http: ServerHttp, view: JobView, changed: ChangeFlag) -> None:
+    def __init__(self, api: NomadApi, http: ServerHttp, view: JobView, changed: ChangeFlag) -> None:
         self.wanted = ChangeFlag()
-        self._job_id, self._api, self._http = job_id, api, http
+        self._api, self._http = api, http
         self._view, self._changed = view, changed
 
     async def run(self, client_id: str) -> None:
@@ -46,7 +46,7 @@ class Shrinker:
                 while await self._shrink_once(client_id):
                     pass
             except BackendUnavailable as error:
-                log.info("job %s can't be shrunk yet: %s", self._job_id, error)
+                log.info("job %s can't be shrunk yet: %s", self._api.job_id, error)
                 await asyncio.sleep(DOUBT_S)
                 self.wanted.set()
 
@@ -75,25 +75,27 @@ class Shrinker:
 
     async def _take_over(self) -> None:
         """No other client is there: what the count has above this process's is a person's, or a dead process's."""
-        if (job := await self._api.live_job(self._job_id)) is not None:
+        if (job := await self._api.live_job()) is not None:
             self._view.most = max(self._view.most, nomad_job.count(job))
 
     async def _cancel_unplaced(self) -> None:
         """Lower the count by this process's containers that could not be placed."""
         if not self._view.surplus:
             return
-        if (job := await self._api.live_job(self._job_id)) is not None:
+        if (job := await self._api.live_job()) is not None:
             wanted = self._view.unplaced_count(nomad_job.count(job))
             if wanted is not None and await self._set_count(job, wanted):
                 log.info(
-                    "job %s: its count is lowered to %d, as no more containers could be placed", self._job_id, wanted
+                    "job %s: its count is lowered to %d, as no more containers could be placed",
+                    self._api.job_id,
+                    wanted,
                 )
         self._view.surplus = False
 
     async def _lower(self, index: int) -> bool:
         """Set the job's count so that `index` ends; False: it isn't the highest any more."""
         for _ in range(CHANGES):
-            if (job := await self._api.live_job(self._job_id)) is None:
+            if (job := await self._api.live_job()) is None:
                 return True
             if not self._view.may_lower(index, nomad_job.count(job)):
                 return False
