@@ -13,7 +13,7 @@ CLAIM = """
 import os
 from atropos.sandbox.linux import cgroups
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # as in a container with a set of CPUs of its own
-found = cgroups.claim("/proc/no-folder", 0, 0)
+found = cgroups.claim("/proc/no-folder", 0)
 (path,) = (tree.path for tree in found.trees if "cpu" in tree.controllers)
 print(open(f"{os.path.dirname(path)}/cpu.shares").read(), end="")
 cgroups.release(found)

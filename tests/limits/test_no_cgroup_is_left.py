@@ -48,10 +48,10 @@ for _ in range(2):
         while os.getppid() == parent:
             cgroup_paths.remove_server(places, "0-0")
         os._exit(0)
-wanted = cgroups.claim("/proc/no-folder", 4321, 4321)
+wanted = cgroups.claim("/proc/no-folder", 4321)
 cgroups.release(wanted)
 for _ in range(150):
-    found = cgroups.claim("/proc/no-folder", 4321, 4321)
+    found = cgroups.claim("/proc/no-folder", 4321)
     assert found == wanted, (found, wanted)
     for tree in found.trees:
         assert os.stat(os.path.dirname(tree.path)).st_uid == 4321, tree

@@ -239,7 +239,7 @@ def _as_root(config: RootPhaseSettings, scratch: str, parent: int) -> Entered:
             f"{error}: the container must keep CAP_SYS_ADMIN and a seccomp profile that allows mount and unshare "
             "(see nomad/ and docker/sandbox/ for the least that is needed)"
         ) from error
-    cgroups = claim(f"{scratch}/cgroups", server, server)
+    cgroups = claim(f"{scratch}/cgroups", server)
     disk = folders.disk(server, base) if config.volume == "disk" else None
     if disk is not None:
         folders.remove_abandoned(disk)
@@ -295,7 +295,7 @@ def _become(uid: int) -> None:
 
 def _as_user(config: RootPhaseSettings, scratch: str, parent: int) -> Entered:
     uid, gid = os.getuid(), os.getgid()
-    cgroups = claim_delegated(uid, gid)
+    cgroups = claim_delegated(uid)
     disk = folders.disk(uid, gid) if config.volume == "disk" else None
     image_folder, no_images = folders.image_folder(config.image_folder, uid)
     (first_uid, uids), (first_gid, gids) = namespaces.subordinate("/etc/subuid"), namespaces.subordinate("/etc/subgid")

@@ -73,20 +73,19 @@ def alive(name: str) -> bool:
     return pid.isdecimal() and str(start_time(int(pid))) == started
 
 
-def claim(mounts: str, uid: int, gid: int) -> Cgroups:
+def claim(mounts: str, uid: int) -> Cgroups:
     """Create our cgroup in every hierarchy with a controller, owned by `uid`. Needs privilege.
 
     Args:
         mounts: a folder in which hierarchies may be mounted.
-        uid: the server's uid, as seen from here.
-        gid: its gid.
+        uid: the server's uid, as seen from here, and its gid.
     """
     trees: list[CgroupTree] = []
     reasons: dict[str, str] = {}
     for hierarchy in of_this_process():
         make = _claim_v1 if hierarchy.version == 1 else _claim_v2
         try:
-            tree = make(hierarchy, mounts, uid, gid)
+            tree = make(hierarchy, mounts, uid)
         except OSError as error:
             for name in hierarchy.controllers or CONTROLLERS:  # cgroup v2 is the last, and may offer any
                 reasons.setdefault(name, str(error))
@@ -98,13 +97,13 @@ def claim(mounts: str, uid: int, gid: int) -> Cgroups:
     return replace(made, missing={name: reasons.get(name, "no cgroup hierarchy offers it") for name in missing})
 
 
-def claim_delegated(uid: int, gid: int) -> Cgroups:
+def claim_delegated(uid: int) -> Cgroups:
     """The cgroups that an ordinary user may create: below one that systemd delegated to it (cgroup v2)."""
     missing = "not delegated to this user (run as root, or under 'systemd-run --user --scope -p Delegate=yes')"
     for hierarchy in of_this_process():
         own = Path(f"/sys/fs/cgroup{hierarchy.path}")
         if hierarchy.version == 2 and os.access(own, os.W_OK) and (own / "cgroup.controllers").exists():
-            return claim("/nonexistent", uid, gid)
+            return claim("/nonexistent", uid)
     return Cgroups((), dict.fromkeys(CONTROLLERS, missing))
 
 
@@ -123,7 +122,7 @@ def _mounted(hierarchy: Hierarchy, mounts: str) -> Path:
     return target
 
 
-def _make_own(parent: Path, uid: int, gid: int) -> Path:
+def _make_own(parent: Path, uid: int) -> Path:
     """Create our cgroup in the one that all servers share, which others remove while it is empty."""
     top = parent / TOP
     ours = top / own_name()
@@ -132,7 +131,7 @@ def _make_own(parent: Path, uid: int, gid: int) -> Path:
         for entry in top.glob(f"{PREFIX}*"):
             if not alive(entry.name):  # a killed server's
                 remove_tree(entry)
-    _give(top, uid, gid)
+    _give(top, uid)
     return ours
 
 
@@ -154,18 +153,18 @@ def _within(folder: Path, action: Callable[[], object]) -> None:
             return
 
 
-def _claim_v1(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> CgroupTree:
+def _claim_v1(hierarchy: Hierarchy, mounts: str, uid: int) -> CgroupTree:
     (parent,) = places(hierarchy, _mounted(hierarchy, mounts))
-    ours = _make_own(parent, uid, gid)
+    ours = _make_own(parent, uid)
     if "cpu" in hierarchy.controllers:
         # A group's weight is divided among the CPUs that it runs on.
         with contextlib.suppress(OSError):
             (ours.parent / "cpu.shares").write_text(str(_SLOTS_SHARES * len(os.sched_getaffinity(0))))
-    _give(ours, uid, gid)
+    _give(ours, uid)
     return CgroupTree(1, str(ours), tuple(name for name in hierarchy.controllers if name in CONTROLLERS))
 
 
-def _claim_v2(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> CgroupTree:
+def _claim_v2(hierarchy: Hierarchy, mounts: str, uid: int) -> CgroupTree:
     mount = _mounted(hierarchy, mounts)
     own, beside = places(hierarchy, mount)
     offered = set((own / "cgroup.controllers").read_text().split()) & set(CONTROLLERS)
@@ -180,7 +179,7 @@ def _claim_v2(hierarchy: Hierarchy, mounts: str, uid: int, gid: int) -> CgroupTr
     failures: list[OSError] = []
     for parent, may_move in tried:
         try:
-            return _claim_v2_under(parent, uid, gid, may_move=may_move)
+            return _claim_v2_under(parent, uid, may_move=may_move)
         except OSError as error:
             failures.append(error)
     raise failures[0]
@@ -191,10 +190,10 @@ def _is_a_container(own: Path, mount: Path) -> bool:
     return own == mount or "1" in (own / "cgroup.procs").read_text().split()
 
 
-def _claim_v2_under(parent: Path, uid: int, gid: int, *, may_move: bool) -> CgroupTree:
+def _claim_v2_under(parent: Path, uid: int, *, may_move: bool) -> CgroupTree:
     names = [name for name in CONTROLLERS if name in (parent / "cgroup.controllers").read_text().split()]
     offered = " ".join(f"+{name}" for name in names)
-    ours = _make_own(parent, uid, gid)
+    ours = _make_own(parent, uid)
     top, server = ours.parent, ours / "server"
     rest = top / REST
     try:
@@ -220,7 +219,7 @@ def _claim_v2_under(parent: Path, uid: int, gid: int, *, may_move: bool) -> Cgro
                 path.rmdir()
         raise
     for path in (rest, ours, server):
-        _give(path, uid, gid)
+        _give(path, uid)
     return CgroupTree(2, str(ours), tuple(names))
 
 
@@ -252,12 +251,12 @@ def _move(pid: str, rest: Path) -> None:
         _within(rest, lambda: (rest / "cgroup.procs").write_text(pid))
 
 
-def _give(path: Path, uid: int, gid: int) -> None:
+def _give(path: Path, uid: int) -> None:
     if uid == os.geteuid():
         return
     for name in ("", "cgroup.procs", "cgroup.threads", "cgroup.subtree_control", "tasks"):
         with contextlib.suppress(FileNotFoundError):
-            os.chown(path / name, uid, gid)
+            os.chown(path / name, uid, uid)
 
 
 def release(cgroups: Cgroups) -> None:
