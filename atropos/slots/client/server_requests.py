@@ -213,23 +213,20 @@ class ServerRequests:
 
 async def _check(response: aiohttp.ClientResponse) -> None:
     """Raise what a refusal stands for."""
-    if response.status >= 300:
-        raise _problem(response.status, await response.read())
-
-
-def _problem(status: int, raw: bytes) -> SandboxError:
-    """An HTTP refusal as an exception."""
+    if response.status < 300:
+        return
+    raw = await response.read()
     try:
         found = Problem.model_validate_json(raw)
     except ValidationError:
-        return BackendUnavailable(f"the server answered {status}: {raw[:200]!r}")
-    if status == 401:
-        return ClientRefused("the server refuses the token")
-    if status == 404:
-        return NotFound(found.message)
+        raise BackendUnavailable(f"the server answered {response.status}: {raw[:200]!r}") from None
+    if response.status == 401:
+        raise ClientRefused("the server refuses the token")
+    if response.status == 404:
+        raise NotFound(found.message)
     if found.code == PoolFull.code:
-        return PoolFull(found.message, free_mib=found.free_mib or 0)
-    return from_code(found.code, found.message)
+        raise PoolFull(found.message, free_mib=found.free_mib or 0)
+    raise from_code(found.code, found.message)
 
 
 async def _slices(piece: bytes) -> AsyncGenerator[memoryview]:
