@@ -345,11 +345,12 @@ class DockerBackend(Backend):
         deadline = asyncio.get_running_loop().time() + self._ready_s
         while asyncio.get_running_loop().time() < deadline:
             try:
-                item = await self._find(name)
+                found = await self._calls.run(self._engine.found)
             except BackendUnavailable as error:  # the container may have started
                 log.debug("container %s: its state can't be read: %s", name, error)
                 await asyncio.sleep(LIST_LAG_S)
                 continue
+            item = next((item for item in found if item.name == name), None)
             if item is None or item.state not in {"running", "created"}:
                 self._lost(member, item)
                 return False
@@ -363,10 +364,6 @@ class DockerBackend(Backend):
             member, None, Ending(None, f"its server did not answer within {self._ready_s:g} s")
         )
         return False
-
-    async def _find(self, name: str) -> ListedContainer | None:
-        found = await self._calls.run(self._engine.found)
-        return next((item for item in found if item.name == name), None)
 
     async def _drain(self, member: _Member) -> None:
         """End a surplus container once its last lease has ended.

@@ -303,19 +303,16 @@ class NomadApi:
 
     # --------------------------------------------------------------------------------------------------------- watching
 
-    def _open(self) -> aiohttp.ClientSession:
+    def _get(self, path: str, params: list[tuple[str, str]], **options: Any) -> Any:
         if self._session is None:
             headers = {"X-Nomad-Token": self.settings.token} if self.settings.token else {}
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=SILENCE_S)
             self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)
-        return self._session
-
-    def _get(self, path: str, params: list[tuple[str, str]], **options: Any) -> Any:
         params = [*params, ("namespace", self.settings.namespace)]
         if self.settings.region:
             params.append(("region", self.settings.region))
         tls = self.settings.tls()
-        return self._open().get(
+        return self._session.get(
             f"{self.settings.address}{path}",
             params=params,
             ssl=tls if tls is not None else True,

@@ -119,8 +119,9 @@ def denied(settings: NomadSettings, what: str, status: int, known: str | None) -
 
 def unreachable(settings: NomadSettings, error: object) -> BackendUnavailable:
     """A request without an answer."""
-    fault = next(_faults(error), None)
-    if fault is None:
+    closed = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # no errors of TLS: an agent ends so, or a balancer without one
+    faults = (each for each in _chain(error) if isinstance(each, ssl.SSLError) and not isinstance(each, closed))
+    if (fault := next(faults, None)) is None:
         reason = _innermost(error)
         return BackendUnavailable(f"Nomad does not answer at {settings.shown} (nomad_address or NOMAD_ADDR): {reason}")
     words = str(fault).upper()
@@ -167,12 +168,6 @@ def _chain(error: object) -> Iterator[BaseException]:
         yield each
         queue += [*each.args, getattr(each, "reason", None), getattr(each, "os_error", None)]
         queue += [getattr(each, "certificate_error", None), each.__cause__, each.__context__]
-
-
-def _faults(error: object) -> Iterator[ssl.SSLError]:
-    """Errors of TLS. A connection that was closed is none: so does an agent that ends, or a balancer that has none."""
-    closed = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
-    return (each for each in _chain(error) if isinstance(each, ssl.SSLError) and not isinstance(each, closed))
 
 
 def _innermost(error: object) -> str:
