@@ -15,7 +15,8 @@ from modal import exception
 from atropos.envs import HermesAgentEnvConfig
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
-from atropos.slots.backends.modal.server import LIFETIME_S, PORT
+from atropos.slots.backends.modal.server import LIFETIME_S
+from atropos.slots.backends.spec import CONTAINER_PORT
 from tests.engines import SMALL
 from tests.modal_stand_in import KILLED, modal
 from tests.processes import descendants, gone_within
@@ -43,7 +44,7 @@ async def test_a_sandbox_is_asked_for_with_the_pools_settings_and_ends_with_it()
         "cpu": 2.5,
         "memory": (900, 900),
         "timeout": LIFETIME_S,
-        "encrypted_ports": [PORT],
+        "encrypted_ports": [CONTAINER_PORT],
         "runtime": "vm",
     }
     assert await gone_within(20, but=others) == []

@@ -17,11 +17,9 @@ from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.local.server_process import SHOWN_CHARS, last_line
 from atropos.slots.backends.server_http import DOUBT_S, ServerHttp
-from atropos.slots.backends.spec import SERVER_COMMAND, ContainerSpec, refused
+from atropos.slots.backends.spec import CONTAINER_PORT, SERVER_COMMAND, ContainerSpec, refused
 from atropos.slots.config import SlotPoolConfig, server_json
 
-PORT = 8787
-"""Port of the server in its sandbox; Modal's tunnel terminates TLS."""
 LIFETIME_S = 86_400
 """Longest life of a sandbox at Modal, after which it is replaced."""
 GONE_S = 4.0
@@ -72,7 +70,7 @@ class ModalServer:
         self.id = f"modal-{secrets.token_hex(6)}"
         self.url = ""
         self._pool = pool
-        self._config = config.model_copy(update={"host": "0.0.0.0", "port": PORT})
+        self._config = config.model_copy(update={"host": "0.0.0.0", "port": CONTAINER_PORT})
         self._http = http
         self._creating: asyncio.Task[modal.Sandbox] | None = None
 
@@ -99,7 +97,7 @@ class ModalServer:
         else:
             raise await self.ended()
         tunnels = await sandbox.tunnels.aio()
-        self.url = tunnels[PORT].url
+        self.url = tunnels[CONTAINER_PORT].url
         if not await self._http.until_healthy(self.url, timeout_s):
             raise BackendUnavailable(f"Modal: {self.url} leads to no sandbox server")
 
@@ -115,7 +113,7 @@ class ModalServer:
             cpu=pool.modal_cpus,
             memory=(memory_mib, memory_mib),  # request and limit
             timeout=LIFETIME_S,
-            encrypted_ports=[PORT],
+            encrypted_ports=[CONTAINER_PORT],  # the tunnel terminates TLS
             runtime="vm",  # gVisor, Modal's default, lacks namespaces and mounts that slots need
         )
 
