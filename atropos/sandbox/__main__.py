@@ -69,15 +69,14 @@ def main(argv: list[str] | None = None) -> int:
     name = _config_name(sys.argv[1:] if argv is None else argv)
     gc.disable()  # until all is loaded: nothing of it is garbage
     try:
-        inherited = root_phase.inherited()
-        if inherited is None:
+        passed = root_phase.passed_on()
+        if passed is None:
             text = read_text(name)
             root_phase.enter(RootPhaseSettings.parse_unchecked(text) or RootPhaseSettings.of(parse(text)))
-        assert inherited is not None
         try:
-            return _second_stage(inherited)
+            return _second_stage(*passed)
         finally:
-            root_phase.undo()
+            root_phase.undo(passed[1])
     except ConfigError as error:
         return _fail(2, error)
     except IsolationUnavailable as error:
@@ -98,17 +97,16 @@ def _config_name(argv: list[str]) -> str:
     return str(parser.parse_args(argv).config)
 
 
-def _second_stage(text: str) -> int:
+def _second_stage(text: str, entered: root_phase.Entered) -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each slot takes half a dozen descriptors
     settings = RootPhaseSettings.parse_unchecked(text.encode()) or RootPhaseSettings.of(parse(text))
-    root_phase.enter(settings)
 
     from atropos.sandbox.boot.init import fork_from_init
     from atropos.sandbox.host.process import prestart
 
     fork_from_init()
-    prestarted = prestart.prestart(root_phase.entered().scratch, settings.base)
+    prestarted = prestart.prestart(entered.scratch, settings.base)
     config = parse(text)
     if config.tls is None:  # aiohttp would load it all the same, and read all certificates of the host for nothing
         sys.modules.setdefault("ssl", None)  # pyright: ignore[reportArgumentType]
@@ -121,7 +119,7 @@ def _second_stage(text: str) -> int:
 
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
 
-    return asyncio.run(Server(config, lambda config: SlotHost.create(config, prestarted)).run())
+    return asyncio.run(Server(config, lambda config: SlotHost.create(config, entered, prestarted)).run())
 
 
 def _fail(code: int, error: Exception) -> int:

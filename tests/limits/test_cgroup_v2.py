@@ -162,9 +162,8 @@ def test_a_controller_that_is_not_handed_down_is_named(place):
     inner.mkdir()
     code = (
         "from atropos.config import ServerConfig\nfrom atropos.sandbox.boot import root_phase\n"
-        'config = ServerConfig.model_validate_json(root_phase.inherited() or \'{"token": "-"}\')\n'
-        "root_phase.enter(root_phase.RootPhaseSettings.of(config))\n"
-        "print(root_phase.entered().cgroups)"
+        "passed = root_phase.passed_on() or root_phase.enter(root_phase.RootPhaseSettings.of(ServerConfig(token='-')))\n"
+        "print(passed[1].cgroups)"
     )
     command = ["sh", "-c", f'echo $$ > {inner}/cgroup.procs; exec "$@"', "sh", sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

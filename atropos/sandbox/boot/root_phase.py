@@ -17,7 +17,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -44,7 +43,7 @@ class Entered:
 
     Attributes:
         scratch: a mount point for the server's own files.
-        parent: pid of the process that started the server.
+        parent: pid of the process that the server ends with; None: it outlives that one.
         cgroups: the hierarchies claimed.
         slot_ids: how many ids a slot has, from 0 on. The next one is the server's.
         creators: how many come after it, from which slots' user namespaces are created; 0: from the server's own.
@@ -55,7 +54,7 @@ class Entered:
     """
 
     scratch: str
-    parent: int
+    parent: int | None
     cgroups: Cgroups
     slot_ids: int
     creators: int
@@ -125,9 +124,8 @@ class RootPhaseSettings:
             return None
 
 
-@cache
-def _passed_on() -> tuple[str, Entered] | None:
-    """The configuration's text and what the first stage prepared; None in the first stage."""
+def passed_on() -> tuple[str, Entered] | None:
+    """The configuration's text and what the first stage prepared, once; None in the first stage."""
     number = os.environ.pop(_STAGE, None)
     if number is None:
         return None
@@ -138,46 +136,16 @@ def _passed_on() -> tuple[str, Entered] | None:
     entered = Entered(**raw)
     for fd in entered.images:
         os.set_inheritable(fd, False)
+    if entered.parent is not None:
+        syscalls.die_with(entered.parent)
     return text, entered
 
 
-def inherited() -> str | None:
-    """The text of the configuration that the first stage passed on; None in the first stage."""
-    passed = _passed_on()
-    return None if passed is None else passed[0]
-
-
-def entered() -> Entered:
-    """What the first stage prepared.
-
-    Raises:
-        RuntimeError: `enter` has not been called.
-    """
-    passed = _passed_on()
-    if passed is None:
-        raise RuntimeError("root_phase.enter(config) must be called first, before any thread or event loop")
-    return passed[1]
-
-
-def enter(config: RootPhaseSettings) -> None:
-    """Drop privileges. The first stage executes the program again and doesn't return; the second stage returns.
-
-    Raises:
-        IsolationUnavailable: the host or container doesn't allow it; the message says what to change.
-    """
-    passed = _passed_on()
-    parent = os.getppid() if passed is None else passed[1].parent
-    if config.die_with_parent:
-        syscalls.die_with(parent)
-    if passed is None:
-        _first_stage(config, parent)
-
-
-def undo() -> None:
+def undo(entered: Entered) -> None:
     """Undo what the first stage made, if the server failed before it could."""
-    release(entered().cgroups)
-    if (disk := entered().disk) is not None:
-        remove_tree(disk)
+    release(entered.cgroups)
+    if entered.disk is not None:
+        remove_tree(entered.disk)
 
 
 def _capable() -> bool:
@@ -190,7 +158,16 @@ def _capable() -> bool:
     return False
 
 
-def _first_stage(config: RootPhaseSettings, parent: int) -> NoReturn:
+def enter(config: RootPhaseSettings) -> NoReturn:
+    """Drop privileges, and execute the program again. Before any thread or event loop.
+
+    Raises:
+        IsolationUnavailable: the host or container doesn't allow it; the message says what to change.
+        ConfigError: a base holds the server's own folder.
+    """
+    parent = os.getppid() if config.die_with_parent else None
+    if parent is not None:
+        syscalls.die_with(parent)
     os.umask(0o022)  # the server's own user and those of slots read what is created here
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may leave it ignored, and then no child can be waited for
     if shutil.which("bwrap") is None:
@@ -207,7 +184,7 @@ def _first_stage(config: RootPhaseSettings, parent: int) -> NoReturn:
     entered = (_as_root if root else _as_user)(config, scratch, parent)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.keep_only(SERVER_CAPABILITIES)
-    if config.die_with_parent:
+    if parent is not None:
         syscalls.die_with(parent)
     _execute_again(config, entered)
 
@@ -225,7 +202,7 @@ def _execute_again(config: RootPhaseSettings, entered: Entered) -> NoReturn:
 # ------------------------------------------------------------------------------------------------------------ as root
 
 
-def _as_root(config: RootPhaseSettings, scratch: str, parent: int) -> Entered:
+def _as_root(config: RootPhaseSettings, scratch: str, parent: int | None) -> Entered:
     base, slot_ids = namespaces.free_range()
     server = base + slot_ids  # a uid of its own, so that no slot can use up what the kernel counts per user
     try:
@@ -293,7 +270,7 @@ def _become(uid: int) -> None:
 # ------------------------------------------------------------------------------------------------- as an ordinary user
 
 
-def _as_user(config: RootPhaseSettings, scratch: str, parent: int) -> Entered:
+def _as_user(config: RootPhaseSettings, scratch: str, parent: int | None) -> Entered:
     uid, gid = os.getuid(), os.getgid()
     cgroups = claim_delegated(uid)
     disk = folders.disk(uid, gid) if config.volume == "disk" else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ImageUnavailable, IsolationUnavailable, NotSupported, SandboxError
 from atropos.images.reference import base_name
-from atropos.sandbox.boot import root_phase
+from atropos.sandbox.boot.root_phase import Entered
 from atropos.sandbox.contract import Layer, Sandbox
 from atropos.sandbox.host.files import skeleton, volumes
 from atropos.sandbox.host.host_state import HostState
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class SlotHost:
-    """Makes sandboxes on this machine; made by `SlotHost.create` after `root_phase.enter`."""
+    """Makes sandboxes on this machine; `SlotHost.create` makes one."""
 
     def __init__(self, state: HostState) -> None:
         self.state = state
@@ -42,14 +42,13 @@ class SlotHost:
         return f"<SlotHost {len(self.state.live)} live, {len(self.state.layers)} layers>"
 
     @classmethod
-    async def create(cls, config: ServerConfig, prestarted: Prestarted) -> SlotHost:
+    async def create(cls, config: ServerConfig, entered: Entered, prestarted: Prestarted) -> SlotHost:
         """Set up what all slots share.
 
         Raises:
             IsolationUnavailable: this machine can't make slots; the message says what to change.
             ConfigError: a base is not there.
         """
-        entered = root_phase.entered()
         _check_disk(config, entered)
         return cls(HostState(config, entered, prestarted))
 
@@ -226,7 +225,7 @@ class SlotHost:
         cgroups.release(self.state.entered.cgroups)
 
 
-def _check_disk(config: ServerConfig, entered: root_phase.Entered) -> None:
+def _check_disk(config: ServerConfig, entered: Entered) -> None:
     """Refuse a limit that this machine can't enforce."""
     if config.volume == "memory" or entered.cells is not None:
         return

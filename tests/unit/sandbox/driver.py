@@ -19,22 +19,21 @@ LIMITS = SlotLimits(memory_mib=96, pids=48, disk_mib=24, inodes=3000, output_byt
 
 
 def main() -> None:
-    text = root_phase.inherited()
-    if text is None:
+    passed = root_phase.passed_on()
+    if passed is None:
         config = ServerConfig(
             token="-", slots=8, limits=LIMITS, die_with_parent=True, bases={"tiny": sys.argv[1]}, volume=sys.argv[2]
         )
-    else:
-        config = ServerConfig.model_validate_json(text)
-    root_phase.enter(root_phase.RootPhaseSettings.of(config))
-    asyncio.run(serve(config))
+        root_phase.enter(root_phase.RootPhaseSettings.of(config))
+    text, entered = passed
+    asyncio.run(serve(ServerConfig.model_validate_json(text), entered))
 
 
-async def serve(config: ServerConfig) -> None:
+async def serve(config: ServerConfig, entered: root_phase.Entered) -> None:
     from atropos.sandbox.host.process import prestart
     from atropos.sandbox.host.slot_host import SlotHost
 
-    host = await SlotHost.create(config, prestart.prestart(root_phase.entered().scratch, config.base))
+    host = await SlotHost.create(config, entered, prestart.prestart(entered.scratch, config.base))
     answer({"ready": os.geteuid()})
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):

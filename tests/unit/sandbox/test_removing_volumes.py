@@ -40,8 +40,9 @@ SERVER = """
 import os
 from atropos.config import ServerConfig
 from atropos.sandbox.boot import root_phase
-root_phase.enter(root_phase.RootPhaseSettings.of(ServerConfig(token="-", volume="disk")))
-disk = root_phase.entered().disk
+config = root_phase.RootPhaseSettings.of(ServerConfig(token="-", volume="disk"))
+passed = root_phase.passed_on() or root_phase.enter(config)
+disk = passed[1].disk
 os.makedirs(f"{disk}/1/up/folder")
 for path in (f"{disk}/1/up/folder", f"{disk}/1/up"):
     os.chown(path, 7, 7)
