@@ -119,7 +119,7 @@ def _second_stage(text: str, entered: root_phase.Entered) -> int:
 
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
 
-    return asyncio.run(Server(config, lambda config: SlotHost.create(config, entered, prestarted)).run())
+    return asyncio.run(Server(config, lambda: SlotHost(config, entered, prestarted)).run())
 
 
 def _fail(code: int, error: Exception) -> int:

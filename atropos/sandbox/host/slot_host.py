@@ -28,29 +28,24 @@ if TYPE_CHECKING:
 
 
 class SlotHost:
-    """Makes sandboxes on this machine; `SlotHost.create` makes one."""
+    """Makes sandboxes on this machine; made within the event loop.
 
-    def __init__(self, state: HostState) -> None:
-        self.state = state
-        self.max_layers = state.cells.max_layers
-        self._config = state.config
+    Raises:
+        IsolationUnavailable: this machine can't make slots; the message says what to change.
+        ConfigError: a base is not there.
+    """
+
+    def __init__(self, config: ServerConfig, entered: Entered, prestarted: Prestarted) -> None:
+        _check_disk(config, entered)
+        self.state = HostState(config, entered, prestarted)
+        self.max_layers = self.state.cells.max_layers
+        self._config = config
         self._serial = itertools.count(1)
         self._importing = 0
         self._store: ImageStore | None = None
 
     def __repr__(self) -> str:
         return f"<SlotHost {len(self.state.live)} live, {len(self.state.layers)} layers>"
-
-    @classmethod
-    async def create(cls, config: ServerConfig, entered: Entered, prestarted: Prestarted) -> SlotHost:
-        """Set up what all slots share.
-
-        Raises:
-            IsolationUnavailable: this machine can't make slots; the message says what to change.
-            ConfigError: a base is not there.
-        """
-        _check_disk(config, entered)
-        return cls(HostState(config, entered, prestarted))
 
     # ------------------------------------------------------------------------------------------------------------ slots
 

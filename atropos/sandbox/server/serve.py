@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, TextIO
 
@@ -38,13 +38,11 @@ class Server:
 
     Args:
         config: its settings.
-        make_host: makes the machinery; raises IsolationUnavailable.
+        make_host: makes the machinery, within the event loop; raises IsolationUnavailable.
         out: where the ready line goes.
     """
 
-    def __init__(
-        self, config: ServerConfig, make_host: Callable[[ServerConfig], Awaitable[Host]], out: TextIO | None = None
-    ) -> None:
+    def __init__(self, config: ServerConfig, make_host: Callable[[], Host], out: TextIO | None = None) -> None:
         self._config = config
         self._make_host = make_host
         self._out = out or sys.stdout
@@ -65,7 +63,7 @@ class Server:
         self._handle_signals()
         with listen(self._config.host, self._config.port) as listener:
             self.port = int(listener.getsockname()[1])
-            return await self._serve(listener, await self._make_host(self._config))
+            return await self._serve(listener, self._make_host())
 
     async def _serve(self, listener: socket.socket, host: Host) -> int:
         core = self.core = Core(self._config, host)

@@ -33,7 +33,7 @@ async def serve(config: ServerConfig, entered: root_phase.Entered) -> None:
     from atropos.sandbox.host.process import prestart
     from atropos.sandbox.host.slot_host import SlotHost
 
-    host = await SlotHost.create(config, entered, prestart.prestart(entered.scratch, config.base))
+    host = SlotHost(config, entered, prestart.prestart(entered.scratch, config.base))
     answer({"ready": os.geteuid()})
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):

@@ -296,11 +296,8 @@ class Ready:
 async def serving(host: FakeHost | None = None, **settings: object) -> AsyncIterator[Running]:
     host = host or FakeHost()
 
-    async def make(_: ServerConfig) -> FakeHost:
-        return host
-
     out = Ready()
-    server = Server(config(**settings), make, out)  # type: ignore[arg-type]
+    server = Server(config(**settings), lambda: host, out)  # type: ignore[arg-type]
     task = asyncio.create_task(server.run())
     waiting = asyncio.create_task(out.line.wait())
     await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
