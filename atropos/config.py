@@ -187,6 +187,11 @@ class ServerConfig(SandboxSettings):
     die_with_parent: bool = Field(default=False, description="end when the process that started the server ends")
     state_dir: str | None = Field(default=None, description="scratch mount point; None: /run/atropos or a temp dir")
 
+    def revealed(self) -> str:
+        """In JSON, with its secrets: never log it."""
+        secrets = {name: value.get_secret_value() for name, value in self if isinstance(value, SecretStr)}
+        return json.dumps(self.model_dump(mode="json") | secrets)
+
 
 def is_secret(setting: str) -> bool:
     """Whether a setting's value is never shown, by its name."""

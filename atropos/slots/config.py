@@ -189,6 +189,4 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
 
 def server_json(config: ServerConfig) -> bytes:
     """The configuration as `python -m atropos.sandbox` reads it, its token included: never log it."""
-    secret = {"token": config.token, "tls": config.tls}
-    shown = {name: value and value.get_secret_value() for name, value in secret.items()}
-    return json.dumps({**config.model_dump(mode="json"), **shown}).encode()
+    return config.revealed().encode()

@@ -90,14 +90,10 @@ class RootPhaseSettings:
     @classmethod
     def of(cls, config: ServerConfig) -> RootPhaseSettings:
         """Settings of a checked configuration."""
-        from pydantic import SecretStr
-
-        values = config.model_dump(mode="json")  # with asterisks in the place of secrets
-        values |= {name: value.get_secret_value() for name, value in config if isinstance(value, SecretStr)}
         bases = dict(config.bases)
         cells = disks.CellPlan.of(config) if config.volume == "disk" else None
         return cls(
-            json.dumps(values),
+            config.revealed(),
             config.volume,
             config.base,
             bases,
