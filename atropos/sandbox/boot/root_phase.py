@@ -90,13 +90,12 @@ class RootPhaseSettings:
     @classmethod
     def of(cls, config: ServerConfig) -> RootPhaseSettings:
         """Settings of a checked configuration."""
-        bases = dict(config.bases)
         cells = disks.CellPlan.of(config) if config.volume == "disk" else None
         return cls(
             config.revealed(),
             config.volume,
             config.base,
-            bases,
+            config.bases,
             config.die_with_parent,
             config.state_dir,
             cells,

@@ -39,7 +39,6 @@ class SlotHost:
         _check_disk(config, entered)
         self.state = HostState(config, entered, prestarted)
         self.max_layers = self.state.cells.max_layers
-        self._config = config
         self._serial = itertools.count(1)
         self._importing = 0
         self._store: ImageStore | None = None
@@ -70,8 +69,8 @@ class SlotHost:
         base = self.state.bases[None]
         unique = f"{next(self._serial)}"
         disk = await self.state.cells.acquire(unique, probe=limits is not None) if joins is None else None
-        limits = limits or self._config.limits
-        most_cores = slot_cgroup.ceiling(limits, self._config.slots)
+        limits = limits or self.state.config.limits
+        most_cores = slot_cgroup.ceiling(limits, self.state.config.slots)
         folder = f"{self.state.scratch}/slots/{unique}"
         with contextlib.ExitStack() as undo:
             undo.callback(self.state.cells.release, disk)
@@ -119,7 +118,7 @@ class SlotHost:
                 raise ImageUnavailable(self.state.entered.no_images)
             try:
                 self._store = ImageStore(
-                    self._config.image_store, self.state.entered.image_folder, self.state.entered.slot_ids
+                    self.state.config.image_store, self.state.entered.image_folder, self.state.entered.slot_ids
                 )
             except OSError as error:
                 raise ImageUnavailable(f"image_store.folder: {error}") from error
@@ -181,7 +180,7 @@ class SlotHost:
         unique = f"{next(self._serial)}"
         disk = await self.state.cells.acquire(unique)
         try:
-            return volumes.blank(f"{self.state.scratch}/slots/{unique}", self._config.limits, disk)
+            return volumes.blank(f"{self.state.scratch}/slots/{unique}", self.state.config.limits, disk)
         except OSError as error:
             self.state.cells.release(disk)
             raise SandboxError(f"a layer could not be created: {error}") from error
