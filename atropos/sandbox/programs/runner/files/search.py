@@ -34,11 +34,7 @@ def op_search(
 ) -> None:
     """Answer with the lines that match, or the files of a name."""
     path = path_of(path).removesuffix("/.") or "/"
-
-    def job() -> Outcome:
-        return search(path, expression(pattern, ignore_case=ignore_case), glob, max_matches, context)
-
-    Work(call, job)
+    Work(call, lambda: search(path, expression(pattern, ignore_case=ignore_case), glob, max_matches, context))
 
 
 def expression(pattern: str, *, ignore_case: bool) -> Pattern[bytes] | None:

@@ -37,11 +37,7 @@ MAX_EXTENDED = 1 << 20
 def op_untar(call: int, path: str, data: bytes, owners: bool) -> None:
     """Unpack an archive and answer with the number of its members."""
     path = path_of(path)
-
-    def job() -> Outcome:
-        return unpack_from(path, io.BytesIO(data), owners=owners)
-
-    Work(call, job)
+    Work(call, lambda: unpack_from(path, io.BytesIO(data), owners=owners))
 
 
 def unpack_from(path: str, source: Readable, *, owners: bool = False) -> Outcome:
