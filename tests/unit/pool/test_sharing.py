@@ -10,6 +10,7 @@ from aiohttp import web
 from atropos import wire
 from atropos.errors import BackendUnavailable
 from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.slots.backends.base import Container
 from atropos.slots.backends.docker import backend
 from atropos.slots.backends.docker.engine import Ending, ListedContainer
 from atropos.slots.backends.server_http import ServerHttp
@@ -96,9 +97,9 @@ async def test_a_docker_container_that_starts_after_all_ends_what_was_said_of_th
     async with serving(slots=1, heartbeat_s=5) as server:
         engine, works = FakeEngine([], ""), False
 
-        def create(_: ContainerSpec, *, name: str, index: int, **__: object) -> None:
-            state = "running" if works else "exited"
-            engine.containers.append(ListedContainer(name, name, index, "", "me", state, 0.0, server.url))
+        def create(_: ContainerSpec, wanted: Container, **__: object) -> None:
+            state, name = "running" if works else "exited", wanted.id
+            engine.containers.append(ListedContainer(name, name, wanted.index, "", "me", state, 0.0, server.url))
 
         engine.create, engine.ending = create, lambda _: Ending(1, "no memory")
         monkeypatch.setattr(backend, "DockerEngine", lambda *_: engine)

@@ -299,19 +299,11 @@ class DockerBackend(Backend):
     async def _bring_up(self, member: _Member) -> None:
         """Create a container and wait until its server answers."""
         container = member.container
-
-        def make() -> None:
-            self._engine.create(
-                self._spec,
-                name=container.id,
-                index=container.index,
-                image_id=self._image_id,
-                owner=self._owner,
-                token=container.token,
-            )
-
         try:
-            await self._calls.run(make, changes=True)
+            await self._calls.run(
+                lambda: self._engine.create(self._spec, container, image_id=self._image_id, owner=self._owner),
+                changes=True,
+            )
         except BackendUnavailable as error:
             self._trouble = str(error)
             self._crashes.failed()

@@ -23,6 +23,7 @@ from docker.types import CancellableStream
 
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.assets import asset
+from atropos.slots.backends.base import Container
 from atropos.slots.backends.engines import in_thread
 from atropos.slots.backends.spec import CAP_ADD, CONTAINER_PORT, HOSTNAME, IMAGE_FOLDER, ContainerSpec
 
@@ -205,7 +206,7 @@ class DockerEngine:
                 return f"http://{network['IPAddress']}:{CONTAINER_PORT}"
         return None
 
-    def create(self, spec: ContainerSpec, *, name: str, index: int, image_id: str, owner: str, token: str) -> None:
+    def create(self, spec: ContainerSpec, wanted: Container, *, image_id: str, owner: str) -> None:
         """Create and start a container with exactly the privileges that its root phase needs.
 
         The token is copied into it before it starts, as `docker inspect` would show an environment variable.
@@ -215,9 +216,9 @@ class DockerEngine:
             memory = f"{spec.container_memory_mib}m"
             container = self._client.containers.create(
                 image_id,
-                name=name,
+                name=wanted.id,
                 hostname=HOSTNAME,
-                labels={POOL: self._pool, OWNER: owner, INDEX: str(index), SPEC: spec.fingerprint(image_id)},
+                labels={POOL: self._pool, OWNER: owner, INDEX: str(wanted.index), SPEC: spec.fingerprint(image_id)},
                 environment={"ATROPOS_CONFIG": json.dumps(spec.config()), "ATROPOS_PORT": str(CONTAINER_PORT)},
                 cap_drop=["ALL"],
                 cap_add=list(CAP_ADD),
@@ -232,7 +233,7 @@ class DockerEngine:
                 if (shared := spec.server.image_store.folder)
                 else None,
             )
-            container.put_archive(TOKEN_DIR, _archive(TOKEN_FILE, token.encode()))
+            container.put_archive(TOKEN_DIR, _archive(TOKEN_FILE, wanted.token.encode()))
             container.start()
 
     def token(self, container_id: str) -> str | None:
