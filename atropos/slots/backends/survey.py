@@ -147,10 +147,7 @@ async def _docker(pool: str, address: str | None) -> Survey:
         for item in await asyncio.to_thread(engine.found):
             await asyncio.to_thread(engine.end, item.id, within_s=1)
 
-    async def close() -> None:
-        await asyncio.to_thread(engine.close)
-
-    return Survey(containers, end, purge, close)
+    return Survey(containers, end, purge, lambda: asyncio.to_thread(engine.close))
 
 
 async def _nomad(job_id: str, address: str | None) -> Survey:

@@ -127,11 +127,7 @@ class SnapshotTransfer:
             if len(folders) == wanted.layers:
                 await unpack_layers(folders, f"snapshot {wanted.snapshot_id}", chunks, compressed=wanted.compressed)
                 return
-
-            async def fill(folder: str) -> None:
-                await level([*folders, folder])
-
-            layers.append(await self._state.host.import_layer(fill))
+            layers.append(await self._state.host.import_layer(lambda folder: level([*folders, folder])))
 
         try:
             async with self._imports:
