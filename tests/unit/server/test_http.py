@@ -290,10 +290,10 @@ async def test_a_sender_that_goes_away_leaves_nothing(server, curl):
         await asyncio.sleep(3600)
 
     sending = asyncio.create_task(curl("PUT", "/v1/snapshots/snap-sent/archive?layers=2", data=half()))
-    await until(lambda: server.core.transfer, "the transfer")
+    await until(lambda: server.core.transfer._arriving, "the transfer")
     sending.cancel()
     await asyncio.wait([sending])
-    left = lambda: server.core.transfer or server.core.state.snapshots.pending or server.host.layers  # noqa: E731
+    left = lambda: server.core.transfer._arriving or server.core.state.snapshots.pending or server.host.layers  # noqa: E731
     await until(lambda: not left(), "nothing left")
 
 
@@ -304,7 +304,8 @@ async def test_archives_are_unpacked_two_at_a_time_whoever_sends_how_many(server
     sending = [asyncio.create_task(curl("PUT", path, data=in_two(whole, go_on))) for path in paths]
     try:
         await until(
-            lambda: len(server.core.transfer) == 8 and unpacking() >= 2, "eight transfers, two of them unpacked"
+            lambda: len(server.core.transfer._arriving) == 8 and unpacking() >= 2,
+            "eight transfers, two of them unpacked",
         )
         for _ in range(20):
             assert (await curl("POST", f"/v1/leases/{lease.lease_id}/calls", ECHO))[0] == 200
@@ -334,7 +335,7 @@ async def test_an_archive_that_is_sent_again_waits_for_what_became_of_the_first(
     for breaks in (True, False):
         go_on.clear()
         first = asyncio.create_task(curl("PUT", path, data=in_two(whole, go_on)))
-        await until(lambda: server.core.transfer, "the transfer")
+        await until(lambda: server.core.transfer._arriving, "the transfer")
         again = asyncio.create_task(curl("PUT", path, data=whole))
         await asyncio.sleep(0.05)
         assert not again.done()

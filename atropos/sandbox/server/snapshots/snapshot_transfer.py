@@ -45,9 +45,6 @@ class SnapshotTransfer:
         """Not the same: an import takes as long as its sender, and the end of a lease waits for its copy."""
         self._arriving: dict[str, IncomingSnapshot] = {}
 
-    def __len__(self) -> int:
-        return len(self._arriving)
-
     @property
     def bases(self) -> set[str | None]:
         """The bases of snapshots that are being imported."""
