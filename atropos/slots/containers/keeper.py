@@ -98,14 +98,13 @@ class Keeper:
                 and key not in self._links
                 and (due is None or due <= now)
             ):
-                self._connect(container, RELINK_S if due is not None else None)
+                self._connect(container, self._state.config.start_timeout_s if due is None else RELINK_S)
         self._condemned = {key: due for key, due in self._condemned.items() if key in listed and due > now}
         self._left = {key: names for key, names in self._left.items() if key in listed}
         self._state.replan()
 
-    def _connect(self, container: Container, patience_s: float | None = None) -> None:
+    def _connect(self, container: Container, patience_s: float) -> None:
         link = self._links[container.id] = ContainerLink(self._state, container, self._make_client, self._condemn)
-        patience_s = self._state.config.start_timeout_s if patience_s is None else patience_s
         link.task = self._state.tasks.spawn(self._live(link, patience_s), f"container {container.id}")
 
     async def _live(self, link: ContainerLink, patience_s: float) -> None:
