@@ -17,6 +17,9 @@ from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.folder import load_task, read_tasks
 from atropos.tasks.guide import guide
 from atropos.tasks.prepare import TaskImages
+from atropos.tasks.verifier import services
+from tests.processes import descendants
+from tests.waiting import until
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 TASKS = read_tasks(EXAMPLES).tasks
@@ -257,6 +260,32 @@ async def test_services_stay_for_the_tests_and_other_processes_end(pool, tmp_pat
         await run.slot.exec(SERVICE)
         assert (await run.verify("shared")).metrics == {"server": server, "loops": loops}
         assert ("ended before verification" in caplog.text) == (keep != "true")
+
+
+FILES = """
+import os, time
+files = [os.open("/dev/null", os.O_RDONLY) for _ in range(400)]
+for _ in range(100):
+    if os.fork() == 0:
+        time.sleep(1000)
+"""
+"""Processes with so many files that looking at them takes a while."""
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_process_that_ends_meanwhile_costs_no_server(pool, tmp_path):
+    name = f"ends-meanwhile-{os.getpid()}"
+    async with working_on(pool, make_task(tmp_path)) as run:
+        await run.slot.exec(SERVICE)
+        await run.slot.exec(["python3", "-c", FILES])
+        await run.slot.exec(f"(exec -a {name} sleep 1000 &)")
+        (pid,) = (pid for pid, line in descendants().items() if line.startswith(name))
+        stat = Path(f"/proc/{pid}/stat")
+        ending = asyncio.create_task(services.end_processes(run.slot, run.task))
+        await until(lambda: ") T " in stat.read_text(), "that it is stopped")
+        os.kill(pid, signal.SIGKILL)  # as the kernel does where memory is short; the others' files are being looked at
+        await ending
+        assert (await run.slot.exec("pgrep -fc ^python3.-m.http; pgrep -fc ^a-mere-loop")).output == "1\n0\n"
 
 
 @pytest.mark.asyncio(loop_scope="module")
