@@ -19,7 +19,6 @@ class SharedState:
     """A pool's shared state. Parts change it through its methods and never call each other upwards.
 
     Attributes:
-        client_id: the pool's name on servers.
         tasks: all background work but the pool's own loops.
         returning: releases and drops under way; `SlotPool.stop` waits for them.
         doubtful: ids of containers whose free slots are not known; polled again when an acquire waits.
@@ -30,10 +29,9 @@ class SharedState:
         refusal: what a container lacks that the configuration requires; None once another one has joined.
     """
 
-    def __init__(self, config: SlotPoolConfig, backend: Backend, client_id: str) -> None:
+    def __init__(self, config: SlotPoolConfig, backend: Backend) -> None:
         self.config = config
         self.backend = backend
-        self.client_id = client_id
         self.phase: Literal["new", "starting", "running", "stopping", "stopped"] = "new"
         self.fleet = Fleet(config.limits.memory_mib)
         self.counters = Counters()

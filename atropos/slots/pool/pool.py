@@ -76,7 +76,7 @@ class SlotPool:
             )
         self.backend = backend or make_backend(self.config)
         self.backend.client_id = self.client_id
-        self._state = SharedState(self.config, self.backend, self.client_id)
+        self._state = SharedState(self.config, self.backend)
         self._links: dict[str, ContainerLink] = {}
         self._keeper = Keeper(self._state, self._links, make_client or self._sandbox_client)
         self._images = PoolImages(self._state, self._links)
