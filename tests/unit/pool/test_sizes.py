@@ -155,60 +155,52 @@ def test_a_large_lease_is_not_starved_by_small_ones_and_they_go_on_elsewhere():
     assert behind.waiting
 
 
+def asked(fleet, mib):
+    fleet.ask(ticket := fleet.ticket(mib=mib))
+    return ticket
+
+
+def settle(fleet):
+    for ticket in fleet.match():
+        fleet.granted(ticket)
+
+
 def test_a_large_lease_whose_container_is_gone_is_passed_by_no_later_one_at_the_next():
     fleet = Fleet(SLOT)
-
-    def ask(mib):
-        fleet.ask(ticket := fleet.ticket(mib=mib))
-        return ticket
-
-    def settle():
-        for ticket in fleet.match():
-            fleet.granted(ticket)
-
     first, second, third = Seat("first", 0), Seat("second", 1), Seat("third", 2)
     fleet.join(first, slots=4, free=4 * SLOT, now=0)
-    ask(SLOT)
-    settle()
-    large = ask(4 * SLOT)
-    settle()
+    asked(fleet, SLOT)
+    settle(fleet)
+    large = asked(fleet, 4 * SLOT)
+    settle(fleet)
     fleet.join(second, slots=2, free=SLOT, now=0)
-    later = ask(2 * SLOT)
-    settle()
+    later = asked(fleet, 2 * SLOT)
+    settle(fleet)
     assert (first.kept_for, second.kept_for) == (large, later)
     fleet.leave(first)
     fleet.join(third, slots=4, free=4 * SLOT, now=0)
-    settle()
+    settle(fleet)
     assert (large.seat, later.seat) == (third, None)
 
 
 def test_a_large_lease_whose_container_is_gone_takes_the_one_that_is_kept_for_a_later_one():
     fleet = Fleet(SLOT)
-
-    def ask(mib):
-        fleet.ask(ticket := fleet.ticket(mib=mib))
-        return ticket
-
-    def settle():
-        for ticket in fleet.match():
-            fleet.granted(ticket)
-
     first, second = Seat("first", 0), Seat("second", 1)
     for seat in (first, second):
         fleet.join(seat, slots=4, free=4 * SLOT, now=0)
-    before = [ask(3 * SLOT), ask(3 * SLOT)]
-    settle()
-    large, later = ask(4 * SLOT), ask(2 * SLOT)
-    settle()
+    before = [asked(fleet, 3 * SLOT), asked(fleet, 3 * SLOT)]
+    settle(fleet)
+    large, later = asked(fleet, 4 * SLOT), asked(fleet, 2 * SLOT)
+    settle(fleet)
     assert (first.kept_for, second.kept_for) == (large, later)
     fleet.leave(first)
-    settle()
+    settle(fleet)
     assert second.kept_for is large
     fleet.returned(second, before[1].mib, clean=True, now=0)
-    settle()
+    settle(fleet)
     assert (large.seat, later.seat) == (second, None)
     fleet.returned(second, large.mib, clean=True, now=0)
-    settle()
+    settle(fleet)
     assert later.seat is second
 
 
