@@ -206,7 +206,7 @@ class AtroposAgent:
     async def _run_calls(self, step: AgentStep, allowance: Allowance) -> None:
         """Run the turn's calls in order, while there is time; a call that could not be parsed gets an error in its place."""
         started = time.perf_counter()
-        for index, call in enumerate([*step.calls, None]):
+        for index, call in enumerate([*step.calls, None]):  # errors may stand after the last call too
             if allowance.left_s <= 0:
                 break
             step.outcomes += [

@@ -399,17 +399,18 @@ class Fleet:
         return None
 
     def _place(self, ticket: Ticket) -> Seat | None:
-        """The container for the longest waiting ticket; for a large one that fits nowhere, the one to keep for it."""
+        """The container for the longest waiting ticket; for a large one that fits nowhere, the one to keep for it.
+
+        That may be one which is kept for a later ticket.
+        """
         if ticket.mib <= self.slot_mib:
             return self._lowest()
         roomy = (entry for entry in self._open if entry[3].has_room(ticket.mib))
         if (found := min(roomy, default=None)) is not None:
             return found[3]
-        fitting = [seat for seat in self.seats.values() if seat.open and seat.can_hold(ticket.mib)]
-        may = [seat for seat in fitting if seat.kept_for is None] or [
-            seat for seat in fitting if seat.kept_for is not None and seat.kept_for.comes_after(ticket)
-        ]
-        return max(may, key=lambda seat: (seat.free, -seat.index), default=None)
+        fitting = (seat for seat in self.seats.values() if seat.open and seat.can_hold(ticket.mib))
+        may = (seat for seat in fitting if seat.kept_for is None or seat.kept_for.comes_after(ticket))
+        return max(may, key=lambda seat: (seat.kept_for is None, seat.free, -seat.index), default=None)
 
     def _lowest(self) -> Seat | None:
         while self._open:
