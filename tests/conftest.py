@@ -1,7 +1,8 @@
-"""Which tests are fast, and which must run alone: the one place that says so, for every folder of tests.
+"""Which tests are fast, and in which order tests run.
 
-`fast` is everything in tests/unit that neither needs an engine nor stands in `SLOW`; `make test-fast` runs it. `alone`
-are the tests in `ALONE`: under `-n N --dist loadscope` they run when all others have ended.
+`fast` is everything in tests/unit that neither needs an engine nor is marked `slow`; `make test-fast` runs it. `alone`
+are the tests in `ALONE`: under `-n N --dist loadscope` they run when all others have ended. xdist shares tests out by
+their ids alone, so that this can't be a mark beside the test.
 """
 
 from __future__ import annotations
@@ -40,53 +41,6 @@ ALONE = {
     "tests/unit/server/test_unauthenticated.py::test_half_open": MEASURES,
 }
 """Beginnings of node ids, each with why its tests can't share the machine."""
-
-SERVERS = "starts sandbox servers, slots or other programs"
-LARGE = "works through an input of many megabytes, or very many inputs"
-ANEW = "starts Python anew, with the whole of atropos or of atroposlib"
-SLOW = {
-    "tests/unit/api/test_e2b_sandboxes.py::test_a_step": SERVERS,
-    "tests/unit/api/test_mcp.py::test_a_check_that": SERVERS,
-    "tests/unit/api/test_mcp.py::test_a_dead_mcp_server": SERVERS,
-    "tests/unit/api/test_mcp.py::test_an_mcp_server_that": SERVERS,
-    "tests/unit/api/test_mcp.py::test_calls_that_wait": SERVERS,
-    "tests/unit/api/test_mcp.py::test_streamable_http": SERVERS,
-    "tests/unit/api/test_tool_server.py::test_a_request_of_a_million_mistakes": LARGE,
-    "tests/unit/api/test_tool_server.py::test_trajectories_and_journal_stay_bounded": LARGE,
-    "tests/unit/api/test_web_tools.py::test_a_hanging_parser": SERVERS,
-    "tests/unit/api/test_web_tools.py::test_a_killed_worker": SERVERS,
-    "tests/unit/api/test_web_tools.py::test_junk": LARGE,
-    "tests/unit/cli/test_cli.py::test_a_full_disk": SERVERS,
-    "tests/unit/cli/test_cli.py::test_a_slot_for": SERVERS,
-    "tests/unit/cli/test_cli.py::test_ctrl_c": ANEW,
-    "tests/unit/cli/test_cli.py::test_images_are": SERVERS,
-    "tests/unit/cli/test_cli.py::test_doctor": SERVERS,
-    "tests/unit/cli/test_cli.py::test_exec": SERVERS,
-    "tests/unit/cli/test_cli.py::test_help_and_version": ANEW,
-    "tests/unit/cli/test_top.py": ANEW,
-    "tests/unit/client/test_client.py::test_a_call_too_large": LARGE,
-    "tests/unit/dashboard/test_server.py::test_a_name_of_any_length": SERVERS,
-    "tests/unit/dashboard/test_server.py::test_a_replay_plays": SERVERS,
-    "tests/unit/dashboard/test_server.py::test_an_answer_that_was_on_its_way": SERVERS,
-    "tests/unit/dashboard/test_server.py::test_no_page_is_wider": SERVERS,
-    "tests/unit/dashboard/test_server.py::test_nothing_hostile": SERVERS,
-    "tests/unit/dashboard/test_server.py::test_the_live_page_follows": SERVERS,
-    "tests/unit/envs/test_process.py::test_a_flaky_server": SERVERS,
-    "tests/unit/pool/test_decisions.py::test_an_acquire_costs_the_same": LARGE,
-    "tests/unit/pool/test_decisions.py::test_the_fleet_does_as_the_naive_model": LARGE,
-    "tests/unit/project/test_benchmarks.py": ANEW,
-    "tests/unit/project/test_dependencies.py::test_pool_tools": ANEW,
-    "tests/unit/project/test_project.py::test_the_site_builds": ANEW,
-    "tests/unit/project/test_scheduling.py": ANEW,
-    "tests/unit/sandbox/test_scenarios.py": SERVERS,
-    "tests/unit/server/test_machine.py::TestMachine": LARGE,
-    "tests/unit/server/test_serve.py": SERVERS,
-    "tests/unit/server/test_transport.py::test_an_archive_without_end": LARGE,
-    "tests/unit/server/test_transport.py::test_folders_nested": LARGE,
-    "tests/unit/tools/test_diffs.py::test_no_diff_takes_long": LARGE,
-    "tests/unit/tools/test_screen.py::test_floods": LARGE,
-}
-"""Beginnings of node ids in tests/unit, each with what makes its tests slow."""
 
 LAST = "alone"
 ONE_AT_A_TIME = {
@@ -137,10 +91,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(tuple(ALONE)):
             item.add_marker("alone")
-        elif (
-            item.nodeid.startswith("tests/unit/")
-            and not item.nodeid.startswith(tuple(SLOW))
-            and not any(item.get_closest_marker(name) for name in ("docker", "nomad"))
+        elif item.nodeid.startswith("tests/unit/") and not any(
+            item.get_closest_marker(name) for name in ("slow", "docker", "nomad")
         ):
             item.add_marker("fast")
             fast.append(unit_of(item.nodeid))

@@ -13,6 +13,7 @@ from atropos.api.executor.models import ExecutorServerSettings
 from atropos.slots import SlotPool, SlotPoolConfig
 
 
+@pytest.mark.slow("starts servers")
 async def test_a_step_of_the_clock_ends_no_sandbox_and_moves_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = time.time
     config = SlotPoolConfig(backend="local", slots_per_container=2, max_containers=1)

@@ -104,6 +104,7 @@ async def test_a_hanging_mcp_tool_times_out_and_the_others_go_on(little: httpx.A
     assert (await slow).json()["result"]["timed_out"] is True
 
 
+@pytest.mark.slow("starts servers")
 @in_one_loop
 async def test_a_dead_mcp_server_is_an_infrastructure_fault_and_comes_back(little: httpx.AsyncClient):
     died = await ask(little, "little_die")
@@ -112,6 +113,7 @@ async def test_a_dead_mcp_server_is_an_infrastructure_fault_and_comes_back(littl
     assert (await ask(little, "little_add", a=1, b=2)).json()["result"]["output"] == "3"
 
 
+@pytest.mark.slow("starts servers")
 async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -133,6 +135,7 @@ async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(
     assert not servers()
 
 
+@pytest.mark.slow("starts servers")
 async def test_a_check_that_a_stop_of_the_tool_server_outlasts_drops_no_mcp_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -149,6 +152,7 @@ async def test_a_check_that_a_stop_of_the_tool_server_outlasts_drops_no_mcp_serv
         assert (await other).json()["code"] == "trajectory_ended"
 
 
+@pytest.mark.slow("starts servers")
 async def test_an_mcp_server_that_is_busy_with_the_calls_of_others_is_not_taken_for_hanging(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -174,6 +178,7 @@ async def test_an_mcp_server_that_is_busy_with_the_calls_of_others_is_not_taken_
     ]
 
 
+@pytest.mark.slow("starts servers")
 async def test_calls_that_wait_for_a_server_that_does_not_come_back_are_no_failures_of_its_tools(tmp_path: Path):
     others = descendants()
     script = f"[ -e {tmp_path}/mute ] && exec sleep 3600; exec {sys.executable} {SERVER}"
@@ -190,6 +195,7 @@ async def test_calls_that_wait_for_a_server_that_does_not_come_back_are_no_failu
     assert descendants().keys() <= others.keys()
 
 
+@pytest.mark.slow("starts servers")
 async def test_an_mcp_server_that_does_not_start_is_told_at_start():
     with pytest.raises(ToolServerUnavailable, match="MCP server 'gone'"):
         async with offering(McpServerSettings(name="gone", command="/no/such/program")):
@@ -236,6 +242,7 @@ async def test_a_proxys_error_and_a_lost_session_are_infrastructure_faults_and_t
         await process.wait()
 
 
+@pytest.mark.slow("starts servers")
 async def test_streamable_http_works_too_and_comes_back(port: int, tmp_path: Path):
     process = await over_http(port)
     try:

@@ -457,6 +457,7 @@ async def test_draining_refuses_new_calls_and_finishes_running_ones(bench: Workb
         assert (await running).status_code == 200
 
 
+@pytest.mark.slow("large input")
 async def test_trajectories_and_journal_stay_bounded_over_many_calls(bench: Workbench):
     async with served(bench, max_trajectories=50, journal_calls=100) as client:
         for number in range(600):
@@ -487,6 +488,7 @@ async def test_a_body_that_is_not_sent_as_json_is_told_how_to_send_it(bench: Wor
         assert "send it with Content-Type: application/json" in answer.json()["message"]
 
 
+@pytest.mark.slow("large input")
 @pytest.mark.parametrize("what", ["calls", "empty", "fields", "arguments"])
 async def test_a_request_of_a_million_mistakes_is_one_complaint(bench: Workbench, what: str):
     many = json.dumps({f"k{i}": 0 for i in range(100_000)})

@@ -88,6 +88,7 @@ async def test_a_private_page_is_refused_and_never_asked_for(site: Site):
     assert site.seen == []
 
 
+@pytest.mark.slow("starts servers")
 @in_one_loop
 async def test_a_hanging_parser_is_killed_and_the_next_page_is_read(
     extractor: Extractor, monkeypatch: pytest.MonkeyPatch
@@ -101,6 +102,7 @@ async def test_a_hanging_parser_is_killed_and_the_next_page_is_read(
     assert (await extractor.extract(page))["text"] == "fine"
 
 
+@pytest.mark.slow("starts servers")
 @in_one_loop
 async def test_a_killed_worker_is_replaced(extractor: Extractor):
     page = Page("http://x/", "text/plain", None, b"plain", truncated=False)
@@ -132,6 +134,7 @@ async def test_a_text_whose_charset_does_not_exist_is_read(extractor: Extractor)
         assert (await extractor.extract(page))["text"] == "naïve"
 
 
+@pytest.mark.slow("large input")
 @in_one_loop
 @pytest.mark.parametrize("junk", [b"%PDF-1.7 junk", b"", b"<" * 10_000, b"\0" * 1000, b"<html>" + b"<div>" * 20_000])
 async def test_junk_is_an_error_or_text_and_never_a_crash(extractor: Extractor, junk: bytes):

@@ -52,6 +52,7 @@ def atropos(
     return done
 
 
+@pytest.mark.slow("starts Python anew")
 def test_help_and_version_answer_without_loading_atroposlib(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +111,7 @@ def test_an_encoding_without_a_character_gets_its_escape(tmp_path: Path) -> None
     assert "café \\u241b[2J \\u65e5\\u672c\n".encode("latin-1") in done.stdout
 
 
+@pytest.mark.slow("starts servers")
 @pytest.mark.parametrize("arguments", [["--help"], ["trajectories", "export", "--format", "sft"], ["doctor"]])
 def test_a_full_disk_is_one_line(arguments: list[str], tmp_path: Path) -> None:
     lines = tmp_path / "out.jsonl"
@@ -127,11 +129,13 @@ def test_a_full_disk_is_one_line(arguments: list[str], tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, b"atropos: No space left on device\n")
 
 
+@pytest.mark.slow("starts servers")
 def test_exec_passes_output_stdin_and_exit_code_on_and_bytes_as_they_are() -> None:
     done = atropos("exec", r"cat; printf 'to-stderr\xfd' >&2; exit 7", stdin=b"from stdin\n\xff\x00\xfe")
     assert (done.returncode, done.stdout, done.stderr) == (7, b"from stdin\n\xff\x00\xfe", b"to-stderr\xfd")
 
 
+@pytest.mark.slow("starts servers")
 def test_exec_names_what_it_can_not_upload(tmp_path: Path) -> None:
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 100 << 20)
@@ -140,12 +144,14 @@ def test_exec_names_what_it_can_not_upload(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.decode()) == (2, said)
 
 
+@pytest.mark.slow("starts servers")
 def test_exec_runs_without_a_standard_output() -> None:
     command = 'exec "$0" -m atropos.cli exec "echo hi; exit 3" >&-'
     done = subprocess.run(["bash", "-c", command, sys.executable], capture_output=True, timeout=120, check=False)
     assert (done.returncode, LATE.sub(b"", done.stderr)) == (3, b"")
 
 
+@pytest.mark.slow("starts servers")
 def test_exec_runs_without_a_standard_input() -> None:
     command = 'exec "$0" -m atropos.cli exec "cat; echo hi" <&-'
     done = subprocess.run(["bash", "-c", command, sys.executable], capture_output=True, timeout=120, check=False)
@@ -160,12 +166,14 @@ def test_a_tmpdir_that_the_servers_user_cannot_enter_is_named(tmp_path: Path) ->
     assert b"set TMPDIR to a folder that every user may enter, as /tmp" in done.stderr
 
 
+@pytest.mark.slow("starts servers")
 def test_exec_says_that_it_timed_out() -> None:
     done = atropos("exec", "sleep 60", "--timeout", "0.3")
     assert done.returncode == 124
     assert done.stderr == b"atropos: timed out after 0.3 s\n"
 
 
+@pytest.mark.slow("starts servers")
 def test_exec_says_that_output_is_missing_and_stops_nothing_for_that() -> None:
     done = atropos("exec", "head -c 2000000 /dev/zero; echo end")
     assert (done.returncode, done.stdout[-4:]) == (0, b"end\n")
@@ -216,6 +224,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@pytest.mark.slow("starts Python anew")
 def test_ctrl_c_while_it_loads_is_not_lost(tmp_path: Path) -> None:
     """As in a callback of the import system's, whose exceptions Python only prints."""
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
@@ -223,6 +232,7 @@ def test_ctrl_c_while_it_loads_is_not_lost(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
+@pytest.mark.slow("starts Python anew")
 async def test_ctrl_c_while_it_loads_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "g.jsonl").write_text(json.dumps({"scores": [1], "messages": [[]]}) + "\n")
     process = await asyncio.create_subprocess_exec(  # one that does not end by itself if this process is late
@@ -239,6 +249,7 @@ async def test_ctrl_c_while_it_loads_is_no_traceback(tmp_path: Path) -> None:
     assert errors == b""
 
 
+@pytest.mark.slow("starts servers")
 @pytest.mark.parametrize("command", [["exec", "true"], ["mcp"]])
 async def test_a_slot_for_a_command_is_of_a_job_of_its_own(command: list[str]) -> None:
     """A job that envs share, or that was run by hand, is not taken away at the command's end."""
@@ -255,6 +266,7 @@ async def test_a_slot_for_a_command_is_of_a_job_of_its_own(command: list[str]) -
         assert min(asked).startswith(f"atropos-{command[0]}-")
 
 
+@pytest.mark.slow("starts servers")
 async def test_images_are_prepared_in_nomads_job_as_it_is_which_stays() -> None:
     async def prepare(nomad: FakeNomad) -> tuple[int | None, str]:
         process = await asyncio.create_subprocess_exec(
@@ -275,6 +287,7 @@ async def test_images_are_prepared_in_nomads_job_as_it_is_which_stays() -> None:
         assert nomad.count == 2
 
 
+@pytest.mark.slow("starts servers")
 def test_doctor_reports_every_feature_and_its_fix() -> None:
     done = atropos("doctor", "--json")
     report = json.loads(done.stdout)
@@ -286,6 +299,7 @@ def test_doctor_reports_every_feature_and_its_fix() -> None:
     assert all(item["ok"] != bool(item["fix"]) for item in report["findings"])
 
 
+@pytest.mark.slow("starts servers")
 def test_doctor_names_a_missing_bwrap(tmp_path: object) -> None:
     done = atropos("doctor", "--json", env={"PATH": str(tmp_path)})
     assert done.returncode == 3
@@ -294,6 +308,7 @@ def test_doctor_names_a_missing_bwrap(tmp_path: object) -> None:
     assert "bubblewrap" in bwrap["fix"]
 
 
+@pytest.mark.slow("starts servers")
 def test_doctor_finds_a_docker_engine_at_a_port(monkeypatch) -> None:
     monkeypatch.setattr("atropos.cli.doctor.ANSWER_S", 60)
     with socket.create_server(("127.0.0.1", 0)) as engine, kept_port() as other:
@@ -302,6 +317,7 @@ def test_doctor_finds_a_docker_engine_at_a_port(monkeypatch) -> None:
             assert engines()[0].ok is there
 
 
+@pytest.mark.slow("starts servers")
 def test_doctor_finds_a_nomad_agent_behind_its_own_authority(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("atropos.cli.doctor.ANSWER_S", 60)
     certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"

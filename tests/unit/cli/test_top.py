@@ -20,6 +20,8 @@ from tests.unit.client.test_client import request
 from tests.unit.command import ended
 from tests.unit.server.fakes import TOKEN, serving
 
+pytestmark = pytest.mark.slow("starts Python anew")
+
 HOSTILE = "task\x1b[31m\u202e\x07"
 
 

@@ -231,6 +231,7 @@ async def test_what_the_server_does_not_do_is_named():
             await client.acquire(request(base="x"))
 
 
+@pytest.mark.slow("large input")
 async def test_a_call_too_large_for_a_frame_is_a_result():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())

@@ -372,6 +372,7 @@ async def test_siblings_that_did_the_same_are_folded_whatever_their_calls_ids_ar
         assert (await reader.get("/group/1")).text.count('<tr class="same">') == 1
 
 
+@pytest.mark.slow("starts servers")
 @in_the_browser_s_loop
 async def test_nothing_hostile_comes_to_life_on_any_page(browser, tmp_path):
     (tmp_path / "g.jsonl").write_text(json.dumps(hostile()) + "\n")
@@ -408,6 +409,7 @@ async def inert(page) -> None:
         assert "1337" not in text
 
 
+@pytest.mark.slow("starts servers")
 @in_the_browser_s_loop
 async def test_a_replay_plays_seeks_and_follows_the_keyboard_on_both_pages(browser, tmp_path):
     bar = "10%\r\x1b[K\x1b[32m100%\x1b[0m done\b\b\b\bDONE"
@@ -449,6 +451,7 @@ LINES = "c => { const r = document.createRange(); r.selectNodeContents(c); retur
 """How many lines of text an element takes."""
 
 
+@pytest.mark.slow("starts servers")
 @in_the_browser_s_loop
 async def test_no_page_is_wider_than_a_phone(browser):
     view = LiveView(
@@ -478,6 +481,7 @@ async def test_no_page_is_wider_than_a_phone(browser):
         assert await kind.evaluate(LINES) == 1
 
 
+@pytest.mark.slow("starts servers")
 @in_the_browser_s_loop
 async def test_a_name_of_any_length_breaks_no_tool_and_no_label_in_two(browser):
     row = trajectory("square", 1.0, info={"verifier_seconds": 1.5, "verifier_exit_code": 0})
@@ -491,6 +495,7 @@ async def test_a_name_of_any_length_breaks_no_tool_and_no_label_in_two(browser):
             assert {await cell.text_content() for cell in found if await cell.evaluate(LINES) != 1} == set()
 
 
+@pytest.mark.slow("starts servers")
 @in_the_browser_s_loop
 async def test_the_live_page_follows_pauses_and_works_with_the_keyboard(browser, port):
     numbers = {"n": 0}
@@ -535,6 +540,7 @@ async def test_the_live_page_follows_pauses_and_works_with_the_keyboard(browser,
         assert await page.locator("tr.differs th", has_text="found").count() == 1
 
 
+@pytest.mark.slow("starts servers")
 @in_the_browser_s_loop
 async def test_an_answer_that_was_on_its_way_at_a_pause_changes_no_number(browser):
     looks, asked, answer = itertools.count(1), asyncio.Event(), asyncio.Event()

@@ -160,6 +160,7 @@ async def test_a_model_that_does_nothing_does_score(policy, tmp_path):
     assert groups_in(tmp_path / "g.jsonl")[0]["scores"] == [2.0, 2.0, 2.0]
 
 
+@pytest.mark.slow("starts servers")
 @pytest.mark.parametrize("fault", ["503", "nonsense", "reset"])
 async def test_a_flaky_server_changes_no_score_and_loses_no_group(faulty_policy, tmp_path, fault):
     async with faulty_policy(fault=fault, fault_rate=0.2) as policy:

@@ -190,9 +190,10 @@ class FleetMachine(RuleBasedStateMachine):
 
 
 FleetMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
-test_the_fleet_does_as_the_naive_model = FleetMachine.TestCase
+test_the_fleet_does_as_the_naive_model = pytest.mark.slow("large input")(FleetMachine.TestCase)
 
 
+@pytest.mark.slow("large input")
 def test_an_acquire_costs_the_same_in_a_fleet_a_hundred_times_larger():
     """The cost is compared in the same run, generously: a linear one would be a hundred times as high."""
 

@@ -6,8 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks import docker_peer, swe_rex
 from benchmarks.context import Context
+
+pytestmark = pytest.mark.slow("starts Python anew")
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -97,6 +97,7 @@ def test_every_dependency_is_imported() -> None:
     assert {name: listed - used for name, listed in OF_EXTRA.items() if listed - used} == {}
 
 
+@pytest.mark.slow("starts Python anew")
 @pytest.mark.parametrize(
     "module", ["atropos.slots", "atropos.tools", "atropos.api.tool_server", "atropos.api.executor_api", "atropos.cli"]
 )

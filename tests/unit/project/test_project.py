@@ -83,6 +83,7 @@ def test_every_error_code_and_every_alert_has_its_row_in_the_operations_guide() 
     assert [name for name in named if f"`{name}`" not in guide] == []
 
 
+@pytest.mark.slow("starts Python anew")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow("starts Python anew")
+
 ROOT = Path(__file__).resolve().parents[3]
 CONFTEST = """
 import time

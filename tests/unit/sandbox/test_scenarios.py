@@ -4,6 +4,8 @@ import pytest
 
 from tests.unit.sandbox import scenarios
 
+pytestmark = pytest.mark.slow("starts servers")
+
 MODULE = "tests.unit.sandbox.scenarios"
 
 

@@ -10,6 +10,7 @@ import itertools
 import os
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -396,7 +397,7 @@ class Machine(RuleBasedStateMachine):
         self.loop.close()
 
 
-TestMachine = Machine.TestCase
+TestMachine = pytest.mark.slow("large input")(Machine.TestCase)
 TestMachine.settings = settings(
     max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "1000")),
     stateful_step_count=15,

@@ -35,6 +35,8 @@ from tests.processes import running as count
 from tests.unit.server.fakes import TOKEN
 from tests.waiting import SLOWNESS, until
 
+pytestmark = pytest.mark.slow("starts servers")
+
 ROOT = Path(__file__).parents[3]
 
 

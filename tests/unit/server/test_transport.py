@@ -264,6 +264,7 @@ def chain(top: Path, depth: int) -> None:
     os.close(fd)
 
 
+@pytest.mark.slow("large input")
 def test_folders_nested_however_deep_travel(tmp_path):
     """As programs: in an archive with whole paths the names alone have 220 MB; of 20,000 folders a gigabyte, and no memory is left."""
     chain(tmp_path / "in", DEPTH)
@@ -388,6 +389,7 @@ def zstd(data: bytes) -> bytes:
     return subprocess.run(["zstd", "-q", "-1", "-c"], input=data, capture_output=True, check=True).stdout
 
 
+@pytest.mark.slow("large input")
 @pytest.mark.parametrize("name", BOMBS)
 @pytest.mark.parametrize("compressed", [False, True], ids=["plain", "zstd"])
 def test_an_archive_without_end_is_refused_in_bounded_memory(name, compressed, tmp_path):

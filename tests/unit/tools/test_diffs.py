@@ -161,6 +161,7 @@ def test_a_near_miss_is_looked_for_in_a_bounded_part_of_a_file():
     assert seconds(200_000) < max(seconds(25_000), 0.2) * 30
 
 
+@pytest.mark.slow("large input")
 @pytest.mark.parametrize("kind", ["missing", "blank", "near", "hunks", "number"])
 def test_no_diff_takes_long_on_a_file_of_equal_lines(kind):
     started = time.process_time()

@@ -118,6 +118,7 @@ def test_what_an_editor_covered_fits_a_screen_that_was_made_smaller_meanwhile():
     assert (screen.text(), screen.cursor) == ("line 22\n$ vi\n$", (3, 3))
 
 
+@pytest.mark.slow("large input")
 def test_floods_and_endless_sequences_cost_no_more_than_their_length():
     def seconds(size):
         started = time.process_time()
