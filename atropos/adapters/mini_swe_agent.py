@@ -18,9 +18,9 @@ from minisweagent.run.utilities import mini_extra
 from minisweagent.utils.serialize import recursive_merge
 from pydantic import Field
 
-from atropos.adapters.event_loop import event_loop, release
-from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, shell_code, time_limit
+from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, lease_until_exit, shell_code, time_limit
 from atropos.errors import ConfigError
+from atropos.event_loop import event_loop, release
 from atropos.slots import ExecResult
 
 NOT_ENDED = -1
@@ -64,7 +64,7 @@ class AtroposEnvironment(LocalEnvironment):
         self._held: HeldSlot | None = None
         self.config = AtroposEnvironmentConfig(**kwargs)
         with infrastructure(SandboxGoneError):
-            self._held = event_loop().run(event_loop().lease(self.config, "mini-swe-agent"))
+            self._held = event_loop().run(lease_until_exit(self.config, "mini-swe-agent"))
             refused = event_loop().run(self._held.make_folder(self.config.cwd)) if self.config.cwd else None
         if refused is not None:
             raise ConfigError(f"cwd: {self.config.cwd} can't be made: {refused}")

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
+from atropos.event_loop import event_loop
 from atropos.slots import ExecResult, PortForward, Slot, SlotPool, SlotPoolConfig
 
 WAIT_FOR_SLOT_S = 3600.0
@@ -228,6 +229,17 @@ class HeldSlot:
     def path(self, path: str) -> str:
         """An absolute path."""
         return posixpath.normpath(posixpath.join(self.folder, path))
+
+
+async def lease_until_exit(request: SlotRequest, name: str) -> HeldSlot:
+    """`HeldSlot.lease` with the image's ENTRYPOINT, in the process's event loop; given back before the process ends.
+
+    Raises:
+        SandboxError: there is none.
+    """
+    held = await HeldSlot.lease(request, name, waits=SLEEP)
+    event_loop().hold(held, held.release)
+    return held
 
 
 async def upload_file(slot: Slot, source: Path, target: str) -> str:

@@ -47,10 +47,10 @@ from swerex.runtime.abstract import (
 from swerex.utils.log import get_logger
 from typing_extensions import override
 
-from atropos.adapters.event_loop import event_loop, in_event_loop, release
-from atropos.adapters.sharing import CANNOT_EXECUTE, HeldSlot, SlotRequest, infrastructure, time_limit
+from atropos.adapters.sharing import CANNOT_EXECUTE, HeldSlot, SlotRequest, infrastructure, lease_until_exit, time_limit
 from atropos.adapters.swerex_session import BashSession
 from atropos.errors import SandboxError
+from atropos.event_loop import in_event_loop, release
 from atropos.slots import ExecResult
 
 
@@ -248,7 +248,7 @@ class AtroposDeployment(AbstractDeployment):
 
     @in_event_loop
     async def _lease(self) -> None:
-        held = await event_loop().lease(self._config, "swerex")
+        held = await lease_until_exit(self._config, "swerex")
         self._runtime = AtroposRuntime(held, logger=self.logger)
 
     @override

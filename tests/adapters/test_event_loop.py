@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from atropos.adapters import event_loop
-from atropos.adapters.event_loop import ENDING, EventLoop
+from atropos import event_loop
 from atropos.errors import SandboxError
+from atropos.event_loop import ENDING, EventLoop
 
 HEAD_START_S = 1.0
 

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for hosts that have none or start one for each call, and the slots that they hold."""
+"""An event loop in a thread of its own, for programs that have none or start one for each call, and what they hold in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from functools import wraps
 from types import CoroutineType
 from typing import Any, ParamSpec, TypeVar
 
-from atropos.adapters.sharing import SLEEP, HeldSlot, SlotRequest
 from atropos.errors import SandboxError
 
 P = ParamSpec("P")
@@ -30,7 +29,8 @@ class EventLoop:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(started_executor())
-        self._held: set[HeldSlot] = set()
+        self._held: dict[object, Callable[[], Coroutine[Any, Any, None]]] = {}
+        """What is given back before the process ends, and how."""
         self._releases: set[Future[None]] = set()
         self._working: set[asyncio.Task[Any]] = set()
         self._closing = False
@@ -79,28 +79,22 @@ class EventLoop:
         finally:
             self._working.discard(task)
 
-    async def lease(self, request: SlotRequest, name: str) -> HeldSlot:
-        """`HeldSlot.lease` with the image's ENTRYPOINT, within this loop; what isn't released is given back before the process ends.
+    def hold(self, held: object, give_back: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Give something back before the process ends, unless `release` did before."""
+        self._held[held] = give_back
 
-        Raises:
-            SandboxError: there is none.
-        """
-        held = await HeldSlot.lease(request, name, waits=SLEEP)
-        self._held.add(held)
-        return held
-
-    def release(self, held: HeldSlot) -> Future[None] | None:
-        """Give a slot back in the background: this may run in any thread, where garbage is collected. Idempotent."""
-        if held not in self._held:
+    def release(self, held: object) -> Future[None] | None:
+        """Give it back in the background: this may run in any thread, where garbage is collected. Idempotent."""
+        give_back = self._held.pop(held, None)
+        if give_back is None:
             return None
-        self._held.discard(held)
-        future = asyncio.run_coroutine_threadsafe(held.release(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(give_back(), self._loop)
         self._releases.add(future)
         future.add_done_callback(self._releases.discard)
         return future
 
     def close(self) -> None:
-        """End what other threads wait for, and give all slots back, which stops their pools."""
+        """End what other threads wait for, and give everything back that is held."""
         with self._submitting:
             self._closing = True
         given_back = asyncio.run_coroutine_threadsafe(self._give_back(), self._loop)
@@ -161,8 +155,8 @@ def event_loop() -> EventLoop:
         return _process.loop
 
 
-def release(held: HeldSlot) -> Future[None] | None:
-    """Give a slot back in the background. None: it was, or it is that of the process that this one was forked from."""
+def release(held: object) -> Future[None] | None:
+    """Give something back in the background. None: it was, or it is that of the process that this one was forked from."""
     return None if _process.loop is None else _process.loop.release(held)
 
 
