@@ -5,6 +5,7 @@ import tarfile
 
 import pytest
 
+from atropos.errors import ConfigError
 from atropos.testing.slots import *  # noqa: F403
 
 
@@ -25,3 +26,20 @@ async def test_a_local_file_is_written_whole_or_stays_as_it_was(slot, tmp_path):
         assert max(member.size for member in archive) == 1 << 20
     assert sorted(os.listdir(tmp_path)) == ["copy", "copy.part"]
     assert other.read_text() == "another's"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda slot: slot.exec("true", timeout_s=-1), r"timeout_s: .* greater than 0 \(got -1\)"),
+        (lambda slot: slot.exec("true", env={"A": 1}), r"env\.A: .* string \(got 1\)"),
+        (lambda slot: slot.start("true", buffer_bytes=-1), "buffer_bytes: "),
+        (lambda slot: slot.write_file("a", b"", mode=-1), "mode: "),
+        (lambda slot: slot.download("a", max_bytes=-1), "max_bytes: "),
+    ],
+    ids=["timeout", "variable", "buffer", "mode", "bytes"],
+)
+async def test_a_wrong_argument_is_named(slot, call, said):
+    with pytest.raises(ConfigError, match=said):
+        await call(slot)
+    assert (await slot.exec("echo on")).output == "on\n"

@@ -17,6 +17,7 @@ from atropos import wire
 from atropos.slots.client import file_streams
 from atropos.slots.containers.counters import Outcome
 from atropos.slots.containers.link import ContainerLink
+from atropos.slots.slot.arguments import named_if_wrong
 from atropos.slots.slot.profile import Profile
 from atropos.slots.slot.results import answered, file_error
 from atropos.slots.slot.uploads import PIECE_BYTES, archive_of, pieces, pieces_of
@@ -57,6 +58,7 @@ class SlotFiles(ABC):
     def _measured(self, op: str) -> AbstractContextManager[Outcome]:
         """Context of one operation, which sets its outcome."""
 
+    @named_if_wrong
     async def read_file(self, path: str, *, max_bytes: int = MAX_READ_BYTES, user: str | None = None) -> bytes:
         """A file's content.
 
@@ -73,6 +75,7 @@ class SlotFiles(ABC):
         await self._read(path, parts.append, max_bytes, user)
         return b"".join(parts)
 
+    @named_if_wrong
     async def read_file_to(self, path: str, target: str | Path, *, max_bytes: int = MAX_ARCHIVE_BYTES) -> None:
         """As `read_file`, as root, to a local file, which is there once it is whole and doesn't have to fit in memory.
 
@@ -110,6 +113,7 @@ class SlotFiles(ABC):
                 await self._read_stream(path, keep, rest)
                 return
 
+    @named_if_wrong
     async def write_file(
         self, path: str, data: bytes | str, mode: int | None = None, *, user: str | None = None
     ) -> None:
@@ -139,6 +143,7 @@ class SlotFiles(ABC):
             result = await self.run(wire.WriteFile(path=path, data=piece, append=True, user=user))
         return result
 
+    @named_if_wrong
     async def upload(self, source: str | Path, path: str, *, mode: int | None = None) -> None:
         """Copy a local file to `path`, or a local folder's contents into the folder `path`; links stay links.
 
@@ -161,6 +166,7 @@ class SlotFiles(ABC):
             result = await self._write_stream(path, pieces_of(source), mode=mode)
         answered(result, wire.Done, path)
 
+    @named_if_wrong
     async def download(self, path: str, *, max_bytes: int = wire.MAX_FILE_BYTES) -> bytes:
         """A file or folder as an uncompressed tar archive.
 
@@ -175,6 +181,7 @@ class SlotFiles(ABC):
         await self._download(path, archive, max_bytes)
         return archive.getvalue()
 
+    @named_if_wrong
     async def download_to(self, path: str, target: str | Path, *, max_bytes: int = MAX_ARCHIVE_BYTES) -> None:
         """As `download`, to a local file, which is there once it is whole and doesn't have to fit in memory.
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Literal
 
 from atropos import wire
+from atropos.slots.slot.arguments import named_if_wrong
 from atropos.slots.slot.results import answered, file_error
 
 WRITE_BYTES = 256 * 1024
@@ -76,6 +77,7 @@ class Process:
                 break
         return self.exit_code
 
+    @named_if_wrong
     async def read(self, *, max_bytes: int = 200_000, wait_s: float = 0.0) -> bytes:
         """What it wrote since the last `read`; empty when nothing came within `wait_s`, or it has ended."""
         operation = wire.ProcRead(id=self.id, offset=self._read, max_bytes=max_bytes, wait_s=wait_s, until="output")
@@ -90,6 +92,7 @@ class Process:
             if data := await self.read(wait_s=READ_WAIT_S):
                 yield data
 
+    @named_if_wrong
     async def write(self, data: bytes | str) -> None:
         """Give it input, or type on its terminal; waits while it doesn't read."""
         content = data.encode() if isinstance(data, str) else data
@@ -102,10 +105,12 @@ class Process:
         """End its input, once what was written is read; on a terminal as ^D does."""
         await self._write(wire.ProcWrite(id=self.id, eof=True))
 
+    @named_if_wrong
     async def resize(self, rows: int, cols: int) -> None:
         """Give its terminal another size."""
         await self._write(wire.ProcWrite(id=self.id, rows=rows, cols=cols))
 
+    @named_if_wrong
     async def kill(self, signal: Signal = "KILL") -> None:
         """Signal its whole session; `TERM` is followed by `KILL` five seconds later."""
         await self._ask(wire.ProcKill(id=self.id, signal=signal))

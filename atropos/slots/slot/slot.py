@@ -14,6 +14,7 @@ from atropos.errors import ConfigError, LeaseExpired, NotSupported, SandboxError
 from atropos.net.egress_policy import parse
 from atropos.slots.containers.counters import Outcome
 from atropos.slots.containers.link import ContainerLink
+from atropos.slots.slot.arguments import named_if_wrong
 from atropos.slots.slot.files import SlotFiles
 from atropos.slots.slot.processes import Process, one_command, reading
 from atropos.slots.slot.profile import PLAIN, Profile
@@ -169,6 +170,7 @@ class Slot(SlotFiles):
         finally:
             await cancel_and_wait([asking])
 
+    @named_if_wrong
     async def exec(
         self,
         command: str | Sequence[str],
@@ -238,6 +240,7 @@ class Slot(SlotFiles):
         with contextlib.suppress(SandboxError):
             await self.run(operation)
 
+    @named_if_wrong
     async def start(
         self,
         command: str | Sequence[str],
