@@ -54,10 +54,15 @@ class HostState:
 
     Raises:
         IsolationUnavailable: this machine can't make slots; the message says what to change.
-        ConfigError: a base is not there.
+        ConfigError: a base is not there; or a slot is larger than the machine.
     """
 
     def __init__(self, config: ServerConfig, entered: Entered, prestarted: prestart.Prestarted) -> None:
+        memory_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+        if config.limits.memory_mib > memory_mib:
+            raise ConfigError(
+                f"limits.memory_mib: {config.limits.memory_mib} is more than this machine has ({memory_mib} MiB)"
+            )
         self.config = config
         self.entered = entered
         self.scratch = entered.scratch

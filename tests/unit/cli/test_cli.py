@@ -167,6 +167,13 @@ def test_a_tmpdir_that_the_servers_user_cannot_enter_is_named(tmp_path: Path) ->
 
 
 @pytest.mark.slow("starts servers")
+def test_exec_refuses_a_slot_larger_than_the_machine() -> None:
+    done = atropos("exec", "true", "--memory-mib", "99999999")
+    assert done.returncode == 2
+    assert re.fullmatch(rb"atropos: limits.memory_mib: 99999999 is more than this machine has .*\n", done.stderr)
+
+
+@pytest.mark.slow("starts servers")
 def test_exec_says_that_it_timed_out() -> None:
     done = atropos("exec", "sleep 60", "--timeout", "0.3")
     assert done.returncode == 124
