@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from atropos import tracing
 from atropos.agent.config import AgentConfig, AgentResult, AgentStep, Outcome, PromptTooLong, StopReason
@@ -78,8 +77,9 @@ class AtroposAgent:
 
         Args:
             task: the user's message.
-            after: an earlier run, whose conversation and transcript continue with the task as the next message. The bounds
-                on steps and time start again. If the context has no room for the message, the run ends there.
+            after: an earlier run, whose conversation and transcript continue with the task as the next message, after the
+                results of a last turn whose bound kept the model from reading them. The bounds on steps and time start
+                again. If the context has no room for the message, the run ends there.
 
         Raises:
             InferenceError: the server gave no usable answer.
@@ -90,7 +90,7 @@ class AtroposAgent:
             steps, transcript, room = list[AgentStep](), await self._opened(task), True
         else:
             steps, transcript = after.steps, after.trajectory_data
-            room = await self._continue(transcript, steps[-1], lambda: [{"role": "user", "content": task}])
+            room = await self._continue(transcript, steps[-1], task)
         with Allowance(self.config.timeout_s) as allowance:
             reason = await self._turns(transcript, steps, allowance) if room else "context_length"
         return AgentResult(
@@ -119,10 +119,13 @@ class AtroposAgent:
         """Whether the context holds these tokens and another turn."""
         return len(transcript) + len(more) + MIN_TURN_TOKENS <= self.config.context_tokens
 
-    async def _continue(self, transcript: Transcript, last: AgentStep, write: Callable[[], list[Message]]) -> bool:
-        """Append what `write` gives for the model to read after its last turn, if the context has room."""
+    async def _continue(self, transcript: Transcript, last: AgentStep, task: str | None = None) -> bool:
+        """Append what the model reads after its last turn, if the context has room: its calls' results, and a further task."""
         async with gate():
-            messages = write()
+            outcomes = last.answers()
+            messages = self._dialect.results(outcomes, self.config) if outcomes else []
+            if task is not None:
+                messages = _with_task(messages, task)
             context = self._dialect.following(messages, transcript.tokens[len(transcript) - last.tokens :])
         if not self._has_room(transcript, context):
             return False
@@ -143,13 +146,12 @@ class AtroposAgent:
                 return ended
             if not step.calls and not step.unread:
                 return "final"
-            if len(steps) - earlier >= self.config.max_steps:
-                return "max_steps"
             await self._run_calls(step, allowance)
             if allowance.left_s <= 0:
                 return "max_time"
-            results = partial(self._dialect.results, step.outcomes, self.config)
-            if not await self._continue(transcript, step, results):
+            if len(steps) - earlier >= self.config.max_steps:
+                return "max_steps"
+            if not await self._continue(transcript, step):
                 return "context_length"
 
     async def _turn(self, transcript: Transcript, number: int) -> tuple[AgentStep, StopReason | None]:
@@ -234,6 +236,13 @@ class AtroposAgent:
         if self.config.tool_delay_s:
             await asyncio.sleep(self.config.tool_delay_s)
         return result
+
+
+def _with_task(messages: list[Message], task: str) -> list[Message]:
+    """Messages and a task, in one where they end with the user's: many templates refuse two of them in a row."""
+    if messages and messages[-1]["role"] == "user":
+        return [*messages[:-1], {"role": "user", "content": f"{messages[-1]['content']}\n\n{task}"}]
+    return [*messages, {"role": "user", "content": task}]
 
 
 def seed_for(seed: int, *parts: object) -> int:

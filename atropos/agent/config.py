@@ -25,7 +25,7 @@ class AgentConfig:
     """Bounds and sampling of one trajectory.
 
     Attributes:
-        max_steps: most model turns.
+        max_steps: most model turns. The calls of the last one are run too.
         temperature: sampling temperature.
         max_tokens: most tokens of one turn; None: what the context has left.
         tool_delay_s: pause after each tool call, in seconds.
@@ -95,7 +95,8 @@ class AgentStep:
         content: the text without its calls.
         calls: of the turn, in order.
         unread: calls that could not be parsed.
-        outcomes: of calls and unread ones, in order, as far as a bound let them run.
+        outcomes: of calls and unread ones, in order, as far as the time let them run. Those of a last turn are not in the
+            conversation: the model never reads them.
         reasoning: the model's thinking, if the dialect separates it from the answer.
         model_s, tools_s: seconds spent in generation and in tools.
     """
@@ -116,6 +117,12 @@ class AgentStep:
     def results(self) -> list[ToolResult]:
         """What the model reads of the turn's calls."""
         return [outcome.result for outcome in self.outcomes]
+
+    def answers(self) -> list[Outcome]:
+        """What the model is to read of the turn's calls: also that a call was not run, since each needs an answer."""
+        ran = sum(outcome.call is not None for outcome in self.outcomes)
+        late = ToolResult.failure("not run: the agent used all its time")
+        return [*self.outcomes, *(Outcome(call, late) for call in self.calls[ran:])]
 
     def timing(self) -> Timing:
         """The turn's seconds, rounded."""

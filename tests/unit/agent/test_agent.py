@@ -145,7 +145,51 @@ async def test_steps_end_the_loop():
         3,
         3,
     )
-    assert result.steps[-1].results == []  # a call that nobody will read the result of isn't run
+    assert result.messages[-1]["role"] == "assistant"  # nobody will read its results
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+async def test_the_calls_of_the_last_turn_are_run(steps):
+    """What they did is scored."""
+    ran = []
+
+    async def execute(tool_call):
+        ran.append(tool_call.arguments["command"])
+        return ToolResult(success=True)
+
+    turns = [{"calls": [call("a"), call("b")]}, {"calls": [call("c")]}, "done"]
+    result = await agent(DirectServer(), execute, max_steps=steps).run(script(turns))
+    assert ran == ["a", "b", "c"][: steps + 1]
+    assert (result.stop_reason, result.total_tool_calls) == ("max_steps", len(ran))
+    assert [one.error for one in result.steps[-1].results] == [None] * len(result.steps[-1].calls)
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": 1}, {"timeout_s": 1.5}])
+@pytest.mark.parametrize("dialect", [None, OpenAIDialect])
+async def test_a_further_task_comes_after_the_results_that_the_model_has_not_read(limit, dialect):
+    async def execute(tool_call):
+        if "timeout_s" in limit and tool_call.arguments["command"] == "b":
+            await asyncio.Event().wait()
+        return ToolResult(success=True, output=f"ran {tool_call.arguments['command']}")
+
+    server, made = DirectServer(), dialect and dialect(tokenizer(), [], "hermes")
+    one = AtroposAgent(server, tokenizer(), config=AgentConfig(**limit), execute_tool=execute, dialect=made)
+    turns = [{"calls": [call("a"), call("b"), call("c")]}, "done"]
+    async with asyncio.timeout(30):
+        first = await one.run(script(turns))
+        assert len(first.messages) == (2 if dialect else 3)
+        result = await one.run("And now?", after=first)
+    assert (result.stop_reason, result.final_response) == ("final", "done")
+    assert result.messages[-2]["content"].endswith("And now?")
+    if dialect:
+        assert [m.get("tool_call_id") for m in result.messages[2:-2]] == [
+            c["id"] for c in result.messages[1]["tool_calls"]
+        ]
+    read = "".join(str(m["content"]) for m in result.messages[2:-1])
+    assert (
+        read.index("ran a") < read.index("ran b" if "max_steps" in limit else "used all its time") < read.index("And")
+    )
+    assert_true_to(server.log, result.trajectory_data)
 
 
 @pytest.mark.parametrize(("calls", "ran"), [(3, 2), (2, 2)])
