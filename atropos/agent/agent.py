@@ -13,6 +13,7 @@ from atropos import tracing
 from atropos.agent.config import AgentConfig, AgentResult, AgentStep, Outcome, PromptTooLong, StopReason
 from atropos.agent.dialect import Dialect, Turn, XmlDialect
 from atropos.agent.fairness import gate, gate_for
+from atropos.agent.fitting import MIN_TURN_TOKENS, Written, fitting
 from atropos.agent.model import Model
 from atropos.agent.prompt import Tools, schemas_of
 from atropos.agent.template import Tokenizer, TurnRenderer
@@ -21,9 +22,6 @@ from atropos.aio import Allowance
 from atropos.tools import ToolCall, ToolResult
 from atropos.tools.models import new_call_id
 from atropos.tools.parsers import parser_for
-
-MIN_TURN_TOKENS = 16
-"""Least room in the context for another turn."""
 
 ExecuteTool = Callable[[ToolCall], Awaitable[ToolResult]]
 
@@ -108,27 +106,32 @@ class AtroposAgent:
         transcript = Transcript(messages=messages, placeholder=not self._model.exact)
         async with gate():
             transcript.add_context(self._dialect.prompt(messages))
-        if not self._has_room(transcript):
+        if self._room(transcript) < MIN_TURN_TOKENS:
             raise PromptTooLong(
                 f"the prompt has {len(transcript)} tokens and the context {self.config.context_tokens}: "
                 "raise max_token_length or shorten the task"
             )
         return transcript
 
-    def _has_room(self, transcript: Transcript, more: Sequence[int] = ()) -> bool:
-        """Whether the context holds these tokens and another turn."""
-        return len(transcript) + len(more) + MIN_TURN_TOKENS <= self.config.context_tokens
+    def _room(self, transcript: Transcript) -> int:
+        """Tokens that the context has left."""
+        return self.config.context_tokens - len(transcript)
 
     async def _continue(self, transcript: Transcript, last: AgentStep, task: str | None = None) -> bool:
         """Append what the model reads after its last turn, if the context has room: its calls' results, and a further task."""
-        async with gate():
-            outcomes = last.answers()
+        sampled = transcript.tokens[len(transcript) - last.tokens :]
+
+        def write(outcomes: Sequence[Outcome]) -> Written:
             messages = self._dialect.results(outcomes, self.config) if outcomes else []
             if task is not None:
                 messages = _with_task(messages, task)
-            context = self._dialect.following(messages, transcript.tokens[len(transcript) - last.tokens :])
-        if not self._has_room(transcript, context):
+            return messages, self._dialect.following(messages, sampled)
+
+        async with gate():
+            written = fitting(last.answers(), write, room=self._room(transcript), most=self.config.max_result_chars)
+        if written is None:
             return False
+        messages, context = written
         transcript.messages.extend(messages)
         transcript.add_context(context)
         return True
@@ -156,7 +159,7 @@ class AtroposAgent:
 
     async def _turn(self, transcript: Transcript, number: int) -> tuple[AgentStep, StopReason | None]:
         """Generate a turn and append it: the step, and the bound that cut it off, if one did."""
-        room = self.config.context_tokens - len(transcript)
+        room = self._room(transcript)
         limit = room if self.config.max_tokens is None else min(room, self.config.max_tokens)
         started = time.perf_counter()
         ask = self._sample if self._model.exact else self._chat

@@ -159,7 +159,7 @@ async def test_tokens_masks_and_logprobs_are_the_servers_log(tmp_path, agent, se
         {"name": f"r{n}", "prompt": conversation(rng), "max_tokens": rng.choice([None, None, None, 60, 300])}
         for n in range(1, GROUPS)
     ]
-    flood = script({"text": "all of it", "calls": [call("terminal", **FLOOD)]}, "no room for this")
+    flood = script(*[{"text": "all of it", "calls": [call("terminal", **FLOOD)]}] * 30, "no room for this")
     rows.append({"name": "flood", "prompt": flood, "max_tokens": None})
     settings = {
         "group_size": MEMBERS,

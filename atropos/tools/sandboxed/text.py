@@ -44,19 +44,23 @@ def shown(data: bytes) -> str:
     return decode(data)
 
 
-def clip(text: str, most: int) -> tuple[str, int]:
-    """A text's head and tail in about `most` characters, and how many characters were left out."""
-    if len(text) <= most:
-        return text, 0
+def clip(text: str, most: int, why: str = "") -> tuple[str, int]:
+    """A text's head and tail in about `most` characters, with how many were left out between them, and that number.
+
+    A text that this would not shorten stays whole. `why` is said beside the number.
+    """
     head, tail = most * 2 // 5, most - most * 2 // 5
     dropped = len(text) - head - tail
-    return f"{text[:head]}\n[… {dropped:,} characters left out …]\n{text[-tail:]}", dropped
+    note = f"\n[… {dropped:,} characters left out{why} …]\n"
+    if dropped <= len(note):
+        return text, 0
+    return f"{text[:head]}{note}{text[len(text) - tail :]}", dropped
 
 
-def clip_result(result: ToolResult, most: int) -> ToolResult:
+def clip_result(result: ToolResult, most: int, why: str = "") -> ToolResult:
     """A result whose output and error are each clipped to about `most` characters."""
-    output, dropped = clip(result.output, most)
-    error, of_error = clip(result.error or "", most)
+    output, dropped = clip(result.output, most, why)
+    error, of_error = clip(result.error or "", most, why)
     if not dropped + of_error:
         return result
     total = result.dropped_bytes + dropped + of_error

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import json
+import re
 import time
 import types
 
@@ -292,6 +293,89 @@ async def test_a_full_context_ends_the_loop_before_the_turn_that_does_not_fit():
     assert len(result.trajectory_data) <= 3000
     assert result.messages[-1]["role"] == "assistant"
     assert_true_to(server.log, result.trajectory_data)
+
+
+def dialects():
+    return {"xml": None, "openai": OpenAIDialect(tokenizer(), [], "hermes")}
+
+
+def read_results(messages):
+    """The JSON of each result in a conversation."""
+    texts = [str(message["content"]) for message in messages if message["role"] in {"tool", "user"}]
+    found = [part for text in texts for part in re.findall(r"^\{.*\}$", text, re.MULTILINE)]
+    return [json.loads(text) for text in found if "success" in text]
+
+
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("context_tokens", [1500, 4000, 30_000])
+async def test_a_result_that_does_not_fit_the_context_is_shortened_with_its_size(dialect, context_tokens):
+    output = "\n".join(map(str, range(1, 30_001)))  # seq 1 30000
+
+    async def execute(_call):
+        return ToolResult(success=True, output=output, exit_code=0)
+
+    server = DirectServer()
+    config = AgentConfig(context_tokens=context_tokens, max_result_chars=1_000_000)
+    made = AtroposAgent(server, tokenizer(), config=config, execute_tool=execute, dialect=dialects()[dialect])
+    result = await made.run(script([{"calls": [call("seq 1 30000")]}, "read"]))
+    assert (result.stop_reason, result.final_response) == ("final", "read")
+    [shown] = read_results(result.messages)
+    head, left_out, tail = re.fullmatch(
+        r"(.*)\n\[… ([\d,]+) characters left out: the context is nearly full …\]\n(.*)", shown["output"], re.DOTALL
+    ).groups()
+    dropped = int(left_out.replace(",", ""))
+    assert (len(head) + dropped + len(tail), shown["dropped_bytes"]) == (len(output), dropped)
+    assert output.startswith(head) and output.endswith(tail)
+    assert 0.5 * context_tokens < len(result.trajectory_data) <= context_tokens, "most of the room is used"
+    assert_true_to(server.log, result.trajectory_data)
+
+
+@pytest.mark.parametrize("dialect", dialects())
+async def test_the_results_of_a_turn_share_the_room_that_is_left(dialect):
+    async def execute(tool_call):
+        return ToolResult(
+            success=True, output=tool_call.arguments["command"][0] * int(tool_call.arguments["command"][1:])
+        )
+
+    server, config = DirectServer(), AgentConfig(context_tokens=4000)
+    made = AtroposAgent(server, tokenizer(), config=config, execute_tool=execute, dialect=dialects()[dialect])
+    commands = ["a20000", "b90", "c30000", "d40000", "e500"]
+    result = await made.run(script([{"calls": [call(command) for command in commands]}, "read"]))
+    assert result.final_response == "read"
+    a, b, c, d, e = (shown["output"] for shown in read_results(result.messages))
+    assert (b, e) == ("b" * 90, "e" * 500), "what is short stays whole"
+    assert 500 < len(a) == len(c) == len(d)
+
+
+@settings(max_examples=60)
+@given(
+    outputs=st.lists(st.lists(st.integers(0, 40_000), min_size=1, max_size=6), min_size=1, max_size=4),
+    unit=st.sampled_from(["x", "word ", "π", "1 2\n", "<|im_end|>"]),
+    context_tokens=st.integers(300, 6000),
+    most=st.sampled_from([1, 100, 30_000]),
+    dialect=st.sampled_from([*dialects()]),
+)
+def test_results_never_exceed_the_context_however_many_and_long(outputs, unit, context_tokens, most, dialect):
+    async def execute(tool_call):
+        size = int(tool_call.arguments["command"])
+        return ToolResult(success=size % 2 == 0, output=(unit * size)[:size], error="exit code 1" if size % 2 else None)
+
+    server = DirectServer()
+    config = AgentConfig(context_tokens=context_tokens, max_result_chars=most)
+    made = AtroposAgent(server, tokenizer(), config=config, execute_tool=execute, dialect=dialects()[dialect])
+    turns = [{"calls": [call(str(size)) for size in sizes]} for sizes in outputs]
+    try:
+        result = asyncio.run(made.run(script([*turns, "done"])))
+    except PromptTooLong:
+        return
+    assert len(result.trajectory_data) <= context_tokens
+    assert_true_to(server.log, result.trajectory_data)
+    assert all(str(shown).count("left out") <= 1 for shown in read_results(result.messages))
+    last = result.steps[-1]
+    if result.stop_reason == "context_length" and last.outcomes:  # else the model's own turn was too long
+        notes = [one.result.model_copy(update={"output": "", "error": None}) for one in last.outcomes]
+        written = TurnRenderer(tokenizer()).encode_text("".join(note.to_xml() for note in notes))
+        assert len(result.trajectory_data) + len(written) + 100 * len(notes) > context_tokens - 100
 
 
 async def test_a_turn_cut_off_by_its_own_limit_ends_the_loop_and_runs_nothing():
