@@ -82,7 +82,11 @@ def programs() -> list[DoctorFinding]:
         DoctorFinding("python", fits, needed=True, detail=platform.python_version(), fix="Python 3.11–3.13"),
         DoctorFinding("kernel", ok=True, needed=True, detail=platform.release()),
     ]
-    for program, package, use in (("bwrap", "bubblewrap", ""), ("git", "git", ""), ("skopeo", "skopeo", " for images")):
+    for program, package, use in (
+        ("bwrap", "bubblewrap", ""),
+        ("git", "git", ""),
+        ("skopeo", "skopeo", " for registries' images"),
+    ):
         where = shutil.which(program)
         fix = f"install {package}{use} (Debian, Ubuntu: apt-get install {package})"
         findings.append(DoctorFinding(program, where is not None, program == "bwrap", where or "not found", fix))

@@ -7,21 +7,17 @@ Sources: OCI image specification 1.1, manifest and config; containers-transports
 
 from __future__ import annotations
 
-import json
-import os
 import posixpath
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from atropos.images.manifests import MACHINE, MAX_JSON_BYTES, architecture, objects, parse
 from atropos.images.reference import check_digest
 from atropos.wire import ImageInfo
 
-MAX_JSON_BYTES = 8 << 20
-"""Largest manifest or configuration that is read."""
-MACHINE = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine)
-"""This machine's architecture, as images name it."""
+SCHEMA_1 = "its manifest is one of Docker's schema 1, which Docker itself reads no more: push it again"
 
 
 @dataclass(frozen=True)
@@ -52,18 +48,23 @@ def read_folder(folder: Path) -> PulledImage:
 
 def _read(folder: Path) -> PulledImage:
     manifest = _json(folder / "manifest.json")
-    if manifest.get("schemaVersion") == 1:
-        raise ValueError("its manifest is one of Docker's schema 1, which Docker itself reads no more: push it again")
     digest = check_digest(manifest["config"]["digest"])
     config = _json(folder / digest)
-    if config.get("os", "linux") != "linux":
-        raise ValueError(f"it is for {config['os']!r}, not for Linux")
-    machine = config.get("architecture") or MACHINE
+    if (config.get("os") or "linux") != "linux":  # crane writes an empty one
+        raise ValueError(f"it is for {config['os']!r:.100}, not for Linux")
+    machine = architecture(config.get("architecture") or MACHINE)
     if machine != MACHINE:  # every program in it would end as one that can't be executed
         raise ValueError(f"it is for {machine!r:.100}, and this machine is {MACHINE!r}")
     _check_settings(config.get("config") or {})
-    diffs = [check_digest(each) for each in config["rootfs"]["diff_ids"]]
-    blobs = [str(folder / check_digest(layer["digest"])) for layer in manifest["layers"]]
+    rootfs: object = config.get("rootfs")
+    if not isinstance(rootfs, dict):
+        raise ValueError("its configuration has no rootfs, which says what its layers are")  # noqa: TRY004
+    diffs = [check_digest(each) for each in cast("dict[str, Any]", rootfs).get("diff_ids") or ()]
+    blobs = [str(folder / check_digest(layer.get("digest"))) for layer in objects(manifest, "layers")]
+    if len(blobs) != len(diffs):
+        raise ValueError(
+            f"its manifest has {len(blobs)} layers, and its configuration the digests (diff_ids) of {len(diffs)}"
+        )
     return PulledImage(digest, config, tuple(zip(blobs, diffs, strict=True)))
 
 
@@ -84,13 +85,7 @@ def _is_text(value: object) -> bool:
 
 def _json(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        data = file.read(MAX_JSON_BYTES + 1)
-    if len(data) > MAX_JSON_BYTES:
-        raise ValueError(f"{path.name}: larger than {MAX_JSON_BYTES} bytes")
-    found = json.loads(data)
-    if not isinstance(found, dict):
-        raise TypeError(f"{path.name}: not an object")
-    return cast("dict[str, object]", found)
+        return parse(file.read(MAX_JSON_BYTES + 1), path.name)
 
 
 def image_info(pulled: PulledImage, source: str, size: int) -> ImageInfo:

@@ -1,4 +1,4 @@
-"""The programs that an image store runs: skopeo for every transport, and others, each bounded and never left behind."""
+"""The programs that an image store runs: skopeo for registries, and others, each bounded and never left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
-from atropos.images.layout import MAX_JSON_BYTES
+from atropos.images.manifests import MAX_JSON_BYTES
 
 POLL_S = 0.2
 SAID_BYTES = 4096
@@ -64,10 +64,9 @@ class Skopeo:
         registries.write_text(_registries(settings), encoding="utf-8")
         options = ["--insecure-policy", "--override-os", "linux"]
         options += ["--registries-conf", str(registries), "--tmpdir", str(work)]
-        registry = arguments[-1 if arguments[0] == "inspect" else -2].startswith("docker://")
-        if settings.auth_file and registry:
-            arguments = [arguments[0], "--authfile", settings.auth_file, *arguments[1:]]
-        pauses = iter(PAUSES_S if registry else ())
+        if settings.auth_file:
+            arguments = [arguments[0], "--authfile", os.path.abspath(settings.auth_file), *arguments[1:]]
+        pauses = iter(PAUSES_S)
         while True:
             try:
                 return await run(
@@ -78,6 +77,7 @@ class Skopeo:
                     report=report,
                     largest=largest,
                     environment=_own_folders(work),
+                    cwd=work,
                 )
             except ImageUnavailable as error:
                 pause_s = next(pauses, None)
@@ -105,6 +105,7 @@ async def run(
     report: Callable[[], None] = lambda: None,
     largest: int | None = None,
     environment: dict[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> str:
     """Run a program to its end; its output.
 
@@ -116,11 +117,12 @@ async def run(
         report: called every `POLL_S` while it runs.
         largest: bytes of the largest file that it may write.
         environment: this process's by default.
+        cwd: the folder that it runs in; this process's by default.
 
     Raises:
         ImageUnavailable: it failed or took too long; with its last words.
     """
-    process = await _start(program, largest, environment)
+    process = await _start(program, largest, environment, cwd)
     assert process.stdout is not None
     assert process.stderr is not None
     outputs = asyncio.gather(_head(process.stdout), _tail(process.stderr))
@@ -146,7 +148,7 @@ async def run(
 
 
 async def _start(
-    program: list[str], largest: int | None, environment: dict[str, str] | None
+    program: list[str], largest: int | None, environment: dict[str, str] | None, cwd: Path | None
 ) -> asyncio.subprocess.Process:
     bound = [] if largest is None else ["prlimit", f"--fsize={largest}"]
     return await asyncio.create_subprocess_exec(
@@ -158,6 +160,7 @@ async def _start(
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
         env=environment,
+        cwd=cwd,
     )
 
 

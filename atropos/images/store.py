@@ -27,13 +27,15 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
-from atropos.images import unpack
-from atropos.images.layout import MACHINE, PulledImage, image_info, read_folder
+from atropos.images import extract, unpack
+from atropos.images.layout import SCHEMA_1, PulledImage, image_info, read_folder
 from atropos.images.locks import is_still, locked, try_lock
+from atropos.images.manifests import MAX_DEPTH, chosen, is_index, is_plain, objects, parse
 from atropos.images.programs import Skopeo, run, write_whole
 from atropos.images.reference import ImageSource, check_digest
 from atropos.trees import remove_tree
@@ -69,6 +71,7 @@ class ImageStore:
         self._settings = settings
         self._root = Path(folder)
         self._ids = ids
+        self._limit = settings.quota_mib << 20
         self._skopeo = Skopeo(settings, self._root)
         self._turns = asyncio.Semaphore(PARALLEL)
         self._held: dict[str, tuple[int, int]] = {}
@@ -175,59 +178,64 @@ class ImageStore:
 
     async def _pull(self, source: ImageSource, work: Path, progress: Progress, archive: str | None) -> PulledImage:
         what, pulled = f"image {source}: pulling", work / "pulled"
-        limit = self._settings.quota_mib << 20
-        origin = str(source) if archive is None else f"{source.transport}:{archive}"
-        if archive is not None and source.transport == "oci-archive":  # skopeo would follow the links in it
-            layout = work / "layout"
-            layout.mkdir()
-            await self._run_unpack(what, layout, limit, 1, "/", ((archive, "-"),))
-            origin = f"oci:{layout}"
-        if archive is not None and source.transport == "docker-archive" and _is_gzip(archive):  # skopeo 1.9 reads none
-            whole = work / "whole.tar"
-            inflate = ["sh", "-c", 'exec gzip -dc < "$0" > "$1"', archive, str(whole)]
-            timeout_s = self._settings.unpack_timeout_s
-            await run(inflate, what, folder=self._root, deadline_s=timeout_s, largest=limit)
-            origin = f"docker-archive:{whole}"
-        expected = None
+        pulled.mkdir()
         if archive is None:
-            origin, expected = await self._located(origin, str(source), work)
-        if expected is not None and expected > limit:
-            most = f"more than the store may hold ({self._settings.quota_mib} MiB)"
-            raise ImageUnavailable(f"{what}: {expected >> 20} MiB, {most}")
-        await asyncio.to_thread(self.make_room, expected or 0)
-
-        def report() -> None:
-            done = sum(_size_of(path) for path in pulled.glob("*"))
-            progress("pulling", min(1.0, done / expected) if expected else None)
-            if done > limit:
-                raise ImageUnavailable(f"{what}: more than {self._settings.quota_mib} MiB")
-
-        # its own retries are for what fails in the middle: what can't be reached at all is told at once, by `inspect` before it
-        await self._skopeo.run(
-            ["copy", "--retry-times", "2", "--dest-compress", origin, f"dir:{pulled}"], str(source), work, report, limit
-        )
+            await self._fetch(source, work, pulled, progress)
+        else:
+            # a part of the content's name, or that and the image's name in it
+            name = source.name.partition(":")[2]
+            await asyncio.to_thread(self.make_room, 0)
+            await self._run_program(extract, what, source.transport, archive, name, pulled, self._limit)
         try:
             return await asyncio.to_thread(read_folder, pulled)
         except ValueError as error:
             raise ImageUnavailable(f"{what}: not an image: {error}") from error
 
-    async def _located(self, origin: str, name: str, work: Path) -> tuple[str, int | None]:
-        """Where a registry has this machine's image, and the bytes of its layers; None where nothing says them.
-
-        Of an index that has several for this machine, or none, skopeo takes one, or refuses it.
-        """
+    async def _fetch(self, source: ImageSource, work: Path, pulled: Path, progress: Progress) -> None:
+        """Pull an image's parts from its registry, and from nowhere else: what a manifest's `urls` say is not followed."""
+        what = f"image {source}: pulling"
         try:
-            manifest = json.loads(await self._skopeo.run(["inspect", "--raw", origin], name, work))
-            if "manifests" in manifest:
-                platforms = [(each["digest"], each.get("platform") or {}) for each in manifest["manifests"]]
-                [ours] = [
-                    each for each, on in platforms if (on.get("os"), on.get("architecture")) == ("linux", MACHINE)
-                ]
-                origin = f"{_UNTAGGED.sub('', origin)}@sha256:{check_digest(ours)}"
-                manifest = json.loads(await self._skopeo.run(["inspect", "--raw", origin], name, work))
-            return origin, sum(int(layer["size"]) for layer in manifest["layers"])
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
-            return origin, None
+            origin, text = await self._located(str(source), work)
+            expected = sum(int(layer["size"]) for layer in json.loads(text)["layers"])
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise ImageUnavailable(f"{what}: not an image: {error}") from error
+        if expected > self._limit:
+            most = f"more than the store may hold ({self._settings.quota_mib} MiB)"
+            raise ImageUnavailable(f"{what}: {expected >> 20} MiB, {most}")
+        await asyncio.to_thread(self.make_room, expected)
+
+        def report() -> None:
+            done = sum(_size_of(path) for path in work.glob("*/*"))
+            progress("pulling", min(1.0, done / expected) if expected else None)
+            if done > self._limit:
+                raise ImageUnavailable(f"{what}: more than {self._settings.quota_mib} MiB")
+
+        if is_plain(text):
+            # its own retries are for what fails in the middle: what can't be reached at all is told at once, by `inspect` before it
+            arguments = ["copy", "--retry-times", "2", "--dest-compress", origin, f"dir:{pulled}"]
+        else:  # by their digests alone, one after the other, into a folder that it names
+            arguments = ["layers", "--retry-times", "2", origin]
+        await self._skopeo.run(arguments, str(source), work, report, self._limit)
+        for made in work.glob("layers-*"):
+            pulled.rmdir()
+            made.rename(pulled)
+
+    async def _located(self, name: str, work: Path) -> tuple[str, str]:
+        """Where a registry has this machine's image, by digest, and its manifest.
+
+        Raises:
+            ValueError: there is none.
+        """
+        origin = name
+        for _ in range(MAX_DEPTH):
+            text = await self._skopeo.run(["inspect", "--raw", origin], name, work)
+            manifest = parse(text.encode(), "its manifest")
+            if not is_index(manifest):
+                if manifest.get("schemaVersion") == 1:
+                    raise ValueError(SCHEMA_1)
+                return f"{_UNTAGGED.sub('', name)}@sha256:{hashlib.sha256(text.encode()).hexdigest()}", text
+            origin = f"{_UNTAGGED.sub('', name)}@sha256:{chosen(objects(manifest, 'manifests'))}"
+        raise ValueError(f"more than {MAX_DEPTH} indices, each in another")
 
     async def _unpack(self, pulled: PulledImage, source: str, work: Path, progress: Progress) -> ImageInfo:
         async with self._locked(f"image-{pulled.id}", progress):
@@ -245,20 +253,18 @@ class ImageStore:
             except ImageUnavailable as error:
                 raise ImageUnavailable(f"{what}: {error}") from None
             workdir = image_info(pulled, source, 0).workdir or "/"
-            size = await self._run_unpack(what, rootfs, room, self._ids, workdir, pulled.layers)
-            image = image_info(pulled, source, size)
+            layers = itertools.chain(*pulled.layers)
+            done = await self._run_program(unpack, what, rootfs, room, MAX_MEMBERS, self._ids, workdir, *layers)
+            image = image_info(pulled, source, done["bytes"])
             await self._write_out(tree, image)
             os.rename(tree, self._root / "trees" / pulled.id)
             return image
 
-    async def _run_unpack(
-        self, what: str, folder: Path, room: int, ids: int, workdir: str, layers: tuple[tuple[str, str], ...]
-    ) -> int:
-        """Run `unpack`; the bytes that it wrote."""
-        arguments = [str(folder), str(room), str(MAX_MEMBERS), str(ids), workdir, *itertools.chain(*layers)]
-        program = [sys.executable, "-I", "-S", os.path.abspath(unpack.__file__), *arguments]
+    async def _run_program(self, module: ModuleType, what: str, *arguments: object) -> Any:
+        """Run one of the programs that read what strangers sent; its result."""
+        program = [sys.executable, "-I", "-S", os.path.abspath(str(module.__file__)), *map(str, arguments)]
         said = await run(program, what, folder=self._root, deadline_s=self._settings.unpack_timeout_s)
-        return json.loads(said.splitlines()[-1])["bytes"]
+        return json.loads(said.splitlines()[-1])
 
     async def keep(self, image: ImageInfo, fill: Callable[[str], Awaitable[None]]) -> ImageInfo:
         """Keep a layer as a built image; under an id that is here already, the one that is here.
@@ -479,11 +485,6 @@ def _remove_locked(folder: Path, fd: int) -> None:
         remove_tree(str(folder))  # other ways recurse
     finally:
         os.close(fd)
-
-
-def _is_gzip(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(2) == b"\x1f\x8b"
 
 
 def _size_of(path: Path) -> int:

@@ -1,15 +1,12 @@
 """Unpacks the layers of an image into one folder. A program of its own, without site-packages.
 
     unpack.py FOLDER MAX_BYTES MAX_MEMBERS IDS WORKDIR LAYER DIFF_ID [LAYER DIFF_ID …]
-    unpack.py FOLDER MAX_BYTES MAX_MEMBERS 1 / ARCHIVE -
 
 Layers come from strangers. A member is opened below its parent's descriptor and no link is ever followed, so nothing
 reaches outside FOLDER; names that try are refused. Whiteouts are applied as deletions (OCI image layout, "Layer
 Filesystem Changeset"). Device nodes are left out. Owners are those of the running user namespace, of which slots have the
-ids 0 to IDS-1; with IDS 1 everything belongs to root. `-` in place of a layer's digest: an archive of files that a program
-will read here, so that links are left out, too. The last line on stdout is JSON: bytes and members.
-
-Exit codes: 0 done, 1 the image is refused (the reason is one line on stderr), 2 the machine failed, 28 the disk is full.
+ids 0 to IDS-1; with IDS 1 everything belongs to root. The last line on stdout is JSON: bytes and members. For exit codes see
+`untrusted.program`.
 """
 
 from __future__ import annotations
@@ -18,35 +15,25 @@ import contextlib
 import errno
 import gzip
 import hashlib
-import json
 import os
-import resource
-import shutil
 import stat
-import subprocess
 import sys
 import tarfile
 import zlib
-from collections.abc import Generator
 from typing import IO, cast
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from atropos.archives import WholeTar
+from atropos.images.untrusted import ImageRefused, program, uncompressed
 
 CHUNK = 1 << 20
 BLOCK = 4096
-MEMORY_BYTES = 1 << 30
-"""Address space of this process: a header of gigabytes ends it instead of the machine."""
 WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
 XATTR = "SCHILY.xattr."
 CAPABILITY = "security.capability"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class ImageRefused(Exception):
-    """The image holds something that it must not."""
 
 
 class Digesting:
@@ -78,7 +65,6 @@ class ImageTree:
 
     def __init__(self, folder: str, max_bytes: int, max_members: int, ids: int) -> None:
         self._root = os.open(folder, _FOLDER)
-        self._links = True
         self._max_bytes, self._max_members, self._ids = max_bytes, max_members, ids
         self._room = f"the {max_bytes >> 20} MiB that the image store has room for (image_store.quota_mib)"
         self._parent: tuple[str, int] = ("", os.dup(self._root))
@@ -88,9 +74,8 @@ class ImageTree:
         self.bytes = 0
         self.members = 0
 
-    def apply(self, stream: IO[bytes], *, links: bool = True) -> None:
-        """Unpack one layer, an uncompressed tar; without `links`, files and folders alone."""
-        self._links = links
+    def apply(self, stream: IO[bytes]) -> None:
+        """Unpack one layer, an uncompressed tar."""
         self._added.clear()
         self._times.clear()
         with tarfile.open(
@@ -119,7 +104,7 @@ class ImageTree:
         if name.startswith(WHITEOUT):
             self._whiteout(where, name)
             return
-        if member.ischr() or member.isblk() or (not self._links and (member.issym() or member.isfifo())):
+        if member.ischr() or member.isblk():
             return
         parent = self._open(where, create=True)
         self._remove(parent, path, name, unless_folder=member.isdir())
@@ -329,33 +314,10 @@ def _ns(seconds: float) -> int:
     return int(min(max(seconds, 0), 1 << 33) * 1_000_000_000)
 
 
-@contextlib.contextmanager
-def uncompressed(path: str) -> Generator[IO[bytes]]:
-    """A layer's tar, whatever it was compressed with (gzip or zstd, by its first bytes)."""
-    with open(path, "rb") as file:
-        magic = os.pread(file.fileno(), 4, 0)  # zstd starts where the descriptor stands
-        if magic[:2] == b"\x1f\x8b":
-            with gzip.open(file) as stream:
-                yield cast("IO[bytes]", stream)
-        elif magic == b"\x28\xb5\x2f\xfd":
-            if shutil.which("zstd") is None:
-                raise ImageRefused("a layer needs zstd, which is not installed on the sandbox server's machine")
-            with subprocess.Popen(["zstd", "-dcq", "-M64MB"], stdin=file, stdout=subprocess.PIPE) as child:
-                assert child.stdout is not None
-                try:
-                    yield child.stdout
-                finally:
-                    child.kill()
-        else:
-            yield file
-
-
 def unpack(
     folder: str, max_bytes: int, max_members: int, ids: int, workdir: str, layers: list[tuple[str, str]]
 ) -> ImageTree:
     """Unpack `layers` (file and SHA-256 of the uncompressed tar, lowest first) into an empty folder, and make the WORKDIR.
-
-    In place of a layer's SHA-256, `-`: an archive of no image's.
 
     Raises:
         ImageRefused: what an image must not hold, or not what its configuration says.
@@ -365,11 +327,11 @@ def unpack(
         with uncompressed(path) as raw:
             stream = Digesting(raw, 2 * max_bytes + max_members * 1024)
             try:
-                tree.apply(cast("IO[bytes]", stream), links=wanted != "-")
+                tree.apply(cast("IO[bytes]", stream))
                 found = stream.finish()
             except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
                 raise ImageRefused(f"layer {wanted[:12]} is no tar: {error}") from None
-        if wanted not in {found, "-"}:
+        if wanted != found:
             raise ImageRefused(f"layer {wanted[:12]} is not the one that the image names ({found[:12]})")
     tree.make_folder(workdir)
     return tree
@@ -377,26 +339,14 @@ def unpack(
 
 def main() -> int:
     """The program."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    os.umask(0)
     folder, max_bytes, max_members, ids, workdir, *rest = sys.argv[1:]
     layers = list(zip(rest[::2], rest[1::2], strict=True))
-    try:
+
+    def work() -> dict[str, int]:
         tree = unpack(folder, int(max_bytes), int(max_members), int(ids), workdir, layers)
-    except ImageRefused as error:
-        print(error, file=sys.stderr)
-        return 1
-    except (MemoryError, RecursionError) as error:
-        print(f"it can't be read within {MEMORY_BYTES >> 20} MiB of memory ({type(error).__name__})", file=sys.stderr)
-        return 1
-    except OSError as error:
-        if error.errno in {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}:
-            print(f"{error.filename or 'a name in it'}: {error.strerror}", file=sys.stderr)
-            return 1
-        print(error, file=sys.stderr)
-        return errno.ENOSPC if error.errno in {errno.ENOSPC, errno.EDQUOT} else 2
-    print(json.dumps({"bytes": tree.bytes, "members": tree.members}))
-    return 0
+        return {"bytes": tree.bytes, "members": tree.members}
+
+    return program(work)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import shutil
 import tarfile
 from pathlib import Path
 
-from atropos.images.layout import MACHINE
+from atropos.images.manifests import MACHINE
 
 
 def entry(

@@ -23,8 +23,8 @@ from aiohttp.test_utils import TestServer
 from atropos.aio import cancel_and_wait
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
-from atropos.images.layout import MACHINE, MAX_JSON_BYTES
 from atropos.images.locks import try_lock
+from atropos.images.manifests import MACHINE, MAX_JSON_BYTES
 from atropos.images.programs import run
 from atropos.images.reference import ImageSource
 from atropos.images.store import ImageStore
@@ -190,7 +190,7 @@ async def test_an_image_of_another_machine_is_refused(tmp_path, images):
 
 
 async def test_an_archive_writes_nothing_but_its_image(tmp_path, images):
-    """skopeo follows links that the archive itself has brought."""
+    """Neither through links that it has brought nor by names that climb: no name in it becomes a path."""
     at, archive, victim = tmp_path / "layout", tmp_path / "archive.tar", tmp_path / "victim"
     image_id = layout(at, layer(entry("x", "x")))
     victim.mkdir()
@@ -204,8 +204,7 @@ async def test_an_archive_writes_nothing_but_its_image(tmp_path, images):
     with tarfile.open(archive, "w") as tar:
         tar.add(at, ".")
         tar.addfile(entry("../../../victim/planted")[0])
-    with pytest.raises(ImageUnavailable, match=r"pulling: .*a path that leaves the image"):
-        await store.prepare(ImageSource.parse("oci-archive:y"), nothing, str(archive))
+    assert (await store.prepare(ImageSource.parse("oci-archive:y"), nothing, str(archive))).id == image_id
     assert list(victim.iterdir()) == []
 
 
@@ -269,14 +268,13 @@ async def test_a_registry_that_is_busy_for_a_moment_is_asked_again(tmp_path, ima
     assert left == 0
 
 
-@pytest.mark.timeout(60)
-async def test_an_archive_that_ends_early_is_read_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("atropos.images.programs.PAUSES_S", (600,))
+@pytest.mark.parametrize("kind", ["oci-archive", "docker-archive"])
+async def test_an_archive_that_ends_early_is_a_typed_error(tmp_path, kind):
     archive = tmp_path / "image.tar"
     archive.write_bytes(layer(entry("manifest.json", "[" * 5000))[:2000])
     store = store_at(tmp_path, SimpleNamespace(host="127.0.0.1:9", auth_file=None))
-    with pytest.raises(ImageUnavailable, match="EOF"):
-        await store.prepare(ImageSource.parse("docker-archive:/image.tar"), nothing, str(archive))
+    with pytest.raises(ImageUnavailable, match="pulling: not an image: unexpected end of data"):
+        await store.prepare(ImageSource.parse(f"{kind}:x"), nothing, str(archive))
 
 
 async def test_a_mirror_is_asked_in_a_registrys_place_and_an_index_gives_this_machines_image(tmp_path, images):

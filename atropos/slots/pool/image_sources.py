@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from atropos.errors import ConfigError
+from atropos.images.manifests import named, parse
 from atropos.images.reference import ImageSource, check_digest
 
 CHUNK = 1 << 20
-REF_NAME = "org.opencontainers.image.ref.name"
-"""Annotation that names an image of a layout (OCI image specification, annotations)."""
 
 
 class LocalImage:
@@ -34,7 +33,7 @@ class LocalImage:
 
     Args:
         source: where it comes from.
-        name: its name for servers: `docker-archive:` or `oci-archive:`, and a digest.
+        name: its name for servers: `docker-archive:` or `oci-archive:`, a digest, and `:` with the image's name in a file of several.
         file: the file, of its owner or made for good; or what writes it, which blocks.
         turns: taken for each file that is made.
     """
@@ -113,7 +112,7 @@ class LocalImage:
                 yield chunk
         finally:
             os.close(fd)
-        if owners is not None and not self.name.endswith(found.hexdigest()):
+        if owners is not None and f"sha256-{found.hexdigest()}" != self.name.split(":")[1]:
             raise ConfigError(f"image: {owners} has changed since this pool read it; open another pool")
 
     def close(self) -> None:
@@ -133,7 +132,9 @@ def local_image(source: ImageSource, docker_host: str | None, turns: asyncio.Sem
     path = Path(source.name)
     with _readable(source):
         if source.transport in {"oci-archive", "docker-archive"}:
-            return LocalImage(source, f"{source.transport}:sha256-{_digest(path)}", path, turns)
+            path, name = next(((at, name) for at, name in _splits(source.name) if at.is_file()), (path, ""))
+            of_several = f":{name}" if name else ""
+            return LocalImage(source, f"{source.transport}:sha256-{_digest(path)}{of_several}", path, turns)
         if source.transport == "dir":
             with contextlib.ExitStack() as failed:
                 made = failed.enter_context(tempfile.TemporaryFile())
@@ -144,8 +145,9 @@ def local_image(source: ImageSource, docker_host: str | None, turns: asyncio.Sem
                 failed.pop_all()
                 return LocalImage(source, name, made, turns)
         if source.transport == "oci":
-            layout, index, manifest = _one_image(path)
-            name, write = f"oci-archive:sha256-{_digest(manifest)}", partial(_write_layout, layout, index, manifest)
+            layout, index, manifests = _one_image(source.name)
+            found = hashlib.sha256(b"".join(map(Path.read_bytes, manifests))).hexdigest()
+            name, write = f"oci-archive:sha256-{found}", partial(_write_layout, layout, index, manifests)
         else:
             with _engines_image(source.name, docker_host) as image:
                 image_id = str(image.id)
@@ -167,11 +169,17 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_layout(layout: Path, index: bytes, manifest: Path, file: IO[bytes]) -> None:
+def _splits(text: str) -> Iterator[tuple[Path, str]]:
+    """How `PATH` or `PATH:NAME` can be meant, the longest path first: both may have colons in them."""
+    parts = text.split(":")
+    return ((Path(":".join(parts[:at])), ":".join(parts[at:])) for at in range(len(parts), 0, -1))
+
+
+def _write_layout(layout: Path, index: bytes, manifests: list[Path], file: IO[bytes]) -> None:
     """Write an OCI layout with an index of one image, and that image's blobs alone."""
-    blobs = dict.fromkeys(_blobs(manifest))
+    blobs = dict.fromkeys(blob for each in manifests for blob in _blobs(each))
     with tarfile.open(fileobj=file, mode="w", dereference=True) as tar:
-        for each in (layout / "oci-layout", manifest.parent.parent, manifest.parent, *blobs):
+        for each in blobs:
             tar.add(each, str(each.relative_to(layout)), recursive=False)
         info = tarfile.TarInfo("index.json")
         info.size = len(index)
@@ -193,32 +201,23 @@ def _blobs(manifest: Path) -> Iterator[Path]:
             yield from _blobs(blob)
 
 
-def _one_image(path: Path) -> tuple[Path, bytes, Path]:
-    """The folder of `FOLDER` or `FOLDER:NAME`, its index with that image alone, and the image's manifest.
+def _one_image(text: str) -> tuple[Path, bytes, list[Path]]:
+    """The folder of `FOLDER` or `FOLDER:NAME`, its index with that image alone, and the image's manifests.
 
     Folder and name may have colons in them.
     """
-    parts = str(path).split(":")
-    for at in range(len(parts), 0, -1):
-        folder, name = Path(":".join(parts[:at])), ":".join(parts[at:])
-        if (file := folder / "index.json").is_file():
-            break
-    else:
-        raise ConfigError(f"image: oci:{path} is no OCI layout: it has no index.json")
+    folder, name = next(((at, name) for at, name in _splits(text) if (at / "index.json").is_file()), (None, ""))
+    if folder is None:
+        raise ConfigError(f"image: oci:{text} is no OCI layout: it has no index.json")
+    file = folder / "index.json"
     try:
-        index = json.loads(file.read_bytes())
-        images = [(each.get("annotations", {}).get(REF_NAME), each) for each in index["manifests"]]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"image: {file} is no index of an OCI layout: {error!r:.200}") from None
-    found = [image for called, image in images if name in {"", called}]
-    if len(found) != 1:
-        names = ", ".join(sorted(called for called, _ in images if called)) or "none has a name"
-        raise ConfigError(f"image: oci:{path}: name an image of the layout, oci:FOLDER:NAME; it has: {names}")
-    try:
-        manifest = folder / "blobs" / "sha256" / check_digest(found[0]["digest"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"image: oci:{path}: no digest that can be read: {error!r:.200}") from None
-    return folder, json.dumps(index | {"manifests": found}).encode(), manifest
+        index = parse(file.read_bytes(), str(file))
+        found = named(index, name)
+        manifests = [folder / "blobs" / "sha256" / check_digest(each.get("digest")) for each in found]
+    except ValueError as error:
+        raise ConfigError(f"image: oci:{text}: oci:FOLDER:NAME names an image of the layout: {error}") from None
+    here = [each for each in manifests if each.is_file()] or manifests  # those for other machines may not be here
+    return folder, json.dumps(index | {"manifests": found}).encode(), here
 
 
 def _write_folder(path: Path, file: IO[bytes]) -> None:

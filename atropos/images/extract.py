@@ -1,0 +1,195 @@
+"""Takes one image out of an archive from a stranger. A program of its own, without site-packages and without a network.
+
+    extract.py TRANSPORT ARCHIVE NAME FOLDER MAX_BYTES
+
+FOLDER gets what `layout.read_folder` reads: `manifest.json`, and configuration and layers, each named by its SHA-256. NAME may be
+empty where the archive has one image. Nothing of the archive becomes a path: its members are read where they lie, by name.
+For exit codes see `untrusted.program`.
+
+Sources: OCI image specification 1.1, image layout; Docker image specification 1.2, combined archive; containers-transports(5).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import posixpath
+import sys
+import tarfile
+import zlib
+from typing import IO, Any, cast
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from atropos.archives import WholeTar
+from atropos.errors import ConfigError
+from atropos.images.manifests import (
+    MACHINE,
+    MAX_DEPTH,
+    MAX_JSON_BYTES,
+    architecture,
+    chosen,
+    is_index,
+    named,
+    objects,
+    parse,
+    which,
+)
+from atropos.images.reference import ImageSource, check_digest
+from atropos.images.untrusted import ImageRefused, program, uncompressed
+
+CHUNK = 1 << 20
+
+
+class Archive:
+    """The members of a tar, by their names; of two with one name the later one, as unpacking it would leave.
+
+    Raises:
+        ImageRefused: it is no tar, or a damaged one.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._tar = tarfile.open(fileobj=file, mode="r:", tarinfo=WholeTar)  # noqa: SIM115 (as long as this program)
+        self._members = {_plain(member.name): member for member in self._tar}
+
+    def open(self, name: str) -> IO[bytes]:
+        """A file of it; `docker save` makes a layer that it has already a link."""
+        wanted = _plain(name)
+        for _ in range(MAX_DEPTH):
+            member = self._members.get(wanted)
+            if member is None:
+                break
+            if member.isreg():
+                return cast("IO[bytes]", self._tar.extractfile(member))
+            below = posixpath.dirname(wanted) if member.issym() else ""
+            wanted = _plain(posixpath.join(below, member.linkname))
+        raise ImageRefused(f"the archive has no file {name!r:.200}")
+
+    def read(self, name: str) -> bytes:
+        """A small file."""
+        return self.open(name).read(MAX_JSON_BYTES + 1)
+
+
+class Target:
+    """The folder that an image's parts are written to."""
+
+    def __init__(self, folder: str, max_bytes: int) -> None:
+        self._folder = folder
+        self._left = max_bytes
+        self._room = f"more than the {max_bytes >> 20} MiB that the image store may hold (image_store.quota_mib)"
+
+    def copy(self, source: IO[bytes]) -> str:
+        """Copy a part; its SHA-256, which is its name."""
+        part, found = os.path.join(self._folder, "part"), hashlib.sha256()
+        with open(part, "wb") as file:
+            while chunk := source.read(CHUNK):
+                self._left -= len(chunk)
+                if self._left < 0:
+                    raise ImageRefused(self._room)
+                found.update(chunk)
+                file.write(chunk)
+        os.rename(part, os.path.join(self._folder, found.hexdigest()))
+        return found.hexdigest()
+
+    def spool(self, source: IO[bytes]) -> IO[bytes]:
+        """A file without a name that holds a stream."""
+        file = open(os.open(self._folder, os.O_RDWR | os.O_TMPFILE, 0o600), "w+b")  # noqa: SIM115 (as long as this program)
+        while chunk := source.read(CHUNK):
+            self._left -= len(chunk)
+            if self._left < 0:
+                raise ImageRefused(self._room)
+            file.write(chunk)
+        file.seek(0)
+        return file
+
+    def finish(self, config: str, layers: list[str]) -> None:
+        """Write the manifest."""
+        manifest = {
+            "config": {"digest": f"sha256:{config}"},
+            "layers": [{"digest": f"sha256:{each}"} for each in layers],
+        }
+        with open(os.path.join(self._folder, "manifest.json"), "w", encoding="ascii") as file:
+            json.dump(manifest, file)
+
+
+def from_layout(archive: Archive, name: str, target: Target) -> None:
+    """Take an image out of an OCI layout: the one of that name, and of an index the one for this machine."""
+
+    def blob(part: dict[str, Any]) -> IO[bytes]:
+        return archive.open(f"blobs/sha256/{check_digest(part.get('digest'))}")
+
+    def take(part: dict[str, Any]) -> str:
+        found, wanted = target.copy(blob(part)), check_digest(part.get("digest"))
+        if found != wanted:
+            raise ImageRefused(f"the blob {wanted[:12]} is not the one that its name says ({found[:12]})")
+        return found
+
+    manifest: dict[str, Any] = {"manifests": named(parse(archive.read("index.json"), "index.json"), name)}
+    for _ in range(MAX_DEPTH):
+        if not is_index(manifest):
+            break
+        digest = chosen(objects(manifest, "manifests"))
+        manifest = parse(archive.read(f"blobs/sha256/{digest}"), f"manifest {digest[:12]}")
+    config: object = manifest.get("config")
+    if not isinstance(config, dict):
+        raise ImageRefused("its manifest names no configuration")
+    target.finish(take(cast("dict[str, Any]", config)), [take(layer) for layer in objects(manifest, "layers")])
+
+
+def from_save(archive: Archive, name: str, target: Target) -> None:
+    """Take an image out of what `docker save` writes: the one with that tag."""
+    images = objects({"all": json.loads(archive.read("manifest.json"))}, "all")
+    found = [each for each in images if not name or _full(name) in map(_full, _texts(each, "RepoTags"))]
+    if len(found) > 1:  # one for each machine
+        found = [each for each in found if _machine(archive, each) == MACHINE]
+    if len(found) != 1:
+        raise ImageRefused(which(tag for each in images for tag in _texts(each, "RepoTags")))
+    layers = [target.copy(archive.open(each)) for each in _texts(found[0], "Layers")]
+    target.finish(target.copy(archive.open(str(found[0].get("Config")))), layers)
+
+
+def _machine(archive: Archive, image: dict[str, Any]) -> str:
+    return architecture(str(parse(archive.read(str(image.get("Config"))), "a configuration").get("architecture")))
+
+
+def _texts(image: dict[str, Any], key: str) -> list[str]:
+    return [str(each) for each in image.get(key) or ()]
+
+
+def _full(tag: str) -> str:
+    try:
+        return str(ImageSource.parse(f"docker://{tag}"))
+    except ConfigError:
+        return tag
+
+
+def _plain(name: str) -> str:
+    return posixpath.normpath(f"/{name}")
+
+
+def extract(transport: str, path: str, name: str, target: Target) -> None:
+    """Take the image out.
+
+    Raises:
+        ImageRefused: there is none of that name, or none that is whole.
+    """
+    take = {"oci-archive": from_layout, "docker-archive": from_save}[transport]
+    try:
+        with uncompressed(path) as stream:
+            plain = isinstance(stream, io.BufferedReader) and stream.seekable()
+            take(Archive(stream if plain else target.spool(stream)), name, target)
+    except (tarfile.TarError, EOFError, zlib.error, ValueError, TypeError, AttributeError) as error:
+        raise ImageRefused(f"not an image: {error}") from None
+
+
+def main() -> int:
+    """The program."""
+    transport, path, name, folder, max_bytes = sys.argv[1:]
+    return program(lambda: extract(transport, path, name, Target(folder, int(max_bytes))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Which image is meant, by manifests and indices from strangers. Plain data, no I/O; standard library only.
+
+Sources: OCI image specification 1.1, index and manifest; Docker image manifest V2, schema 2; containerd, platforms.Normalize.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from typing import Any, cast
+
+from atropos.images.reference import check_digest
+
+MAX_JSON_BYTES = 8 << 20
+"""Largest manifest or configuration that is read."""
+MAX_DEPTH = 8
+"""Indices that are followed from one to the next."""
+_ALIASES = {"x86_64": "amd64", "x86-64": "amd64", "aarch64": "arm64"}
+MACHINE = _ALIASES.get(os.uname().machine, os.uname().machine)
+"""This machine's architecture, as images name it."""
+_ANY_MACHINE = {("amd64", "v1"), ("arm64", "v8"), ("arm64", "8")}
+"""Variants that every machine of an architecture is."""
+NAMES = ("org.opencontainers.image.ref.name", "io.containerd.image.name")
+"""Annotations that name an image of a layout; the second is BuildKit's and Docker's."""
+_OCI, _DOCKER = "application/vnd.oci.image.layer.v1.tar", "application/vnd.docker.image.rootfs.diff.tar"
+_LAYERS = {_OCI, f"{_OCI}+gzip", f"{_OCI}+zstd", _DOCKER, f"{_DOCKER}.gzip"}
+_MANIFEST_KEYS = {"schemaVersion", "mediaType", "artifactType", "config", "layers", "subject", "annotations"}
+_PART_KEYS = {"mediaType", "size", "digest", "annotations", "artifactType"}
+
+
+def parse(data: bytes, what: str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: it is none, or too large.
+    """
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"{what}: larger than {MAX_JSON_BYTES} bytes")
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what}: no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{what}: not an object")  # noqa: TRY004 (what was read is wrong, not a type here)
+    return cast("dict[str, Any]", found)
+
+
+def objects(container: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """A list of objects; an absent one is empty.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    found: object = container.get(key) or []
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in cast("list[object]", found)):
+        raise ValueError(f"{key}: no list of objects")
+    return cast("list[dict[str, Any]]", found)
+
+
+def architecture(text: str) -> str:
+    """An architecture's one name."""
+    return _ALIASES.get(text, text)
+
+
+def is_index(manifest: dict[str, Any]) -> bool:
+    """Whether it names manifests instead of layers."""
+    return "manifests" in manifest
+
+
+def chosen(manifests: list[dict[str, Any]]) -> str:
+    """The digest (hexadecimal) of the manifest for this machine: of several one without a variant, else the first.
+
+    What names no platform comes last: its configuration says what it is for.
+
+    Raises:
+        ValueError: there is none.
+    """
+    ranked = [(rank, each) for each in manifests if (rank := _rank(each.get("platform"))) is not None]
+    if not ranked:
+        raise ValueError(f"it has no image for linux/{MACHINE}")
+    return check_digest(min(ranked, key=lambda each: each[0])[1].get("digest"))
+
+
+def _rank(platform: object) -> int | None:
+    if platform is None:
+        return 2
+    if not isinstance(platform, dict):
+        return None
+    on = cast("dict[str, object]", platform)
+    machine, variant = architecture(str(on.get("architecture") or MACHINE)), str(on.get("variant") or "")
+    if on.get("os") not in {None, "", "linux"} or machine != MACHINE:
+        return None
+    return 0 if not variant or (machine, variant) in _ANY_MACHINE else 1
+
+
+def named(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The entries of a layout's index that a name means: several are one image for several machines. Without a name: all.
+
+    Raises:
+        ValueError: none has it, or there are several images and no name; lists the names.
+    """
+    manifests = objects(index, "manifests")
+    found = [each for each in manifests if not name or name in _names(each)]
+    one = len(found) == 1 or (
+        len({tuple(_names(each)) for each in found}) == 1 and all("platform" in each for each in found)
+    )
+    if not one:
+        raise ValueError(which(names for each in manifests for names in _names(each)))
+    return found
+
+
+def which(names: Iterable[str]) -> str:
+    """What is said where no name, or a wrong one, was given."""
+    return f"name one of its images; it has: {', '.join(dict.fromkeys(names)) or 'none has a name'}"
+
+
+def _names(entry: dict[str, Any]) -> list[str]:
+    annotations = entry.get("annotations")
+    if not isinstance(annotations, dict):
+        return []
+    values = (cast("dict[str, object]", annotations).get(each) for each in NAMES)
+    return [each for each in values if isinstance(each, str)]
+
+
+def is_plain(text: str) -> bool:
+    """Whether skopeo's `copy` takes all parts of a manifest from the registry, and knows what to do with them.
+
+    It takes a part from its `urls` instead, wherever they lead; it reads a key in any case, and of one that is there twice
+    both values. So what isn't plain is anything but the known keys, each once.
+    """
+    try:
+        manifest = json.loads(text, object_pairs_hook=_each_once)
+        parts = [manifest["config"], *manifest["layers"]]
+        known = manifest.keys() <= _MANIFEST_KEYS and all(part.keys() <= _PART_KEYS for part in parts)
+        return known and all(layer["mediaType"] in _LAYERS for layer in manifest["layers"])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found

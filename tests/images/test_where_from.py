@@ -1,0 +1,212 @@
+"""An image comes from where its name says, and from nowhere else."""
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from atropos.config import ImageStoreSettings
+from atropos.errors import ImageUnavailable
+from atropos.images.reference import ImageSource
+from atropos.images.store import ImageStore
+from atropos.slots.pool.image_sources import local_image
+from atropos.wire import ImageInfo
+from tests.images.making import as_index, entry, layer, layout
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+SOURCES = ("registry", "oci", "oci-archive", "docker-archive", "dir")
+LAYERS = (layer(entry("lower", "x" * 5000)), layer(entry("upper", os.urandom(5000))))
+
+
+@contextlib.asynccontextmanager
+async def listener():
+    """A server on loopback that must hear nothing: its URL, and who came."""
+    heard = []
+
+    async def hear(_reader, writer) -> None:
+        heard.append(writer.get_extra_info("peername"))
+        writer.close()
+
+    server = await asyncio.start_server(hear, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/blob", heard
+
+
+@contextlib.asynccontextmanager
+async def served(at: Path):
+    """A registry that has the layout's image, whatever its manifest says: real ones refuse some that others let pass."""
+    blobs = at / "blobs/sha256"
+
+    async def answer(request: web.Request) -> web.Response:
+        _, last = request.path.rsplit("/", 1)
+        if request.path == "/v2/":
+            return web.Response()
+        if last == "1":
+            last = json.loads((at / "index.json").read_text())["manifests"][0]["digest"]
+        data = (blobs / last.removeprefix("sha256:")).read_bytes()
+        kind = json.loads(data)["mediaType"] if "/manifests/" in request.path else "application/octet-stream"
+        return web.Response(body=data, content_type=kind, headers={"Docker-Content-Digest": last})
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with TestServer(app) as server:
+        yield f"127.0.0.1:{server.port}"
+
+
+def rewrite(at: Path, change) -> None:
+    """Change the text of the layout's manifests, each of which is named anew."""
+    blobs = at / "blobs/sha256"
+
+    def changed(part: dict) -> dict:
+        file = blobs / part["digest"].removeprefix("sha256:")
+        manifest = json.loads(file.read_text())
+        if "manifests" in manifest:
+            manifest["manifests"] = [changed(each) for each in manifest["manifests"]]
+        data = change(json.dumps(manifest)).encode()
+        digest = hashlib.sha256(data).hexdigest()
+        (blobs / digest).write_bytes(data)
+        return part | {"digest": f"sha256:{digest}", "size": len(data)}
+
+    index = json.loads((at / "index.json").read_text())
+    index["manifests"] = [changed(each) for each in index["manifests"]]
+    (at / "index.json").write_text(change(json.dumps(index)))
+
+
+def saved(at: Path, to: Path, change) -> None:
+    """The layout's image as `docker save` writes it, with the sources of its layers that newer engines add."""
+    index = json.loads((at / "index.json").read_text())
+    blobs = at / "blobs/sha256"
+    manifest = json.loads((blobs / index["manifests"][0]["digest"].removeprefix("sha256:")).read_text())
+    config, *layers = (
+        f"blobs/sha256/{part['digest'].removeprefix('sha256:')}" for part in (manifest["config"], *manifest["layers"])
+    )
+    sources = {part["digest"]: part for part in manifest["layers"]}
+    listed = [{"Config": config, "RepoTags": ["x/y:1"], "Layers": layers, "LayerSources": sources}]
+    with tarfile.open(to, "w") as tar:
+        tar.add(at, ".")
+        tar.addfile(*_member("manifest.json", change(json.dumps(listed))))
+
+
+def _member(name: str, text: str):
+    info, data = entry(name, text)
+    return info, io.BytesIO(data)
+
+
+async def prepared(tmp_path: Path, source: str, host: str = "127.0.0.1:9") -> tuple[ImageInfo, Path]:
+    """The image as a server takes it, and its root."""
+    root = tmp_path / "store"
+    root.mkdir()
+    store = ImageStore(ImageStoreSettings(folder=str(root), insecure_registries=(host,)), str(root), 65_536)
+    wanted, archive = ImageSource.parse(source), None
+    if wanted.transport != "docker":
+        local = await asyncio.to_thread(local_image, wanted, None, asyncio.Semaphore())
+        async with local.opened() as chunks:
+            archive = tmp_path / "sent"
+            archive.write_bytes(b"".join([chunk async for chunk in chunks]))
+        wanted = ImageSource.parse(local.name)
+    image = await store.prepare(wanted, lambda *_: None, archive and str(archive))
+    return image, Path(store.hold(image))
+
+
+def with_urls(spelling: str):
+    """Gives each part of a manifest, its configuration's too, a place elsewhere."""
+
+    def change(text: str) -> str:
+        return text.replace('"digest":', f'{spelling}, "digest":')
+
+    return change
+
+
+@pytest.mark.parametrize("compress", [True, False], ids=["gzip", "plain"])
+@pytest.mark.parametrize(
+    "spelling", ['"urls": ["URL"]', '"URLs": ["URL"]', '"url\\u017f": ["URL"]', '"urls": ["URL"], "urls": []']
+)
+@pytest.mark.parametrize("kind", SOURCES)
+async def test_nobody_is_asked_for_what_urls_name(tmp_path, kind, spelling, compress):
+    if kind == "registry" and shutil.which("skopeo") is None:
+        pytest.skip("not installed: skopeo")
+    at = tmp_path / "layout"
+    layout(at, *LAYERS, compress=compress)
+    as_index(at, (at, "riscv64"), (at, "amd64"), (at, "arm64"))
+    async with listener() as (url, heard):
+        change = with_urls(spelling.replace("URL", url))
+        if kind == "docker-archive":
+            layout(tmp_path / "one", *LAYERS, compress=compress)
+            saved(tmp_path / "one", tmp_path / "image.tar", change)
+        rewrite(at, change)
+        if kind == "registry":
+            async with served(at) as host:
+                _, root = await prepared(tmp_path, f"{host}/image:1", host)
+        elif kind == "dir":  # the root file system of a pool's owner; with a manifest in it, as skopeo's `dir:` has
+            _, root = await prepared(tmp_path, f"dir:{at}")
+            assert (root / "index.json").read_bytes() == (at / "index.json").read_bytes()
+        elif kind == "oci":
+            _, root = await prepared(tmp_path, f"oci:{at}")
+        else:
+            if kind == "oci-archive":
+                with tarfile.open(tmp_path / "image.tar", "w") as tar:
+                    tar.add(at, ".")
+            _, root = await prepared(tmp_path, f"{kind}:{tmp_path}/image.tar")
+        if kind != "dir":
+            assert sorted(path.name for path in root.iterdir()) == ["lower", "upper"]
+        assert heard == []
+
+
+@pytest.mark.parametrize("kind", ["nondistributable", "unheard-of"])
+async def test_a_layer_of_a_type_that_says_where_it_is_kept_comes_from_the_registry(tmp_path, kind):
+    """As Docker takes it on Linux."""
+    if shutil.which("skopeo") is None:
+        pytest.skip("not installed: skopeo")
+    at = tmp_path / "layout"
+    layout(at, *LAYERS)
+    async with listener() as (url, heard):
+        rewrite(
+            at, lambda text: with_urls(f'"urls": ["{url}"]')(text).replace("image.layer.v1", f"image.layer.{kind}.v1")
+        )
+        async with served(at) as host:
+            _, root = await prepared(tmp_path, f"{host}/image:1", host)
+    assert sorted(path.name for path in root.iterdir()) == ["lower", "upper"]
+    assert heard == []
+
+
+@pytest.mark.parametrize("kind", ["oci-archive", "docker-archive"])
+async def test_a_file_of_several_images_is_asked_for_by_name(tmp_path, kind):
+    names = ["host.example:5000/first:1.0", "second:2"]
+    at, images = tmp_path / "both", []
+    for name in names:
+        one = tmp_path / name.partition(":")[0]
+        layout(one, layer(entry("name", name)))
+        images.append(json.loads((one / "index.json").read_text())["manifests"][0])
+        shutil.copytree(one, at, dirs_exist_ok=True)
+    listed = []
+    for name, image in zip(names, images, strict=True):
+        image["annotations"] = {"org.opencontainers.image.ref.name": name}
+        manifest = json.loads((at / "blobs/sha256" / image["digest"].removeprefix("sha256:")).read_text())
+        config, *layers = (
+            f"blobs/sha256/{each['digest'].removeprefix('sha256:')}"
+            for each in (manifest["config"], *manifest["layers"])
+        )
+        listed.append({"Config": config, "RepoTags": [name], "Layers": layers})
+    (at / "index.json").write_text(json.dumps({"manifests": images}))
+    (at / "manifest.json").write_text(json.dumps(listed))
+    file = tmp_path / "image:s.tar"
+    with tarfile.open(file, "w") as tar:
+        tar.add(at, ".")
+    for name in names:
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        _, root = await prepared(tmp_path, f"{kind}:{file}:{name}")
+        assert (root / "name").read_text() == name
+    for wrong in (str(file), f"{file}:third:1"):
+        shutil.rmtree(tmp_path / "store")
+        with pytest.raises(ImageUnavailable, match=re.escape("it has: " + ", ".join(names))):
+            await prepared(tmp_path, f"{kind}:{wrong}")
