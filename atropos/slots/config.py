@@ -40,6 +40,8 @@ def _named(image: str) -> str:
     return image
 
 
+ImageName = Annotated[str, AfterValidator(_named)]
+"""A source of an image, as leases name it."""
 BackendName = Annotated[str, AfterValidator(known)]
 """A built-in backend, or one that an installed package registers."""
 
@@ -57,6 +59,10 @@ class PoolSettings(SlotSettings):
         default=900.0,
         ge=0,
         description="how long Nomad or Docker may be away, with no container left, before that is final",
+    )
+    slot_image: ImageName | None = Field(
+        default=None,
+        description="image of the leases that name none: python:3.12-slim, oci-archive:FILE …; None: the base",
     )
     idle_container_s: float = Field(default=60.0, gt=0, description="unused for this long, a container may be closed")
     lease_ttl_s: float = Field(default=60.0, gt=0, le=86_400, description="a dead client's leases end after this")
@@ -134,9 +140,7 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$",
         description="nomad: name of the job",
     )
-    images: tuple[Annotated[str, AfterValidator(_named)], ...] = Field(
-        default=(), description="images prepared when the pool starts"
-    )
+    images: tuple[ImageName, ...] = Field(default=(), description="images prepared when the pool starts")
     batch_window_ms: float = Field(
         default=20,
         ge=0,
@@ -169,6 +173,17 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
                 raise ValueError("acquire_timeout and acquire_timeout_s differ: give one of them")
             return values
         return data
+
+    @model_validator(mode="after")
+    def _check_roots(self) -> Self:
+        if self.backend in {"local", "ssh"} and self.image != type(self).model_fields["image"].default:
+            raise ValueError(
+                f"image: it names the containers' image, and backend {self.backend!r} has no containers; "
+                "set slot_image for the image that slots start from"
+            )
+        if self.base is not None and self.slot_image is not None:
+            raise ValueError("base, slot_image: slots start from one of them; remove the other")
+        return self
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

@@ -54,6 +54,7 @@ ELSEWHERE = {
     "image_store": "images/test_command_line.py"
     "::test_a_mirror_stands_in_for_a_registry_in_the_preparing_and_in_the_check_of_tasks",
     "prepare_timeout_s": "images/test_leases.py::test_an_image_that_does_not_come_is_waited_for_within_its_time",
+    "slot_image": "images/test_leases.py::test_slot_image_is_the_image_of_leases_that_name_none",
     "egress_deny": "egress/test_egress.py::test_allow_and_deny_lists",
     "egress_mib": "egress/test_egress.py::test_bytes_and_connections_are_bounded_per_slot",
     "egress_connections": "egress/test_egress.py::test_bytes_and_connections_are_bounded_per_slot",

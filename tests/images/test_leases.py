@@ -118,6 +118,21 @@ async def test_a_lease_stands_on_a_registrys_image(tmp_path, images, monkeypatch
             assert (await slot.exec("echo $BASH_VERSION")).output.strip()
 
 
+async def test_slot_image_is_the_image_of_leases_that_name_none(tmp_path):
+    plain, other = (f"oci:{tmp_path}/{name}" for name in ("plain", "other"))
+    busybox_image(tmp_path / "plain", "plain")
+    busybox_image(tmp_path / "other", "other")
+    async with (
+        pool_for(tmp_path, slot_image=plain) as pool,
+        pool.lease("one") as slot,
+        pool.lease("two", image=other) as another,
+    ):
+        assert [(await each.exec("cat text")).output for each in (slot, another)] == ["plain", "other"]
+        await slot.exec("echo -n more >> text")
+        async with await slot.snapshot() as snapshot, pool.lease("fork", snapshot=snapshot) as fork:
+            assert (await fork.exec("cat text")).output == "plainmore"
+
+
 async def test_commands_run_as_the_images_user_unless_they_name_one(pool, tmp_path):
     busybox_image(tmp_path / "layout", user="app")
     async with pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:

@@ -122,7 +122,7 @@ class SlotPool:
                 log.exception("after a failed start, the containers could not be removed")
             raise
         self._state.phase = "running"
-        for image in self.config.images:
+        for image in dict.fromkeys([*filter(None, [self.config.slot_image]), *self.config.images]):
             self._loops.spawn(self._prepare_ahead(image), f"prepare {image}")
 
     async def _start(self) -> None:
@@ -248,7 +248,7 @@ class SlotPool:
             base: another root file system, by its name in `bases`.
             network: whether the slot gets filtered egress; None: as the pool's `allow_network`.
             image: an image as the root file system: `python:3.13-slim`, `oci-archive:FILE` …; prepared first if need be,
-                for which `prepare_timeout_s` is the time.
+                for which `prepare_timeout_s` is the time. None: the pool's `slot_image`.
             limits: what the slot has instead of the pool's `limits`, up to a whole container; None: those, or the
                 snapshot's.
             timeout_s: None: `acquire_timeout_s`.
@@ -263,6 +263,8 @@ class SlotPool:
         """
         self._state.require_running()
         network = self.config.allow_network if network is None else network
+        if snapshot is None and base is None:
+            image = image or self.config.slot_image
         self._check_request(snapshot, base, image, network=network)
         wanted = self._lease_request(trajectory_id, snapshot, base, limits, network=network)
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s

@@ -32,6 +32,9 @@ from atropos.slots.config import server_json
         ({"acquire_timeout": 1, "acquire_timeout_s": 2}, "give one"),
         ({"job_id": "../x"}, "job_id"),
         ({"base": "ml", "bases": {"ml": "/x"}}, "base: write the whole path"),
+        ({"image": "python:3.12-slim"}, "image: it names the containers' image.*set slot_image"),
+        ({"slot_image": "No Image"}, "slot_image: .*not a name of an image"),
+        ({"slot_image": "debian:13", "base": "/x"}, "base, slot_image: .*remove"),
         ({"images": ["debian:13", "No Image"]}, r"images\.1: .*not a name of an image"),
     ],
 )
