@@ -3,8 +3,9 @@
 What already runs is used (DOCKER_HOST or the default socket, NOMAD_ADDR or localhost:4646). What doesn't is started in
 a folder of its own, with the sandbox image in it, and is stopped and removed when the command has ended, whatever ended
 it: by the process ids started here, nothing else. The command finds the engines in DOCKER_HOST and NOMAD_ADDR, and in
-ATROPOS_BACKENDS the backends that there are. One that can't be had is left out with its reason printed, unless
-ATROPOS_REQUIRE_BACKENDS=1. What the command has started and left, daemons of its own too, ends before the engines do.
+ATROPOS_BACKENDS the backends that there are. One that can't be had is left out with its reason printed; with
+ATROPOS_REQUIRE_BACKENDS=1, or where none is left, the command isn't run. What the command has started and left, daemons of
+its own too, ends before the engines do.
 
 `engines.py --ahead` starts nothing that stays: it makes what a fresh machine lacks and what takes minutes, Nomad's binary
 and the slow half of the image, both kept.
@@ -28,7 +29,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"dockerd": "docker.io", "docker": "docker.io", "iptables": "iptables", "debootstrap": "debootstrap"}
+PACKAGES = {
+    "dockerd": "docker.io",
+    "docker": "docker.io",
+    "iptables": "iptables",
+    "ip": "iproute2",
+    "debootstrap": "debootstrap",
+}
+SPLIT_OFF = {"docker": "docker-cli"}
+"""Where they are in newer releases (Debian 13), whose package of old doesn't hold them."""
 PR_SET_PDEATHSIG = 1
 MARK = "ATROPOS_ENGINES"
 """In the environment of the command, and so of all that it starts, with the folder of this run."""
@@ -58,18 +67,24 @@ def ask(url: str, method: str = "GET") -> Any:
         return json.loads(answer.read())
 
 
+def quietly(*argv: str, env: dict[str, str] | None = None) -> str:
+    """What a command prints; nothing where it can't be run or fails."""
+    with contextlib.suppress(OSError):
+        return subprocess.run(argv, env=env, capture_output=True, text=True, check=False).stdout
+    return ""
+
+
 def wait_until(
-    what: str, ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, seconds: float
+    what: str, unready: Callable[[], str], process: subprocess.Popen[bytes], log: Path, seconds: float
 ) -> None:
+    """Wait until `unready` has no reason left."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if ready():
-            return
-        if process.poll() is not None:
-            break
+    while (reason := unready()) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-    raise Unavailable(f"{what} did not start:\n{tail}")
+    if reason:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        state = "did not start" if process.poll() is None else f"ended with {process.returncode}"
+        raise Unavailable(f"{what} {state}: {reason}; its log ends with:\n{tail}")
 
 
 class Engines:
@@ -101,20 +116,23 @@ class Engines:
 
     # ------------------------------------------------------------------------------------------------------- docker
 
-    def docker_answers(self) -> bool:
+    def docker_fails(self) -> str:
+        """Why the Docker client gets no answer; empty if it does."""
         command = ["docker", "version", "--format", "{{.Server.Version}}"]
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            return subprocess.run(command, env=self.env, capture_output=True, timeout=10, check=False).returncode == 0
-        return False
+        try:
+            done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        return "" if done.returncode == 0 else done.stderr.strip() or f"docker ended with {done.returncode}"
 
     def start_docker(self) -> None:
         # Programs in Go. The engines start more than a thousand helpers, which spend a third of their CPU collecting
         # garbage while they load.
         self.env.setdefault("GOGC", "400")
-        if not self.docker_answers():
+        if reason := self.docker_fails():
             if os.geteuid() != 0:
                 raise Unavailable(
-                    "no Docker engine answers, and starting one needs root; start dockerd or set DOCKER_HOST"
+                    f"no Docker engine answers ({reason}), and starting one needs root; start dockerd or set DOCKER_HOST"
                 )
             self.install()
             self.mount_cgroups()
@@ -128,21 +146,27 @@ class Engines:
                  "--pidfile", f"{base}.pid"],
                 log,
             )  # fmt: skip
-            wait_until("dockerd", self.docker_answers, self.dockerd, log, 60)
+            wait_until("dockerd", self.docker_fails, self.dockerd, log, 60)
         self.run_script("docker/sandbox/build.sh")
 
     def install(self) -> None:
-        missing = sorted({package for program, package in PACKAGES.items() if not shutil.which(program)})
-        if not missing:
-            return
-        say(f"installing {' '.join(missing)}")
-        # RUNLEVEL=1: packages don't start their own services
-        env = self.env | {"ATROPOS_SYSTEM_PACKAGES": " ".join(missing), "RUNLEVEL": "1"}
-        done = subprocess.run(
-            ["bash", f"{ROOT}/scripts/system.sh"], env=env, stderr=subprocess.PIPE, text=True, check=False
-        )
-        if done.returncode:
-            raise Unavailable(done.stderr.strip()[-500:])
+        for packages in (PACKAGES, SPLIT_OFF):
+            missing = sorted({package for program, package in packages.items() if not shutil.which(program)})
+            if not missing:
+                continue
+            say(f"installing {' '.join(missing)}")
+            # RUNLEVEL=1: packages don't start their own services
+            env = self.env | {"ATROPOS_SYSTEM_PACKAGES": " ".join(missing), "RUNLEVEL": "1"}
+            done = subprocess.run(
+                ["bash", f"{ROOT}/scripts/system.sh"], env=env, stderr=subprocess.PIPE, text=True, check=False
+            )
+            if done.returncode:
+                raise Unavailable(done.stderr.strip()[-500:])
+        absent = [program for program in PACKAGES if not shutil.which(program)]
+        if absent:
+            raise Unavailable(
+                f"not on PATH, though the packages that should bring it are installed: {', '.join(absent)}"
+            )
 
     @staticmethod
     def mount_cgroups() -> None:
@@ -195,13 +219,15 @@ class Engines:
             settings = ["-config", f"{ROOT}/nomad/dev-agent.hcl", "-data-dir", f"{self.folder}/nomad"]
             self.nomad = self.spawn([binary, "agent", "-dev", *settings], log)
 
-            def ready() -> bool:
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            def unready() -> str:
+                try:
                     nodes = ask(f"{address}/v1/nodes?resources=false")
-                    return any(n["Status"] == "ready" and n["Drivers"]["docker"]["Healthy"] for n in nodes)
-                return False
+                    healthy = any(n["Status"] == "ready" and n["Drivers"]["docker"]["Healthy"] for n in nodes)
+                except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                    return f"{address} doesn't answer as an agent does: {error!r}"
+                return "" if healthy else "no node is ready with a healthy Docker driver"
 
-            wait_until("the Nomad agent", ready, self.nomad, log, 90)
+            wait_until("the Nomad agent", unready, self.nomad, log, 90)
         self.env["NOMAD_ADDR"] = address
 
     # ------------------------------------------------------------------------------------------------------- ending
@@ -215,7 +241,7 @@ class Engines:
         for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
             where = line.split()[1]
             if where.startswith(f"{self.folder}/"):
-                subprocess.run(["umount", "-l", where], capture_output=True, check=False)
+                quietly("umount", "-l", where)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def stop_nomad(self, nomad: subprocess.Popen[bytes]) -> None:
@@ -229,14 +255,12 @@ class Engines:
         self.end(nomad, signal.SIGINT)
 
     def stop_docker(self, dockerd: subprocess.Popen[bytes]) -> None:
-        left = subprocess.run(
-            ["docker", "ps", "-aq"], env=self.env, capture_output=True, text=True, check=False
-        ).stdout.split()
+        left = quietly("docker", "ps", "-aq", env=self.env).split()
         if left:
-            subprocess.run(["docker", "rm", "-f", *left], env=self.env, capture_output=True, check=False)
+            quietly("docker", "rm", "-f", *left, env=self.env)
         self.end(dockerd, signal.SIGTERM)
         if not self.had_bridge:
-            subprocess.run(["ip", "link", "delete", "docker0"], capture_output=True, check=False)
+            quietly("ip", "link", "delete", "docker0")
 
     @staticmethod
     def end(process: subprocess.Popen[bytes], how: signal.Signals) -> None:
@@ -343,6 +367,8 @@ def run_with_engines(engines: Engines) -> int:
                 return 1
             backends = [name for name in backends if name not in users]
             engines.end_build()
+            if not backends:
+                return 1
     status = run(sys.argv[2:], engines.env | {"ATROPOS_BACKENDS": ",".join(backends), MARK: str(engines.folder)})
     end_what_is_left(f"{MARK}={engines.folder}")
     return status

@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"
+command -v node >/dev/null || ATROPOS_SYSTEM_PACKAGES=nodejs bash scripts/system.sh # pyright would fetch one
 ruff format --check .
 ruff check .
 said=$(lint-imports --no-cache 2>&1) || { echo "$said"; exit 1; }

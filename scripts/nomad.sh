@@ -22,7 +22,7 @@ find_binary
 
 PATH=$PATH:/usr/local/go/bin
 if ! command -v go >/dev/null || ! command -v cc >/dev/null; then
-  ATROPOS_SYSTEM_PACKAGES="golang-go gcc libc6-dev" bash scripts/system.sh >&2 \
+  ATROPOS_SYSTEM_PACKAGES="golang-go gcc libc6-dev ca-certificates" bash scripts/system.sh >&2 \
     || { echo "Nomad $version is not installed, and building it needs Go and a C compiler" >&2; exit 1; }
 fi
 mkdir -p "$cache"

@@ -32,6 +32,7 @@ require() { # require PROGRAM PACKAGE: install the package where the program is 
   command -v "$1" >/dev/null || ATROPOS_SYSTEM_PACKAGES=$2 bash scripts/system.sh
 }
 require docker docker.io
+require docker docker-cli # where docker.io holds the engine alone (Debian 13)
 docker version --format '{{.Server.Version}}' >/dev/null || { echo "no Docker engine answers; start dockerd, or set DOCKER_HOST" >&2; exit 1; }
 mapfile -t sources < <(find atropos/__init__.py atropos/aio.py atropos/archives.py atropos/errors.py atropos/config.py atropos/cgroup_paths.py atropos/metrics.py atropos/slot_python.py atropos/trees.py atropos/wire atropos/images atropos/net atropos/sandbox -name '*.py' | LC_ALL=C sort)
 content=$base_content-$(hash_of $here/Dockerfile $here/entry.py $here/healthcheck.py $here/seccomp.json "${sources[@]}")

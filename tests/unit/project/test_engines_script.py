@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from tests.processes import alive
 
@@ -36,3 +41,69 @@ def test_what_a_command_started_ends_with_it_even_if_it_is_killed_itself(tmp_pat
     assert engines.returncode == 128 + signal.SIGTERM
     assert not alive([left]), said
     assert list(tmp_path.iterdir()) == []
+
+
+APT_GET = """#!/bin/bash
+for package in "$@"; do
+  echo "$package" >> {bin}/../installed
+  for program in $(sed -n "s/^$package: //p" {bin}/../packages); do
+    printf '#!/bin/bash\\nexit 1\\n' > {bin}/$program && chmod +x {bin}/$program
+  done
+done
+"""
+DPKG = """#!/bin/bash
+grep -qx "$2" {bin}/../installed
+"""
+DEBIAN_12 = "docker.io: dockerd docker\niptables: iptables\niproute2: ip\ndebootstrap: debootstrap\n"
+DEBIAN_13 = DEBIAN_12.replace("dockerd docker", "dockerd") + "docker-cli: docker\n"
+THERE = "bash bwrap cat cc dirname flock git grep id ldconfig mktemp rm sed unshare as ld chmod".split()  # noqa: SIM905
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Callable[[str, str], subprocess.CompletedProcess[str]]:
+    """Runs Python on a machine without an engine, where apt-get installs the programs that packages are said to hold."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in THERE:
+        found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+        assert found, name
+        (folder / name).symlink_to(found)
+    for name, script in {"apt-get": APT_GET, "dpkg": DPKG, "uv": "#!/bin/bash\n"}.items():
+        (folder / name).write_text(script.format(bin=folder))
+        (folder / name).chmod(0o755)
+    (tmp_path / "installed").touch()
+    (tmp_path / "engines").mkdir()
+
+    def run(packages: str, program: str, *argv: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "packages").write_text(packages)
+        env = {"PATH": str(folder), "HOME": str(tmp_path), "ATROPOS_ENGINES_DIR": str(tmp_path / "engines")}
+        command = [sys.executable, "-c", f"import sys; sys.path.insert(0, 'scripts'); import engines; {program}", *argv]
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+    return run
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="packages are installed by root")
+@pytest.mark.parametrize("packages", [DEBIAN_12, DEBIAN_13], ids=["Debian 12", "Debian 13"])
+def test_the_client_of_docker_is_installed_whichever_package_holds_it(machine, tmp_path: Path, packages: str) -> None:
+    done = machine(packages, "engines.Engines().install()")
+    assert done.returncode == 0, done.stderr
+    assert {"docker", "dockerd", "ip", "iptables"} <= {path.name for path in (tmp_path / "bin").iterdir()}
+    assert ("docker-cli" in (tmp_path / "installed").read_text()) is (packages == DEBIAN_13)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="an engine is started by root")
+@pytest.mark.parametrize(
+    ("packages", "named"),
+    [
+        (DEBIAN_13.replace("docker-cli: docker", ""), "not on PATH, though the packages .*: docker$"),
+        (DEBIAN_12, "dockerd ended with 1: docker ended with 1"),
+    ],
+    ids=["no client", "no engine"],
+)
+def test_an_engine_that_cannot_be_had_is_named_at_once_and_leaves_nothing(machine, tmp_path, packages, named) -> None:
+    done = machine(packages, "sys.exit(engines.main())", "docker", "sh", "-c", "echo ran")
+    assert (done.returncode, done.stdout.endswith("ran\n")) == (1, False)
+    assert re.search(f"LEFT OUT docker: {named}", done.stderr, re.MULTILINE), done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "engines").iterdir()) == []
