@@ -137,6 +137,67 @@ async def stdin_of_any_size(host):
         assert await out(s, "wc -c") == "0\n"
 
 
+FILTERED = {
+    "exec > >(tee log); echo one; echo two": "one\ntwo\n",
+    "exec 2> >(sed 's/^/E:/'); echo a >&2; echo b >&2": "E:a\nE:b\n",
+    "echo a | tee >(sed s/a/b/) > /dev/null": "b\n",
+    "exec > >(grep o | sort -r | tee log); echo one; echo x; echo two": "two\none\n",
+    'exec > >(while read l; do date > /dev/null; echo "L $l"; done); echo one': "L one\n",
+    "exec > >(sleep 0.1; cat); echo slow": "slow\n",
+    "mkfifo f; tee log < f & exec > f; rm f; echo fifo": "fifo\n",
+    "exec > >(tee log); sleep 60 & echo held": "held\n",
+    "exec > >(tee log); seq 9000": "".join(f"{number}\n" for number in range(1, 9001)),
+    "echo a | tee >(tr a b > file) > /dev/null": "",
+}
+
+
+async def what_filters_of_a_command_print_is_in_its_output(host):
+    """A shell ends before what it feeds: `exec > >(tee log)`."""
+    async with slot(host) as s:
+        for _ in range(4):
+            for command, expected in FILTERED.items():
+                result = await sh(s, command)
+                assert (result.output.decode()[-1000:], result.truncated) == (expected[-1000:], False), command
+            await do(s, Quiesce())
+        assert await out(s, "cat file") == "b\n"
+        begun = await do(
+            s, ProcStart(command="exec > >(tee log) 2> >(sed s/^/E:/ >&2); echo o; echo e >&2", split=True)
+        )
+        state = await do(s, ProcRead(id=begun.id, wait_s=20))
+        assert (state.output, state.exit_code) == (b"o\n", 0)
+        assert (await do(s, ProcRead(id=begun.errors))).output == b"E:e\n"
+
+
+async def filters_that_hang_are_cut_off_with_a_word(host):
+    async with slot(host) as s:
+        result = await sh(s, "exec > >(cat; exec sleep 60); echo one", split=True)
+        assert result.stdout == result.output and not result.stderr
+        assert result.output.startswith(b"one\n") and b"filters" in result.output
+        assert (result.exit_code, result.truncated, result.dropped_bytes, result.limit) == (0, True, 0, "output")
+        begun = await do(s, ProcStart(command="exec > >(cat; exec sleep 60); echo one"))
+        state = await do(s, ProcRead(id=begun.id, wait_s=20))
+        assert state.output.startswith(b"one\n") and b"filters" in state.output and not state.running
+
+
+async def nothing_waits_for_what_runs_in_the_background(host):
+    async with slot(host) as s:
+        for command in ("sleep 60 & echo x", "tail -f /dev/null | cat & echo x", "(sleep 60; echo late) & echo x"):
+            result = await sh(s, command)
+            assert (result.output, result.truncated) == (b"x\n", False), command
+        assert await out(s, 'until [ "$(pgrep -c sleep)" = 2 ]; do :; done') == ""
+
+
+async def a_cancelled_call_waits_for_no_filter(host):
+    async with slot(host) as s:
+        ended = asyncio.get_running_loop().create_future()
+        s.begin("c", Exec(command="exec > >(while :; do :; done); touch ended"), ended.set_result)
+        await out(s, "until [ -e ended ]; do sleep 0.01; done")
+        s.cancel("c")
+        result = await ended
+        assert (result.cancelled, result.exit_code) == (True, 0), result
+        assert await out(s, "pgrep -c bash || :") == "1\n"
+
+
 async def stdout_and_stderr_apart(host):
     async with slot(host) as s:
         result = await sh(s, "echo a; echo b >&2", split=True)

@@ -9,6 +9,7 @@ from atropos.sandbox.programs.runner.children import children, signal_session
 from atropos.sandbox.programs.runner.failures import OpFailed
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import CHUNK, loop, now
+from atropos.sandbox.programs.runner.processes.filters import CUT, Filters, place_of
 from atropos.sandbox.programs.runner.processes.launch import Launch
 from atropos.sandbox.programs.runner.processes.terminals import open_terminal, resize
 from atropos.sandbox.programs.runner.signals import signals
@@ -38,6 +39,8 @@ class Proc:
         self.queue = bytearray()
         self.eof = False
         self.errors: Proc | None = None
+        self.outputs: list[tuple[int, int]] = []
+        """Where it prints, by device and inode."""
         self.hold = False
         self.seen = 0
         self.unread = False
@@ -62,13 +65,17 @@ class Proc:
         if not data:
             self.close_output()
             return False
+        self.keep(data)
+        self.wake()
+        return True
+
+    def keep(self, data: bytes) -> None:
+        """Add a piece to the rolling buffer."""
         self.buffer += data
         self.total += len(data)
         if len(self.buffer) > self.size + CHUNK:
             del self.buffer[: -self.size]
         self.last = now()
-        self.wake()
-        return True
 
     def was_read(self, offset: int) -> None:
         """Note that the caller has everything before `offset`; read on if that makes room."""
@@ -94,7 +101,38 @@ class Proc:
             self.stdin = -1
 
     def ended(self, code: int) -> None:
-        """Read the rest of its output and wake waiting calls: its first process was reaped."""
+        """Its first process was reaped: read the rest, and what its filters still print."""
+        parts = self.parts()
+        for part in parts:
+            part.drain()
+        if self.progress() is None:
+            self.finish(code)
+            return
+
+        def behind() -> bool:
+            return any(part.fd >= 0 and part.fd not in loop.readers for part in parts)
+
+        def ended(cut: bool) -> None:
+            for part in parts:
+                part.drain()
+            if cut:
+                self.keep(CUT)
+            self.finish(code)
+
+        given = place_of(self.stdin) if self.stdin >= 0 and not self.pty else None
+        Filters(self.pid, self.outputs, given, self.progress, ended, behind=behind)
+
+    def progress(self) -> int | None:
+        """How much it has printed, with its errors; None once nobody can print any more."""
+        parts = self.parts()
+        return sum(part.total for part in parts) if any(part.fd >= 0 for part in parts) else None
+
+    def parts(self) -> list[Proc]:
+        """Its outputs."""
+        return [self, self.errors] if self.errors else [self]
+
+    def drain(self) -> None:
+        """Read what is in the pipe."""
         budget = 64
         while budget and self.fd >= 0:
             if self.hold:  # all that is in the pipe is kept
@@ -102,9 +140,12 @@ class Proc:
             if not self.read(CHUNK):
                 break
             budget -= 1
+
+    def finish(self, code: int) -> None:
+        """Wake waiting calls: it has ended."""
         self.hold = False
         if self.errors:
-            self.errors.ended(code)
+            self.errors.finish(code)
         self.code, self.running, self.finished = code, False, now()
         if self.fd >= 0:  # by what it left running
             loop.watch(self.fd, self.readable)
@@ -290,6 +331,7 @@ def start_on_terminal(proc: Proc, launch: Launch, rows: int, cols: int) -> None:
     try:
         if launch.identity:
             os.chown(path, launch.identity.uid, launch.identity.gid)
+        proc.outputs = [place_of(path)]
         proc.pid = launch.start((state.null, state.null, state.null), path)
     except BaseException:
         os.close(master)
@@ -308,6 +350,7 @@ def start_on_pipes(proc: Proc, launch: Launch) -> None:
         raise
     finally:
         os.close(source)
+    proc.outputs = [place_of(fd) for fd in outputs]
     proc.fd = outputs[0]
     if proc.errors:
         proc.errors.fd = outputs[1]

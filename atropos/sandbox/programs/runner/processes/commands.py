@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from atropos.sandbox.programs.runner.children import KILL_PATIENCE_S, children, session_members, signal_session
 from atropos.sandbox.programs.runner.frames import link
 from atropos.sandbox.programs.runner.loop import CHUNK, loop, now
+from atropos.sandbox.programs.runner.processes.filters import CUT, Filters, place_of
 from atropos.sandbox.programs.runner.processes.head_tail import HeadTail
 from atropos.sandbox.programs.runner.processes.launch import Launch, memory_file
 from atropos.sandbox.programs.runner.processes.orphan_pipes import adopt
@@ -56,7 +57,10 @@ class Pipe:
 class Command:
     """One exec call, from its start to its answer."""
 
-    __slots__ = ("all", "call", "cancelled", "ends", "err", "out", "pid", "pipes", "started", "timed_out", "timer")
+    __slots__ = (
+        *("all", "call", "cancelled", "cut", "ends", "err", "filters", "out", "pid", "pipes", "started", "timed_out"),
+        "timer",
+    )
     patience = READ_AFTER_S[0]
 
     def __init__(self, call: int, limit: int, *, split: bool) -> None:
@@ -66,7 +70,8 @@ class Command:
         self.err = HeadTail(limit) if split else None
         self.pipes: list[Pipe] = []
         self.pid = -1
-        self.timed_out = self.cancelled = False
+        self.timed_out = self.cancelled = self.cut = False
+        self.filters: Filters | None = None
         self.started = now()
         self.timer = 0
         self.ends = 0.0
@@ -94,7 +99,33 @@ class Command:
         if self.timed_out or self.cancelled:
             self.settle(code, now() + KILL_PATIENCE_S)
         else:
+            self.drain()
+            if self.progress() is None:
+                self.finish(code)
+            else:
+                self.await_filters(code)
+
+    def await_filters(self, code: int) -> None:
+        """Read on what its filters still print."""
+        for pipe in self.pipes:
+            if pipe.fd >= 0:
+                loop.watch(pipe.fd, pipe.read)
+
+        def ended(cut: bool) -> None:
+            self.cut = cut
             self.finish(code)
+
+        outputs = [place_of(pipe.fd) for pipe in self.pipes if pipe.fd >= 0]
+        self.filters = Filters(self.pid, outputs, None, self.progress, ended, self.ends)
+
+    def progress(self) -> int | None:
+        """How much it has printed; None once nobody can write to its pipes any more."""
+        return self.all.total if any(pipe.fd >= 0 for pipe in self.pipes) else None
+
+    def drain(self) -> None:
+        """Read what is in its pipes."""
+        for pipe in self.pipes:
+            pipe.drain()
 
     def settle(self, code: int, until: float) -> None:
         """Answer a killed command once its whole session is gone, not only its first process."""
@@ -106,17 +137,22 @@ class Command:
 
     def finish(self, code: int) -> None:
         """Read what is left, and answer."""
+        self.drain()
         for pipe in self.pipes:
-            pipe.drain()
             if pipe.fd >= 0:  # a background child may hold it: it is read on, so that the child isn't killed by SIGPIPE
                 adopt(pipe.fd)
+        if self.cut:
+            for kept in (self.all, self.out):  # errors hold no word of ours
+                if kept:
+                    kept.add(CUT)
         self.reply(code)
 
     def reply(self, code: int | None, limit: str | None = None) -> None:
         """Send the result; `limit`: the one that kept it from starting."""
         output = self.all.value()
         lost = self.all.dropped()
-        if not (lost or self.timed_out or self.cancelled or self.out) and code is not None:
+        cut = lost > 0 or self.cut
+        if not (cut or self.timed_out or self.cancelled or self.out) and code is not None:
             # the common case: omitted fields have their defaults
             alone = ',"alone":true' if children.alone and not children.running else ""
             took = f"{now() - self.started:.6f}"
@@ -128,9 +164,9 @@ class Command:
             "exit_code": code,
             "timed_out": self.timed_out,
             "cancelled": self.cancelled,
-            "truncated": lost > 0,
+            "truncated": cut,
             "dropped_bytes": lost,
-            "limit": limit or ("time" if self.timed_out else "output" if lost else None),
+            "limit": limit or ("time" if self.timed_out else "output" if cut else None),
             "duration_s": round(now() - self.started, 6),
         }
         pieces = {"output": output}
@@ -156,7 +192,11 @@ class Command:
 
     def cancel(self) -> None:
         """Kill it for a cancelled call."""
-        if self.pid in children.running and not self.cancelled:
+        if self.filters is not None:
+            self.cancelled = True
+            signal_session(self.pid, signals.SIGKILL)
+            self.filters.stop()
+        elif self.pid in children.running and not self.cancelled:
             self.cancelled = True
             loop.timers.pop(self.timer, None)
             self.kill()

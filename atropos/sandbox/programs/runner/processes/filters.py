@@ -1,0 +1,174 @@
+"""Filters that an ended command left behind, as `tee` in `exec > >(tee log)`: what they still print belongs to it.
+
+A filter is a process that reads a pipe, and whose output is the command's, or a pipe that another filter reads. It comes to
+its end by itself once nobody writes to its pipe any more; a background process such as `sleep 8 &` or a server does not, and
+nothing waits for it. One that writes its output elsewhere (`tee >(gzip > file)`) still has the command's output for its
+errors; it is waited for as well, but not for long.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from math import inf
+from stat import S_ISFIFO
+from typing import TYPE_CHECKING
+
+from atropos.sandbox.programs.runner.children import process_stat
+from atropos.sandbox.programs.runner.loop import IN, loop, now
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    Place = tuple[int, int]
+    """Device and inode, by which one pipe or terminal is told from others."""
+
+QUIET_S = 0.3
+"""How long filters may print nothing while the session doesn't compute; and how long it may compute for filters whose input
+goes on."""
+PATIENCE_S = 5.0
+"""Longest that filters are waited for."""
+PAUSES_S = (0.001, 0.02)
+"""Between two looks at them: the first pause, which doubles, and the longest."""
+CUT = b"\n[... the command has ended; what its filters printed later is missing ...]\n"
+TICKS = os.sysconf("SC_CLK_TCK")
+"""In a second, as the kernel counts what processes computed."""
+PF_FORKNOEXEC = 0x40
+"""Of a process that has not executed a program since its fork (<linux/sched.h>)."""
+IDLE, OPEN, ENDING = range(3)
+"""What filters do: they wait for input, or there are none; they have input, and may get more; they come to their end."""
+
+
+class Filters:
+    """Waits until the filters of an ended command have printed what they had to print."""
+
+    def __init__(
+        self,
+        session: int,
+        outputs: Iterable[Place],
+        given: Place | None,
+        progress: Callable[[], int | None],
+        ended: Callable[[bool], None],
+        until: float = inf,
+        behind: Callable[[], bool] = bool,
+    ) -> None:
+        """Look at them now; `ended` may be called at once.
+
+        Args:
+            session: the command's.
+            outputs: where it printed.
+            given: the pipe that it had as its input.
+            progress: how much has been read of all outputs; None: nobody can print to them any more.
+            ended: called once, with whether a filter was cut off.
+            until: when to give up, at the latest.
+            behind: whether a caller has to read first, so that filters wait for it.
+        """
+        self.session, self.outputs, self.given = session, frozenset(outputs), given
+        self.progress, self.ended, self.behind = progress, ended, behind
+        self.active = now()
+        self.until = min(until, self.active + PATIENCE_S)
+        self.ticks = 0
+        self.read: int | None = -1
+        self.pause = PAUSES_S[0]
+        self.timer = 0
+        self.look()
+
+    def look(self) -> None:
+        """Look at them, and once more after a pause while they work."""
+        read = self.progress()
+        work, ticks = (IDLE, 0) if read is None else at_work(self.session, self.outputs, self.given)
+        moment = now()
+        if ticks or read != self.read:
+            self.active, self.read = moment, read
+        if self.behind():
+            self.active, self.until = moment, moment + PATIENCE_S
+        over = moment >= min(self.until, self.active + QUIET_S)
+        if work == OPEN:
+            self.ticks = self.ticks or ticks
+            over = over or ticks - self.ticks >= QUIET_S * TICKS
+        if work == IDLE or over:
+            self.ended(work == ENDING)
+            return
+        self.timer = loop.later(moment + self.pause, self.look)
+        self.pause = min(2 * self.pause, PAUSES_S[1])
+
+    def stop(self) -> None:
+        """Wait no longer."""
+        loop.timers.pop(self.timer, None)
+        self.ended(True)
+
+
+def at_work(session: int, outputs: frozenset[Place], given: Place | None) -> tuple[int, int]:
+    """What the filters of these outputs do, and while the command's session computes, 1 and how many ticks it has computed.
+
+    A process of another user can't be looked into: in the session it counts as a filter while it computes.
+    """
+    work, computes, ticks = IDLE, False, 1
+    readers: dict[Place, list[tuple[str, Place]]] = {}
+    """By where they print: pid, and what it reads."""
+    for name in os.listdir("/proc"):
+        fields = process_stat(name).rpartition(b")")[2].split() if name.isdigit() and name != "1" else ()
+        if not fields or fields[0] == b"Z":
+            continue
+        member = int(fields[3]) == session
+        runs = fields[0] in b"RD" and member
+        computes = computes or runs
+        ticks += (int(fields[11]) + int(fields[12])) * member
+        try:
+            source, *targets = [os.stat(f"/proc/{name}/fd/{fd}") for fd in range(3)]
+            starts = runs and int(fields[6]) & PF_FORKNOEXEC and has_pipe(name, {*outputs, given})
+        except FileNotFoundError:
+            continue
+        except OSError:
+            work = max(work, OPEN if runs else IDLE)
+            continue
+        place = source.st_dev, source.st_ino
+        into, beside = ((target.st_dev, target.st_ino) for target in targets)
+        if S_ISFIFO(source.st_mode) and place != given:
+            readers.setdefault(into, []).append((name, place))
+            if runs and into in outputs:
+                work = max(work, OPEN)
+            if into not in outputs and beside in outputs:
+                work = max(work, min(OPEN, input_of(name)))
+        elif starts and (into in outputs or beside in outputs):
+            work = ENDING
+    waiting, seen = list(outputs), set(outputs)
+    while waiting:
+        for pid, place in readers.get(waiting.pop(), ()):
+            work = max(work, input_of(pid))
+            if place not in seen:
+                seen.add(place)
+                waiting.append(place)
+    return work, ticks if computes else 0
+
+
+def has_pipe(pid: str, known: set[Place | None]) -> bool:
+    """Whether a process that a shell has just forked has another pipe, which will be its input."""
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        found = os.stat(f"/proc/{pid}/fd/{fd}")
+        if S_ISFIFO(found.st_mode) and (found.st_dev, found.st_ino) not in known:
+            return True
+    return False
+
+
+def input_of(pid: str) -> int:
+    """What the pipe that a process reads says of it."""
+    try:
+        fd = os.open(f"/proc/{pid}/fd/0", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError:
+        return IDLE
+    try:
+        poll = select.poll()
+        poll.register(fd, IN)
+        events = sum(event for _, event in poll.poll(0))
+    finally:
+        os.close(fd)
+    if events & select.POLLHUP:
+        return ENDING
+    return OPEN if events & IN else IDLE
+
+
+def place_of(file: int | str) -> Place:
+    """Which pipe or terminal a descriptor or path leads to."""
+    found = os.stat(file)
+    return found.st_dev, found.st_ino
