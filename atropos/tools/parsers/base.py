@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from atropos.errors import ConfigError
 from atropos.tools.arguments import replace_surrogates, too_deep
 from atropos.tools.models import ToolCall, call_with_id
+from atropos.tools.parsers.shapes import call_shaped
 
 MAX_CALLS = 128
 """Most calls, valid or not, of one turn; more are reported as an error."""
@@ -63,6 +64,23 @@ class Parser(ABC):
     def render_turn(self, content: str, calls: Sequence[ToolCall]) -> str:
         """A whole assistant turn with its calls."""
         return "\n".join(part for part in [content, *(self.render(call) for call in calls)] if part)
+
+
+class Format(Parser):
+    """A built-in format: what looks like a call and is none in it is a malformed call, and not the model's answer."""
+
+    def parse(self, text: str) -> Parsed:
+        """See `Parser`."""
+        parsed = self.read(text)
+        if parsed.calls or parsed.errors or not (written := call_shaped(text)):
+            return parsed
+        right = self.render_turn("", [ToolCall(name="tool", arguments={"name": "value"})])
+        message = f"this looks like a tool call and was not run: write {right} to call a tool, or the answer without it"
+        return replace(parsed, errors=(ParseError(message, replace_surrogates(written[:500]), 0),))
+
+    @abstractmethod
+    def read(self, text: str) -> Parsed:
+        """The turn's calls in this format."""
 
 
 class Collector:

@@ -6,7 +6,7 @@ Source: the Hermes function-calling format as NousResearch publishes it; Qwen 2.
 from __future__ import annotations
 
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json, index_after, read_calls, skip
+from atropos.tools.parsers.base import Collector, Format, Parsed, dump_json, first_json, index_after, read_calls, skip
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _STRAY = " \t\r\n}]`,;"
@@ -14,14 +14,14 @@ _STRAY = " \t\r\n}]`,;"
 _CURE = 'write <tool_call>{"name": "tool", "arguments": {"name": "value"}}</tool_call>'
 
 
-class HermesParser(Parser):
+class HermesParser(Format):
     """JSON between tags. A tag within a JSON string is text; an end tag may be missing where the JSON is complete."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def parse(self, text: str) -> Parsed:
-        """See `Parser`."""
+    def read(self, text: str) -> Parsed:
+        """See `Format`."""
         return read_calls(text, OPEN, _one)
 
     def render(self, call: ToolCall) -> str:

@@ -105,7 +105,7 @@ class VllmParser(Parser):
             _log.warning("vLLM's parser %s failed on a turn; atropos' own is used", self.name, exc_info=True)
             return own
         if not found.tools_called:
-            return own if own.errors else Parsed(text.strip())
+            return own
         collector = Collector()
         for call in found.tool_calls:
             if collector.full(text):

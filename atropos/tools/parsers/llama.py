@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import MAX_CALLS, Collector, Parsed, Parser, dump_json, first_json, skip
+from atropos.tools.parsers.base import MAX_CALLS, Collector, Format, Parsed, dump_json, first_json, skip
 from atropos.tools.parsers.literals import LiteralReader
 
 TAG = "<|python_tag|>"
@@ -22,13 +22,13 @@ _NEXT_LIST = re.compile(rf"[\s,;]*(?={_LIST})")
 _CURE = 'write {"name": "tool", "parameters": {"name": "value"}}'
 
 
-class Llama3JsonParser(Parser):
+class Llama3JsonParser(Format):
     """JSON objects, separated by `;`, after `<|python_tag|>` or at the start of a line."""
 
     name = "llama3_json"
 
-    def parse(self, text: str) -> Parsed:
-        """See `Parser`."""
+    def read(self, text: str) -> Parsed:
+        """See `Format`."""
         found = Collector()
         tag, begin = text.find(TAG), _first_object(text)
         if tag >= 0 and (begin is None or tag < begin):
@@ -83,13 +83,13 @@ def _first_object(text: str) -> int | None:
     return None
 
 
-class Llama4PythonicParser(Parser):
+class Llama4PythonicParser(Format):
     """`[tool(name="value"), other(n=1)]`, with or without `<|python_start|>` and `<|python_end|>`."""
 
     name = "llama4_pythonic"
 
-    def parse(self, text: str) -> Parsed:
-        """See `Parser`."""
+    def read(self, text: str) -> Parsed:
+        """See `Format`."""
         found = Collector()
         tag = text.find("<|python_start|>")
         if tag >= 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json, read_calls
+from atropos.tools.parsers.base import Collector, Format, Parsed, dump_json, first_json, read_calls
 
 OPEN = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -17,13 +17,13 @@ _NEXT = re.compile(r"[\s,;]*(?=\{|\[\s*\{)")
 _CURE = 'write [TOOL_CALLS] [{"name": "tool", "arguments": {"name": "value"}}]'
 
 
-class MistralParser(Parser):
+class MistralParser(Format):
     """A special token, then a list of calls, or a name and its arguments."""
 
     name = "mistral"
 
-    def parse(self, text: str) -> Parsed:
-        """See `Parser`."""
+    def read(self, text: str) -> Parsed:
+        """See `Format`."""
         return read_calls(text, OPEN, _one)
 
     def render(self, call: ToolCall) -> str:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, index_after, read_calls
+from atropos.tools.parsers.base import Collector, Format, Parsed, dump_json, index_after, read_calls
 
 _CALL, _CLOSE = "<tool_call>", "</tool_call>"
-_FUNCTION = re.compile(r"<function=([^>\n]{0,200})>")
+_FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]{0,200})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,200})>")
 _PARAMETER_END = re.compile(
     r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|\Z))"
@@ -26,28 +26,22 @@ _KEY = re.compile(r"\s*<arg_key>([^<\n]{1,200})</arg_key>\s*<arg_value>")
 _VALUE_END = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>|\Z))")
 
 
-class Qwen3CoderParser(Parser):
+class Qwen3CoderParser(Format):
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`."""
 
     name = "qwen3_coder"
 
-    def parse(self, text: str) -> Parsed:
-        """See `Parser`."""
+    def read(self, text: str) -> Parsed:
+        """See `Format`."""
         found = Collector()
         at = 0
-        while True:
-            match = _FUNCTION.search(text, at)
-            if match is None:
-                rest = text[at:]
-                if rest.strip() == _CALL:
-                    found.error("the tool call was cut off before its <function=name>", rest)
-                else:
-                    found.text(rest)
-                return found.done()
-            found.text(re.sub(r"<tool_call>\s*\Z", "", text[at : match.start()]))
+        while match := _FUNCTION.search(text, at):
+            _between(text[at : match.start()], found)
             if found.full(text[match.start() : match.start() + 500]):
                 return found.done()
             at = self._one(text, match, found)
+        _between(text[at:], found)
+        return found.done()
 
     def _one(self, text: str, match: re.Match[str], found: Collector) -> int:
         arguments: dict[str, object] = {}
@@ -80,13 +74,27 @@ class Qwen3CoderParser(Parser):
         return f"<tool_call>\n<function={call.name}>\n{rows}</function>\n</tool_call>"
 
 
-class Glm45Parser(Parser):
+def _between(text: str, found: Collector) -> None:
+    """Text before, between and after functions. A call of another kind in the tags, as JSON, is an error."""
+    before, *tagged = text.split(_CALL)
+    found.text(before)
+    for piece in tagged:
+        inner, _, after = piece.partition(_CLOSE)
+        found.error(
+            "the tool call has no <function=name>; write <tool_call><function=tool><parameter=name>value</parameter>"
+            "</function></tool_call>",
+            f"{_CALL}{inner}",
+        )
+        found.text(after)
+
+
+class Glm45Parser(Format):
     """`<tool_call>name`, then pairs of `<arg_key>` and `<arg_value>`."""
 
     name = "glm45"
 
-    def parse(self, text: str) -> Parsed:
-        """See `Parser`."""
+    def read(self, text: str) -> Parsed:
+        """See `Format`."""
         return read_calls(text, _CALL, self._one)
 
     def _one(self, text: str, at: int, found: Collector) -> int:

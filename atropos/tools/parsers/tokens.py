@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from atropos.tools.arguments import replace_surrogates
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import Collector, Parsed, Parser, dump_json, first_json, index_after, read_calls, skip
+from atropos.tools.parsers.base import Collector, Format, Parsed, dump_json, first_json, index_after, read_calls, skip
 
 _FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n?")
 _FENCE_END = re.compile(r"\s*```")
 _KIMI_INDEX = re.compile(r":\d+\Z")
 
 
-class TokenParser(Parser):
+class TokenParser(Format):
     """The shared part of the formats; subclasses know the special tokens, and where the name is."""
 
     begin_all: str
@@ -27,8 +27,8 @@ class TokenParser(Parser):
     middle: str
     end: str
 
-    def parse(self, text: str) -> Parsed:
-        """See `Parser`."""
+    def read(self, text: str) -> Parsed:
+        """See `Format`."""
         parsed = read_calls(text, self.begin, self._one)
         content = parsed.content.replace(self.begin_all, "").replace(self.end_all, "")
         return replace(parsed, content=content.strip())

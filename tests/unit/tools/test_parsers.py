@@ -322,3 +322,74 @@ def test_every_promised_parser_is_there_and_an_unknown_one_is_refused():
     assert set(NAMES) <= set(parser_names())
     with pytest.raises(ConfigError, match="hermes"):
         get_parser("herms")
+
+
+def shapes():
+    """A call in each format, and in some that have no parser here."""
+    call = ToolCall(name="terminal", arguments={"command": "ls"})
+    made = {name: get_parser(name).render_turn("", [call]) for name in NAMES}
+    json_call = json.dumps({"name": call.name, "arguments": call.arguments})
+    return made | {
+        "bare JSON": json_call,
+        "JSON in a sentence": f"I will run it: {json_call}",
+        "a JSON list": f"[{json_call}]",
+        "OpenAI's nesting": json.dumps({"tool_calls": [{"type": "function", "function": json.loads(json_call)}]}),
+        "a code block": f"```json\n{json_call}\n```",
+        "cut off": json_call[:-8],
+        "a tag that is no format's": f"<function_call>{json_call}</function_call>",
+        "an end tag alone": f"{json_call}\n</tool_call>",
+        "an empty tag": "<tool_call></tool_call>",
+        "an opening tag": "Now:\n<tool_call>",
+        "a function with JSON": '<function=terminal>{"command": "ls"}</function>',
+        "MiniMax": '<minimax:tool_call><invoke name="terminal"><parameter name="command">ls</parameter></invoke></minimax:tool_call>',
+        "gpt-oss": '<|channel|>commentary to=functions.terminal <|constrain|>json<|message|>{"command": "ls"}',
+        "Gemma": '```tool_code\nterminal(command="ls")\n```',
+        "ReAct": "Action: terminal\nAction Input: ls",
+        "sections alone": "<｜tool▁calls▁begin｜><|tool_calls_section_begin|>",
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", shapes())
+def test_what_is_shaped_like_a_call_is_never_the_answer_without_a_word(name, shape):
+    parsed = get_parser(name).parse(f"First this.\n{shapes()[shape]}")
+    assert parsed.calls or parsed.errors
+    assert all(error.message for error in parsed.errors)
+    if name == "mistral" and not parsed.calls:
+        assert '[TOOL_CALLS] [{"name": "tool"' in parsed.errors[0].message
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "42",
+        '{"name": "Ada", "age": 36}',
+        '{"name": "get_weather", "description": "of a city", "parameters": {"type": "object", "properties": {}}}',
+        '{"name": "get_weather", "parameters": {"type": "object", "properties": {}}}',
+        "See [main()](src/main.py) and [f(x=1)](a.md).\n[main()](x)\n[1] a list",
+        "```python\n[Point(x=1) for _ in range(3)]\n```",
+        "The parser reads `<tool_call>` tags, and `<function=name>` too.",
+        "Action: none needed",
+        "def call(function_name, arguments):\n    return tools[function_name](**arguments)",
+    ],
+)
+def test_an_answer_that_is_no_call_is_an_answer(name, answer):
+    if name.startswith("llama") and answer[0] in "{[S`":
+        pytest.skip("in this format a line may begin with a bare call")
+    if name in {"hermes", "qwen", "glm45", "qwen3_coder"}:  # the tags are theirs wherever they stand
+        answer = answer.replace("<tool_call>", "those").replace("<function=name>", "these")
+    parsed = get_parser(name).parse(answer)
+    assert (parsed.calls, parsed.errors) == ((), ())
+
+
+@pytest.mark.parametrize("inside", ['{"name": "terminal", "arguments": {"command": "ls"}}', "", "terminal(ls)"])
+def test_qwen3_coder_answers_what_is_no_function_in_its_tags_with_an_error(inside):
+    good = "<tool_call>\n<function=t>\n</function>\n</tool_call>"
+    parsed = get_parser("qwen3_coder").parse(
+        f"Look:\n{good}\n<tool_call>\n{inside}\n</tool_call>\n{good}\n<tool_call>{inside}"
+    )
+    assert [call.name for call in parsed.calls] == ["t", "t"]
+    assert [error.position for error in parsed.errors] == [1, 2]
+    assert all("<function=tool>" in error.message and inside in error.text for error in parsed.errors)
+    assert parsed.content == "Look:"
