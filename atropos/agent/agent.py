@@ -14,7 +14,7 @@ from atropos.agent.config import AgentConfig, AgentResult, AgentStep, Outcome, P
 from atropos.agent.dialect import Dialect, Turn, XmlDialect
 from atropos.agent.fairness import gate, gate_for
 from atropos.agent.fitting import MIN_TURN_TOKENS, Written, fitting
-from atropos.agent.model import Model
+from atropos.agent.model import Generation, Model
 from atropos.agent.prompt import Tools, schemas_of
 from atropos.agent.template import Tokenizer, TurnRenderer
 from atropos.agent.transcript import Message, Transcript
@@ -103,7 +103,12 @@ class AtroposAgent:
 
     async def _opened(self, task: str) -> Transcript:
         messages = self._dialect.opening(task, self.config, exact=self._model.exact)
-        transcript = Transcript(messages=messages, placeholder=not self._model.exact)
+        transcript = Transcript(
+            messages=messages,
+            placeholder=not self._model.exact,
+            temperature=self.config.temperature,
+            raw_logprobs=self._model.raw_logprobs,
+        )
         async with gate():
             transcript.add_context(self._dialect.prompt(messages))
         if self._room(transcript) < MIN_TURN_TOKENS:
@@ -163,8 +168,8 @@ class AtroposAgent:
         limit = room if self.config.max_tokens is None else min(room, self.config.max_tokens)
         started = time.perf_counter()
         ask = self._sample if self._model.exact else self._chat
-        turn, logprobs, finish_reason = await ask(transcript, limit)
-        transcript.add_sampled(turn.ids, logprobs)
+        turn, sampled = await ask(transcript, limit)
+        transcript.add_sampled(turn.ids, sampled.logprobs, sampled.weights)
         transcript.messages.append(turn.message)
         step = AgentStep(
             number,
@@ -174,35 +179,36 @@ class AtroposAgent:
             unread=list(turn.unread),
             reasoning=turn.reasoning,
             tokens=len(turn.ids),
-            finish_reason=finish_reason,
+            finish_reason=sampled.finish_reason,
             model_s=time.perf_counter() - started,
         )
-        if finish_reason == "length":
+        if sampled.finish_reason == "length":
             return step, "context_length" if limit == room else "max_tokens"
         return step, None
 
-    async def _sample(self, transcript: Transcript, limit: int) -> tuple[Turn, list[float], str]:
+    async def _sample(self, transcript: Transcript, limit: int) -> tuple[Turn, Generation]:
         """A turn from a server that reports token ids. Ids after the end of the turn are dropped."""
         stop = self._dialect.stop_ids
         sampling = {**self._sampling(), **({"stop_token_ids": sorted(stop)} if stop else {})}
-        generation = await self._model.generate(transcript.tokens, max_tokens=limit, **sampling)
-        ids = generation.ids[:limit]
+        sampled = await self._model.generate(transcript.tokens, max_tokens=limit, **sampling)
+        ids = sampled.ids[:limit]
         end = next((index for index, token in enumerate(ids, 1) if token in stop), None)
-        cut_off = end is None and (generation.finish_reason == "length" or len(generation.ids) > limit)
+        cut_off = end is None and (sampled.finish_reason == "length" or len(sampled.ids) > limit)
         ids = ids[:end]
         async with gate_for(len(ids)):
             turn = self._dialect.read(ids, cut_off=cut_off)
-        return turn, generation.logprobs[: len(ids)], "length" if cut_off else "stop"
+        ending = "length" if cut_off else "stop"
+        return turn, replace(sampled, ids=ids, logprobs=sampled.logprobs[: len(ids)], finish_reason=ending)
 
-    async def _chat(self, transcript: Transcript, limit: int) -> tuple[Turn, list[float], str]:
+    async def _chat(self, transcript: Transcript, limit: int) -> tuple[Turn, Generation]:
         """A turn from a server that reports text, with placeholder ids; it is cut off at the limit."""
         options = {**self._sampling(), **self._dialect.chat_options(self.config, limit)}
         answer = await self._model.chat(transcript.messages, **options)
         turn = self._dialect.read_answer(answer, cut_off=answer.finish_reason == "length")
         if len(turn.ids) > limit:
             turn = replace(turn, ids=turn.ids[:limit], calls=(), unread=())
-            return turn, [0.0] * limit, "length"
-        return turn, [0.0] * len(turn.ids), answer.finish_reason
+            answer = replace(answer, finish_reason="length")
+        return turn, Generation(turn.ids, [0.0] * len(turn.ids), answer.finish_reason)
 
     def _sampling(self) -> dict[str, object]:
         seed: dict[str, object] = {} if self.config.seed is None else {self._model.seed_name: self.config.seed}

@@ -19,7 +19,7 @@ from aiohttp import ContentTypeError
 from aiohttp.http_exceptions import HttpProcessingError
 
 from atropos.agent.fairness import started_in_turn
-from atropos.agent.transcript import Message, numbers
+from atropos.agent.transcript import Message, WeightSpan, numbers
 from atropos.aio import Allowance, backoff_s, retry_after_s
 from atropos.errors import InferenceError
 from atropos.tools import ToolCall
@@ -36,7 +36,8 @@ CHAT_ENDINGS = ENDINGS | {"tool_calls", "function_call"}
 
 Answer = TypeVar("Answer")
 _Sampled = tuple[Sequence[int], Sequence[Sequence[object]], Sequence[Sequence[float]], Sequence[object]]
-"""The prompt's ids; then the sampled ids, their logprobs and the finish reason of each completion."""
+"""The prompt's ids; then the sampled ids, their logprobs and the finish reason of each completion. A fifth part, where there
+is one, has the `WeightSpan`s of each."""
 
 capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("capturing", default=False)
 """Whether the current model call wants failures as `ModelFailure` values."""
@@ -51,11 +52,16 @@ class ModelFailure:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a server sampled."""
+    """What a server sampled.
+
+    Attributes:
+        weights: versions of the weights that sampled the ids, in order; empty where the server doesn't say.
+    """
 
     ids: list[int]
     logprobs: list[float]
     finish_reason: str
+    weights: tuple[WeightSpan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,9 +74,14 @@ class ChatAnswer:
     finish_reason: str
 
 
+def servers_of(server: object) -> Sequence[object]:
+    """The servers of a manager; a single server is its own."""
+    return getattr(server, "servers", None) or [server]
+
+
 def server_type(server: object) -> str:
     """`vllm`, `sglang`, `openai`, `trl`, of all servers of a manager; a stand-in without a config counts as exact if it gives tokens."""
-    first = next(iter(getattr(server, "servers", None) or [server]))
+    first = servers_of(server)[0]
     kind = getattr(getattr(first, "config", None), "server_type", None)
     if kind is None:
         return "vllm" if hasattr(server, "tokens_and_logprobs_completion") else "openai"
@@ -93,6 +104,8 @@ class Model:
         kind = server_type(server)
         self.exact = kind in EXACT
         """Whether the server reports the tokens it samples."""
+        self.raw_logprobs = any(getattr(one, "raw_logprobs", False) for one in servers_of(server))
+        """Whether a server's logprobs are those of temperature 1, whatever it samples with; its probe tells."""
         self.seed_name = "sampling_seed" if kind == "sglang" else "seed"
         """What the server calls a request's seed; SGLang refuses names that it doesn't know."""
 
@@ -203,10 +216,11 @@ def describe(error: BaseException) -> InferenceError:
 
 def _generation(prompt: list[int], answer: object) -> Generation:
     try:
-        returned, outputs, logprobs, reasons = cast("_Sampled", answer)
+        returned, outputs, logprobs, reasons, *more = cast("_Sampled", answer)
         ids = [_token(token) for token in outputs[0]]
         values = [float(value) for value in logprobs[0]]
         reason = reasons[0]
+        weights = cast("Sequence[Sequence[WeightSpan]]", more[0])[0] if more else ()
     except (TypeError, ValueError, IndexError, KeyError) as error:
         raise InferenceError(f"the inference server sent an invalid answer ({error!r})") from error
     if list(returned) != prompt:
@@ -219,7 +233,7 @@ def _generation(prompt: list[int], answer: object) -> Generation:
     ending = _ending(reason, ENDINGS)
     if len(ids) != len(values) or not all(math.isfinite(value) for value in values):
         raise InferenceError(f"{len(ids)} tokens came with {len(values)} logprobs, or infinite ones")
-    return Generation(ids, values, ending)
+    return Generation(ids, values, ending, tuple(weights))
 
 
 def _ending(reason: object, endings: frozenset[str]) -> str:

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 Message = dict[str, object]
 """A chat message as OpenAI's API has it."""
@@ -31,12 +31,23 @@ def numbers(values: Iterable[Number]) -> list[Number]:
     return made
 
 
+class WeightSpan(NamedTuple):
+    """Tokens that one version of the weights sampled, as the inference server says: from `begin` up to `end`."""
+
+    begin: int
+    end: int
+    version: str
+
+
 @dataclass
 class Transcript:
     """Tokens, masks and logprobs of equal length, and their messages. History is never rewritten.
 
     Attributes:
         placeholder: whether the ids are tokenized here because the server doesn't report them; not to train on.
+        temperature: with which every turn was sampled.
+        raw_logprobs: whether the logprobs are of temperature 1, whatever sampled.
+        weights: versions of the weights that sampled the tokens, by position; empty where the server doesn't say.
     """
 
     tokens: list[int] = field(default_factory=lambda: numbers(list[int]()))
@@ -44,6 +55,9 @@ class Transcript:
     logprobs: list[float] = field(default_factory=lambda: numbers(list[float]()))
     messages: list[Message] = field(default_factory=list[Message])
     placeholder: bool = False
+    temperature: float = 1.0
+    raw_logprobs: bool = False
+    weights: list[WeightSpan] = field(default_factory=list[WeightSpan])
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -54,9 +68,11 @@ class Transcript:
         self.masks.extend([MASKED] * len(ids))
         self.logprobs.extend([CONTEXT_LOGPROB] * len(ids))
 
-    def add_sampled(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append ids that the model sampled, exactly as the server reported them."""
+    def add_sampled(self, ids: Sequence[int], logprobs: Sequence[float], weights: Sequence[WeightSpan] = ()) -> None:
+        """Append ids that the model sampled, exactly as the server reported them; `weights` by position in `ids`."""
         assert len(ids) == len(logprobs), (len(ids), len(logprobs))
+        start, most = len(self.tokens), len(ids)
+        self.weights += [WeightSpan(start + b, start + min(e, most), version) for b, e, version in weights if b < most]
         self.tokens.extend(ids)
         self.masks.extend(ids)
         self.logprobs.extend(logprobs)

@@ -161,6 +161,10 @@ def checked_text(value: object, hook: str) -> str:
 class ScoredGroup(TypedDict, total=False):
     """atroposlib's `ScoredDataGroup`; `group_overrides` is always a dict.
 
+    `generation_params` has the temperature, by which a trainer divides its logits, and whose the logprobs are: `policy` (of
+    the policy that sampled), `raw` (of temperature 1) or `placeholder`. Members of several temperatures have theirs in
+    `overrides`, which comes first in atroposlib's trainer.
+
     The key `atropos`, its item and its trajectories' summaries, is for people and files; the trajectory API ignores it.
     """
 
@@ -172,7 +176,7 @@ class ScoredGroup(TypedDict, total=False):
     group_overrides: Required[dict[str, object]]
     advantages: object
     ref_logprobs: object
-    generation_params: object
+    generation_params: Required[dict[str, object]]
     overrides: object
     images: object
     distill_token_ids: object
@@ -184,7 +188,11 @@ def scored_group(rollouts: Sequence[Rollout], *, name: str, include_messages: bo
     """The scored group of complete rollouts."""
     for rollout in rollouts:
         rollout.transcript.check()
-    placeholder = any(rollout.transcript.placeholder for rollout in rollouts)
+    transcripts = [rollout.transcript for rollout in rollouts]
+    placeholder = any(transcript.placeholder for transcript in transcripts)
+    temperatures = [transcript.temperature for transcript in transcripts]
+    raw = any(transcript.raw_logprobs for transcript in transcripts)
+    logprobs = "placeholder" if placeholder else "raw" if raw else "policy"
     return {
         "tokens": [list(r.transcript.tokens) for r in rollouts],
         "masks": [list(r.transcript.masks) for r in rollouts],
@@ -192,10 +200,10 @@ def scored_group(rollouts: Sequence[Rollout], *, name: str, include_messages: bo
         "advantages": None,
         "ref_logprobs": None,
         "messages": [messages_of(r.transcript) for r in rollouts] if include_messages else None,
-        "generation_params": None,
+        "generation_params": {"temperature": temperatures[0], "logprobs": logprobs},
         "inference_logprobs": [list(r.transcript.logprobs) for r in rollouts],
         "group_overrides": {"placeholder_tokens": True} if placeholder else {},
-        "overrides": None,
+        "overrides": [{"temperature": each} for each in temperatures] if len({*temperatures}) > 1 else None,
         "images": None,
         "atropos": {"item": name, "trajectories": [r.summary() for r in rollouts]},
     }
@@ -211,7 +219,7 @@ def scored_item(rollout: Rollout) -> dict[str, object]:
         "messages": messages_of(rollout.transcript),
         "inference_logprobs": list(rollout.transcript.logprobs),
         "group_overrides": group["group_overrides"],
-        "overrides": None,
+        "overrides": group["generation_params"],
     }
 
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from yarl import URL
 
 from atropos.agent import AgentConfig, AtroposAgent, InferenceError, PromptTooLong, TurnRenderer, XmlDialect, seed_for
-from atropos.agent.transcript import MASKED
+from atropos.agent.transcript import MASKED, WeightSpan
 from atropos.envs.hermes.dialect import OpenAIDialect
 from atropos.errors import ConfigError, SlotLost
 from atropos.thinking import split_thinking
@@ -532,6 +532,24 @@ async def test_nonsense_is_an_inference_error(ids, logprobs, why):
 
     with pytest.raises(InferenceError, match=why):
         await agent(Server(), model_retries=0).run("x")
+
+
+async def test_versions_of_the_weights_stand_at_the_tokens_that_they_sampled():
+    class Server(DirectServer):
+        async def tokens_and_logprobs_completion(self, input_ids, n, **sampling):
+            answer = await super().tokens_and_logprobs_completion(input_ids, n, **sampling)
+            spans.append((len(input_ids), len(answer[1][0])))
+            return *answer, [[WeightSpan(0, 2, f"v{len(spans)}"), WeightSpan(2, spans[-1][1] + 9, "next")]]
+
+    spans = []
+    found = (await agent(Server()).run(script([{"calls": [call("ls")]}, "over"]))).trajectory_data
+    (first, length), (second, last) = spans
+    assert found.weights == [
+        (first, first + 2, "v1"),
+        (first + 2, first + length, "next"),
+        (second, second + 2, "v2"),
+        (second + 2, second + last, "next"),
+    ]
 
 
 async def test_the_garbage_collector_walks_no_list_of_tokens():

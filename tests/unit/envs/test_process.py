@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,6 +50,21 @@ async def test_groups_hold_exactly_what_the_server_sampled(policy, tmp_path, ser
     assert not env.stand_in.live
 
 
+async def test_a_group_says_with_which_temperature_it_was_sampled(policy, tmp_path):
+    class Env(ScriptEnv):
+        def build_agent_config(self, item):
+            drawn.append(self.config.agent_temperature if item["name"] == "item-0" else len(drawn))
+            return replace(super().build_agent_config(item), temperature=drawn[-1])
+
+    drawn = []
+    env = make(Env, policy.url, tmp_path / "g.jsonl", agent_temperature=0.7, process_concurrency=1)
+    await env.process_manager()
+    same, other, _ = groups_in(tmp_path / "g.jsonl")
+    assert same["generation_params"] == {"temperature": 0.7, "logprobs": "policy"}
+    assert same["overrides"] is None
+    assert sorted(each["temperature"] for each in other["overrides"]) == [3, 4, 5]
+
+
 async def test_full_collections_of_a_run_leave_out_what_was_there_before(policy, tmp_path):
     seen = []
 
@@ -78,6 +94,7 @@ async def test_without_token_ids_groups_say_that_they_are_placeholders(policy, t
     await env.process_manager()
     groups = groups_in(tmp_path / "g.jsonl")
     assert [group["scores"] for group in groups] == [[4.0] * 3] * 3
+    assert [group["generation_params"]["logprobs"] for group in groups] == ["placeholder"] * 3
     for group in groups:
         assert group["group_overrides"] == {"placeholder_tokens": True}
         assert [len(t) for t in group["tokens"]] == [len(m) for m in group["masks"]]
