@@ -20,7 +20,7 @@ from pydantic_core import from_json
 
 from atropos.aio import RECEIVE_BYTES
 from atropos.errors import SandboxError
-from atropos.wire import MAX_FILE_BYTES, OP_RESULT
+from atropos.wire import MAX_FILE_BYTES, OP_RESULT, SlotOperation
 
 if TYPE_CHECKING:
     from atropos.sandbox.contract import OnResult
@@ -29,25 +29,6 @@ _MAX_HEADER = 32 * 1024 * 1024
 _MAX_QUEUED = 384 * 1024 * 1024
 """More bytes than the unanswered calls of a client have (`http.stream.MAX_QUEUED_BYTES` and one frame beyond)."""
 _BLOBS = frozenset(("output", "stdout", "stderr", "data"))
-_KINDS = {
-    "exec": "exec_result",
-    "read_file": "file_result",
-    "write_file": "done",
-    "search": "search_result",
-    "untar": "done",
-    "tar": "file_result",
-    "write_stream": "done",
-    "read_stream": "done",
-    "quiesce": "done",
-    "end_leftovers": "done",
-    "end_all": "done",
-    "limits": "done",
-    "proc_start": "proc_state",
-    "proc_read": "proc_state",
-    "proc_write": "done",
-    "proc_kill": "proc_state",
-    "proc_list": "proc_listing",
-}
 
 
 class ProtocolViolation(Exception):
@@ -80,6 +61,7 @@ class RunnerLink:
         """Frames that wait for room, each with its descriptor, or -1."""
         self._queued = 0
         self._open: dict[int, tuple[str, OnResult | None]] = {}
+        """Calls without an answer: its kind, and who gets it."""
         self._number = 0
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.closed = False
@@ -105,8 +87,16 @@ class RunnerLink:
         frame = _encoded(0, "init", {"environment": environment, "output_bytes": output_bytes, "wall_s": wall_s})
         socket.send_fds(self._sock, [frame], [oom_fd])
 
-    def call(self, op: str, arguments: dict[str, object], done: OnResult, descriptor: int = -1) -> int:
-        """Send an operation; `done` gets its result, or an exception when the channel breaks.
+    def call(
+        self,
+        op: str,
+        arguments: dict[str, object],
+        done: OnResult,
+        *,
+        answer: str = SlotOperation.answer,
+        descriptor: int = -1,
+    ) -> int:
+        """Send an operation; `done` gets its result, of the kind `answer`, or an exception when the channel breaks.
 
         The runner gets a copy of `descriptor`.
 
@@ -114,7 +104,7 @@ class RunnerLink:
             SandboxError: descriptors can't be passed now; nothing was sent.
         """
         self._number += 1
-        self._open[self._number] = (op, done)
+        self._open[self._number] = (answer, done)
         try:
             self._send(self._number, op, arguments, descriptor)
         except SandboxError:
@@ -124,11 +114,11 @@ class RunnerLink:
 
     def cancel(self, number: int, *, forget: bool = False) -> None:
         """Cancel a call; with `forget`, ignore its answer."""
-        op, _ = self._open.get(number, (None, None))
-        if op is None or self.closed:
+        answer, _ = self._open.get(number, (None, None))
+        if answer is None or self.closed:
             return
         if forget:
-            self._open[number] = (op, None)
+            self._open[number] = (answer, None)
         self._send(number, "cancel", {})
 
     def close(self, error: Exception) -> None:
@@ -265,13 +255,13 @@ class RunnerLink:
     def _result(self, number: object, fields: object) -> None:
         if not isinstance(number, int) or number not in self._open:
             raise ProtocolViolation("an answer to no open call")
-        op, done = self._open[number]
+        answer, done = self._open[number]
         try:
             result = OP_RESULT.validate_python(fields)
         except ValidationError as error:
             raise ProtocolViolation(f"an invalid result ({error.error_count()} errors)") from None
-        if result.kind not in (_KINDS[op], "op_error"):
-            raise ProtocolViolation(f"a {result.kind} in answer to {op}")
+        if result.kind not in (answer, "op_error"):
+            raise ProtocolViolation(f"a {result.kind} in the place of {answer}")
         if result.kind == "exec_result" and len(result.output) > self._output_bytes + 200:
             raise ProtocolViolation("more output than the bound")
         del self._open[number]

@@ -25,7 +25,7 @@ from atropos.sandbox.host.runner_link import RunnerLink
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, stopped_children
 from atropos.slot_python import INSIDE
-from atropos.wire import Done, ImageInfo, Operation, OpError, OpResult
+from atropos.wire import Done, Exec, ImageInfo, Operation, OpError, OpResult, SetNetwork, StartOperation
 
 if TYPE_CHECKING:
     from atropos.sandbox.contract import OnResult
@@ -36,11 +36,8 @@ ERRORS_BYTES = 4096
 """Most bytes of a start's error output that are kept."""
 ANSWER_GRACE_S = 15.0
 """How much longer than an operation's own limit an answer may take before the slot counts as broken."""
-FILE_DEADLINE_S = 30.0
 CHECK_S = 0.5
 """Interval between checks of pending calls and of running programs, in seconds."""
-_STARTS = frozenset({"exec", "proc_start"})
-"""Operations that start a program."""
 
 
 class SlotSandbox:
@@ -104,16 +101,15 @@ class SlotSandbox:
         channel = self._channel
         if channel is None or channel.closed:
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
-        if operation.op == "set_network":
+        if isinstance(operation, SetNetwork):
             self._change_network(operation.hosts, done)
             return
-        op = operation.op
         arguments = self._arguments_of(operation)
         self._watch.record_start(call_id, operation)
-        self._programs = self._programs or op in _STARTS
+        self._programs = self._programs or isinstance(operation, StartOperation)
 
         def ended(result: OpResult | Exception) -> None:
-            if op == "exec":
+            if isinstance(operation, Exec):
                 self._programs = not channel.alone
             try:
                 result, refused = self._watch.of_result(call_id, result, alone=channel.alone)
@@ -131,31 +127,20 @@ class SlotSandbox:
             self._watch.forget(call_id)
             done(result)
 
-        number = channel.call(op, arguments, ended, stream)
-        self._calls[call_id] = (number, self._loop.time() + self._time_limit_s(operation) + ANSWER_GRACE_S)
+        number = channel.call(operation.op, arguments, ended, answer=operation.answer, descriptor=stream)
+        limit_s = operation.time_limit_s(self.limits.wall_s)
+        self._calls[call_id] = (number, self._loop.time() + limit_s + ANSWER_GRACE_S)
         if self._watchdog is None:
             self._watchdog = self._loop.call_later(CHECK_S, self._check)
 
     def _arguments_of(self, operation: Operation) -> dict[str, object]:
         """The operation's fields for the runner, with the image's settings where it starts a program."""
-        left_out = {"op", "clean_env", "concurrent"} if operation.op == "exec" else {"op", "stream"}
-        arguments = {name: value for name, value in operation.__dict__.items() if name not in left_out}
-        if operation.op in _STARTS and self._image is not None:
+        arguments = {name: value for name, value in operation.__dict__.items() if name not in operation.withheld}
+        if isinstance(operation, StartOperation) and self._image is not None:
             arguments["env"] = self._image.env | arguments["env"]
             arguments["workdir"] = arguments["workdir"] or self._image.workdir or "/"
             arguments["user"] = arguments["user"] or self._image.user
         return arguments
-
-    def _time_limit_s(self, operation: Operation) -> float:
-        """The time that an operation may take, in seconds."""
-        wall_s = self.limits.wall_s
-        if operation.op == "exec":
-            return min(operation.timeout_s or wall_s, wall_s)
-        if operation.op == "proc_read":
-            return min(operation.wait_s, wall_s)
-        if operation.op in {"write_stream", "read_stream"}:
-            return math.inf  # `FileStream` cancels it when no bytes move
-        return FILE_DEADLINE_S
 
     def _change_network(self, hosts: tuple[str, ...] | None, done: OnResult) -> None:
         async def change() -> None:

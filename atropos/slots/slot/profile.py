@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from atropos import wire
 
-_AT_A_PATH = wire.ReadFile | wire.WriteFile | wire.Search | wire.Untar | wire.Tar | wire.WriteStream | wire.ReadStream
 WORKSPACE = "/workspace"
 """Where commands start and relative paths begin in a slot without a profile."""
 ROOT_HOME = "/root"
@@ -50,14 +49,14 @@ class Profile:
 
     def applied(self, operation: wire.Operation) -> wire.Operation:
         """The operation with everything that it left open filled in."""
-        if isinstance(operation, wire.Exec | wire.ProcStart):
+        if isinstance(operation, wire.StartOperation):
             clean = isinstance(operation, wire.Exec) and operation.clean_env
             own = operation.user is not None  # a command's own user: the slot's runner sets its variables
             env = operation.env if clean else {**({} if own else self.identity), **self.env, **operation.env}
             account = None if self.user is None else f"{self.user.uid}:{self.user.gid}"
             changes = {"workdir": self.path(operation.workdir), "env": env, "user": operation.user or account}
             return operation.model_copy(update=changes)
-        if isinstance(operation, _AT_A_PATH):
+        if isinstance(operation, wire.PathOperation):
             return operation.model_copy(update={"path": self.path(operation.path)})
         return operation
 

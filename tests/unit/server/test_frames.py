@@ -170,7 +170,7 @@ async def _told(data: bytes, pieces: int, rng: random.Random) -> None:
     channel = RunnerLink(ours, output_bytes=1000, on_broken=on_broken)
     channel.ready.set_result(None)
     told: asyncio.Future[Any] = loop.create_future()
-    channel.call("exec", {"command": "x"}, told.set_result)
+    channel.call("exec", {"command": "x"}, told.set_result, answer="exec_result")
     theirs.setblocking(False)
     cuts = sorted(rng.randrange(len(data) + 1) for _ in range(pieces - 1))
     for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
@@ -201,7 +201,7 @@ async def test_a_slot_is_not_empty_while_another_command_may_run():
     channel.ready.set_result(None)
     seen: list[bool] = []
     for number in (1, 2):
-        channel.call("exec", {"command": "x"}, lambda _: seen.append(channel.alone))
+        channel.call("exec", {"command": "x"}, lambda _: seen.append(channel.alone), answer="exec_result")
         theirs.sendall(answer(ENDED, ("output", b"ok"), number=number, alone=True))
     await until(lambda: len(seen) == 2)
     assert seen == [False, True]
@@ -218,7 +218,7 @@ async def _all_sent(commands: int, stdin: bytes) -> None:
     ours, theirs = socket.socketpair()
     channel = RunnerLink(ours, output_bytes=1000, on_broken=pytest.fail)
     for _ in range(commands):
-        channel.call("exec", {"command": "x", "stdin": stdin}, lambda _: None)
+        channel.call("exec", {"command": "x", "stdin": stdin}, lambda _: None, answer="exec_result")
     channel.close(ConnectionError("over"))
     theirs.close()
     await asyncio.sleep(0)

@@ -1,11 +1,11 @@
 """How the calls of one lease run: in the order given, in one sandbox at a time.
 
-There are three lanes. The *main* lane runs commands and file operations one after the other. The *process* lane takes
-`proc_read`, `proc_write`, `proc_kill` and `proc_list`, so that a background process can be watched and ended while a
-command runs; it keeps its own order, but a `proc_read` that waits lets the ones behind it go on. The *concurrent* lane
+There are three lanes, and each operation names its own (`wire.SlotOperation.lane`). The *main* lane runs commands and file
+operations one after the other. The *side* lane is for background processes, which are watched and ended while a
+command runs; it keeps its own order, but a read that waits lets the ones behind it go on. The *concurrent* lane
 takes commands that ask for it (`Exec.concurrent`) and runs them side by side. A barrier (a snapshot) is alone: after
-the calls before it in the main lane, once no concurrent command runs, with nothing in the process lane. Commands, the
-only calls that start programs, also wait for their lease's turn in the server's `StartQueue`.
+the calls before it in the main lane, once no concurrent command runs, with nothing in the side lane. Operations that
+start a program also wait for their lease's turn in the server's `StartQueue`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,13 @@ from atropos.sandbox.server.calls.journal import Journal, JournalEntry, cancelle
 from atropos.sandbox.server.calls.start_queue import StartQueue
 from atropos.sandbox.server.metrics import Meters
 from atropos.wire import (
-    Exec,
     Fault,
     Operation,
     OpError,
     OpResult,
-    ProcKill,
-    ProcList,
-    ProcRead,
-    ProcStart,
-    ProcWrite,
     ReadStream,
     Reply,
-    SetNetwork,
+    StartOperation,
     Timing,
     WriteStream,
     outcome,
@@ -52,9 +46,6 @@ MAX_QUEUED = 1024
 """Calls that may wait in one lease; one more is refused, not run."""
 MAX_CONCURRENT = 64
 """Concurrent commands that run at once in one lease; further ones wait. As many as it may have background processes."""
-SIDE = (ProcRead, ProcWrite, ProcKill, ProcList, SetNetwork)
-COMMANDS = (Exec, ProcStart)
-
 
 Work = tuple[JournalEntry, Operation]
 
@@ -136,12 +127,8 @@ class Lanes:
         elif self.queued >= MAX_QUEUED:
             self._fault(entry, SandboxError.code, f"{MAX_QUEUED} calls wait in this lease already; it was not run")
         else:
-            if isinstance(operation, SIDE):
-                self._side.waiting.append((entry, operation))
-            elif isinstance(operation, Exec) and operation.concurrent:
-                self._concurrent.waiting.append((entry, operation))
-            else:
-                self._main.waiting.append((entry, operation))
+            lane = {"main": self._main, "side": self._side, "concurrent": self._concurrent}[operation.lane]
+            lane.waiting.append((entry, operation))
             self.start_next()
 
     @contextlib.asynccontextmanager
@@ -227,8 +214,7 @@ class Lanes:
             self._begin(*item, main)
         while side.waiting and side.running < side.most and self._has_room():
             entry, operation = side.waiting.popleft()
-            waits = isinstance(operation, ProcRead) and operation.wait_s > 0
-            self._begin(entry, operation, None if waits else side)
+            self._begin(entry, operation, None if operation.waits else side)
         while concurrent.waiting and concurrent.running < concurrent.most and self._has_room():
             if not self._starts.admit(self):
                 break
@@ -244,7 +230,7 @@ class Lanes:
                     return
 
     def _may_start(self, operation: Operation) -> bool:
-        return not isinstance(operation, COMMANDS) or self._starts.admit(self)
+        return not isinstance(operation, StartOperation) or self._starts.admit(self)
 
     def _has_room(self) -> bool:
         """Whether the journal takes more; else the lanes go on when it does."""
@@ -274,7 +260,7 @@ class Lanes:
             self.start_next()
 
         try:
-            if isinstance(operation, COMMANDS):
+            if isinstance(operation, StartOperation):
                 self._starts.started(self, entry)
             if isinstance(operation, ReadStream | WriteStream):
                 self._begin_stream(entry, operation, ended)
@@ -316,7 +302,7 @@ class Lanes:
 
     def _ended(self, entry: JournalEntry, operation: Operation, result: OpResult | Exception, ran_s: float) -> None:
         on_purpose = self._barrier is not None and not self.sandbox.died.done()
-        if on_purpose and isinstance(operation, SIDE) and isinstance(result, OutcomeUnknown):
+        if on_purpose and operation.lane == "side" and isinstance(result, OutcomeUnknown):
             result = OpError(error="unknown_process", message="a snapshot was taken, which ends background processes")
         if not isinstance(result, Exception):
             timing = None
