@@ -18,7 +18,8 @@ TOP, REST = "atropos", "rest"
 """The one folder for all servers, which they may write to, so that each can remove its own when it ends; and on cgroup
 v2 the leaf in it for processes that must not stay where they were."""
 PREFIX = "atropos-"
-"""A server's own folder is named so, then by its process id and start time."""
+"""A server's own folder is named so, then by its process id and start time; its groups that were made ahead, beside
+`TOP`, by a number after these."""
 
 
 def start_time(pid: int) -> int | None:
@@ -104,7 +105,8 @@ def remove_server(places: list[Path], server: str) -> bool:
     ended = True
     for place in places:
         top = place / TOP
-        ended = remove_tree(top / f"{PREFIX}{server}") and ended
+        for group in (top / f"{PREFIX}{server}", *place.glob(f"{PREFIX}{server}-*")):
+            ended = remove_tree(group) and ended
         for folder in (top / REST, top):
             with contextlib.suppress(OSError):  # others are in it
                 folder.rmdir()

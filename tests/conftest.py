@@ -37,6 +37,7 @@ ALONE = {
     "tests/limits/test_limits.py::test_the_kernel_s_side_of_limits[the_share": MEASURES,
     "tests/security/test_heaps.py::test_counters_that_no_namespace": USES_UP,
     "tests/security/test_neighbours_stay_quick.py": MEASURES,
+    "tests/truths/test_truth_05_across_containers.py": MEASURES,
     "tests/truths/test_truth_07_everything_acquired_is_given_back.py::test_a_trainer_that_is_ended": MEASURES,
     "tests/unit/server/test_unauthenticated.py::test_half_open": MEASURES,
 }

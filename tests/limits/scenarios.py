@@ -24,10 +24,11 @@ def tree(host, controller):
 
 
 def groups(host):
-    """Every directory of ours for a slot, in any hierarchy."""
-    return [
-        f"{at.path}/{name}" for at in host.state.entered.cgroups.trees for name in os.listdir(at.path) if "slot" in name
-    ]
+    """Every directory of ours that a slot has, in any hierarchy."""
+    trees = host.state.entered.cgroups.trees
+    made = [f"{at.path}/{name}" for at in trees for name in os.listdir(at.path) if "slot" in name]
+    taken = [path for at in trees for path in at.ready if path not in host.state.ready_cgroups]
+    return made + taken
 
 
 async def processes_are_counted_by_the_cgroup(host):

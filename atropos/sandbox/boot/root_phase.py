@@ -79,6 +79,7 @@ class RootPhaseSettings:
     bases: dict[str, str]
     die_with_parent: bool
     state_dir: str | None
+    slots: int
     cells: disks.CellPlan | None = None
     image_folder: str | None = None
 
@@ -98,6 +99,7 @@ class RootPhaseSettings:
             config.bases,
             config.die_with_parent,
             config.state_dir,
+            config.slots,
             cells,
             config.image_store.folder,
         )
@@ -110,11 +112,12 @@ class RootPhaseSettings:
             volume, bases = data.get("volume", "memory"), data.get("bases", {})
             folder = data.get("image_store", {}).get("folder")
             ends, paths = data.get("die_with_parent", False), (data.get("base"), data.get("state_dir"), folder)
-            plain = volume == "memory" and type(ends) is bool
+            slots = data.get("slots")
+            plain = volume == "memory" and type(ends) is bool and type(slots) is int and 0 < slots <= 1000
             plain = plain and all(path is None or type(path) is str for path in paths)
             if not plain or not all(type(part) is str for item in bases.items() for part in item):
                 return None
-            return cls(text.decode(), volume, paths[0], bases, ends, paths[1], image_folder=folder)
+            return cls(text.decode(), volume, paths[0], bases, ends, paths[1], slots, image_folder=folder)
         except (ValueError, AttributeError, TypeError, RecursionError):
             return None
 
@@ -211,7 +214,7 @@ def _as_root(config: RootPhaseSettings, scratch: str, parent: int | None) -> Ent
             f"{error}: the container must keep CAP_SYS_ADMIN and a seccomp profile that allows mount and unshare "
             "(see nomad/ and docker/sandbox/ for the least that is needed)"
         ) from error
-    cgroups = claim(f"{scratch}/cgroups", server)
+    cgroups = claim(f"{scratch}/cgroups", server, config.slots)
     disk = folders.disk(server, base) if config.volume == "disk" else None
     if disk is not None:
         folders.remove_abandoned(disk)

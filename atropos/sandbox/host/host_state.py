@@ -66,6 +66,7 @@ class HostState:
         self.config = config
         self.entered = entered
         self.scratch = entered.scratch
+        self.ready_cgroups = [path for tree in entered.cgroups.trees for path in tree.ready]
         self.live: set[Sandbox] = set()
         self.layers: dict[Layer, volumes.Volume] = {}
         self.bases: dict[str | None, skeleton.Base] = {}

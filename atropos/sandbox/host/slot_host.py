@@ -75,7 +75,9 @@ class SlotHost:
         with contextlib.ExitStack() as undo:
             undo.callback(self.state.cells.release, disk)
             try:
-                cgroup = slot_cgroup.SlotCgroup(self.state.entered.cgroups, f"slot{unique}", limits, most_cores)
+                cgroup = slot_cgroup.SlotCgroup(
+                    self.state.entered.cgroups, f"slot{unique}", limits, most_cores, self.state.ready_cgroups
+                )
                 undo.callback(cgroup.remove)
                 volume = volumes.create(folder, base, limits, self.state.files, disk)
             except OSError as error:

@@ -1,7 +1,9 @@
 """Our cgroup in each hierarchy, on cgroup v1 and v2.
 
 The root phase creates it for the server's uid (`claim`); the server creates and removes a child of it for each slot
-(`slot_cgroup`). Controllers that the host lacks are in `missing`.
+(`slot_cgroup`). The CPU controller of cgroup v1 is another matter: the root phase creates the groups of slots
+themselves, beside the server's process, so that a slot weighs as much as a program
+(docs/decisions/0014-a-slot-weighs-as-a-program.md). Controllers that the host lacks are in `missing`.
 """
 
 from __future__ import annotations
@@ -30,11 +32,16 @@ from atropos.sandbox.linux import syscalls
 
 @dataclass(frozen=True)
 class CgroupTree:
-    """Our cgroup in one hierarchy, and its controllers."""
+    """Our cgroup in one hierarchy, and its controllers.
+
+    Attributes:
+        ready: groups made ahead, each for one slot at a time, which the server may not make; empty where it may.
+    """
 
     version: int
     path: str
     controllers: Sequence[str]
+    ready: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -52,10 +59,6 @@ class Cgroups:
 
 _SERVER_WEIGHT = 1000
 """cpu.weight of the server's own leaf on cgroup v2."""
-_SLOTS_SHARES = 256
-"""cpu.shares of all slots together on cgroup v1, for each CPU: a quarter of a program's, since servers and env processes wait
-for nothing but their turn. With less, a slot beside one that floods its output is slower (docs/benchmarks.md).
-"""
 _TRIES = 100
 """Attempts to create a cgroup that other servers remove while it is empty."""
 _VANISHED = (errno.ENOENT, errno.ENODEV)
@@ -69,23 +72,27 @@ def own_name() -> str:
 
 def alive(name: str) -> bool:
     """Whether the process of an `own_name` is still there."""
-    pid, _, started = name.removeprefix(PREFIX).partition("-")
+    pid, started, *_ = [*name.removeprefix(PREFIX).split("-"), ""]
     return pid.isdecimal() and str(start_time(int(pid))) == started
 
 
-def claim(mounts: str, uid: int) -> Cgroups:
+def claim(mounts: str, uid: int, slots: int = 0) -> Cgroups:
     """Create our cgroup in every hierarchy with a controller, owned by `uid`. Needs privilege.
 
     Args:
         mounts: a folder in which hierarchies may be mounted.
         uid: the server's uid, as seen from here, and its gid.
+        slots: how many the server has.
     """
     trees: list[CgroupTree] = []
     reasons: dict[str, str] = {}
     for hierarchy in of_this_process():
-        make = _claim_v1 if hierarchy.version == 1 else _claim_v2
         try:
-            tree = make(hierarchy, mounts, uid)
+            tree = (
+                _claim_v1(hierarchy, mounts, uid, slots)
+                if hierarchy.version == 1
+                else _claim_v2(hierarchy, mounts, uid)
+            )
         except OSError as error:
             for name in hierarchy.controllers or CONTROLLERS:  # cgroup v2 is the last, and may offer any
                 reasons.setdefault(name, str(error))
@@ -128,7 +135,7 @@ def _make_own(parent: Path, uid: int) -> Path:
     ours = top / own_name()
     _within(top, lambda: os.mkdir(ours))
     with contextlib.suppress(OSError):
-        for entry in top.glob(f"{PREFIX}*"):
+        for entry in (*top.glob(f"{PREFIX}*"), *parent.glob(f"{PREFIX}[0-9]*-[0-9]*-[0-9]*")):
             if not alive(entry.name):  # a killed server's
                 remove_tree(entry)
     _give(top, uid)
@@ -153,15 +160,21 @@ def _within(folder: Path, action: Callable[[], object]) -> None:
             return
 
 
-def _claim_v1(hierarchy: Hierarchy, mounts: str, uid: int) -> CgroupTree:
+def _claim_v1(hierarchy: Hierarchy, mounts: str, uid: int, slots: int) -> CgroupTree:
     (parent,) = places(hierarchy, _mounted(hierarchy, mounts))
     ours = _make_own(parent, uid)
-    if "cpu" in hierarchy.controllers:
-        # A group's weight is divided among the CPUs that it runs on.
-        with contextlib.suppress(OSError):
-            (ours.parent / "cpu.shares").write_text(str(_SLOTS_SHARES * len(os.sched_getaffinity(0))))
     _give(ours, uid)
-    return CgroupTree(1, str(ours), tuple(name for name in hierarchy.controllers if name in CONTROLLERS))
+    controllers = tuple(name for name in hierarchy.controllers if name in CONTROLLERS)
+    # a slot that ends keeps its group until all of it is gone, and the next one has started by then
+    ready = [_make_ready(ours, number, uid) for number in range(2 * slots + 2)] if controllers == ("cpu",) else []
+    return CgroupTree(1, str(ours), controllers, ready)
+
+
+def _make_ready(ours: Path, number: int, uid: int) -> str:
+    group = ours.parent.parent / f"{ours.name}-{number}"
+    group.mkdir()
+    _give(group, uid, ("cpu.shares", "cpu.cfs_period_us", "cpu.cfs_quota_us"))
+    return str(group)
 
 
 def _claim_v2(hierarchy: Hierarchy, mounts: str, uid: int) -> CgroupTree:
@@ -208,7 +221,7 @@ def _claim_v2_under(parent: Path, uid: int, *, may_move: bool) -> CgroupTree:
         if "cpu" in names:
             # beside slots of weight 100 each, none of which may slow down the server of all
             (server / "cpu.weight").write_text(str(_SERVER_WEIGHT))
-            if _is_real_root(parent):  # beside processes of weight 100 each, see `_claim_v1`
+            if _is_real_root(parent):  # beside processes of weight 100 each: a program's on each CPU
                 (top / "cpu.weight").write_text(str(min(10_000, 100 * len(os.sched_getaffinity(0)))))
     except OSError:
         with contextlib.suppress(OSError):
@@ -251,10 +264,10 @@ def _move(pid: str, rest: Path) -> None:
         _within(rest, lambda: (rest / "cgroup.procs").write_text(pid))
 
 
-def _give(path: Path, uid: int) -> None:
+def _give(path: Path, uid: int, settings: Sequence[str] = ()) -> None:
     if uid == os.geteuid():
         return
-    for name in ("", "cgroup.procs", "cgroup.threads", "cgroup.subtree_control", "tasks"):
+    for name in ("", "cgroup.procs", "cgroup.threads", "cgroup.subtree_control", "tasks", *settings):
         with contextlib.suppress(FileNotFoundError):
             os.chown(path / name, uid, uid)
 
@@ -266,4 +279,5 @@ def release(cgroups: Cgroups) -> None:
         if tree.version == 2:
             with contextlib.suppress(OSError):
                 _move("0", path.parent / REST)
-        remove_tree(path)
+        for group in (path, *map(Path, tree.ready)):  # the latter are for whoever started the server, if it may not
+            remove_tree(group)

@@ -62,11 +62,11 @@ def settings(tree: CgroupTree, limits: SlotLimits, most_cores: float | None) -> 
     if "cpu" in tree.controllers and tree.version == 1:
         lines.append(("cpu.shares", str(max(2, limits.cpu_weight * 1024 // 100)), True))
         if quota:
-            lines += [("cpu.cfs_period_us", str(period), asked), ("cpu.cfs_quota_us", str(quota), asked)]
+            lines.append(("cpu.cfs_period_us", str(period), asked))
+        lines.append(("cpu.cfs_quota_us", str(quota or -1), asked))
     elif "cpu" in tree.controllers:
         lines.append(("cpu.weight", str(limits.cpu_weight), True))
-        if quota:
-            lines.append(("cpu.max", f"{quota} {period}", asked))
+        lines.append(("cpu.max", f"{quota or 'max'} {period or _PERIOD_US}", asked))
     return lines
 
 
@@ -101,11 +101,22 @@ _EVENTS = {
 
 
 class SlotCgroup:
-    """The cgroups of one slot, from before its first process until after its last. `most_cores`: see `ceiling`."""
+    """The cgroups of one slot, from before its first process until after its last.
 
-    def __init__(self, cgroups: Cgroups, name: str, limits: SlotLimits, most_cores: float | None) -> None:
+    Args:
+        cgroups: the server's.
+        name: of the groups that are made.
+        limits: the slot's.
+        most_cores: see `ceiling`.
+        ready: those of `CgroupTree.ready` that no slot has; one is taken, and given back by `remove`.
+    """
+
+    def __init__(
+        self, cgroups: Cgroups, name: str, limits: SlotLimits, most_cores: float | None, ready: list[str]
+    ) -> None:
         self.paths: list[str] = []
         self._trees = cgroups.trees
+        self._ready = ready
         self._limits, self._most_cores = limits, most_cores
         self._events: list[_Event] = []
         self._files: dict[str, int] = {}
@@ -114,8 +125,11 @@ class SlotCgroup:
         """How often the peak of memory use was at the limit (cgroup v1)."""
         try:
             for tree in cgroups.trees:
-                path = f"{tree.path}/{name}"
-                os.mkdir(path)
+                if tree.ready and ready:
+                    path = ready.pop()
+                else:
+                    path = f"{tree.path}/{name}"
+                    os.mkdir(path)
                 self.paths.append(path)
                 for file, value, needed in settings(tree, limits, most_cores):
                     _write(f"{path}/{file}", value, needed=needed)
@@ -148,8 +162,6 @@ class SlotCgroup:
         Raises:
             OSError: the kernel refuses one.
         """
-        if most_cores is None and self._most_cores is not None:  # `settings` writes nothing for "no ceiling"
-            most_cores = float(os.cpu_count() or 1)
         raised = limits.memory_mib > self._limits.memory_mib
         for tree, path in zip(self._trees, self.paths, strict=True):
             had = settings(tree, self._limits, self._most_cores)
@@ -199,7 +211,11 @@ class SlotCgroup:
             os.close(fd)
         self._files = {}
         left: list[str] = []
+        made_ahead = {path for tree in self._trees for path in tree.ready}
         for path in self.paths:
+            if path in made_ahead and _is_empty(path):
+                self._ready.append(path)
+                continue
             try:
                 os.rmdir(path)
             except FileNotFoundError:
@@ -208,6 +224,11 @@ class SlotCgroup:
                 left.append(path)
         self.paths = left
         return not left
+
+
+def _is_empty(path: str) -> bool:
+    with open(f"{path}/cgroup.procs", "rb") as file:
+        return not file.read(1)
 
 
 def _grown(counter: tuple[str, bytes], before: Counts, after: Counts) -> bool:
