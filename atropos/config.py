@@ -176,9 +176,6 @@ class ServerConfig(SandboxSettings):
     token: SecretStr = Field(description="bearer token that every client must send")
     tls: SecretStr | None = Field(default=None, description="certificate and key in PEM; None: plain HTTP")
     slots: int = Field(default=8, ge=1, le=1000)
-    unattended_s: float | None = Field(
-        default=None, gt=0, description="without any client or lease for so long, the server ends; None: never"
-    )
     max_retired: int | None = Field(default=None, ge=1, description="retired slots that end the server; None: half")
     max_snapshots: int = Field(default=64, ge=0, description="snapshots kept at once; one more is refused")
     max_snapshot_mib: int = Field(default=4096, ge=0, description="bytes that snapshots may hold together")

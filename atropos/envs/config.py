@@ -85,7 +85,6 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     model_config = ConfigDict(extra="forbid", validate_assignment=False, frozen=False)
     own_names: ClassVar[dict[str, str]] = {
         "backend": "tool_pool_mode",
-        "batch_window_ms": "tool_batch_window_ms",
         "max_batch_size": "tool_max_batch_size",
         "job_id": "sandbox_job_id",
         "image": "sandbox_image",
@@ -100,7 +99,7 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     tool_pool_mode: BackendName = like("backend", default="nomad")
     allow_network: bool = like("allow_network", default=True)
     nomad_address: str | None = like("nomad_address", default="http://localhost:4646")
-    tool_batch_window_ms: float = like("batch_window_ms")
+    tool_batch_window_ms: float = like("batch_window_ms", ToolExecutorConfig)
     tool_max_batch_size: int = like("max_batch_size")
     sandbox_job_id: str = like("job_id")
     sandbox_image: str = like("image")
@@ -233,6 +232,7 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     def executor_config(self) -> ToolExecutorConfig:
         """The executor that these settings mean."""
         return ToolExecutorConfig(
+            batch_window_ms=self.tool_batch_window_ms,
             allow_network=self.allow_network,
             require_sandbox=self.require_sandbox,
             require_stateful_sandbox=self.require_stateful_sandbox,

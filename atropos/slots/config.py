@@ -141,12 +141,6 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
         description="nomad: name of the job",
     )
     images: tuple[ImageName, ...] = Field(default=(), description="images prepared when the pool starts")
-    batch_window_ms: float = Field(
-        default=20,
-        ge=0,
-        le=10_000,
-        description="longest a call may wait to be sent with others; none waits for that, so that every value holds",
-    )
     max_batch_size: int = Field(default=200, ge=1, le=10_000, description="most calls in a frame")
 
     def __init__(self, **data: Any) -> None:

@@ -14,7 +14,8 @@ class ToolExecutorConfig(FrozenModel):
     batch_window_ms: float = Field(
         default=20,
         ge=0,
-        description="longest a call may wait to be batched; no call is delayed on purpose, so that any value holds",
+        le=10_000,
+        description="longest a call may wait to be sent with others; none waits for that, so that every value holds",
     )
     max_batch_size: int | None = Field(
         default=None, ge=1, description="most calls in a frame; None: the pool's setting"

@@ -349,9 +349,13 @@ def test_settings_reach_pool_and_executor():
     assert (pool.limits.memory_mib, pool.limits.disk_mib, pool.limits.pids) == (333, 99, 77)
     assert (pool.limits.inodes, pool.limits.output_bytes) == (5000, 4000)
     assert (pool.acquire_timeout_s, pool.allow_network, pool.lease_ttl_s) == (7, False, 30)
-    assert (pool.job_id, pool.image, pool.batch_window_ms, pool.max_batch_size) == ("job-x", "img:y", 5, 17)
+    assert (pool.job_id, pool.image, pool.max_batch_size) == ("job-x", "img:y", 17)
     assert (pool.require_sandbox, pool.require_stateful_sandbox) == (True, True)
-    assert (executor.tool_server_url, executor.allow_network) == ("http://127.0.0.1:9", False)
+    assert (executor.tool_server_url, executor.allow_network, executor.batch_window_ms) == (
+        "http://127.0.0.1:9",
+        False,
+        5,
+    )
     assert (pool.image_store.mirrors, pool.prepare_timeout_s) == ({"docker.io": "mirror:5000"}, 9)
     assert config.capacity == 12
 
