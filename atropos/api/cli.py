@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
+import yaml
 
 from atropos.errors import ConfigError
 
 TOKEN_VARIABLE = "ATROPOS_TOOL_SERVER_TOKEN"
+READERS: dict[str, Callable[[str], object]] = {".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
+"""By the ending of a settings file's name; any other is TOML."""
 
 
 def read_token(path: Path | None, variable: str) -> str:
@@ -38,7 +41,7 @@ def read_token(path: Path | None, variable: str) -> str:
 
 
 def read_file(path: Path | None) -> dict[str, object]:
-    """A settings file, TOML or JSON by its name.
+    """A settings file, TOML, YAML or JSON by its name.
 
     Raises:
         ConfigError: it can't be read.
@@ -47,11 +50,11 @@ def read_file(path: Path | None) -> dict[str, object]:
         return {}
     try:
         text = path.read_text()
-        value: object = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        value: object = READERS.get(path.suffix, tomllib.loads)(text)
     except OSError as error:
         raise ConfigError(f"--config: {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"--config: {path}: {error}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config: {path}: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"--config: {path}: write an object with the settings")
     return cast("dict[str, object]", value)
@@ -63,7 +66,7 @@ def with_flags(values: Mapping[str, object], given: Mapping[str, object]) -> dic
 
 
 def tool_server(
-    config: Annotated[Path | None, typer.Option(help="Settings, TOML or JSON.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Settings, TOML, YAML or JSON.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; loopback unless asked.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65_535, help="0: any free one.")] = None,
     token_file: Annotated[Path | None, typer.Option(help=f"The bearer token; else {TOKEN_VARIABLE}.")] = None,

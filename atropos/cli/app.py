@@ -57,7 +57,7 @@ def root(
 
 def command_line(*names: str) -> typer.Typer:
     """The command with these of its sub-commands, or with all; only their modules are imported."""
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(root)
     for name in names or COMMANDS:
         module, _, attribute = COMMANDS[name].partition(":")

@@ -227,6 +227,15 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.slow("starts Python anew")
+@pytest.mark.parametrize(("line", "word"), [("atropos do", b"doctor"), ("atropos exec --mem", b"--memory-mib")])
+def test_a_shell_completes_commands_and_options(line: str, word: bytes) -> None:
+    number = str(len(line.split()) - 1)
+    program = [str(Path(sys.executable).with_name("atropos"))]
+    env = {**os.environ, "_ATROPOS_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": number}
+    assert subprocess.run(program, env=env, capture_output=True, timeout=120, check=False).stdout.split() == [word]
+
+
+@pytest.mark.slow("starts Python anew")
 def test_ctrl_c_while_it_loads_is_not_lost(tmp_path: Path) -> None:
     """As in a callback of the import system's, whose exceptions Python only prints."""
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)

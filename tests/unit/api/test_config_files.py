@@ -1,0 +1,33 @@
+"""The settings files of the two services."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atropos.api.cli import read_file
+from atropos.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.toml", '[pool]\nbackend = "docker"\n'),
+        ("a.json", '{\n\t"pool": {"backend": "docker"}}'),
+        ("a.yaml", "pool:\n  backend: docker\n"),
+        ("a.yml", "pool: {backend: docker}\n"),
+    ],
+)
+def test_a_file_is_read_by_its_name(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert read_file(tmp_path / name) == {"pool": {"backend": "docker"}}
+
+
+@pytest.mark.parametrize("name", ["a.toml", "a.json", "a.yaml"])
+@pytest.mark.parametrize("text", ["{[", "- 1\n"])
+def test_a_file_that_is_none_is_one_line(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"^--config: .*{name}: .+") as caught:
+        read_file(tmp_path / name)
+    assert "\n" not in str(caught.value)
