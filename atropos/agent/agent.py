@@ -19,9 +19,10 @@ from atropos.agent.prompt import Tools, schemas_of
 from atropos.agent.template import Tokenizer, TurnRenderer
 from atropos.agent.transcript import Message, Transcript
 from atropos.aio import Allowance
+from atropos.errors import InferenceError
 from atropos.tools import ToolCall, ToolResult
 from atropos.tools.models import new_call_id
-from atropos.tools.parsers import parser_for
+from atropos.tools.parsers import ParseError, parser_for
 
 ExecuteTool = Callable[[ToolCall], Awaitable[ToolResult]]
 
@@ -63,6 +64,7 @@ class AtroposAgent:
         self.config = config or AgentConfig()
         self.schemas = schemas_of(tools)
         self._execute = execute_tool
+        self._limit_refused = False
         self._model = Model(server, timeout_s=self.config.model_timeout_s, retries=self.config.model_retries)
         self._dialect = dialect or XmlDialect(
             renderer or TurnRenderer(tokenizer),
@@ -201,10 +203,24 @@ class AtroposAgent:
         return turn, replace(sampled, ids=ids, logprobs=sampled.logprobs[: len(ids)], finish_reason=ending)
 
     async def _chat(self, transcript: Transcript, limit: int) -> tuple[Turn, Generation]:
-        """A turn from a server that reports text, with placeholder ids; it is cut off at the limit."""
+        """A turn from a server that reports text, with placeholder ids; it is cut off at the limit.
+
+        A server whose context is shorter than the env's, or that has another name for the limit, refuses it by its name,
+        and is asked without.
+        """
         options = {**self._sampling(), **self._dialect.chat_options(self.config, limit)}
-        answer = await self._model.chat(transcript.messages, **options)
+        if self._limit_refused:
+            options.pop("max_tokens", None)
+        try:
+            answer = await self._model.chat(transcript.messages, **options)
+        except InferenceError as error:
+            if error.status != 400 or "max_tokens" not in str(error) or options.pop("max_tokens", None) is None:
+                raise
+            self._limit_refused = True
+            answer = await self._model.chat(transcript.messages, **options)
         turn = self._dialect.read_answer(answer, cut_off=answer.finish_reason == "length")
+        if answer.unreadable:
+            turn = replace(turn, unread=(ParseError(f"the tool call can't be read: {answer.unreadable}", "", 0),))
         if len(turn.ids) > limit:
             turn = replace(turn, ids=turn.ids[:limit], calls=(), unread=())
             answer = replace(answer, finish_reason="length")

@@ -118,6 +118,8 @@ class XmlDialect(Dialect):
     def _turn(self, text: str, whole: str, ids: list[int], *, cut_off: bool, reasoning: str = "") -> Turn:
         parsed = self._parser.parse(without_thinking(whole))
         message: Message = {"role": "assistant", "content": whole}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         calls, unread = ((), ()) if cut_off else (parsed.calls, parsed.errors)
         return Turn(message, ids, text, parsed.content, reasoning or thinking(whole), calls, unread)
 

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import json
 import math
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -33,6 +34,14 @@ ENDINGS = frozenset({"stop", "length"})
 """Finish reasons of a complete turn, and of one cut off at `max_tokens`."""
 CHAT_ENDINGS = ENDINGS | {"tool_calls", "function_call"}
 """The same for OpenAI's chat completions."""
+
+_UNREADABLE_CALL = re.compile(
+    r"\b500\b.*(?:pars|decod|malformed|invalid)\w*\W(?:\w+\W+){0,3}(?:tool|function)[ _]?calls?\b"  # Ollama
+    r"|\b500\b.*Failed to parse input at pos"  # llama.cpp
+    r"|\btool_use_failed\b",  # Groq, with 400
+    re.IGNORECASE | re.DOTALL,
+)
+"""Failures by which servers report that the model wrote a call that is none: its mistake, which it is to read."""
 
 Answer = TypeVar("Answer")
 _Sampled = tuple[Sequence[int], Sequence[Sequence[object]], Sequence[Sequence[float]], Sequence[object]]
@@ -66,12 +75,13 @@ class Generation:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """What an OpenAI-compatible server answered."""
+    """What an OpenAI-compatible server answered; `unreadable`: why it could not read the model's call, if it couldn't."""
 
     content: str
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
     finish_reason: str
+    unreadable: str = ""
 
 
 def servers_of(server: object) -> Sequence[object]:
@@ -135,9 +145,14 @@ class Model:
         """
 
         async def once() -> ChatAnswer:
-            answer = await self._ask(
-                "chat_completion", messages=[replace_surrogates(dict(m)) for m in messages], n=1, **options
-            )
+            try:
+                answer = await self._ask(
+                    "chat_completion", messages=[replace_surrogates(dict(m)) for m in messages], n=1, **options
+                )
+            except Exception as error:
+                if _UNREADABLE_CALL.search(why := str(describe(error))):
+                    return ChatAnswer("", "", (), "stop", unreadable=why)
+                raise
             return _chat_answer(answer)
 
         return await self._bounded(once)
@@ -172,7 +187,7 @@ class Model:
                     try:
                         return await started_in_turn(once)
                     except Exception as error:
-                        last = error if isinstance(error, InferenceError) else describe(error)
+                        last = describe(error)
                     attempt += 1
                     if not last.retryable or attempt > self._retries or allowance.left_s <= 0:
                         raise last
@@ -192,6 +207,8 @@ def innermost(error: BaseException) -> BaseException:
 
 def describe(error: BaseException) -> InferenceError:
     """Any client library's exception as an `InferenceError`, 4xx marked as not worth repeating (408, 429 are)."""
+    if isinstance(error, InferenceError):
+        return error
     inner = innermost(error)
     if isinstance(inner.__cause__, HttpProcessingError):  # aiohttp reports an answer that is no HTTP as status 400
         inner = inner.__cause__

@@ -100,7 +100,7 @@ class OpenAIDialect(Dialect):
         if answer.tool_calls:
             calls, unread = answer.tool_calls, ()
         elif calls:
-            content = parsed.content
+            content = f"{tagged_thinking(whole)}{parsed.content}"
         if cut_off:
             calls, unread, content = (), (), whole
         message = _assistant(content, calls)
@@ -118,8 +118,8 @@ class OpenAIDialect(Dialect):
         )
 
     def chat_options(self, config: AgentConfig, limit: int) -> dict[str, object]:
-        """Tools for the server to describe, the env's limit of a generation, and `extra_body`."""
-        options: dict[str, object] = {"max_tokens": config.context_tokens}
+        """Tools for the server to describe, what the context has left, and `extra_body`."""
+        options: dict[str, object] = {"max_tokens": limit}
         if self._schemas:
             options["tools"] = self._schemas
         if self._extra_body:

@@ -6,6 +6,8 @@ import json
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
+import httpx
+import openai
 import pytest
 from transformers import AutoTokenizer
 
@@ -92,7 +94,10 @@ class Server:
         from types import SimpleNamespace as Made
 
         self.asked.append(request)
-        content, calls, reason = self.messages.pop(0)
+        answer = self.messages.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        content, calls, reason = answer
         made = [Made(id=f"c{n}", function=Made(name=name, arguments=text)) for n, (name, text) in enumerate(calls)]
         message = Made(content=content, tool_calls=made, reasoning_content="because" if calls else None)
         return Made(choices=[Made(message=message, finish_reason=reason)])
@@ -116,7 +121,8 @@ async def test_openai_mode_sends_tools_and_extra_body_and_keeps_the_servers_call
     result, ran = await run(server, tokenizer, extra_body={"top_k": 5}, system_prompt="Sys.", context_tokens=4000)
     assert [request["extra_body"] for request in server.asked] == [{"top_k": 5}] * 2
     assert server.asked[0]["tools"] == SCHEMAS
-    assert server.asked[0]["max_tokens"] == 4000
+    first, second = (request["max_tokens"] for request in server.asked)
+    assert second < first < 4000, "what the context has left"
     assert [call.arguments for call in ran] == [{"a": 1}, "not json"]
     sent = [one["function"]["arguments"] for one in server.asked[1]["messages"][2]["tool_calls"]]
     assert [json.loads(text) for text in sent] == [{"a": 1}, {"invalid": "not json"}], "vLLM refuses what is no object"
@@ -143,6 +149,69 @@ async def test_calls_left_in_the_text_are_read_by_our_parser(tokenizer):
     [unread] = [m for m in result.messages[2:] if m["role"] == "user"]
     assert json.loads(unread["content"])["success"] is False
     assert len(result.tool_errors) == 1
+
+
+async def test_thinking_beside_calls_that_our_parser_reads_stays_in_the_conversation(tokenizer):
+    call = '<tool_call>\n{"name": "look_around", "arguments": {}}\n</tool_call>'
+    server = Server((f"<think>Where am I?</think>I look.\n{call}", [], "stop"), ("end", [], "stop"))
+    result, ran = await run(server, tokenizer)
+    assert [call.name for call in ran] == ["look_around"]
+    assert (
+        result.messages[1]["content"]
+        == server.asked[1]["messages"][1]["content"]
+        == "<think>Where am I?</think>I look."
+    )
+    assert result.reasoning_per_turn == ["Where am I?", None]
+
+
+def refusal(status, message):
+    """What the client raises for an answer with an error."""
+    response = httpx.Response(status, request=httpx.Request("POST", "http://x/"), json={"error": {"message": message}})
+    return openai.OpenAI(api_key="x")._make_status_error_from_response(response)
+
+
+async def test_a_server_that_refuses_the_limit_is_asked_without_it(tokenizer):
+    """vLLM refuses one beyond its own context, and some of OpenAI's models the name."""
+
+    class Short(Server):
+        async def chat_completion(self, **request):
+            if request.get("max_tokens", 0) > 4096:
+                raise refusal(400, "'max_tokens' or 'max_completion_tokens' is too large: 30000. This model's …")
+            return await super().chat_completion(**request)
+
+    server = Short(("", [("look_around", "{}")], "tool_calls"), ("end", [], "stop"))
+    result, _ = await run(server, tokenizer, context_tokens=30_000)
+    assert result.final_response == "end"
+    assert ["max_tokens" in request for request in server.asked] == [False, False]
+    within = Server(("end", [], "stop"))
+    await run(within, tokenizer, context_tokens=4000)
+    assert within.asked[0]["max_tokens"] < 4000
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (500, "error parsing tool call: raw='{\"name\": ', err=unexpected end of JSON input"),
+        (500, "Failed to parse input at pos 31: <tool_call>"),
+        (400, "Failed to call a function. code: tool_use_failed"),
+    ],
+)
+async def test_a_call_that_the_server_says_it_could_not_read_is_the_models_mistake(tokenizer, status, message):
+    server = Server(refusal(status, message), ("end", [], "stop"))
+    result, ran = await run(server, tokenizer)
+    assert (ran, result.stop_reason, result.final_response) == ([], "final", "end")
+    assert [m["role"] for m in result.messages] == ["user", "assistant", "user", "assistant"]
+    assert "can't be read" in result.messages[2]["content"]
+    assert len(result.tool_errors) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(500, "Internal Server Error"), (400, "Invalid 'messages[2].tool_calls[0].id'"), (503, "parsing tool call")],
+)
+async def test_other_failures_stay_the_servers(tokenizer, status, message):
+    with pytest.raises(InferenceError):
+        await run(Server(refusal(status, message)), tokenizer)
 
 
 async def test_thinking_is_not_read_as_a_call(tokenizer):
