@@ -139,6 +139,11 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     process_concurrency: int | None = Field(
         default=None, ge=1, description="groups in flight in `process`; None: as many as fill the slots"
     )
+    cut_trajectories: Literal["keep", "mask", "drop"] = Field(
+        default="keep",
+        description="those that a bound ended before the model's answer: keep (scored as they are), mask (nothing is learned "
+        "from them, and they count in no baseline) or drop (their group)",
+    )
     allow_placeholder_tokens: bool = Field(
         default=False, description="let `serve` send groups whose tokens are not the model's own (openai, trl)"
     )

@@ -48,7 +48,9 @@ DROPPED_IN_A_ROW = 20
 """Groups dropped in a row that end a run. From half of it on, the run slows down."""
 HOPELESS_IN_A_ROW = 3
 """The same for failures that another slot would not cure."""
-NOT_COUNTED = (VerifierError.code,)
+CUT = "cut"
+"""Code of a group that a bound cut, where such groups are dropped."""
+NOT_COUNTED = (VerifierError.code, CUT)
 """Codes of drops that an agent can cause; they never end a run."""
 
 Value = TypeVar("Value")
@@ -157,6 +159,7 @@ class GroupCollector:
         name = self._env.item_name(item)
         try:
             rollouts = await self._in_time(self.rollouts(item, self._config.group_size))
+            self._check_cut(rollouts)
         except GroupDropped as dropped:
             self._metrics.dropped[dropped.code] += 1
             _log.warning("group %s dropped: %s", name, dropped)
@@ -170,7 +173,17 @@ class GroupCollector:
         self._notify(Event("group", name, rollouts=tuple(rollouts)))
         # wandb shows the messages; they are sent only where they are included
         wanted = self._config.include_messages or self._config.use_wandb
-        return scored_group(rollouts, name=name, include_messages=wanted)
+        mask_cut = self._config.cut_trajectories == "mask"
+        return scored_group(rollouts, name=name, include_messages=wanted, mask_cut=mask_cut)
+
+    def _check_cut(self, rollouts: list[Rollout]) -> None:
+        """By `cut_trajectories`, drop a group with members that a bound ended, or that has no other."""
+        cut = [rollout for rollout in rollouts if rollout.cut]
+        too_many = {"keep": len(rollouts) + 1, "mask": len(rollouts), "drop": 1}[self._config.cut_trajectories]
+        if len(cut) >= too_many:
+            reasons = ", ".join(sorted({rollout.stop_reason for rollout in cut}))
+            text = f"{len(cut)} of {len(rollouts)} trajectories were cut ({reasons}); see cut_trajectories"
+            raise GroupDropped(text, code=CUT)
 
     async def _in_time(self, rollouts: Awaitable[list[Rollout]]) -> list[Rollout]:
         allowance = Allowance(self._group_s)

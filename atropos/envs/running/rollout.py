@@ -6,11 +6,15 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Required, SupportsFloat, TypedDict
+from statistics import fmean
+from typing import Required, SupportsFloat, TypedDict, TypeVar
 
 from atropos.agent import AgentResult, Message, Transcript
 from atropos.agent.config import Timing
+from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED
 from atropos.errors import AcquireTimeout
+
+Value = TypeVar("Value", int, float)
 
 
 class GroupDropped(Exception):
@@ -117,6 +121,11 @@ class Rollout:
             changes=changes,
         )
 
+    @property
+    def cut(self) -> bool:
+        """Whether a bound ended it, and not the model's answer."""
+        return self.stop_reason != "final"
+
     def summary(self) -> dict[str, object]:
         """The fields of the JSONL and the pages other than tokens and messages."""
         return {
@@ -162,8 +171,9 @@ class ScoredGroup(TypedDict, total=False):
     """atroposlib's `ScoredDataGroup`; `group_overrides` is always a dict.
 
     `generation_params` has the temperature, by which a trainer divides its logits, and whose the logprobs are: `policy` (of
-    the policy that sampled), `raw` (of temperature 1) or `placeholder`. Members of several temperatures have theirs in
-    `overrides`, which comes first in atroposlib's trainer.
+    the policy that sampled), `raw` (of temperature 1) or `placeholder`. `overrides` has for each member its `stop_reason`, the
+    `weight_versions` that sampled it where the server tells them, as [begin, end, version], `set_advantage_to_zero` where it is
+    masked, and its own temperature where those differ, which comes first in atroposlib's trainer.
 
     The key `atropos`, its item and its trajectories' summaries, is for people and files; the trajectory API ignores it.
     """
@@ -177,17 +187,25 @@ class ScoredGroup(TypedDict, total=False):
     advantages: object
     ref_logprobs: object
     generation_params: Required[dict[str, object]]
-    overrides: object
+    overrides: Required[list[dict[str, object]]]
     images: object
     distill_token_ids: object
     distill_logprobs: object
     atropos: dict[str, object]
 
 
-def scored_group(rollouts: Sequence[Rollout], *, name: str, include_messages: bool) -> ScoredGroup:
-    """The scored group of complete rollouts."""
+def scored_group(
+    rollouts: Sequence[Rollout], *, name: str, include_messages: bool, mask_cut: bool = False
+) -> ScoredGroup:
+    """The scored group of complete rollouts.
+
+    With `mask_cut`, nothing is learned from one that a bound ended: its labels are masked, and its score is the mean of the
+    others', so that it counts in no baseline; at least one must be whole.
+    """
     for rollout in rollouts:
         rollout.transcript.check()
+    whole = [rollout.score for rollout in rollouts if not rollout.cut]
+    masked = [mask_cut and rollout.cut for rollout in rollouts]
     transcripts = [rollout.transcript for rollout in rollouts]
     placeholder = any(transcript.placeholder for transcript in transcripts)
     temperatures = [transcript.temperature for transcript in transcripts]
@@ -195,18 +213,40 @@ def scored_group(rollouts: Sequence[Rollout], *, name: str, include_messages: bo
     logprobs = "placeholder" if placeholder else "raw" if raw else "policy"
     return {
         "tokens": [list(r.transcript.tokens) for r in rollouts],
-        "masks": [list(r.transcript.masks) for r in rollouts],
-        "scores": [r.score for r in rollouts],
+        "masks": [_labels(r.transcript.masks, MASKED, masked=hide) for r, hide in zip(rollouts, masked, strict=True)],
+        "scores": [fmean(whole) if hide else r.score for r, hide in zip(rollouts, masked, strict=True)],
         "advantages": None,
         "ref_logprobs": None,
         "messages": [messages_of(r.transcript) for r in rollouts] if include_messages else None,
         "generation_params": {"temperature": temperatures[0], "logprobs": logprobs},
-        "inference_logprobs": [list(r.transcript.logprobs) for r in rollouts],
+        "inference_logprobs": [
+            _labels(r.transcript.logprobs, CONTEXT_LOGPROB, masked=hide)
+            for r, hide in zip(rollouts, masked, strict=True)
+        ],
         "group_overrides": {"placeholder_tokens": True} if placeholder else {},
-        "overrides": [{"temperature": each} for each in temperatures] if len({*temperatures}) > 1 else None,
+        "overrides": [
+            _facts(r, masked=hide, own_temperature=len({*temperatures}) > 1)
+            for r, hide in zip(rollouts, masked, strict=True)
+        ],
         "images": None,
         "atropos": {"item": name, "trajectories": [r.summary() for r in rollouts]},
     }
+
+
+def _labels(values: Sequence[Value], hidden: Value, *, masked: bool) -> list[Value]:
+    return [hidden] * len(values) if masked else list(values)
+
+
+def _facts(rollout: Rollout, *, masked: bool, own_temperature: bool) -> dict[str, object]:
+    """What a trainer is told of a member."""
+    facts: dict[str, object] = {"stop_reason": rollout.stop_reason}
+    if rollout.transcript.weights:
+        facts["weight_versions"] = [list(span) for span in rollout.transcript.weights]
+    if masked:
+        facts["set_advantage_to_zero"] = True
+    if own_temperature:
+        facts["temperature"] = rollout.transcript.temperature
+    return facts
 
 
 def scored_item(rollout: Rollout) -> dict[str, object]:
@@ -219,7 +259,7 @@ def scored_item(rollout: Rollout) -> dict[str, object]:
         "messages": messages_of(rollout.transcript),
         "inference_logprobs": list(rollout.transcript.logprobs),
         "group_overrides": group["group_overrides"],
-        "overrides": group["generation_params"],
+        "overrides": group["overrides"][0] | group["generation_params"],
     }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import datasets
 import pytest
 from aiohttp import web
 
+from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED, WeightSpan
 from atropos.config import SlotLimits
 from atropos.envs import AgentEnvConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
 from atropos.envs.hermes.data import load_rows
@@ -85,6 +87,51 @@ async def test_a_trajectory_has_no_more_turns_than_agent_max_steps(policy, tmp_p
     group, _ = await run(env, *TWO_CALLS)
     assert {one["steps"] for one in group["atropos"]["trajectories"]} == {2}
     assert {one["stop_reason"] for one in group["atropos"]["trajectories"]} == {"max_steps"}
+
+
+class OneIsCut(ScriptEnv):
+    """The first trajectory of a group has one turn, the others have two; scores are 10 and the members' number."""
+
+    async def run_trajectory(self, item, trajectory_id, member):
+        self.number = member.index
+        rollout = await super().run_trajectory(item, trajectory_id, member)
+        rollout.transcript.weights = [WeightSpan(5, 9, "step-7")] * member.index
+        return rollout
+
+    def build_agent_config(self, item):
+        return replace(super().build_agent_config(item), max_steps=1 if self.number == 0 else 9)
+
+    async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+        return float(trajectory_id[-1]) or 10.0, {}
+
+
+@shows("cut_trajectories")
+async def test_a_trajectory_that_a_bound_cut_is_kept_masked_or_drops_its_group(policy, tmp_path):
+    script = [{"calls": [call("ls")]}, "done"]
+    groups = {}
+    for choice in ("keep", "mask"):
+        env = make(OneIsCut, policy.url, tmp_path / f"{choice}.jsonl", cut_trajectories=choice)
+        groups[choice], _ = await run(env, *script)
+        assert [each["stop_reason"] for each in groups[choice]["overrides"]] == ["max_steps", "final", "final"]
+    kept, masked = groups["keep"], groups["mask"]
+    assert (kept["scores"], masked["scores"]) == ([10.0, 1.0, 2.0], [1.5, 1.0, 2.0]), "the mean of the others"
+    assert [one["score"] for one in masked["atropos"]["trajectories"]] == [10.0, 1.0, 2.0]
+    assert [each.get("set_advantage_to_zero") for each in masked["overrides"]] == [True, None, None]
+    assert not any("set_advantage_to_zero" in each for each in kept["overrides"])
+    versions = [each.get("weight_versions") for each in kept["overrides"]]
+    assert versions == [None, [[5, 9, "step-7"]], [[5, 9, "step-7"]] * 2]
+    assert {*masked["masks"][0]} == {MASKED}
+    assert {*masked["inference_logprobs"][0]} == {CONTEXT_LOGPROB}
+    assert {*kept["masks"][0]} != {MASKED} != {*masked["masks"][1]}
+    env = make(OneIsCut, policy.url, tmp_path / "drop.jsonl", cut_trajectories="drop")
+    with pytest.raises(GroupsDropped, match="1 x cut"):
+        await run(env, *script)
+
+
+async def test_a_group_of_which_every_member_is_cut_teaches_nothing_where_they_are_masked(policy, tmp_path):
+    settings = {"cut_trajectories": "mask", "agent_max_steps": 1}
+    with pytest.raises(GroupsDropped, match="1 x cut"):
+        await run(make(ScriptEnv, policy.url, tmp_path / "g.jsonl", **settings), *TWO_CALLS)
 
 
 @shows("agent_temperature", "agent_max_tokens", "seed")
