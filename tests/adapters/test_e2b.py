@@ -107,6 +107,71 @@ def test_a_sandbox_is_found_moved_and_ended(server: Server, sandbox: Sandbox):
         sandbox.files.read("a")
 
 
+def ids(server: Server, *states: e2b.SandboxState) -> set[str]:
+    return {
+        one.sandbox_id for one in Sandbox.list(query=e2b.SandboxQuery(state=[*states]), **server.options).next_items()
+    }
+
+
+def test_a_paused_sandbox_keeps_its_files_and_goes_on(server: Server, sandbox: Sandbox):
+    sandbox.files.write("kept.txt", "kept")
+    running = sandbox.commands.run("sleep 600", background=True)
+    assert sandbox.pause()
+    assert not sandbox.pause()
+    assert not sandbox.is_running()
+    assert sandbox.get_info().state == e2b.SandboxState.PAUSED
+    assert sandbox.sandbox_id in ids(server, e2b.SandboxState.PAUSED) - ids(server, e2b.SandboxState.RUNNING)
+    with pytest.raises(e2b.SandboxException):
+        running.wait()
+    again = Sandbox.connect(sandbox.sandbox_id, timeout=100, **server.options)
+    assert again.files.read("kept.txt") == "kept"
+    assert again.commands.run("echo $FOO $E2B_SANDBOX_ID").stdout == f"bar {sandbox.sandbox_id}\n"
+    assert [one.cmd for one in again.commands.list()] == []
+    assert again.get_info().metadata == {"test": "a & b"}
+    assert again.pause()
+    assert sandbox.kill()
+    with pytest.raises(e2b.NotFoundException):
+        Sandbox.connect(sandbox.sandbox_id, **server.options)
+
+
+async def test_a_sandbox_that_is_paused_at_its_end_resumes_by_itself_if_asked(server: Server):
+    ends = {"on_timeout": "pause", "auto_resume": True}
+    sandbox = Sandbox.create(timeout=1, lifecycle=ends, **server.options)
+    sandbox.files.write("kept.txt", "kept")
+    try:
+        await until(lambda: sandbox.sandbox_id in ids(server, e2b.SandboxState.PAUSED), "the pause")
+        assert sandbox.files.read("kept.txt") == "kept"
+        assert sandbox.get_info().state == e2b.SandboxState.RUNNING
+    finally:
+        sandbox.kill()
+
+
+def test_forks_and_snapshots_start_from_the_files_while_programs_go_on(server: Server, sandbox: Sandbox):
+    sandbox.files.write("kept.txt", "first")
+    running = sandbox.commands.run("cat", background=True, stdin=True)
+    forks = sandbox.fork(timeout=60, count=3)
+    sandbox.files.write("kept.txt", "second")
+    kept = sandbox.create_snapshot("team/state:1")
+    sandbox.files.write("kept.txt", "third")
+    other = Sandbox.create(kept.snapshot_id, timeout=60, **server.options)
+    try:
+        assert [fork.files.read("kept.txt") for fork in forks] == ["first"] * 3
+        assert len({fork.sandbox_id for fork in forks} | {sandbox.sandbox_id}) == 4
+        assert forks[0].commands.run("echo $FOO").stdout == "bar\n"
+        assert other.files.read("kept.txt") == "second"
+        assert [one.snapshot_id for one in Sandbox.list_snapshots(**server.options).next_items()] == [kept.snapshot_id]
+        running.send_stdin("still here\n")
+        sandbox.commands.close_stdin(running.pid)
+        assert running.wait().stdout == "still here\n"
+        with pytest.raises(e2b.SandboxException, match="base of the pool"):
+            sandbox.create_snapshot("base")
+    finally:
+        for one in (*forks, other):
+            one.kill()
+        assert Sandbox.delete_snapshot(kept.snapshot_id, **server.options)
+    assert not Sandbox.delete_snapshot(kept.snapshot_id, **server.options)
+
+
 def test_a_page_after_the_other_lists_all_sandboxes(server: Server):
     made = {Sandbox.create(metadata={"page": "1"}, **server.options).sandbox_id for _ in range(5)}
     pages = Sandbox.list(query=e2b.SandboxQuery(metadata={"page": "1"}), limit=2, **server.options)
@@ -156,7 +221,6 @@ def test_what_a_sandbox_may_reach_is_as_its_creator_says(tmp_path: Path):
 def test_an_option_that_is_not_there_is_refused(server: Server):
     identity = {"tokens": {"cloud": {"audience": "a", "token_type": "JWT-SVID"}}}
     for field, option in (
-        ("autoPause", {"lifecycle": {"on_timeout": "pause"}}),
         ("volumeMounts", {"volume_mounts": {"/mnt": "volume"}}),
         ("iam", {"iam": identity}),
         ("network", {"network": {"deny_out": ["8.8.8.8"]}}),
@@ -486,7 +550,7 @@ def test_nothing_is_answered_without_the_token(server: Server, headers: dict[str
     right = {"X-API-Key": TOKEN}
     assert httpx.get(f"{server.url}/e2b/v2/sandboxes", headers=right).status_code == 200
     assert httpx.get(f"{server.url}/trajectories", headers=right).status_code == 401
-    assert httpx.post(f"{server.url}/e2b/sandboxes/x/pause", headers=right).status_code == 501
+    assert httpx.post(f"{server.url}/e2b/volumes", headers=right).status_code == 501
     with pytest.raises(e2b.AuthenticationException):
         Sandbox.create(**{**server.options, "api_key": "e2b_ff"})
 

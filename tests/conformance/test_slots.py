@@ -43,3 +43,14 @@ async def test_a_wrong_argument_is_named(slot, call, said):
     with pytest.raises(ConfigError, match=said):
         await call(slot)
     assert (await slot.exec("echo on")).output == "on\n"
+
+
+async def test_a_snapshot_leaves_programs_running_if_asked(pool):
+    async with pool.lease("origin") as slot:
+        process = await slot.start("echo one > file; read line; echo $line")
+        await slot.exec("until [ -e file ]; do sleep 0.01; done")
+        async with await slot.snapshot(keep_running=True) as snapshot, pool.lease("fork", snapshot=snapshot) as fork:
+            assert await fork.read_file("file") == b"one\n"
+            assert await fork.processes() == []
+        await process.write("still here\n")
+        assert (await process.wait(), await process.read()) == (0, b"still here\n")

@@ -13,9 +13,10 @@ from starlette.routing import Route
 
 from atropos.api.e2b import connect, files, messages, processes, transfers, watching
 from atropos.api.e2b.connect import Json, RpcError
-from atropos.api.e2b.rest import gone
+from atropos.api.e2b.rest import gone, problem
 from atropos.api.e2b.sandbox import Sandbox, user_named
 from atropos.api.e2b.sandboxes import sandboxes_of
+from atropos.errors import SandboxError
 
 PING_S = 30.0
 """Interval of keep-alive messages in a silent stream, if the client names none."""
@@ -51,7 +52,10 @@ def _inside(path: str, handler: _Handler, method: str = "POST") -> Route:
 
     async def answered(request: Request) -> Response:
         sandbox_id = request.headers.get("e2b-sandbox-id", "")
-        sandbox = sandboxes_of(request).find(sandbox_id)
+        try:
+            sandbox = await sandboxes_of(request).awake(sandbox_id)
+        except SandboxError as error:
+            return problem(503, str(error), retry=True)
         return gone(sandbox_id) if sandbox is None else await handler(request, sandbox)
 
     return Route(path, answered, methods=[method])

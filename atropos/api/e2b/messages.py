@@ -65,6 +65,12 @@ class Network(Message):
         return None
 
 
+class AutoResume(Message):
+    """Whether a request to a paused sandbox resumes it."""
+
+    enabled: bool = False
+
+
 class NewSandbox(Message):
     """`POST /sandboxes`."""
 
@@ -74,7 +80,8 @@ class NewSandbox(Message):
     env_vars: dict[str, str] = Field(default_factory=dict)
     allow_internet_access: bool | None = Field(default=None, alias="allow_internet_access")
     network: Network = Network()
-    auto_pause: Literal[False] | None = None
+    auto_pause: bool | None = None
+    auto_resume: AutoResume = AutoResume()
     volume_mounts: tuple[Empty, ...] = Field(default=(), max_length=0)
     iam: None = None
 
@@ -83,6 +90,19 @@ class NewTimeout(Message):
     """`POST /sandboxes/{id}/timeout` and `/connect`."""
 
     timeout: float | None = None
+
+
+class NewFork(Message):
+    """`POST /sandboxes/{id}/fork`."""
+
+    timeout: float | None = None
+    count: int = Field(default=1, ge=1, le=100)
+
+
+class NewSnapshot(Message):
+    """`POST /sandboxes/{id}/snapshots`."""
+
+    name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9._:/-]{0,127}$")
 
 
 class Selector(Message):

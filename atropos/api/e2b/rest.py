@@ -19,6 +19,8 @@ from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxE
 
 MAX_API_BYTES = 1 << 20
 """Longest body of a request."""
+ENDED = "its programs have ended, and its files are kept"
+"""Said where E2B would keep what runs, too."""
 PAGE = 100
 """Most sandboxes in one answer of a list."""
 
@@ -34,12 +36,19 @@ def gone(sandbox_id: str) -> Response:
     return problem(502, f"The sandbox {sandbox_id[:100]} was not found")
 
 
-def _named(request: Request) -> Sandbox:
-    sandbox_id = request.path_params["sandbox_id"]
-    sandbox = sandboxes_of(request).find(sandbox_id)
+def _found(request: Request, sandbox: Sandbox | None) -> Sandbox:
     if sandbox is None:
-        raise RpcError("not_found", f"sandbox {sandbox_id[:100]!r} was not found")
+        raise RpcError("not_found", f"sandbox {request.path_params['sandbox_id'][:100]!r} was not found")
     return sandbox
+
+
+def _running(request: Request) -> Sandbox:
+    return _found(request, sandboxes_of(request).find(request.path_params["sandbox_id"]))
+
+
+def _known(request: Request) -> Sandbox:
+    """One that runs or is paused."""
+    return _found(request, sandboxes_of(request).known(request.path_params["sandbox_id"]))
 
 
 async def _create(request: Request) -> Response:
@@ -50,6 +59,8 @@ async def _create(request: Request) -> Response:
         metadata=wanted.metadata,
         env=wanted.env_vars,
         hosts=wanted.network.hosts(internet=wanted.allow_internet_access),
+        on_timeout="pause" if wanted.auto_pause else "kill",
+        auto_resume=wanted.auto_resume.enabled,
     )
     if await request.is_disconnected():  # nobody would end it, and the wait for a slot or an image may be long
         await sandboxes_of(request).kill(sandbox.id)
@@ -58,10 +69,54 @@ async def _create(request: Request) -> Response:
 
 
 async def _connect(request: Request) -> Response:
-    sandbox = _named(request)
+    """Running sandboxes go on for longer, paused ones go on."""
+    paused = _known(request).state == "paused"
     wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
+    sandbox = _found(request, await sandboxes_of(request).resume(request.path_params["sandbox_id"], wanted.timeout))
     sandboxes_of(request).set_timeout(sandbox, wanted.timeout, later=True)
-    return JSONResponse(_opened(request, sandbox))
+    return JSONResponse(_opened(request, sandbox), 201 if paused else 200)
+
+
+async def _pause(request: Request) -> Response:
+    if _known(request).state == "paused":
+        return problem(409, "it is paused already")
+    await sandboxes_of(request).pause(_running(request))
+    return Response(status_code=204, headers={"Warning": f'299 atropos "{ENDED}"'})
+
+
+async def _fork(request: Request) -> Response:
+    wanted = messages.parse(messages.NewFork, await connect.body_of(request, MAX_API_BYTES))
+    made = await sandboxes_of(request).fork(_running(request), wanted.count, wanted.timeout)
+    return JSONResponse(
+        [
+            {"sandbox": _opened(request, one)}
+            if isinstance(one, Sandbox)
+            else {"error": {"code": 503, "message": str(one)}}
+            for one in made
+        ],
+        201,
+    )
+
+
+async def _keep_snapshot(request: Request) -> Response:
+    wanted = messages.parse(messages.NewSnapshot, await connect.body_of(request, MAX_API_BYTES))
+    kept = await sandboxes_of(request).keep_snapshot(_running(request), wanted.name)
+    return JSONResponse(kept.info(), 201)
+
+
+async def _list_snapshots(request: Request) -> Response:
+    query = request.query_params
+    of, name = query.get("sandboxID"), query.get("name")
+    kept = sandboxes_of(request).snapshots.values()
+    found = [one for one in kept if of in {None, one.sandbox_id} and (name is None or name in one.names)]
+    return JSONResponse([one.info() for one in found])
+
+
+async def _drop_template(request: Request) -> Response:
+    template = request.path_params["template_id"]
+    if await sandboxes_of(request).drop_snapshot(template):
+        return Response(status_code=204)
+    return problem(404, f"snapshot {template[:100]!r} was not found")
 
 
 async def _list(request: Request) -> Response:
@@ -70,26 +125,27 @@ async def _list(request: Request) -> Response:
 
 
 async def _info(request: Request) -> Response:
-    return JSONResponse(_named(request).info(sandboxes_of(request).limits))
+    return JSONResponse(_known(request).info(sandboxes_of(request).limits))
 
 
 async def _kill(request: Request) -> Response:
-    await sandboxes_of(request).kill(_named(request).id)
+    await sandboxes_of(request).kill(_known(request).id)
     return Response(status_code=204)
 
 
 async def _timeout(request: Request) -> Response:
     wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
-    sandboxes_of(request).set_timeout(_named(request), wanted.timeout)
+    sandboxes_of(request).set_timeout(_running(request), wanted.timeout)
     return Response(status_code=204)
 
 
 async def _network(request: Request) -> Response:
     wanted = messages.parse(messages.Network, await connect.body_of(request, MAX_API_BYTES))
-    slot, hosts = _named(request).slot, wanted.hosts()
-    if hosts != () and not slot.network:
+    sandbox, hosts = _running(request), wanted.hosts()
+    if hosts != () and not sandbox.slot.network:
         raise NotSupported("network: the sandbox was created without one")
-    await slot.set_network(hosts)
+    await sandbox.slot.set_network(hosts)
+    sandbox.hosts = hosts
     return Response(status_code=204)
 
 
@@ -128,8 +184,9 @@ def _page(request: Request, sandboxes: list[Sandbox], limits: SlotLimits) -> Res
         urllib.parse.unquote(name): urllib.parse.unquote(value)
         for name, value in urllib.parse.parse_qsl(query.get("metadata", ""), keep_blank_values=True)
     }
-    if query.get("state") and "running" not in ",".join(query.getlist("state")).split(","):
-        sandboxes = []
+    if query.get("state"):
+        states = ",".join(query.getlist("state")).split(",")
+        sandboxes = [sandbox for sandbox in sandboxes if sandbox.state in states]
     since, template = _moment(query.get("startedAfter")), query.get("template")
     last, ascending = query.get("nextToken"), query.get("order") == "asc"
     found = [
@@ -165,7 +222,13 @@ ROUTES = [
         ("DELETE", "/sandboxes/{sandbox_id}", _kill, ("",)),
         ("POST", "/sandboxes/{sandbox_id}/timeout", _timeout, ("",)),
         ("POST", "/sandboxes/{sandbox_id}/connect", _connect, ("", "/v2")),
+        ("POST", "/sandboxes/{sandbox_id}/resume", _connect, ("",)),
+        ("POST", "/sandboxes/{sandbox_id}/pause", _pause, ("",)),
+        ("POST", "/sandboxes/{sandbox_id}/fork", _fork, ("",)),
+        ("POST", "/sandboxes/{sandbox_id}/snapshots", _keep_snapshot, ("",)),
         ("PUT", "/sandboxes/{sandbox_id}/network", _network, ("",)),
+        ("GET", "/snapshots", _list_snapshots, ("",)),
+        ("DELETE", "/templates/{template_id:path}", _drop_template, ("",)),
     )
     for version in versions
 ]

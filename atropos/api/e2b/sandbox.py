@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Literal
 
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.config import SlotLimits
 from atropos.slots.slot import Slot
 from atropos.slots.slot.processes import Process
+from atropos.slots.slot.snapshots import Snapshot
 
 ENVD_VERSION = "0.6.0"
 """The latest version of E2B's daemon that is supported in full: later ones store metadata of files."""
@@ -63,28 +65,49 @@ class Watcher:
 
 @dataclass(eq=False)
 class Sandbox:
-    """A slot on lease to clients of the E2B API.
+    """A slot on lease to clients of the E2B API; while it is paused, a snapshot of it.
 
     Attributes:
+        slot: while it is paused, the one that it had.
+        hosts: what it reaches of what the pool allows; None: all of it.
         end: on the monotonic clock, as `began`: a step of the system's clock ends none and prolongs none.
+        on_timeout: what becomes of it at its end.
+        auto_resume: whether a request resumes it while it is paused.
+        frozen: its snapshot, since it is paused.
     """
 
     id: str
     template: str
     slot: Slot
     metadata: Mapping[str, str]
+    hosts: Sequence[str] | None
     end: float
+    on_timeout: Literal["kill", "pause"] = "kill"
+    auto_resume: bool = False
+    frozen: asyncio.Task[Snapshot] | None = None
     started: float = field(default_factory=lambda: round(time.time(), 6))  # as clients see it
     began: float = field(default_factory=time.monotonic)
     commands: dict[int, Command] = field(default_factory=dict[int, Command])
     watchers: dict[str, Watcher] = field(default_factory=dict[str, Watcher])
     tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    moving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it is resumed or ended."""
+
+    def stop_tasks(self) -> None:
+        """Stop all that goes on for clients."""
+        for task in self.tasks:
+            task.cancel()
 
     def forget(self, command: Command) -> None:
         """A command has ended."""
         self.commands.pop(command.process.pid, None)
         if command.killing is not None:
             command.killing.cancel()
+
+    @property
+    def state(self) -> str:
+        """As clients filter by it."""
+        return "running" if self.frozen is None else "paused"
 
     @property
     def place(self) -> str:
@@ -104,7 +127,8 @@ class Sandbox:
             "cpuCount": max(1, int(limits.cpu_quota or 1)),
             "memoryMB": self.slot.mib,
             "diskSizeMB": limits.disk_mib or 0,
-            "state": "running",
+            "state": self.state,
+            "lifecycle": {"autoResume": self.auto_resume, "onTimeout": self.on_timeout},
             "metadata": dict(self.metadata),
         }
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from starlette.requests import Request
 
 from atropos.aio import set_within
+from atropos.api.e2b.connect import Json
 from atropos.api.e2b.sandbox import Sandbox
 from atropos.api.executor.models import ExecutorServerSettings
 from atropos.config import SlotLimits
-from atropos.errors import ConfigError
+from atropos.errors import ConfigError, SandboxError, SlotLost
 from atropos.images.reference import ImageSource
 from atropos.slots.slot.profile import Profile, UserAccount
 
 if TYPE_CHECKING:
-    from atropos.slots import Slot, SlotPool
+    from atropos.slots import Slot, SlotPool, Snapshot
 
 _log = logging.getLogger(__name__)
 HOME = "/home/user"
@@ -34,19 +37,43 @@ class NoCapacity(Exception):
     """The server is shutting down, or has as many sandboxes as it may."""
 
 
+class Root(NamedTuple):
+    """What a sandbox starts from; nothing: the pool's base."""
+
+    snapshot: Snapshot | None = None
+    base: str | None = None
+    image: str | None = None
+
+
+@dataclass(frozen=True)
+class KeptSnapshot:
+    """A snapshot that new sandboxes name as their template."""
+
+    id: str
+    names: tuple[str, ...]
+    sandbox_id: str
+    snapshot: Snapshot
+
+    def info(self) -> Json:
+        """As clients see it."""
+        return {"snapshotID": self.id, "names": [*self.names]}
+
+
 class Sandboxes:
-    """All sandboxes of a server. Each ends by `kill`, at its end, or with its slot."""
+    """All sandboxes of a server. Each ends by `kill`, at its end unless it is paused then, or with its slot."""
 
     def __init__(self, pool: SlotPool, settings: ExecutorServerSettings) -> None:
         self._pool = pool
         self._settings = settings
         self._open: dict[str, Sandbox] = {}
+        self._paused: dict[str, Sandbox] = {}
         self._starting = 0
         self._moved = asyncio.Event()
+        self.snapshots: dict[str, KeptSnapshot] = {}
         self.draining = False
 
     def __repr__(self) -> str:
-        return f"<Sandboxes open={len(self._open)} starting={self._starting}>"
+        return f"<Sandboxes open={len(self._open)} paused={len(self._paused)} starting={self._starting}>"
 
     @property
     def limits(self) -> SlotLimits:
@@ -54,16 +81,31 @@ class Sandboxes:
         return self._pool.config.limits
 
     def list(self) -> list[Sandbox]:
-        """All that run, oldest first."""
-        return [one for one in list(self._open.values()) if self.find(one.id) is not None]
+        """All that run or are paused."""
+        return [*(one for one in list(self._open.values()) if self.find(one.id) is not None), *self._paused.values()]
 
     def find(self, sandbox_id: str) -> Sandbox | None:
-        """A running sandbox; None: it ended, lost its slot, or never existed."""
+        """A running sandbox; None: it ended, is paused, lost its slot, or never existed."""
         found = self._open.get(sandbox_id)
         if found is not None and (found.slot.lost is not None or found.end <= time.monotonic()):
             self._moved.set()
             return None
         return found
+
+    def known(self, sandbox_id: str) -> Sandbox | None:
+        """A running or a paused sandbox."""
+        return self.find(sandbox_id) or self._paused.get(sandbox_id)
+
+    async def awake(self, sandbox_id: str) -> Sandbox | None:
+        """A running sandbox, or one that was paused and resumes by itself.
+
+        Raises:
+            SandboxError: no slot came free to resume it.
+        """
+        paused = self._paused.get(sandbox_id)
+        return await self.resume(sandbox_id, None) if paused and paused.auto_resume else self.find(sandbox_id)
+
+    # ------------------------------------------------------------------------------------------------------- start
 
     async def create(
         self,
@@ -73,15 +115,19 @@ class Sandboxes:
         metadata: Mapping[str, str],
         env: Mapping[str, str],
         hosts: Sequence[str] | None,
+        on_timeout: Literal["kill", "pause"] = "kill",
+        auto_resume: bool = False,
     ) -> Sandbox:
         """Lease a slot.
 
         Args:
-            template: `base`, one of the pool's `bases`, or an image's reference.
+            template: `base`, one of the pool's `bases`, a snapshot, or an image's reference.
             timeout_s: seconds until it ends; None: the server's `ttl_s`.
             metadata: labels, by which clients filter.
             env: variables of all of its commands.
             hosts: what it reaches of what the pool allows; None: all of it.
+            on_timeout: what becomes of it then.
+            auto_resume: whether a request resumes it once it is paused.
 
         Raises:
             NoCapacity: the server has no room for it.
@@ -90,26 +136,55 @@ class Sandboxes:
             SandboxError: no slot came free, or the image is unavailable.
         """
         timeout_s = self._allowed(timeout_s)
-        if self.draining or len(self._open) + self._starting >= self._settings.max_trajectories:
-            raise NoCapacity("the server is shutting down" if self.draining else f"{len(self._open)} sandboxes run")
         sandbox_id = f"i{secrets.token_hex(10)}"
+        slot = await self._started(sandbox_id, self._root(template), hosts)
+        slot.profile = Profile(HOME, {"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, **env}, _USER)
+        return self._opened(
+            Sandbox(sandbox_id, template, slot, metadata, hosts, time.monotonic() + timeout_s, on_timeout, auto_resume)
+        )
+
+    async def fork(self, sandbox: Sandbox, count: int, timeout_s: float | None) -> list[Sandbox | BaseException]:
+        """Start copies of a sandbox's files as they are; its programs go on, and are not in the copies.
+
+        Returns:
+            The copies, or why one could not be started.
+
+        Raises:
+            ConfigError: the timeout is invalid.
+            SandboxError: the sandbox can't be copied.
+        """
+        end = time.monotonic() + self._allowed(timeout_s)
+
+        async def copy(snapshot: Snapshot) -> Sandbox:
+            sandbox_id = f"i{secrets.token_hex(10)}"
+            slot = await self._started(sandbox_id, Root(snapshot), sandbox.hosts)
+            env = {**sandbox.slot.profile.env, "E2B_SANDBOX_ID": sandbox_id}
+            slot.profile = replace(sandbox.slot.profile, env=env)
+            made = Sandbox(sandbox_id, sandbox.template, slot, sandbox.metadata, sandbox.hosts, end)
+            return self._opened(made)
+
+        async with await sandbox.slot.snapshot(keep_running=True) as snapshot:
+            return await asyncio.gather(*(copy(snapshot) for _ in range(count)), return_exceptions=True)
+
+    def _opened(self, sandbox: Sandbox) -> Sandbox:
+        self._open[sandbox.id] = sandbox
+        self._moved.set()
+        return sandbox
+
+    async def _started(self, sandbox_id: str, root: Root, hosts: Sequence[str] | None) -> Slot:
+        count = len(self._open) + len(self._paused) + self._starting
+        if self.draining or count >= self._settings.max_trajectories:
+            raise NoCapacity("the server is shutting down" if self.draining else f"there are {count} sandboxes")
         self._starting += 1
         try:
-            slot = await self._leased(sandbox_id, template, hosts)
+            return await self._leased(sandbox_id, root, hosts)
         finally:
             self._starting -= 1
-        slot.profile = Profile(
-            workdir=HOME, env={"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, **env}, user=_USER
-        )
-        made = self._open[sandbox_id] = Sandbox(sandbox_id, template, slot, metadata, time.monotonic() + timeout_s)
-        self._moved.set()
-        return made
 
-    async def _leased(self, sandbox_id: str, template: str, hosts: Sequence[str] | None) -> Slot:
-        base, image = self._source(template, self._pool.config.bases)
+    async def _leased(self, sandbox_id: str, root: Root, hosts: Sequence[str] | None) -> Slot:
         network = None if hosts is None or hosts else False
         slot = await self._pool.acquire(
-            sandbox_id, base=base, image=image, network=network, timeout_s=self._settings.acquire_s
+            sandbox_id, **root._asdict(), network=network, timeout_s=self._settings.acquire_s
         )
         try:
             if hosts:
@@ -122,16 +197,20 @@ class Sandboxes:
             raise
         return slot
 
-    @staticmethod
-    def _source(template: str, bases: Mapping[str, object]) -> tuple[str | None, str | None]:
-        """The base or the image that a template names."""
+    def _root(self, template: str) -> Root:
+        """What a template names."""
+        kept = self.snapshots.get(template)
+        if kept is not None:
+            return Root(kept.snapshot)
         if template == "base":
-            return None, None
-        if template in bases:
-            return template, None
+            return Root()
+        if template in self._pool.config.bases:
+            return Root(base=template)
         if ImageSource.parse(template).transport != "docker":  # on the server's own machine: not for clients
-            raise ConfigError(f"template {template!r}: name `base`, a base of the pool, or an image of a registry")
-        return None, template
+            raise ConfigError(
+                f"template {template!r}: name `base`, a base of the pool, a snapshot, or an image of a registry"
+            )
+        return Root(image=template)
 
     def _allowed(self, timeout_s: float | None) -> float:
         if timeout_s is None:
@@ -150,12 +229,96 @@ class Sandboxes:
         sandbox.end = max(sandbox.end, end) if later else end
         self._moved.set()
 
+    # ------------------------------------------------------------------------------------------- pause and snapshots
+
+    async def pause(self, sandbox: Sandbox) -> None:
+        """Keep a sandbox's files as a snapshot and give its slot back; its programs end.
+
+        Raises:
+            SandboxError: it can't be kept, and is lost.
+        """
+        del self._open[sandbox.id]
+        sandbox.stop_tasks()
+        self._paused[sandbox.id] = sandbox
+        sandbox.frozen = asyncio.create_task(self._freeze(sandbox), name=f"pause {sandbox.id}")
+        await asyncio.shield(sandbox.frozen)
+
+    async def _freeze(self, sandbox: Sandbox) -> Snapshot:
+        try:
+            return await sandbox.slot.snapshot()
+        except BaseException:
+            self._paused.pop(sandbox.id, None)
+            raise
+        finally:
+            await sandbox.slot.release()
+
+    async def resume(self, sandbox_id: str, timeout_s: float | None) -> Sandbox | None:
+        """Let a paused sandbox go on in another slot, for so many seconds (None: the server's `ttl_s`); a running one goes on.
+
+        Returns:
+            None: there is none, or what was kept of it is lost.
+
+        Raises:
+            ConfigError: the timeout is invalid.
+            SandboxError: no slot came free.
+        """
+        timeout_s = self._allowed(timeout_s)
+        paused = self._paused.get(sandbox_id)
+        if paused is None or paused.frozen is None:
+            return self.find(sandbox_id)
+        async with paused.moving:
+            if self._paused.get(sandbox_id) is not paused:  # resumed, or ended, meanwhile
+                return self.find(sandbox_id)
+            try:
+                snapshot = await asyncio.shield(paused.frozen)
+                slot = await self._leased(sandbox_id, Root(snapshot), paused.hosts)
+            except SlotLost:
+                self._paused.pop(sandbox_id, None)
+                return None
+            slot.profile = paused.slot.profile
+            end = time.monotonic() + timeout_s
+            fresh = replace(paused, slot=slot, end=end, frozen=None, commands={}, watchers={}, tasks=set())
+            del self._paused[sandbox_id]
+            self._opened(fresh)
+            await snapshot.drop()
+            return fresh
+
+    async def keep_snapshot(self, sandbox: Sandbox, name: str | None) -> KeptSnapshot:
+        """Keep a sandbox's files as they are, as a template; its programs go on. A name that is taken moves to it.
+
+        Raises:
+            ConfigError: the name is a base's.
+            SandboxError: it can't be kept.
+        """
+        if name == "base" or name in self._pool.config.bases:
+            raise ConfigError(f"name: {name!r} is a base of the pool")
+        snapshot = await sandbox.slot.snapshot(keep_running=True)
+        kept = KeptSnapshot(name or f"s{secrets.token_hex(10)}", (name,) if name else (), sandbox.id, snapshot)
+        await self.drop_snapshot(kept.id)
+        self.snapshots[kept.id] = kept
+        return kept
+
+    async def drop_snapshot(self, snapshot_id: str) -> bool:
+        """Forget a snapshot; sandboxes that started from it go on. Whether there was one."""
+        kept = self.snapshots.pop(snapshot_id, None)
+        if kept is not None:
+            await kept.snapshot.drop()
+        return kept is not None
+
+    # --------------------------------------------------------------------------------------------------------- end
+
     async def kill(self, sandbox_id: str) -> None:
         """End a sandbox, if there is one, with all that runs in it."""
+        paused = self._paused.get(sandbox_id)
+        if paused is not None and paused.frozen is not None:
+            async with paused.moving:
+                if self._paused.pop(sandbox_id, None) is not None:
+                    with contextlib.suppress(SandboxError):
+                        await (await asyncio.shield(paused.frozen)).drop()
+                    return
         sandbox = self._open.pop(sandbox_id, None)
         if sandbox is not None:
-            for task in sandbox.tasks:
-                task.cancel()
+            sandbox.stop_tasks()
             await sandbox.slot.release()
 
     async def reap(self) -> None:
@@ -164,16 +327,24 @@ class Sandboxes:
             first = min((one.end for one in self._open.values()), default=time.monotonic() + 60)
             self._moved.clear()
             await set_within(self._moved, max(0.0, first - time.monotonic()))
-            over = [one.id for one in list(self._open.values()) if self.find(one.id) is None]
-            ends = await asyncio.gather(*(self.kill(one) for one in over), return_exceptions=True)
+            over = [one for one in list(self._open.values()) if self.find(one.id) is None]
+            ends = await asyncio.gather(*map(self._end, over), return_exceptions=True)
             for error in ends:
                 if isinstance(error, Exception):
                     _log.error("ending a sandbox failed", exc_info=error)
 
+    async def _end(self, sandbox: Sandbox) -> None:
+        """What becomes of a sandbox at its end."""
+        if sandbox.on_timeout == "pause" and sandbox.slot.lost is None:
+            await self.pause(sandbox)
+        else:
+            await self.kill(sandbox.id)
+
     async def aclose(self) -> None:
         """End all sandboxes."""
         self.draining = True
-        await asyncio.gather(*(self.kill(one) for one in list(self._open)), return_exceptions=True)
+        ends = [*map(self.kill, [*self._open, *self._paused]), *map(self.drop_snapshot, [*self.snapshots])]
+        await asyncio.gather(*ends, return_exceptions=True)
 
 
 def sandboxes_of(request: Request) -> Sandboxes:

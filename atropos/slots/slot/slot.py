@@ -320,19 +320,29 @@ class Slot(SlotFiles):
 
     # -------------------------------------------------------------------------------------------------- snapshots
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self, *, keep_running: bool = False) -> Snapshot:
         """Freeze the workspace as it is; this slot and any number of others go on above it.
 
-        Its running processes end. The snapshot lives in this slot's container until it is dropped, and is copied to
-        another one when a fork lands there.
+        The snapshot lives in this slot's container until it is dropped, and is copied to another one when a fork lands there.
+
+        Args:
+            keep_running: the slot's processes only stop for as long as what was written is copied; else they end.
 
         Raises:
             SandboxError: a writer was left, so that it can't be trusted; the slot is then lost.
             NotSupported: the server makes none.
         """
-        return await self._snapshot()
+        running = keep_running and (await self._signal_all("STOP")).exit_code == 0
+        try:
+            return await self._snapshot(beside=running)
+        finally:
+            if running:
+                await self._signal_all("CONT")
 
-    async def _snapshot(self, *, beside: bool = False) -> Snapshot:
+    async def _signal_all(self, signal: str) -> ExecResult:
+        return await self.exec(f"kill -{signal} -1", workdir="/", user="0:0", timeout_s=10)
+
+    async def _snapshot(self, *, beside: bool) -> Snapshot:
         self._check_held()
         task = self.link.state.tasks.spawn(self._freeze(beside=beside), f"snapshot {self.name}", awaited=True)
         self._due += 1
@@ -367,12 +377,7 @@ class Slot(SlotFiles):
         Raises:
             SandboxError: as `snapshot`.
         """
-        running = (await self.exec("kill -STOP -1", workdir="/", user="0:0", timeout_s=10)).exit_code == 0
-        try:
-            await (await self._snapshot(beside=running)).drop()
-        finally:
-            if running:
-                await self.exec("kill -CONT -1", workdir="/", user="0:0", timeout_s=10)
+        await (await self.snapshot(keep_running=True)).drop()
 
     async def _freeze(self, *, beside: bool) -> Snapshot:
         info = await self.link.client.snapshot(self.lease, beside=beside)
