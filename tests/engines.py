@@ -50,11 +50,12 @@ def pool_config(backend: str, **changes: Any) -> SlotPoolConfig:
     return SlotPoolConfig(**(values | changes))
 
 
-def containers(job_id: str) -> list[str]:
+def containers(job_id: str, *filters: str) -> list[str]:
     """Ids of a job's containers in the Docker engine, those of Nomad's allocations included, ended ones too."""
     found: set[str] = set()
     for label in (f"atropos.pool={job_id}", f"com.hashicorp.nomad.job_id={job_id}"):
-        found |= set(_docker("ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={label}").split())
+        chosen = [part for each in (f"label={label}", *filters) for part in ("--filter", each)]
+        found |= set(_docker("ps", "--all", "--quiet", "--no-trunc", *chosen).split())
     return sorted(found)
 
 

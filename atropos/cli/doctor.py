@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import platform
 import secrets
 import shutil
@@ -20,7 +19,7 @@ from rich.table import Table
 
 from atropos.cli.options import Base
 from atropos.config import ServerConfig
-from atropos.errors import ConfigError, SandboxError
+from atropos.errors import BackendUnavailable, ConfigError, SandboxError
 from atropos.sandbox.linux import host_limits
 from atropos.sandbox.linux.host_limits import HostLimit
 from atropos.wire import Capabilities
@@ -29,7 +28,7 @@ START_LIMIT_S = 60.0
 """Longest that a server may take to start on a busy machine before doctor gives up."""
 STOP_LIMIT_S = 20.0
 """How long it may take to end before it is killed."""
-ANSWER_S = 2.0
+ANSWER_S = 2
 """How long an engine may take to answer."""
 
 
@@ -151,33 +150,27 @@ async def probe(base: str | None = None) -> Capabilities:
 
 OPTIONAL = ("docker", "nomad", "skopeo")
 """What slots on this host's own root do without."""
-DOCKER_PORT = 2375
-"""Of a remote engine whose address has none, as Docker's own client takes it."""
 
 
 def engines() -> list[DoctorFinding]:
     """Whether the other backends could be used from here; neither is needed for the local one."""
-    return [docker(os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"), nomad()]
+    return [docker(), nomad()]
 
 
-def docker(address: str) -> DoctorFinding:
-    """Whether something listens at a Docker engine's `address`."""
-    import socket
-    from urllib.parse import urlsplit
+def docker() -> DoctorFinding:
+    """Which engine answers at DOCKER_HOST, or at its default, and what it can't do."""
+    from atropos.slots.backends.docker.engine import DockerEngine
 
+    engine = DockerEngine("doctor")
     try:
-        parts = urlsplit(address)
-        if parts.scheme == "unix":
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(ANSWER_S)
-                connection.connect(parts.path)
-        else:
-            socket.create_connection((parts.hostname or "", parts.port or DOCKER_PORT), timeout=ANSWER_S).close()
-        reached = True
-    except (OSError, ValueError):
-        reached = False
-    fix = "start a Docker engine (only for backend docker)"
-    return DoctorFinding("docker", reached, needed=False, detail=address, fix=fix)
+        engine.connect(answer_s=ANSWER_S)
+        detail, ok = f"{engine.facts} at {engine.address}{engine.facts.gaps()}", True
+    except (BackendUnavailable, ConfigError) as error:
+        detail, ok = str(error), False
+    finally:
+        engine.close()
+    fix = "start a Docker engine or Podman's service, or set DOCKER_HOST (only for backend docker)"
+    return DoctorFinding("docker", ok, needed=False, detail=detail, fix=fix)
 
 
 def nomad() -> DoctorFinding:

@@ -9,13 +9,12 @@ import os
 import re
 import secrets
 import signal
-import socket
 import ssl
 import subprocess
 import sys
 import tempfile
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -319,13 +318,36 @@ def test_doctor_names_a_missing_bwrap(tmp_path: object) -> None:
     assert "bubblewrap" in bwrap["fix"]
 
 
+class AnEngine(BaseHTTPRequestHandler):
+    """A rootless Podman without limits."""
+
+    def do_GET(self) -> None:
+        about = {"Version": "5.8.6", "ApiVersion": "1.41", "Components": [{"Name": "Podman Engine"}]}
+        info = {"SecurityOptions": ["name=rootless"], "MemoryLimit": False, "PidsLimit": True}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(info if self.path.endswith("/info") else about).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
 @pytest.mark.slow("starts servers")
-def test_doctor_finds_a_docker_engine_at_a_port(monkeypatch) -> None:
+def test_doctor_names_the_engine_at_a_port_and_what_it_can_not_do(monkeypatch) -> None:
     monkeypatch.setattr("atropos.cli.doctor.ANSWER_S", 60)
-    with socket.create_server(("127.0.0.1", 0)) as engine, kept_port() as other:
-        for port, there in ((engine.getsockname()[1], True), (other, False)):
-            monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{port}")
-            assert engines()[0].ok is there
+    with ThreadingHTTPServer(("127.0.0.1", 0), AnEngine) as server, kept_port() as other:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{server.server_port}")
+        found = engines()[0]
+        server.shutdown()
+        assert found.ok
+        assert found.detail.startswith(
+            f"Podman 5.8.6, rootless at tcp://127.0.0.1:{server.server_port}; no limit of a "
+        )
+        assert "memory" in found.detail
+        assert "processes" not in found.detail
+        monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{other}")
+        assert not engines()[0].ok
 
 
 @pytest.mark.slow("starts servers")

@@ -1,4 +1,4 @@
-"""A Docker engine on a socket of this test's: what it says of a pull, and what it leaves unsaid."""
+"""An engine on a socket of this test's: what it says of itself, of a pull and of a container, and what it leaves unsaid."""
 
 from __future__ import annotations
 
@@ -7,15 +7,56 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
-from atropos.errors import BackendUnavailable
-from atropos.slots.backends.docker import engine
+from atropos.errors import BackendUnavailable, ConfigError
+from atropos.slots import SlotPool
 from atropos.slots.backends.docker.engine import DockerEngine
+from tests.engines import pool_config
 
 IMAGE = "registry.example/sandbox:1"
+
+
+@contextlib.asynccontextmanager
+async def engine(folder: Path, answers: dict[str, Any], *, podman: bool = False, **info: Any) -> AsyncIterator[str]:
+    """An engine on a socket; yields its address.
+
+    Args:
+        answers: by the end of a path, what is answered: JSON, or a handler; anything else is not there.
+        podman: what it says it is.
+        info: what it says of itself beyond that.
+    """
+    component = "Podman Engine" if podman else "Engine"
+    known = {"/version": {"ApiVersion": "1.43", "Version": "5.8.6", "Components": [{"Name": component}]}, "/info": info}
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        for end, found in (known | answers).items():
+            if request.path.endswith(end):
+                return await found(request) if callable(found) else web.json_response(found)
+        return web.json_response({"message": "No such image"}, status=404)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / "docker.sock")).start()
+    try:
+        yield f"unix://{folder}/docker.sock"
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def connected(address: str) -> AsyncIterator[DockerEngine]:
+    connection = DockerEngine("pool", address)
+    try:
+        await asyncio.to_thread(connection.connect)
+        yield connection
+    finally:
+        connection.close()
 
 
 @contextlib.asynccontextmanager
@@ -26,11 +67,7 @@ async def engine_that_pulls(folder: Path, events: Sequence[object], *, repeats: 
         repeats: it says the last event again and again, as one with containerd's image store.
     """
 
-    async def answer(request: web.Request) -> web.StreamResponse:
-        if request.path.endswith("/version"):
-            return web.json_response({"ApiVersion": "1.43"})
-        if not request.path.endswith("/images/create"):
-            return web.json_response({"message": "No such image"}, status=404)
+    async def pull(request: web.Request) -> web.StreamResponse:
         stream = web.StreamResponse()
         for event in events:
             await stream.prepare(request)
@@ -40,18 +77,8 @@ async def engine_that_pulls(folder: Path, events: Sequence[object], *, repeats: 
             await asyncio.sleep(0.01)
         return await asyncio.Future()
 
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.UnixSite(runner, str(folder / "docker.sock")).start()
-    connection = DockerEngine("pool", f"unix://{folder}/docker.sock")
-    try:
-        await asyncio.to_thread(connection.connect)
+    async with engine(folder, {"/images/create": pull}) as address, connected(address) as connection:
         yield connection
-    finally:
-        connection.close()
-        await runner.cleanup()
 
 
 LAYER = {"id": "4f4fb700ef54", "status": "Downloading", "progress": "1MB/30MB", "progressDetail": {"current": 1}}
@@ -67,8 +94,8 @@ LAYER = {"id": "4f4fb700ef54", "status": "Downloading", "progress": "1MB/30MB", 
     ],
 )
 async def test_a_pull_that_gets_no_further_is_said_and_ends(tmp_path, monkeypatch, caplog, events, repeats, said):
-    monkeypatch.setattr(engine, "PULL_NOTE_S", 0.1)
-    monkeypatch.setattr(engine, "PULL_S", 0.5)
+    monkeypatch.setattr("atropos.slots.backends.docker.engine.PULL_NOTE_S", 0.1)
+    monkeypatch.setattr("atropos.slots.backends.docker.engine.PULL_S", 0.5)
     async with engine_that_pulls(tmp_path, events, repeats=repeats) as connection:
         with pytest.raises(BackendUnavailable) as caught:
             await asyncio.to_thread(connection.image_id, IMAGE)
@@ -82,3 +109,87 @@ async def test_a_pull_that_breaks_off_gives_dockers_reason(tmp_path):
     async with engine_that_pulls(tmp_path, [LAYER, broken], repeats=False) as connection:
         with pytest.raises(BackendUnavailable, match=f"Docker can't pull '{IMAGE}': unexpected EOF"):
             await asyncio.to_thread(connection.image_id, IMAGE)
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (404, "manifest for registry.example/sandbox:1 not found: manifest unknown: manifest unknown"),
+        (
+            404,
+            "pull access denied for registry.example/sandbox, repository does not exist or may require 'docker login'",
+        ),
+        (403, "error from registry: DENIED"),
+        (500, "unexpected status from HEAD request to http://registry.example/v2/sandbox/manifests/1: 403 Forbidden"),
+        (500, "pull access denied, repository does not exist or may require authorization: authorization failed"),
+        (
+            500,
+            "initializing source docker://registry.example/sandbox:1: reading manifest 1: unauthorized: UNAUTHORIZED",
+        ),
+        (500, "reading manifest 1 in registry.example/sandbox: manifest unknown"),
+    ],
+)
+async def test_an_image_that_a_registry_has_not_or_denies_is_a_wrong_setting_with_any_status(tmp_path, status, message):
+    async def pull(request: web.Request) -> web.Response:
+        return web.json_response({"message": message}, status=status)
+
+    async with engine(tmp_path, {"/images/create": pull}) as address, connected(address) as connection:
+        with pytest.raises(ConfigError, match="sandbox_image: Docker has no image"):
+            await asyncio.to_thread(connection.image_id, IMAGE)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "toomanyrequests: You have reached your pull rate limit",
+        "dial tcp: lookup registry.example: no such host",
+        "http: server gave HTTP response to HTTPS client",
+        "received unexpected HTTP status: 500 Internal Server Error",
+        "dial tcp 10.0.0.1:40300: connect: connection refused",
+    ],
+)
+async def test_a_registry_in_trouble_is_no_wrong_setting(tmp_path, message):
+    async def pull(request: web.Request) -> web.Response:
+        return web.json_response({"message": message}, status=500)
+
+    async with engine(tmp_path, {"/images/create": pull}) as address, connected(address) as connection:
+        with pytest.raises(BackendUnavailable, match="sandbox_image: Docker can't pull"):
+            await asyncio.to_thread(connection.image_id, IMAGE)
+
+
+async def test_a_container_that_the_engine_refuses_ends_the_start_at_once_with_its_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("atropos.sandbox.linux.host_limits.BUSY", 0)
+    asked = 0
+
+    async def refuse(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.json_response({"message": "opening seccomp profile failed: permission denied"}, status=500)
+
+    answers = {"/containers/create": refuse, "/containers/json": [], "/json": {"Id": "sha256:1"}, "/events": []}
+    async with engine(tmp_path, answers, podman=True) as address:
+        with pytest.raises(BackendUnavailable) as caught:
+            await SlotPool(pool_config("docker", docker_host=address, start_timeout_s=600)).start()
+    assert str(caught.value) == "Podman refused: opening seccomp profile failed: permission denied"
+    assert asked == 1
+
+
+@pytest.mark.parametrize("podman", [True, False])
+@pytest.mark.parametrize("rootless", [True, False])
+async def test_an_engine_is_given_what_it_takes(tmp_path, podman, rootless):
+    given: dict[str, Any] = {}
+
+    async def create(request: web.Request) -> web.Response:
+        given.update(await request.json())
+        return web.json_response({"message": "enough seen"}, status=400)
+
+    info = {"SecurityOptions": ["name=seccomp,profile=builtin", *(["name=rootless"] if rootless else [])]}
+    answers = {"/containers/create": create, "/containers/json": [], "/json": {"Id": "sha256:1"}, "/events": []}
+    async with engine(tmp_path, answers, podman=podman, **info) as address:
+        with pytest.raises(BackendUnavailable, match="enough seen"):
+            await SlotPool(pool_config("docker", docker_host=address)).start()
+    (profile,) = given["HostConfig"]["SecurityOpt"]
+    text = profile.removeprefix("seccomp=")
+    assert json.loads(Path(text).read_text() if podman else text)["defaultAction"] == "SCMP_ACT_ERRNO"
+    ports = {"8787/tcp": [{"HostIp": "127.0.0.1", "HostPort": ""}]}
+    assert given["HostConfig"].get("PortBindings") == (ports if rootless else None)

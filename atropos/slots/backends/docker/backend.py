@@ -1,4 +1,4 @@
-"""Containers in a Docker engine, the local one or the one that DOCKER_HOST names.
+"""Containers in a Docker engine or Podman's service, the local one or the one that DOCKER_HOST names.
 
 Containers of an earlier run are known by the labels `atropos.pool` and `atropos.spec`. A running one of the same spec is
 adopted, a stopped one is removed, a running one of another spec is removed unless a live client uses it. Several
@@ -22,10 +22,18 @@ from atropos.aio import Backoff
 from atropos.cgroup_paths import start_time
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Backend, Container
-from atropos.slots.backends.docker.engine import REMOVED, DockerEngine, Ending, ImageGone, ListedContainer
+from atropos.slots.backends.docker.engine import (
+    REMOVED,
+    CreationRefused,
+    DockerEngine,
+    Ending,
+    EngineRefused,
+    ImageGone,
+    ListedContainer,
+)
 from atropos.slots.backends.engines import BlockingCalls, ChangeFlag, Outage, persist
 from atropos.slots.backends.server_http import ServerHttp
-from atropos.slots.backends.spec import ContainerSpec, hopeless
+from atropos.slots.backends.spec import HOPELESS_CRASHES, ContainerSpec, hopeless
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.task_owner import Tasks
 
@@ -310,6 +318,10 @@ class DockerBackend(Backend):
             await self._remove(container.id)
             if isinstance(error, ImageGone):
                 await self._find_image()
+            elif isinstance(error, CreationRefused) or (
+                isinstance(error, EngineRefused) and self._crashes.failures >= HOPELESS_CRASHES
+            ):
+                self._failure = error
             self._forget(member)
             return
         if await self._until_ready(member):

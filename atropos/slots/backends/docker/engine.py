@@ -24,6 +24,7 @@ from docker.types import CancellableStream
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.assets import asset
 from atropos.slots.backends.base import Container
+from atropos.slots.backends.docker.facts import EngineFacts, pull_is_denied
 from atropos.slots.backends.engines import in_thread
 from atropos.slots.backends.spec import CAP_ADD, CONTAINER_PORT, HOSTNAME, IMAGE_FOLDER, ContainerSpec
 
@@ -31,6 +32,13 @@ log = logging.getLogger(__name__)
 POOL, OWNER, INDEX, SPEC = "atropos.pool", "atropos.owner", "atropos.index", "atropos.spec"
 """Labels of a container: its pool, the process that made it, its place in the scaling order, its spec's fingerprint."""
 TOKEN_DIR, TOKEN_FILE = "/run", "atropos-secret/token"
+DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
+PROFILE = "docker/sandbox/seccomp.json"
+REMOTE_PROFILE = "/etc/atropos/seccomp.json"
+"""Where a Podman on another machine has the profile, as Nomad's clients do."""
+LOOPBACK = "127.0.0.1"
+REFUSALS = {400, 403, 404, 406, 409, 500}
+"""Statuses of an engine that refuses a container; others are of what stands between."""
 REMOVAL_S = 20
 """How long a removal by another process may take, in seconds."""
 ANSWER_S = 60
@@ -70,32 +78,51 @@ class Ending:
 REMOVED = Ending(None, "removed by another process")
 
 
-class ImageGone(BackendUnavailable):
+class EngineRefused(BackendUnavailable):
+    """The engine's answer is an error."""
+
+
+class CreationRefused(EngineRefused):
+    """It makes no such container, which a retry doesn't change."""
+
+
+class ImageGone(EngineRefused):
     """The engine has the image of that id no more."""
 
 
 class DockerEngine:
-    """A connection to one Docker engine, for one pool's containers."""
+    """A connection to one Docker engine, or Podman's service, for one pool's containers.
+
+    Attributes:
+        address: where it is.
+        facts: what the engine says of itself, once `connect` has returned.
+    """
 
     def __init__(self, pool: str, docker_host: str | None = None) -> None:
         self._pool = pool
         self._host = docker_host
+        self.address = docker_host or os.environ.get("DOCKER_HOST") or DEFAULT_ADDRESS
         self._client: Any = None
         self._lists: Any = None
-        self._address = ""
+        self._local = True
+        self._published_at = ""
+        self.facts = EngineFacts()
 
-    def connect(self) -> None:
-        """Connect and read the version.
+    def connect(self, *, answer_s: int = ANSWER_S) -> None:
+        """Connect, and read what the engine is; each answer may take `answer_s`.
 
         Raises:
             BackendUnavailable: no engine answers; the message names DOCKER_HOST.
             ConfigError: its address is none.
         """
         with self._failures():
-            self._client, self._lists = self._open(ANSWER_S), self._open(LIST_S)
-            self._client.version()
-        parts = urlsplit(self._host or os.environ.get("DOCKER_HOST") or "unix://")
-        self._address = "" if parts.scheme == "unix" else (parts.hostname or "")
+            self._client, self._lists = self._open(answer_s), self._open(LIST_S)
+            self.facts = EngineFacts.read(self._client.version(), self._client.info())
+        parts = urlsplit(self.address)
+        host = "" if parts.scheme == "unix" else (parts.hostname or "")
+        self._local = host in {"", LOOPBACK, "localhost", "::1"}
+        published = host or self.facts.rootless
+        self._published_at = (LOOPBACK if self._local else host) if published else ""
 
     def _open(self, timeout_s: int) -> Any:
         try:
@@ -109,18 +136,19 @@ class DockerEngine:
 
     @contextmanager
     def _failures(self) -> Generator[None]:
-        """Raise the SDK's errors as `BackendUnavailable` with Docker's message."""
+        """Raise the SDK's errors as `BackendUnavailable` with the engine's message."""
         try:
             yield
-        except ImageNotFound as error:
-            raise ImageGone(f"Docker refused: {error.explanation}") from error
         except APIError as error:
-            raise BackendUnavailable(f"Docker refused: {error.explanation or error}") from error
+            kind = ImageGone if isinstance(error, ImageNotFound) else EngineRefused
+            raise kind(self._refusal(error)) from error
         except (DockerException, requests.RequestException, OSError) as error:
-            where = self._host or "the address in DOCKER_HOST, or unix:///var/run/docker.sock"
             raise BackendUnavailable(
-                f"no Docker engine answers at {where} (start dockerd, or set DOCKER_HOST): {error}"
+                f"no Docker engine answers at {self.address} (start dockerd, or set DOCKER_HOST): {error}"
             ) from error
+
+    def _refusal(self, error: APIError) -> str:
+        return f"{self.facts.name} refused: {error.explanation or error}"
 
     def image_id(self, image: str) -> str:
         """The id of an image, which is pulled if needed, unless its tag is `local`.
@@ -135,16 +163,19 @@ class DockerEngine:
             except ImageNotFound:
                 reason = "it is built locally"
         if not image.endswith(":local"):
-            log.info("Docker has no image %s: pulling it", image)
+            log.info("%s has no image %s: pulling it", self.facts.name, image)
             try:
                 self._pull(image)
                 return str(self._client.images.get(image).id)
-            except NotFound as error:
-                reason = str(error.explanation)
             except (DockerException, requests.RequestException, TimeoutError) as error:
                 reason = str(getattr(error, "explanation", None) or error)
-                raise BackendUnavailable(f"sandbox_image: Docker can't pull {image!r}: {reason}") from error
-        raise ConfigError(f"sandbox_image: Docker has no image {image!r} ({reason}); build it with `make image`")
+                if not pull_is_denied(reason):
+                    raise BackendUnavailable(
+                        f"sandbox_image: {self.facts.name} can't pull {image!r}: {reason}"
+                    ) from error
+        raise ConfigError(
+            f"sandbox_image: {self.facts.name} has no image {image!r} ({reason}); build it with `make image`"
+        )
 
     def _pull(self, image: str) -> None:
         """Pull an image.
@@ -169,7 +200,7 @@ class DockerEngine:
         pulling = in_thread(pull, "docker pull")  # which the SDK gives no time limit
         while not futures.wait([pulling], timeout=min(PULL_NOTE_S, PULL_S)).done:
             still_s = time.monotonic() - moved_at
-            text = f"no progress for {still_s:.0f} s; the last that Docker said of it: {last}"
+            text = f"no progress for {still_s:.0f} s; the last that {self.facts.name} said of it: {last}"
             if still_s >= PULL_S:
                 raise TimeoutError(text)
             if still_s >= PULL_NOTE_S:
@@ -197,10 +228,10 @@ class DockerEngine:
         )
 
     def _url(self, row: dict[str, Any]) -> str | None:
-        """A local engine's containers are reached over Docker's bridge, a remote one's by a published port."""
-        if self._address:
+        """Containers are reached over the engine's bridge, those of a remote or rootless engine by a published port."""
+        if self._published_at:
             ports = [port["PublicPort"] for port in row.get("Ports") or [] if port.get("PublicPort")]
-            return f"http://{self._address}:{ports[0]}" if ports else None
+            return f"http://{self._published_at}:{ports[0]}" if ports else None
         for network in (row.get("NetworkSettings", {}).get("Networks") or {}).values():
             if network.get("IPAddress"):
                 return f"http://{network['IPAddress']}:{CONTAINER_PORT}"
@@ -210,31 +241,51 @@ class DockerEngine:
         """Create and start a container with exactly the privileges that its root phase needs.
 
         The token is copied into it before it starts, as `docker inspect` would show an environment variable.
+
+        Raises:
+            CreationRefused: the engine makes no such container.
+            BackendUnavailable: it can't be made or started now.
         """
+        memory = f"{spec.container_memory_mib}m"
+        shared = spec.server.image_store.folder
         with self._failures():
-            profile = json.dumps(json.loads(asset("docker/sandbox/seccomp.json").read_text()))
-            memory = f"{spec.container_memory_mib}m"
-            container = self._client.containers.create(
-                image_id,
-                name=wanted.id,
-                hostname=HOSTNAME,
-                labels={POOL: self._pool, OWNER: owner, INDEX: str(wanted.index), SPEC: spec.fingerprint(image_id)},
-                environment={"ATROPOS_CONFIG": json.dumps(spec.config()), "ATROPOS_PORT": str(CONTAINER_PORT)},
-                cap_drop=["ALL"],
-                cap_add=list(CAP_ADD),
-                security_opt=[f"seccomp={profile}"],
-                cgroupns="private",
-                pids_limit=spec.container_pids,
-                mem_limit=memory,
-                memswap_limit=memory,
-                log_config={"Type": "json-file", "Config": {"max-size": "5m", "max-file": "2"}},
-                ports={f"{CONTAINER_PORT}/tcp": None} if self._address else None,
-                volumes={shared: {"bind": IMAGE_FOLDER, "mode": "rw"}}
-                if (shared := spec.server.image_store.folder)
-                else None,
-            )
+            try:
+                container = self._client.containers.create(
+                    image_id,
+                    name=wanted.id,
+                    hostname=HOSTNAME,
+                    labels={POOL: self._pool, OWNER: owner, INDEX: str(wanted.index), SPEC: spec.fingerprint(image_id)},
+                    environment={"ATROPOS_CONFIG": json.dumps(spec.config()), "ATROPOS_PORT": str(CONTAINER_PORT)},
+                    cap_drop=["ALL"],
+                    cap_add=list(CAP_ADD),
+                    security_opt=[f"seccomp={self._profile()}"],
+                    cgroupns="private",
+                    pids_limit=spec.container_pids,
+                    mem_limit=memory,
+                    memswap_limit=memory,
+                    log_config={"Type": "json-file", "Config": {"max-size": "5m", "max-file": "2"}},
+                    ports=self._ports(),
+                    volumes={shared: {"bind": IMAGE_FOLDER, "mode": "rw"}} if shared else None,
+                )
+            except APIError as error:
+                if isinstance(error, ImageNotFound) or error.status_code not in REFUSALS:
+                    raise
+                raise CreationRefused(self._refusal(error)) from error
             container.put_archive(TOKEN_DIR, _archive(TOKEN_FILE, wanted.token.encode()))
             container.start()
+
+    def _profile(self) -> str:
+        """The seccomp profile: dockerd takes its content, Podman a path on the machine that it runs on."""
+        path = asset(PROFILE)
+        if self.facts.name == "Podman":
+            return str(path) if self._local else REMOTE_PROFILE
+        return json.dumps(json.loads(path.read_text()))
+
+    def _ports(self) -> dict[str, Any] | None:
+        """What is published: for an engine of this machine on its loopback alone."""
+        if not self._published_at:
+            return None
+        return {f"{CONTAINER_PORT}/tcp": (LOOPBACK,) if self._local else None}
 
     def token(self, container_id: str) -> str | None:
         """The bearer token in a container; None when it has none."""

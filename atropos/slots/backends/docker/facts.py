@@ -1,0 +1,59 @@
+"""What an engine says of itself, and what follows from it: plain data, no requests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LIMITS = {"MemoryLimit": "memory", "PidsLimit": "processes"}
+"""Limits of a container that an engine may lack, by their names in its `info`."""
+_DENIED = re.compile(
+    r"\b(40[134]|unauthorized|authentication required|authorization failed|denied|forbidden|(manifest|name) unknown|not found)\b",
+    re.IGNORECASE,
+)
+"""In what an engine says of a pull whose registry answered 401, 403 or 404."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """One engine.
+
+    Attributes:
+        name: `Docker` or `Podman`.
+        rootless: an ordinary user runs it; its containers' own addresses can't be reached from outside of it.
+        unlimited: what it can't limit.
+    """
+
+    name: str = "Docker"
+    version: str = ""
+    rootless: bool = False
+    unlimited: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, version: Mapping[str, Any], info: Mapping[str, Any]) -> EngineFacts:
+        """Read the answers to /version and /info."""
+        podman = any(part.get("Name") == "Podman Engine" for part in version.get("Components") or ())
+        options: list[str] = info.get("SecurityOptions") or []
+        return cls(
+            name="Podman" if podman else "Docker",
+            version=str(version.get("Version", "")),
+            rootless=any(option.split(",")[0] == "name=rootless" for option in options),
+            unlimited=tuple(name for key, name in LIMITS.items() if info.get(key) is False),
+        )
+
+    def gaps(self) -> str:
+        """What it can't do, as the end of a sentence; '' where nothing is missing."""
+        found = [f"no limit of a container's {' or '.join(self.unlimited)}"] if self.unlimited else []
+        if self.rootless:
+            found.append("containers are reached by ports of 127.0.0.1, not by their own addresses")
+        return "".join(f"; {each}" for each in found)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}{', rootless' * self.rootless}"
+
+
+def pull_is_denied(reason: str) -> bool:
+    """Whether a registry answered that there is no such image or no right to it; engines pass that on with any status."""
+    return _DENIED.search(reason) is not None
