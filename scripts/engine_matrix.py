@@ -130,6 +130,7 @@ export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
 chroot "$2" apt-get -o Acquire::Check-Valid-Until=false update  # a mirror may be of a day, as snapshot.debian.org's are
 chroot "$2" apt-get install --yes --no-install-recommends $4
 chroot "$2" useradd --create-home --uid {UID} {USER}
+echo {USER}:100000:165536 | tee "$2/etc/subuid" >"$2/etc/subgid"
 rm -rf "$2"/var/cache/apt/* "$2"/var/lib/apt/lists/* "$2"/usr/share/doc/* "$2"/usr/share/man/* "$2"/usr/share/locale/*
 """
 

@@ -31,19 +31,25 @@ fi
 require() { # require PROGRAM PACKAGE: install the package where the program is missing, as `make system` does
   command -v "$1" >/dev/null || ATROPOS_SYSTEM_PACKAGES=$2 bash scripts/system.sh
 }
-require docker docker.io
-require docker docker-cli # where docker.io holds the engine alone (Debian 13)
-docker version --format '{{.Server.Version}}' >/dev/null || { echo "no Docker engine answers; start dockerd, or set DOCKER_HOST" >&2; exit 1; }
+docker=(docker)
+if ! command -v docker >/dev/null && command -v podman >/dev/null; then # Podman's own client; to the service where one is named
+  docker=(podman ${DOCKER_HOST:+--remote --url "$DOCKER_HOST"})
+  export BUILDAH_FORMAT=docker # OCI's has no HEALTHCHECK
+else
+  require docker docker.io
+  require docker docker-cli # where docker.io holds the engine alone (Debian 13)
+fi
+"${docker[@]}" version --format '{{.Server.Version}}' >/dev/null || { echo "no Docker engine answers; start dockerd, or set DOCKER_HOST" >&2; exit 1; }
 mapfile -t sources < <(find atropos/__init__.py atropos/aio.py atropos/archives.py atropos/errors.py atropos/config.py atropos/cgroup_paths.py atropos/metrics.py atropos/slot_python.py atropos/trees.py atropos/wire atropos/images atropos/net atropos/sandbox -name '*.py' | LC_ALL=C sort)
 content=$base_content-$(hash_of $here/Dockerfile $here/entry.py $here/healthcheck.py $here/seccomp.json "${sources[@]}")
-if [ "$(docker image inspect --format '{{index .Config.Labels "atropos.content"}}' "$tag" 2>/dev/null)" = "$content" ]; then
+if [ "$("${docker[@]}" image inspect --format '{{index .Config.Labels "atropos.content"}}' "$tag" 2>/dev/null)" = "$content" ]; then
   echo "$tag is up to date ($content)"
   exit 0
 fi
 
 debian_image() { # the image that base.Dockerfile stands on, from the store, a registry, or Debian's own packages
-  docker image inspect "$debian" >/dev/null 2>&1 && return
-  timeout 30 docker pull --quiet "$debian" >/dev/null 2>&1 && return
+  "${docker[@]}" image inspect "$debian" >/dev/null 2>&1 && return
+  timeout 30 "${docker[@]}" pull --quiet "$debian" >/dev/null 2>&1 && return
   echo "no image registry gives $debian: making it with debootstrap from $mirror"
   require debootstrap debootstrap
   [ "$(id -u)" = 0 ] || { echo "debootstrap needs root; or load an image named $debian first" >&2; return 1; }
@@ -51,22 +57,25 @@ debian_image() { # the image that base.Dockerfile stands on, from the store, a r
   cp $here/dpkg-slim "$scratch/debian/etc/dpkg/dpkg.cfg.d/slim"
   (cd "$scratch/debian" && rm -rf var/cache/apt/archives/*.deb var/lib/apt/lists/* var/log/* usr/share/doc/* \
     usr/share/man/* usr/share/info/* usr/share/locale/*)
-  tar -C "$scratch/debian" -c . | docker import --change 'CMD ["bash"]' - "$debian" >/dev/null
+  tar -C "$scratch/debian" -c . | "${docker[@]}" import --change 'CMD ["bash"]' - "$debian" >/dev/null
   rm -rf "$scratch/debian"
 }
 
 base=atropos-sandbox-base:$base_content
-if ! docker image inspect "$base" >/dev/null 2>&1; then
+if ! "${docker[@]}" image inspect "$base" >/dev/null 2>&1; then
   if [ -f "$cache/image-$base_content.tar" ]; then
     echo "loading the base from $cache"
-    quietly docker load --input "$cache/image-$base_content.tar" || rm -f "$cache/image-$base_content.tar"
+    quietly "${docker[@]}" load --input "$cache/image-$base_content.tar" || {
+      tar -tf "$cache/image-$base_content.tar" >/dev/null 2>&1 && exit 1 # it is whole: the engine can't hold it
+      rm -f "$cache/image-$base_content.tar"
+    }
   fi
 fi
-if ! docker image inspect "$base" >/dev/null 2>&1; then
+if ! "${docker[@]}" image inspect "$base" >/dev/null 2>&1; then
   debian_image
   echo "building the base (Debian packages; about a minute)"
-  quietly docker build --network host --build-arg "DEBIAN=$debian" -f $here/base.Dockerfile -t "$base" $here
-  if docker save --output "$cache/image-$base_content.tar.part$$" "$base"; then
+  quietly "${docker[@]}" build --network host --build-arg "DEBIAN=$debian" -f $here/base.Dockerfile -t "$base" $here
+  if "${docker[@]}" save --output "$cache/image-$base_content.tar.part$$" "$base"; then
     mv "$cache/image-$base_content.tar.part$$" "$cache/image-$base_content.tar"
     find "$cache" -name 'image-*.tar*' ! -name "image-$base_content.tar" -mmin +120 -delete
   fi
@@ -75,6 +84,6 @@ fi
 mkdir -p "$scratch/context/$here"
 cp $here/{entry.py,healthcheck.py,seccomp.json} "$scratch/context/$here/"
 tar -c "${sources[@]}" | tar -x -C "$scratch/context"
-quietly docker build --build-arg "BASE=$base" --build-arg "CONTENT=$content" -f $here/Dockerfile -t "$tag" "$scratch/context"
-size=$(docker image inspect --format '{{.Size}}' "$tag")
+quietly "${docker[@]}" build --build-arg "BASE=$base" --build-arg "CONTENT=$content" -f $here/Dockerfile -t "$tag" "$scratch/context"
+size=$("${docker[@]}" image inspect --format '{{.Size}}' "$tag")
 echo "$tag is built ($content): $((size / 1000000)) MB, $((SECONDS - started)) s"

@@ -297,3 +297,71 @@ async def test_a_cold_start_ends_as_lost_not_as_a_result_when_the_job_is_taken_a
         async with pool.lease("again", timeout_s=90) as other:  # the pool has registered its job anew
             assert (await other.exec("echo ok")).output == "ok\n"
     await nothing_left("nomad", config.job_id)
+
+
+def told(caplog, words: str) -> list[str]:
+    return [message for message in caplog.messages if words in message]
+
+
+async def test_a_job_that_is_stopped_by_hand_stays_stopped_is_told_once_and_goes_on_when_it_is_started(caplog):
+    config = pool_config("nomad", max_containers=1)
+    path = f"/v1/job/{config.job_id}"
+    async with SlotPool(config) as pool:
+        async with pool.lease("t"):
+            pass
+        await asyncio.to_thread(nomad, "DELETE", path)
+        await until(lambda: "stays stopped" in pool.trouble() and not pool.links, "no container", 90)
+        with pytest.raises(SandboxError, match=f"nomad job start {config.job_id}"):
+            await pool.acquire("u", timeout_s=3)
+        job = await asyncio.to_thread(nomad, "GET", path)
+        assert job["Stop"]
+        body = json.dumps({"Job": job | {"Stop": False}}).encode()  # as `nomad job start`
+        await asyncio.to_thread(nomad, "POST", "/v1/jobs", body)
+        async with pool.lease("v", timeout_s=90) as slot:
+            assert (await slot.exec("echo ok")).output == "ok\n"
+    assert len(told(caplog, "was stopped by another hand")) == 1
+    assert len(told(caplog, f"job {config.job_id} runs again")) == 1
+    await nothing_left("nomad", config.job_id)
+
+
+async def test_a_count_that_is_changed_by_hand_is_made_good_and_told_once(caplog):
+    config = pool_config("nomad", max_containers=3, idle_container_s=1)
+
+    def scale(count: int) -> None:
+        body = json.dumps({"Count": count, "Target": {"Group": "sandbox"}}).encode()
+        nomad("POST", f"/v1/job/{config.job_id}/scale", body)
+
+    def count() -> int:
+        return nomad("GET", f"/v1/job/{config.job_id}")["TaskGroups"][0]["Count"]
+
+    async with SlotPool(config) as pool:
+        await asyncio.to_thread(scale, 0)
+        await until(lambda: told(caplog, "was scaled to 0 by another hand"), "a line in the log", 60)
+        async with pool.lease("t", timeout_s=90) as slot:
+            assert (await slot.exec("echo ok")).output == "ok\n"
+            assert await asyncio.to_thread(count) == 1
+            await asyncio.to_thread(scale, 2)
+            await until(lambda: told(caplog, "was scaled to 2 by another hand"), "a line in the log", 90)
+            await until(lambda: count() == 1, "one container", 60)
+            assert (await slot.exec("echo still here")).output == "still here\n"
+    assert len(told(caplog, "by another hand")) == 2
+    await nothing_left("nomad", config.job_id)
+
+
+async def test_a_job_that_is_run_by_hand_with_other_settings_is_followed_and_what_differs_is_told_once(caplog):
+    config = pool_config("nomad", max_containers=1)
+    path = f"/v1/job/{config.job_id}"
+    async with SlotPool(config) as pool:
+        job = await asyncio.to_thread(nomad, "GET", path)
+        (task,) = job["TaskGroups"][0]["Tasks"]
+        memory = task["Resources"]["MemoryMB"]
+        task["Env"]["ATROPOS_CONFIG"] = json.dumps(json.loads(task["Env"]["ATROPOS_CONFIG"]) | {"slots": 3})
+        task["Resources"]["MemoryMB"] = memory + 64
+        await asyncio.to_thread(nomad, "POST", "/v1/jobs", json.dumps({"Job": job}).encode())
+        await until(lambda: told(caplog, "was changed by another hand"), "a line in the log", 60)
+        await until(lambda: pool.stats().slots == 3, "the job's slots", 90)
+    (line,) = told(caplog, "was changed by another hand")
+    assert "its slots_per_container is 3, not 2" in line
+    assert f"its container_memory_mib is {memory + 64}, not {memory}" in line
+    assert "nomad job revert" in line
+    await nothing_left("nomad", config.job_id)

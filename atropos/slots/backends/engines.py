@@ -59,6 +59,7 @@ class Outage:
         self._patience_s = patience_s
         self._since: float | None = None
         self._cure = ""
+        self._until = ""
         self.reason = ""
         """The last request's error; empty while the engine answers."""
 
@@ -67,19 +68,19 @@ class Outage:
         """How long it has not answered, in seconds; 0 while it answers."""
         return 0.0 if self._since is None else time.monotonic() - self._since
 
-    def noted(self, error: BackendUnavailable) -> None:
-        """A request failed; the first failure is logged."""
-        self.reason = str(error)
+    def noted(self, error: BackendUnavailable, until: str = "the engine answers") -> None:
+        """A request failed; the first failure is logged. `until`: what ends the outage."""
+        self.reason, self._until = str(error), until
         self._cure = ": restart the engine, or raise outage_s" if error.retryable else ""  # else the reason has it
         if self._since is None:
             self._since = time.monotonic()
-            log.warning("%s; running containers stay in use, and none can be added until it answers", self.reason)
+            log.warning("%s; running containers stay in use, and none can be added until %s", self.reason, until)
 
     def over(self) -> bool:
         """A request was answered; whether that ends an outage."""
         if self._since is None:
             return False
-        log.warning("the engine answers again, after %.0f s", self.away_s)
+        log.warning("%s again, after %.0f s", self._until, self.away_s)
         self._since, self.reason = None, ""
         return True
 

@@ -36,11 +36,13 @@ class EngineFacts:
         """Read the answers to /version and /info."""
         podman = any(part.get("Name") == "Podman Engine" for part in version.get("Components") or ())
         options: list[str] = info.get("SecurityOptions") or []
+        rootless = any(option.split(",")[0] == "name=rootless" for option in options)
+        none = rootless and str(info.get("CgroupVersion")) == "1"  # whatever Podman says of each
         return cls(
             name="Podman" if podman else "Docker",
             version=str(version.get("Version", "")),
-            rootless=any(option.split(",")[0] == "name=rootless" for option in options),
-            unlimited=tuple(name for key, name in LIMITS.items() if info.get(key) is False),
+            rootless=rootless,
+            unlimited=tuple(name for key, name in LIMITS.items() if none or info.get(key) is False),
         )
 
     def gaps(self) -> str:

@@ -22,7 +22,7 @@ from atropos.slots.backends.engines import ChangeFlag, Outage, Pace, persist
 from atropos.slots.backends.nomad import job as nomad_job
 from atropos.slots.backends.nomad.api import NomadApi
 from atropos.slots.backends.nomad.job_view import READY_S, JobView
-from atropos.slots.backends.nomad.refusals import NomadMisconfigured, NomadRefused
+from atropos.slots.backends.nomad.refusals import JobStopped, NomadMisconfigured, NomadRefused
 from atropos.slots.backends.nomad.settings import NomadSettings
 from atropos.slots.backends.nomad.shrinking import CHANGES, DOUBT_S, Shrinker
 from atropos.slots.backends.nomad.view import Allocation, Json, newest, placement_failures
@@ -48,6 +48,10 @@ LASTED_S = 5.0
 PURGE_RETRY_S, PURGE_UNANSWERED_S, PURGE_AWAY_S = 20.0, 8.0, 2.0
 """How long a purge is retried, in seconds, before the job is left and logged: while Nomad answers with errors, while it
 doesn't answer, and where it hadn't answered for a while before."""
+OTHERWISE = "for other settings, give this pool another sandbox_job_id, or purge the job first (docs/cluster.md)"
+"""What to do where a job isn't as the pool would have it."""
+EVALUATIONS_S = 5
+"""How long a purge waits for the scheduler, in seconds."""
 DEPLOYMENT = "active deployment"
 """In Nomad's message when it doesn't scale a job because of a deployment."""
 
@@ -121,7 +125,8 @@ class NomadBackend(Backend):
         if job is not None and not job.get("Stop"):
             self._view.adopt(nomad_job.count(job))
             if differences := nomad_job.differences(job, self._spec):
-                log.warning("job %s exists and is taken as it is: %s", self._job_id, differences)
+                self._view.differences = differences
+                log.warning("job %s exists and is taken as it is: %s; %s", self._job_id, differences, OTHERWISE)
             await self._read_secret(self._pair)
             self._cluster = await self._api.keys()
             await self._refresh()
@@ -209,6 +214,8 @@ class NomadBackend(Backend):
         refused: NomadRefused | None = None
         for _ in range(CHANGES):
             job = await self._api.job()
+            if job is not None and job.get("Stop") and self._view.live:
+                return  # `_follow` says so; once another client has purged it, it is registered anew
             if job is None or job.get("Stop"):
                 if await self._register(job):
                     return
@@ -241,13 +248,14 @@ class NomadBackend(Backend):
         fresh = await self._api.parse(hcl, chosen)
         if registered := await self._api.register(fresh, modify_index=stopped["JobModifyIndex"] if stopped else 0):
             self._cluster = self._cluster or await self._api.keys()
+            self._view.live, self._view.count = True, wanted
         return registered
 
     async def _raise_count(self) -> None:
         """Raise the job's count to the target, unless a deployment is in progress: the pool retries later."""
         try:
             await self._api.scale(self._view.target)
-            self._view.deployment = ""
+            self._view.deployment, self._view.count = "", self._view.target
         except NomadRefused as error:
             if DEPLOYMENT not in str(error):
                 raise
@@ -313,8 +321,7 @@ class NomadBackend(Backend):
             began = time.monotonic()
             try:
                 sure = await self._refresh() and (self._streams or len(view.known) >= view.target)
-                if view.target and not view.known and await self._stopped():
-                    await self._grow()  # another process may have purged the job just after this one registered it
+                await self._notice(await self._api.job())
                 pause = POLL_S if sure else DOUBT_S
                 if view.unplaced_since is not None and not view.ever_ready and view.failure is None:
                     pause = min(pause, max(0.1, view.unplaced_since + view.placement_s - time.monotonic()))
@@ -325,10 +332,48 @@ class NomadBackend(Backend):
                     self._shrinker.wanted.set()
                     self._cluster |= await self._api.keys() if self._view.known else frozenset()
             except BackendUnavailable as error:
-                self._outage.noted(error)
+                stopped = f"job {self._job_id} runs" if isinstance(error, JobStopped) else "the engine answers"
+                self._outage.noted(error, until=stopped)
                 self._changed.set()
                 await asyncio.sleep(backoff.failed())
                 self._wake.set()
+
+    async def _notice(self, job: Json | None) -> None:
+        """Log what another hand has changed in the job, and do what follows.
+
+        Raises:
+            JobStopped: it was stopped, and not by a purge that goes on to remove it.
+        """
+        view = self._view
+        if job is None:
+            if view.target and not view.known:
+                await self._grow()  # another process may have purged the job just after this one registered it
+            return
+        if job.get("Stop"):
+            if not view.live:
+                return
+            raise JobStopped(
+                f"job {self._job_id} was stopped by another hand and stays stopped: `nomad job start {self._job_id}` lets "
+                "it go on, and `atropos pool purge` removes it, after which a pool that still runs registers it anew"
+            )
+        view.live = True
+        if view.lowered(count := nomad_job.count(job)):
+            log.warning(
+                "job %s was scaled to %d by another hand, and this pool, which needs %d, raises it again; stop the job to "
+                "pause the pool, or give the pool a lower max_containers",
+                self._job_id, count, view.target,
+            )  # fmt: skip
+            await self._grow()
+        differences = nomad_job.differences(job, self._spec)
+        if differences != view.differences:
+            view.differences = differences
+            log.warning(
+                "job %s was changed by another hand, and new containers follow it: %s",
+                self._job_id,
+                f"{differences}; `nomad job revert` undoes it; {OTHERWISE}"
+                if differences
+                else "it is as this pool has it",
+            )
 
     async def _refresh(self) -> bool:
         """List the allocations; False when the list contradicts servers that answer, which are then kept."""
@@ -414,9 +459,20 @@ class NomadBackend(Backend):
         if not await self._stopped():
             log.info("job %s was registered again by another client: not purged", self._job_id)
             return
+        await self._settle_evaluations()
         await self._api.deregister(purge=True)
         if await self._api.job() is None:
             await self._api.drop_secret()
+
+    async def _settle_evaluations(self) -> None:
+        """Wait until the scheduler has decided on the job as it is.
+
+        A job that is removed while a plan for it is on its way ends the server of Nomad 1.11.3 (hashicorp/nomad#27739).
+        """
+        for _ in range(EVALUATIONS_S * 10):
+            if not any(each.get("Status") == "pending" for each in await self._api.evaluations()):
+                return
+            await asyncio.sleep(0.1)
 
     async def _stopped(self) -> bool:
         """Whether the job is stopped or gone, and was not registered again."""

@@ -101,7 +101,7 @@ def count(job: Json) -> int:
 
 
 def differences(job: Json, spec: ContainerSpec) -> str:
-    """How a registered job differs from the pool's settings, and the cure; empty: in nothing important."""
+    """How a registered job differs from the pool's settings; empty: in nothing important."""
     task = next(task for task in group_of(job)["Tasks"] if task["Name"] == TASK)
     try:
         server = json.loads((task.get("Env") or {}).get("ATROPOS_CONFIG", "{}"))
@@ -112,11 +112,10 @@ def differences(job: Json, spec: ContainerSpec) -> str:
         "sandbox_image": ((task.get("Config") or {}).get("image"), spec.image),
         "slots_per_container": (server.get("slots"), spec.server.slots),
         "slot_memory_mib": ((server.get("limits") or {}).get("memory_mib"), limits.memory_mib),
+        "container_memory_mib": ((task.get("Resources") or {}).get("MemoryMB"), spec.container_memory_mib),
     }
     found = [f"its {name} is {has}, not {own}" for name, (has, own) in pairs.items() if has is not None and has != own]
-    if not found:
-        return ""
-    return f"{'; '.join(found)}; give this pool another sandbox_job_id, or purge the job first (docs/cluster.md)"
+    return "; ".join(found)
 
 
 def _server_settings(text: str) -> dict[str, object]:

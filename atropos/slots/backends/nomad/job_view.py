@@ -30,6 +30,9 @@ class JobView:
         drained: runs that were drained to shrink the job, while its count is still to be lowered.
         failing: the last list's allocations of wanted containers that don't start.
         diagnosed: runs whose failure has been counted.
+        live: this process has seen the job registered, and not stopped.
+        count: the job's count as this process last read or set it.
+        differences: how the job differs from this process's settings, as it was last logged.
         deployment: why the job's count can't be raised now; empty when it can.
         placement: why containers are not placed; empty when all are.
         crash: why a placed container doesn't start.
@@ -49,6 +52,9 @@ class JobView:
     drained: set[str] = field(default_factory=set[str])
     failing: list[Allocation] = field(default_factory=list[Allocation])
     diagnosed: set[str] = field(default_factory=set[str])
+    live: bool = False
+    count: int = 0
+    differences: str = ""
     deployment: str = ""
     placement: str = ""
     crash: str = ""
@@ -195,7 +201,13 @@ class JobView:
 
     def adopt(self, count: int) -> None:
         """Take over an existing job of this size."""
-        self.target = self.most = count
+        self.target = self.most = self.count = count
+        self.live = True
+
+    def lowered(self, count: int) -> bool:
+        """Whether another hand has lowered the job's count to less than this process wants; remembers the count."""
+        before, self.count = self.count, count
+        return count < min(before, self.target)
 
     def placed(self) -> int:
         """The highest placed index that this process isn't ending, plus 1."""

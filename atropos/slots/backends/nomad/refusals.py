@@ -39,6 +39,12 @@ class NomadRefused(BackendUnavailable):
         self.status = status
 
 
+class JobStopped(BackendUnavailable):
+    """A person or another client has stopped the job, which stays stopped."""
+
+    retryable = False
+
+
 class NomadMisconfigured(NomadRefused):
     """A NOMAD_* setting is wrong, so that a retry can't help; the message names it and the cure."""
 

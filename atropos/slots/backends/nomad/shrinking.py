@@ -76,7 +76,13 @@ class Shrinker:
     async def _take_over(self) -> None:
         """No other client is there: what the count has above this process's is a person's, or a dead process's."""
         if (job := await self._api.live_job()) is not None:
-            self._view.most = max(self._view.most, nomad_job.count(job))
+            if (count := nomad_job.count(job)) > self._view.most:
+                log.warning(
+                    "job %s was scaled to %d by another hand, and this pool, which needs %d, lowers it as its containers "
+                    "become idle; raise min_containers to keep more",
+                    self._api.job_id, count, self._view.target,
+                )  # fmt: skip
+            self._view.most = max(self._view.most, count)
 
     async def _cancel_unplaced(self) -> None:
         """Lower the count by this process's containers that could not be placed."""
@@ -108,4 +114,5 @@ class Shrinker:
         nomad_job.group_of(job)["Count"] = count
         if done := await self._api.register(job, modify_index=job["JobModifyIndex"]):
             self._view.most = max(count, self._view.target)
+            self._view.count = count
         return done
