@@ -28,6 +28,7 @@ printf '#!/bin/bash\\necho "$*" >> "$MACHINE/debootstrap.log"; mkdir -p "$3/etc/
 chmod +x "$MACHINE/bin/debootstrap"
 """
 TOOLS = [
+    "as",
     "awk",
     "bash",
     "bwrap",
@@ -42,6 +43,7 @@ TOOLS = [
     "git",
     "grep",
     "id",
+    "ld",
     "ldconfig",
     "mkdir",
     "mktemp",
