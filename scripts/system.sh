@@ -27,7 +27,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
   flock 9 # apt-get fails where another one is at work
   { apt-get update -qq && apt-get install -y -qq --no-install-recommends "${missing[@]}"; } >"$scratch/apt" 2>&1 \
     || { cat "$scratch/apt" >&2; echo "apt-get could not install: ${missing[*]}" >&2; exit 1; }
-  compiles || { cat "$scratch/cc" >&2; echo "cc, a C compiler, can't make a program (see above)" >&2; exit 1; }
+  compiles || { cat "$scratch/cc" >&2; echo "cc, a C compiler, can't make a program (see above): tasks in C can't be solved" >&2; }
 else
   echo "missing system packages: ${missing[*]}" >&2
   echo "on Debian or Ubuntu:  sudo apt-get install ${missing[*]}" >&2

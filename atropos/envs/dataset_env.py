@@ -14,7 +14,7 @@ from atropos.envs.adapter import Item, ServerConfigs
 from atropos.envs.agent_env import AgentEnv
 from atropos.envs.config import AgentEnvConfig
 from atropos.envs.running.lifecycle import task_group
-from atropos.envs.running.rollout import GroupDropped, GroupsDropped, Rollout
+from atropos.envs.running.rollout import GroupDropped, GroupsDropped, ItemLeftOut, Rollout
 
 _log = logging.getLogger(__name__)
 
@@ -87,16 +87,19 @@ class DatasetEnv(AgentEnv):
         """Run every item once; the mean score goes to the log, to wandb, and to `data_dir_to_save_evals`.
 
         Raises:
-            GroupsDropped: some items could not be completed; they are not in the mean.
+            GroupsDropped: some items could not be completed; they are not in the mean. Nor are those that were left out.
         """
         room = asyncio.Semaphore(self.config.capacity)
         scored: list[tuple[str, Rollout]] = []
+        left_out: list[object] = []
 
         async def one(item: object) -> None:
             async with room:
                 try:
                     [rollout] = await self.collector.rollouts(item, 1)
                     scored.append((self.item_name(item), rollout))
+                except ItemLeftOut:
+                    left_out.append(item)
                 except GroupDropped as dropped:
                     self.metrics.dropped[dropped.code] += 1
                     _log.warning("%s is not evaluated: %s", self.item_name(item), dropped)
@@ -106,6 +109,11 @@ class DatasetEnv(AgentEnv):
             for item in self.items:
                 tasks.create_task(one(item))
         await self._report(scored, began)
+        dropped = len(self.items) - len(scored) - len(left_out)
+        if dropped:
+            raise GroupsDropped(
+                f"{dropped} of {len(self.items)} items could not be completed; the mean is of the others"
+            )
 
     async def _report(self, scored: list[tuple[str, Rollout]], began: float) -> None:
         mean = statistics.fmean(rollout.score for _, rollout in scored) if scored else float("nan")
@@ -119,8 +127,3 @@ class DatasetEnv(AgentEnv):
                 {"item": name, **rollout.summary()} for name, rollout in sorted(scored, key=lambda pair: pair[0])
             ]
             await self.evaluate_log(metrics, samples=samples, start_time=began, end_time=time.time())
-        dropped = len(self.items) - len(scored)
-        if dropped:
-            raise GroupsDropped(
-                f"{dropped} of {len(self.items)} items could not be completed; the mean is of the others"
-            )

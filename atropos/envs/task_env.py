@@ -6,6 +6,8 @@ The tests are uploaded and run after the agent has ended. A verifier that gives 
 none) is run once on the task's untouched workspace. If it gives a reward there, the agent is the cause, and the score is 0;
 otherwise the task is at fault, and the group is dropped. A later step that can't be prepared is judged in the same way.
 `--env.verifier_failure drop` or `zero` decides all cases alike.
+
+A task with a solution is played only where that scores 1, which is tried when the task first comes up (`check_tasks`).
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from atropos.agent import AgentConfig, AgentResult, AtroposAgent
 from atropos.envs.adapter import ServerConfigs
 from atropos.envs.config import Names
 from atropos.envs.dataset_env import DatasetEnv, DatasetEnvConfig
-from atropos.envs.running.rollout import Rollout, VerifierError
+from atropos.envs.running.lifecycle import task_group
+from atropos.envs.running.rollout import ItemLeftOut, Rollout, VerifierError
 from atropos.envs.sandbox_env import ExecTool, GroupMember
-from atropos.errors import ConfigError, ImageUnavailable
+from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.slots import Slot, SlotFileError, Snapshot
 from atropos.tasks import workspace
 from atropos.tasks.errors import TaskBroken, VerifierFailed
@@ -35,6 +38,7 @@ from atropos.tasks.format.datasets import dataset_folders
 from atropos.tasks.format.task import Task
 from atropos.tasks.guide import guide
 from atropos.tasks.prepare import TaskImages
+from atropos.tasks.proof import Proofs
 from atropos.tasks.verifier.layers import VerifierLayers
 from atropos.tasks.verifier.mode import Mode
 from atropos.tasks.verifier.reward import Verdict, combined, passed
@@ -82,6 +86,11 @@ class TaskEnvConfig(DatasetEnvConfig):
         default_factory=list[str],
         description="images or Dockerfiles whose files are laid over the machine where tests run, unseen by the agent",
     )
+    check_tasks: Literal["first", "all", "off"] = Field(
+        default="first",
+        description="leave out tasks that their own solutions don't solve here, tried when each first comes up, or all "
+        "at the start; or off",
+    )
     fork_setup: bool = Field(
         default=False, description="build a group's workspace once and fork it; pays where set-up takes long"
     )
@@ -113,7 +122,11 @@ class _Attempt:
 
 
 class TaskEnv(DatasetEnv):
-    """Trajectories are attempts at tasks; the score is the reward that a task's verifier writes."""
+    """Trajectories are attempts at tasks; the score is the reward that a task's verifier writes.
+
+    Attributes:
+        left_out: by name, why a task can't be solved here.
+    """
 
     name = "task_env"
     opens_view = False
@@ -131,9 +144,11 @@ class TaskEnv(DatasetEnv):
         """Tasks whose tests gave no reward on their untouched workspace either."""
         self._images: TaskImages | None = None
         self._layers = VerifierLayers(config.verifier_layers)
+        self._proofs = Proofs(self._layers, mode=config.verifier_mode, network=config.allow_network)
+        self.left_out: dict[str, str] = {}
 
     async def setup_agent_env(self) -> None:
-        """Pull the tasks' images before any task runs.
+        """Pull the tasks' images before any task runs; with `check_tasks` all, try whether they can be solved.
 
         Raises:
             ConfigError: an image is unavailable and `skip_bad_tasks` is off, or no task is left; or a verifier layer is.
@@ -156,6 +171,10 @@ class TaskEnv(DatasetEnv):
         if not usable:
             raise ConfigError("tasks_path: no task's image is available; the log has the reasons")
         self.items = usable
+        if self.config.check_tasks == "all":
+            async with task_group() as tasks:
+                for item in usable:
+                    tasks.create_task(self._check_ahead(item))
 
     def close_files(self) -> None:
         """As `SandboxEnv`'s; also removes the verifier's layers."""
@@ -171,8 +190,51 @@ class TaskEnv(DatasetEnv):
         config = super().build_agent_config(item)
         return config if item is None else replace(config, timeout_s=item.config.agent.timeout_sec)
 
+    async def get_next_item(self) -> Task | None:
+        """As `DatasetEnv`'s, without the tasks that can't be solved here."""
+        item: Task | None = await super().get_next_item()
+        while item is not None and item.name in self.left_out and len(self.left_out) < len(self.items):
+            item = await super().get_next_item()
+        return item
+
+    async def _check(self, item: Task) -> None:
+        """Try whether a task's own solution solves it here, unless that is known.
+
+        Raises:
+            ItemLeftOut: it doesn't; says why.
+            ConfigError: no task is left.
+        """
+        if item.name not in self._proofs.found:
+            async with self.backend.admission:
+                with self.backend.awaiting_slot(f"{item.name}-oracle"):
+                    await self._proofs.solve(self._task_images, item)
+        reason = self._proofs.found.get(item.name)
+        if reason is None:
+            return
+        if item.name not in self.left_out:
+            self.left_out[item.name] = reason
+            self.metrics.items_left_out += 1
+            _log.warning("task %s is left out, since it can't be solved here: %s", item.name, reason)
+        if len(self.left_out) == len(self.items):
+            raise ConfigError("tasks_path: no task can be solved here; the log has the reasons")
+        raise ItemLeftOut(reason)
+
+    async def _check_ahead(self, item: Task) -> None:
+        try:
+            await self._check(item)
+        except ItemLeftOut:
+            pass
+        except SandboxError as error:
+            _log.info("task %s is checked when it comes up: %s", item.name, error)
+
     async def prepare_group(self, item: Task, group: str) -> Snapshot | None:
-        """With `fork_setup`, a snapshot of the built workspace."""
+        """With `fork_setup`, a snapshot of the built workspace.
+
+        Raises:
+            ItemLeftOut: the task can't be solved here.
+        """
+        if self.config.check_tasks != "off":
+            await self._check(item)
         if not self.config.fork_setup:
             return None
         return await self.frozen_workspace(group, "prepare_group", lambda: self._built(item, group))

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -19,20 +18,18 @@ from typing import Literal
 
 from atropos.config import ImageStoreSettings, SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
-from atropos.slots import Slot, SlotPool, SlotPoolConfig, Snapshot
-from atropos.tasks import workspace
+from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.tasks.attempt import Agent, Attempt, Run
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.fit import STAND_INS, Policy, Room, TaskFit, fit
 from atropos.tasks.folder import TaskSet
 from atropos.tasks.format.task import Task
-from atropos.tasks.prepare import Progress, TaskImages
+from atropos.tasks.prepare import TaskImages
 from atropos.tasks.verifier.layers import VerifierLayers
 from atropos.tasks.verifier.mode import Choice, Mode, choose
-from atropos.tasks.verifier.reward import Verdict, combined, passed
 from atropos.wire import ImageState
 
 _log = logging.getLogger(__name__)
-Agent = Literal["oracle", "nop", "script"]
 LEAST = Room(memory_mib=1024, disk_mib=512)
 """Of a slot, where no task asks for more."""
 
@@ -67,26 +64,6 @@ class CheckConfig:
     layers: tuple[str, ...] = ()
     image_store: ImageStoreSettings = field(default_factory=ImageStoreSettings)
     attempt_s: float = 3600.0
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """What came of one agent in one task.
-
-    Attributes:
-        reward: None where there is none; `problem` says why.
-        size_bytes: what the prepared workspace added to its base.
-        log: tail of what the tests printed.
-        ended: how the solution failed, and what it printed.
-    """
-
-    reward: float | None = None
-    problem: str | None = None
-    prepared_s: float | None = None
-    verifier_s: float | None = None
-    size_bytes: int | None = None
-    log: str = ""
-    ended: str = ""
 
 
 @dataclass(frozen=True)
@@ -145,7 +122,17 @@ async def check(
 
             async def attempt(task: Task, agent: Agent, mode: Literal["task"] | Mode) -> Attempt:
                 async with turn:
-                    return await _attempt(_Run(images, layers, task, agent, config, partial(progress, task), mode))
+                    run = Run(
+                        images,
+                        layers,
+                        task,
+                        agent,
+                        script=config.script,
+                        network=config.network,
+                        progress=partial(progress, task),
+                        mode=mode,
+                    )
+                    return await _attempt(run, config.attempt_s)
 
             async def one(task: Task) -> None:
                 finding = await _checked(task, fits[task.name], config, partial(attempt, task))
@@ -243,25 +230,23 @@ def _problems(attempts: dict[str, Attempt]) -> list[str]:
     for agent, one in attempts.items():
         if one.problem is not None and (agent != "nop" or one.prepared_s is None):
             problems.append(one.problem)
-        elif agent == "oracle" and one.reward is not None and one.reward < 1:
-            ended = f" ({one.ended})" if one.ended else ""
-            problems.append(f"its solution scores {one.reward:g}{ended}: {one.log[-300:].strip()}")
+        elif agent == "oracle" and one.unsolved is not None:
+            problems.append(one.unsolved)
         elif agent == "nop" and one.reward is not None and one.reward >= 1:
             problems.append(f"doing nothing scores {one.reward:g}")
     return problems
 
 
-async def _attempt(run: _Run) -> Attempt:
-    config = run.config
+async def _attempt(run: Run, longest_s: float) -> Attempt:
     try:
-        async with asyncio.timeout(config.attempt_s):
+        async with asyncio.timeout(longest_s):
             return await run.play()
     except TaskBroken as error:
         return replace(run.so_far, problem=str(error))
     except VerifierFailed as error:
         return replace(run.so_far, problem=f"no reward: {error}")
     except TimeoutError:
-        return replace(run.so_far, problem=f"the attempt took longer than {config.attempt_s:g} s")
+        return replace(run.so_far, problem=f"the attempt took longer than {longest_s:g} s")
     except (SandboxError, ConfigError, OSError) as error:
         return replace(run.so_far, problem=f"{type(error).__name__}: {error}")
     except Exception as error:  # of ours: it costs one attempt, and the others go on
@@ -271,108 +256,3 @@ async def _attempt(run: _Run) -> Attempt:
         )
     finally:
         await run.end()
-
-
-@dataclass(eq=False)
-class _Run:
-    """One agent's attempt at one task: one slot at a time."""
-
-    images: TaskImages
-    layers: VerifierLayers
-    task: Task
-    agent: Agent
-    config: CheckConfig
-    progress: Progress
-    mode: Literal["task"] | Mode
-    image: str = ""
-    kept: Snapshot | None = None
-    slot: Slot | None = None
-    so_far: Attempt = Attempt()
-
-    @property
-    def name(self) -> str:
-        return f"{self.task.name}-{self.agent}"
-
-    async def end(self) -> None:
-        await self.release()
-        if self.kept is not None:
-            await self.kept.drop()
-
-    async def release(self) -> None:
-        slot, self.slot = self.slot, None
-        if slot is not None:
-            await slot.release()
-
-    async def _lease(self, machine: Task, image: str) -> Slot:
-        """A slot with a prepared machine, in the place of the one before."""
-        await self.release()
-        network = self.config.network and not machine.offline
-        slot = self.slot = await self.images.pool.acquire(
-            self.name, image=image, network=network, limits=machine.limits
-        )
-        await workspace.enter(slot, machine)
-        await workspace.start_main_process(slot, machine)
-        return slot
-
-    async def play(self) -> Attempt:
-        started = time.perf_counter()
-        prepared = await self.images.prepare(self.task, self.progress)
-        self.task, self.image = prepared.task, prepared.image
-        slot = await self._lease(self.task, self.image)
-        await workspace.wait_until_healthy(slot, self.task)
-        prepared_s = time.perf_counter() - started
-        self.so_far = Attempt(prepared_s=round(prepared_s, 3), size_bytes=prepared.bytes)
-        verdicts = [await self._judged(self.task)] if not self.task.steps else await self._steps()
-        return replace(
-            self.so_far,
-            reward=combined(self.task, verdicts),
-            verifier_s=round(sum(verdict.seconds for verdict in verdicts), 3),
-            log=verdicts[-1].log,
-        )
-
-    async def _steps(self) -> list[Verdict]:
-        verdicts: list[Verdict] = []
-        for step in self.task.steps:
-            assert self.slot is not None
-            await workspace.prepare_step(self.slot, step)
-            verdicts.append(await self._judged(step, keep=step is not self.task.steps[-1]))
-            if step.step is not None and not passed(step.step, verdicts[-1]):
-                break
-            await self._back()
-            await workspace.clear(self.slot, step)
-        return verdicts
-
-    async def _back(self) -> None:
-        """From a separate verifier's slot back to the agent's, where that one is needed again."""
-        if self.kept is not None:
-            await self.release()
-            async with self.kept as kept:
-                self.kept = None
-                self.slot = await self.images.pool.acquire(self.name, snapshot=kept, limits=self.task.limits)
-            await workspace.start_main_process(self.slot, self.task)
-
-    async def _judged(self, task: Task, *, keep: bool = False) -> Verdict:
-        slot = self.slot
-        assert slot is not None
-        await self._work(slot, task)
-
-        async def fresh() -> Slot:
-            if keep:
-                self.kept = await slot.snapshot()
-            if task.verifier is None:
-                return await self._lease(self.task, self.image)
-            return await self._lease(task.verifier, (await self.images.prepare(task.verifier)).image)
-
-        return await workspace.verify(slot, task, mode=self.mode, fresh=fresh, layers=self.layers)
-
-    async def _work(self, slot: Slot, task: Task) -> None:
-        if self.agent == "oracle":
-            result = await workspace.solve(slot, task)
-            output = result.output[-300:].strip()
-            if result.timed_out:
-                raise TaskBroken(f"{task.name}: its solution took longer than its timeout: {output}")
-            if result.exit_code != 0:
-                self.so_far = replace(self.so_far, ended=f"it ended with {result.exit_code}: {output}")
-        elif self.agent == "script":
-            assert self.config.script is not None
-            await slot.exec(self.config.script.read_text(encoding="utf-8"), timeout_s=task.config.agent.timeout_sec)

@@ -82,7 +82,8 @@ class Display:
         self.last = time.perf_counter()
         if event.kind == "trajectory":
             self.rollouts[event.item].append(event.rollout)
-            self._progress.advance(self._task)
+            played = len(self.env.items) - len(self.env.left_out)
+            self._progress.update(self._task, total=played * self.env.config.group_size, advance=1)
             if self.first is None:
                 self.first = self.last - event.rollout.seconds
             line = Text.assemble(
@@ -122,6 +123,7 @@ def summary(display: Display, jsonl: Path | None) -> dict[str, Any]:
         "trajectories": len(scores),
         "mean_score": sum(scores) / len(scores) if scores else 0.0,
         "dropped": display.dropped,
+        "left_out": display.env.left_out,
         "retries": display.retries,
         "seconds": round(seconds, 3),
         "calls": metrics["env/tool_calls"],
@@ -148,7 +150,12 @@ def show(console: Console, numbers: dict[str, Any], mistakes: float) -> None:
         table.add_row(name, scores, str(row["steps"]), str(row["calls"]), f"{row['seconds']:.2f}")
     for name in numbers["dropped"]:
         table.add_row(name, Text("dropped", style="red"), "", "", "")
+    for name in numbers["left_out"]:
+        table.add_row(name, Text("left out", style="yellow"), "", "", "")
     console.print(table)
+    if numbers["left_out"]:
+        names = ", ".join(numbers["left_out"])
+        console.print(f"Left out, since their own solutions don't solve them on this base (reasons above): {names}")
     console.print(
         f"{numbers['trajectories']} trajectories, mean score {numbers['mean_score']:.2f}, in {numbers['seconds']:.1f} s"
     )

@@ -85,7 +85,7 @@ class EnvDashboard:
         """Record an event for the pages."""
         if self.server is None:
             return
-        if event.kind in {"dropped", "retry"}:
+        if event.kind in {"dropped", "left_out", "retry"}:
             self._recent.appendleft((time.time(), event.kind, f"{event.item}: {event.detail}"[:2000]))
         elif event.kind == "group":
             try:

@@ -36,6 +36,7 @@ def _families(found: EnvMetrics) -> list[Family]:
         ("groups_unsent", "Complete groups that are left out of batches.", found.unsent, "reason"),
         ("groups_maybe_sent_twice", "Groups that the trajectory API may have taken twice.", found.maybe_sent_twice, ""),
         ("verifier_zeros", "Trajectories whose verifier gave no reward, scored 0.", found.verifier_zeros, ""),
+        ("items_left_out", "Items on which no trajectory could score here.", found.items_left_out, ""),
         ("trajectories", "Scored trajectories.", found.trajectories, ""),
         ("trajectory_retries", "New attempts after an infrastructure failure.", found.retries, "reason"),
         ("trajectory_stops", "Scored trajectories by what ended them.", found.stop_reasons, "reason"),

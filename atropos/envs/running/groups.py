@@ -25,6 +25,7 @@ from atropos.envs.running.rollout import (
     GroupDropped,
     GroupsDropped,
     HookError,
+    ItemLeftOut,
     NoSlotYet,
     Rollout,
     ScoredGroup,
@@ -60,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened, for observers. `kind`: trajectory, group, dropped, retry."""
+    """Something that happened, for observers. `kind`: trajectory, group, dropped, left_out, retry."""
 
     kind: str
     item: str
@@ -94,7 +95,11 @@ class TrajectoryRunner(Protocol):
         ...
 
     async def prepare_group(self, item: Item, group: str) -> Snapshot | None:
-        """What a group's trajectories start from; None: an empty workspace."""
+        """What a group's trajectories start from; None: an empty workspace.
+
+        Raises:
+            ItemLeftOut: no trajectory on it could score.
+        """
         ...
 
     async def run_trajectory(self, item: Item, trajectory_id: str, member: GroupMember) -> Rollout:
@@ -136,7 +141,7 @@ class GroupCollector:
         return -1
 
     async def collect(self, item: object) -> ScoredGroup | None:
-        """One whole scored group, or None when it can't be completed.
+        """One whole scored group, or None when it can't be completed or its item is left out.
 
         Raises:
             Exception: the run can't continue, and is ended: a `ConfigError`, or what an env's own code raises outside of hooks.
@@ -165,6 +170,9 @@ class GroupCollector:
             _log.warning("group %s dropped: %s", name, dropped)
             self._notify(Event("dropped", name, detail=str(dropped)))
             await self._after_drop(dropped)
+            return None
+        except ItemLeftOut as left_out:
+            self._notify(Event("left_out", name, detail=str(left_out)))
             return None
         self._metrics.groups += 1
         self._metrics.scores.extend(rollout.score for rollout in rollouts)
@@ -217,6 +225,7 @@ class GroupCollector:
 
         Raises:
             GroupDropped: it can't be completed.
+            ItemLeftOut: no trajectory on it could score.
         """
         name = self._env.item_name(item)
         group = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)[:60]}-{next(self._numbers)}"

@@ -21,6 +21,7 @@ class EnvMetrics:
         tool_errors: results that were errors, in the conversations of finished agents; `train/tool_errors_count` of a
             Hermes env adds up to the same.
         groups / dropped: groups completed; dropped whole, by the failure's code.
+        items_left_out: on which no trajectory could score here.
         unsent: complete groups that are left out, by reason (same_scores, too_long, wrong_size, bad_scores, bad_lengths).
         maybe_sent_twice: groups that the trajectory API may have taken more than once.
         verifier_zeros: trajectories scored 0 because they left their verifier without a reward.
@@ -39,6 +40,7 @@ class EnvMetrics:
     cancelled_groups: int = 0
     maybe_sent_twice: int = 0
     verifier_zeros: int = 0
+    items_left_out: int = 0
     dropped: Counter[str] = field(default_factory=Counter[str])
     unsent: Counter[str] = field(default_factory=Counter[str])
     retries: Counter[str] = field(default_factory=Counter[str])
@@ -71,6 +73,7 @@ class EnvMetrics:
             "env/groups_cancelled": self.cancelled_groups,
             "env/groups_maybe_sent_twice": self.maybe_sent_twice,
             "env/verifier_zeros": self.verifier_zeros,
+            "env/items_left_out": self.items_left_out,
             "env/groups_dropped": sum(self.dropped.values()),
             "env/trajectory_retries": sum(self.retries.values()),
             "env/call_p50_s": call_p50_s,

@@ -31,6 +31,10 @@ class GroupDropped(Exception):
         self.hopeless = hopeless
 
 
+class ItemLeftOut(Exception):
+    """No trajectory on an item could score here, whatever the agent did: it is left out, which is no failure of the run."""
+
+
 class WorkspaceLost(Exception):
     """The snapshot that a group's trajectories start from went with its container."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import tarfile
 import tempfile
 from collections.abc import Sequence
@@ -61,6 +62,14 @@ class VerifierLayers:
         for path in self._archives:
             with path.open("rb") as archive:
                 await unpack_archive(slot, "/", archive)
+
+    def digest(self) -> str:
+        """Of what `put` lays over a machine. Blocking."""
+        found = hashlib.sha256()
+        for path in self._archives:
+            with path.open("rb") as archive:
+                hashlib.file_digest(archive, lambda: found)
+        return found.hexdigest()
 
     def close(self) -> None:
         """Remove what was made for them."""
