@@ -3,12 +3,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=
-for candidate in python3.12 python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[23]*/bin/python python3.11 python3; do
-  if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
+for candidate in python3.12 python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[23]*/bin/python python3.11 python3.14 python3; do
+  if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null; then
     python=$(command -v "$candidate"); break
   fi
 done
-[ -n "$python" ] || { echo "no Python from 3.11 to 3.13" >&2; exit 1; }
+[ -n "$python" ] || { echo "no Python from 3.11 to 3.14" >&2; exit 1; }
 uv=(bash scripts/uv.sh)
 UV_PROJECT_ENVIRONMENT=.peers "${uv[@]}" sync --frozen --quiet --no-default-groups --python "$python" \
   --extra testing --extra harbor --extra inspect --extra mini-swe-agent --extra swerex

@@ -76,9 +76,9 @@ def doctor(
 
 def programs() -> list[DoctorFinding]:
     """Whether the programs and the Python that slots need are there."""
-    fits = (3, 11) <= sys.version_info[:2] < (3, 14)
+    fits = (3, 11) <= sys.version_info[:2] < (3, 15)
     findings = [
-        DoctorFinding("python", fits, needed=True, detail=platform.python_version(), fix="Python 3.11–3.13"),
+        DoctorFinding("python", fits, needed=True, detail=platform.python_version(), fix="Python 3.11–3.14"),
         DoctorFinding("kernel", ok=True, needed=True, detail=platform.release()),
     ]
     for program, package, use in (

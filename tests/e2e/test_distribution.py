@@ -1,7 +1,7 @@
 """Wheel and sdist, built from this repository and installed in an empty environment, without extras: what is in them works.
 
-One Python and the wheel in each run. ATROPOS_TEST_PYTHONS="3.11 3.12 3.13" (or paths) tries both on each, as the release
-workflow does.
+This Python and the newest one, and the wheel, in each run. ATROPOS_TEST_PYTHONS="3.11 3.12 3.13 3.14" (or paths) tries both on each, as
+the release workflow does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 UV = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
 NAMED = os.environ.get("ATROPOS_TEST_PYTHONS", "").split()
-CASES = [(python, kind) for python in NAMED for kind in ("*.whl", "*.tar.gz")] or [(sys.executable, "*.whl")]
+NEWEST = "3.14"
+CASES = [(python, kind) for python in NAMED for kind in ("*.whl", "*.tar.gz")] or [
+    (sys.executable, "*.whl"),
+    (NEWEST, "*.whl"),
+]
 
 pytestmark = [
     pytest.mark.skipif(UV is None, reason="uv is not installed"),
@@ -48,10 +52,20 @@ def built(tmp_path_factory) -> Path:
     return folder
 
 
+def found(python: str) -> str:
+    """Where a Python of this version is, or a skip that says why none could be had; a path is as it is."""
+    if "/" in python:
+        return python
+    done = run("bash", ROOT / "scripts/python.sh", python, cwd=ROOT)
+    if done.returncode != 0:
+        pytest.skip(f"no Python {python}: {done.stderr.strip()[-200:]}")
+    return done.stdout.strip()
+
+
 @pytest.mark.parametrize(("python", "kind"), CASES)
 def test_it_installs_by_itself_and_leases_a_slot(built: Path, tmp_path: Path, python: str, kind: str):
     [package] = built.glob(kind)
-    succeed(UV, "venv", "--quiet", "--python", python, "own", cwd=tmp_path)
+    succeed(UV, "venv", "--quiet", "--python", found(python), "own", cwd=tmp_path)
     locked = ("--constraint", built / "constraints.txt")
     succeed(UV, "pip", "install", "--quiet", "--python", "own", *locked, package, cwd=tmp_path)
     atropos, own = tmp_path / "own/bin/atropos", tmp_path / "own/bin/python"

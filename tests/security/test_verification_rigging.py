@@ -98,7 +98,7 @@ MACHINE_RIGS = {
     "another loader": LIBRARY + "for f in /lib64/ld-linux* /lib/ld-linux*; do cp e.so $f; done",
     "OpenSSL's settings": LIBRARY + "printf 'openssl_conf = a\\n[a]\\nengines = b\\nproviders = b\\n[b]\\nc = c\\n[c]\\nmodule = /workspace/e.so\\ndynamic_path = /workspace/e.so\\nactivate = 1\\ninit = 1\\n' > /etc/ssl/openssl.cnf; cp /etc/ssl/openssl.cnf /usr/lib/ssl/openssl.cnf",
     "a folder for programs": f"cp -a /bin/. /b; rm -rf /bin; mv /b /bin; for n in bash sh python3 env; do printf '{PRINTS_ONE}' > /bin/$n; done",
-    "another interpreter": f"for n in python3 python3.9 python3.10 python3.11 python3.12 python3.13; do printf '{PRINTS_ONE}' > /usr/bin/n; mv /usr/bin/n /usr/bin/$n; done",
+    "another interpreter": f"for n in python3 python3.9 python3.10 python3.11 python3.12 python3.13 python3.14; do printf '{PRINTS_ONE}' > /usr/bin/n; mv /usr/bin/n /usr/bin/$n; done",
     "alternatives": "mkdir -p /etc/alternatives; for n in python3 python sh awk; do ln -sf /bin/true /etc/alternatives/$n; ln -sf /etc/alternatives/$n /usr/bin/$n; done",
     "other small programs": f"for n in cat chmod mkdir rm chown env id test ls; do printf '{PRINTS_ONE}' > /usr/bin/n; chmod +x /usr/bin/n; mv /usr/bin/n /usr/bin/$n; done",
     "accounts": "printf 'root::0:0::/workspace:/bin/true\\n' > /etc/passwd; mkdir -p .local/lib/python3.11/site-packages; echo '" + EXIT + "' > .local/lib/python3.11/site-packages/usercustomize.py",

@@ -10,13 +10,14 @@ import time
 import pytest
 
 from atropos.sandbox.programs.runner.processes.spawn import raise_report, read_report
+from atropos.sandbox.programs.runner.start_failures import UserRefused
 
 
 def test_a_report_that_comes_in_pieces_is_read_whole() -> None:
     read, write = os.pipe()
 
     def child() -> None:
-        for piece in (b"OSError:", b"%X" % errno.ENOENT, b":", b"noexec"):
+        for piece in (b"%d" % errno.EPERM, b"R"):
             os.write(write, piece)
             time.sleep(0.02)
         os.close(write)
@@ -25,6 +26,6 @@ def test_a_report_that_comes_in_pieces_is_read_whole() -> None:
     writer.start()
     report = read_report(read, os.getpid())
     writer.join()
-    assert report == b"OSError:2:noexec"
-    with pytest.raises(FileNotFoundError):
-        raise_report(report, None)
+    assert report == b"1R"
+    with pytest.raises(UserRefused):
+        raise_report(report)

@@ -93,7 +93,6 @@ def main() -> None:
     for number in NO_HANDLER:
         # a signal from inside that has no handler is dropped for PID 1; Python has one for SIGINT, which would end it
         signals.signal(number, signals.SIG_DFL)
-    state.exec_report = os.memfd_create("exec_report", os.MFD_CLOEXEC)
     state.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     children.wake, written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signals.set_wakeup_fd(written, warn_on_full_buffer=False)

@@ -12,7 +12,7 @@ class RunnerState:
 
     def __init__(self) -> None:
         self.environment: dict[str, str] = {}
-        self.block: list[bytes] = []
+        self.block: dict[bytes, bytes] = {}
         """The environment as programs get it."""
         self.output_bytes = 1_000_000
         self.wall_s = 3600.0
@@ -22,8 +22,6 @@ class RunnerState:
         self.oom = -1
         """This process's own oom_score_adj, which nobody inside can open."""
         self.null = -1
-        self.exec_report = -1
-        """An empty file in memory that a child writes to when its program can't be started."""
 
     def expose_children(self) -> None:
         """Let children inherit a score by which the kernel kills them before this process when memory runs out."""
@@ -44,15 +42,15 @@ def is_special(device: int) -> bool:
     return device in state.special
 
 
-def block_of(environment: dict[str, str]) -> list[bytes]:
+def block_of(environment: dict[str, str]) -> dict[bytes, bytes]:
     """An environment as programs get it.
 
     Raises:
         ValueError: a name that no environment can hold.
     """
-    block: list[bytes] = []
+    block: dict[bytes, bytes] = {}
     for name, value in environment.items():
         if not name or "=" in name:
             raise ValueError("illegal environment variable name")
-        block.append(f"{name}={value}".encode("utf-8", "surrogateescape"))
+        block[name.encode("utf-8", "surrogateescape")] = value.encode("utf-8", "surrogateescape")
     return block

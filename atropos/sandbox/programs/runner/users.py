@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from atropos.sandbox.linux.syscalls import PR_SET_DUMPABLE, prctl
 from atropos.sandbox.programs.runner.failures import OpFailed
 from atropos.sandbox.programs.runner.opening import open_regular, read_all
-from atropos.sandbox.programs.runner.start_failures import NO_SUCH_ID
+from atropos.sandbox.programs.runner.start_failures import NO_SUCH_ID, UserRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,15 +36,26 @@ class Identity:
         """The variables that a login sets."""
         return {"HOME": self.home, "USER": self.name, "LOGNAME": self.name}
 
-    def perform(self, job: Callable[[], Outcome]) -> Outcome:
-        """Switch to this user irreversibly, in a child, and run the job."""
+    def take(self) -> None:
+        """Switch to this user irreversibly, in a child.
+
+        Raises:
+            UserRefused: slots have none of its numbers.
+        """
         try:
             os.setgroups(self.groups)
             os.setresgid(self.gid, self.gid, self.gid)
             os.setresuid(self.uid, self.uid, self.uid)
-        except OSError:
-            raise OpFailed("not_supported", NO_SUCH_ID) from None
+        except OSError as error:
+            raise UserRefused(error.errno, error.strerror) from None
         prctl(PR_SET_DUMPABLE, 0)  # this user's own programs must not reach a copy of PID 1
+
+    def perform(self, job: Callable[[], Outcome]) -> Outcome:
+        """Switch to this user irreversibly, in a child, and run the job."""
+        try:
+            self.take()
+        except UserRefused:
+            raise OpFailed("not_supported", NO_SUCH_ID) from None
         return job()
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import select
-from _posixsubprocess import fork_exec
 from typing import TYPE_CHECKING
 
-from atropos.sandbox.programs.runner.children import children, process_stat
+from atropos.sandbox.programs.runner.children import process_stat
 from atropos.sandbox.programs.runner.loop import IN, now
 from atropos.sandbox.programs.runner.signals import signals
 from atropos.sandbox.programs.runner.start_failures import ShellHeld, UserRefused
 from atropos.sandbox.programs.runner.state import state
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from atropos.sandbox.programs.runner.users import Identity
 
 SLOW_START_S = 0.1
@@ -23,57 +24,124 @@ START_PATIENCE_S = 2.0
 
 def spawn(
     argv: tuple[str, ...],
-    block: list[bytes],
+    block: dict[bytes, bytes],
     workdir: str,
     stdio: tuple[int, int, int],
     keep: tuple[int, ...],
     identity: Identity | None,
     terminal: str | None,
 ) -> int:
-    """Start a program in a session of its own, by the C part of `subprocess`.
+    """Start a program in a session of its own.
 
-    For root and without a terminal it uses vfork: nothing of this process is copied, and by the time vfork returns, the
-    child has become the program or written its report. Otherwise it forks, and a pipe is closed when the child has done so.
+    For root and without a terminal by `posix_spawn`, which uses vfork: nothing of this process is copied, and when it returns,
+    the child has become the program, or has failed. Otherwise it forks, and a pipe is closed when the child has done so.
     """
     if identity is not None and identity.uid == identity.gid == 0:
         identity = None  # as this process is
-    uid, gid, groups = (identity.uid, identity.gid, identity.groups) if identity else (None, None, None)
-    forks = bool(identity or terminal)
-    # of the pipe that `subprocess` would have here, the child closes the other end: with vfork any descriptor does
-    other_end, report = os.pipe2(os.O_CLOEXEC) if forks else (children.wake, state.exec_report)
-    kept = tuple(sorted((report, *keep)))
-    before_exec = (lambda: control_terminal(terminal)) if terminal else None
     started = now()
     state.expose_children()
     try:
-        pid = fork_exec(
-            *(argv, candidates(argv[0], block), False, kept, workdir, block),
-            *(stdio[0], -1, -1, stdio[1], -1, stdio[2], other_end, report, False, True, -1, gid, groups, uid, -1),
-            before_exec,  # pyright: ignore[reportArgumentType]
-            True,
-        )
-    except BaseException:
-        if forks:
-            os.close(other_end)
-        raise
+        if identity or terminal:
+            pid = forked(argv, block, workdir, stdio, keep, identity, terminal)
+        else:
+            pid = spawned(argv, block, workdir, stdio, keep)
     finally:
         state.protect_self()
-        if forks:
-            os.close(report)
-    raise_report(read_report(other_end, pid) if forks else take_report(), identity)
     if now() - started > SLOW_START_S and process_name(pid) == process_name(os.getpid()):
         # it was ended from outside, before it was a program, because this process waited for it
         raise ShellHeld(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return pid
 
 
-def candidates(program: str, block: list[bytes]) -> tuple[bytes, ...]:
+def spawned(
+    argv: tuple[str, ...], block: dict[bytes, bytes], workdir: str, stdio: tuple[int, int, int], keep: tuple[int, ...]
+) -> int:
+    """Start it as this process is, and in its folder, which this process enters for that."""
+    actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(stdio)]
+    actions += [(os.POSIX_SPAWN_DUP2, fd, fd) for fd in keep]  # on itself: it stays open
+    os.chdir(workdir)
+    try:
+        return first_of(
+            candidates(argv[0], block),
+            lambda path: os.posix_spawn(path, argv, block, file_actions=actions, setsid=True),
+        )
+    finally:
+        os.chdir("/")
+
+
+def forked(
+    argv: tuple[str, ...],
+    block: dict[bytes, bytes],
+    workdir: str,
+    stdio: tuple[int, int, int],
+    keep: tuple[int, ...],
+    identity: Identity | None,
+    terminal: str | None,
+) -> int:
+    """Start it as another user, or on a terminal that shall control its session.
+
+    The child reports why it can't: the error's number, and `R` where the kernel refused the user.
+    """
+
+    def become() -> None:
+        for number, fd in enumerate(stdio):
+            os.dup2(fd, number)
+        for fd in keep:
+            os.set_inheritable(fd, True)
+        os.chdir(workdir)
+        os.setsid()
+        if identity is not None:
+            identity.take()
+        if terminal is not None:
+            control_terminal(terminal)
+        first_of(candidates(argv[0], block), lambda path: os.execve(path, argv, block))  # noqa: S606
+
+    read, report = os.pipe2(os.O_CLOEXEC)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            in_child(become, report)
+    except BaseException:
+        os.close(read)
+        raise
+    finally:
+        os.close(report)
+    raise_report(read_report(read, pid))
+    return pid
+
+
+def in_child(become: Callable[[], None], report: int) -> None:
+    """Become the program, or report why not and end."""
+    try:
+        signals.set_wakeup_fd(-1)
+        become()
+    except BaseException as error:
+        number = getattr(error, "errno", None) or errno.EINVAL
+        os.write(report, b"%dR" % number if isinstance(error, UserRefused) else b"%d" % number)
+    finally:
+        os._exit(255)
+
+
+def candidates(program: str, block: dict[bytes, bytes]) -> tuple[bytes, ...]:
     """Where a program may be: by the PATH that it will have, unless it is named with a folder."""
     name = program.encode("utf-8", "surrogateescape")
     if b"/" in name:
         return (name,)
-    path = next((entry[5:] for entry in block if entry.startswith(b"PATH=")), b"/usr/bin:/bin")
-    return tuple(folder + b"/" + name for folder in path.split(b":") if folder)
+    return tuple(folder + b"/" + name for folder in block.get(b"PATH", b"/usr/bin:/bin").split(b":") if folder)
+
+
+def first_of(paths: tuple[bytes, ...], start: Callable[[bytes], int]) -> int:
+    """What `start` returns for the first of these programs that is there, passed over those that can't be executed as `execvp` does."""
+    failed: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    for path in paths:
+        try:
+            os.stat(path)  # it costs less than a start that fails
+            return start(path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except PermissionError as error:
+            failed = error
+    raise failed
 
 
 def control_terminal(path: str) -> None:
@@ -83,15 +151,6 @@ def control_terminal(path: str) -> None:
         os.dup2(fd, number)
     if fd > 2:
         os.close(fd)
-
-
-def take_report() -> bytes:
-    """The report of a child that used vfork."""
-    report = os.pread(state.exec_report, 64, 0)
-    if report:
-        os.ftruncate(state.exec_report, 0)
-        os.lseek(state.exec_report, 0, 0)
-    return report
 
 
 def read_report(fd: int, pid: int) -> bytes:
@@ -110,15 +169,11 @@ def read_report(fd: int, pid: int) -> bytes:
         os.close(fd)
 
 
-def raise_report(report: bytes, identity: Identity | None) -> None:
-    """Raises the error that a child reported, as `OSError:<number>:<'noexec', when it was before the exec>`."""
-    if not report:
-        return
-    _, code, place = report.split(b":", 2)
-    number = int(code, 16)
-    if identity is not None and place == b"noexec" and number in (errno.EINVAL, errno.EPERM):
-        raise UserRefused(number, os.strerror(number))
-    raise OSError(number, os.strerror(number))
+def raise_report(report: bytes) -> None:
+    """Raise the error that a child reported."""
+    if report:
+        number = int(report.removesuffix(b"R"))
+        raise (UserRefused if report.endswith(b"R") else OSError)(number, os.strerror(number))
 
 
 def process_name(pid: int) -> bytes:
