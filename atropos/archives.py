@@ -14,6 +14,8 @@ JUST_SO: type[HeaderError] = getattr(tarfile, "EmptyHeaderError")  # noqa: B009
 class WholeTar(tarfile.TarInfo):
     """A member of an archive that is read to its end: the tar module takes a damaged or cut off header for the end.
 
+    `tarfile.open(…, tarinfo=WholeTar)` is how every archive of another's is opened here.
+
     Attributes:
         ends: how an archive may end: in zeros; as Docker reads them, just so as well.
         damaged: what a header that is damaged or cut off raises.
@@ -31,8 +33,11 @@ class WholeTar(tarfile.TarInfo):
             Exception: of the class `damaged`: its header is damaged or cut off.
         """
         try:
-            return super().fromtarfile(tarfile)
+            member = super().fromtarfile(tarfile)
         except cls.ends:
             raise
         except HeaderError as error:
             raise cls.damaged(f"it is cut off or damaged: {error}") from None
+        if member.size < 0:  # an extended header may say so, and would lead back
+            raise cls.damaged(f"it is damaged: a member of {member.size} bytes")
+        return member

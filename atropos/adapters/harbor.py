@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos.adapters.extras import extra
+from atropos.archives import WholeTar
 
 with extra("harbor"):
     from typing import override
@@ -286,6 +287,6 @@ def _extract(archive: Path, target: Path) -> list[str]:
             return None
 
     target.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(archive, mode="r:") as opened:
+    with tarfile.open(archive, mode="r:", tarinfo=WholeTar) as opened:
         opened.extractall(target, filter=kept)  # noqa: S202
     return left_out

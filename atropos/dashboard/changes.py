@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from atropos.archives import WholeTar
 from atropos.dashboard.records import as_dict, as_list, finite
 
 MAX_FILES = 50
@@ -119,7 +120,7 @@ def _files(archive: bytes) -> dict[str, FileState]:
     found: dict[str, FileState] = {}
     if not archive:
         return found
-    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:", tarinfo=WholeTar) as tar:
         for member in tar:
             name = _text(member.name.removeprefix("./"))
             if SKIPPED.search(name):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from atropos.archives import WholeTar
 from atropos.errors import LeaseExpired, LimitTooLarge
 from atropos.slots import ExecResult, LeaseLimits, PortForward, Slot, SlotPool
 from atropos.slots.slot.processes import Process
@@ -279,7 +280,7 @@ async def test_a_folder_goes_in_and_out_with_links_and_modes(slot: Slot, tmp_pat
     await slot.upload(tmp_path, "up")
     assert (await slot.exec("./link && ls", workdir="up")).output == "ran\nempty\nlink\nnämé\nsub\n"
     assert (await slot.exec("stat -c '%s %U' up/*m*")).output.splitlines()[-1] == "10000000 root"
-    with tarfile.open(fileobj=io.BytesIO(await slot.download("up/sub"))) as archive:
+    with tarfile.open(fileobj=io.BytesIO(await slot.download("up/sub")), tarinfo=WholeTar) as archive:
         names = archive.getnames()
     assert any(name.endswith("run.sh") for name in names)
 

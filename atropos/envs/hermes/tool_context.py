@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
 from atropos import wire
+from atropos.archives import WholeTar
 from atropos.envs.hermes.bridge import in_bridge, wait
 from atropos.envs.running.hooks import TAIL_CHARS, HookCalls, failed_call
 from atropos.envs.running.rollout import TaskFault
@@ -353,7 +354,7 @@ def _write_local(target: Path, data: bytes) -> None:
 
 def _unpack_local(target: Path, data: bytes) -> None:
     target.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as source:
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:", tarinfo=WholeTar) as source:
         if hasattr(tarfile, "data_filter"):
             source.extractall(target, filter="data")
             return

@@ -12,6 +12,7 @@ import zlib
 from dataclasses import replace
 
 from atropos import wire
+from atropos.archives import WholeTar
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult
 from atropos.tasks.builder.accounts import owner_ids
@@ -146,7 +147,7 @@ async def copy_from_stage(slot: Slot, step: Copy, taken: PackedFiles) -> None:
     """
     owner = None if step.owner is None else await owner_ids(slot, step.owner)
     for given, archive in taken:
-        with tarfile.open(fileobj=archive, mode="r:") as tar:
+        with tarfile.open(fileobj=archive, mode="r:", tarinfo=WholeTar) as tar:
             first = tar.next()
             folder = first is not None and first.isdir()
         archive.seek(0)

@@ -140,7 +140,7 @@ async def followed(slot: Slot, path: str) -> str:
         seen = None if path.endswith("/") else await slot.run(wire.Tar(path=path, max_bytes=_LINK_BYTES))
         if not isinstance(seen, wire.FileResult):
             return path
-        with tarfile.open(fileobj=io.BytesIO(seen.data), mode="r:") as tar:
+        with tarfile.open(fileobj=io.BytesIO(seen.data), mode="r:", tarinfo=WholeTar) as tar:
             first = tar.next()
         if first is None or not first.issym():
             return path

@@ -26,6 +26,7 @@ from e2b_dockerfile_utils import (
     parse_heredoc,
 )
 
+from atropos.archives import WholeTar
 from atropos.errors import ConfigError
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.files import read_text
@@ -462,7 +463,7 @@ def _is_archive(path: Path) -> bool:
     if not path.is_file():
         return False
     try:
-        with tarfile.open(path) as archive:
+        with tarfile.open(path, tarinfo=WholeTar) as archive:
             return archive.next() is not None  # as with Docker: a disk image that begins with zeros is none
     except (tarfile.TarError, EOFError, zlib.error):
         return False

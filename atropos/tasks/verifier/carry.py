@@ -15,6 +15,7 @@ from functools import partial
 from typing import TypeAlias
 
 from atropos import wire
+from atropos.archives import WholeTar
 from atropos.slots import Slot
 from atropos.tasks.builder.archive import kept_members
 from atropos.tasks.builder.transfer import exec_plain, unpack_archive
@@ -80,7 +81,7 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
     try:
         # what comes out of a slot is not compressed: 256 MiB that were would be terabytes
         with (
-            tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as source,
+            tarfile.open(fileobj=io.BytesIO(archive), mode="r:", tarinfo=WholeTar) as source,
             tarfile.open(fileobj=out, mode="w") as target,
         ):
             every = {"/".join(_parts(member.name)) for member in source if member.issym()}

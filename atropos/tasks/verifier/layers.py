@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from atropos.archives import WholeTar
+from atropos.errors import ImageUnavailable
 from atropos.slots import Slot
 from atropos.tasks.builder.transfer import pack_files, unpack_archive
 from atropos.tasks.folder import load_task
@@ -50,7 +52,10 @@ class VerifierLayers:
         async with images.pool.lease("verifier-layer", image=source) as slot:
             [(_, archive)] = await pack_files(slot, ("/",))
         with archive:
-            await asyncio.to_thread(_write_layer, archive, to)
+            try:
+                await asyncio.to_thread(_write_layer, archive, to)
+            except tarfile.TarError as error:
+                raise ImageUnavailable(f"image {source}: its files could not be read: {error}") from error
         return to
 
     async def put(self, slot: Slot) -> None:
@@ -79,7 +84,7 @@ class VerifierLayers:
 
 def _write_layer(archive: IO[bytes], to: Path) -> None:
     """Write the files and links of an archive, and only folders that hold some: an empty one would change an existing folder."""
-    with tarfile.open(fileobj=archive, mode="r:") as source:
+    with tarfile.open(fileobj=archive, mode="r:", tarinfo=WholeTar) as source:
         full = {parent for member in source if not member.isdir() for parent in _parents(member.name)}
         with tarfile.open(to, "w", format=tarfile.PAX_FORMAT) as target:
             for member in source.getmembers():

@@ -126,3 +126,11 @@ def test_the_static_page_shows_them_escaped(tmp_path):
     assert "&lt;/code&gt;&lt;img&gt;" in page
     assert "Nothing in /w differs from its start." in page
     assert "\u202e" not in page
+
+
+@pytest.mark.parametrize("header", [1, 2])
+def test_an_archive_with_a_damaged_header_is_none_and_shows_no_file_as_removed(header):
+    damaged = bytearray(archive({"a": "", "b": "", "c": ""}))
+    damaged[512 * header + 10] ^= 0xFF
+    with pytest.raises(ValueError, match="cut off or damaged"):
+        compare("/workspace", archive({"a": "", "b": "", "c": ""}), bytes(damaged))

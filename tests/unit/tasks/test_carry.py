@@ -136,12 +136,20 @@ def extended(**headers):
     return out.getvalue()
 
 
+def spoiled(archive: bytes, header: int) -> bytes:
+    """An archive of empty files with a byte of one header changed."""
+    data = bytearray(archive)
+    data[512 * header + 10] ^= 0xFF
+    return bytes(data)
+
+
 @pytest.mark.parametrize(
     "data",
     [
         *(b"", b"nonsense" * 200, archive(("f", "a", ""))[:100]),
         gzip.compress(archive(("f", "a", "")), mtime=0),  # xdist's workers must agree on the tests' names
         *(pack(archive(("f", "a", ""))) for pack in (bz2.compress, lzma.compress)),
+        *(spoiled(archive(("f", "a", ""), ("f", "b", ""), ("f", "c", "")), header) for header in (1, 2)),
         *(extended(mtime="inf"), extended(mtime="nan"), extended(size="-5"), extended(size="9" * 20)),
     ],
 )

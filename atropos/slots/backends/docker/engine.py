@@ -21,6 +21,7 @@ import requests
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.types import CancellableStream
 
+from atropos.archives import WholeTar
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.assets import asset
 from atropos.slots.backends.base import Container
@@ -295,7 +296,7 @@ class DockerEngine:
             except NotFound:
                 return None
             try:
-                with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
+                with tarfile.open(fileobj=io.BytesIO(b"".join(chunks)), tarinfo=WholeTar) as archive:
                     member = archive.extractfile(archive.getmembers()[0])
                     return member.read().decode().strip() if member else None
             except (tarfile.TarError, IndexError) as error:  # Docker ends what it breaks off as it ends what is whole
