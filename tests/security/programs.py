@@ -239,7 +239,7 @@ if os.uname().machine == "x86_64":
     forked(x32)
 """,
     "unknown_call_numbers": """
-for number in (462, 470, 500, 511, 600, 1000, 100000):
+for number in (*range(457, 480), 500, 511, 600, 1000, 100000):
     ctypes.set_errno(0)
     if libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
         breach(f"call {number}: errno {ctypes.get_errno()}")

@@ -1,7 +1,7 @@
 """The seccomp filter of every slot, as a BPF program.
 
-Built with libseccomp, in front of which stand a few instructions of our own: for calls that this libseccomp has no name
-for, and for the x32 numbers, the kernel's answer is ENOSYS, so that programs fall back as on an older kernel.
+Built with libseccomp, in front of which stand a few instructions of our own: for calls above the last one that was judged here or that
+this libseccomp has a name for, and for the x32 numbers, the kernel's answer is ENOSYS, so that programs fall back as on an older kernel.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ ABSENT = (  # noqa: SIM905
     "_sysctl afs_syscall tuxcall security getpmsg putpmsg vserver"
 ).split()
 """Answered with ENOSYS, as by a kernel that was built without them: programs then take another way, or say so."""
+LAST_CALL = 456
+"""futex_requeue, of Linux 6.7. Whoever raises it says for each call above it whether slots may make it: a newer libseccomp doesn't."""
 SOCKET_FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (and there NETLINK_ROUTE alone)."""
 _FAMILIES = 64
@@ -244,7 +246,7 @@ def _preamble(made: _Filter) -> bytes:
     arch = _AUDIT_ARCH.get(os.uname().machine)
     if arch is None:
         return b""
-    highest = max(number for number in range(1024) if made.resolve(number))
+    highest = max(number for number in range(LAST_CALL + 1) if made.resolve(number))
 
     def instruction(code: int, jump_unless: int, value: int) -> bytes:
         return struct.pack("<HBBI", code, 0, jump_unless, value)
