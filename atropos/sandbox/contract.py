@@ -174,7 +174,7 @@ class Host(Protocol):
         """The host's images.
 
         Raises:
-            ImageUnavailable: there is no folder for them.
+            NotSupported: there is no folder for them.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from atropos.errors import IsolationUnavailable
+from atropos.errors import ConfigError, IsolationUnavailable
 from atropos.sandbox.boot import namespaces
 from atropos.sandbox.linux import syscalls
 from atropos.sandbox.linux.cgroups import alive, own_name
@@ -115,7 +116,11 @@ def remove_abandoned(disk: str) -> None:
 
 
 def image_folder(wanted: str | None, owner: int) -> tuple[str | None, str]:
-    """The folder of the image store, created for the server; or why there is none."""
+    """The folder of the image store, created for the server; or why there is none in the place for it.
+
+    Raises:
+        ConfigError: the one that was named can't be used.
+    """
     home = "/var/cache" if os.geteuid() == 0 else os.path.expanduser("~/.cache")
     if wanted is None and home.startswith("~"):  # neither HOME nor an entry in /etc/passwd
         return None, "image_store.folder: this user has no home folder to hold it; name a folder"
@@ -124,8 +129,14 @@ def image_folder(wanted: str | None, owner: int) -> tuple[str | None, str]:
         os.makedirs(folder, 0o755, exist_ok=True)
         if os.geteuid() == 0:
             os.chown(folder, owner, owner)
+        for part in (folder, *(entry.path for entry in os.scandir(folder) if entry.is_dir())):
+            if not os.access(part, os.W_OK | os.X_OK):  # of an earlier user's, such as root
+                raise PermissionError(errno.EACCES, f"this user may not write to {part}")
     except OSError as error:
-        return None, f"image_store.folder: {folder} can't be used: {error.strerror}"
+        why = f"image_store.folder: {folder} can't be used: {error.strerror}; give it to this user, or name another folder"
+        if wanted is not None:
+            raise ConfigError(why) from error
+        return None, why
     return folder, ""
 
 

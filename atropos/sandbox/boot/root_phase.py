@@ -161,7 +161,7 @@ def enter(config: RootPhaseSettings) -> NoReturn:
 
     Raises:
         IsolationUnavailable: the host or container doesn't allow it; the message says what to change.
-        ConfigError: a base holds the server's own folder.
+        ConfigError: a base holds the server's own folder, or the image store's folder can't be used.
     """
     parent = os.getppid() if config.die_with_parent else None
     if parent is not None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atropos.config import ServerConfig, SlotLimits
-from atropos.errors import ImageUnavailable, IsolationUnavailable, NotSupported, SandboxError
+from atropos.errors import IsolationUnavailable, NotSupported, SandboxError
 from atropos.images.reference import base_name
 from atropos.sandbox.boot.root_phase import Entered
 from atropos.sandbox.contract import Layer, Sandbox
@@ -117,13 +117,13 @@ class SlotHost:
             from atropos.images.store import ImageStore  # few servers need it
 
             if self.state.entered.image_folder is None:
-                raise ImageUnavailable(self.state.entered.no_images)
+                raise NotSupported(self.state.entered.no_images)
             try:
                 self._store = ImageStore(
                     self.state.config.image_store, self.state.entered.image_folder, self.state.entered.slot_ids
                 )
             except OSError as error:
-                raise ImageUnavailable(f"image_store.folder: {error}") from error
+                raise NotSupported(f"image_store.folder: {error}") from error
         return self._store
 
     def add_base(self, name: str, image: ImageInfo) -> None:

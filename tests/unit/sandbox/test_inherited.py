@@ -41,3 +41,26 @@ def test_a_user_without_a_home_has_no_store_of_images_and_no_folder_is_made_for_
     )
     assert done.stdout.startswith("(None, 'image_store.folder: "), done
     assert not list(place.iterdir())
+
+
+@pytest.mark.parametrize("closed", [".", "trees"])
+def test_a_store_of_images_that_is_named_and_may_not_be_written_is_refused_at_start(folder, closed):
+    """As another user, or root, left it."""
+    store = folder / f"store {closed}"
+    (store / "trees").mkdir(parents=True)
+    for part in (store, store / "trees"):
+        part.chmod(0o777)
+    (store / closed).chmod(0o755)
+    code = "import sys; from atropos.sandbox.boot.folders import image_folder; print(image_folder(sys.argv[1], 1))"
+    asked = [sys.executable, "-m", "tests.unit.sandbox.as_user", sys.executable, "-c", code, str(store)]
+    done = subprocess.run(asked, check=False, capture_output=True, text=True, cwd=ROOT, timeout=20 * SLOWNESS)
+    assert "ConfigError: image_store.folder: " in done.stderr and "give it to this user, or name another" in done.stderr
+
+
+def test_each_ordinary_user_of_a_test_has_a_home_of_its_own():
+    code = "from atropos.sandbox.boot.folders import image_folder; print(image_folder(None, 1))"
+    asked = [sys.executable, "-m", "tests.unit.sandbox.as_user", sys.executable, "-c", code]
+    for _ in range(2):
+        done = subprocess.run(asked, check=True, capture_output=True, text=True, cwd=ROOT, timeout=20 * SLOWNESS)
+        assert done.stdout == "('/media/.cache/atropos/images', '')\n"
+    assert not os.path.exists("/media/.cache")

@@ -24,10 +24,10 @@ _FOLDERS = (  # noqa: SIM905
 ).split()
 _TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _COPIED = (  # noqa: SIM905
-    "alternatives bash.bashrc ca-certificates ca-certificates.conf debian_version default/useradd fonts gai.conf host.conf "
-    "inputrc java-17-openjdk java-21-openjdk ld.so.cache ld.so.conf ld.so.conf.d ld.so.hwcap locale.alias localtime "
-    "login.defs magic magic.mime mailcap mime.types mysql networks os-release pam.conf pam.d perl profile profile.d "
-    "protocols python2.7 python3 python3.9 python3.10 python3.11 python3.12 python3.13 R rpc screenrc security services "
+    "adduser.conf alternatives bash.bashrc ca-certificates ca-certificates.conf debian_version default/useradd deluser.conf fonts gai.conf "
+    "host.conf inputrc java-17-openjdk java-21-openjdk ld.so.cache ld.so.conf ld.so.conf.d ld.so.hwcap locale.alias localtime "
+    "login.defs magic magic.mime mailcap manpath.config mime.types mke2fs.conf mysql networks os-release pam.conf pam.d perl profile profile.d "
+    "protocols python2.7 python3 python3.9 python3.10 python3.11 python3.12 python3.13 python3.14 R rpc screenrc security services "
     "shells skel ssl terminfo timezone vim wgetrc xattr.conf"
 ).split()
 """What the skeleton has of the host's /etc."""
