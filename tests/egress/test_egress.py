@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.egress.world import FAR, METADATA, PRIVATE
+from tests.needs import needs
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2 to make network namespaces"
-)
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make network namespaces"),
+    needs("ip", "curl"),
+]
 
 
 def scenario(name: str) -> dict:

@@ -32,6 +32,7 @@ from atropos.wire import ImageInfo
 from tests.images.between import Between
 from tests.images.making import as_index, entry, folder, layer, layout, link
 from tests.images.registry import PASSWORD, USER, registry
+from tests.needs import require
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
@@ -682,6 +683,7 @@ async def test_unused_images_make_room_on_a_disk_that_is_smaller_than_the_quota(
 @contextlib.contextmanager
 def disk_at(folder: Path, disk: Path, *, new: bool = False) -> Iterator[None]:
     """An ext4 file system in a file."""
+    require("mkfs.ext4")
     folder.mkdir(parents=True)
     if new:
         subprocess.run(["mkfs.ext4", "-q", "-F", str(disk)], check=True)

@@ -30,6 +30,7 @@ from atropos.tasks.prepare import TaskImages
 from atropos.wire import MAX_FILE_BYTES
 from tests.images.making import entry, folder, layer, layout, link
 from tests.images.test_leases import BUSYBOX, busybox_image, pool_fixture, pool_for  # noqa: F401 (a fixture)
+from tests.needs import needs
 from tests.waiting import until
 
 pytestmark = [
@@ -577,6 +578,7 @@ async def test_what_listens_stays_for_the_tests_on_an_image_without_python(pool,
         assert (await workspace.verify(slot, task, mode="shared")).reward == 1.0
 
 
+@needs("curl")
 async def test_an_address_is_fetched_from_where_egress_allows_and_checked(tmp_path):
     good = f"sha256:{hashlib.sha256(b'fetched').hexdigest()}"
     step = Download("http://localhost:8000/name.bin", "/srv/name.bin", good, owner="7:8")

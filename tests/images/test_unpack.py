@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import os
-import shutil
 import stat
 import struct
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 
 from atropos.images import unpack
 from tests.images.making import entry, folder, hard_link, layer, link
+from tests.needs import require
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
 
@@ -69,8 +69,7 @@ def test_files_come_out_as_the_layers_say(tmp_path):
 
 @pytest.mark.parametrize("program", ["gzip", "zstd"])
 def test_a_layer_is_read_whatever_it_was_compressed_with(tmp_path, program):
-    if shutil.which(program) is None:
-        pytest.skip(f"not installed: {program}")
+    require(program)
     data = layer(entry("random", os.urandom(300_000)))
     compressed = subprocess.run([program, "-c"], input=data, capture_output=True, check=True).stdout
     code, said, root = unpacked(tmp_path, compressed, digests=[hashlib.sha256(data).hexdigest()])

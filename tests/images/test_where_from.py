@@ -22,6 +22,7 @@ from atropos.images.store import ImageStore
 from atropos.slots.pool.image_sources import local_image
 from atropos.wire import ImageInfo
 from tests.images.making import as_index, entry, layer, layout
+from tests.needs import require
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
 SOURCES = ("registry", "oci", "oci-archive", "docker-archive", "dir")
@@ -133,8 +134,8 @@ def with_urls(spelling: str):
 )
 @pytest.mark.parametrize("kind", SOURCES)
 async def test_nobody_is_asked_for_what_urls_name(tmp_path, kind, spelling, compress):
-    if kind == "registry" and shutil.which("skopeo") is None:
-        pytest.skip("not installed: skopeo")
+    if kind == "registry":
+        require("skopeo")
     at = tmp_path / "layout"
     layout(at, *LAYERS, compress=compress)
     as_index(at, (at, "riscv64"), (at, "amd64"), (at, "arm64"))
@@ -165,8 +166,7 @@ async def test_nobody_is_asked_for_what_urls_name(tmp_path, kind, spelling, comp
 @pytest.mark.parametrize("kind", ["nondistributable", "unheard-of"])
 async def test_a_layer_of_a_type_that_says_where_it_is_kept_comes_from_the_registry(tmp_path, kind):
     """As Docker takes it on Linux."""
-    if shutil.which("skopeo") is None:
-        pytest.skip("not installed: skopeo")
+    require("skopeo")
     at = tmp_path / "layout"
     layout(at, *LAYERS)
     async with listener() as (url, heard):

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.needs import needs
 from tests.security.egress_programs import ATTACKS, HOGS
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2 to make network namespaces"
-)
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make network namespaces"),
+    needs("ip", "curl"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import require
 from tests.unit.sandbox.as_user import USER
 from tests.waiting import SLOWNESS
 
@@ -96,6 +97,7 @@ def user_driver(folder) -> Iterator[Driver]:
 def disk_driver(folder) -> Iterator[Driver]:
     if os.geteuid() != 0:
         pytest.skip("needs root: it looks into /var/lib")
+    require("mkfs.ext4")
     driver = Driver(tiny_base(folder / "disk", 0), as_user=False, volume="disk")
     yield driver
     driver.close()

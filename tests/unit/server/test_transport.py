@@ -24,6 +24,7 @@ from atropos.sandbox.programs import snapshot_tar
 from atropos.sandbox.programs.snapshot_tar import NotASnapshot, Unpacker, pack
 from atropos.sandbox.server.snapshots import layer_tar
 from atropos.sandbox.server.snapshots.layer_tar import COPY_BYTES, packed_layers
+from tests.needs import needs
 from tests.processes import descendants
 from tests.waiting import until
 
@@ -443,7 +444,7 @@ def test_a_file_larger_than_the_place_is_refused_and_one_that_is_sparse_arrives(
         subprocess.run(["umount", str(out)], check=True)
 
 
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="zstd is not installed")
+@needs("zstd")
 @pytest.mark.parametrize("given_up", [False, True])
 async def test_an_import_whose_sender_is_silent_ends(tmp_path, monkeypatch, given_up):
     before, there = set(descendants()), asyncio.Event()
