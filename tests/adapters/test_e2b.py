@@ -230,6 +230,10 @@ def test_an_option_that_is_not_there_is_refused(server: Server):
     ):
         with pytest.raises(e2b.SandboxException, match=f"400: {field}"):
             Sandbox.create(**option, **server.options)
+    with pytest.raises(
+        e2b.SandboxException, match=r"400: template 'code-interpreter-v1': .*`Sandbox` of the package e2b"
+    ):
+        Sandbox.create("code-interpreter-v1", **server.options)
     with Sandbox.create(lifecycle={"on_timeout": "kill"}, **server.options) as sandbox:
         assert sandbox.is_running()
 

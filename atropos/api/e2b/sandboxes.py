@@ -206,6 +206,11 @@ class Sandboxes:
             return Root()
         if template in self._pool.config.bases:
             return Root(base=template)
+        if template.startswith("code-interpreter"):
+            raise ConfigError(
+                f"template {template!r}: it has a Jupyter server of E2B's, which slots lack; use `Sandbox` of the package e2b, "
+                "or name a root file system so in the pool's `bases`"
+            )
         if ImageSource.parse(template).transport != "docker":  # on the server's own machine: not for clients
             raise ConfigError(
                 f"template {template!r}: name `base`, a base of the pool, a snapshot, or an image of a registry"
