@@ -33,6 +33,7 @@ BOMBS = "tests/security/test_attack_programs.py::test_no_bomb_harms_more_than_it
 RELEASES = "tests/security/test_attack_programs.py::test_a_slot_released_in_the_middle_of_it_is_whole_for_the_next"
 ALONE = {
     **{f"{test}[{name}]": USES_UP for test in (BOMBS, RELEASES) for name in COUNTED_TOGETHER},
+    "tests/e2e/test_honest_verdicts.py::test_verifiers_that_measure": MEASURES,
     "tests/e2e/test_unauthenticated.py::test_half_open": MEASURES,
     "tests/limits/test_limits.py::test_the_kernel_s_side_of_limits[the_share": MEASURES,
     "tests/security/test_heaps.py::test_counters_that_no_namespace": USES_UP,

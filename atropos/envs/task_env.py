@@ -42,6 +42,7 @@ from atropos.tasks.proof import Proofs
 from atropos.tasks.verifier.layers import VerifierLayers
 from atropos.tasks.verifier.mode import Mode
 from atropos.tasks.verifier.reward import Verdict, combined, passed
+from atropos.tasks.verifier.services import Keep
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +78,10 @@ class TaskEnvConfig(DatasetEnvConfig):
     verifier_mode: Literal["task"] | Mode = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         default="task",
         description="where tests run: as each task says or needs, in a view, in the agent's slot, or in a fresh one",
+    )
+    keep_processes: Literal["task"] | Keep = Field(
+        default="task",
+        description="the agent's processes that are left when tests run: as each task says, those that listen, all, or none",
     )
     verifier_failure: Literal["blame", "drop", "zero"] = Field(
         default="blame",
@@ -355,7 +360,12 @@ class TaskEnv(DatasetEnv):
 
         try:
             verdict = await workspace.verify(
-                slot, task, mode=self.config.verifier_mode, fresh=fresh, layers=self._layers
+                slot,
+                task,
+                mode=self.config.verifier_mode,
+                fresh=fresh,
+                layers=self._layers,
+                keep=self.config.keep_processes,
             )
         except VerifierFailed as failure:
             return await self._blamed(item, task, trajectory_id, failure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -12,7 +12,7 @@ from atropos.net import egress_policy
 from atropos.net.egress_policy import WEB_PORTS, EgressRefused, Rule, parse
 from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB
 from atropos.tasks.format.task import Task
-from atropos.wire import MAX_HOSTS, LeaseLimits
+from atropos.wire import MAX_HOSTS, LeaseLimits, Limit
 
 STAND_INS = ("debian*", "ubuntu*", "python:3*", "buildpack-deps*", "ghcr.io/laude-institute/*", "*t-bench/*")
 """Images whose place a slot's own base takes, a Debian-like system with bash, Python 3, git and a C compiler. All others
@@ -68,6 +68,7 @@ class TaskFit:
         notes: what is different here and may matter.
         limits: what its leases ask for; None: a plain slot will do.
         verifier: likewise, of machines of separate verifiers.
+        lowered: for each limit below what the task asks for, why, and the cure.
     """
 
     refused: tuple[str, ...] = ()
@@ -75,13 +76,13 @@ class TaskFit:
     notes: tuple[str, ...] = ()
     limits: LeaseLimits | None = None
     verifier: LeaseLimits | None = None
+    lowered: Mapping[Limit, str] = field(default_factory=dict["Limit", str])
 
     def sized(self, task: Task) -> Task:
         """The task with these sizes."""
         verifier = None if task.verifier is None else replace(task.verifier, limits=self.verifier)
-        return replace(
-            task, limits=self.limits, verifier=verifier, steps=tuple(self.sized(step) for step in task.steps)
-        )
+        steps = tuple(self.sized(step) for step in task.steps)
+        return replace(task, limits=self.limits, verifier=verifier, steps=steps, lowered=self.lowered)
 
 
 def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Policy = "old") -> TaskFit:
@@ -113,7 +114,12 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
     for one in task.steps or (task,):
         _network(one, room, refused, notes)
     return TaskFit(
-        tuple(dict.fromkeys(refused)), tuple(dict.fromkeys(clamped)), tuple(dict.fromkeys(notes)), limits, verifier
+        tuple(dict.fromkeys(refused)),
+        tuple(dict.fromkeys(clamped)),
+        tuple(dict.fromkeys(notes)),
+        limits,
+        verifier,
+        sizes.lowered,
     )
 
 
@@ -137,6 +143,7 @@ class _Sizes:
     policy: Policy
     refused: list[str] = field(default_factory=list[str])
     clamped: list[str] = field(default_factory=list[str])
+    lowered: dict[Limit, str] = field(default_factory=dict["Limit", str])
 
     def limits(self, task: Task, table: str) -> LeaseLimits | None:
         """What a lease for the task asks for; None: a plain slot. `table`: where task.toml says so."""
@@ -145,33 +152,40 @@ class _Sizes:
         written_out = old and memory == OLD_MEMORY_MB  # by the schema, and no wish of the author's
         if memory > room.most:
             text = f"{table}.memory_mb: {memory} wanted, slots have at most {room.most}"
-            self._lower(text, f"raise slot_memory_mib or slots_per_container for {memory}", old=written_out)
+            cure = f"raise slot_memory_mib or slots_per_container for {memory}"
+            self._lower(text, cure, "memory", old=written_out)
             memory = room.memory_mib if written_out else room.most
         own = 0 if written_out else memory
-        files = self._files(storage, own, table, old=old and storage == OLD_STORAGE_MB)
-        memory = max(memory, own + files if room.volume == "memory" else 0)
-        return room.beyond(memory, files, wants.cpus)
+        files, needed = self._files(storage, own, memory, table, old=old and storage == OLD_STORAGE_MB)
+        return room.beyond(max(memory, needed), files, wants.cpus)
 
-    def _files(self, storage: int, own: int, table: str, *, old: bool) -> int:
-        """Room for files beside what programs have of their own; files on disk need no memory."""
+    def _files(self, storage: int, own: int, memory: int, table: str, *, old: bool) -> tuple[int, int]:
+        """Room for files, and the memory of a lease that has it beside what programs have of their own.
+
+        Files on disk need no memory, and those of a lowered wish lie in what the lease has.
+        """
         room = self.room
         if storage > room.disk_mib and (room.volume == "disk" or old):  # a default is no reason for a larger lease
-            text = f"{table}.storage_mb: {storage} wanted, slots have {room.disk_mib}"
-            self._lower(text, f"raise slot_disk_mib to {storage}", old=old)
-            return 0
+            there = room.disk_mib
+            if room.volume == "memory":
+                there = max(there, min(storage, memory or room.memory_mib))
+            text = f"{table}.storage_mb: {storage} wanted, slots have {there}"
+            self._lower(text, f"raise slot_disk_mib to {storage}", "disk", old=old)
+            return there, 0
         if room.volume == "memory" and own + storage > room.most:
             text = (
                 f"{table}.storage_mb: {storage} of files in memory beside {own} for programs wanted, slots have at "
                 f"most {room.most} for both"
             )
             cure = f"raise slot_memory_mib or slots_per_container for {own + storage}, or keep slots' files on disk"
-            self._lower(text, cure, old=old)
-            return 0
-        return storage
+            self._lower(text, cure, "disk", old=old)
+            return max(room.disk_mib, min(storage, memory or room.memory_mib)), 0
+        return storage, own + storage if room.volume == "memory" else 0
 
-    def _lower(self, text: str, cure: str, *, old: bool) -> None:
+    def _lower(self, text: str, cure: str, limit: Limit, *, old: bool) -> None:
         if self.policy == "clamp" or (self.policy == "old" and old):
             self.clamped.append(text)
+            self.lowered[limit] = f"{text}; {cure}"
         else:
             self.refused.append(f"{text}; {cure}")
 

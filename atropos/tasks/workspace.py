@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -32,11 +32,15 @@ from atropos.tasks.verifier.carry import carry_in, carry_out
 from atropos.tasks.verifier.layers import VerifierLayers
 from atropos.tasks.verifier.mode import Mode, choose
 from atropos.tasks.verifier.reward import Verdict, read_verdict
-from atropos.tasks.verifier.services import end_processes, end_tests, moment
+from atropos.tasks.verifier.services import Keep, end_processes, end_tests
 
 _log = logging.getLogger(__name__)
 LOGS = "/logs/agent /logs/verifier /logs/artifacts"
 """Folders that anyone may write to while the agent works, as Harbor makes them."""
+USED = 0.5
+"""Part of a verifier's time limit that tests must have computed for, where taking longer is their own doing."""
+_STATE = 'read -r up _ </proc/uptime && read -r one </proc/1/stat && echo && echo "$up $one"'
+"""Prints, as its last line, the seconds since the machine's start and what the kernel says of PID 1."""
 WAITS = ("sh", "-c", "sleep infinity")
 """What Harbor has a container run, so that it stays."""
 
@@ -177,6 +181,7 @@ async def verify(
     mode: Literal["task"] | Mode = "task",
     fresh: Callable[[], Awaitable[Slot]] | None = None,
     layers: VerifierLayers | None = None,
+    keep: Literal["task"] | Keep = "task",
 ) -> Verdict:
     """Score what is in the slot.
 
@@ -187,24 +192,49 @@ async def verify(
         fresh: gives the slot of a separate verifier, with its machine (`Task.verifier`, else the task) built in it; the
             agent's may be gone by then.
         layers: what is laid over the machine before the tests come.
+        keep: which of the agent's processes are left; `task`: as its `keep_processes` says.
 
     Raises:
         VerifierFailed: no reward could be read.
+        NotSupported: something failed by a limit of the slot that is lower than the task asks for.
         SandboxError: the infrastructure failed.
     """
+    machines = [slot]
     try:
         chosen = choose(task, mode).mode
-        machine = await _machine(slot, task, chosen, fresh)
+        machines.append(machine := await _machine(slot, task, chosen, fresh, _kept(task) if keep == "task" else keep))
         if layers is not None:
             await layers.put(machine)
-        return await _judge(machine, task.verifier if chosen == "separate" and task.verifier is not None else task)
-    except (SlotFileError, TaskBroken) as error:  # no such user, no room, a folder in a file's place: so it was left
-        raise VerifierFailed(f"{task.name}: {error}") from error
+        verdict = await _judge(machine, task.verifier if chosen == "separate" and task.verifier is not None else task)
+    except (SlotFileError, TaskBroken, VerifierFailed) as error:  # no such user, no room, a folder in a file's place
+        _check_room(task, machines)
+        raise error if isinstance(error, VerifierFailed) else VerifierFailed(f"{task.name}: {error}") from error
     except OSError as error:  # of this machine, as of the disk with the tests
         raise SandboxError(f"{task.name}: {error}") from error
+    if verdict.reward < 1:
+        _check_room(task, machines)
+    return verdict
 
 
-async def _machine(slot: Slot, task: Task, chosen: Mode, fresh: Callable[[], Awaitable[Slot]] | None) -> Slot:
+def _kept(task: Task) -> Keep:
+    said = task.config.verifier.keep_processes
+    return said if isinstance(said, str) else "all" if said else "none"
+
+
+def _check_room(task: Task, machines: Sequence[Slot]) -> None:
+    """Refuse to blame an agent for what a slot of the size that its task asks for would have done.
+
+    Raises:
+        NotSupported: a limit was reached that is lower than that.
+    """
+    for limit, lowered in task.lowered.items():
+        if any(limit in machine.limits_reached for machine in machines):
+            raise NotSupported(f"{task.name}: the {limit} limit was reached, and is lower than the task's: {lowered}")
+
+
+async def _machine(
+    slot: Slot, task: Task, chosen: Mode, fresh: Callable[[], Awaitable[Slot]] | None, keep: Keep
+) -> Slot:
     """Where the tests run, with what the agent left in its place."""
     await _collect(slot, task)
     slot.profile = PLAIN
@@ -218,15 +248,15 @@ async def _machine(slot: Slot, task: Task, chosen: Mode, fresh: Callable[[], Awa
         for path, artifact in carried:
             await carry_in(slot, path, artifact)
     elif chosen == "view":
-        await _open_view(slot, task)
+        await _open_view(slot, task, keep)
     else:
-        await end_processes(slot, task)
+        await end_processes(slot, task, keep)
     return slot
 
 
-async def _open_view(slot: Slot, task: Task) -> None:
+async def _open_view(slot: Slot, task: Task, keep: Keep) -> None:
     """Run the tests beside the agent's programs, where these reach nothing but the folders that they wrote in."""
-    if task.config.verifier.keep_processes is False:
+    if keep == "none":
         await slot.quiesce()
     workdir = task.recipe.workdir
     others = [one.source for one in task.artifacts if not f"{one.source}/".startswith(f"{workdir.rstrip('/')}/")]
@@ -235,7 +265,7 @@ async def _open_view(slot: Slot, task: Task) -> None:
         await slot.view([workdir])
     except NotSupported as error:
         _log.warning("%s: verified in the agent's slot: %s", task.name, error)
-        await end_processes(slot, task)
+        await end_processes(slot, task, keep)
         return
     for path, artifact in carried:
         if artifact is not None:
@@ -268,6 +298,24 @@ async def _collect(slot: Slot, task: Task) -> None:
 
 
 async def _judge(slot: Slot, task: Task) -> Verdict:
+    """Run the tests, and once more where they took too long without having computed for it.
+
+    A host that stalls, or is busy with others, keeps tests from the CPU; so may what they wait for in vain.
+    """
+    limit_s = task.config.verifier.timeout_sec
+    result, used_s = await _run_tests(slot, task)
+    if result.timed_out and used_s < USED * limit_s:
+        _log.warning("%s: its tests took %g s and computed for %.1f: they run again", task.name, limit_s, used_s)
+        result, used_s = await _run_tests(slot, task)
+    if result.timed_out:
+        raise VerifierFailed(
+            f"{task.name}: /tests/{task.test_script} took longer than {limit_s:g} s, and computed for {used_s:.1f}"
+        )
+    return await read_verdict(slot, task, result)
+
+
+async def _run_tests(slot: Slot, task: Task) -> tuple[ExecResult, float]:
+    """How the tests ended, and where they took too long for how many seconds they computed."""
     profile = await profile_of(slot, task, task.verifier_settings)
     await _reach(slot, task.verifier_hosts)
     # links and files where folders belong would send the tests, or the reward, to a place of the agent's choice
@@ -276,7 +324,7 @@ async def _judge(slot: Slot, task: Task) -> Verdict:
     held = task.bundled and not await is_missing(slot, script)
     tests = "true" if held else "rm -rf /tests && mkdir /tests && chmod 700 /tests"
     logs = "chmod a+rx /logs && rm -rf /logs/verifier && mkdir /logs/verifier"
-    clean = await exec_plain(slot, f"{plain} && {logs} && {tests}")
+    clean = await exec_plain(slot, f"{plain} && {logs} && {tests} && {_STATE}")
     if clean.exit_code != 0:
         raise VerifierFailed(f"{task.name}: the tests' folder can't be created: {clean.output[-300:].strip()}")
     for source in () if held else task.tests:
@@ -296,9 +344,17 @@ async def _judge(slot: Slot, task: Task) -> Verdict:
     operation = profile.applied(
         wire.Exec(command=script, env=environment, clean_env=True, timeout_s=task.config.verifier.timeout_sec)
     )
-    before = None if task.step is None else await moment(slot)  # with a step's processes the agent goes on
+    began, used = _state(clean)
     result = ExecResult.of(await slot.run(operation))
-    await end_tests(slot, task, before)
-    if result.timed_out:
-        raise VerifierFailed(f"{task.name}: {script} took longer than {task.config.verifier.timeout_sec:g} s")
-    return await read_verdict(slot, task, result)
+    # With a step's processes the agent goes on, and tests that run again talk to them.
+    await end_tests(slot, task, began if task.step is not None or result.timed_out else None)
+    return result, _state(await exec_plain(slot, _STATE))[1] - used if result.timed_out else 0.0
+
+
+def _state(printed: ExecResult) -> tuple[int, float]:
+    """Of `_STATE`: hundredths of a second since the machine's start, and seconds that all which has ended computed for."""
+    words = printed.output.rstrip().rpartition("\n")[2].split()
+    try:
+        return int(float(words[0]) * 100), sum(map(int, words[-37:-35])) / 100  # cutime and cstime, 16 and 17 of 52
+    except (ValueError, IndexError):  # a shell of the agent's
+        raise VerifierFailed(f"the machine doesn't say what it did: {printed.output[-300:].strip()}") from None

@@ -74,6 +74,16 @@ async def test_the_verifier_runs_where_it_is_told_to(policy, tmp_path, mode, sco
     assert found["t"]["scores"] == [score, score]
 
 
+@shows("keep_processes")
+@pytest.mark.parametrize(("keep", "score"), [("task", 1.0), ("none", 0.0)])
+async def test_the_operator_says_which_programs_the_tests_find(policy, tmp_path, keep, score):
+    leave = script({"calls": [call("terminal", command="(exec -a left-over sleep 1000 >/dev/null 2>&1 &)")]}, "done")
+    toml = "[verifier]\nkeep_processes = true\nenvironment_mode = 'shared'\n"
+    task(tmp_path, "t", prompt=leave, test="pgrep -fc ^left-over > /logs/verifier/reward.txt", toml=toml)
+    found, _ = await run(policy, tmp_path, keep_processes=keep)
+    assert found["t"]["scores"] == [score, score]
+
+
 async def test_verifiers_without_a_reward_drop_the_group_or_score_zero(policy, tmp_path):
     task(tmp_path, "fine")
     task(tmp_path, "silent", test="true")

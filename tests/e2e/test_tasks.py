@@ -37,6 +37,12 @@ async def pool(tmp_path_factory):
         assert stats.leased == 0, "a slot was not given back"
 
 
+@pytest.fixture(autouse=True)
+def no_server_is_awaited(monkeypatch):
+    """Every test below that starts one waits for it, and leaves other processes behind."""
+    monkeypatch.setattr(services, "YOUNG_S", 0.1)
+
+
 class Attempt:
     """One slot at a time, as a trajectory has it."""
 
@@ -281,7 +287,7 @@ async def test_a_process_that_ends_meanwhile_costs_no_server(pool, tmp_path):
         await run.slot.exec(f"(exec -a {name} sleep 1000 &)")
         (pid,) = (pid for pid, line in descendants().items() if line.startswith(name))
         stat = Path(f"/proc/{pid}/stat")
-        ending = asyncio.create_task(services.end_processes(run.slot, run.task))
+        ending = asyncio.create_task(services.end_processes(run.slot, run.task, "services"))
         await until(lambda: ") T " in stat.read_text(), "that it is stopped")
         os.kill(pid, signal.SIGKILL)  # as the kernel does where memory is short; the others' files are being looked at
         await ending
@@ -522,6 +528,12 @@ async def test_a_set_up_that_fails_or_hangs_is_the_tasks_fault(pool, tmp_path):
         ("mkdir /logs/verifier/reward.txt", "", "wrote no"),
         ("echo '{}' > /logs/verifier/reward.json", "", "object of numbers"),
         ('printf \'{"reward": 1, "x%070000d": 1}\' 0 > /logs/verifier/reward.json', "", "bytes, more than 65536"),
+        ('echo \'{"reward": "1"}\' > /logs/verifier/reward.json', "", "'1' is not a number"),
+        (
+            "echo '{\"reward\": 1}' > /logs/verifier/reward.json; echo 0 > /logs/verifier/reward.txt",
+            "",
+            "says 1 and .* 0",
+        ),
         ("echo '{\"reward\": null}' > /logs/verifier/reward.json", "", "not a number"),
         ("printf '{\"reward\": 1%0400d}' 0 > /logs/verifier/reward.json", "", "too large"),
         ("printf '[%.0s' $(seq 20000) > /logs/verifier/reward.json", "", "recursion"),
@@ -540,7 +552,10 @@ async def test_rewards_are_read_as_written(pool, tmp_path):
     for test, reward in (
         ("echo 0.25 > /logs/verifier/reward.txt; exit 7", 0.25),
         ("printf ' 1e-1 \\n' > /logs/verifier/reward.txt", 0.1),
-        ('echo \'{"reward": 0.5, "style": 1}\' > /logs/verifier/reward.json; echo 0 > /logs/verifier/reward.txt', 0.5),
+        (
+            'echo \'{"reward": 0.5, "style": 1}\' > /logs/verifier/reward.json; echo 0.497 > /logs/verifier/reward.txt',
+            0.5,
+        ),
         ("echo '{\"accuracy\": 0.75}' > /logs/verifier/reward.json", 0.75),
         ("echo '{\"reward\": true}' > /logs/verifier/reward.json", 1.0),
         ('printf \'{"reward": 0.5, "x%09000d": 1}\' 0 > /logs/verifier/reward.json', 0.5),

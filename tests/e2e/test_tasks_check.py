@@ -139,7 +139,7 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
         "environment.mcp_servers: the prompt names notes; nothing starts or connects to them",
         *(f"{phase}.network_mode: slots have no network" for phase in ("agent", "verifier")),
     ]
-    assert found["lowered"]["clamped"] == ["environment.storage_mb: 10240 wanted, slots have 512"]
+    assert found["lowered"]["clamped"] == ["environment.storage_mb: 10240 wanted, slots have 2048"]
     assert all(name in page.read_text() for name in found)
 
 

@@ -24,7 +24,7 @@ first = slot_cgroup.SlotCgroup(found, "slot1", SlotLimits(cpu_quota=0.5), 0.5, r
 assert os.path.dirname(cpu).endswith(own), (cpu, own)
 read = lambda name: open(cpu + "/" + name).read().strip()
 print(read("cpu.shares"), read("cpu.cfs_quota_us"))
-first.deprioritize()
+first.change(SlotLimits(cpu_weight=1, cpu_quota=0.25), 0.25)
 first.remove()
 again = slot_cgroup.SlotCgroup(found, "slot2", SlotLimits(), None, ready)
 assert cpu in again.paths

@@ -102,7 +102,6 @@ class SlotHost:
         sandbox = await self.start(name, limits=of.limits, joins=of.network)
         try:
             await sandbox.change_root(layers, base, view=of.view_of(folders))
-            of.cgroup.deprioritize()
         except BaseException:
             await asyncio.shield(sandbox.stop())
             raise

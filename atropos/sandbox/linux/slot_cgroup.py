@@ -149,13 +149,6 @@ class SlotCgroup:
                 peak = next(f"{path}/{name}" for name in _PEAKS if os.path.exists(f"{path}/{name}"))
                 self._files[_PEAK] = os.open(peak, os.O_RDWR | os.O_CLOEXEC)
 
-    def deprioritize(self) -> None:
-        """Give its programs the least CPU weight."""
-        for tree, path in zip(self._trees, self.paths, strict=True):
-            if "cpu" in tree.controllers:
-                file, value = ("cpu.shares", "2") if tree.version == 1 else ("cpu.weight", "1")
-                _write(f"{path}/{file}", value, needed=False)
-
     def change(self, limits: SlotLimits, most_cores: float | None) -> None:
         """Set other limits; only differences are written.
 

@@ -45,6 +45,7 @@ class Slot(SlotFiles):
         "_releasing",
         "lease",
         "limits",
+        "limits_reached",
         "link",
         "mib",
         "network",
@@ -61,6 +62,8 @@ class Slot(SlotFiles):
         """Whether the lease has egress; see `set_network`."""
         self.limits = request.limits
         """What it has instead of the pool's limits."""
+        self.limits_reached: set[wire.Limit] = set()
+        """What stopped its programs, or kept a file from being written, up to now."""
         self.mib = mib
         """Memory of its container that it takes."""
         self._over: SandboxError | None = None
@@ -135,8 +138,16 @@ class Slot(SlotFiles):
         ):
             answer = await self.link.client.call(self.lease, operation, call_id=call_id)
             outcome.result = wire.outcome(answer)
+            self._note_limit(answer)
             span.set(atropos__result=outcome.result)
         return answer
+
+    def _note_limit(self, answer: wire.OpResult) -> None:
+        limit = getattr(answer, "limit", None)
+        if isinstance(answer, wire.OpError) and answer.error == "no_space":
+            limit = limit or "disk"
+        if limit is not None:
+            self.limits_reached.add(limit)
 
     def _check_held(self) -> None:
         """Raise why the lease is over, if it is."""

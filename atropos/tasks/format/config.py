@@ -185,13 +185,6 @@ class VerifierSection(_Phase):
     collect: tuple[Collect, ...] = ()
     keep_processes: Literal["services"] | bool = "services"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _empty(cls, value: object) -> object:
-        if isinstance(value, dict) and value.get("environment") == {}:
-            return {key: one for key, one in value.items() if key != "environment"}
-        return value
-
     def of_step(self, section: StepSection) -> VerifierSection:
         """The task's table with what a step's own says in its place."""
         own = section.verifier

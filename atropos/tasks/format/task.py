@@ -20,7 +20,7 @@ from atropos.tasks.format.config import (
 )
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import Recipe, StepSettings
-from atropos.wire import ImageInfo, ImageState, LeaseLimits
+from atropos.wire import ImageInfo, ImageState, LeaseLimits, Limit
 
 if TYPE_CHECKING:
     from atropos.slots import SlotPool
@@ -59,6 +59,7 @@ class Task:
         files: of a step: what is copied into the workspace before it.
         scoring: what the reward is read from.
         limits: what its leases ask for instead of the pool's limits.
+        lowered: for each limit of its leases that is below what it asks for, why, and the cure.
         verifier: the machine of a separate verifier that differs from the workspace: a task that only that is built of.
         bundled: of such a machine: its image holds the tests.
         unbuildable: why its Dockerfile can't be built here, so that only its `docker_image` serves; else None.
@@ -83,6 +84,7 @@ class Task:
     solution_script: str = "solve.sh"
     variables: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     limits: LeaseLimits | None = None
+    lowered: Mapping[Limit, str] = field(default_factory=dict["Limit", str])
     verifier: Task | None = None
     bundled: bool = False
     unbuildable: str | None = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeVar, cast
 
 from atropos import wire
 from atropos.slots import Slot
@@ -19,12 +20,15 @@ from atropos.tasks.format.task import Task
 
 REWARD_TEXT, REWARD_JSON = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
 MAX_REWARD_BYTES = 65_536
+ROUNDED = 0.01
+"""By how much the two may differ: one of them may be rounded for people."""
 LOG_CHARS = 4000
 """Tail of the verifier's output that is kept with the trajectory."""
 _SUMMARY = re.compile(r"= short test summary info =+\r?\n(.*)", re.DOTALL)
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTILINE)
 _PASSES = {"PASSED", "XFAIL", "SKIPPED"}
+_Read = TypeVar("_Read", float, dict[str, float])
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,20 @@ class Verdict:
 
 
 def combined(task: Task, verdicts: Sequence[Verdict]) -> float:
-    """A task's reward, as `multi_step_reward_strategy` says; as in Harbor, of the steps that were reached."""
-    rewards = [verdict.reward for verdict in verdicts]
-    final = not task.steps or task.config.multi_step_reward_strategy == "final"
-    return rewards[-1] if final else statistics.mean(rewards)
+    """A task's reward, as `multi_step_reward_strategy` says; as in Harbor, of the steps that were reached.
+
+    A mean is of each number by its name, where a step without it counts as 0.
+    """
+    if not task.steps or task.config.multi_step_reward_strategy == "final":
+        return verdicts[-1].reward
+    names = dict.fromkeys(name for verdict in verdicts for name in verdict.metrics)
+    means = {name: statistics.mean(verdict.metrics.get(name, 0.0) for verdict in verdicts) for name in names}
+    return _main(means) if means else 0.0
+
+
+def _main(metrics: Mapping[str, float]) -> float:
+    """The number that is the reward: the one of that name, else the first."""
+    return metrics.get("reward", next(iter(metrics.values())))
 
 
 def passed(step: StepSection, verdict: Verdict) -> bool:
@@ -69,25 +83,45 @@ async def read_verdict(slot: Slot, task: Task, result: ExecResult) -> Verdict:
 
 
 async def _written(slot: Slot, task: Task, result: ExecResult) -> tuple[float, dict[str, float]]:
-    """The reward as Harbor has it: reward.json holds numbers by name; without one, reward.txt holds one number."""
-    for path in (REWARD_JSON, REWARD_TEXT):
-        answer = await slot.run(wire.ReadFile(path=path, max_bytes=MAX_REWARD_BYTES))
-        if isinstance(answer, wire.OpError):
-            continue
-        assert isinstance(answer, wire.FileResult)
-        text = answer.data.decode("utf-8", errors="replace").strip()
-        try:
-            if answer.size > MAX_REWARD_BYTES:
-                raise ValueError(f"{answer.size} bytes, more than {MAX_REWARD_BYTES}")
-            metrics = _numbers(json.loads(text)) if path == REWARD_JSON else {"reward": _number(text)}
-        except (ValueError, OverflowError, RecursionError) as error:  # 10**400, or brackets ten thousand deep
-            raise VerifierFailed(f"{task.name}: {path} holds no reward: {error}") from None
-        return metrics.get("reward", next(iter(metrics.values()))), metrics
-    killed = f", limit {result.limit}" if result.limit else ""
-    raise VerifierFailed(
-        f"{task.name}: {task.test_script} wrote no {REWARD_JSON} and no {REWARD_TEXT} "
-        f"(exit code {result.exit_code}{killed}): {result.output[-500:].strip()}"
-    )
+    """The reward as Harbor has it: reward.json holds numbers by name; without one, reward.txt holds one number.
+
+    Raises:
+        VerifierFailed: there is neither, one is no reward, or they say different things: one of them is not the tests'.
+    """
+    named = await _read(slot, task, REWARD_JSON, _numbers)
+    if named is None:
+        alone = await _read(slot, task, REWARD_TEXT, _number)
+        if alone is None:
+            killed = f", limit {result.limit}" if result.limit else ""
+            raise VerifierFailed(
+                f"{task.name}: {task.test_script} wrote no {REWARD_JSON} and no {REWARD_TEXT} "
+                f"(exit code {result.exit_code}{killed}): {result.output[-500:].strip()}"
+            )
+        return alone, {"reward": alone}
+    reward = _main(named)
+    beside = None
+    with contextlib.suppress(VerifierFailed):  # beside reward.json it may hold anything
+        beside = await _read(slot, task, REWARD_TEXT, _number)
+    if beside is not None and abs(beside - reward) > ROUNDED:
+        raise VerifierFailed(
+            f"{task.name}: {REWARD_JSON} says {reward:g} and {REWARD_TEXT} {beside:g}; a verifier writes one of them, or the "
+            "same to both"
+        )
+    return reward, named
+
+
+async def _read(slot: Slot, task: Task, path: str, parse: Callable[[str], _Read]) -> _Read | None:
+    """What a file of the verifier's holds; None: there is no such file."""
+    answer = await slot.run(wire.ReadFile(path=path, max_bytes=MAX_REWARD_BYTES))
+    if isinstance(answer, wire.OpError):
+        return None
+    assert isinstance(answer, wire.FileResult)
+    try:
+        if answer.size > MAX_REWARD_BYTES:
+            raise ValueError(f"{answer.size} bytes, more than {MAX_REWARD_BYTES}")
+        return parse(answer.data.decode("utf-8", errors="replace").strip())
+    except (ValueError, OverflowError, RecursionError) as error:  # 10**400, or brackets ten thousand deep
+        raise VerifierFailed(f"{task.name}: {path} holds no reward: {error}") from None
 
 
 def _summary(task: Task, result: ExecResult) -> tuple[float, dict[str, float]]:
@@ -109,17 +143,23 @@ def _summary(task: Task, result: ExecResult) -> tuple[float, dict[str, float]]:
     return reward, {"reward": reward, "tests": float(len(outcomes)), "passed": float(passed)}
 
 
-def _number(value: object) -> float:
-    if not isinstance(value, int | float | str):  # true is 1, as Harbor reads it
-        raise ValueError(f"{value!r:.100} is not a number")  # noqa: TRY004 (what was read is wrong, not a type here)
-    number = float(value)
+def _number(text: str) -> float:
+    return _finite(float(text))
+
+
+def _finite(number: float) -> float:
     if not math.isfinite(number):
-        raise ValueError(f"{value!r:.100} is not finite")
+        raise ValueError(f"{number} is not finite")
     return number
 
 
-def _numbers(value: object) -> dict[str, float]:
+def _numbers(text: str) -> dict[str, float]:
+    value = json.loads(text)
     if not isinstance(value, dict) or not value:
         raise ValueError("it is not an object of numbers")
-    named = cast("dict[object, object]", value)
-    return {str(key): _number(number) for key, number in named.items()}
+    found: dict[str, float] = {}
+    for key, number in cast("dict[str, object]", value).items():
+        if not isinstance(number, int | float):  # true is 1, as Harbor reads it
+            raise ValueError(f"{number!r:.100} is not a number")  # noqa: TRY004 (what was read is wrong, not a type here)
+        found[key] = _finite(float(number))
+    return found

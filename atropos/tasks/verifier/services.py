@@ -3,17 +3,26 @@
 A task may ask for a server, and its tests then talk to it. So by default processes that listen on a socket stay, with
 their children and the shell of the terminal that they run on; everything else ends. A hostile agent can listen as well:
 `environment_mode = "separate"` is for that.
+
+A server that was started in the agent's last moment does not listen yet. So what is younger than `YOUNG_S` is given the time to,
+up to that age.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 from atropos.slot_python import SLOT_PYTHON
 from atropos.slots import Slot
 from atropos.tasks.format.task import Task
 
 _log = logging.getLogger(__name__)
+
+Keep = Literal["services", "all", "none"]
+"""Which processes are still there when the tests run: those that listen, all, or none."""
+YOUNG_S = 10
+"""Age in seconds by which a server listens. Interpreters with large libraries take some seconds to."""
 
 _SCRIPT = r"""
 import os, sys, time, _signal as signal
@@ -48,22 +57,33 @@ def holds(pid, sockets):
         return any(os.readlink(f"/proc/{pid}/fd/{fd}") in sockets for fd in os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return False
+def look():
+    tree, sockets, pid = processes(), listening(), os.getpid()
+    spared = {1}
+    while pid in tree:
+        spared.add(pid)
+        pid, *_ = tree[pid]
+    if since is not None:
+        kept = {pid for pid, (*_, started) in tree.items() if started < since} - spared
+    else:
+        kept = {pid for pid in tree if pid not in spared and holds(pid, sockets)}
+    while more := {pid for pid, (parent, *_) in tree.items() if parent in kept and pid not in kept}:
+        kept |= more
+    kept |= {tree[pid][1] for pid in kept} & set(tree) - spared  # at whose end what runs on the terminal is hung up
+    return tree, spared, kept
+def may_listen_yet():  # what is younger than that age, but for the shell of a terminal
+    tree, spared, kept = look()
+    after = (float(open("/proc/uptime").read().split()[0]) - young) * os.sysconf("SC_CLK_TCK")
+    return any(tree[pid][2] > after and tree[pid][1] != pid for pid in set(tree) - spared - kept)
+young, since = float(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else None
+deadline = time.monotonic() + young
+while since is None and time.monotonic() < deadline and may_listen_yet():
+    time.sleep(0.2)
 try:
     os.kill(-1, signal.SIGSTOP)  # all but this one and PID 1: nothing forks or starts to listen while it is looked at
 except OSError:  # there is nothing else
     pass
-tree, sockets, pid = processes(), listening(), os.getpid()
-spared = {1}
-while pid in tree:
-    spared.add(pid)
-    pid, *_ = tree[pid]
-if sys.argv[1:]:
-    kept = {pid for pid, (*_, started) in tree.items() if started < int(sys.argv[1])} - spared
-else:
-    kept = {pid for pid in tree if pid not in spared and holds(pid, sockets)}
-while more := {pid for pid, (parent, *_) in tree.items() if parent in kept and pid not in kept}:
-    kept |= more
-kept |= {tree[pid][1] for pid in kept} & set(tree) - spared  # at whose end what runs on the terminal is hung up
+tree, spared, kept = look()
 ended = set(tree) - spared - kept
 for sent, those in ((signal.SIGKILL, ended), (signal.SIGCONT, kept)):
     for pid in those:
@@ -76,17 +96,15 @@ while ended & set(processes()):  # none is seen by the tests
 print(len(ended), len(kept))
 """
 """For the Python that every slot has: many images have none, and what is the agent's may be replaced."""
-_NOW = 'print(open("/proc/self/stat").read().rpartition(")")[2].split()[19])'
 
 
-async def end_processes(slot: Slot, task: Task) -> None:
+async def end_processes(slot: Slot, task: Task, keep: Keep) -> None:
     """End what the task doesn't need for its verification, and say how much that was.
 
     Raises:
         SandboxError: the infrastructure failed.
     """
-    keep = task.config.verifier.keep_processes
-    if keep is True:
+    if keep == "all":
         return
     if keep == "services":
         counts = await _counted(slot, task)
@@ -96,17 +114,13 @@ async def end_processes(slot: Slot, task: Task) -> None:
     _report(task, await slot.quiesce(), "none stays")
 
 
-async def moment(slot: Slot) -> int | None:
-    """Now, as the kernel counts the time at which a process started; None where the slot can't say.
-
-    Raises:
-        SandboxError: the infrastructure failed.
-    """
-    return next(iter(await _numbers(slot, _NOW)), None)
-
-
 async def end_tests(slot: Slot, task: Task, since: int | None) -> None:
     """End the tests and what they left: all that started later than `since`, except by what was there; None: everything.
+
+    Args:
+        slot: where they ran.
+        task: whose they are.
+        since: hundredths of a second since the machine's start.
 
     Raises:
         SandboxError: the infrastructure failed.
@@ -117,21 +131,13 @@ async def end_tests(slot: Slot, task: Task, since: int | None) -> None:
 
 async def _counted(slot: Slot, task: Task, *arguments: str) -> tuple[int, int] | None:
     """How many processes the script ended, and how many it kept; None where it failed."""
-    counts = await _numbers(slot, _SCRIPT, *arguments)
-    if len(counts) == 2:
-        return counts[0], counts[1]
-    _log.warning("%s: processes can't be distinguished, and all are ended", task.name)
-    return None
-
-
-async def _numbers(slot: Slot, script: str, *arguments: str) -> list[int]:
-    """What a script printed; nothing where it failed."""
-    done = await slot.exec((*SLOT_PYTHON, "-c", script, *arguments), workdir="/", clean_env=True, timeout_s=30)
+    command = (*SLOT_PYTHON, "-c", _SCRIPT, str(YOUNG_S), *arguments)
+    done = await slot.exec(command, workdir="/", clean_env=True, timeout_s=30 + YOUNG_S)
     words = done.output.split()
-    if done.exit_code != 0 or not all(word.isdecimal() for word in words):
-        _log.warning("a program of atropos's own failed in a slot: %s", done.output[-200:].strip())
-        return []
-    return [int(word) for word in words]
+    if done.exit_code == 0 and len(words) == 2 and all(word.isdecimal() for word in words):
+        return int(words[0]), int(words[1])
+    _log.warning("%s: processes can't be distinguished, and all are ended: %s", task.name, done.output[-200:].strip())
+    return None
 
 
 def _report(task: Task, ended: int, rest: str) -> None:

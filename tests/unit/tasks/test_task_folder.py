@@ -19,7 +19,7 @@ from atropos.tasks.fit import Room, TaskFit, fit
 from atropos.tasks.folder import load_task, read_folders, read_tasks
 from atropos.tasks.format.context import Context, walk
 from atropos.tasks.format.recipe import PATH, Copy, Download, Folder, Mount, Run, StepSettings
-from atropos.tasks.verifier.mode import choose
+from atropos.tasks.verifier.mode import Choice, choose
 from atropos.tasks.verifier.reward import Verdict, combined
 from atropos.wire import LeaseLimits
 
@@ -796,8 +796,8 @@ def test_files_in_memory_need_room_beside_the_programs(folder):
 @pytest.mark.parametrize(
     ("version", "sizes", "limits", "clamped", "refused"),
     [
-        ("1.1", {"memory_mb": 2048, "storage_mb": 10_240}, LeaseLimits(memory_mib=2048), 1, 0),
-        ("1.1", {"memory_mb": 4096, "storage_mb": 10_240}, LeaseLimits(memory_mib=4096), 1, 0),
+        ("1.1", {"memory_mb": 2048, "storage_mb": 10_240}, LeaseLimits(memory_mib=2048, disk_mib=2048), 1, 0),
+        ("1.1", {"memory_mb": 4096, "storage_mb": 10_240}, LeaseLimits(memory_mib=4096, disk_mib=4096), 1, 0),
         ("1.1", {"memory_mb": 8192, "storage_mb": 10_240}, None, 1, 1),
         ("1.4", {"memory_mb": 4096, "storage_mb": 512}, None, 0, 1),
         ("1.4", {"memory_mb": 512, "storage_mb": 512, "cpus": 1}, None, 0, 0),
@@ -815,7 +815,7 @@ def test_what_a_slot_lacks_is_asked_for_up_to_a_whole_container(folder, version,
 def test_with_clamp_everything_is_lowered_to_the_largest_lease(folder):
     task = sized(folder, "1.4", memory_mb=8192, storage_mb=8192)
     found = fit(task, Room(memory_mib=1024, disk_mib=512, most_mib=4096), policy="clamp")
-    assert (found.refused, len(found.clamped), found.limits) == ((), 2, LeaseLimits(memory_mib=4096))
+    assert (found.refused, len(found.clamped), found.limits) == ((), 2, LeaseLimits(memory_mib=4096, disk_mib=4096))
 
 
 @pytest.mark.parametrize(
@@ -826,6 +826,7 @@ def test_sizes_that_old_schemas_wrote_out_are_lowered_and_others_refused(folder,
     task = sized(folder, version, memory_mb=2048, storage_mb=10_240)
     found = fit(task, Room(memory_mib=1024, disk_mib=512), policy=policy)
     assert (len(found.refused), len(found.clamped)) == (refused, clamped)
+    assert sorted(found.sized(task).lowered) == (["disk", "memory"] if clamped else [])
     chosen = sized(folder, "1.1", memory_mb=4096)
     assert len(fit(chosen, Room(memory_mib=1024, disk_mib=512), policy="old").refused) == 1
 
@@ -929,7 +930,29 @@ def test_unknown_keys_are_listed_and_empty_tables_are_fine(folder):
     )
     task = load_task(folder)
     assert [text.split()[0] for text in task.warnings] == ["frobnicate", "verifier.timout_sec"]
-    assert choose(task).mode == "view"
+    assert choose(task) == Choice("separate", "[verifier.environment] is set"), "as in Harbor, an empty one says so too"
+
+
+@pytest.mark.parametrize(
+    ("test", "mode"),
+    [
+        ('python3 -c "import os; os.rename(\\"/app/a\\", \\"/jail/a\\")"', "shared"),
+        ("os.link('/app/a', '/tmp/a')", "shared"),
+        ("Path('/tmp/a').rename('/app/a')", "shared"),
+        ("fs.renameSync('/app/a', '/tmp/a')", "shared"),
+        ("cd /; ln /app/a /tmp/a", "shared"),
+        ("ln -s /app/a /tmp/a", "view"),
+        ("os.replace('/app/a.new', '/app/a')", "view"),
+        ("os.rename('/tmp/a', '/tmp/b')", "view"),
+        ("mv /app/a /tmp/a", "view"),
+        ("frame.rename(columns={'/app': '/tmp'})", "view"),
+    ],
+)
+def test_tests_that_rename_or_link_out_of_a_view_run_in_the_agent_s_slot(folder, test, mode):
+    (folder / "environment/Dockerfile").write_text("FROM debian:13\nWORKDIR /app\n")
+    (folder / "tests/helper.py").write_text(test)
+    found = choose(load_task(folder))
+    assert found.mode == mode, found
 
 
 def test_variables_of_this_machine_are_given_by_name_only(folder):
@@ -1059,7 +1082,17 @@ def test_the_mean_of_steps_is_exact_for_any_numbers(folder, rewards, mean):
     (folder / "steps/one").mkdir(parents=True)
     (folder / "steps/one/instruction.md").write_text("Do it.")
     (folder / "task.toml").write_text("[[steps]]\nname = 'one'\n")
-    assert combined(load_task(folder), [Verdict(reward, 0, "", 0.0) for reward in rewards]) == mean
+    assert combined(load_task(folder), [Verdict(reward, 0, "", 0.0, {"reward": reward}) for reward in rewards]) == mean
+
+
+def test_the_mean_of_steps_is_of_each_number_by_its_name_and_what_is_missing_is_0(folder):
+    (folder / "steps/one").mkdir(parents=True)
+    (folder / "steps/one/instruction.md").write_text("Do it.")
+    (folder / "task.toml").write_text("[[steps]]\nname = 'one'\n")
+    found = [{"style": 1.0, "reward": 0.5}, {"style": 1.0}, {"accuracy": 1.0, "reward": 1.0}]
+    verdicts = [Verdict(metrics.get("reward", 1.0), 0, "", 0.0, metrics) for metrics in found]
+    assert combined(load_task(folder), verdicts) == 0.5
+    assert combined(load_task(folder), [Verdict(1.0, 0, "", 0.0, {"style": 1.0}), Verdict(0.0, None, "", 0.0)]) == 0.5
 
 
 @pytest.mark.parametrize("table", ["steps.verifier", "steps.verifier.environment"])

@@ -1,0 +1,179 @@
+"""Honest work is not scored 0 by what the machine did to it."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from atropos.errors import NotSupported
+from atropos.tasks import workspace
+from atropos.tasks.errors import VerifierFailed
+from atropos.tasks.fit import Room, fit
+from atropos.tasks.verifier import services
+from tests.e2e.test_tasks import Attempt, make_task, pool, working_on
+from tests.processes import descendants
+from tests.waiting import SLOWNESS, until
+
+__all__ = ["pool"]
+MODES = ("view", "shared", "separate")
+APP = "FROM debian:13\nWORKDIR /app\n"
+
+
+def running(name):
+    """Processes whose command line begins so."""
+    return [pid for pid, line in descendants().items() if line.startswith(name)]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("mode", MODES)
+async def test_tests_that_were_stopped_from_outside_run_once_more(pool, tmp_path, mode, caplog):
+    name = f"stopped-{mode}-{os.getpid()}"
+    test = f"(exec -a {name} sleep 0.5); cp answer /logs/verifier/reward.txt"
+    task = make_task(tmp_path, test=test, toml=f"[verifier]\ntimeout_sec = {3 * SLOWNESS:g}\n", dockerfile=APP)
+    async with working_on(pool, task) as run:
+        await run.slot.write_file("/app/answer", b"1")
+        verifying = asyncio.create_task(run.verify(mode))
+        await until(lambda: running(name), "its tests")
+        for pid in running(name):
+            os.kill(pid, signal.SIGSTOP)
+        assert (await verifying).reward == 1
+    assert "they run again" in caplog.text
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_tests_that_run_again_find_the_agent_s_server(pool, tmp_path):
+    name = f"stopped-server-{os.getpid()}"
+    test = f"(exec -a {name} sleep 0.5); : < /dev/tcp/127.0.0.1/8124 && echo 1 > /logs/verifier/reward.txt"
+    task = make_task(tmp_path, test=f"#!/bin/bash\n{test}", toml=f"[verifier]\ntimeout_sec = {3 * SLOWNESS:g}\n")
+    async with working_on(pool, task) as run:
+        await run.slot.exec("setsid python3 -m http.server 8124 >/dev/null 2>&1 &")
+        await run.slot.exec("until : < /dev/tcp/127.0.0.1/8124; do sleep 0.05; done 2>/dev/null", timeout_s=30)
+        verifying = asyncio.create_task(run.verify("shared"))
+        await until(lambda: running(name), "its tests")
+        for pid in running(name):
+            os.kill(pid, signal.SIGSTOP)
+        assert (await verifying).reward == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("test", "runs"), [("while :; do :; done", 1), ("sleep 100", 2)])
+async def test_two_time_outs_are_no_reward_and_one_is_enough_of_tests_that_computed(pool, tmp_path, test, runs):
+    test = f"echo >> /app/runs; {test}"
+    toml = "[verifier]\ntimeout_sec = 3\n"
+    async with working_on(pool, make_task(tmp_path, test=test, toml=toml, dockerfile=APP)) as run:
+        # a busy machine may keep the loop from the CPU as well
+        with pytest.raises(VerifierFailed, match="took longer than 3 s"):
+            await run.verify("shared")
+        assert len(await run.slot.read_file("/app/runs")) in {runs, 2}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("mode", ["view", "shared"])
+async def test_a_server_that_is_not_listening_yet_stays_and_what_never_listens_ends(pool, tmp_path, monkeypatch, mode):
+    monkeypatch.setattr(services, "YOUNG_S", 10 * SLOWNESS)
+    test = """#!/bin/bash
+    for i in $(seq 100); do (: < /dev/tcp/127.0.0.1/8125) 2>/dev/null && up=1 && break; sleep 0.1; done
+    echo ${up:-0} > /logs/verifier/reward.txt
+    """
+    async with working_on(pool, make_task(tmp_path, test=test, dockerfile=APP)) as run:
+        await run.slot.exec("setsid sh -c 'sleep 1; exec python3 -m http.server 8125' >/dev/null 2>&1 &")
+        assert (await run.verify(mode)).reward == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("keep", "loops"), [("task", 1), ("services", 0), ("none", 0), ("all", 1)])
+async def test_the_operator_says_which_processes_stay(pool, tmp_path, keep, loops):
+    test = "pgrep -fc ^a-mere-loop > /logs/verifier/reward.txt"
+    task = make_task(tmp_path, test=test, toml="[verifier]\nkeep_processes = true\n")
+    async with working_on(pool, task) as run:
+        await run.slot.exec("(exec -a a-mere-loop sleep 1000 >/dev/null 2>&1 &)")
+        assert (await workspace.verify(run.slot, task, mode="shared", keep=keep)).reward == loops
+
+
+@contextlib.asynccontextmanager
+async def sized(pool, task):
+    """An attempt in a slot that is as large as there is room for."""
+    limits = pool.config.limits
+    task = fit(task, Room(memory_mib=limits.memory_mib, disk_mib=limits.disk_mib)).sized(task)
+    async with Attempt(pool, task) as run:
+        await run.slot.release()
+        prepared = await run.images.prepare(task)
+        run.slot = await pool.acquire(task.name, image=prepared.image, limits=prepared.task.limits)
+        await workspace.enter(run.slot, task)
+        yield run
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mib", "fits"), [(700, True), (1500, False)])
+async def test_a_lower_limit_than_the_task_s_is_no_zero(pool, tmp_path, mode, mib, fits):
+    """10 GiB of files were asked for, as old schemas do, and the slot has what fits into its memory."""
+    task = make_task(
+        tmp_path,
+        toml=f'[environment]\nmemory = "2G"\nstorage = "10G"\n[verifier]\nenvironment_mode = "{mode}"\n',
+        test="[ -e /app/done ]; echo $((! $?)) > /logs/verifier/reward.txt",
+        files={"solution/solve.sh": f"#!/bin/sh\nhead -c {mib}M /dev/zero > /app/wheel.bin && touch /app/done"},
+        dockerfile=APP,
+    )
+    async with sized(pool, task) as run:
+        await workspace.solve(run.slot, run.task)
+        if mode == "separate":
+            await run.slot.exec("rm -f /app/wheel.bin")  # more than is carried over
+        if fits:
+            assert (await run.verify()).reward == 1
+        else:
+            with pytest.raises(NotSupported, match=r"disk limit was reached.*storage_mb: 10240 wanted"):
+                await run.verify()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_limit_as_large_as_the_task_asks_for_is_the_agent_s_matter(pool, tmp_path):
+    task = make_task(tmp_path, test="echo 0 > /logs/verifier/reward.txt", dockerfile=APP)
+    async with working_on(pool, task) as run:
+        assert (await run.slot.exec("head -c 2G /dev/zero > /app/f; rm /app/f; exit 1")).exit_code == 1
+        assert (await run.slot.exec("head -c 2G /dev/zero > /app/f")).limit == "disk"
+        await run.slot.exec("rm /app/f")
+        assert (await run.verify("shared")).reward == 0
+
+
+PROGRAM = "sum(x * x for x in range(1_000_000))"
+VERIFIERS, AT_ONCE, HOGS = 20, 4, 12 * (os.cpu_count() or 1)
+
+
+@contextlib.contextmanager
+def busy_host():
+    """Programs beside the server that compute without end."""
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(HOGS)]
+    try:
+        yield
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+
+
+async def beside_it() -> float:
+    """Seconds that the program takes on the host itself, as often at once as in slots."""
+    began = time.perf_counter()
+    programs = [await asyncio.create_subprocess_exec("python3", "-c", PROGRAM) for _ in range(AT_ONCE)]
+    assert [await each.wait() for each in programs] == [0] * AT_ONCE
+    return time.perf_counter() - began
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_verifiers_that_measure_time_score_no_false_zero_beside_a_busy_host(pool, tmp_path):
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def score(number, within_s):
+        test = f"timeout {within_s:.1f} python3 -c '{PROGRAM}'; echo $((! $?)) > /logs/verifier/reward.txt"
+        async with room, working_on(pool, make_task(tmp_path / str(number), test=test, dockerfile=APP)) as run:
+            return (await run.verify()).reward
+
+    with busy_host():
+        within_s = 4 * max([await beside_it() for _ in range(3)])
+        assert await asyncio.gather(*(score(n, within_s) for n in range(VERIFIERS))) == [1.0] * VERIFIERS
