@@ -53,7 +53,7 @@ class GroupSink:
         `name` is its item's; `max_token_len` is the trainer's limit, 0: none.
         """
         group.setdefault("ref_logprobs", None)
-        group.setdefault("overrides", None)
+        group.setdefault("overrides", [{} for _ in group["tokens"]])
         group.setdefault("distill_token_ids", None)
         group.setdefault("distill_logprobs", None)
         group["group_overrides"] = group.get("group_overrides") or {}
