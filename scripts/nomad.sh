@@ -34,9 +34,18 @@ if ! flock --nonblock 9; then
 fi
 rm -f "$binary".part* # of a build that was killed
 echo "building Nomad $version with Go (3 minutes once; then it is kept in $cache)" >&2
-log=$(mktemp)
 part=$binary.part$$
-trap 'rm -f "$log" "$part"' EXIT
+scratch=$(mktemp -d)
+log=$scratch/log
+trap 'rm -rf "$part" "$scratch"' EXIT
+if [ -z "$(go env GOTOOLCHAIN)" ]; then # Go before 1.21 (Debian 12) fetches no other one: here is what newer ones do
+  toolchain=golang.org/toolchain@v0.0.1-go$(awk '$1 == "go" { print $2 }' nomad/build/go.mod).$(go env GOOS)-$(go env GOARCH)
+  (cd "$scratch" && go mod init toolchain && go mod download "$toolchain") >"$log" 2>&1 \
+    || { tail -n 30 "$log" >&2; echo "the Go that Nomad needs could not be fetched" >&2; exit 1; }
+  toolchain=$(go env GOMODCACHE)/$toolchain
+  chmod -R +x "$toolchain/bin" "$toolchain/pkg/tool" # of a module no file can be executed
+  PATH=$toolchain/bin:$PATH
+fi
 # GOTOOLCHAIN: an older Go, as distributions have it, fetches the one that go.mod names
 # GOGC: the compiler collects its garbage more rarely, which builds in an eighth less time
 (cd nomad/build && GOGC=400 CGO_ENABLED=1 GOFLAGS=-mod=readonly GOTOOLCHAIN=auto go build -trimpath -tags release -ldflags '-s -w' -o "$part" github.com/hashicorp/nomad) \
