@@ -30,6 +30,7 @@ from atropos.images.untrusted import ImageRefused, program, uncompressed
 
 CHUNK = 1 << 20
 BLOCK = 4096
+NS = 1_000_000_000
 WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
 XATTR = "SCHILY.xattr."
 CAPABILITY = "security.capability"
@@ -37,20 +38,28 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Digesting:
-    """Reads a stream, at most `limit` bytes of it, and keeps the SHA-256 of what was read."""
+    """Reads a tar, at most `limit` bytes of it, and keeps the SHA-256 of what was read.
+
+    What writers of layers leave out at its end is filled up with zeros: the last block, and all of a layer with no members.
+    """
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
         self._stream = stream
-        self._left = limit
+        self._limit = limit
+        self.size = 0
+        self._filled = False
         self._digest = hashlib.sha256()
 
     def read(self, size: int = -1) -> bytes:
         """As a file's."""
         data = self._stream.read(size)
-        self._left -= len(data)
-        if self._left < 0:
+        self.size += len(data)
+        if self.size > self._limit:
             raise ImageRefused("a layer that is larger than its bound")
         self._digest.update(data)
+        if not data and not self._filled:
+            self._filled = True
+            return bytes(-self.size % tarfile.BLOCKSIZE or (0 if self.size else tarfile.BLOCKSIZE))
         return data
 
     def finish(self) -> str:
@@ -70,14 +79,17 @@ class ImageTree:
         self._parent: tuple[str, int] = ("", os.dup(self._root))
         self._added: set[str] = set()
         """What the layer being unpacked holds, the folders above each included."""
-        self._times: list[tuple[str, float]] = []
+        self._times: list[tuple[str, int]] = []
         self.bytes = 0
         self.members = 0
+        self.end = 0
+        """Where the content of the layer's last file ends in its tar."""
 
     def apply(self, stream: IO[bytes]) -> None:
         """Unpack one layer, an uncompressed tar."""
         self._added.clear()
         self._times.clear()
+        self.end = 0
         with tarfile.open(
             fileobj=stream, mode="r|", encoding="utf-8", errors="surrogateescape", tarinfo=WholeTar
         ) as tar:
@@ -88,9 +100,22 @@ class ImageTree:
             self._set_time(path, at)
 
     def make_folder(self, path: str) -> None:
-        """Make a folder that no layer may have, as Docker makes a container's WORKDIR; not through a link."""
-        with contextlib.suppress(ImageRefused):
-            self._open(_checked(path), create=True)
+        """Make a folder that no layer may have, as Docker makes a container's WORKDIR; not through a link.
+
+        Raises:
+            ImageRefused: there is a file in its place, where no command could start.
+        """
+        parts = _checked(path).split("/")
+        try:
+            self._open("/".join(parts), create=True)
+        except ImageRefused:
+            for count in range(1, len(parts) + 1):
+                where, name = "/".join(parts[: count - 1]), parts[count - 1]
+                mode = os.stat(name, dir_fd=self._open(where, create=True), follow_symlinks=False).st_mode
+                if stat.S_ISLNK(mode):
+                    return
+                if not stat.S_ISDIR(mode):
+                    raise ImageRefused(f"its WORKDIR {path} leads through a file, {'/'.join(parts[:count])}") from None
 
     def _member(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         self.members += 1
@@ -121,7 +146,7 @@ class ImageTree:
         if member.isdir():
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o755, dir_fd=parent)
-            self._times.append((path, member.mtime))
+            self._times.append((path, _mtime_ns(member)))
             self._count(BLOCK)
             return os.open(name, _FOLDER, dir_fd=parent)
         if member.issym():
@@ -154,6 +179,8 @@ class ImageTree:
             size += len(chunk)
         os.ftruncate(fd, size)
         self._count(BLOCK)
+        if not member.issparse():
+            self.end = member.offset_data + size
         return fd
 
     def _link(self, parent: int, name: str, member: tarfile.TarInfo) -> None:
@@ -263,12 +290,12 @@ class ImageTree:
                 with contextlib.suppress(OSError):  # a file system without such attributes
                     os.setxattr(fd, name, value.encode("utf-8", "surrogateescape"))
         if not member.isdir():
-            os.utime(fd, ns=(_ns(member.mtime), _ns(member.mtime)))
+            os.utime(fd, ns=(_mtime_ns(member), _mtime_ns(member)))
 
     def _own_link(self, parent: int, name: str, member: tarfile.TarInfo) -> None:
         user, group = self._owner(member)
         os.chown(name, user, group, dir_fd=parent, follow_symlinks=False)
-        at = _ns(member.mtime)
+        at = _mtime_ns(member)
         os.utime(name, ns=(at, at), dir_fd=parent, follow_symlinks=False)
         self._count(BLOCK)
 
@@ -281,10 +308,10 @@ class ImageTree:
             )
         return member.uid, member.gid
 
-    def _set_time(self, path: str, at: float) -> None:
+    def _set_time(self, path: str, at: int) -> None:
         with contextlib.suppress(ImageRefused):
             fd = self._open(path)
-            os.utime(fd, ns=(_ns(at), _ns(at)))
+            os.utime(fd, ns=(at, at))
             os.close(fd)
 
     def _count(self, size: int) -> None:
@@ -310,8 +337,12 @@ def _checked(name: str) -> str:
     return "/".join(part for part in name.split("/") if part not in {"", "."})
 
 
-def _ns(seconds: float) -> int:
-    return int(min(max(seconds, 0), 1 << 33) * 1_000_000_000)
+def _mtime_ns(member: tarfile.TarInfo) -> int:
+    """When a member was changed: an extended header says it to the nanosecond, of which a float loses some."""
+    seconds, _, fraction = member.pax_headers.get("mtime", "").partition(".")
+    if not (seconds + fraction).isdecimal():
+        return int(min(max(member.mtime, 0), 1 << 33)) * NS
+    return min(int(seconds or "0"), 1 << 33) * NS + int(fraction[:9].ljust(9, "0"))
 
 
 def unpack(
@@ -329,6 +360,8 @@ def unpack(
             try:
                 tree.apply(cast("IO[bytes]", stream))
                 found = stream.finish()
+                if stream.size < tree.end:
+                    raise EOFError("unexpected end of data")
             except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
                 raise ImageRefused(f"layer {wanted[:12]} is no tar: {error}") from None
         if wanted != found:

@@ -20,7 +20,7 @@ from tests.needs import require
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
 
 
-def unpacked(tmp_path, *layers, max_bytes=64 << 20, max_members=10_000, ids=65_536, digests=None):
+def unpacked(tmp_path, *layers, max_bytes=64 << 20, max_members=10_000, ids=65_536, digests=None, workdir="/"):
     """(exit code, error text, the tree) of the program on these layers."""
     root = tmp_path / "rootfs"
     root.mkdir(exist_ok=True)
@@ -33,7 +33,17 @@ def unpacked(tmp_path, *layers, max_bytes=64 << 20, max_members=10_000, ids=65_5
         else:
             plain = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
             arguments += [str(file), hashlib.sha256(plain).hexdigest()]
-    program = [sys.executable, "-I", "-S", unpack.__file__, str(root), str(max_bytes), str(max_members), str(ids), "/"]
+    program = [
+        sys.executable,
+        "-I",
+        "-S",
+        unpack.__file__,
+        str(root),
+        str(max_bytes),
+        str(max_members),
+        str(ids),
+        workdir,
+    ]
     done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=120, check=False)
     return done.returncode, done.stderr.strip(), root
 
@@ -300,3 +310,57 @@ def test_the_result_counts_bytes_and_members(tmp_path):
         [*program, str(tmp_path / "l"), hashlib.sha256(data).hexdigest()], capture_output=True, text=True, check=True
     ).stdout
     assert json.loads(said) == {"bytes": 4096 + 8192 + 4096, "members": 2}
+
+
+def unpadded(*names: str, size: int = 5) -> bytes:
+    """A layer that ends with its last file's last byte, as some writers leave it."""
+    whole = layer(*(entry(name, b"x" * size) for name in names))
+    return whole[: 512 * 2 * (len(names) - 1) + 512 + size]
+
+
+def test_a_layer_may_end_with_its_last_files_last_byte_or_have_no_bytes_at_all(tmp_path):
+    code, said, root = unpacked(tmp_path, unpadded("a", "b"), b"", gzip.compress(unpadded("c")), gzip.compress(b""))
+    assert (code, said) == (0, "")
+    assert {path.name: path.read_text() for path in root.iterdir()} == dict.fromkeys("abc", "xxxxx")
+
+
+def test_a_layer_that_ends_within_a_file_is_refused_whatever_its_digest(tmp_path):
+    code, said, _ = unpacked(tmp_path, unpadded("a", size=500)[:-1])
+    assert (code, "unexpected end of data" in said) == (1, True)
+
+
+def test_times_are_kept_to_the_nanosecond(tmp_path):
+    at = 1_700_000_000_123_456_789
+    pax = {"mtime": "1700000000.123456789"}
+    code, _, root = unpacked(tmp_path, layer(folder("d", pax=pax), entry("d/f", "x", pax=pax), entry("d/plain", "x")))
+    assert code == 0
+    assert [(root / name).stat().st_mtime_ns for name in ("d", "d/f", "d/plain")] == [at, at, at // 10**9 * 10**9]
+
+
+def test_a_whiteout_beside_the_folder_that_it_names_hides_what_lower_layers_had_in_it(tmp_path):
+    """The OCI image specification has whiteouts mean lower layers alone; umoci and the engines differ in some orders."""
+    lower = layer(folder("d"), entry("d/old", "old"), folder("e"), entry("e/old", "old"))
+    upper = layer(
+        entry(".wh.d"), folder("d"), entry("d/new", "new"), folder("e"), entry("e/new", "new"), entry(".wh.e")
+    )
+    code, _, root = unpacked(tmp_path, lower, upper)
+    assert code == 0
+    assert sorted(str(path.relative_to(root)) for path in root.rglob("*")) == ["d", "d/new", "e", "e/new"]
+
+
+def test_a_hard_link_to_a_lower_layers_file_is_one(tmp_path):
+    """As containerd, which unpacks a layer over those below it; where layers lie apart, as with overlay2, it is an error."""
+    code, _, root = unpacked(tmp_path, layer(entry("lower", "text")), layer(hard_link("upper", "lower")))
+    assert code == 0
+    assert (root / "upper").samefile(root / "lower")
+
+
+@pytest.mark.parametrize(("workdir", "file"), [("/etc/passwd", "etc/passwd"), ("/etc/passwd/deep", "etc/passwd")])
+def test_a_workdir_that_is_a_file_is_refused_by_name(tmp_path, workdir, file):
+    code, said, _ = unpacked(tmp_path, layer(entry("etc/passwd", "")), workdir=workdir)
+    assert (code, said) == (1, f"its WORKDIR {workdir} leads through a file, {file}")
+
+
+def test_a_workdir_that_is_a_link_is_left_as_it_is(tmp_path):
+    code, _, root = unpacked(tmp_path, layer(link("app", "/srv/app"), folder("srv/app")), workdir="/app")
+    assert (code, os.readlink(root / "app")) == (0, "/srv/app")

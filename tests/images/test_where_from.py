@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from aiohttp.test_utils import TestServer
 
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
+from atropos.images.manifests import MACHINE
 from atropos.images.reference import ImageSource
 from atropos.images.store import ImageStore
 from atropos.slots.pool.image_sources import local_image
@@ -210,3 +212,109 @@ async def test_a_file_of_several_images_is_asked_for_by_name(tmp_path, kind):
         shutil.rmtree(tmp_path / "store")
         with pytest.raises(ImageUnavailable, match=re.escape("it has: " + ", ".join(names))):
             await prepared(tmp_path, f"{kind}:{wrong}")
+
+
+def changed_config(at: Path, change) -> None:
+    """Change the layout's configuration, as other builders write it, and name it anew."""
+    blobs = at / "blobs/sha256"
+
+    def change_manifest(text: str) -> str:
+        manifest = json.loads(text)
+        if "config" in manifest:
+            config = json.loads((blobs / manifest["config"]["digest"].removeprefix("sha256:")).read_text())
+            change(config)
+            data = json.dumps(config).encode()
+            digest = hashlib.sha256(data).hexdigest()
+            (blobs / digest).write_bytes(data)
+            manifest["config"] |= {"digest": f"sha256:{digest}", "size": len(data)}
+        return json.dumps(manifest)
+
+    rewrite(at, change_manifest)
+
+
+async def everywhere(tmp_path: Path, at: Path) -> list[Path]:
+    """The image's root from a layout and from a registry."""
+    roots = []
+    async with served(at) as host:
+        for number, source in enumerate((f"oci:{at}", f"{host}/image:1")):
+            (tmp_path / str(number)).mkdir()
+            _, root = await prepared(tmp_path / str(number), source, host)
+            roots.append(root)
+    return roots
+
+
+@pytest.mark.parametrize("odd", ["empty os", "amd64 v1", "x86_64", "nested indices", "zstd in a Docker manifest"])
+async def test_what_other_builders_write_is_read_from_a_layout_as_from_a_registry(tmp_path, odd):
+    require("skopeo", "zstd")
+    at = tmp_path / "layout"
+    layout(at, *LAYERS)
+    if odd == "empty os":  # as `crane append` on no base
+        changed_config(at, lambda config: config.update(os=""))
+    elif odd == "x86_64":
+        changed_config(at, lambda config: config.update(architecture={"amd64": "x86_64"}.get(MACHINE, MACHINE)))
+    elif odd == "amd64 v1":
+        as_index(at, (at, "riscv64"), (at, MACHINE))
+        rewrite(at, lambda text: text.replace('"architecture": "amd64"', '"architecture": "amd64", "variant": "v1"'))
+    elif odd == "nested indices":
+        as_index(at, (at, MACHINE))
+        index = json.loads((at / "index.json").read_text())
+        entries = [entry | {"platform": None} for entry in index["manifests"]]
+        outer = json.dumps(
+            {"schemaVersion": 2, "mediaType": index["manifests"][0]["mediaType"], "manifests": entries}
+        ).encode()
+        digest = hashlib.sha256(outer).hexdigest()
+        (at / "blobs/sha256" / digest).write_bytes(outer)
+        index["manifests"][0] |= {"digest": f"sha256:{digest}", "size": len(outer)}
+        (at / "index.json").write_text(json.dumps(index))
+    else:
+        docker = "application/vnd.docker"
+
+        def as_dockers(text: str) -> str:
+            manifest = json.loads(text)
+            if "layers" not in manifest:
+                return text
+            for each, data in zip(manifest["layers"], LAYERS, strict=True):
+                packed = subprocess.run(["zstd", "-c"], input=data, capture_output=True, check=True).stdout
+                digest = hashlib.sha256(packed).hexdigest()
+                (at / "blobs/sha256" / digest).write_bytes(packed)
+                each |= {
+                    "mediaType": f"{docker}.image.rootfs.diff.tar.zstd",
+                    "digest": f"sha256:{digest}",
+                    "size": len(packed),
+                }
+            manifest["config"]["mediaType"] = f"{docker}.container.image.v1+json"
+            return json.dumps(manifest | {"mediaType": f"{docker}.distribution.manifest.v2+json"})
+
+        rewrite(at, as_dockers)
+    # skopeo takes such a manifest from no registry
+    layouts_alone = "zstd" in odd
+    for root in [(await prepared(tmp_path, f"oci:{at}"))[1]] if layouts_alone else await everywhere(tmp_path, at):
+        assert sorted(path.name for path in root.iterdir()) == ["lower", "upper"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda config: config.pop("rootfs"), "its configuration has no rootfs"),
+        (
+            lambda config: config["rootfs"].pop("diff_ids"),
+            "its manifest has 2 layers, and its configuration the digests",
+        ),
+        (
+            lambda config: config["rootfs"].update(diff_ids=None),
+            "its manifest has 2 layers, and its configuration the digests",
+        ),
+        (lambda config: config.update(rootfs=[]), "its configuration has no rootfs"),
+        (lambda config: config.update(os="windows"), "it is for 'windows', not for Linux"),
+        (
+            lambda config: config.update(config={"WorkingDir": "/lower"}),
+            "its WORKDIR /lower leads through a file, lower",
+        ),
+    ],
+)
+async def test_what_is_no_image_is_refused_in_a_sentence(tmp_path, change, said):
+    at = tmp_path / "layout"
+    layout(at, *LAYERS)
+    changed_config(at, change)
+    with pytest.raises(ImageUnavailable, match=re.escape(said)):
+        await prepared(tmp_path, f"oci:{at}")
