@@ -155,6 +155,17 @@ async def test_an_images_folder_is_the_one_that_its_path_means(pool, tmp_path, w
         assert (await slot.exec("pwd; cat text")).output.startswith("/srv/app\n")
 
 
+@pytest.mark.parametrize(("passwd", "home"), [("", "/"), ("app:x:1:1::/app:\nroot:x:0:0::/home/root:\n", "/home/root")])
+async def test_root_has_the_home_that_the_image_says_and_a_shell_that_is_there(pool, tmp_path, passwd, home):
+    shell = layer(
+        folder("bin"), entry("bin/busybox", Path(BUSYBOX).read_bytes(), mode=0o755), link("bin/sh", "busybox")
+    )
+    layout(tmp_path / "layout", shell, *([layer(entry("etc/passwd", passwd))] if passwd else []))
+    async with pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
+        assert (await slot.exec('echo "$HOME $SHELL"')).output == f"{home} /bin/sh\n"
+        assert (await slot.exec('echo "$HOME"', env={"HOME": "/own"})).output == "/own\n"
+
+
 async def test_input_of_any_length_needs_no_bash(pool, tmp_path):
     busybox_image(tmp_path / "layout")
     async with pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:

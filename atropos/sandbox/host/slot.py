@@ -60,6 +60,8 @@ class SlotSandbox:
         self._joined = joins is not None
         self._base: str | None = None
         self._image: ImageInfo | None = None
+        self._root: dict[str, str] = {}
+        """What programs of the image's root have beneath the image's own variables."""
         self.limits = limits
         self.volume = volume
         self.cgroup = cgroup
@@ -137,9 +139,12 @@ class SlotSandbox:
         """The operation's fields for the runner, with the image's settings where it starts a program."""
         arguments = {name: value for name, value in operation.__dict__.items() if name not in operation.withheld}
         if isinstance(operation, StartOperation) and self._image is not None:
-            arguments["env"] = self._image.env | arguments["env"]
             arguments["workdir"] = arguments["workdir"] or self._image.workdir or "/"
             arguments["user"] = arguments["user"] or self._image.user
+            below = self._root
+            if arguments["user"]:  # whose own home the runner knows
+                below = {name: value for name, value in below.items() if name != "HOME"}
+            arguments["env"] = below | self._image.env | arguments["env"]
         return arguments
 
     def _change_network(self, hosts: tuple[str, ...] | None, done: OnResult) -> None:
@@ -306,7 +311,7 @@ class SlotSandbox:
             ) from error
         self.layers = tuple(layers)
         self._base = base
-        self._image = root.image
+        self._image, self._root = root.image, root.root
 
     def view_of(self, folders: Sequence[str]) -> views.View:
         """Its folders for a view to mount."""

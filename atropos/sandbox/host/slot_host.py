@@ -141,11 +141,12 @@ class SlotHost:
                 folders += [self.store.hold(each)]
                 held.callback(self.store.release, each.id)
             below = chain[-1].parent
+            root = skeleton.root_of(folders) if below is None else {}
             base = skeleton.Base(folders.pop()) if below is None else self.state.base(base_name(below))
             held.pop_all()
         if self.state.entered.slot_ids == 1:  # there is only root
             image = image.model_copy(update={"user": None})
-        self.state.bases[name] = replace(base, image=image, layers=(*folders, *base.layers))
+        self.state.bases[name] = replace(base, image=image, layers=(*folders, *base.layers), root=root)
 
     def drop_base(self, name: str) -> None:
         """Forget an unused base; the store may then remove its image."""

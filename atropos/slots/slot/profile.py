@@ -15,12 +15,17 @@ ROOT_HOME = "/root"
 
 @dataclass(frozen=True)
 class UserAccount:
-    """A user of the slot's own /etc/passwd."""
+    """A user of the slot's own /etc/passwd.
+
+    Attributes:
+        member: whether it has the further groups that /etc/group gives it.
+    """
 
     name: str
     uid: int
     gid: int
     home: str
+    member: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,17 @@ class Profile:
             clean = isinstance(operation, wire.Exec) and operation.clean_env
             own = operation.user is not None  # a command's own user: the slot's runner sets its variables
             env = operation.env if clean else {**({} if own else self.identity), **self.env, **operation.env}
-            account = None if self.user is None else f"{self.user.uid}:{self.user.gid}"
-            changes = {"workdir": self.path(operation.workdir), "env": env, "user": operation.user or account}
+            changes = {"workdir": self.path(operation.workdir), "env": env, "user": operation.user or self.account}
             return operation.model_copy(update=changes)
         if isinstance(operation, wire.PathOperation):
             return operation.model_copy(update={"path": self.path(operation.path)})
         return operation
+
+    @property
+    def account(self) -> str | None:
+        """The user by its number; and its group's, unless it has others beside it."""
+        user = self.user
+        return None if user is None else f"{user.uid}" if user.member else f"{user.uid}:{user.gid}"
 
     @property
     def identity(self) -> dict[str, str]:

@@ -28,12 +28,13 @@ async def profile_of(slot: Slot, task: Task, settings: StepSettings) -> Profile:
 
 
 async def account_of(slot: Slot, user: str) -> UserAccount | None:
-    """Who `name`, `uid`, `name:group` or `uid:gid` is in the slot; None for root in its own group.
+    """Who `name`, `uid`, `name:group`, `uid:gid` or `:group` (root's) is in the slot; None for root in its own group.
 
     Raises:
         TaskBroken: there is no such user or group.
     """
     name, _, group = user.partition(":")
+    name = name or "0"
     people, groups = [await _entries(slot, path) for path in ("/etc/passwd", "/etc/group")]
     found = next((entry for entry in people if _is_account(entry) and name in {entry[0], entry[2]}), None)
     if found is None and not name.isdecimal():
@@ -41,7 +42,7 @@ async def account_of(slot: Slot, user: str) -> UserAccount | None:
     account = (
         UserAccount("", int(name), 0, "/")
         if found is None
-        else UserAccount(found[0], int(found[2]), int(found[3]), found[5])
+        else UserAccount(found[0], int(found[2]), int(found[3]), found[5], member=not group)
     )
     if group:
         account = replace(account, gid=_group(groups, group))

@@ -414,7 +414,10 @@ async def commands_and_background_processes_run_as_users_of_the_slot(host):
         wanted = "1234\n1234\n1234 2000\n/home/alice alice alice x\n"
         assert await out(s, show, user="alice", env={"WORD": "x"}) == wanted
         assert await out(s, show, user="1234", env={"WORD": "x"}) == wanted
-        assert await out(s, "id -u; id -g", user="alice:other") == "1234\n2001\n"
+        assert await out(s, "id -u; id -G", user="alice:other") == "1234\n2001\n", "who names a group has no other"
+        assert await out(s, "id -u; id -G; echo $HOME", user=":2001") == "0\n2001\n/root\n"
+        await out(s, "echo 1234:x:5:5::/five:/bin/sh >> /etc/passwd")
+        assert await out(s, "id -u", user="1234") == "1234\n", "the first row of that name or number"
         assert await out(s, "id -u; id -g; echo $HOME", user="4321:77") == "4321\n77\n/\n"
         assert await out(s, "echo $HOME", user="alice", env={"HOME": "/tmp"}) == "/tmp\n"
         assert await out(s, "id -u; echo $HOME") == "0\n/root\n"

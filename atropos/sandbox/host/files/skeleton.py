@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,13 +79,43 @@ _BASHRC = "# ~/.bashrc\nexport PS1='\\u@\\h:\\w\\$ '\n"
 class Base:
     """The base of slots: a lower folder, and read-only folders of the host.
 
-    `layers` lie above the folder, topmost first. `image` says what commands in it start with, where it is an image.
+    `layers` lie above the folder, topmost first. `image` says what commands in it start with, where it is an image, and `root` what
+    those of its root have beneath that.
     """
 
     lower: str
     host_folders: dict[str, str] = field(default_factory=dict[str, str])
     image: ImageInfo | None = None
     layers: tuple[str, ...] = ()
+    root: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def root_of(layers: Sequence[str]) -> dict[str, str]:
+    """HOME and SHELL of an image's root, by its layers, topmost first: as Docker has them, and no bash that isn't there."""
+    has_bash = any(_has(layer, path) for layer in layers for path in ("bin/bash", "usr/bin/bash"))
+    home = next((home for layer in layers if (home := _home(layer)) is not None), "/")
+    return {"HOME": home, "SHELL": "/bin/bash" if has_bash else "/bin/sh"}
+
+
+def _has(layer: str, path: str) -> bool:
+    """Whether a layer has a file itself, and not behind a link, which could lead anywhere."""
+    top = path.partition("/")[0]
+    try:
+        found = os.lstat(f"{layer}/{path}").st_mode
+    except OSError:
+        return False
+    return not os.path.islink(f"{layer}/{top}") and (stat.S_ISREG(found) or stat.S_ISLNK(found))
+
+
+def _home(layer: str) -> str | None:
+    """Root's home by a layer's /etc/passwd; None where it has none."""
+    if not _has(layer, "etc/passwd"):
+        return None
+    with contextlib.suppress(OSError), open(os.open(f"{layer}/etc/passwd", os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        for row in (line.decode(errors="replace").split(":") for line in file.read(_MAX_COPIED_FILE).splitlines()):
+            if len(row) > 5 and row[2] == "0":
+                return row[5] or "/"
+    return "/"
 
 
 def identity(base: Base) -> str:

@@ -60,9 +60,9 @@ class Identity:
 
 
 def identity_of(user: str) -> Identity:
-    """The identity of `name`, `uid`, `name:group` or `uid:gid`.
+    """The identity of `name`, `uid`, `name:group`, `uid:gid` or `:group`, which is root's, as under Docker.
 
-    A uid that /etc/passwd doesn't list has `/` as its home and, without a group, 0 as its group, as under Docker.
+    A uid that /etc/passwd doesn't list has `/` as its home and, without a group, 0 as its group. Who names a group has no other.
 
     Raises:
         OpFailed: /etc/passwd or /etc/group doesn't have the name, or the number is no id.
@@ -76,36 +76,28 @@ def identity_of(user: str) -> Identity:
 
 
 def user_row(wanted: str) -> tuple[str, int, int, str]:
-    """Name, uid, gid and home of a user: the first row of the name, else the first of the number."""
-    number = int(wanted) if wanted.isdecimal() else -1
-    by_number = None
+    """Name, uid, gid and home of a user: the first row of that name or number; of no name, root's."""
+    number = int(wanted or "0") if wanted.isdecimal() or not wanted else -1
     for row in table("/etc/passwd"):
-        if len(row) >= 6 and is_id(row[2]) and is_id(row[3]):
-            found = row[0], int(row[2]), int(row[3]), row[5] or "/"
-            if row[0] == wanted:
-                return found
-            if by_number is None and found[1] == number:
-                by_number = found
-    if by_number is None and number < 0:
+        if len(row) >= 6 and is_id(row[2]) and is_id(row[3]) and (int(row[2]) == number or row[0] == wanted != ""):
+            return row[0], int(row[2]), int(row[3]), row[5] or "/"
+    if number < 0:
         raise OpFailed("unknown_user", f"this slot has no user {wanted!r} (see its /etc/passwd)")
-    return by_number or (wanted, number, 0, "/")
+    return wanted or "root", number, 0, "/"
 
 
 def group_ids(member: str, group: str, gid: int) -> tuple[int, set[int]]:
-    """The number of a group, `gid` where none is named; and of those that have this member."""
+    """The number of the group that is named, alone; where none is, `gid` and the numbers of those that have this member."""
     groups: set[int] = set()
-    found: int | None = None if group else gid
     for row in table("/etc/group"):
         if len(row) >= 4 and is_id(row[2]):
-            if found is None and row[0] == group:
-                found = int(row[2])
-            if len(groups) < MAX_GROUPS and f",{member}," in f",{row[3]},":
+            if group and group in (row[0], row[2]):
+                return int(row[2]), groups
+            if not group and len(groups) < MAX_GROUPS and f",{member}," in f",{row[3]},":
                 groups.add(int(row[2]))
-    if found is None and group.isdecimal():
-        found = int(group)
-    if found is None:
+    if group and not group.isdecimal():
         raise OpFailed("unknown_user", f"this slot has no group {group!r} (see its /etc/group)")
-    return found, groups
+    return int(group) if group else gid, groups
 
 
 def is_id(field: str) -> bool:
