@@ -319,7 +319,7 @@ class SandboxEnv(BaseEnv):
         """
         self._check_complete()
         self.config.group_size = int(getattr(self, "group_size_to_process", self.config.group_size))
-        async with self._running():
+        async with self.running():
             await self._process(int(getattr(self, "n_groups_to_process", self.config.total_steps)))
         dropped = sum(self.metrics.dropped.values())
         if dropped:
@@ -327,7 +327,7 @@ class SandboxEnv(BaseEnv):
             raise GroupsDropped(f"{dropped} of {dropped + self.metrics.groups} groups were dropped ({reasons})")
 
     @contextlib.asynccontextmanager
-    async def _running(self) -> AsyncGenerator[None]:
+    async def running(self) -> AsyncGenerator[None]:
         """Run the body, without a trainer, between the env's set-up and its end."""
         async with self.lifetime.running(self._close):
             await self.setup()
@@ -346,18 +346,20 @@ class SandboxEnv(BaseEnv):
                 if item is None:
                     break
                 started += 1
-                task = tasks.create_task(self._process_group(item))
+                task = tasks.create_task(self.process_group(item))
                 task.add_done_callback(lambda _: free.release())
 
-    async def _process_group(self, item: object) -> None:
+    async def process_group(self, item: Item) -> ScoredDataGroup | None:
+        """One whole group, as it is written to the files; None when it can't be completed."""
         group, _ = await self.collect_trajectories(item)
         if group is None:
-            return
+            return None
         with self.hooks.guard("postprocess_histories"):
             processed = cast("ScoredDataGroup", await self.postprocess_histories(group))
         await self.handle_send_to_api(processed, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False)
         await self.wandb_log()
         self.curr_step += 1
+        return processed
 
     # ------------------------------------------------------------------------------------------------------ serve
 
@@ -436,7 +438,7 @@ class SandboxEnv(BaseEnv):
     async def _run_evaluate(self) -> None:
         if type(self).evaluate is SandboxEnv.evaluate:
             raise ConfigError(f"{type(self).__name__} has no evaluation; define evaluate(), or use process")
-        async with self._running():
+        async with self.running():
             await self.evaluate()
 
     # -------------------------------------------------------------------------------------------- wandb and the end
