@@ -21,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from atropos.agent.fairness import started_in_turn
 from atropos.agent.transcript import Message, WeightSpan, numbers
+from atropos.agent.waiting import calls
 from atropos.aio import Allowance, backoff_s, retry_after_s
 from atropos.errors import InferenceError
 from atropos.tools import ToolCall
@@ -135,7 +136,26 @@ class Model:
             answer = await self._ask("tokens_and_logprobs_completion", input_ids=numbers(prompt), n=1, **sampling)
             return _generation(prompt, answer)
 
-        return await self._bounded(once)
+        async def short() -> object:
+            return await self._ask(
+                "tokens_and_logprobs_completion", input_ids=numbers(prompt[:1]), n=1, **sampling | {"max_tokens": 1}
+            )
+
+        try:
+            return await self._bounded(once)
+        except InferenceError as error:
+            if error.status != 500:
+                raise
+        await self._bounded(short)
+        try:
+            return await self._bounded(once, retries=0)
+        except InferenceError as error:
+            raise InferenceError(
+                f"{error}, each time, to a prompt of {len(prompt)} tokens, and answers a short one: it can't take this "
+                "prompt, maybe for its length (env.max_token_length)",
+                status=error.status,
+                retryable=error.status != 500,
+            ) from error
 
     async def chat(self, messages: Sequence[Message], **options: object) -> ChatAnswer:
         """Ask for the next message of a conversation.
@@ -177,7 +197,10 @@ class Model:
             raise describe(answer.error) from answer.error
         return answer
 
-    async def _bounded(self, once: Callable[[], Coroutine[object, object, Answer]]) -> Answer:
+    async def _bounded(
+        self, once: Callable[[], Coroutine[object, object, Answer]], *, retries: int | None = None
+    ) -> Answer:
+        retries = self._retries if retries is None else retries
         attempt = 0
         last: InferenceError | None = None
         allowance = Allowance(self._timeout_s)
@@ -185,11 +208,12 @@ class Model:
             async with allowance.once():
                 while True:
                     try:
-                        return await started_in_turn(once)
+                        with calls.waiting():
+                            return await started_in_turn(once)
                     except Exception as error:
                         last = describe(error)
                     attempt += 1
-                    if not last.retryable or attempt > self._retries or allowance.left_s <= 0:
+                    if not last.retryable or attempt > retries or allowance.left_s <= 0:
                         raise last
                     asked = last.retry_after_s if last.retry_after_s < allowance.left_s else 0.0
                     await asyncio.sleep(max(asked, backoff_s(attempt, first_s=0.2, longest_s=5.0)))

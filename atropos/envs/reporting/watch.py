@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator, Mapping
 
 from atropos.agent.model import EXACT
+from atropos.agent.waiting import calls
 from atropos.envs.adapter import ServerManager
 from atropos.envs.config import SandboxEnvConfig
 from atropos.errors import ConfigError
@@ -19,6 +20,8 @@ TRAINER_S = 5.0
 """Time without a registered trainer after which the log says that the env waits for one."""
 HEALTH_S = 1.0
 """Interval between checks of the inference servers' state, about that of atroposlib's own health checks."""
+SILENT_S = 10.0
+"""Time without an answer to any of the model calls that wait, after which the log says so."""
 
 _log = logging.getLogger(__name__)
 
@@ -120,8 +123,9 @@ class TrainerWatch:
 
 
 async def watch_inference(server: ServerManager, model_timeout_s: float) -> None:
-    """Log when an inference server stops answering, and when it is back. Calls wait for it meanwhile."""
+    """Log when inference servers stop answering, and when they are back. Calls wait for them meanwhile."""
     down: set[str] = set()
+    silence = _Silence(model_timeout_s)
     while True:
         for one in server.servers:
             url = str(getattr(getattr(one, "config", None), "base_url", one))
@@ -136,7 +140,34 @@ async def watch_inference(server: ServerManager, model_timeout_s: float) -> None
             elif healthy and url in down:
                 down.remove(url)
                 _log.info("the inference server at %s answers again", url)
+        if not down:
+            silence.look(*calls.silence())
         await asyncio.sleep(HEALTH_S)
+
+
+class _Silence:
+    """Logs that a server passes its health check and answers no call, as one does that is paused or asleep."""
+
+    def __init__(self, model_timeout_s: float) -> None:
+        self._model_timeout_s = model_timeout_s
+        self._next_s, self._longest_s = SILENT_S, 0.0
+
+    def look(self, count: int, seconds: float) -> None:
+        """Log it after `SILENT_S`, and again after each time twice as long; then, that it answers again."""
+        if seconds < self._longest_s:
+            if self._longest_s >= SILENT_S:
+                _log.info("the inference server answers again, after %.0f s", self._longest_s)
+            self._next_s = SILENT_S
+        elif seconds >= self._next_s:
+            self._next_s *= 2
+            _log.warning(
+                "the inference server passes its health check, but none of %d calls was answered for %.0f s: it is paused or "
+                "asleep, or its turns take so long; each call waits up to model_timeout_s (%g s)",
+                count,
+                seconds,
+                self._model_timeout_s,
+            )
+        self._longest_s = seconds
 
 
 def report_evaluation(task: asyncio.Task[object]) -> None:

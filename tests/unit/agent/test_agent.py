@@ -23,6 +23,8 @@ from yarl import URL
 from atropos.agent import AgentConfig, AtroposAgent, InferenceError, PromptTooLong, TurnRenderer, XmlDialect, seed_for
 from atropos.agent.transcript import MASKED, WeightSpan
 from atropos.envs.hermes.dialect import OpenAIDialect
+from atropos.envs.reporting import watch
+from atropos.envs.running.lifecycle import beside
 from atropos.errors import ConfigError, SlotLost
 from atropos.thinking import split_thinking
 from atropos.tools import ToolCall, ToolResult
@@ -31,6 +33,7 @@ from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer
 from examples.policy.tokenizer import FOLDER
 from tests.processes import be_stopped
+from tests.waiting import until
 
 
 @functools.cache
@@ -573,6 +576,64 @@ async def test_a_silent_server_meets_the_deadline():
 
     with pytest.raises(InferenceError, match=r"no answer within 0.05 s"):
         await agent(Server(), model_timeout_s=0.05).run("x")
+
+
+async def test_a_server_that_answers_no_call_is_reported_with_how_long_it_has_been(monkeypatch, caplog):
+    """As vLLM is while it is paused or asleep: its health check passes."""
+    resumed = asyncio.Event()
+
+    class Paused(DirectServer):
+        async def tokens_and_logprobs_completion(self, input_ids, n, **sampling):
+            await resumed.wait()
+            return await super().tokens_and_logprobs_completion(input_ids, n, **sampling)
+
+    def said():
+        return [record.getMessage() for record in caplog.records if record.name == watch.__name__]
+
+    monkeypatch.setattr(watch, "SILENT_S", 0.5)
+    monkeypatch.setattr(watch, "HEALTH_S", 0.05)
+    caplog.set_level("INFO", watch.__name__)
+    healthy = types.SimpleNamespace(servers=[types.SimpleNamespace(server_healthy=True)])
+    async with beside(watch.watch_inference(healthy, 60)), asyncio.TaskGroup() as tasks:
+        await agent(DirectServer()).run(script(["quick"]))
+        assert said() == []
+        runs = [tasks.create_task(agent(Paused(), model_timeout_s=60).run(script(["ok"]))) for _ in range(2)]
+        await until(lambda: len(said()) == 2, "it is said again after twice the time")
+        assert all("passes its health check, but none of 2 calls was answered for" in text for text in said())
+        resumed.set()
+        await until(lambda: len(said()) == 3, "it answers again")
+    assert re.fullmatch(r"the inference server answers again, after \d+ s", said()[-1])
+    assert [run.result().final_response for run in runs] == ["ok"] * 2
+
+
+class Overflowing(DirectServer):
+    """Answers 500 to long prompts, as atroposlib's own server does, or to all of them."""
+
+    def __init__(self, longest):
+        super().__init__()
+        self.longest = longest
+
+    async def tokens_and_logprobs_completion(self, input_ids, n, **sampling):
+        if len(input_ids) > self.longest:
+            self.requests.append(sampling)
+            raise HttpError(500)
+        return await super().tokens_and_logprobs_completion(input_ids, n, **sampling)
+
+
+async def test_a_prompt_that_a_server_can_not_take_is_not_taken_for_a_passing_fault():
+    server = Overflowing(50)
+    with pytest.raises(InferenceError, match=r"answered 500 .* it can't take this prompt") as caught:
+        await agent(server, model_retries=2).run("word " * 60)
+    assert not caught.value.retryable
+    assert len(server.requests) == 3 + 1 + 1, "its tries, a short prompt, and once more"
+    with pytest.raises(InferenceError, match="answered 500") as caught:
+        await agent(Overflowing(0), model_retries=0).run("x")
+    assert caught.value.retryable, "a server that answers nothing may recover"
+
+
+async def test_a_fault_that_passes_while_a_short_prompt_is_tried_is_one():
+    server = DirectServer([HttpError(500)] * 3)
+    assert (await agent(server, model_retries=2).run(script(["ok"]))).final_response == "ok"
 
 
 async def test_the_time_in_which_the_loop_is_blocked_is_not_the_servers():

@@ -1,0 +1,38 @@
+"""Model calls that wait for an answer: what shows a server that takes requests and answers none, as while it is paused."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator
+
+
+class Calls:
+    """The model calls of this process. Times on the monotonic clock."""
+
+    def __init__(self) -> None:
+        self._since: dict[object, float] = {}
+        self._answered_at = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Generator[None]:
+        """Around one request; its end, but by a cancellation, is an answer."""
+        request = object()
+        self._since[request] = time.monotonic()
+        try:
+            yield
+        except Exception:
+            self._answered_at = time.monotonic()
+            raise
+        else:
+            self._answered_at = time.monotonic()
+        finally:
+            del self._since[request]
+
+    def silence(self) -> tuple[int, float]:
+        """How many wait, and for how many seconds none was answered while at least one of them waited."""
+        now = time.monotonic()
+        return len(self._since), now - max(min(self._since.values(), default=now), self._answered_at)
+
+
+calls = Calls()
