@@ -129,7 +129,7 @@ class AgentEnv(SandboxEnv):
         changed = await changes.since_start()
         self.metrics.tool_errors += result.tool_errors
         acted = time.perf_counter()
-        score, details = await self._call_verification(item, trajectory_id, result)
+        score, details = await self._call_verification(item, trajectory_id, task, result)
         info = _plain({**info, **details})
         return Rollout.of(trajectory_id, result, score, (started, set_up, acted), info=info, changes=changed)
 
@@ -148,10 +148,10 @@ class AgentEnv(SandboxEnv):
         return info or {}
 
     async def _call_verification(
-        self, item: object, trajectory_id: str, result: AgentResult
+        self, item: object, trajectory_id: str, task: str, result: AgentResult
     ) -> tuple[float, dict[str, object]]:
         if self.opens_view and type(self).verify_and_score_trajectory is not AgentEnv.verify_and_score_trajectory:
-            await verification.begin(self.executor, trajectory_id, self.config)
+            await verification.begin(self.executor, trajectory_id, self.config, task)
         verifying = self.hook_tools(trajectory_id)
         verdict = await self.hooks.call(
             "verify_and_score_trajectory",

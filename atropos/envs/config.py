@@ -131,7 +131,8 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     )
     verifier_folders: Names = Field(
         default_factory=lambda: ["/workspace"],
-        description="folders that a view shows, besides top-level ones that no system has (/app, /data)",
+        description="folders that a view shows, besides those at the top that no system has (/app, /data) and that the image has "
+        "or the prompt names",
     )
     verifier_quiesce: bool = Field(default=False, description="end the agent's programs before a view is opened")
     model_timeout_s: float = Field(default=300.0, gt=0, description="deadline of one model call, retries included")

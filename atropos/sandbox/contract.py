@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from atropos.config import SlotLimits
     from atropos.images.store import ImageStore
-    from atropos.wire import Feature, ImageInfo, Operation, OpResult
+    from atropos.wire import Feature, ImageInfo, Operation, OpResult, ViewFolders, ViewInfo
 
     OnResult = Callable[[OpResult | Exception], None]
     """Called with how an operation ended."""
@@ -145,8 +145,8 @@ class Host(Protocol):
         ...
 
     async def view(
-        self, of: Sandbox, name: str, layers: Sequence[Layer], base: str | None, folders: Sequence[str]
-    ) -> Sandbox:
+        self, of: Sandbox, name: str, layers: Sequence[Layer], base: str | None, folders: ViewFolders
+    ) -> tuple[Sandbox, ViewInfo]:
         """Start a sandbox beside one that runs: in its network, on a root of its own, and with some of its folders.
 
         The folders show what is in them now and later; what the view writes there, it alone sees. From then on the
@@ -157,7 +157,10 @@ class Host(Protocol):
             name: for messages.
             layers: the layers of its root, topmost first.
             base: the lowest one.
-            folders: absolute; and all top-level folders that a usual system doesn't have.
+            folders: what is shown.
+
+        Returns:
+            The sandbox, and what it shows.
 
         Raises:
             NotSupported: a folder can't be shown on this root.

@@ -58,6 +58,7 @@ from atropos.wire.operations import (
     WriteStream,
 )
 from atropos.wire.requests import (
+    VIEW_HOME,
     CallRequest,
     Capabilities,
     DrainRequest,
@@ -79,6 +80,8 @@ from atropos.wire.requests import (
     SnapshotRequest,
     Status,
     StreamState,
+    ViewFolders,
+    ViewInfo,
     ViewRequest,
     client_name,
 )

@@ -146,11 +146,42 @@ class SnapshotRequest(WireMessage):
     epoch: int | None = None
 
 
+VIEW_HOME = "/run/home"
+"""Where a view has the home of its programs, where the slot's own home is among the folders shown."""
+
+
+class ViewFolders(WireMessage):
+    """What a view shows of its slot, beside the top-level folders that no usual system has and its own root has too.
+
+    Attributes:
+        folders: absolute; one that the slot lacks is an empty one.
+        optional: shown where the slot has them.
+        programs: folders below these that stay as the view's root has them, where that has programs there (`.venv`,
+            `node_modules` …).
+        home: a folder that is at `VIEW_HOME`, too, as the view's root has it.
+        as_layer: files can be renamed and linked between all of these and the rest of the root, as they can where no
+            program runs in the slot; files that its programs make or rename later are not shown.
+    """
+
+    folders: tuple[str, ...] = Field(default=(), max_length=64)
+    optional: tuple[str, ...] = Field(default=(), max_length=256)
+    programs: tuple[str, ...] = Field(default=(), max_length=64)
+    home: str | None = None
+    as_layer: bool = False
+
+
 class ViewRequest(WireMessage):
     """POST /v1/leases/{id}/view: run the lease's later calls in a view of its slot."""
 
-    folders: tuple[str, ...] = Field(default=(), max_length=64)
+    folders: ViewFolders
     epoch: int | None = None
+
+
+class ViewInfo(WireMessage):
+    """What a view shows of its slot, and which of the wanted `programs` are as its root has them."""
+
+    folders: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
 
 
 class DrainRequest(WireMessage):

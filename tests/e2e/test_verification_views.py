@@ -22,6 +22,14 @@ if not os.fork():
 """Ends when the server listens."""
 FETCHES = "python3 -I -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8125/answer').read().decode(), end='')\""
 MACHINE = "printf '#!/usr/bin/python3\\nprint(42)\\n' > /b; chmod +x /b; cp /b /usr/bin/cat; cp /b /usr/local/bin/cat; echo 41 > answer"
+COMPARES = "echo 42 > /tmp/expected; (cd / && python3 -c 'import json') && cmp /tmp/expected answer && cat answer"
+LEADS = [
+    "ln -sf /tmp/expected answer",
+    "ln -s /tmp t; ln -sf t/expected answer",
+    "ln -s /tmp/expected /expected; ln -sf /expected answer",
+    "d=json; mkdir /$d; echo 'import os; print(42); os.kill(os.getppid(), 9)' > /$d/__init__.py",
+]
+"""Tricks with what only the hook's commands write, and with a folder at the top that the prompt doesn't name."""
 HIDDEN = "sleep 0.3; cat answer 2>/dev/null || echo none"
 
 
@@ -127,3 +135,21 @@ async def test_a_reward_function_sees_the_view(policy, tmp_path):
     env.n_groups_to_process = -1
     await env.process_manager()
     assert sorted(sum(group["scores"]) for group in groups(tmp_path)) == [0, 0, 0, 0, 2]
+
+
+async def test_what_leads_to_the_hooks_own_files_or_lies_at_the_top_raises_no_score(policy, tmp_path):
+    found = await scores(policy, tmp_path, [*LEADS, "echo 42 > answer"], test=COMPARES)
+    assert found == [[0, 0]] * len(LEADS) + [[1, 1]]
+
+
+async def test_what_leads_to_a_reward_functions_own_files_raises_no_reward(policy, tmp_path):
+    class Env(HermesEnv):
+        async def judge(self, item, result, ctx):
+            return float(ctx.terminal(COMPARES)["output"] == "42\n")
+
+    works = [*LEADS, "echo 42 > answer"]
+    rows = [{"prompt": script({"calls": [call("terminal", command=work)]}, "done")} for work in works]
+    env = make(Env, policy, tmp_path, rows)
+    env.n_groups_to_process = -1
+    await env.process_manager()
+    assert sorted(sum(group["scores"]) for group in groups(tmp_path)) == [0] * len(LEADS) + [2]

@@ -22,7 +22,7 @@ import pytest
 from atropos.errors import OutcomeUnknown, PoolFull, SandboxError, SlotLost
 from atropos.slots.client import SandboxClient
 from atropos.slots.config import SlotPoolConfig
-from atropos.wire import CommandResult, Exec, LeaseRequest
+from atropos.wire import CommandResult, Exec, LeaseRequest, ViewFolders
 from tests.faults.proxy import Fault, proxied
 from tests.images.test_leases import busybox_image, pool_for
 from tests.processes import adopt_orphans, alive, descendants, first_processes
@@ -345,7 +345,7 @@ async def viewed_with_a_kill(server: Process, client: SandboxClient) -> None:
     lease = await client.acquire(request())
     await client.call(lease, Exec(command="echo kept > file; mkdir /opt/agent"))
     there = set(descendants(server.process.pid))
-    viewing = asyncio.create_task(client.view(lease, ["/workspace"]))
+    viewing = asyncio.create_task(client.view(lease, ViewFolders(folders=("/workspace",))))
     spawner = next(pid for pid, line in descendants(server.process.pid).items() if "spawner.py" in line)
     killed = set[int]()
     while not killed:

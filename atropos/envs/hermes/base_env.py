@@ -217,7 +217,7 @@ class HermesAgentBaseEnv(SandboxEnv):
             changed = await changes.since_start()
         acted = time.perf_counter()
         self._record_errors(result)
-        await verification.begin(self.executor, trajectory_id, self.config)
+        await verification.begin(self.executor, trajectory_id, self.config, prompt)
         score = await self._call_reward(item, trajectory_id, result)
         info: dict[str, object] = {
             "toolsets": list(tools.names),

@@ -7,6 +7,7 @@ hooks left running continue.
 from __future__ import annotations
 
 from atropos.envs.config import SandboxEnvConfig
+from atropos.tasks.verifier.texts import named_folders
 from atropos.tools import ToolExecutor
 
 
@@ -21,8 +22,8 @@ async def settle(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvC
         await slot.settle()
 
 
-async def begin(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvConfig) -> None:
-    """Switch later calls to where the agent's work is verified.
+async def begin(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvConfig, prompt: str) -> None:
+    """Switch later calls to where the agent's work is verified; a view shows the folders at the top that `prompt` names, too.
 
     Raises:
         SandboxError: the slot was lost.
@@ -34,4 +35,4 @@ async def begin(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvCo
         slot = await executor.slot(trajectory_id)
         await slot.quiesce()
     if in_view:
-        await executor.view(trajectory_id, config.verifier_folders)
+        await executor.view(trajectory_id, config.verifier_folders, named_folders(prompt))

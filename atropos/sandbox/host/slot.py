@@ -25,7 +25,7 @@ from atropos.sandbox.host.runner_link import RunnerLink
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, stopped_children
 from atropos.slot_python import INSIDE
-from atropos.wire import Done, Exec, ImageInfo, Operation, OpError, OpResult, SetNetwork, StartOperation
+from atropos.wire import Done, Exec, ImageInfo, Operation, OpError, OpResult, SetNetwork, StartOperation, ViewFolders
 
 if TYPE_CHECKING:
     from atropos.sandbox.contract import OnResult
@@ -298,10 +298,11 @@ class SlotSandbox:
             raise SlotLost(f"slot {self.name} is gone: {self._why()}")
         host, root = self._host, self._host.base(base)
         try:
-            paths = [layer.path for layer in layers]
+            seen = None if view is None else await asyncio.to_thread(view.layer)
+            paths = [*([] if seen is None else [seen]), *(layer.path for layer in layers)]
             volumes.restack(self.volume, root, paths, host.files)
             if view is not None:
-                await asyncio.to_thread(view.mount, self.volume)
+                await asyncio.to_thread(view.mount, self.volume, seen)
             new_root = f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}"
             async with asyncio.timeout(START_DEADLINE_S):
                 await host.roots.change(self._init_fd, new_root)
@@ -313,12 +314,19 @@ class SlotSandbox:
         self._base = base
         self._image, self._root = root.image, root.root
 
-    def view_of(self, folders: Sequence[str]) -> views.View:
-        """Its folders for a view to mount."""
-        base = self._host.base(self._base)
+    def view_of(self, folders: ViewFolders, layers: Sequence[Layer], base: str | None) -> views.View:
+        """Its folders for a view to show that stands on layers and a base."""
+        own, root = self._host.base(self._base), self._host.base(base)
         written = (self.upper, *(layer.path for layer in self.layers))
-        layers = (*written, *base.layers, base.lower)
-        return views.View(layers, len(written), tuple(folders), self._host.files.empty_folder, self.volume.data)
+        return views.View(
+            (*written, *own.layers, own.lower),
+            len(written),
+            (*(layer.path for layer in layers), *root.layers, root.lower),
+            folders,
+            quiet=self.host_pid is not None and not stopped_children.children_of(self.host_pid),
+            empty=self._host.files.empty_folder,
+            copies=self.volume.data,
+        )
 
     @property
     def upper(self) -> str:

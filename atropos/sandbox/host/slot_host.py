@@ -21,7 +21,7 @@ from atropos.sandbox.host.slot import SlotSandbox
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.linux import cgroups, host_limits, slot_cgroup, syscalls
 from atropos.trees import remove_tree
-from atropos.wire import Feature, ImageInfo
+from atropos.wire import Feature, ImageInfo, ViewFolders, ViewInfo
 
 if TYPE_CHECKING:
     from atropos.images.store import ImageStore
@@ -95,17 +95,18 @@ class SlotHost:
         return sandbox
 
     async def view(
-        self, of: Sandbox, name: str, layers: Sequence[Layer], base: str | None, folders: Sequence[str]
-    ) -> SlotSandbox:
+        self, of: Sandbox, name: str, layers: Sequence[Layer], base: str | None, folders: ViewFolders
+    ) -> tuple[SlotSandbox, ViewInfo]:
         """Start a view of a slot; see `contract.Host.view`."""
         assert isinstance(of, SlotSandbox)
         sandbox = await self.start(name, limits=of.limits, joins=of.network)
         try:
-            await sandbox.change_root(layers, base, view=of.view_of(folders))
+            view = of.view_of(folders, layers, base)
+            await sandbox.change_root(layers, base, view=view)
         except BaseException:
             await asyncio.shield(sandbox.stop())
             raise
-        return sandbox
+        return sandbox, view.info()
 
     # ----------------------------------------------------------------------------------------------------------- images
 

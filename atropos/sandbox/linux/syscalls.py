@@ -106,6 +106,21 @@ def idmapped_mount(path: str, namespace: int) -> None:
         os.close(tree)
 
 
+def open_in_root(root: int, path: str) -> int:
+    """Open a path as a program would whose root a folder is: no link leads out of it (Linux 5.6). For `O_PATH` use.
+
+    Raises:
+        OSError: there is nothing.
+    """
+    openat2, in_root, no_magic_links = 437, 0x10, 0x02
+    how = (ctypes.c_uint64 * 3)(os.O_PATH | os.O_CLOEXEC, 0, in_root | no_magic_links)
+    name = os.fsencode(path)
+    while True:
+        fd: int = libc.syscall(openat2, root, name, how, ctypes.sizeof(how))
+        if fd >= 0 or ctypes.get_errno() != errno.EAGAIN:  # a folder was moved meanwhile
+            return _check(fd, f"open {path}")
+
+
 def umount(target: str | bytes) -> None:
     """Unmount lazily, so that the mount leaves this namespace even while it is in use."""
     name = os.fsencode(target) if isinstance(target, str) else target

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Self, TypeVar
 
 import aiohttp
@@ -39,6 +39,8 @@ from atropos.wire import (
     SnapshotInfo,
     SnapshotRequest,
     Status,
+    ViewFolders,
+    ViewInfo,
     ViewRequest,
 )
 
@@ -291,7 +293,7 @@ class SandboxClient:
             "POST", path, SnapshotInfo, request, patient=True
         )  # the calls before it may take long
 
-    async def view(self, lease: Lease, folders: Sequence[str]) -> None:
+    async def view(self, lease: Lease, folders: ViewFolders) -> ViewInfo:
         """Run a lease's later calls in a view of its slot.
 
         Raises:
@@ -299,8 +301,8 @@ class SandboxClient:
             NotSupported: a folder can't be shown; the lease goes on as before.
             SlotLost: the server is gone.
         """
-        request = ViewRequest(folders=tuple(folders), epoch=lease.epoch)
-        await self._requests.ask("POST", f"/v1/leases/{lease.lease_id}/view", Lease, request, patient=True)
+        request = ViewRequest(folders=folders, epoch=lease.epoch)
+        return await self._requests.ask("POST", f"/v1/leases/{lease.lease_id}/view", ViewInfo, request, patient=True)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         """Drop a snapshot, if it is there; leases that use it go on."""

@@ -365,20 +365,43 @@ class Slot(SlotFiles):
         self._due -= 1
         return snapshot
 
-    async def view(self, folders: Sequence[str] = ("/workspace",)) -> None:
+    async def view(
+        self,
+        folders: Sequence[str] = ("/workspace",),
+        *,
+        optional: Sequence[str] = (),
+        programs: Sequence[str] = (),
+        home: str | None = None,
+        as_layer: bool = False,
+    ) -> wire.ViewInfo:
         """Run later operations in a view of this slot: a sandbox with processes, mounts and a root of its own.
 
         Its root is what the lease started from, or its last `snapshot`: nothing that was written since is in it but
-        `folders` and the top-level folders that no usual system has (`/app`, `/data` …), as they are and as they change.
-        What is written in the view, the slot's own programs never see. They go on, with the CPU time that others leave,
-        and their servers answer on the loopback that both share. A `snapshot` ends the view and freezes the slot itself.
+        `folders` and those top-level folders of the root that no usual system has (`/app`, `/data` …), as they are and, while
+        programs of the slot run, as they change. What is written in the view, the slot's own programs never see. They go on,
+        with the CPU time that others leave, and their servers answer on the loopback that both share. A `snapshot` ends the
+        view and freezes the slot itself.
+
+        Args:
+            folders: absolute; one that the slot lacks is an empty one.
+            optional: folders that are shown where the slot has them.
+            programs: folders below these that stay as the root has them, where it has programs there (`.venv` …).
+            home: a folder that the view has at `wire.VIEW_HOME`, too, as its root has it.
+            as_layer: renames across the edge of a folder work also while programs of the slot run, whose new files are then
+                not shown.
+
+        Returns:
+            The folders that the view shows, and those of `programs` that are as the root has them.
 
         Raises:
             NotSupported: a folder can't be shown, as `/` or `/proc`; nothing has changed.
             SlotLost: the slot is gone.
         """
         self._check_held()
-        await self.link.client.view(self.lease, folders)
+        wanted = wire.ViewFolders(
+            folders=tuple(folders), optional=tuple(optional), programs=tuple(programs), home=home, as_layer=as_layer
+        )
+        return await self.link.client.view(self.lease, wanted)
 
     async def settle(self) -> None:
         """Make the slot's present files part of its views' root; before untrusted programs run in it.

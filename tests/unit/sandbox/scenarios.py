@@ -33,6 +33,7 @@ from atropos.wire import (
     Search,
     Tar,
     Untar,
+    ViewFolders,
     WriteFile,
 )
 from tests.processes import descendants, parent_of
@@ -1168,7 +1169,7 @@ async def a_view_for_whose_copy_there_is_no_room_takes_none(host):
         await out(sandbox, "mkdir /app && cd /app && for i in $(seq 1600); do : > $i; done; ln -s 1 link")
         free = os.statvfs(sandbox.volume.data).f_favail
         assert free < 1600, "the bound on inodes of the tests"
-        view = await host.view(sandbox, "view", (), None, ("/app",))
+        view, _ = await host.view(sandbox, "view", (), None, ViewFolders(folders=("/app",)))
         try:
             assert os.statvfs(sandbox.volume.data).f_favail == free
             assert (

@@ -32,6 +32,8 @@ from atropos.wire import (
     ProcRead,
     ProcState,
     ReadStream,
+    ViewFolders,
+    ViewInfo,
     WriteFile,
     WriteStream,
 )
@@ -230,11 +232,11 @@ class FakeHost:
         return sandbox
 
     async def view(
-        self, of: FakeSandbox, name: str, layers: Sequence[Layer], base: str | None, folders: Sequence[str]
-    ) -> FakeSandbox:
+        self, of: FakeSandbox, name: str, layers: Sequence[Layer], base: str | None, folders: ViewFolders
+    ) -> tuple[FakeSandbox, ViewInfo]:
         view = await self.start(name, network=of.network)
         await view.change_root(layers, base)
-        return view
+        return view, ViewInfo()
 
     def add_layer(self, files: dict[str, bytes]) -> Layer:
         layer = Layer(f"/layers/{next(self.layer_numbers)}", sum(map(len, files.values())))

@@ -18,7 +18,7 @@ from atropos.sandbox.server.snapshots.layer_tar import packed_layers
 from atropos.sandbox.server.snapshots.snapshot_transfer import PARALLEL, IncomingSnapshot
 from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
-from atropos.wire import Call, Exec, Fault, Health, OpError, ProcRead, Reply, WriteFile, client_name
+from atropos.wire import Call, Exec, Fault, Health, OpError, ProcRead, Reply, ViewFolders, WriteFile, client_name
 from tests.unit.client.test_client import client_of, request
 from tests.unit.server.fakes import TOKEN, FakeHost, FakeSandbox, serving
 from tests.waiting import SLOWNESS, until
@@ -72,7 +72,7 @@ async def test_a_view_that_is_not_confirmed_gone_retires_its_slot():
     host = FakeHost()
     async with serving(host, slots=4) as running, client_of(running) as client:
         lease = await client.acquire(request())
-        await client.view(lease, ())
+        await client.view(lease, ViewFolders())
         host.dirty.add(running.core.state.runs[lease.lease_id].sandbox.name)
         with pytest.raises(SlotLost, match="the view could not be confirmed gone"):
             await client.snapshot(lease)
@@ -89,7 +89,7 @@ async def test_the_log_names_neither_leases_nor_clients_by_their_ids_which_are_s
         lease = await client.acquire(request())
         host.start_fails = True
         with pytest.raises(SandboxError, match="no more namespaces"):
-            await client.view(lease, ())
+            await client.view(lease, ViewFolders())
         monkeypatch.setattr(running.core.leasing, "renew", lambda *_: 1 / 0)
         url = f"{running.url}/v1/leases/{lease.lease_id}/renew"
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:

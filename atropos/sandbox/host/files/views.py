@@ -1,12 +1,14 @@
 """What a view shows of another slot: its folders, as they are, under a root that the slot's programs never wrote.
 
-Each folder is an overlay of the same layers that the slot's root has, with an upper folder of the view's own on
-top: the slot's later changes show through, and nothing that the view writes is seen by the slot.
+While programs of the slot run, each folder is an overlay of the same layers that the slot's root has, with an upper folder of
+the view's own on top: later changes show through, and nothing that the view writes is seen by the slot. A slot without
+programs changes no more: then its folders become a layer of the view's root, made of hard links, so that renames and links
+between a folder and the rest of the root work as they do in the slot.
 
-A link in such a folder resolves in the view's root, where tests and expected answers lie. So where no link is needed, the
-mount follows none. Elsewhere, a link that the slot's programs made is hidden when it could lead to a place that only the
-view has. They can make another link at any time: so the view then gets a copy of the topmost layer, made of hard links.
-What is written into its files shows through; files made or renamed later don't.
+A link in such a folder resolves in the view's root, where tests and expected answers will lie: `view_links` has the rules.
+Where no link is needed, the mount follows none. Elsewhere the slot's programs can make another link at any time: so the view
+then gets a copy of the topmost layer, made of hard links. What is written into its files shows through; files made or renamed
+later don't.
 """
 
 from __future__ import annotations
@@ -14,26 +16,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 from atropos.errors import NotSupported
+from atropos.sandbox.host.files import view_layers, view_links
 from atropos.sandbox.host.files.volumes import GATE, NEXT, Volume
 from atropos.sandbox.linux import syscalls
-from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
 from atropos.trees import remove_tree
+from atropos.wire import VIEW_HOME, ViewFolders, ViewInfo
 
 MAX_FOLDERS = 64
 """Top-level folders shown in addition to the requested ones."""
-MAX_DEPTH = 200
-"""Folders nested deeper are hidden."""
-MAX_HIDDEN = 10_000
-"""Most names that are made to hide links. A slot with more: none is followed in its view, which keeps half of its inodes."""
 MAX_COPIED = 50_000
-"""Most files and folders of the copied layer; above it no link is followed, since a copy takes kernel memory."""
+"""Most files and folders of a copy; above it no link is followed, since a copy takes kernel memory."""
 SYSTEM = frozenset(
     [
         *("bin", "boot", "dev", "etc", "home", "lost+found", "media", "opt", "proc", "root", "run", "sbin", "sys"),
@@ -44,337 +42,243 @@ SYSTEM = frozenset(
 
 Node's modules, and hidden folders as `/.git` and `/.cargo`, act on tools that run in any folder below, `/tests` too.
 """
-HIDDEN = ("/tests", "/logs", "/solution", "/proc", "/dev", "/sys", "/.atropos")
-"""Where no link of a slot may lead in its view."""
-_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+PROGRAM_MARKS = ("pyvenv.cfg", "conda-meta")
+"""What a folder of programs has in it, if it isn't called `node_modules`."""
+_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
 
 
 @dataclass(frozen=True)
 class View:
-    """Folders of a slot for a view to mount.
+    """Folders of a slot for a view to show.
 
     Attributes:
         layers: the folders that the slot's root is stacked of, topmost first.
         written: how many of them, from the top, leases wrote; the others are images'.
-        folders: absolute paths that are shown in addition to top-level folders that are not in `SYSTEM`.
+        below: the folders that the view's own root is stacked of.
+        wanted: what is shown.
+        quiet: no program runs in the slot.
         empty: an empty folder.
         copies: a folder on the topmost layer's file system, for copies of it.
     """
 
     layers: tuple[str, ...]
     written: int
-    folders: tuple[str, ...]
+    below: tuple[str, ...]
+    wanted: ViewFolders
+    quiet: bool
     empty: str
     copies: str
 
-    def mount(self, volume: Volume) -> None:
-        """Mount the folders in the next root of a view.
+    def info(self) -> ViewInfo:
+        """What it shows."""
+        shown = self.shown
+        inside = [path for path in self.programs if any(path.startswith(f"{folder}/") for folder in shown)]
+        return ViewInfo(folders=shown, programs=tuple(inside))
+
+    @cached_property
+    def programs(self) -> tuple[str, ...]:
+        """Those folders of programs that the view's root has."""
+        return tuple(path for path in self.wanted.programs if self._has_programs(path))
+
+    def _has_programs(self, path: str) -> bool:
+        with contextlib.ExitStack() as opened:
+            parts = view_layers.find(self.below, path, opened).parts
+            return bool(parts) and (
+                os.path.basename(path) == "node_modules"
+                or any(os.path.lexists(f"/proc/self/fd/{part.fd}/{mark}") for part in parts for mark in PROGRAM_MARKS)
+            )
+
+    @cached_property
+    def shown(self) -> tuple[str, ...]:
+        """The folders to show, none of them in another one.
 
         Raises:
             NotSupported: a folder can't be in the view's root.
-            OSError: a mount failed.
         """
-        named = {os.path.normpath(f"/{folder.lstrip('/')}") for folder in self.folders}
-        wanted = sorted(named)
-        wanted += [folder for folder in self._extra_folders() if folder not in named]
-        for number, folder in enumerate(wanted):
+        named = {os.path.normpath(f"/{folder.lstrip('/')}") for folder in self.wanted.folders}
+        for folder in sorted(named):
             if folder == "/" or folder.split("/")[1] in {"proc", "dev", "sys", ".atropos"}:
                 raise NotSupported(f"view: {folder} can't be shown on another root")
+            if self._find(self.below, folder)[1]:
+                raise NotSupported(f"view: {folder} has no place in its root: there is a file or a link")
+        chosen: list[str] = []
+        for folder in (*sorted(named), *self._optional(), *self._top_level()):
+            if not any(f"{folder}/".startswith(f"{each}/") for each in chosen) and len(chosen) < MAX_FOLDERS:
+                chosen.append(folder)
+        return tuple(chosen)
+
+    def _optional(self) -> Iterator[str]:
+        for folder in self.wanted.optional:
+            if _is_own(folder) and self._find(self.layers, folder)[0] and not self._find(self.below, folder)[1]:
+                yield folder
+
+    def _top_level(self) -> Iterator[str]:
+        """Top-level folders that the slot and the view's root both have, and no usual system."""
+        for folder in sorted({f"/{name}" for layer in self.below for name in os.listdir(layer)}):
+            if _is_own(folder) and self._find(self.below, folder)[0] and self._find(self.layers, folder)[0]:
+                yield folder
+
+    @staticmethod
+    def _find(layers: Sequence[str], folder: str) -> tuple[bool, bool]:
+        """Whether layers have a folder, and whether they have something else in its place."""
+        with contextlib.ExitStack() as opened:
+            found = view_layers.find(layers, folder, opened)
+            return bool(found.parts), found.blocked
+
+    # ------------------------------------------------------------------------------------------ as a layer of the root
+
+    def layer(self) -> str | None:
+        """A layer for the view's root with the folders in it; None: they are to be mounted.
+
+        Raises:
+            NotSupported: a folder can't be in the view's root.
+        """
+        folders = self.shown
+        if not (self.quiet or self.wanted.as_layer) or self.written > 1 or self.layers[1:] != self.below:
+            return None
+
+        def fill(top: str, most: int) -> int:
+            count = 0
+            for folder in folders:
+                with contextlib.ExitStack() as opened:
+                    count += self._add(top, folder, most - count, opened)
+            return count
+
+        return self._copy(fill)
+
+    def _add(self, top: str, folder: str, most: int, opened: contextlib.ExitStack) -> int:
+        """Put a folder into a layer; how many names it has."""
+        theirs, ours = (view_layers.find(layers, folder, opened) for layers in (self.layers, self.below))
+        if theirs.parts and theirs.parts[0].layer > 0:
+            return 0  # the root has all of it already
+        at = top
+        for name in folder.strip("/").split("/"):
+            at = f"{at}/{name}"
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(at, 0o755)
+                os.chown(at, 0, 0)
+                parts = view_layers.find(self.below, at.removeprefix(top), opened).parts
+                if parts:
+                    view_layers.copy_attributes(parts[0].fd, at)
+        if len(theirs.parts) < 2 and ours.parts:
+            view_layers.make_opaque(at)
+        if not theirs.parts:
+            return 0
+        copy = os.open(at, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened.callback(os.close, copy)
+        return view_layers.copy_folders(theirs.parts[0].fd, copy, most, self._left_out(folder))
+
+    def _left_out(self, folder: str) -> frozenset[str]:
+        """Paths below a folder that stay as the view's root has them."""
+        return frozenset(path.removeprefix(f"{folder}/") for path in self.programs if path.startswith(f"{folder}/"))
+
+    def _copy(self, fill: Callable[[str, int], int]) -> str | None:
+        """A new folder of hard links; `fill` gets the most names, and returns how many there are.
+
+        None: there is no room for it, half of what the slot's own programs have left.
+        """
+        with contextlib.ExitStack() as undo:
             try:
-                _make_mount_point(volume.next_root, folder)
-            except NotSupported:
-                if folder in named:
-                    raise
-                continue  # a program put a folder where the root has a file or a link
-            self._mount_one(volume, folder, f"{volume.data}/view{number}")
+                path = tempfile.mkdtemp(prefix="seen", dir=self.copies)
+                undo.callback(remove_tree, path)
+                most = min(MAX_COPIED, os.statvfs(self.copies).f_favail // 2)
+                if fill(path, most) > most:
+                    return None
+            except OSError as error:
+                if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                    return None
+                raise
+            undo.pop_all()
+            return path
 
-    def _extra_folders(self) -> list[str]:
-        """The slot's top-level folders that are not in `SYSTEM`."""
-        names = sorted({name for layer in self.layers for name in os.listdir(layer)})
-        chosen = [f"/{name}" for name in names if name not in SYSTEM and not name.startswith(("lib", "."))]
-        found: list[str] = []
-        for folder in chosen:
-            with contextlib.ExitStack() as opened:
-                if len(found) < MAX_FOLDERS and _open_in_layers(self.layers, folder, opened):
-                    found.append(folder)
-        return found
+    # -------------------------------------------------------------------------------------------------------- as mounts
 
-    def _mount_one(self, volume: Volume, folder: str, upper: str) -> None:
+    def mount(self, volume: Volume, layer: str | None) -> None:
+        """Mount the folders in the next root of a view, or check those that `layer` has put there.
+
+        Raises:
+            OSError: a mount failed.
+        """
+        folders = self.shown
+        links = view_links.Links(volume, folders)
+        with contextlib.ExitStack() as opened:
+            for number, folder in enumerate(folders):
+                if layer is None:
+                    self._mount_one(volume, number, folder, links, opened)
+                elif os.path.isdir(f"{layer}{folder}"):
+                    top = os.open(f"{layer}{folder}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                    opened.callback(os.close, top)
+                    links.add(folder, top)
+            for folder in links.unfit():
+                if layer is not None:
+                    self._mount_one(volume, len(folders) + folders.index(folder), folder, None, opened)
+                else:
+                    follow_none(volume, folder)
+        if self.wanted.home is not None:
+            self._mount_home(volume, self.wanted.home)
+
+    def _mount_one(
+        self, volume: Volume, number: int, folder: str, links: view_links.Links | None, opened: contextlib.ExitStack
+    ) -> None:
+        view_layers.make_mount_point(volume.next_root, folder)
+        upper = self._new_upper(volume, f"view{number}")
+        parts = view_layers.find(self.layers, folder, opened).parts
+        if parts:
+            view_layers.copy_attributes(parts[0].fd, upper)
+        layers, left_out = [part.fd for part in parts], self._left_out(folder)
+        needed = bool(left_out) or any(next(view_links.walk(part.fd), None) is not None for part in parts)
+        follows = links is not None and bool(parts) and needed
+        if follows and parts[0].layer == 0:
+            copy = self._copied(parts[0].fd, left_out, opened)
+            follows = copy is not None
+            layers[0] = parts[0].fd if copy is None else copy
+        if not follows and parts:
+            for path in left_out:
+                view_layers.hide(parts[0].fd, upper, path)
+        flags = _FLAGS | (0 if follows else syscalls.MS_NOSYMFOLLOW)
+        lower = [f"/proc/self/fd/{fd}" for fd in layers] or [self.empty]
+        volume.stack(f"{GATE}/{NEXT}{folder}", lower, flags, upper)
+        if follows and links is not None:
+            for fd in layers[: sum(part.layer < self.written for part in parts)]:
+                links.add(folder, fd)
+
+    def _copied(self, source: int, left_out: frozenset[str], opened: contextlib.ExitStack) -> int | None:
+        """A copy of a folder of the topmost layer, if there is room."""
+
+        def fill(top: str, most: int) -> int:
+            copy.append(os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            opened.callback(os.close, copy[0])
+            return view_layers.copy_folders(source, copy[0], most, left_out)
+
+        copy: list[int] = []
+        return None if self._copy(fill) is None else copy[0]
+
+    def _mount_home(self, volume: Volume, home: str) -> None:
+        view_layers.make_mount_point(volume.next_root, VIEW_HOME)
+        upper = self._new_upper(volume, "home")
+        with contextlib.ExitStack() as opened:
+            parts = view_layers.find(self.below, home, opened).parts
+            if parts:
+                view_layers.copy_attributes(parts[0].fd, upper)
+            lower = [f"/proc/self/fd/{part.fd}" for part in parts] or [self.empty]
+            volume.stack(f"{GATE}/{NEXT}{VIEW_HOME}", lower, _FLAGS, upper)
+
+    @staticmethod
+    def _new_upper(volume: Volume, name: str) -> str:
+        upper = f"{volume.data}/{name}"
         for path in (upper, f"{upper}-wk"):
             os.mkdir(path, 0o755)
         os.chown(upper, 0, 0)
-        with contextlib.ExitStack() as opened:
-            parts = _open_in_layers(self.layers, folder, opened)
-            if parts:
-                _copy_attributes(parts[0].fd, upper)
-            layers, follows = self._vetted(parts, folder, upper, opened)
-            flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | (0 if follows else syscalls.MS_NOSYMFOLLOW)
-            lower = [f"/proc/self/fd/{fd}" for fd in layers] or [self.empty]
-            volume.stack(f"{GATE}/{NEXT}{folder}", lower, flags, upper)
-
-    def _vetted(
-        self, parts: Sequence[_Part], folder: str, upper: str, opened: contextlib.ExitStack
-    ) -> tuple[list[int], bool]:
-        """The layers of a folder as a view may see them, topmost first, and whether links in them may be followed."""
-        follows = False
-        layers = [part.fd for part in parts]
-        room = min(MAX_HIDDEN, os.statvfs(upper).f_favail // 2)
-        for number, part in enumerate(parts):
-            if part.layer >= self.written:  # an image's own links
-                follows = follows or next(_walk(part.fd), None) is not None
-                continue
-            for place, name, target in _walk(part.fd):
-                path = "/".join((*place.path_from(0), name))
-                if target is not None and not _may_reach_hidden(f"{folder}/{path}", target):
-                    follows = True
-                    continue
-                room -= place.depth + 1
-                if room < 0:
-                    return layers, False
-                if not any(_shadows(above.fd, path) for above in parts[:number]):
-                    # it is hidden already where a program moves it, and it is seen twice
-                    with contextlib.suppress(FileExistsError, NotADirectoryError):
-                        _hide(part.fd, upper, path)
-        if follows and parts[0].layer == 0:
-            copy = _copied(layers[0], self.copies, folder, opened)
-            return (layers, False) if copy is None else ([copy, *layers[1:]], True)
-        return layers, follows
+        return upper
 
 
-class _Part(NamedTuple):
-    """A folder in one layer: the layer's number from the top, and a descriptor."""
-
-    layer: int
-    fd: int
-
-
-def _open_in_layers(layers: Sequence[str], folder: str, opened: contextlib.ExitStack) -> list[_Part]:
-    """A folder in each layer that has it, topmost first; empty: the slot has no such folder.
-
-    No link is followed: the slot's programs may replace any part while this runs.
-    """
-    found: list[_Part] = []
-    for number, layer in enumerate(layers):
-        at = os.open(layer, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        opened.callback(os.close, at)
-        covers = False
-        for part in folder.strip("/").split("/"):
-            try:
-                at = os.open(part, _FOLDER, dir_fd=at)
-            except FileNotFoundError:
-                break
-            except NotADirectoryError:  # a file, a link or a whiteout: nothing below shows
-                return found
-            opened.callback(os.close, at)
-            covers = covers or _opaque(at)
-        else:
-            found.append(_Part(number, at))
-        if covers:
-            break
-    return found
+def _is_own(folder: str) -> bool:
+    """Whether a top-level folder is none that usual systems have."""
+    name = folder.strip("/")
+    return "/" not in name and name not in SYSTEM and not name.startswith(("lib", "."))
 
 
-def _opaque(fd: int) -> bool:
-    try:
-        return os.getxattr(f"/proc/self/fd/{fd}", "user.overlay.opaque") == b"y"
-    except OSError:
-        return False
-
-
-def _walk(top: int) -> Iterator[tuple[LayerFolder, str, str | None]]:
-    """Links below a folder: where, name and target; folders nested deeper than `MAX_DEPTH`, with None."""
-    waiting = [LayerFolder(0)]
-    with _folders(top) as folders:
-        while waiting:
-            folder = waiting.pop()
-            try:
-                fd = folders.open(folder)
-            except OSError:  # gone meanwhile, moved, or no folder any more
-                continue
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    if entry.is_symlink():
-                        with contextlib.suppress(OSError):
-                            yield folder, entry.name, os.readlink(entry.name, dir_fd=fd)
-                    elif entry.is_dir(follow_symlinks=False):
-                        if folder.depth >= MAX_DEPTH:
-                            yield folder, entry.name, None
-                        else:
-                            with contextlib.suppress(FileNotFoundError):
-                                waiting.append(_below(folder, entry))
-
-
-def _folders(top: int) -> Folders:
-    return Folders([f"/proc/self/fd/{top}/."])
-
-
-def _below(folder: LayerFolder, entry: os.DirEntry[str]) -> LayerFolder:
-    found = entry.stat(follow_symlinks=False)
-    return folder.below(entry.name, (found.st_dev, found.st_ino))
-
-
-def _open_below(root: int, path: str) -> int:
-    at = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
-    for part in filter(None, path.split("/")):
-        try:
-            below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
-        finally:
-            os.close(at)
-        at = below
-    return at
-
-
-def _may_reach_hidden(path: str, target: str) -> bool:
-    """Whether a link at an absolute path could lead into `HIDDEN`, alone or together with another link."""
-    at = "/" if target.startswith("/") else os.path.dirname(path)
-    parts = [part for part in target.split("/") if part not in {"", "."}]
-    while parts and parts[0] == "..":  # exact: the link's own folder is reached through no link
-        at, parts = os.path.dirname(at), parts[1:]
-    if ".." in parts:  # from there it may go anywhere
-        return True
-    end = "/" + "/".join(filter(None, [at.strip("/"), *parts]))
-    return end == "/" or any(end == each or end.startswith(f"{each}/") for each in HIDDEN)
-
-
-def _shadows(top: int, path: str) -> bool:
-    """Whether a layer hides what lower layers have at a path."""
-    folder, name = os.path.split(path)
-    try:
-        fd = _open_below(top, folder)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    try:
-        os.lstat(name, dir_fd=fd)
-    except FileNotFoundError:
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
-def _copied(source: int, copies: str, folder: str, opened: contextlib.ExitStack) -> int | None:
-    """A copy of a folder of the topmost layer, made of hard links, without links that may reach `HIDDEN`.
-
-    The slot's programs may replace any part of the source meanwhile, but nothing in the copy: links are checked there.
-
-    Returns:
-        A descriptor; None: there is no room for it, half of what the slot's own programs have left.
-    """
-    most = min(MAX_COPIED, os.statvfs(copies).f_favail // 2)
-    with contextlib.ExitStack() as undo:
-        try:
-            path = tempfile.mkdtemp(prefix="seen", dir=copies)
-            undo.callback(remove_tree, path)
-            copy = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            opened.callback(os.close, copy)
-            if not _copy_folders(source, copy, folder, most):
-                return None
-        except OSError as error:
-            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-                return None
-            raise
-        undo.pop_all()
-        return copy
-
-
-def _copy_folders(source: int, copy: int, folder: str, most: int) -> bool:
-    """Copy a folder with its subfolders; False: they have more names than `most`."""
-    count, waiting = 0, [(LayerFolder(0), LayerFolder(0))]
-    with _folders(source) as theirs, _folders(copy) as ours:
-        while waiting and count <= most:
-            found, made = waiting.pop()
-            try:
-                fd = theirs.open(found)
-            except OSError:  # gone meanwhile, moved, or no folder any more
-                continue
-            into = ours.open(made)
-            path = "/".join((folder, *found.path_from(0)))
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    count += 1
-                    if count > most:
-                        break
-                    if not entry.is_dir(follow_symlinks=False):
-                        _copy_file(fd, into, entry.name, f"{path}/{entry.name}")
-                    elif found.depth < MAX_DEPTH:
-                        with contextlib.suppress(FileExistsError, FileNotFoundError):  # seen twice, or gone
-                            os.mkdir(entry.name, 0o700, dir_fd=into)
-                            waiting.append((_below(found, entry), made.below(entry.name)))
-            _copy_attributes(fd, into, whole=True)
-    return count <= most
-
-
-def _copy_file(source: int, target: int, name: str, path: str) -> None:
-    try:
-        os.link(name, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise
-        return  # gone meanwhile, or a folder by now
-    if stat.S_ISLNK(os.lstat(name, dir_fd=target).st_mode) and _may_reach_hidden(
-        path, os.readlink(name, dir_fd=target)
-    ):
-        os.unlink(name, dir_fd=target)
-        os.mknod(name, stat.S_IFCHR, 0, dir_fd=target)  # overlayfs's whiteout
-
-
-def _copy_attributes(source: int, target: str | int, *, whole: bool = False) -> None:
-    """Give a folder the owner and mode of another one; `whole`: its attributes and times as well."""
-    found = os.stat(source)
-    os.chown(target, found.st_uid, found.st_gid)
-    os.chmod(target, stat.S_IMODE(found.st_mode))
-    if whole:
-        with contextlib.suppress(OSError):
-            for name in os.listxattr(source):
-                os.setxattr(target, name, os.getxattr(source, name))
-        os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
-
-
-def _hide(top: int, upper: str, path: str) -> None:
-    """Cover a path with a whiteout, so that the view has nothing there."""
-    *folders, name = path.split("/")
-    made = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for depth, part in enumerate(folders, 1):
-            try:
-                os.mkdir(part, 0o700, dir_fd=made)
-            except FileExistsError:
-                source = None
-            else:
-                source = "/".join(folders[:depth])
-            below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=made)
-            os.close(made)
-            made = below
-            if source is not None:
-                with contextlib.suppress(OSError):
-                    fd = _open_below(top, source)
-                    try:
-                        _copy_attributes(fd, made)
-                    finally:
-                        os.close(fd)
-        os.mknod(name, stat.S_IFCHR, 0, dir_fd=made)  # overlayfs's whiteout
-    finally:
-        os.close(made)
-
-
-def _make_mount_point(root: str, folder: str) -> None:
-    """Make a folder to mount on in a view's root.
-
-    Raises:
-        NotSupported: it would lie behind a link or a file.
-    """
-    at = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for part in folder.strip("/").split("/"):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(part, 0o755, dir_fd=at)
-                os.chown(part, 0, 0, dir_fd=at, follow_symlinks=False)  # the server's own user is none of the slot's
-            below = os.open(part, _FOLDER, dir_fd=at)
-            os.close(at)
-            at = below
-    except OSError as error:
-        raise NotSupported(f"view: {folder} has no place in its root ({error.strerror})") from error
-    finally:
-        os.close(at)
+def follow_none(volume: Volume, folder: str) -> None:
+    """Have a folder's mount follow no link any more."""
+    flags = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_NOSYMFOLLOW | _FLAGS
+    syscalls.mount(None, f"{volume.next_root}{folder}", None, flags)

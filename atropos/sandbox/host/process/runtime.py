@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import marshal
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -18,11 +19,12 @@ from pathlib import Path
 
 from atropos.errors import IsolationUnavailable
 from atropos.sandbox.linux import pause_program
-from atropos.slot_python import SLOT_PYTHON
+from atropos.slot_python import SLOT_PYTHON, VERIFIER_PYTHON
 
 PAUSE = "pause"
 """The name of the program of `linux.pause_program`, in the folder."""
 EMPTY = "empty"
+VERIFIER_SITE = Path(__file__).parents[2] / "programs" / "verifier_site.py"
 _MODULES = [
     *("encodings.aliases", "encodings.ascii", "encodings.utf_8", "encodings.latin_1", "codecs", "io", "abc"),
     *("os", "stat", "posixpath", "genericpath", "_collections_abc", "_ctypes", "_json", "_socket", "select"),
@@ -61,6 +63,10 @@ def build(folder: str) -> None:
     _copy_binary(loader, f"{folder}/{os.path.basename(SLOT_PYTHON[0])}")
     for library in _copy_modules(python, stdlib):
         _copy_binary(library, f"{folder}/lib/{_soname(library)}")
+    site = Path(folder, os.path.basename(VERIFIER_PYTHON), "sitecustomize.py")
+    site.parent.mkdir(0o755)
+    shutil.copyfile(VERIFIER_SITE, site)
+    site.chmod(0o444)
     pause = Path(folder, PAUSE)
     pause.write_bytes(pause_program.elf())
     pause.chmod(0o755)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 
 from atropos.errors import NotSupported, SandboxError, SlotLost
 from atropos.sandbox.contract import Sandbox
@@ -17,7 +17,7 @@ from atropos.sandbox.server.state.lease_run import LeaseRun
 from atropos.sandbox.server.state.snapshot_store import check_depth
 from atropos.sandbox.server.state.state import ServerState
 from atropos.sandbox.server.warm_pool import stop
-from atropos.wire import Lease, SnapshotInfo
+from atropos.wire import SnapshotInfo, ViewFolders, ViewInfo
 
 log = logging.getLogger(__name__)
 AGAIN_S = 0.2
@@ -124,7 +124,7 @@ class Workspaces:
         run.view_layers = snapshot.layers
         return snapshot.info
 
-    async def view(self, lease_id: str, folders: Sequence[str], epoch: int | None) -> Lease:
+    async def view(self, lease_id: str, folders: ViewFolders, epoch: int | None) -> ViewInfo:
         """Run a lease's calls in a view of its slot from now on; one that has a view keeps it.
 
         Raises:
@@ -135,21 +135,21 @@ class Workspaces:
         run = self._state.active_run(lease_id, epoch)
         if run.viewing is None or (run.viewing.done() and run.viewed is None):
             run.viewing = self._state.spawn(self._open_view(run, folders))
-        await asyncio.shield(run.viewing)
-        return self._leasing.lease_of(run.held)
+        return await asyncio.shield(run.viewing)
 
-    async def _open_view(self, run: LeaseRun, folders: Sequence[str]) -> None:
+    async def _open_view(self, run: LeaseRun, folders: ViewFolders) -> ViewInfo:
         assert run.lanes is not None
         async with run.lanes.barrier():
             assert run.sandbox is not None
-            view = await self._start_view(run, run.sandbox, folders)
+            view, info = await self._start_view(run, run.sandbox, folders)
             run.viewed, run.sandbox = run.sandbox, view
             run.lanes.sandbox = view
             self._leasing.watch(run, view)
         self._state.counters["views_opened"] += 1
+        return info
 
-    async def _start_view(self, run: LeaseRun, sandbox: Sandbox, folders: Sequence[str]) -> Sandbox:
-        def start() -> Awaitable[Sandbox]:
+    async def _start_view(self, run: LeaseRun, sandbox: Sandbox, folders: ViewFolders) -> tuple[Sandbox, ViewInfo]:
+        def start() -> Awaitable[tuple[Sandbox, ViewInfo]]:
             layers = run.view_layers or run.layers
             return self._state.host.view(sandbox, f"view of {sandbox.name}", layers, run.base, folders)
 

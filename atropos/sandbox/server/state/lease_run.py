@@ -12,7 +12,7 @@ from atropos.sandbox.server.calls.lanes import Lanes
 from atropos.sandbox.server.state.lease_table import EndedLease, HeldLease
 from atropos.sandbox.server.state.snapshot_store import StoredSnapshot
 from atropos.sandbox.server.warm_pool import stop
-from atropos.wire import Lease, SnapshotInfo
+from atropos.wire import Lease, SnapshotInfo, ViewInfo
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class LeaseRun:
     snapshot: StoredSnapshot | None = None
     starting: asyncio.Task[Lease] | None = None
     ending: asyncio.Task[EndedLease] | None = None
-    viewing: asyncio.Task[None] | None = None
+    viewing: asyncio.Task[ViewInfo] | None = None
     freezing: dict[str, asyncio.Task[SnapshotInfo]] = field(default_factory=dict[str, "asyncio.Task[SnapshotInfo]"])
 
     def check_active(self) -> None:

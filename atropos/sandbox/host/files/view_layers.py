@@ -1,0 +1,171 @@
+"""Folders in the layers of a slot's root, which its programs may replace at any time: found, copied and hidden, through no link."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from atropos.errors import NotSupported
+from atropos.sandbox.host.files.view_links import MAX_DEPTH, below
+from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
+
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPAQUE = "user.overlay.opaque"
+
+
+class Part(NamedTuple):
+    """A folder in one layer: the layer's number from the top, and a descriptor."""
+
+    layer: int
+    fd: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder in each layer that has it, topmost first; none: there is no such folder, or `blocked`, something else there."""
+
+    parts: list[Part]
+    blocked: bool = False
+
+
+def find(layers: Sequence[str], folder: str, opened: contextlib.ExitStack) -> Found:
+    """Find a folder in layers."""
+    found: list[Part] = []
+    for number, layer in enumerate(layers):
+        at = os.open(layer, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened.callback(os.close, at)
+        covers = False
+        for part in folder.strip("/").split("/"):
+            try:
+                at = os.open(part, _FOLDER, dir_fd=at)
+            except FileNotFoundError:
+                break
+            except NotADirectoryError:  # a file, a link or a whiteout: nothing below shows
+                return Found(found, not found and not _is_whiteout(at, part))
+            opened.callback(os.close, at)
+            covers = covers or _is_opaque(at)
+        else:
+            found.append(Part(number, at))
+        if covers:
+            break
+    return Found(found)
+
+
+def _is_opaque(fd: int) -> bool:
+    try:
+        return os.getxattr(f"/proc/self/fd/{fd}", _OPAQUE) == b"y"
+    except OSError:
+        return False
+
+
+def make_opaque(folder: str) -> None:
+    """Have a folder of a layer hide what lower layers have in it."""
+    os.setxattr(folder, _OPAQUE, b"y")
+
+
+def _is_whiteout(fd: int, name: str) -> bool:
+    try:
+        seen = os.lstat(name, dir_fd=fd)
+    except OSError:
+        return True
+    return stat.S_ISCHR(seen.st_mode) and seen.st_rdev == 0
+
+
+def copy_folders(source: int, copy: int, most: int, left_out: frozenset[str] = frozenset()) -> int:
+    """Copy a folder with its subfolders, the files as hard links; how many names that are: above `most` it is not whole.
+
+    The slot's programs may replace any part of the source meanwhile, but nothing in the copy.
+    """
+    count, waiting = 0, [(LayerFolder(0), LayerFolder(0))]
+    above = {os.path.dirname(path) for path in left_out}
+    with Folders([f"/proc/self/fd/{source}/."]) as theirs, Folders([f"/proc/self/fd/{copy}/."]) as ours:
+        while waiting and count <= most:
+            found, made = waiting.pop()
+            try:
+                fd = theirs.open(found)
+            except OSError:  # gone meanwhile, moved, or no folder any more
+                continue
+            into = ours.open(made)
+            here = "/".join(found.path_from(0)) if above else ""
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    if here in above and f"{here}/{entry.name}".lstrip("/") in left_out:
+                        continue
+                    count += 1
+                    if count > most:
+                        break
+                    if not entry.is_dir(follow_symlinks=False):
+                        _copy_file(fd, into, entry.name)
+                    elif found.depth < MAX_DEPTH:
+                        with contextlib.suppress(FileExistsError, FileNotFoundError):  # seen twice, or gone
+                            os.mkdir(entry.name, 0o700, dir_fd=into)
+                            waiting.append((below(found, entry), made.below(entry.name)))
+            copy_attributes(fd, into, whole=True)
+    return count
+
+
+def _copy_file(source: int, target: int, name: str) -> None:
+    try:
+        os.link(name, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        # gone meanwhile, or a folder by now
+
+
+def copy_attributes(source: int, target: str | int, *, whole: bool = False) -> None:
+    """Give a folder the owner and mode of another one; `whole`: its attributes and times as well."""
+    found = os.stat(source)
+    os.chown(target, found.st_uid, found.st_gid)
+    os.chmod(target, stat.S_IMODE(found.st_mode))
+    if whole:
+        with contextlib.suppress(OSError):
+            for name in os.listxattr(source):
+                os.setxattr(target, name, os.getxattr(source, name))
+        os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def hide(top: int, upper: str, path: str) -> None:
+    """Cover a path with a whiteout, so that the view has nothing there; folders above it are as in `top`."""
+    *folders, name = path.split("/")
+    made = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for depth, part in enumerate(folders, 1):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, 0o755, dir_fd=made)
+                with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+                    at = find([f"/proc/self/fd/{top}"], "/".join(folders[:depth]), opened).parts
+                    if at:
+                        copy_attributes(at[0].fd, f"/proc/self/fd/{made}/{part}")
+            step = os.open(part, _FOLDER, dir_fd=made)
+            os.close(made)
+            made = step
+        os.mknod(name, stat.S_IFCHR, 0, dir_fd=made)  # overlayfs's whiteout
+    finally:
+        os.close(made)
+
+
+def make_mount_point(root: str, folder: str) -> None:
+    """Make a folder to mount on in a view's root.
+
+    Raises:
+        NotSupported: it would lie behind a link or a file.
+    """
+    at = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in folder.strip("/").split("/"):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, 0o755, dir_fd=at)
+                os.chown(part, 0, 0, dir_fd=at, follow_symlinks=False)  # the server's own user is none of the slot's
+            step = os.open(part, _FOLDER, dir_fd=at)
+            os.close(at)
+            at = step
+    except OSError as error:
+        raise NotSupported(f"view: {folder} has no place in its root ({error.strerror})") from error
+    finally:
+        os.close(at)

@@ -1,0 +1,63 @@
+"""What a task says in its own files: its instruction, its solution and its tests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from atropos.tasks.format.task import Task
+
+MAX_BYTES = 1 << 20
+"""Most that is read of one file."""
+_RENAMES = re.compile(
+    r"\b(?:os\.(?:renames?|replace|link)|fs\.(?:rename|link)(?:Sync)?|File\.(?:rename|link)|Path\([^()\n]*\)\.(?:rename|replace|hardlink_to))"
+    r"\s*\([^\n]*|(?:^|[;&|]\s*)\s*(?:ln|link)\s+(?!-\w*s)[^\n;&|]*",
+    re.MULTILINE,
+)
+"""Calls and commands that fail between two file systems, to the end of the line; `mv` and `shutil.move` copy there."""
+_WHOLE_PATH = re.compile(r"(?<![\w.$}/-])/[\w.-][\w./-]*")
+_TOP = re.compile(r"(?<![\w.$}/~-])/(\w[\w.-]*)")
+
+
+def solution_texts(task: Task) -> list[tuple[str, str]]:
+    """The files of the solution, which is one itself in terminal-bench 1; the instruction where there is none."""
+    if task.solution is None:
+        return [("the instruction", task.instruction)]
+    return [(str(path.relative_to(task.solution.parent)), _text(path)) for path in _files(task.solution)]
+
+
+def test_texts(task: Task) -> list[str]:
+    """The files of the tests."""
+    return [_text(path) for source in task.tests for path in _files(source)]
+
+
+def whole_text(task: Task) -> str:
+    """All of it."""
+    return "\n".join([task.instruction, *(text for _, text in solution_texts(task)), *test_texts(task)])
+
+
+def named_folders(text: str) -> list[str]:
+    """Folders at the top, as `/data`, that a text may name."""
+    return sorted({f"/{name}" for name in _TOP.findall(text)})[:256]
+
+
+def renames_across(task: Task, folders: Sequence[str]) -> bool:
+    """Whether tests rename or link files between these folders and others."""
+    for text in test_texts(task):
+        for match in _RENAMES.finditer(text):
+            paths = _WHOLE_PATH.findall(match[0])
+            if {any(f"{path}/".startswith(f"{top}/") for top in folders) for path in paths} == {True, False}:
+                return True
+    return False
+
+
+def _files(source: Path) -> list[Path]:
+    """Files of a folder, or a file. Links go into a slot as such, so what they name on this machine says nothing."""
+    found = [source, *(path for path in sorted(source.rglob("*")) if not path.is_symlink())]
+    return [path for path in found if path.is_file()]
+
+
+def _text(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(MAX_BYTES).decode("utf-8", "replace")
