@@ -201,6 +201,11 @@ def _summary(found: Sequence[TaskFinding]) -> str:
     lowered = sum(len(finding.clamped) for finding in found)
     parts = [f"{count} {status}" for status, count in counts.items() if count]
     said = f"{len(found)} task{'s' * (len(found) != 1)}: {', '.join(parts)}"
+    shared = sum(_mode(finding) == "shared" for finding in found)
+    if shared:
+        said += (
+            f"; {shared} ({shared / len(found):.0%}) judged in the agent's slot (shared), where a reward can be rigged"
+        )
     return f"{said}; {lowered} limits lowered" if lowered else said
 
 

@@ -25,6 +25,7 @@ from atropos.tasks.fit import STAND_INS, Policy, Room, TaskFit, fit
 from atropos.tasks.folder import TaskSet
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import TaskImages
+from atropos.tasks.verifier import surroundings
 from atropos.tasks.verifier.layers import VerifierLayers
 from atropos.tasks.verifier.mode import Choice, Mode, choose
 from atropos.wire import ImageState
@@ -196,7 +197,7 @@ async def _checked(
     config: CheckConfig,
     attempt: Callable[[Agent, Literal["task"] | Mode], Awaitable[Attempt]],
 ) -> TaskFinding:
-    notes = (*found.notes, *task.warnings)
+    notes = (*found.notes, *task.warnings, *surroundings.notes(task))
     try:
         chosen = choose(task)
     except OSError as error:

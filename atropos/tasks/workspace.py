@@ -26,13 +26,16 @@ from atropos.tasks.builder.archive import pack
 from atropos.tasks.builder.transfer import exec_plain, is_missing, unpack_pieces
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.format.context import walk
-from atropos.tasks.format.recipe import PATH
 from atropos.tasks.format.task import Hosts, Task
-from atropos.tasks.verifier.carry import carry_in, carry_out
+from atropos.tasks.verifier.carry import CarriedArtifact, carry_in, carry_out
+from atropos.tasks.verifier.home import home_of, move_in, put_aside, put_back
 from atropos.tasks.verifier.layers import VerifierLayers
 from atropos.tasks.verifier.mode import Mode, choose
 from atropos.tasks.verifier.reward import Verdict, read_verdict
 from atropos.tasks.verifier.services import Keep, end_processes, end_tests
+from atropos.tasks.verifier.surroundings import Surroundings, environment, program_folders, with_links
+from atropos.tasks.verifier.texts import named_folders, renames_across, whole_text
+from atropos.wire import VIEW_HOME
 
 _log = logging.getLogger(__name__)
 LOGS = "/logs/agent /logs/verifier /logs/artifacts"
@@ -202,10 +205,12 @@ async def verify(
     machines = [slot]
     try:
         chosen = choose(task, mode).mode
-        machines.append(machine := await _machine(slot, task, chosen, fresh, _kept(task) if keep == "task" else keep))
+        judged = task.verifier if chosen == "separate" and task.verifier is not None else task
+        machine, found = await _machine(slot, task, judged, chosen, fresh, _kept(task) if keep == "task" else keep)
+        machines.append(machine)
         if layers is not None:
             await layers.put(machine)
-        verdict = await _judge(machine, task.verifier if chosen == "separate" and task.verifier is not None else task)
+        verdict = await _judge(machine, judged, found)
     except (SlotFileError, TaskBroken, VerifierFailed) as error:  # no such user, no room, a folder in a file's place
         _check_room(task, machines)
         raise error if isinstance(error, VerifierFailed) else VerifierFailed(f"{task.name}: {error}") from error
@@ -233,43 +238,66 @@ def _check_room(task: Task, machines: Sequence[Slot]) -> None:
 
 
 async def _machine(
-    slot: Slot, task: Task, chosen: Mode, fresh: Callable[[], Awaitable[Slot]] | None, keep: Keep
-) -> Slot:
+    slot: Slot, task: Task, judged: Task, chosen: Mode, fresh: Callable[[], Awaitable[Slot]] | None, keep: Keep
+) -> tuple[Slot, Surroundings]:
     """Where the tests run, with what the agent left in its place."""
     await _collect(slot, task)
     slot.profile = PLAIN
-    if chosen == "separate":
-        if fresh is None:
-            raise ValueError("a separate verifier needs `fresh`")
-        await slot.quiesce()
-        carried = [(one.source, await carry_out(slot, one.source, one.exclude)) for one in task.artifacts]
-        slot = await fresh()
-        slot.profile = PLAIN
-        for path, artifact in carried:
-            await carry_in(slot, path, artifact)
-    elif chosen == "view":
-        await _open_view(slot, task, keep)
-    else:
+    if chosen == "view":
+        return slot, await _open_view(slot, task, keep)
+    if chosen == "shared":
         await end_processes(slot, task, keep)
-    return slot
+        return slot, Surroundings()
+    if fresh is None:
+        raise ValueError("a separate verifier needs `fresh`")
+    await slot.quiesce()
+    carried = [(one.source, await carry_out(slot, one.source, one.exclude)) for one in task.artifacts]
+    slot = await fresh()
+    slot.profile = PLAIN
+    return slot, await _carry_all(slot, judged, carried)
 
 
-async def _open_view(slot: Slot, task: Task, keep: Keep) -> None:
+async def _carry_all(slot: Slot, judged: Task, carried: Sequence[tuple[str, CarriedArtifact | None]]) -> Surroundings:
+    """Put the artifacts into a fresh slot; its home and programs stay as they are."""
+    found = Surroundings(tuple(path for path, _ in carried))
+    home = home_of(await profile_of(slot, judged, judged.verifier_settings))
+    wanted = [path for path in program_folders(judged) if found.holds(path)]
+    inside = found.holds(home)
+    programs = await put_aside(slot, home if inside else None, wanted) if inside or wanted else ()
+    for path, artifact in carried:
+        await carry_in(slot, path, artifact)
+    await put_back(slot, wanted, programs)
+    return replace(found, programs=programs, home=VIEW_HOME if inside else None)
+
+
+async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
     """Run the tests beside the agent's programs, where these reach nothing but the folders that they wrote in."""
     if keep == "none":
         await slot.quiesce()
     workdir = task.recipe.workdir
     others = [one.source for one in task.artifacts if not f"{one.source}/".startswith(f"{workdir.rstrip('/')}/")]
     carried = [(path, await carry_out(slot, path)) for path in others]
+    named, home = named_folders(whole_text(task)), await _home_within(slot, task, (workdir, *others))
+    as_layer = renames_across(task, (workdir, *others))
     try:
-        await slot.view([workdir])
+        shown = await slot.view([workdir], optional=named, programs=program_folders(task), home=home, as_layer=as_layer)
     except NotSupported as error:
         _log.warning("%s: verified in the agent's slot: %s", task.name, error)
         await end_processes(slot, task, keep)
-        return
+        return Surroundings()
     for path, artifact in carried:
         if artifact is not None:
             await carry_in(slot, path, artifact)
+    return Surroundings((*shown.folders, *others), shown.programs, None if home is None else VIEW_HOME)
+
+
+async def _home_within(slot: Slot, task: Task, folders: Sequence[str]) -> str | None:
+    """The home of a view's programs, if it is in folders that the view shows: by the agent's word, who gains nothing by a lie."""
+    try:
+        home = home_of(await profile_of(slot, task, task.verifier_settings))
+    except TaskBroken:
+        return None
+    return home if Surroundings(tuple(folders)).holds(home) else None
 
 
 async def clear(slot: Slot, task: Task) -> None:
@@ -297,16 +325,16 @@ async def _collect(slot: Slot, task: Task) -> None:
             )
 
 
-async def _judge(slot: Slot, task: Task) -> Verdict:
+async def _judge(slot: Slot, task: Task, found: Surroundings) -> Verdict:
     """Run the tests, and once more where they took too long without having computed for it.
 
     A host that stalls, or is busy with others, keeps tests from the CPU; so may what they wait for in vain.
     """
     limit_s = task.config.verifier.timeout_sec
-    result, used_s = await _run_tests(slot, task)
+    result, used_s = await _run_tests(slot, task, found)
     if result.timed_out and used_s < USED * limit_s:
         _log.warning("%s: its tests took %g s and computed for %.1f: they run again", task.name, limit_s, used_s)
-        result, used_s = await _run_tests(slot, task)
+        result, used_s = await _run_tests(slot, task, found)
     if result.timed_out:
         raise VerifierFailed(
             f"{task.name}: /tests/{task.test_script} took longer than {limit_s:g} s, and computed for {used_s:.1f}"
@@ -314,9 +342,14 @@ async def _judge(slot: Slot, task: Task) -> Verdict:
     return await read_verdict(slot, task, result)
 
 
-async def _run_tests(slot: Slot, task: Task) -> tuple[ExecResult, float]:
+async def _run_tests(slot: Slot, task: Task, found: Surroundings) -> tuple[ExecResult, float]:
     """How the tests ended, and where they took too long for how many seconds they computed."""
     profile = await profile_of(slot, task, task.verifier_settings)
+    found = await with_links(slot, task, found)
+    if found.holds(home_of(profile)) and "HOME" not in task.config.verifier.env:
+        if found.home is None:
+            raise VerifierFailed(f"{task.name}: the agent's slot names another home than its image")
+        profile = await move_in(slot, profile)
     await _reach(slot, task.verifier_hosts)
     # links and files where folders belong would send the tests, or the reward, to a place of the agent's choice
     plain = "for d in /logs /tmp; do if [ -L $d ] || [ ! -d $d ]; then rm -f $d && mkdir -m 1777 $d; fi; done"
@@ -332,17 +365,9 @@ async def _run_tests(slot: Slot, task: Task) -> tuple[ExecResult, float]:
     user = profile.user
     chown = "" if user is None else f"chown -R {user.uid}:{user.gid} /tests /logs/verifier && "
     await exec_plain(slot, f"{chown}chmod +x {script}")
-    # User-wide Python and git settings that the agent left must not run here.
-    environment = {
-        "PATH": PATH,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "GIT_CONFIG_NOSYSTEM": "1",
-        **({"PYTHONNOUSERSITE": "1"} if user is None else {}),
-        **profile.identity,
-        **profile.env,
-    }
+    env = environment(task, profile, found)
     operation = profile.applied(
-        wire.Exec(command=script, env=environment, clean_env=True, timeout_s=task.config.verifier.timeout_sec)
+        wire.Exec(command=script, env=env, clean_env=True, timeout_s=task.config.verifier.timeout_sec)
     )
     began, used = _state(clean)
     result = ExecResult.of(await slot.run(operation))

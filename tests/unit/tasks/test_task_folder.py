@@ -21,6 +21,7 @@ from atropos.tasks.format.context import Context, walk
 from atropos.tasks.format.recipe import PATH, Copy, Download, Folder, Mount, Run, StepSettings
 from atropos.tasks.verifier.mode import Choice, choose
 from atropos.tasks.verifier.reward import Verdict, combined
+from atropos.tasks.verifier.texts import renames_across
 from atropos.wire import LeaseLimits
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"
@@ -934,25 +935,26 @@ def test_unknown_keys_are_listed_and_empty_tables_are_fine(folder):
 
 
 @pytest.mark.parametrize(
-    ("test", "mode"),
+    ("test", "across"),
     [
-        ('python3 -c "import os; os.rename(\\"/app/a\\", \\"/jail/a\\")"', "shared"),
-        ("os.link('/app/a', '/tmp/a')", "shared"),
-        ("Path('/tmp/a').rename('/app/a')", "shared"),
-        ("fs.renameSync('/app/a', '/tmp/a')", "shared"),
-        ("cd /; ln /app/a /tmp/a", "shared"),
-        ("ln -s /app/a /tmp/a", "view"),
-        ("os.replace('/app/a.new', '/app/a')", "view"),
-        ("os.rename('/tmp/a', '/tmp/b')", "view"),
-        ("mv /app/a /tmp/a", "view"),
-        ("frame.rename(columns={'/app': '/tmp'})", "view"),
+        ('python3 -c "import os; os.rename(\\"/app/a\\", \\"/jail/a\\")"', True),
+        ("os.link('/app/a', '/tmp/a')", True),
+        ("Path('/tmp/a').rename('/app/a')", True),
+        ("fs.renameSync('/app/a', '/tmp/a')", True),
+        ("cd /; ln /app/a /tmp/a", True),
+        ("ln -s /app/a /tmp/a", False),
+        ("os.replace('/app/a.new', '/app/a')", False),
+        ("os.rename('/tmp/a', '/tmp/b')", False),
+        ("mv /app/a /tmp/a", False),
+        ("frame.rename(columns={'/app': '/tmp'})", False),
     ],
 )
-def test_tests_that_rename_or_link_out_of_a_view_run_in_the_agent_s_slot(folder, test, mode):
+def test_tests_that_rename_or_link_out_of_the_agent_s_folders_are_known(folder, test, across):
     (folder / "environment/Dockerfile").write_text("FROM debian:13\nWORKDIR /app\n")
     (folder / "tests/helper.py").write_text(test)
-    found = choose(load_task(folder))
-    assert found.mode == mode, found
+    task = load_task(folder)
+    assert renames_across(task, [task.recipe.workdir]) == across
+    assert choose(task).mode == "view"
 
 
 def test_variables_of_this_machine_are_given_by_name_only(folder):

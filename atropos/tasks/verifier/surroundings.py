@@ -1,0 +1,185 @@
+"""What a task's tests start with where the agent's work lies beside them: variables and a home by which none of it is run.
+
+An image's variables may lead into folders that the agent wrote in. Programs look there for other programs, libraries,
+modules and settings: so the tests search the agent's folders last, and don't get variables that name one of its files. What
+`[verifier.env]` of a task sets is what its author wants, and stays.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from atropos.slot_python import SLOT_PYTHON, VERIFIER_PYTHON
+from atropos.slots import Slot
+from atropos.slots.slot.profile import Profile
+from atropos.tasks.format.recipe import PATH
+from atropos.tasks.format.task import Task
+from atropos.tasks.verifier.texts import test_texts, whole_text
+
+LIBRARIES = (
+    "/usr/local/lib:/lib/x86_64-linux-gnu:/usr/lib/x86_64-linux-gnu:/lib/aarch64-linux-gnu:/usr/lib/aarch64-linux-gnu:"
+    "/lib64:/usr/lib64:/lib:/usr/lib"
+)
+"""Where a loader looks after LD_LIBRARY_PATH."""
+_SEARCHED = {"PATH": PATH, "LD_LIBRARY_PATH": LIBRARIES, "PYTHONPATH": "", "CLASSPATH": "", "NODE_PATH": ""}
+"""Lists of folders in which the agent's can be the last; and what comes before these anyway."""
+_LOADS = re.compile(
+    r"(?:LD|DYLD|PYTHON|PYTEST|PIP|UV|NODE|NPM|npm|YARN|PNPM|PERL|RUBY|GEM|BUNDLE|JAVA|_JAVA|JDK|MAVEN|GRADLE|CARGO|RUST|GIT"
+    r"|XDG|LUA|R|JULIA|PHP|DOTNET|OPENSSL|SSL|GCONV|GCC|CMAKE|PKG_CONFIG|VIRTUAL|CONDA|CURL|ERL|OCAML|GHC|GUILE|PG|MYSQL|LESS)"
+    r"[A-Z\d]*(?:_\w*)?"
+    r"|BASH_ENV|ENV|SHELL|GO(?:BIN|FLAGS|ENV|ROOT)|LOCPATH|MAKEFILES|MAKEFLAGS|C(?:PLUS)?_INCLUDE_PATH|CPATH|LIBRARY_PATH"
+    r"|CC|CXX|AR|TMPDIR|TMP|TEMP|ZDOTDIR|WGETRC|INPUTRC|PSQLRC|EDITOR|PAGER|TERMINFO|GNUPGHOME|ACLOCAL_PATH|TCLLIBPATH|HOME"
+)
+"""Variables by which programs find code and settings, beside those lists."""
+_SYSTEM = ("/usr/", "/bin", "/sbin", "/lib")
+_SCRIPTS = {"BASH_ENV", "ENV"}
+_PATH_IN_VALUE = re.compile(r"(?:(?<![\w./-])|(?<=-[A-Za-z]))\.{0,2}/[^\s:;,=\"']*")
+_INSTALLS = re.compile(r"\b(?:npm|pnpm|yarn)\s+(?:-\S+\s+)*(?:ci|i|install|add)\b")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where tests run, as far as the agent has been there.
+
+    Attributes:
+        folders: what the agent wrote, absolute.
+        programs: folders in these that are as the image has them.
+        home: in the place of a home in them.
+    """
+
+    folders: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
+    home: str | None = None
+
+    def holds(self, path: str) -> bool:
+        """Whether what is at a path may be the agent's; a relative one is."""
+        path = posixpath.normpath(path)
+        return not path.startswith("/") or (_below(path, self.folders) and not _below(path, self.programs))
+
+    def leads(self, name: str, value: str) -> bool:
+        """Whether a variable has programs load what is the agent's."""
+        if name in _SEARCHED:
+            return any(self.holds(entry or ".") for entry in value.split(":"))
+        if _LOADS.fullmatch(name) is None:
+            return False
+        if name in _SCRIPTS and self.holds(value):
+            return True
+        return any(self.holds(path) for path in _paths(value))
+
+    def variables(self, env: Mapping[str, str]) -> dict[str, str]:
+        """An image's variables for the tests, without those that lead to the agent's work, or with its folders last."""
+        found = {name: value for name, value in env.items() if not self.leads(name, value)}
+        for name, before in _SEARCHED.items():
+            if name not in env or name in found:
+                continue
+            entries = [entry for entry in env[name].split(":") if entry]
+            first = [entry for entry in entries if not self.holds(entry)]
+            last = [entry for entry in entries if self.holds(entry)]
+            if name == "PYTHONPATH":  # whose entries come before Python's own modules, however late they are in it
+                found["ATROPOS_PYTHON_LAST"] = ":".join(last)
+                last = []
+            elif last:
+                first += [entry for entry in before.split(":") if entry and entry not in first]
+            if first or last:
+                found[name] = ":".join([*first, *last])
+        return found
+
+
+def program_folders(task: Task) -> tuple[str, ...]:
+    """Folders that an image's variables name, with those above them: some may be of programs, as a venv."""
+    found: dict[str, None] = {}
+    for name, value in _of_image(task).items():
+        for path in _named(name, value):
+            at = posixpath.normpath(path)
+            while at.count("/") > 1:
+                found[at] = None
+                at = posixpath.dirname(at)
+    return tuple(sorted(found))[:64]
+
+
+def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, str]:
+    """The variables that a task's tests start with."""
+    image, declared = _of_image(task), {name: profile.env[name] for name in task.config.verifier.env}
+    env = {
+        "PATH": PATH,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        # user-wide settings that the agent left must not run here
+        **({"PYTHONNOUSERSITE": "1"} if profile.user is None else {}),
+        **profile.identity,
+    }
+    if not found.folders:
+        return {**env, **image, **declared}
+    modules = [VERIFIER_PYTHON]
+    env |= {**_defaults(task, found), **found.variables(image)}
+    if found.home is not None:
+        env["HOME"] = found.home
+    env |= declared
+    if "PYTHONPATH" in env:
+        modules.append(env["PYTHONPATH"])
+    return {**env, "PYTHONPATH": ":".join(modules)}
+
+
+def _of_image(task: Task) -> dict[str, str]:
+    """The variables of a task's machine, without those that its author sets for the tests."""
+    declared = task.config.verifier.env
+    return {name: value for name, value in task.verifier_settings.env.items() if name not in declared}
+
+
+async def with_links(slot: Slot, task: Task, found: Surroundings) -> Surroundings:
+    """The same with those paths of the image's variables that lead into the agent's folders by links."""
+    named = {path for name, value in _of_image(task).items() for path in _named(name, value)}
+    asked = [path for path in sorted(named) if path.startswith("/") and not path.startswith(_SYSTEM)]
+    if not found.folders or not asked:
+        return found
+    script = "import os, sys; print(*map(os.path.realpath, sys.argv[1:]), sep='\\0', end='')"
+    done = await slot.exec((*SLOT_PYTHON, "-c", script, *asked), workdir="/", clean_env=True, timeout_s=30)
+    pairs = zip(asked, done.output.split("\0"), strict=False)
+    return replace(found, folders=(*found.folders, *(path for path, end in pairs if found.holds(end))))
+
+
+def notes(task: Task) -> list[str]:
+    """Which of an image's variables tests beside WORKDIR get otherwise, or not at all."""
+    found = Surroundings((task.recipe.workdir,))
+    names = [name for name, value in _of_image(task).items() if task.recipe.workdir != "/" and found.leads(name, value)]
+    return [
+        f"{name} of the image leads into the agent's folders: tests search these last, or don't get it; [verifier.env] sets it"
+        for name in sorted(names)
+    ]
+
+
+def _defaults(task: Task, found: Surroundings) -> dict[str, str]:
+    """Variables that keep usual programs of tests from running what lies in the agent's folders."""
+    text = whole_text(task)
+    git = {"core.hooksPath": "/dev/null", "core.fsmonitor": "false"}
+    kept = [key for key, word in zip(git, (r"\bhooks?\b", "fsmonitor"), strict=True) if re.search(word, text) is None]
+    env = {f"GIT_CONFIG_KEY_{number}": key for number, key in enumerate(kept)}
+    env |= {f"GIT_CONFIG_VALUE_{number}": git[key] for number, key in enumerate(kept)}
+    if any(_INSTALLS.search(test) for test in test_texts(task)):
+        env["npm_config_ignore_scripts"] = "true"
+    named = {name for names in re.findall(r"\b(\w+)\.py\b|/(\w+)/", text) for name in names}
+    return {
+        **env,
+        "GIT_CONFIG_COUNT": str(len(kept)),
+        "ATROPOS_FOLDERS": ":".join(found.folders),
+        "ATROPOS_PROGRAMS": ":".join(found.programs),
+        "ATROPOS_MODULES": ":".join(sorted(named & sys.stdlib_module_names)),
+    }
+
+
+def _named(name: str, value: str) -> Iterator[str]:
+    """Paths that a variable has programs look at."""
+    return _paths(value) if name in _SEARCHED or _LOADS.fullmatch(name) else iter(())
+
+
+def _paths(value: str) -> Iterator[str]:
+    """Paths in a variable's value, also right after a flag: absolute ones, and those that start with dots."""
+    return (match[0] for match in _PATH_IN_VALUE.finditer(value))
+
+
+def _below(path: str, folders: Sequence[str]) -> bool:
+    return any(path == folder or path.startswith(f"{folder.rstrip('/')}/") for folder in folders)
