@@ -19,6 +19,7 @@ import resource
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -102,7 +103,8 @@ def quietly(*argv: str | Path, env: dict[str, str] | None = None) -> str:
 def debian(suite: str) -> Path:
     """A root of a Debian release with its engines; made where there is none of this content yet."""
     packages = PACKAGES if suite == "bookworm" else NEWER_PACKAGES
-    target = CACHE / f"engines-{suite}-{hashlib.sha256(packages.encode()).hexdigest()[:12]}"
+    content = hashlib.sha256(f"{packages}{MAKE_ROOT}".encode()).hexdigest()[:12]
+    target = CACHE / f"engines-{suite}-{content}"
     if target.exists():
         return target
     if not shutil.which("debootstrap"):
@@ -130,7 +132,7 @@ export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
 chroot "$2" apt-get -o Acquire::Check-Valid-Until=false update  # a mirror may be of a day, as snapshot.debian.org's are
 chroot "$2" apt-get install --yes --no-install-recommends $4
 chroot "$2" useradd --create-home --uid {UID} {USER}
-echo {USER}:100000:165536 | tee "$2/etc/subuid" >"$2/etc/subgid"
+echo {USER}:300000:165536 | tee "$2/etc/subuid" >"$2/etc/subgid"
 rm -rf "$2"/var/cache/apt/* "$2"/var/lib/apt/lists/* "$2"/usr/share/doc/* "$2"/usr/share/man/* "$2"/usr/share/locale/*
 """
 
@@ -231,6 +233,9 @@ def mounted(kept: Path, folder: Path) -> Path:
     subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, root], check=True)
     for name in ("proc", "sys", "dev"):
         subprocess.run(["mount", "--rbind", f"/{name}", root / name], check=True)
+    os.mknod(folder / "tun", 0o666 | stat.S_IFCHR, os.makedev(10, 200))  # a rootless engine's network needs it
+    (folder / "tun").chmod(0o666)
+    subprocess.run(["mount", "--bind", folder / "tun", root / "dev/net/tun"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "run", root / "run"], check=True)
     for shared in (ROOT, folder):
         at = root / str(shared).lstrip("/")

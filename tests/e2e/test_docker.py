@@ -67,8 +67,9 @@ async def test_a_container_has_only_what_its_root_phase_needs_and_its_processes_
         most = next(line.split()[1] for line in status.splitlines() if line.startswith("CapBnd:"))
         assert int(most, 16) == sum(1 << number for number in CAPABILITIES.values())
         assert host["CgroupnsMode"] == "private"
-        assert host["PidsLimit"] > 0
-        assert host["Memory"] > 0
+        if "rootless" not in await docker("info", "--format", "{{.SecurityOptions}}"):
+            assert host["PidsLimit"] > 0
+            assert host["Memory"] > 0
         assert not host["Binds"]
         given = next(o.removeprefix("seccomp=") for o in host["SecurityOpt"] if o.startswith("seccomp="))
         profile = json.loads(given if given.startswith("{") else Path(given).read_text())  # Podman takes a path
@@ -219,6 +220,10 @@ async def test_an_image_or_an_engine_that_is_not_there_is_told_at_once_by_name()
 async def test_an_image_that_is_not_there_is_a_wrong_setting_and_a_registry_in_trouble_is_none(
     status, code, error, caplog
 ):
+    components = await docker("version", "--format", "{{json .Server.Components}}")
+    if "rootlesskit" in components:
+        pytest.skip("a rootless dockerd's 127.0.0.1 is its own, so that no registry of this test is there")
+
     async def answer(request: web.Request) -> web.Response:
         reason = {"errors": [{"code": code, "message": code}]}
         return web.json_response(reason, status=200 if request.path == "/v2/" else status)
