@@ -92,6 +92,22 @@ def test_debootstrap_is_installed_where_no_registry_gives_debian(tmp_path: Path)
     assert "is built" in done.stdout
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="packages are installed as root alone")
+def test_podmans_client_builds_where_there_is_no_docker(tmp_path: Path) -> None:
+    podman = DOCKER.replace("case", '[ "$1 $2 $3" = "--remote --url unix:///podman.sock" ] || exit 1\nshift 3\ncase', 1)
+    done = subprocess.run(
+        ["/bin/bash", "docker/sandbox/build.sh"],
+        cwd=ROOT,
+        env=machine(tmp_path, podman=podman, apt_get=APT) | {"DOCKER_HOST": "unix:///podman.sock"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "docker" not in (tmp_path / "apt.log").read_text()
+    assert "is built" in done.stdout
+
+
 def test_the_image_has_every_program_that_its_server_runs() -> None:
     base = (ROOT / "docker/sandbox/base.Dockerfile").read_text()
     packages = base.split("--no-install-recommends")[-1].split(";")[0].split()
