@@ -126,6 +126,10 @@ class Allowance:
         self._look()
         return self._end - self._loop.time()
 
+    def extend(self, seconds: float) -> None:
+        """Give back time that was not the body's; not within a `limit`."""
+        self._end += seconds
+
     @contextlib.asynccontextmanager
     async def limit(self) -> AsyncGenerator[None]:
         """End the body with `TimeoutError` when nothing is left; one at a time."""

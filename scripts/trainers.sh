@@ -13,9 +13,10 @@ if [ ! -e "$ready" ]; then
   bash scripts/uv.sh export --quiet --frozen --all-extras --no-extra harbor --no-extra inspect --no-extra mini-swe-agent \
     --no-extra nemo-gym --no-extra swerex --no-extra verifiers --no-hashes --no-emit-project >"$folder/ours.txt"
   install -r "$folder/ours.txt" torch trl==1.16.0 accelerate tinker==0.38.0 chz blobfile \
-    ray omegaconf loguru jaxtyping hydra-core codetiming "setuptools<81"
-  # They pin engines and packages of a GPU host, which their functions here don't use; SkyRL says that it needs Python 3.12.
-  install --no-deps tensordict torchdata peft orjson pyvers cloudpickle tml-renderers tinker-cookbook==0.6.1 verl==0.9.1 skyrl-gym==0.4.0
+    ray loguru jaxtyping codetiming
+  # They pin engines and packages of a GPU host, which their functions here don't use, and another antlr; SkyRL says that it needs
+  # Python 3.12.
+  install --no-deps hydra-core==1.3.8 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 tensordict torchdata peft orjson pyvers cloudpickle tml-renderers tinker-cookbook==0.6.1 verl==0.9.1 skyrl-gym==0.4.0
   install --no-deps --python-version 3.12 --target "$("$folder/bin/python" -c 'import site; print(site.getsitepackages()[0])')" skyrl==0.3.0
   touch "$ready"
 fi

@@ -146,11 +146,13 @@ class AtroposAgent:
     async def _turns(self, transcript: Transcript, steps: list[AgentStep], allowance: Allowance) -> StopReason:
         earlier = len(steps)
         while True:
+            lost_s = self._model.lost_s
             with tracing.span("chat", "client", gen_ai__operation__name="chat") as span:
                 step, ended = await self._turn(transcript, len(steps))
                 span.set(
                     gen_ai__usage__output_tokens=step.tokens, gen_ai__usage__input_tokens=len(transcript) - step.tokens
                 )
+            allowance.extend(self._model.lost_s - lost_s)
             steps.append(step)
             if ended is not None:
                 return ended

@@ -38,6 +38,7 @@ class AgentConfig:
         max_result_chars: of each tool result in the conversation; the middle of a longer one is left out.
         seed: sent with every request where set, so that a sampling server can repeat itself.
         timeout_s: time after which a call that runs is ended, no further one run, and no further turn begun; None: no limit.
+            What requests that the inference server failed or broke off take is not counted.
     """
 
     max_steps: int = 50

@@ -12,6 +12,7 @@ import contextvars
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -112,6 +113,8 @@ class Model:
         self._server = server
         self._timeout_s = timeout_s
         self._retries = retries
+        self.lost_s = 0.0
+        """Seconds spent on requests that failed, and until the next try: no time of the model's."""
         kind = server_type(server)
         self.exact = kind in EXACT
         """Whether the server reports the tokens it samples."""
@@ -207,6 +210,7 @@ class Model:
         try:
             async with allowance.once():
                 while True:
+                    began = time.perf_counter()
                     try:
                         with calls.waiting():
                             return await started_in_turn(once)
@@ -217,6 +221,7 @@ class Model:
                         raise last
                     asked = last.retry_after_s if last.retry_after_s < allowance.left_s else 0.0
                     await asyncio.sleep(max(asked, backoff_s(attempt, first_s=0.2, longest_s=5.0)))
+                    self.lost_s += time.perf_counter() - began
         except TimeoutError as error:
             why = f"; before that: {last}" if last else ""
             raise InferenceError(f"the inference server gave no answer within {self._timeout_s:g} s{why}") from error

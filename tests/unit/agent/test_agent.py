@@ -578,6 +578,23 @@ async def test_a_silent_server_meets_the_deadline():
         await agent(Server(), model_timeout_s=0.05).run("x")
 
 
+async def test_the_time_of_generations_that_the_server_broke_off_is_not_the_agents():
+    """As at each update of its weights: a trajectory that was cut by its time for that would be scored."""
+
+    class Aborting(DirectServer):
+        async def tokens_and_logprobs_completion(self, input_ids, n, **sampling):
+            if len(self.requests) % 2 == 0:
+                self.requests.append(sampling)
+                await asyncio.sleep(2)
+                return input_ids, [[5, 6]], [[-0.1, -0.1]], ["abort"]
+            return await super().tokens_and_logprobs_completion(input_ids, n, **sampling)
+
+    server = Aborting()
+    result = await agent(server, timeout_s=3).run(script([{"calls": [call("x")]}, {"calls": [call("y")]}, "done"]))
+    assert (result.stop_reason, len(server.requests)) == ("final", 6)
+    assert_true_to(server.log, result.trajectory_data)
+
+
 async def test_a_server_that_answers_no_call_is_reported_with_how_long_it_has_been(monkeypatch, caplog):
     """As vLLM is while it is paused or asleep: its health check passes."""
     resumed = asyncio.Event()
