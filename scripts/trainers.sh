@@ -13,7 +13,7 @@ if [ ! -e "$ready" ]; then
   bash scripts/uv.sh export --quiet --frozen --all-extras --no-extra harbor --no-extra inspect --no-extra mini-swe-agent \
     --no-extra nemo-gym --no-extra swerex --no-extra verifiers --no-hashes --no-emit-project >"$folder/ours.txt"
   install -r "$folder/ours.txt" torch trl==1.16.0 accelerate tinker==0.38.0 chz blobfile \
-    ray loguru jaxtyping codetiming
+    ray loguru jaxtyping codetiming cachetools
   # They pin engines and packages of a GPU host, which their functions here don't use, and another antlr; SkyRL says that it needs
   # Python 3.12.
   install --no-deps hydra-core==1.3.8 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 tensordict torchdata peft orjson pyvers cloudpickle tml-renderers tinker-cookbook==0.6.1 verl==0.9.1 skyrl-gym==0.4.0
