@@ -118,7 +118,9 @@ class Model:
         kind = server_type(server)
         self.exact = kind in EXACT
         """Whether the server reports the tokens it samples."""
-        self.raw_logprobs = any(getattr(one, "raw_logprobs", False) for one in servers_of(server))
+        self.raw_logprobs = any(
+            getattr(getattr(one, "inference", None), "raw_logprobs", False) for one in servers_of(server)
+        )
         """Whether a server's logprobs are those of temperature 1, whatever it samples with; its probe tells."""
         self.seed_name = "sampling_seed" if kind == "sglang" else "seed"
         """What the server calls a request's seed; SGLang refuses names that it doesn't know."""
@@ -239,6 +241,8 @@ def describe(error: BaseException) -> InferenceError:
     if isinstance(error, InferenceError):
         return error
     inner = innermost(error)
+    if isinstance(inner, InferenceError):
+        return inner
     if isinstance(inner.__cause__, HttpProcessingError):  # aiohttp reports an answer that is no HTTP as status 400
         inner = inner.__cause__
     status = getattr(inner, "status_code", None) or getattr(inner, "status", None)

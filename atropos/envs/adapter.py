@@ -7,6 +7,7 @@ for one 503) and endless waits for an unhealthy server; health checks that never
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import logging
@@ -20,6 +21,7 @@ from typing import Any, cast
 from atropos.agent.model import EXACT, Model, ModelFailure, capturing
 from atropos.agent.template import Tokenizer
 from atropos.aio import cancel_and_wait
+from atropos.envs.inference.server import InferenceServer
 from atropos.errors import ConfigError, InferenceError
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -58,6 +60,7 @@ __all__ = [
     "ServerBaseline",
     "ServerConfigs",
     "ServerManager",
+    "context_of",
     "prepare_server_configs",
     "prepare_servers",
     "probe_servers",
@@ -233,6 +236,17 @@ def prepare_server_configs(
     return prepared
 
 
+def inference_of(one: object) -> InferenceServer:
+    """What is known of a server."""
+    return cast("Any", one).inference
+
+
+def context_of(server: ServerManager) -> int | None:
+    """Most tokens that every server's context holds, as far as they say."""
+    known = [inference_of(one).context_tokens for one in servers_of(server) if hasattr(one, "inference")]
+    return min((tokens for tokens in known if tokens is not None), default=None)
+
+
 def servers_of(server: ServerManager) -> list[APIServer]:
     """The servers of a manager; with `testing`, atroposlib puts stand-ins there, which have no config."""
     return cast("list[APIServer]", server.servers)
@@ -247,12 +261,36 @@ def prepare_servers(server: ServerManager) -> None:
         client = getattr(one, "openai", None)
         if client is not None:
             client.max_retries = 0
+        config = getattr(one, "config", None)
+        if config is not None:
+            own = InferenceServer(
+                config.base_url, config.server_type, config.model_name, config.api_key, config.timeout
+            )
+            one.inference = own  # pyright: ignore[reportAttributeAccessIssue] - ours, which `Model` looks for
+            if config.server_type in EXACT:
+                setattr(one, _WRAPPERS[0], _completions(one, own))
         for name in _HISTORIES:
             setattr(one, name, deque[float](maxlen=HISTORY_KEPT))
         for name in _WRAPPERS:
             original = getattr(one, name, None)
             if original is not None:
                 setattr(one, name, _captured(original))
+
+
+def _completions(one: Any, own: InferenceServer) -> Callable[..., Awaitable[object]]:
+    """Atroposlib's wrapper, in whichever API the server speaks; our own calls get the versions of the weights as well."""
+
+    async def call(*, input_ids: Sequence[int] | None = None, prompt: str = "", **sampling: object) -> object:
+        sampling.pop("model", None)  # the config's, which `own` has
+        ids = one.tokenizer.encode(prompt) if input_ids is None else input_ids
+        for name in ("max_new_tokens", "max_completion_tokens"):
+            if name in sampling:
+                sampling["max_tokens"] = sampling.pop(name)
+        found = await own.complete(ids, sampling)
+        answer = (ids, [f.ids for f in found], [f.logprobs for f in found], [f.finish_reason for f in found])
+        return (*answer, [f.weights for f in found]) if capturing.get() else answer
+
+    return call
 
 
 def _captured(original: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
@@ -278,6 +316,11 @@ async def probe_servers(server: ServerManager, tokenizer: Tokenizer, timeout_s: 
         config = getattr(one, "config", None)
         if config is None:
             continue
+        own = inference_of(one)
+        with contextlib.suppress(TimeoutError):  # which the request below meets too
+            async with asyncio.timeout(timeout_s):
+                await own.read_models()
+        config.model_name = own.model
         try:
             model = Model(_Direct(one), timeout_s=timeout_s, retries=2)
             if model.exact:
@@ -304,10 +347,10 @@ def _cure(error: InferenceError, kind: str) -> str:
     if status is None and isinstance(error.__cause__, OSError | APIConnectionError):
         return "start the server, or correct --openai.base_url"
     if kind in EXACT:
-        own = "atroposlib's own vLLM server, for one" if kind == "vllm" else "SGLang's"
+        those = "`vllm serve`, llama.cpp's or atroposlib's own" if kind == "vllm" else "SGLang's"
         return (
-            f"{kind} means a server with {kind}'s /generate that reports logprobs ({own}); correct --openai.base_url, "
-            "or set --openai.server_type"
+            f"{kind} means a server that reports token ids ({those}; docs/inference.md); correct --openai.base_url, or set "
+            "--openai.server_type"
         )
     return "correct --openai.base_url, --openai.model_name or --openai.server_type"
 
@@ -330,3 +373,5 @@ async def stop_servers(server: ServerManager) -> None:
         if client is not None:
             with contextlib.suppress(Exception):
                 await client.close()
+        if hasattr(one, "inference"):
+            await inference_of(one).close()

@@ -135,6 +135,11 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
         "or the prompt names",
     )
     verifier_quiesce: bool = Field(default=False, description="end the agent's programs before a view is opened")
+    agent_temperature: float = Field(default=0.7, ge=0, description="sampling temperature")
+    allow_raw_logprobs: bool = Field(
+        default=False,
+        description="go on with a server whose logprobs are of temperature 1, although agent_temperature is another",
+    )
     model_timeout_s: float = Field(default=300.0, gt=0, description="deadline of one model call, retries included")
     model_retries: int = Field(default=2, ge=0, description="new tries of a model call (never after 4xx)")
     process_concurrency: int | None = Field(
@@ -260,7 +265,6 @@ class AgentEnvConfig(SandboxEnvConfig):
     """An env whose agent loop is `AtroposAgent`."""
 
     agent_max_steps: int = Field(default=50, ge=1, description="most model turns of a trajectory")
-    agent_temperature: float = Field(default=0.7, ge=0, description="sampling temperature")
     agent_max_tokens: int | None = Field(default=None, ge=1, description="most tokens of a turn; None: what is left")
     agent_tool_delay_s: float = Field(default=0.0, ge=0, description="pause after each tool call")
     agent_system_prompt: str | None = Field(default=None, description="text before the tools; None: a short default")

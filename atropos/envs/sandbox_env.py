@@ -18,7 +18,7 @@ from typing import NoReturn, cast
 
 from atropos import tracing
 from atropos.agent import TurnRenderer
-from atropos.agent.model import server_type
+from atropos.agent.model import Model, server_type
 from atropos.agent.transcript import MASKED
 from atropos.aio import cancel_and_wait, outlive
 from atropos.envs.adapter import (
@@ -27,6 +27,7 @@ from atropos.envs.adapter import (
     Item,
     ScoredDataGroup,
     ServerConfigs,
+    context_of,
     prepare_server_configs,
     prepare_servers,
     probe_servers,
@@ -106,6 +107,8 @@ class SandboxEnv(BaseEnv):
         self._wandb = WandbRun(config)
         self._tracing: tracing.Tracing | None = None
         self._trainer = TrainerWatch(config)
+        self._evaluates = False
+        """Whether the command makes no training data."""
         self._unsent: set[asyncio.Task[object] | None] = set()
         """Workers that have collected a group and not sent it."""
 
@@ -190,10 +193,9 @@ class SandboxEnv(BaseEnv):
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens of a trajectory, by the env's limit and the trainer's."""
-        if self.max_token_len > 0:
-            return min(self.config.max_token_length, self.max_token_len - 1)
-        return self.config.max_token_length
+        """Most tokens of a trajectory, by the env's limit, the trainer's and the inference server's."""
+        limits = [self.config.max_token_length, self.max_token_len - 1, context_of(self.server) or 0]
+        return min(limit for limit in limits if limit > 0)
 
     async def setup(self) -> None:
         """Probe inference, then start the tool backend, then the env's own set-up."""
@@ -205,8 +207,35 @@ class SandboxEnv(BaseEnv):
         await self.endpoint.start()
         await self.dashboard.start()
         await probe_servers(self.server, self.tokenizer, self.config.model_timeout_s)
+        self._check_context()
+        if not self._evaluates:
+            self.check_logprobs(self.config.agent_temperature)
         await self.start_tool_backend(tools)
         await self.hooks.call("setup_agent_env", self.setup_agent_env)
+
+    def _check_context(self) -> None:
+        wanted, held = self.config.max_token_length, context_of(self.server)
+        if held is None or held >= wanted:
+            return
+        if "max_token_length" in self.config.model_fields_set:
+            raise ConfigError(
+                f"env.max_token_length: {wanted} is more than the inference server's context of {held} tokens: set {held} "
+                "or less, or serve the model with a longer one"
+            )
+        _log.info("trajectories have at most %d tokens, which the inference server's context holds", held)
+
+    def check_logprobs(self, temperature: float) -> None:
+        """Check that the logprobs of what is sampled with a temperature are of the policy that samples.
+
+        Raises:
+            ConfigError: the server's are of temperature 1, and `allow_raw_logprobs` isn't set.
+        """
+        if temperature != 1 and not self.config.allow_raw_logprobs and Model(self.server).raw_logprobs:
+            raise ConfigError(
+                f"env.agent_temperature: {temperature:g}, but the inference server's logprobs are of temperature 1, so that a "
+                "trainer's ratios would be wrong: start the server with `--logprobs-mode processed_logprobs` (vLLM), sample "
+                "with --env.agent_temperature 1, or set --env.allow_raw_logprobs true"
+            )
 
     async def start_tool_backend(self, tools: ToolRegistry | None = None) -> None:
         """Start pool and executor, unless they run."""
@@ -438,6 +467,7 @@ class SandboxEnv(BaseEnv):
     async def _run_evaluate(self) -> None:
         if type(self).evaluate is SandboxEnv.evaluate:
             raise ConfigError(f"{type(self).__name__} has no evaluation; define evaluate(), or use process")
+        self._evaluates = True
         async with self.running():
             await self.evaluate()
 

@@ -1,4 +1,4 @@
-"""The policy over HTTP: OpenAI chat completions, and /generate as atroposlib's vLLM and SGLang classes call it.
+"""The policy over HTTP: OpenAI chat completions, vLLM's completions of token ids, and the /generate of atroposlib and SGLang.
 
 Stateless: an answer follows from its prompt and seed. The tokens are *sampled*: the text is cut into tokens in one of
 many valid ways, with made-up logprobs, so that a client that tokenizes the text again gets other tokens, and a test
@@ -156,26 +156,43 @@ class PolicyServer:
         )
 
     async def _completions(self, request: web.Request) -> web.Response:
+        """As vLLM: a prompt of token ids, or a text; with `return_token_ids` and `logprobs` what was sampled."""
         body = await request.json()
         prompt = body["prompt"]
-        ids = self.tokenizer.encode(prompt if isinstance(prompt, str) else "".join(prompt)).ids
-        out, _, reason = self.sample(ids, body.get("seed"), body.get("max_tokens"), None)
-        text = self.tokenizer.decode(out, skip_special_tokens=True)
-        choice = {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
-        return web.json_response(
-            {
-                "id": f"cmpl-{uuid.uuid4().hex}",
-                "object": "text_completion",
-                "created": int(time.time()),
-                "model": MODEL,
-                "choices": [choice],
-                "usage": {
-                    "prompt_tokens": len(ids),
-                    "completion_tokens": len(out),
-                    "total_tokens": len(ids) + len(out),
-                },
-            }
-        )
+        ids = prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt).ids
+        answers = self._answers(request, body, [int(token) for token in ids])
+        choices: list[dict[str, Any]] = []
+        for index, (out, logprobs, reason) in enumerate(answers):
+            pieces = [self.tokenizer.id_to_token(token) for token in out]
+            choice: dict[str, Any] = {"index": index, "text": self.tokenizer.decode(out), "finish_reason": reason}
+            choice |= {"logprobs": None, "stop_reason": None, "token_ids": None, "prompt_token_ids": None}
+            if body.get("logprobs") is not None:
+                tops = [{piece: logprob} for piece, logprob in zip(pieces, logprobs, strict=True)]
+                choice["logprobs"] = {"tokens": pieces, "token_logprobs": logprobs, "top_logprobs": tops}
+            if body.get("return_token_ids"):
+                choice |= {"token_ids": out, "prompt_token_ids": ids}
+            choices.append(choice)
+        sampled = sum(len(out) for out, _, _ in answers)
+        usage = {"prompt_tokens": len(ids), "completion_tokens": sampled, "total_tokens": len(ids) + sampled}
+        head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+        return web.json_response({**head, "model": MODEL, "choices": choices, "usage": usage})
+
+    def _answers(
+        self, request: web.Request, body: dict[str, Any], prompt: list[int]
+    ) -> list[tuple[list[int], list[float], str | None]]:
+        """The `n` answers that a body with vLLM's sampling fields asks for."""
+        return [
+            self.sample(
+                prompt,
+                body.get("seed"),
+                body.get("max_tokens"),
+                body.get("temperature"),
+                index,
+                stop=body.get("stop_token_ids") or (),
+                broken_off=request.get(_BROKEN_OFF),
+            )
+            for index in range(int(body.get("n") or 1))
+        ]
 
     async def _generate(self, request: web.Request) -> web.Response:
         """The vLLM form has `prompt: {prompt_token_ids}`, SGLang's has `input_ids` and `sampling_params`."""
@@ -200,18 +217,7 @@ class PolicyServer:
             }
             return web.json_response({"text": self.tokenizer.decode(ids), "meta_info": meta})
         prompt = [int(token) for token in body["prompt"]["prompt_token_ids"]]
-        answers = [
-            self.sample(
-                prompt,
-                body.get("seed"),
-                body.get("max_tokens"),
-                body.get("temperature"),
-                index,
-                stop=body.get("stop_token_ids") or (),
-                broken_off=request.get(_BROKEN_OFF),
-            )
-            for index in range(int(body.get("n") or 1))
-        ]
+        answers = self._answers(request, body, prompt)
         return web.json_response(
             {
                 "text": [self.tokenizer.decode(ids) for ids, _, _ in answers],

@@ -56,7 +56,7 @@ async def test_a_server_that_breaks_every_generation_off_gets_nothing_scored(
 
         async def setup():
             await probed()
-            env.server.servers[0].config.base_url = broken[0]  # vLLM's and SGLang's clients read it at each request
+            env.server.servers[0].inference.url = broken[0].removesuffix("/v1")
             env.server.servers[0].openai.base_url = broken[0]
 
         monkeypatch.setattr(env, "setup", setup)

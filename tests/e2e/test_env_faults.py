@@ -149,7 +149,7 @@ async def run(
         started = time.monotonic()
         await env.process_manager()
         work.seconds = time.monotonic() - started
-    work.answers = len(log.read_text().splitlines()) - 1  # one is the probe's
+    work.answers = len(log.read_text().splitlines()) - 3  # those of the start
     groups = {group["atropos"]["item"]: group for group in map(json.loads, path.read_text().splitlines())}
     return groups, Truth(log), env, work
 

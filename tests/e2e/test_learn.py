@@ -59,8 +59,8 @@ def unmasked(self, ids):
     self.masks[len(self.masks) - len(ids) :] = ids
 
 
-def without_the_last(self, ids, logprobs):
-    SAMPLED(self, ids[:-1], logprobs[:-1])
+def without_the_last(self, ids, logprobs, weights):
+    SAMPLED(self, ids[:-1], logprobs[:-1], weights)
 
 
 def sent_with(change):

@@ -35,9 +35,9 @@ JSON = {"content_type": "application/json"}
         (
             {"text": '{"text": ["hi"], "finish_reasons": ["stop"]}', **JSON},
             "vllm",
-            "answer has no 'logprobs'.*vllm means",
+            "answer has no 'choices'.*vllm means",
         ),
-        ({"text": '{"text": "hi"}', **JSON}, "sglang", "sampled no token.*sglang means"),
+        ({"text": '{"text": "hi"}', **JSON}, "sglang", "answer has no 'meta_info'.*sglang means"),
         (
             {"text": "<html>log in", "content_type": "text/html"},
             "vllm",

@@ -49,7 +49,7 @@ class Recording:
 
     @property
     def bodies(self) -> list[dict]:
-        return [body for body in self.posted if body.get("max_tokens") != 1]
+        return [body for body in self.posted if body.get("sampling_params", body).get("max_tokens") != 1]
 
     @web.middleware
     async def keep(self, request, handler):

@@ -1,0 +1,193 @@
+"""One inference server over HTTP: what it serves, which API it speaks, and completions in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import aiohttp
+
+from atropos.aio import backoff_s
+from atropos.envs.inference.apis import APIS, Completion, TokenApi
+from atropos.errors import ConfigError, InferenceError
+
+KEEP_S = 2.0
+"""How long an idle connection is kept; uvicorn closes one after 5 s, and a request on it would fail."""
+TEMPERATURES = (1.0, 2.0)
+"""Of the two tokens by which a server shows whether its logprobs follow the temperature. vLLM takes none above 2."""
+SAME, LEAST = 0.1, 1e-6
+"""Logprobs of the likeliest token that differ by less, as a part of the first and in nats, are of one distribution. Twice the
+temperature takes the square root of the odds against that token; bfloat16 moves a logprob by a hundredth."""
+NAMES_CHECKED = frozenset({"vllm", "sglang"})
+"""Servers, by what they write as their models' owner, that refuse a model's name that they don't know."""
+TOP = 2
+"""Likeliest tokens asked for with them: vLLM's `/inference/v1/generate` counts the sampled one among them."""
+TRIES = 3
+"""Of each request at the start: one that fails now and then would hardly ever pass all of them."""
+ABSENT = frozenset({403, 404, 405})
+ELSEWHERE = ABSENT | {400, 415, 422, 501}
+"""Statuses with which a server may answer a request in an API that it doesn't speak, or (`ABSENT`) that it doesn't have."""
+_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+
+
+class Refused(Exception):
+    """A server's answer with an error status; `agent.model.describe` reads its attributes."""
+
+    def __init__(self, path: str, status: int, headers: Mapping[str, str], content: bytes) -> None:
+        super().__init__(f"{path}: {reason(content)}")
+        self.status = status
+        self.headers = headers
+
+
+class InferenceServer:
+    """What is known of a server, found out at its first use.
+
+    Args:
+        url: as atroposlib's config has it, with `/v1`.
+        kind: atroposlib's server type.
+
+    Attributes:
+        model: the name to send, once `read_models` has run.
+        context_tokens: most tokens of prompt and answer together; None: the server doesn't say.
+        raw_logprobs: whether its logprobs are of temperature 1, whatever it samples with.
+        api: what it speaks; None: not found out yet.
+    """
+
+    def __init__(self, url: str, kind: str, model: str, api_key: str, timeout_s: float) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.kind = kind
+        self.model = model
+        self.context_tokens: int | None = None
+        self.raw_logprobs = False
+        self.api: TokenApi | None = None
+        self._finding = asyncio.Lock()
+        self._session: aiohttp.ClientSession | None = None
+        self._headers = {"Authorization": f"Bearer {api_key}"}
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+
+    async def read_models(self) -> None:
+        """Ask for its models, which many servers list. `default` means the first of them.
+
+        Raises:
+            ConfigError: it doesn't serve the model that is asked for.
+        """
+        try:
+            listed = (await self._answer("GET", "/v1/models"))["data"]
+            cards = {str(card["id"]): cast("Mapping[str, Any]", card) for card in listed}
+        except (Refused, InferenceError, aiohttp.ClientError, *_MALFORMED):
+            return  # what is wrong shows at the first request
+        if not cards:
+            return
+        if self.model in {"", "default"}:
+            self.model = next(iter(cards))
+        elif self.model not in cards and any(card.get("owned_by") in NAMES_CHECKED for card in cards.values()):
+            raise ConfigError(
+                f"openai.model_name: the server has no model {self.model!r}; it serves {', '.join(cards)}: "
+                "name one, or leave the setting out"
+            )
+        card = cards.get(self.model) or next(iter(cards.values()))
+        length = card.get("max_model_len") or (card.get("meta") or {}).get("n_ctx")
+        self.context_tokens = int(length) if length else None
+
+    async def find(self, prompt: Sequence[int]) -> None:
+        """Find the API and whose logprobs it gives, with a token or two.
+
+        Raises:
+            Refused, InferenceError, aiohttp.ClientError: it speaks none of those that report token ids, or fails.
+        """
+        failures: list[Refused | InferenceError] = []
+        for api in APIS[self.kind]:
+            try:
+                first = await self._top_logprob(api, prompt, TEMPERATURES[0])
+                break
+            except (Refused, InferenceError) as error:
+                if error.status is not None and error.status not in ELSEWHERE:
+                    raise
+                failures.append(error)
+        else:
+            raise next((error for error in failures if error.status not in ABSENT), failures[0])
+        second = await self._top_logprob(api, prompt, TEMPERATURES[1])
+        self.raw_logprobs = abs(first - second) <= SAME * abs(first) + LEAST
+        self.api = api
+
+    async def _top_logprob(self, api: TokenApi, prompt: Sequence[int], temperature: float) -> float:
+        sampling = {"n": 1, "max_tokens": 1, "temperature": temperature}
+        attempt = 0
+        while True:
+            try:
+                [completion] = await self._complete(api, prompt, sampling, top=TOP)
+            except (Refused, InferenceError, aiohttp.ClientError) as error:
+                attempt += 1
+                if getattr(error, "status", None) in ELSEWHERE or attempt == TRIES:
+                    raise
+                await asyncio.sleep(backoff_s(attempt, first_s=0.2, longest_s=5.0))
+            else:
+                top = completion.top_logprob
+                return completion.logprobs[0] if math.isnan(top) else top
+
+    async def complete(self, prompt: Sequence[int], sampling: Mapping[str, object]) -> list[Completion]:
+        """`n` completions of token ids.
+
+        Raises:
+            Refused, InferenceError, aiohttp.ClientError: no usable answer.
+        """
+        if self.api is None:
+            async with self._finding:
+                if self.api is None:
+                    await self.find(prompt)
+        assert self.api is not None
+        return await self._complete(self.api, prompt, sampling, top=0)
+
+    async def _complete(
+        self, api: TokenApi, prompt: Sequence[int], sampling: Mapping[str, object], *, top: int
+    ) -> list[Completion]:
+        answer = await self._answer("POST", api.path, api.body(self.model, prompt, sampling, top=top))
+        try:
+            told = api.prompt(answer)
+            found = api.read(answer)
+        except _MALFORMED as error:
+            what = f"has no {error}" if isinstance(error, KeyError) else f"is invalid ({type(error).__name__}: {error})"
+            raise InferenceError(f"the inference server's answer {what}"[:300]) from error
+        if told is not None and list(told) != list(prompt):
+            raise InferenceError(
+                "the inference server changed the prompt's tokens (a doubled BOS token?); it must use them as they are",
+                retryable=False,
+            )
+        return found
+
+    async def _answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=self._timeout)
+        async with self._session.request(method, f"{self.url}{path}", json=body) as response:
+            content = await response.read()
+            if response.status >= 400:
+                raise Refused(path, response.status, response.headers, content)
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            kind = response.headers.get("Content-Type", "no content type")
+            raise InferenceError(
+                f"the inference server sent an invalid answer ({path}: {kind}, {len(content)} bytes)"
+            ) from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+
+def reason(content: bytes) -> str:
+    """Why a server refused, as its answer says: one line."""
+    text = content.decode("utf-8", "replace")
+    try:
+        said: Any = json.loads(text)
+    except ValueError:
+        said = text
+    for name in ("error", "detail", "message"):
+        if isinstance(said, dict) and name in said:
+            said = cast("dict[str, Any]", said)[name]
+    return " ".join(str(said).split())[:300] or "no detail"
