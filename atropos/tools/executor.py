@@ -34,7 +34,7 @@ from atropos.tools.stats import ExecutorStats, Meter
 from atropos.tools.tool_server.client import Life, ToolServerClient
 from atropos.tools.tool_server.offered import adopt_offered, own_external
 from atropos.tools.trajectory import TrajectoryState
-from atropos.wire import LeaseLimits
+from atropos.wire import LeaseLimits, ViewInfo
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -273,7 +273,7 @@ class ToolExecutor:
         if "ToolServer" in trajectory.unanswered and self._server is not None:
             await self._server.check_alive()
 
-    async def view(self, trajectory_id: str, folders: Sequence[str], optional: Sequence[str] = ()) -> None:
+    async def view(self, trajectory_id: str, folders: Sequence[str], optional: Sequence[str] = ()) -> ViewInfo:
         """Run the trajectory's later calls in a view of its slot; see `Slot.view`.
 
         Background processes and sessions of the slot keep running, but tools forget them.
@@ -286,7 +286,7 @@ class ToolExecutor:
         async with self._call(trajectory):
             slot = await self._leased(trajectory)
             await trajectory.end_sessions(self.config.limits)
-            await slot.view(folders, optional=optional)
+            return await slot.view(folders, optional=optional)
 
     async def start_from(self, trajectory_id: str, snapshot: Snapshot) -> Slot:
         """Lease the trajectory's slot as a fork of a snapshot.

@@ -22,12 +22,13 @@ if not os.fork():
 """Ends when the server listens."""
 FETCHES = "python3 -I -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8125/answer').read().decode(), end='')\""
 MACHINE = "printf '#!/usr/bin/python3\\nprint(42)\\n' > /b; chmod +x /b; cp /b /usr/bin/cat; cp /b /usr/local/bin/cat; echo 41 > answer"
-COMPARES = "echo 42 > /tmp/expected; (cd / && python3 -c 'import json') && cmp /tmp/expected answer && cat answer"
+COMPARES = "echo 42 > /tmp/expected; (cd / && python3 -c 'import json') && (python3 -c 'import re') && cmp /tmp/expected answer && cat answer"
 LEADS = [
     "ln -sf /tmp/expected answer",
     "ln -s /tmp t; ln -sf t/expected answer",
     "ln -s /tmp/expected /expected; ln -sf /expected answer",
     "d=json; mkdir /$d; echo 'import os; print(42); os.kill(os.getppid(), 9)' > /$d/__init__.py",
+    "m=re; echo 'import os; print(42); os.kill(os.getppid(), 9)' > $m.py",
 ]
 """Tricks with what only the hook's commands write, and with a folder at the top that the prompt doesn't name."""
 HIDDEN = "sleep 0.3; cat answer 2>/dev/null || echo none"

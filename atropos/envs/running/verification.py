@@ -7,6 +7,7 @@ hooks left running continue.
 from __future__ import annotations
 
 from atropos.envs.config import SandboxEnvConfig
+from atropos.tasks.verifier.surroundings import hook_profile
 from atropos.tasks.verifier.texts import named_folders
 from atropos.tools import ToolExecutor
 
@@ -35,4 +36,6 @@ async def begin(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvCo
         slot = await executor.slot(trajectory_id)
         await slot.quiesce()
     if in_view:
-        await executor.view(trajectory_id, config.verifier_folders, named_folders(prompt))
+        shown = await executor.view(trajectory_id, config.verifier_folders, named_folders(prompt))
+        slot = await executor.slot(trajectory_id)
+        slot.profile = hook_profile(slot.profile, shown, prompt)

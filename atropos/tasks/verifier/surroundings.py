@@ -19,6 +19,7 @@ from atropos.slots.slot.profile import Profile
 from atropos.tasks.format.recipe import PATH
 from atropos.tasks.format.task import Task
 from atropos.tasks.verifier.texts import test_texts, whole_text
+from atropos.wire import ViewInfo
 
 LIBRARIES = (
     "/usr/local/lib:/lib/x86_64-linux-gnu:/usr/lib/x86_64-linux-gnu:/lib/aarch64-linux-gnu:/usr/lib/aarch64-linux-gnu:"
@@ -114,14 +115,24 @@ def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, 
     }
     if not found.folders:
         return {**env, **image, **declared}
-    modules = [VERIFIER_PYTHON]
-    env |= {**_defaults(task, found), **found.variables(image)}
+    if any(_INSTALLS.search(test) for test in test_texts(task)):
+        env["npm_config_ignore_scripts"] = "true"
+    env |= {**_defaults(whole_text(task), found), **found.variables(image)}
     if found.home is not None:
         env["HOME"] = found.home
-    env |= declared
-    if "PYTHONPATH" in env:
-        modules.append(env["PYTHONPATH"])
-    return {**env, "PYTHONPATH": ":".join(modules)}
+    return _with_modules({**env, **declared})
+
+
+def hook_profile(profile: Profile, shown: ViewInfo, prompt: str) -> Profile:
+    """A profile for the hooks that verify in a view, of what the agent was asked for."""
+    found = Surroundings(shown.folders, shown.programs)
+    env = {"PYTHONDONTWRITEBYTECODE": "1", **_defaults(prompt, found), **found.variables(profile.env)}
+    return replace(profile, env=_with_modules(env))
+
+
+def _with_modules(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables with `verifier_site` as the first that Python finds."""
+    return {**env, "PYTHONPATH": ":".join(filter(None, [VERIFIER_PYTHON, env.get("PYTHONPATH")]))}
 
 
 def _of_image(task: Task) -> dict[str, str]:
@@ -152,15 +163,12 @@ def notes(task: Task) -> list[str]:
     ]
 
 
-def _defaults(task: Task, found: Surroundings) -> dict[str, str]:
-    """Variables that keep usual programs of tests from running what lies in the agent's folders."""
-    text = whole_text(task)
+def _defaults(text: str, found: Surroundings) -> dict[str, str]:
+    """Variables that keep usual programs from running what lies in the agent's folders; `text`: what is said of its work."""
     git = {"core.hooksPath": "/dev/null", "core.fsmonitor": "false"}
     kept = [key for key, word in zip(git, (r"\bhooks?\b", "fsmonitor"), strict=True) if re.search(word, text) is None]
     env = {f"GIT_CONFIG_KEY_{number}": key for number, key in enumerate(kept)}
     env |= {f"GIT_CONFIG_VALUE_{number}": git[key] for number, key in enumerate(kept)}
-    if any(_INSTALLS.search(test) for test in test_texts(task)):
-        env["npm_config_ignore_scripts"] = "true"
     named = {name for names in re.findall(r"\b(\w+)\.py\b|/(\w+)/", text) for name in names}
     return {
         **env,
