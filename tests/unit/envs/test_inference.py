@@ -1,0 +1,214 @@
+"""Which API a server speaks, whose logprobs it gives and how much it holds are found out at the start, with real answers' shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from atropos.agent.transcript import WeightSpan
+from atropos.envs.inference import apis
+from atropos.envs.inference.server import InferenceServer
+from atropos.errors import ConfigError, InferenceError
+from examples.policy.play import TASKS, Policy
+from examples.policy.server import PolicyServer
+from tests.unit.envs.support import ScriptEnv, make
+from tests.web_app import serving
+
+VLLM = json.loads((Path(__file__).parents[2] / "inference/vllm.json").read_text())
+"""Answers of vLLM 0.32, as tests/inference/record.py wrote them."""
+LOGITS = {3: 2.0, 4: 1.0, 5: 0.0}
+
+
+def logprobs(temperature: float) -> dict[int, float]:
+    total = math.log(sum(math.exp(logit / temperature) for logit in LOGITS.values()))
+    return {token: logit / temperature - total for token, logit in LOGITS.items()}
+
+
+def vllm_completions(body, told):
+    tops = sorted(told.items(), key=lambda pair: -pair[1])[: body["logprobs"]]
+    entry = {
+        "tokens": ["x"],
+        "token_logprobs": [told[5]],
+        "top_logprobs": [{str(t): lp for t, lp in [(5, told[5]), *tops]}],
+    }
+    choice = {"token_ids": [5], "prompt_token_ids": body["prompt"], "finish_reason": "length", "logprobs": entry}
+    return {"choices": [choice]}
+
+
+def vllm_generate(body, told):
+    tops = [{"token_id": 5, "logprob": told[5]}, *({"token_id": t, "logprob": told[t]} for t in (3, 4))]
+    content = [{"token_id": 5, "logprob": told[5], "top_logprobs": tops[: body["sampling_params"]["logprobs"]]}]
+    spans = [{"version": "7", "start": 0, "end": 1}]
+    choice = {"token_ids": [5], "finish_reason": "length", "weight_versions": spans, "logprobs": {"content": content}}
+    return {"prompt_token_ids": body["token_ids"], "choices": [choice]}
+
+
+def atroposlib(body, told):
+    position = {5: told[5], **dict(sorted(told.items(), key=lambda pair: -pair[1])[: body["logprobs"]])}
+    return {
+        "logprobs": [[[position]]],
+        "finish_reasons": ["length"],
+        "prompt_token_ids": body["prompt"]["prompt_token_ids"],
+    }
+
+
+def sglang(body, told):
+    tops = [[lp, token, None] for token, lp in told.items()][: body["top_logprobs_num"]]
+    entries = {"output_token_logprobs": [[told[5], 5, None]], "output_top_logprobs": [tops]}
+    return {"meta_info": {**entries, "finish_reason": {"type": "length", "length": 1}, "weight_version": "7"}}
+
+
+def llama(body, told):
+    tops = [{"id": token, "prob": math.exp(lp)} for token, lp in told.items()][: body["n_probs"]]
+    entry = {"id": 5, "prob": math.exp(told[5]), "top_probs": tops}
+    return {"completion_probabilities": [entry], "stop_type": "limit", "tokens": [5]}
+
+
+SERVERS = {
+    "vllm": ("vllm", apis.VllmCompletions(), vllm_completions),
+    "vllm, scale-out": ("vllm", apis.VllmGenerate(), vllm_generate),
+    "atroposlib": ("vllm", apis.AtroposlibGenerate(), atroposlib),
+    "llama.cpp": ("vllm", apis.LlamaCompletion(), llama),
+    "sglang": ("sglang", apis.SglangGenerate(), sglang),
+}
+
+
+@contextlib.asynccontextmanager
+async def server(api, answer, *, raw=False):
+    """A server with one API, and vLLM's list of models. It samples token 5."""
+    bodies = []
+
+    async def generate(request):
+        body = await request.json()
+        bodies.append(body)
+        temperature = body.get("sampling_params", body)["temperature"]
+        return web.json_response(answer(body, logprobs(1.0 if raw else temperature)))
+
+    async def models(_request):
+        return web.json_response(VLLM["models"]["body"])
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    app.router.add_post(api.path, generate)
+    async with serving(app) as url:
+        yield f"{url}/v1", bodies
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("name", SERVERS)
+async def test_the_api_and_whose_logprobs_it_gives_are_found_out(name, raw):
+    kind, api, answer = SERVERS[name]
+    async with server(api, answer, raw=raw) as (url, _):
+        one = InferenceServer(url, kind, "default", "x", 20)
+        await one.read_models()
+        [found] = await one.complete([1, 2], {"n": 1, "max_tokens": 1, "temperature": 0.5})
+        await one.close()
+    assert type(one.api) is type(api)
+    assert (one.model, one.context_tokens, one.raw_logprobs) == ("tiny", 4096, raw)
+    assert found.ids == [5]
+    assert found.logprobs == pytest.approx([logprobs(1.0 if raw else 0.5)[5]])
+    assert list(found.weights) == ([WeightSpan(0, 1, "7")] if name in {"vllm, scale-out", "sglang"} else [])
+
+
+@pytest.mark.parametrize("name", SERVERS)
+async def test_every_request_asks_for_the_whole_distribution(name):
+    kind, api, answer = SERVERS[name]
+    async with server(api, answer) as (url, bodies):
+        one = InferenceServer(url, kind, "tiny", "x", 20)
+        await one.complete([1, 2], {"n": 1, "max_tokens": 1, "temperature": 0.5})
+        await one.close()
+    for body in bodies:
+        fields = body.get("sampling_params", body)
+        assert (fields["top_p"], fields["min_p"]) == (1.0, 0.0)
+        assert fields["top_k"] in {-1, 0}
+        assert fields["presence_penalty"] == fields["frequency_penalty"] == 0.0
+        assert fields.get("repetition_penalty", fields.get("repeat_penalty")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"agent_temperature": 0.7}, r"env\.agent_temperature: 0\.7, but .*--logprobs-mode processed_logprobs"),
+        (
+            {"agent_temperature": 1.0, "max_token_length": 5000},
+            r"env\.max_token_length: 5000 is more than .* 4096 tokens",
+        ),
+    ],
+)
+async def test_a_setting_that_the_server_contradicts_is_refused(settings, says):
+    _, api, answer = SERVERS["vllm"]
+    async with server(api, answer, raw=True) as (url, _):
+        env = make(ScriptEnv, url, None, **settings)
+        env.server.servers[0].inference.model = "default"
+        with pytest.raises(ConfigError, match=says):
+            await env.setup()
+        assert not env.backend.running
+
+
+async def test_a_model_that_the_server_does_not_have_is_refused():
+    _, api, answer = SERVERS["vllm"]
+    async with server(api, answer) as (url, _):
+        env = make(ScriptEnv, url, None)
+        with pytest.raises(ConfigError, match=r"openai\.model_name: .*it serves tiny"):
+            await env.setup()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"agent_temperature": 1.0}, {"agent_temperature": 0.7, "allow_raw_logprobs": True}]
+)
+async def test_raw_logprobs_are_taken_where_they_are_right_or_allowed(settings):
+    _, api, answer = SERVERS["vllm"]
+    async with server(api, answer, raw=True) as (url, _):
+        env = make(ScriptEnv, url, None, **settings)
+        env.server.servers[0].inference.model = "default"
+        await env.setup()
+        assert env.context_tokens == 4096
+        await env._close()
+
+
+async def test_a_server_that_changes_the_prompt_is_refused():
+    def doubled(body, told):
+        return vllm_completions({**body, "prompt": [0, *body["prompt"]]}, told)
+
+    async with server(apis.VllmCompletions(), doubled) as (url, _):
+        one = InferenceServer(url, "vllm", "tiny", "x", 20)
+        with pytest.raises(InferenceError, match="changed the prompt's tokens"):
+            await one.complete([1, 2], {"n": 1, "max_tokens": 1, "temperature": 1.0})
+        await one.close()
+
+
+@pytest.mark.parametrize("name", ["completions", "generate"])
+def test_real_answers_are_read(name):
+    api = {"completions": apis.VllmCompletions(), "generate": apis.VllmGenerate()}[name]
+    body = VLLM[name]["body"]
+    [found] = api.read(body)
+    assert list(api.prompt(body)) == [1, 872, 198, 77, 78]
+    assert len(found.ids) == len(found.logprobs) == 3
+    assert found.finish_reason == "length"
+
+
+async def test_the_stand_in_answers_in_the_shape_of_the_real_server():
+    def shape(value, real):
+        """What the stand-in has that the real one lacks, or has in another type."""
+        if isinstance(value, dict):
+            return [
+                f"{key}.{more}" for key in value for more in (shape(value[key], real[key]) if key in real else ["?"])
+            ]
+        if isinstance(value, list):
+            return shape(value[0], real[0]) if value and real else []
+        return [] if type(value) is type(real) or None in {value, real} else [f"{value!r}"]
+
+    async with serving(PolicyServer(Policy(TASKS)).application()) as url:
+        one = InferenceServer(url, "vllm", "x", "x", 20)
+        body = apis.VllmCompletions().body("x", [1, 872, 198], {"n": 1, "max_tokens": 3, "temperature": 1.0}, top=0)
+        answer = await one._answer("POST", "/v1/completions", body)
+        await one.close()
+    (choice,) = answer["choices"]
+    (real,) = VLLM["completions"]["body"]["choices"]
+    del choice["logprobs"]["top_logprobs"], real["logprobs"]["top_logprobs"]  # keyed by text
+    assert shape(answer, VLLM["completions"]["body"]) == []
