@@ -14,6 +14,8 @@ from pathlib import Path
 
 CONTROLLERS = ("memory", "pids", "cpu")
 """Those that slots are limited by."""
+SHOWN = (*CONTROLLERS, "cpuacct", "cpuset")
+"""Those of cgroup v1 that programs look for before they believe any: the JVM."""
 TOP, REST = "atropos", "rest"
 """The one folder for all servers, which they may write to, so that each can remove its own when it ends; and on cgroup
 v2 the leaf in it for processes that must not stay where they were."""
@@ -41,7 +43,7 @@ class Hierarchy:
 
 
 def of_this_process() -> list[Hierarchy]:
-    """Every hierarchy that may offer one of `CONTROLLERS`, that of cgroup v2 as the last of them."""
+    """Every hierarchy that may offer one of `CONTROLLERS` or `SHOWN`, that of cgroup v2 as the last of them."""
     found: list[Hierarchy] = []
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -52,7 +54,7 @@ def of_this_process() -> list[Hierarchy]:
         controllers = tuple(name for name in names.split(",") if name)
         if number == "0":
             found.append(Hierarchy(2, (), path))
-        elif set(controllers) & set(CONTROLLERS):
+        elif set(controllers) & set(SHOWN):
             found.append(Hierarchy(1, controllers, path))
     return found
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def busybox_image(
     workdir: str = "/srv/app",
     python: str = "",
     config: dict | None = None,
+    more_files: Sequence[tuple[tarfile.TarInfo, bytes]] = (),
     **more,
 ) -> str:
     """An image without Python, glibc or bash; its id."""
@@ -65,6 +67,7 @@ def busybox_image(
             folder("srv/app", owner=(1000, 1000)),
             entry("srv/app/text", text, owner=(1000, 1000)),
             *([entry("bin/python3", python, mode=0o755)] if python else []),
+            *more_files,
         ),
         config=CONFIG | {"WorkingDir": workdir} | ({"User": user} if user else {}) | (config or {}),
         **more,

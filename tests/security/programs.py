@@ -69,7 +69,7 @@ for path in ("/oldroot", "/newroot", "/run/atropos", "/work", "/rootfs", SECRET_
         breach(path)
 mounts = [line.split()[4] for line in open("/proc/self/mountinfo")]
 for path in mounts:
-    if not path.startswith(("/proc", "/dev", "/usr", "/bin", "/sbin", "/lib", "/.atropos")) and path not in ("/", "/etc/ld.so.preload"):
+    if not path.startswith(("/proc", "/dev", "/sys", "/usr", "/bin", "/sbin", "/lib", "/.atropos")) and path not in ("/", "/etc/ld.so.preload"):
         breach(path)
 """,
     "find_the_host_s_secret_anywhere": """
@@ -378,13 +378,22 @@ forked(filtered)
 """,
     "reach_a_cgroup": """
 for line in open("/proc/self/mountinfo"):
-    if " - cgroup" in line:
-        breach(line)
+    fields = line.split()
+    if " - cgroup" in line and (fields[3] != "/" or "ro" not in fields[5].split(",")):
+        breach(line)  # its own, read-only, is what it may see
 for line in open("/proc/self/cgroup"):
     path = line.strip().split(":", 2)[2]
     if path not in ("/", "/..", "/../..", "/../../..") and "slot" in path and not path.startswith("/"):
         breach(line)
-denied(write, "/sys/fs/cgroup/cgroup.procs")
+pids = {name for name in os.listdir("/proc") if name.isdigit()}
+for top, folders, files in os.walk("/sys/fs/cgroup"):
+    denied(os.mkdir, f"{top}/mine", what=f"mkdir in {top}")
+    if top.count("/") > 4:
+        breach(f"a cgroup below: {top}")
+    for name in files:
+        denied(write, f"{top}/{name}")
+        if name in ("cgroup.procs", "tasks") and set(read(f"{top}/{name}").decode().split()) - pids:
+            breach(f"processes of others: {top}/{name}")
 """,
     "offer_pid_1_to_the_memory_killer": """
 for path in ("/proc/1/oom_score_adj", "/proc/1/oom_adj", "/proc/1/task/1/oom_score_adj", "/proc/1/task/1/oom_adj"):
@@ -925,7 +934,7 @@ for _ in range(8):
     if os.fork() == 0:
         until, count = time.time() + 1, 0
         while time.time() < until:
-            os.sched_setaffinity(0, {cores[count % len(cores)]})
+            denied(os.sched_setaffinity, 0, {cores[count % len(cores)]})
             count += 1
         if sorted(os.sched_getaffinity(0)) != cores:
             breach("a core was chosen")

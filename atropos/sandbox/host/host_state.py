@@ -14,13 +14,14 @@ from atropos.errors import ConfigError, IsolationUnavailable, NotSupported
 from atropos.sandbox.boot.root_phase import Entered
 from atropos.sandbox.contract import Layer, Sandbox
 from atropos.sandbox.host import egress_supervisor, kernel_bounds
-from atropos.sandbox.host.files import skeleton, volumes
+from atropos.sandbox.host.files import added, skeleton, sysfs, volumes
 from atropos.sandbox.host.files.disk_cells import DiskCells
 from atropos.sandbox.host.files.root_changer import RootChanger
 from atropos.sandbox.host.process import bwrap, prestart, runtime
 from atropos.sandbox.host.process.spawner_client import SpawnerClient
 from atropos.sandbox.linux import slot_cgroup, syscalls
 from atropos.sandbox.linux.sysctl import sysctl
+from atropos.sandbox.programs.first_process import HOSTNAME
 
 if TYPE_CHECKING:
     from atropos.sandbox.programs.spawner import StartRequest
@@ -31,7 +32,7 @@ _ENVIRONMENT = {
     "USER": "root",
     "LOGNAME": "root",
     "SHELL": "/bin/bash",
-    "TERM": "xterm",
+    "HOSTNAME": HOSTNAME,
     "LC_CTYPE": "C.UTF-8",
     "PIP_ROOT_USER_ACTION": "ignore",
 }
@@ -50,6 +51,7 @@ class HostState:
         bases: by name; None: the default one.
         environment: what every command starts with.
         files: what all slots see.
+        ceilings: a folder for what each slot reads of its ceiling of CPU time.
         bwrap: path of bubblewrap.
 
     Raises:
@@ -70,12 +72,16 @@ class HostState:
         self.live: set[Sandbox] = set()
         self.layers: dict[Layer, volumes.Volume] = {}
         self.bases: dict[str | None, skeleton.Base] = {}
+        self._serial = itertools.count(1)
         self.environment = _ENVIRONMENT | self.threads(config.limits)
         self.files = volumes.SharedFiles(
             runtime=f"{self.scratch}/runtime",
+            sys=f"{self.scratch}/sys",
+            system=sysfs.SYSTEM if os.path.isdir(sysfs.SYSTEM) else f"{self.scratch}/empty",
             empty_file=f"{self.scratch}/runtime/{runtime.EMPTY}",
             empty_folder=f"{self.scratch}/empty",
         )
+        self.ceilings = f"{self.scratch}/ceilings"
         self.bwrap = shutil.which("bwrap") or ""
         self.cells = DiskCells(config, entered)
         self.disposer = volumes.Disposer(self.cells.release)
@@ -88,6 +94,9 @@ class HostState:
         try:
             self._seccomp, over_host = prestarted.shared()
             os.mkdir(f"{self.files.runtime}/{volumes.NEXT}", 0o755)
+            os.mkdir(self.ceilings, 0o755)
+            trees = entered.cgroups.trees
+            sysfs.build(self.files.sys, [name for tree in trees if tree.version == 1 for name in tree.controllers])
             for path in (self.files.empty_file, self.files.empty_folder):
                 syscalls.bind_read_only(path)
             self._prepare_bases(over_host)
@@ -120,7 +129,18 @@ class HostState:
             target = f"{self.scratch}/bases/{index}"
             os.mkdir(target)
             syscalls.mount(path, target, None, syscalls.MS_BIND)
-            self.bases[name] = skeleton.Base(target)
+            self.bases[name] = self.completed(skeleton.Base(target))
+
+    def completed(self, base: skeleton.Base) -> skeleton.Base:
+        """A base with what a container's runtime adds to it; who drops the base removes that.
+
+        Raises:
+            OSError: it could not be made.
+        """
+        folder = f"{self.scratch}/bases/added-{next(self._serial)}"
+        if not added.build(folder, (*base.layers, base.lower)):
+            return base
+        return replace(base, layers=(folder, *base.layers), addition=folder)
 
     def base(self, name: str | None) -> skeleton.Base:
         """A base by its name.
@@ -164,7 +184,7 @@ class HostState:
         seen = f"{self.scratch}/own"
         return {
             "own": (os.fsencode(volume.folder), os.fsencode(seen), os.fsencode(f"{self.scratch}/slots")),
-            "argv": bwrap.command(self.bwrap, replace(volume, folder=seen), base, preload),
+            "argv": bwrap.command(self.bwrap, replace(volume, folder=seen), base, preload, cgroup.mounts()),
             "proxy_port": egress_supervisor.PORT if network else None,
             "joins": joins,
             "ids": self.entered.slot_ids,

@@ -76,9 +76,14 @@ pids = [name for name in os.listdir("/proc") if name.isdigit()]
 check("pid_namespace", len(pids) <= 4 and "1" in pids, f"{len(pids)} processes are visible")
 devices = [line.split(b":")[0].strip() for line in read("/proc/net/dev").splitlines()[2:]]
 check("network_namespace", devices == [b"lo"], f"network devices: {devices}")
-mounts = [line.split()[4].decode() for line in read("/proc/self/mountinfo").splitlines()]
-strange = [path for path in mounts if not path.startswith(("/proc", "/dev", "/usr", "/bin", "/sbin", "/lib", "/.atropos"))
-           and path not in ("/", "/etc/ld.so.preload")]
+mounts = [line.decode().split() for line in read("/proc/self/mountinfo").splitlines()]
+def own_of_sys(fields):
+    kind = fields[fields.index("-") + 1]
+    own = kind == "overlay" or (kind.startswith("cgroup") and fields[3] == "/") or fields[4] == "/sys/fs/cgroup/cpu.max"
+    return own and "ro" in fields[5].split(",")
+strange = [fields[4] for fields in mounts
+           if not fields[4].startswith(("/proc", "/dev", "/usr", "/bin", "/sbin", "/lib", "/.atropos"))
+           and fields[4] not in ("/", "/etc/ld.so.preload") and not (fields[4].startswith("/sys") and own_of_sys(fields))]
 check("mount_namespace", not strange, f"mounts of the host: {strange[:5]}")
 status = dict(line.split(b":\t", 1) for line in read("/proc/self/status").splitlines() if b":\t" in line)
 bounding = int(status[b"CapBnd"], 16)

@@ -76,7 +76,12 @@ class SlotHost:
             undo.callback(self.state.cells.release, disk)
             try:
                 cgroup = slot_cgroup.SlotCgroup(
-                    self.state.entered.cgroups, f"slot{unique}", limits, most_cores, self.state.ready_cgroups
+                    self.state.entered.cgroups,
+                    f"slot{unique}",
+                    limits,
+                    most_cores,
+                    self.state.ready_cgroups,
+                    f"{self.state.ceilings}/{unique}",
                 )
                 undo.callback(cgroup.remove)
                 volume = volumes.create(folder, base, limits, self.state.files, disk)
@@ -144,15 +149,22 @@ class SlotHost:
             below = chain[-1].parent
             root = skeleton.root_of(folders) if below is None else {}
             base = skeleton.Base(folders.pop()) if below is None else self.state.base(base_name(below))
+            if self.state.entered.slot_ids == 1:  # there is only root
+                image = image.model_copy(update={"user": None})
+            try:
+                layers = (*folders, *base.layers)
+                base = self.state.completed(replace(base, image=image, layers=layers, root=root, addition=None))
+            except OSError as error:
+                raise ImageUnavailable(f"{image.source}: {error}") from error
             held.pop_all()
-        if self.state.entered.slot_ids == 1:  # there is only root
-            image = image.model_copy(update={"user": None})
-        self.state.bases[name] = replace(base, image=image, layers=(*folders, *base.layers), root=root)
+        self.state.bases[name] = base
 
     def drop_base(self, name: str) -> None:
         """Forget an unused base; the store may then remove its image."""
         base = self.state.bases.pop(name)
         assert base.image is not None
+        if base.addition is not None:
+            remove_tree(base.addition)
         for image in self.store.chain(base.image):  # all of them were kept for the base
             self.store.release(image.id)
 

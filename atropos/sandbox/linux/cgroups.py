@@ -19,6 +19,7 @@ from atropos.cgroup_paths import (
     CONTROLLERS,
     PREFIX,
     REST,
+    SHOWN,
     TOP,
     Hierarchy,
     mount_point,
@@ -163,10 +164,16 @@ def _within(folder: Path, action: Callable[[], object]) -> None:
 def _claim_v1(hierarchy: Hierarchy, mounts: str, uid: int, slots: int) -> CgroupTree:
     (parent,) = places(hierarchy, _mounted(hierarchy, mounts))
     ours = _make_own(parent, uid)
+    if "cpuset" in hierarchy.controllers:
+        for folder in (ours.parent, ours):
+            for name in ("cpuset.cpus", "cpuset.mems"):
+                (folder / name).write_text((parent / name).read_text())
+            (folder / "cgroup.clone_children").write_text("1")  # a slot's has what this one has
     _give(ours, uid)
-    controllers = tuple(name for name in hierarchy.controllers if name in CONTROLLERS)
+    controllers = tuple(name for name in hierarchy.controllers if name in SHOWN)
+    weighs = "cpu" in controllers and not {"memory", "pids"} & set(controllers)
     # a slot that ends keeps its group until all of it is gone, and the next one has started by then
-    ready = [_make_ready(ours, number, uid) for number in range(2 * slots + 2)] if controllers == ("cpu",) else []
+    ready = [_make_ready(ours, number, uid) for number in range(2 * slots + 2)] if weighs else []
     return CgroupTree(1, str(ours), controllers, ready)
 
 

@@ -42,10 +42,7 @@ def ceiling(limits: SlotLimits, slots: int) -> float | None:
 def settings(tree: CgroupTree, limits: SlotLimits, most_cores: float | None) -> list[tuple[str, str, bool]]:
     """The files of a slot's cgroup to write: (file, value, whether a failure is an error)."""
     memory, pids = str(limits.memory_mib * _MIB), str(limits.pids + _OWN_PROCESSES)
-    quota = period = 0
-    if most_cores is not None:
-        period = _PERIOD_US if most_cores * _PERIOD_US >= _LEAST_QUOTA_US else 10 * _PERIOD_US
-        quota = max(_LEAST_QUOTA_US, int(most_cores * period))
+    quota, period = _quota(most_cores)
     asked = limits.cpu_quota is not None  # cgroup v1 refuses a quota above a container's own, which is then the ceiling
     lines: list[tuple[str, str, bool]] = []
     if "memory" in tree.controllers and tree.version == 1:
@@ -68,6 +65,14 @@ def settings(tree: CgroupTree, limits: SlotLimits, most_cores: float | None) -> 
         lines.append(("cpu.weight", str(limits.cpu_weight), True))
         lines.append(("cpu.max", f"{quota or 'max'} {period or _PERIOD_US}", asked))
     return lines
+
+
+def _quota(most_cores: float | None) -> tuple[int, int]:
+    """Microseconds of CPU time in a period, and the period; 0: there is no ceiling."""
+    if most_cores is None:
+        return 0, 0
+    period = _PERIOD_US if most_cores * _PERIOD_US >= _LEAST_QUOTA_US else 10 * _PERIOD_US
+    return max(_LEAST_QUOTA_US, int(most_cores * period)), period
 
 
 @dataclass(frozen=True)
@@ -109,12 +114,23 @@ class SlotCgroup:
         limits: the slot's.
         most_cores: see `ceiling`.
         ready: those of `CgroupTree.ready` that no slot has; one is taken, and given back by `remove`.
+        cpu_max: a file that says the ceiling in the form of cgroup v2, where the kernel has none.
     """
 
     def __init__(
-        self, cgroups: Cgroups, name: str, limits: SlotLimits, most_cores: float | None, ready: list[str]
+        self,
+        cgroups: Cgroups,
+        name: str,
+        limits: SlotLimits,
+        most_cores: float | None,
+        ready: list[str],
+        cpu_max: str,
     ) -> None:
         self.paths: list[str] = []
+        self.cpu_max = (
+            cpu_max if any(tree.version == 1 and "cpu" in tree.controllers for tree in cgroups.trees) else None
+        )
+        """A file that says the ceiling in the form of cgroup v2, where the kernel has none."""
         self._trees = cgroups.trees
         self._ready = ready
         self._limits, self._most_cores = limits, most_cores
@@ -134,6 +150,7 @@ class SlotCgroup:
                 for file, value, needed in settings(tree, limits, most_cores):
                     _write(f"{path}/{file}", value, needed=needed)
                 self._watch(tree, path)
+            self._say_ceiling()
         except OSError:
             self.remove()
             raise
@@ -164,6 +181,22 @@ class SlotCgroup:
             for file, value, needed in lines:
                 _write(f"{path}/{file}", value, needed=needed)
         self._limits, self._most_cores = limits, most_cores
+        self._say_ceiling()
+
+    def _say_ceiling(self) -> None:
+        """Write `cpu_max`, in place: the slot has it mounted."""
+        if self.cpu_max is not None:
+            quota, period = _quota(self._most_cores)
+            with open(self.cpu_max, "w", encoding="ascii") as file:
+                file.write(f"{quota or 'max'} {period or 100_000}\n")
+
+    def mounts(self) -> list[tuple[str, str]]:
+        """Its files as the slot may see them: where they are, and the place below /sys/fs/cgroup."""
+        shown = list(zip(self._trees, self.paths, strict=True))
+        if any(tree.version == 2 for tree, _ in shown):
+            return [(path, "") for tree, path in shown if tree.version == 2]
+        mounts = [(path, f"/{controller}") for tree, path in shown for controller in tree.controllers]
+        return mounts if self.cpu_max is None else [*mounts, (self.cpu_max, "/cpu.max")]
 
     def counts(self) -> Counts:
         """Read the kernel's counts; see `stops`."""
@@ -216,6 +249,9 @@ class SlotCgroup:
             except OSError:
                 left.append(path)
         self.paths = left
+        if self.cpu_max is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.cpu_max)
         return not left
 
 

@@ -213,14 +213,17 @@ def set_capabilities(permitted: frozenset[int], inheritable: frozenset[int] = fr
     _check(libc.capset(header, data), "capset")
 
 
-def keep_only(names: frozenset[str]) -> None:
-    """Keep these capabilities, also through execs, and drop all others for good, bounding set included."""
+def keep_only(names: frozenset[str], *, ambient: bool = True) -> None:
+    """Keep these capabilities, also through execs, and drop all others for good, bounding set included.
+
+    Root keeps them through execs without `ambient`.
+    """
     keep = frozenset(CAPABILITIES[name] for name in names)
     for cap in range(last_capability() + 1):
         if cap not in keep:
             # needs CAP_SETPCAP in this namespace, so it comes before capset
             prctl(PR_CAPBSET_DROP, cap)
-    set_capabilities(keep, keep)
+    set_capabilities(keep, keep if ambient else frozenset())
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
-    for cap in keep:
+    for cap in keep if ambient else ():
         prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, cap)

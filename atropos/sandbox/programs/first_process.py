@@ -91,7 +91,7 @@ def run(
     _keep_descriptors(link)
     os.setsid()
     syscalls.rename_process(NAME)
-    syscalls.keep_only(CAPABILITIES)
+    syscalls.keep_only(CAPABILITIES, ambient=False)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.filter_calls(request["seccomp"])
     runner.main()

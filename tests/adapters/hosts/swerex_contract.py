@@ -134,6 +134,13 @@ async def test_programs_of_a_session_print_no_escapes_of_a_terminal(runtime_with
     assert await say(runtime_with_default_session, "[ -t 1 ] && echo $TERM") == "dumb\n"
 
 
+async def test_a_command_that_changes_the_terminal_costs_nothing_of_the_next_answer(runtime_with_default_session):
+    killed = "sh -c 'stty raw echo; kill -9 $$'"
+    for command in ("stty echo", "stty raw echo", "stty -icanon -opost echo", "stty sane", killed):
+        await say(runtime_with_default_session, command, check="ignore")
+        assert await say(runtime_with_default_session, "echo one; echo two") == "one\ntwo\n", command
+
+
 async def test_a_syntax_error_names_no_file_of_ours(runtime_with_default_session):
     with pytest.raises(BashIncorrectSyntaxError) as error:
         await say(runtime_with_default_session, "echo 'a")

@@ -37,12 +37,14 @@ from atropos.wire import (
     WriteFile,
 )
 from tests.processes import descendants, parent_of
+from tests.unit.sandbox.driver import LIMITS
 
 ON_DISK_ONLY = {
     "layers_on_disk_are_counted_while_they_are_imported",
     "places_on_disk_are_used_again_once_they_are_empty",
 }
 ROOT_ONLY = {
+    "programs_can_see_the_slots_own_limits",
     "memory_limit_is_named_and_the_slot_goes_on",
     "many_users_inside",
     "commands_and_background_processes_run_as_users_of_the_slot",
@@ -127,7 +129,8 @@ async def environment_and_working_directory(host):
         assert await out(s, "pwd", workdir="/tmp") == "/tmp\n"
         missing = await do(s, Exec(command="pwd", workdir="/nowhere"))
         assert missing.error == "not_found" and "/nowhere" in missing.message
-        assert "HOST_SECRET" not in await out(s, "env")
+        found = await out(s, "env")
+        assert "HOST_SECRET" not in found and "TERM=" not in found, "nobody sets it where there is no terminal"
 
 
 async def stdin_of_any_size(host):
@@ -1037,6 +1040,33 @@ async def a_base_of_one_s_own_is_writable_and_stays_as_it_is(host):
                 await out(s, "ls -d /old /new 2>/dev/null; cat /etc/passwd; ls /usr/share 2>/dev/null | cat")
                 == "/new\nroot:x:0:0::/root:/bin/bash\nx\n"
             )
+            assert "localhost\n" in await out(
+                s, "cat /etc/hosts; cat /etc/hostname /etc/resolv.conf /etc/mtab > /dev/null"
+            )
+
+
+async def programs_can_see_the_slots_own_limits(host):
+    see = "cd /sys/fs/cgroup; cat memory.max pids.max cpu.max; read used < memory.current; [ $used -gt 0 ] && echo used"
+    for base in (None, "tiny"):
+        async with slot(host, base=base) as s:
+            assert await out(s, see) == f"{LIMITS.memory_mib << 20}\n{LIMITS.pids + 1}\n10000 10000\nused\n"
+            assert (await sh(s, "echo 1 > /sys/fs/cgroup/cgroup.procs || echo 1 > /sys/x")).exit_code != 0
+            seen = await out(
+                s, "cat /sys/devices/system/cpu/online /sys/class/net/lo/mtu; ls /sys/class/net /sys/devices"
+            )
+            assert (
+                seen
+                == f"{Path('/sys/devices/system/cpu/online').read_text()}65536\n/sys/class/net:\nlo\n\n/sys/devices:\nsystem\nvirtual\n"
+            )
+    async with slot(host) as s:
+        s.resize(LIMITS.model_copy(update={"memory_mib": 64, "cpu_quota": 0.5}))
+        assert await out(s, "cd /sys/fs/cgroup; cat memory.max cpu.max") == f"{64 << 20}\n5000 10000\n"
+
+
+async def a_program_that_would_choose_its_cores_is_told_that_it_cannot(host):
+    choose = "python3 -c 'import os; cores = os.sched_getaffinity(0); os.sched_setaffinity(0, cores)' 2>&1 | tail -1"
+    async with slot(host) as s:
+        assert (await out(s, choose)).startswith("PermissionError")
 
 
 async def planted_mount_points_lead_nowhere(host):

@@ -50,7 +50,7 @@ def _pivot(new_root: str) -> None:
     try:
         os.chdir(new_root)
         wanted = os.stat(".")
-        for name in ("proc", "dev"):
+        for name in ("proc", "dev", "sys"):
             syscalls.mount(f"/{name}", name, None, syscalls.MS_MOVE)
         syscalls.pivot_root(".", ".")
         os.fchdir(before)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atropos.sandbox.host.files import added
+
 if TYPE_CHECKING:
     from atropos.wire import ImageInfo
 
@@ -59,9 +61,7 @@ _GROUPS = (  # noqa: SIM905
     "staff:50 users:100 nogroup:65534"
 ).split()
 _FILES = {
-    "hosts": "127.0.0.1\tlocalhost atropos\n::1\tlocalhost ip6-localhost ip6-loopback\n",
-    "hostname": "atropos\n",
-    "resolv.conf": "# no network but the loopback\n",
+    **added.FILES,
     "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nnetworks: files\nprotocols: files\n"
     "services: files\n",
     "environment": "",
@@ -80,13 +80,14 @@ class Base:
     """The base of slots: a lower folder, and read-only folders of the host.
 
     `layers` lie above the folder, topmost first. `image` says what commands in it start with, where it is an image, and `root` what
-    those of its root have beneath that.
+    those of its root have beneath that. `addition` is the layer of `added`, where it needs one.
     """
 
     lower: str
     host_folders: dict[str, str] = field(default_factory=dict[str, str])
     image: ImageInfo | None = None
     layers: tuple[str, ...] = ()
+    addition: str | None = None
     root: dict[str, str] = field(default_factory=dict[str, str])
 
 
@@ -167,7 +168,7 @@ def _etc(etc: Path) -> None:
         etc.joinpath(name).write_text(text, encoding="utf-8")
     etc.joinpath("shadow").chmod(0o640)
     if not etc.joinpath("mtab").exists():
-        etc.joinpath("mtab").symlink_to("/proc/mounts")
+        etc.joinpath("mtab").symlink_to(added.MTAB)
 
 
 def _copy(source: str, target: str) -> None:

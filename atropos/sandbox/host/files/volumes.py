@@ -25,7 +25,7 @@ from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
 from atropos.trees import remove_tree
 
 _RUNTIME = ".atropos"
-MOUNT_POINTS = ("proc", "dev", "etc", "usr", _RUNTIME, "tmp", "root", "workspace")
+MOUNT_POINTS = ("proc", "dev", "sys", "etc", "usr", _RUNTIME, "tmp", "root", "workspace")
 """Folders that something is mounted on, or that every slot has. A snapshot may hold something else in their place."""
 GATE = "gate"
 """The folder through which a running slot gets a new root: see `restack`."""
@@ -45,11 +45,15 @@ class SharedFiles:
 
     Attributes:
         runtime: the folder with the private Python.
+        sys: what they have at /sys.
+        system: what the kernel has there about CPUs and memory nodes.
         empty_file: covers /etc/ld.so.preload.
         empty_folder: covers it where it is a folder; and is the second lower one that an overlay without an upper one needs.
     """
 
     runtime: str
+    sys: str
+    system: str
     empty_file: str
     empty_folder: str
 
@@ -220,10 +224,11 @@ def create(folder: str, base: Base, limits: SlotLimits, shared: SharedFiles, dis
     volume = blank(folder, limits, disk)
     readonly = _NOSUID_NODEV | syscalls.MS_RDONLY
     try:
-        volume.stack("root", [base.lower], _NOSUID_NODEV, volume.upper)
+        volume.stack("root", [*base.layers, base.lower], _NOSUID_NODEV, volume.upper)
         for name, source in base.host_folders.items():
             volume.stack(f"host-{name}", [shared.empty_folder, source], readonly)
-        volume.stack("runtime", [shared.empty_folder, shared.runtime], readonly)
+        for name, source in (("runtime", shared.runtime), ("sys", shared.sys), ("system", shared.system)):
+            volume.stack(name, [shared.empty_folder, source], readonly)
         ptys = max(8, min(limits.pids, 64))
         options = f"newinstance,ptmxmode=0666,mode=620,max={ptys}"
         terminals = f"{folder}/pts"

@@ -30,6 +30,15 @@ NO_HANDLER = (signals.SIGINT, signals.SIGPIPE, signals.SIGXFSZ, signals.SIGTERM,
 """Without a handler here, which every program started inherits; the kernel drops such a signal where PID 1 gets it."""
 
 
+SPECIAL = (
+    *("/proc", "/proc/sys", "/dev", "/dev/pts", "/sys", "/sys/devices/system", "/sys/fs/cgroup"),
+    *("/sys/fs/cgroup/memory", "/sys/fs/cgroup/pids", "/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu.max"),
+    *("/sys/fs/cgroup/cpuacct", "/sys/fs/cgroup/cpuset"),
+    *("/.atropos", "/etc/ld.so.preload"),
+)
+"""Mounts of the slot itself."""
+
+
 def op_init(call: int, environment: dict[str, str], output_bytes: int, wall_s: float) -> None:
     """Set this slot up by the server's first message.
 
@@ -39,7 +48,7 @@ def op_init(call: int, environment: dict[str, str], output_bytes: int, wall_s: f
         state.oom = link.descriptors.pop(0)
     state.environment, state.output_bytes, state.wall_s = environment, output_bytes, wall_s
     state.block = block_of(environment)
-    for path in ("/proc", "/dev", "/dev/pts", "/proc/sys", "/.atropos", "/etc/ld.so.preload"):
+    for path in SPECIAL:
         try:
             state.special.add(os.stat(path).st_dev)
         except OSError:

@@ -1,0 +1,102 @@
+"""What a container's runtime adds to an image: the names of this machine in /etc, as far as the image says nothing of them.
+
+They are a layer of their own above the image's: nothing is written when a slot starts, and no snapshot or built image holds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Sequence
+
+from atropos.sandbox.programs.first_process import HOSTNAME
+
+HOSTS = (
+    "127.0.0.1\tlocalhost\n"
+    "::1\tlocalhost ip6-localhost ip6-loopback\n"
+    "ff02::1\tip6-allnodes\n"
+    "ff02::2\tip6-allrouters\n"
+    f"127.0.1.1\t{HOSTNAME}\n"
+)
+"""The own name has an address of its own, as Debian's installer gives it: the name of 127.0.0.1 is `localhost` alone."""
+FILES = {"hosts": HOSTS, "hostname": f"{HOSTNAME}\n", "resolv.conf": "# no network but the loopback\n"}
+MTAB = "/proc/mounts"
+_MAX_HOSTS = 1 << 20
+_OPAQUE = "user.overlay.opaque"
+
+
+def build(folder: str, lower: Sequence[str]) -> bool:
+    """Make the layer for an image in `folder`, which its owner removes; whether the image lacks anything.
+
+    Args:
+        folder: a new folder.
+        lower: the image's layers, topmost first.
+
+    Raises:
+        OSError: it could not be made.
+    """
+    etcs = _folders_of_etc(lower)
+    texts = {name: text for name, default in FILES.items() if (text := _missing(etcs, name, default))}
+    needs_mtab = _find(etcs, "mtab") is None
+    if not (texts or needs_mtab):
+        return False
+    etc = f"{folder}/etc"
+    for path in (folder, etc):
+        os.mkdir(path, 0o755)
+        os.chown(path, 0, 0)
+    if etcs:
+        found = os.stat(etcs[0])
+        os.chown(etc, found.st_uid, found.st_gid)
+        os.chmod(etc, stat.S_IMODE(found.st_mode))
+    for name, text in texts.items():
+        with open(f"{etc}/{name}", "x", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+            os.fchown(file.fileno(), 0, 0)
+    if needs_mtab:
+        os.symlink(MTAB, f"{etc}/mtab")
+        os.chown(f"{etc}/mtab", 0, 0, follow_symlinks=False)
+    return True
+
+
+def _folders_of_etc(lower: Sequence[str]) -> list[str]:
+    """/etc in each layer that shows it, topmost first."""
+    found: list[str] = []
+    for layer in lower:
+        etc = f"{layer}/etc"
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISDIR(os.lstat(etc).st_mode):
+                break
+            found.append(etc)
+            with contextlib.suppress(OSError):
+                if os.getxattr(etc, _OPAQUE) == b"y":
+                    break
+    return found
+
+
+def _find(etcs: Sequence[str], name: str) -> os.stat_result | None:
+    """What an image has under a name in /etc; nothing where a layer removed it."""
+    for etc in etcs:
+        with contextlib.suppress(FileNotFoundError):
+            found = os.lstat(f"{etc}/{name}")
+            return None if stat.S_ISCHR(found.st_mode) and found.st_rdev == 0 else found
+    return None
+
+
+def _missing(etcs: Sequence[str], name: str, default: str) -> str:
+    """What a file of /etc is to hold instead of what the image has; empty: what it has will do."""
+    found = _find(etcs, name)
+    if found is None or (stat.S_ISREG(found.st_mode) and found.st_size == 0):
+        return default
+    if name != "hosts" or not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_HOSTS:
+        return ""
+    etc = next(etc for etc in etcs if os.path.lexists(f"{etc}/{name}"))
+    with open(
+        os.open(f"{etc}/{name}", os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8", errors="surrogateescape"
+    ) as file:
+        text = file.read()
+    names = {word for line in text.splitlines() for word in line.partition("#")[0].split()[1:]}
+    more = [
+        line for line in HOSTS.splitlines(keepends=True) if line.startswith("127.") and line.split()[1] not in names
+    ]
+    return "".join((text, "" if text.endswith("\n") else "\n", *more)) if more else ""

@@ -1,0 +1,83 @@
+"""The /sys of slots: a few folders and files of ours, with the kernel's own about CPUs and memory nodes mounted in them.
+
+A slot's own cgroups are mounted at /sys/fs/cgroup, so that programs size themselves by its limits: the JVM and Node choose
+their heaps by them. On cgroup v1, where each controller has a folder there, the names of cgroup v2 lead to the same numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+SYSTEM = "/sys/devices/system"
+"""What slots see of the kernel's own, through an overlay each: of a lock or a watch no other slot knows."""
+CGROUP = "/sys/fs/cgroup"
+CPU_MAX = "cpu.max"
+_FOLDERS = (
+    "block",
+    "bus",
+    "class/block",
+    "class/net",
+    "dev/block",
+    "dev/char",
+    "devices/system",
+    "fs/cgroup",
+    "module",
+)
+_LOOPBACK = {
+    "address": "00:00:00:00:00:00",
+    "addr_len": "6",
+    "broadcast": "00:00:00:00:00:00",
+    "carrier": "1",
+    "dev_id": "0x0",
+    "flags": "0x9",
+    "ifindex": "1",
+    "iflink": "1",
+    "mtu": "65536",
+    "operstate": "unknown",
+    "tx_queue_len": "1000",
+    "type": "772",
+    "uevent": "INTERFACE=lo\nIFINDEX=1",
+}
+"""What the kernel says of a loopback, the one interface of a slot."""
+_AS_V2 = {
+    "memory": {
+        "memory.max": "memory.limit_in_bytes",
+        "memory.current": "memory.usage_in_bytes",
+        "memory.peak": "memory.max_usage_in_bytes",
+        "memory.stat": "memory.stat",
+    },
+    "pids": {"pids.max": "pids.max", "pids.current": "pids.current", "cgroup.procs": "cgroup.procs"},
+    "cpu": {"cpu.stat": "cpu.stat"},
+}
+"""Files of cgroup v2 by the controllers of v1: which of its files has the same number."""
+
+
+def build(folder: str, controllers: Collection[str]) -> None:
+    """Make it in a new folder.
+
+    Args:
+        folder: where.
+        controllers: of cgroup v1, by which slots are limited.
+
+    Raises:
+        OSError: it could not be made.
+    """
+    for name in _FOLDERS:
+        os.makedirs(f"{folder}/{name}", 0o755)
+    loopback = Path(folder, "devices/virtual/net/lo")
+    loopback.mkdir(parents=True)
+    for name, text in _LOOPBACK.items():
+        (loopback / name).write_text(f"{text}\n", encoding="ascii")
+    os.symlink("../../devices/virtual/net/lo", f"{folder}/class/net/lo")
+    cgroup = Path(folder, "fs/cgroup")
+    for controller in controllers:
+        (cgroup / controller).mkdir()
+        for name, same in _AS_V2.get(controller, {}).items():
+            (cgroup / name).symlink_to(f"{controller}/{same}")
+    if controllers:
+        known = " ".join(name for name in _AS_V2 if name in controllers)
+        (cgroup / "cgroup.controllers").write_text(f"{known}\n", encoding="ascii")
+    if "cpu" in controllers:
+        (cgroup / CPU_MAX).touch()

@@ -1,0 +1,1 @@
+"""What programs find in a slot and in `docker run` of the same image, thing by thing."""

@@ -1,0 +1,87 @@
+"""A slot is the machine that programs expect: what they find in `docker run` of an image, they find in a slot on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests import engines
+from tests.fidelity.differences import DIFFERENCES, KNOWN, PAGE, page
+from tests.fidelity.probes import PROBES, program
+from tests.waiting import SLOWNESS
+
+MEMORY_MIB, PIDS, FILES = 1024, 256, 4096
+LIMITS = {"memory_mib": MEMORY_MIB, "pids": PIDS, "open_files": FILES, "wall_s": 600}
+needs_docker = [
+    pytest.mark.docker,
+    pytest.mark.skipif("docker" not in engines.BACKENDS, reason="needs a Docker engine"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root"),
+]
+
+
+def docker(*arguments: str, stdin: str = "") -> str:
+    done = subprocess.run(["docker", *arguments], input=stdin, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def image() -> Iterator[str]:
+    """Debian with Python: the sandbox image without the root file system in it, whose owners no slot has."""
+    name = f"atropos-fidelity:{secrets.token_hex(4)}"
+    made = docker("create", "atropos-sandbox:local")
+    try:
+        without = f"docker export {made} | tar --delete -f - rootfs | docker import --change 'CMD [\"bash\"]' - {name}"
+        subprocess.run(["bash", "-o", "pipefail", "-c", without], check=True, capture_output=True)
+    finally:
+        docker("rm", "-f", made)
+    yield name
+    docker("image", "rm", "-f", name)
+
+
+@pytest.fixture(scope="module")
+def expected(image) -> dict[str, str]:
+    """What the probes say in a container with the limits of a slot: PID 1 of a slot is one process more."""
+    limits = [
+        "--memory",
+        f"{MEMORY_MIB}m",
+        "--memory-swap",
+        f"{MEMORY_MIB}m",
+        "--pids-limit",
+        str(PIDS + 1),
+        "--cpus",
+        "1",
+    ]
+    limits += ["--ulimit", f"nofile={FILES}:{FILES}", "--ulimit", f"nproc={2 * PIDS + 64}"]
+    machine = ["--network", "none", "--hostname", "atropos", "--workdir", "/workspace"]
+    return json.loads(docker("run", "--rm", "-i", *limits, *machine, image, "python3", "-", stdin=program()))
+
+
+@pytest.mark.parametrize("backend", ["local", "docker"], ids=["local", "docker"])
+class TestSlots:
+    pytestmark = needs_docker
+
+    async def test_programs_find_what_they_find_in_docker_run(self, backend, image, expected):
+        from atropos.slots import SlotPool
+
+        config = engines.pool_config(backend, limits=LIMITS, max_containers=1, start_timeout_s=120 * SLOWNESS)
+        async with SlotPool(config) as pool, pool.lease("probed", image=f"docker-daemon:{image}") as slot:
+            result = await slot.exec(["python3", "-"], stdin=program(), timeout_s=500)
+        found = json.loads(result.output)
+        assert found.keys() == expected.keys() == PROBES.keys()
+        unlike = {name: (expected[name], found[name]) for name in PROBES if found[name] != expected[name]}
+        new = {name: both for name, both in unlike.items() if name not in KNOWN}
+        assert not new, json.dumps(new, indent=1)
+        gone = KNOWN - unlike.keys()
+        assert not gone, "these differ no more: take them out of the table"
+
+
+def test_the_table_of_the_docs_lists_what_differs():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.fidelity.differences"
+    assert len(DIFFERENCES) <= 12
+    assert PROBES.keys() >= KNOWN

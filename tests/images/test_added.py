@@ -1,0 +1,70 @@
+"""What a container's runtime adds to an image: the names of the machine, where the image doesn't say them itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from atropos.tasks.folder import load_task
+from tests.images.making import entry, folder
+from tests.images.test_leases import busybox_image, pool_for
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root"),
+]
+SEE = "cat /etc/hosts /etc/hostname; busybox readlink /etc/mtab; [ -e /etc/resolv.conf ] && echo resolv"
+ADDED = (
+    "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\nff02::1\tip6-allnodes\nff02::2\tip6-allrouters\n"
+    "127.0.1.1\tatropos\natropos\n/proc/mounts\nresolv\n"
+)
+
+
+@pytest_asyncio.fixture(name="pool", scope="module", loop_scope="module")
+async def pool_fixture(tmp_path_factory):
+    async with pool_for(tmp_path_factory.mktemp("pool")) as pool:
+        yield pool
+
+
+async def seen(slot) -> str:
+    return (await slot.exec(SEE, workdir="/")).output
+
+
+async def test_an_image_without_the_files_has_them_in_each_of_its_slots_and_none_is_written(pool, tmp_path: Path):
+    name = f"oci:{tmp_path}/layout"
+    busybox_image(tmp_path / "layout")
+    async with pool.lease("one", image=name) as slot:
+        assert await seen(slot) == ADDED
+        await slot.view(["/srv/app"])
+        assert await seen(slot) == ADDED, "so has a view"
+    (tmp_path / "Dockerfile").write_text(f"FROM {name}\nRUN ({SEE}) > /seen\n")
+    built = await pool.prepare(load_task(tmp_path / "Dockerfile"))
+    async with pool.lease("built", image=built.source) as slot:
+        assert (await slot.exec("cat /seen")).output == ADDED
+    store = Path(pool.config.image_store.folder)
+    assert list(store.rglob("seen")), "where the layers are"
+    assert not list(store.rglob("etc/hosts"))
+
+
+async def test_what_the_image_or_the_agent_wrote_stays(pool, tmp_path: Path):
+    name = f"oci:{tmp_path}/layout"
+    files = (
+        folder("etc", mode=0o750, owner=(7, 7)),
+        entry("etc/hosts", "10.0.0.1 db # localhost\n127.0.0.1 localhost"),
+        entry("etc/hostname", "mine\n"),
+        entry("etc/resolv.conf", ""),
+    )
+    busybox_image(tmp_path / "layout", more_files=files)
+    async with pool.lease("one", image=name) as slot:
+        found = (await slot.exec(SEE + "; stat -c %a:%u /etc")).output
+        hosts = "10.0.0.1 db # localhost\n127.0.0.1 localhost\n127.0.1.1\tatropos\n"
+        assert found == f"{hosts}mine\n/proc/mounts\nresolv\n750:7\n"
+        await slot.exec("echo '10.0.0.2 other' > /etc/hosts; rm /etc/mtab /etc/hostname")
+        async with await slot.snapshot() as snapshot, pool.lease("fork", snapshot=snapshot) as fork:
+            assert (await seen(fork)).startswith("10.0.0.2 other\n")
+            assert "hostname" not in (await fork.exec("ls /etc")).output
+    async with pool.lease("next", image=name) as slot:
+        assert (await seen(slot)).startswith(hosts)
