@@ -54,3 +54,21 @@ async def test_a_snapshot_leaves_programs_running_if_asked(pool):
             assert await fork.processes() == []
         await process.write("still here\n")
         assert (await process.wait(), await process.read()) == (0, b"still here\n")
+
+
+async def test_a_fifo_of_an_uploaded_folder_is_one_in_the_slot(slot, tmp_path):
+    (tmp_path / "in").mkdir()
+    os.mkfifo(tmp_path / "in/pipe", 0o640)
+    for _ in range(2):
+        await slot.upload(tmp_path, "given")
+    result = await slot.exec("stat -c '%F %a %u' given/in/pipe; echo through > given/in/pipe & cat given/in/pipe")
+    assert result.output == "fifo 640 0\nthrough\n"
+
+
+async def test_holes_of_a_file_stay_holes_in_its_local_copy(slot, tmp_path):
+    await slot.exec("printf head > holes; truncate -s 20M holes; printf tail >> holes; truncate -s 21M holes")
+    await slot.read_file_to("holes", tmp_path / "copy")
+    found = (tmp_path / "copy").stat()
+    assert (found.st_size, found.st_blocks * 512 < 1 << 20) == (21 << 20, True)
+    content = (tmp_path / "copy").read_bytes()
+    assert (content[:4], content[20 << 20 :][:4], content.count(0)) == (b"head", b"tail", (21 << 20) - 8)

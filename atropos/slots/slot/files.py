@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import os
 import secrets
@@ -26,8 +27,20 @@ MAX_READ_BYTES = 256 * 1024 * 1024
 """Longest file that `read_file` holds in memory, unless its caller allows more."""
 MAX_ARCHIVE_BYTES = 64 * 1024**3
 """Longest file or archive that `read_file_to` and `download_to` write, unless their caller allows more."""
+_ZEROS = bytes(64 * 1024)
+"""What becomes a hole of a local file, and the length of its blocks."""
 IN_CALL_BYTES = 256 * 1024
 """A file up to this size goes in its call; a larger one as a stream of its own, which calls of others pass."""
+
+
+def _with_holes(file: BinaryIO, data: bytes) -> None:
+    """Append to a new file; blocks of zeros become holes."""
+    for start in range(0, len(data), len(_ZEROS)):
+        block = data[start : start + len(_ZEROS)]
+        if block == _ZEROS[: len(block)]:
+            file.seek(len(block), os.SEEK_CUR)
+        else:
+            file.write(block)
 
 
 @contextlib.asynccontextmanager
@@ -79,11 +92,14 @@ class SlotFiles(ABC):
     async def read_file_to(self, path: str, target: str | Path, *, max_bytes: int = MAX_ARCHIVE_BYTES) -> None:
         """As `read_file`, as root, to a local file, which is there once it is whole and doesn't have to fit in memory.
 
+        A file that is mostly holes takes as little room here as in the slot.
+
         Raises:
             OSError: as `read_file`; or the local file can't be written.
         """
         async with _whole(target) as file:
-            await self._read(path, file.write, max_bytes, None)
+            await self._read(path, functools.partial(_with_holes, file), max_bytes, None)
+            file.truncate(file.tell())
 
     async def _read(self, path: str, write: Callable[[bytes], object], max_bytes: int, user: str | None) -> None:
         most = PIECE_BYTES if user else IN_CALL_BYTES  # streams are root's

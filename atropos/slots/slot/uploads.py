@@ -62,7 +62,7 @@ def _below(folder: str, prefix: str) -> Iterator[tuple[str, str, os.stat_result]
 
 
 def _member(name: str, path: str, found: os.stat_result, seen: dict[tuple[int, int], str]) -> tarfile.TarInfo | None:
-    """The header of a file, folder or link; None for anything else. `seen`: names of files that have several."""
+    """The header of a file, folder, link or FIFO; None for anything else. `seen`: names of files that have several."""
     member = tarfile.TarInfo(name)
     member.mode, member.mtime = stat.S_IMODE(found.st_mode), int(found.st_mtime)
     member.uname = member.gname = "root"
@@ -71,6 +71,8 @@ def _member(name: str, path: str, found: os.stat_result, seen: dict[tuple[int, i
         member.type = tarfile.DIRTYPE
     elif kind == stat.S_IFLNK:
         member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
+    elif kind == stat.S_IFIFO:
+        member.type = tarfile.FIFOTYPE
     elif kind != stat.S_IFREG:
         return None
     elif found.st_nlink > 1 and (first := seen.setdefault((found.st_dev, found.st_ino), name)) != name:

@@ -104,8 +104,8 @@ def members(source: Readable) -> Iterator[TarMember]:
             elif member.kind != b"g":
                 extended["path" if member.kind == b"L" else "linkpath"] = string(data)
             continue
-        if member.kind not in b"\x000125":
-            raise OpFailed("not_regular", f"the archive holds a device or a pipe: {text(member.name)}")
+        if member.kind not in b"\x0001256":
+            raise OpFailed("not_regular", f"the archive holds a device: {text(member.name)}")
         yield member
         extended = {}
 
@@ -212,6 +212,10 @@ def extract(source: Readable, member: TarMember, places: Places) -> None:
     elif member.kind == b"2":
         replacing(folder, name, lambda: os.symlink(member.link, name, dir_fd=folder))
         os.chown(name, member.uid, member.gid, dir_fd=folder, follow_symlinks=False)
+    elif member.kind == b"6":
+        replacing(folder, name, lambda: os.mkfifo(name, 0o600, dir_fd=folder))
+        os.chown(name, member.uid, member.gid, dir_fd=folder, follow_symlinks=False)
+        os.chmod(name, member.mode, dir_fd=folder)
     elif member.kind == b"1":
         folder = os.dup(folder)
         at, target = places.of(member.link)
