@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from atropos.sandbox.programs.spawner import StartRequest
 
 _ENVIRONMENT = {
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    # the last one is where pip puts programs if /usr is the host's, and so read-only
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/root/.local/bin",
     "HOME": "/root",
     "USER": "root",
     "LOGNAME": "root",

@@ -1069,6 +1069,30 @@ async def a_program_that_would_choose_its_cores_is_told_that_it_cannot(host):
         assert (await out(s, choose)).startswith("PermissionError")
 
 
+WHEEL = """
+import zipfile
+with zipfile.ZipFile("tool-1.0-py3-none-any.whl", "w") as wheel:
+    wheel.writestr("tool.py", "def main(): print('installed')\\n")
+    about = "tool-1.0.dist-info/"
+    wheel.writestr(about + "METADATA", "Metadata-Version: 2.1\\nName: tool\\nVersion: 1.0\\n")
+    wheel.writestr(about + "WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+    wheel.writestr(about + "entry_points.txt", "[console_scripts]\\ntool = tool:main\\n")
+    wheel.writestr(about + "RECORD", "")
+"""
+
+
+async def a_program_that_pip_installs_over_the_hosts_is_found(host):
+    async with slot(host) as s:
+        if (await sh(s, "python3 -m pip --version")).exit_code:
+            return  # the host has none
+        await out(s, "python3 -", stdin=WHEEL.encode())
+        installed = await sh(
+            s, "python3 -m pip install -q --no-index --user --break-system-packages ./*.whl", timeout_s=30
+        )
+        assert installed.exit_code == 0, installed
+        assert await out(s, "tool") == "installed\n"
+
+
 async def planted_mount_points_lead_nowhere(host):
     first = await host.start("planter")
     await out(
