@@ -185,7 +185,7 @@ class HostState:
         seen = f"{self.scratch}/own"
         return {
             "own": (os.fsencode(volume.folder), os.fsencode(seen), os.fsencode(f"{self.scratch}/slots")),
-            "argv": bwrap.command(self.bwrap, replace(volume, folder=seen), base, preload, cgroup.mounts()),
+            "argv": bwrap.command(self.bwrap, replace(volume, folder=seen), base, preload),
             "proxy_port": egress_supervisor.PORT if network else None,
             "joins": joins,
             "ids": self.entered.slot_ids,

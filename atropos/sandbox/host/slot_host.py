@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atropos.config import ServerConfig, SlotLimits
-from atropos.errors import IsolationUnavailable, NotSupported, SandboxError
+from atropos.errors import ImageUnavailable, IsolationUnavailable, NotSupported, SandboxError
 from atropos.images.reference import base_name
 from atropos.sandbox.boot.root_phase import Entered
 from atropos.sandbox.contract import Layer, Sandbox
@@ -84,7 +84,7 @@ class SlotHost:
                     f"{self.state.ceilings}/{unique}",
                 )
                 undo.callback(cgroup.remove)
-                volume = volumes.create(folder, base, limits, self.state.files, disk)
+                volume = volumes.create(folder, base, limits, self.state.files, disk, cgroup.mounts())
             except OSError as error:
                 raise SandboxError(f"slot {name} could not be created: {error}{host_limits.named()}") from error
             undo.pop_all()

@@ -19,6 +19,7 @@ from typing import Literal
 
 from atropos.config import SlotLimits
 from atropos.sandbox.host.files.skeleton import Base
+from atropos.sandbox.host.files.sysfs import CGROUP, SYSTEM
 from atropos.sandbox.linux import sockets, syscalls
 from atropos.sandbox.linux.disks import OWN_INODES
 from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
@@ -208,7 +209,14 @@ def _free(descriptors: list[int], folder: str | None) -> None:
         remove_tree(folder)
 
 
-def create(folder: str, base: Base, limits: SlotLimits, shared: SharedFiles, disk: str | None = None) -> Volume:
+def create(
+    folder: str,
+    base: Base,
+    limits: SlotLimits,
+    shared: SharedFiles,
+    disk: str | None = None,
+    cgroups: Sequence[tuple[str, str]] = (),
+) -> Volume:
     """Mount the base and layers of a new slot.
 
     Args:
@@ -217,6 +225,7 @@ def create(folder: str, base: Base, limits: SlotLimits, shared: SharedFiles, dis
         limits: size and inodes.
         shared: what all slots see.
         disk: a new folder on disk for the slot's files, instead of the tmpfs.
+        cgroups: the slot's own; see `SlotCgroup.mounts`.
 
     Raises:
         OSError: a mount failed; nothing is left mounted.
@@ -227,8 +236,14 @@ def create(folder: str, base: Base, limits: SlotLimits, shared: SharedFiles, dis
         volume.stack("root", [*base.layers, base.lower], _NOSUID_NODEV, volume.upper)
         for name, source in base.host_folders.items():
             volume.stack(f"host-{name}", [shared.empty_folder, source], readonly)
-        for name, source in (("runtime", shared.runtime), ("sys", shared.sys), ("system", shared.system)):
+        # mounts in a mount, which bubblewrap takes along: it reads the whole list of mounts for each that it makes
+        for name, source in (("runtime", shared.runtime), ("sys", shared.sys), (SYSTEM.lstrip("/"), shared.system)):
             volume.stack(name, [shared.empty_folder, source], readonly)
+        for source, place in cgroups:
+            target = f"{folder}{CGROUP}{place}"
+            syscalls.mount(source, target, None, syscalls.MS_BIND)
+            volume.mounts.append(target)
+            syscalls.remount_read_only(target, syscalls.MS_NOEXEC)
         ptys = max(8, min(limits.pids, 64))
         options = f"newinstance,ptmxmode=0666,mode=620,max={ptys}"
         terminals = f"{folder}/pts"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from atropos.sandbox.host.files.skeleton import Base
-from atropos.sandbox.host.files.sysfs import CGROUP, SYSTEM
 from atropos.sandbox.host.files.volumes import GATE, NEXT, Volume
 from atropos.sandbox.host.process.runtime import PAUSE
 from atropos.slot_python import INSIDE
 
 
-def command(bwrap: str, volume: Volume, base: Base, preload: str, cgroups: Sequence[tuple[str, str]]) -> list[str]:
+def command(bwrap: str, volume: Volume, base: Base, preload: str) -> list[str]:
     """Arguments that make the root of a volume's mounts, in a mount namespace where a program then waits.
 
     Args:
@@ -19,13 +16,11 @@ def command(bwrap: str, volume: Volume, base: Base, preload: str, cgroups: Seque
         volume: the slot's mounts.
         base: which of the host's folders it sees.
         preload: what covers /etc/ld.so.preload.
-        cgroups: see `SlotCgroup.mounts`.
 
     Whoever runs it is root of the slot's user namespace, has forked the first process of its PID namespace, and adds the
     descriptors of that namespace and of bubblewrap's reports.
     """
     hosts = [part for name in base.host_folders for part in ("--ro-bind", f"{volume.folder}/host-{name}", f"/{name}")]
-    own = [part for path, place in cgroups for part in ("--ro-bind", path, f"{CGROUP}{place}")]
     return [
         bwrap,  # not with --die-with-parent: with --pidns it may kill its own child, whose first parent ends at once
         *("--bind", volume.root, "/", *hosts),
@@ -37,7 +32,7 @@ def command(bwrap: str, volume: Volume, base: Base, preload: str, cgroups: Seque
         *("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"),
         # a program that made itself dear to the memory killer would have it take PID 1 instead
         *("--remount-ro", "/proc"),
-        *("--ro-bind", f"{volume.folder}/sys", "/sys", "--ro-bind", f"{volume.folder}/system", SYSTEM, *own),
+        *("--ro-bind", f"{volume.folder}/sys", "/sys"),
         *("--dev", "/dev", "--dev-bind", f"{volume.folder}/pts", "/dev/pts"),
         *("--bind", f"{volume.data}/shm", "/dev/shm", "--remount-ro", "/dev"),
         *("--", f"{INSIDE}/{PAUSE}"),
