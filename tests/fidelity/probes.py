@@ -125,7 +125,7 @@ PROC = {
 }
 SYS = {
     "sys is read-only": "touch /sys/x 2>&1 | grep -c Read-only",
-    "cgroup is read-only": "mkdir /sys/fs/cgroup/x 2> /dev/null || echo refused",
+    "cgroup is read-only": "cd /sys/fs/cgroup/memory 2> /dev/null || cd /sys/fs/cgroup; mkdir x 2> /dev/null || echo refused",
     "memory limit (cgroup v2)": "[ -d /sys/fs/cgroup/memory ] || cat /sys/fs/cgroup/memory.max",
     "memory use (cgroup v2)": "[ -d /sys/fs/cgroup/memory ] || [ $(cat /sys/fs/cgroup/memory.current) -gt 0 ] && echo positive",
     "pids limit (cgroup v2)": "[ -d /sys/fs/cgroup/memory ] || cat /sys/fs/cgroup/pids.max",
