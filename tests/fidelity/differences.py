@@ -35,7 +35,7 @@ DIFFERENCES = (
     ),
     Difference(
         "no raw sockets, device files or audit messages (CAP_NET_RAW, CAP_MKNOD, CAP_AUDIT_WRITE)",
-        "the slot's user namespace has no use of them that reaches the kernel's own code for anything a task needs",
+        "they would open code of the kernel to every slot that tasks hardly need",
         ("users: effective capabilities", "users: bounding capabilities", "users: raw sockets", "users: device files"),
     ),
     Difference(
