@@ -20,11 +20,13 @@ class Difference:
         what: for the table.
         why: for the table.
         probes: those that show it.
+        everywhere: whether they do whatever the engine's version.
     """
 
     what: str
     why: str
     probes: tuple[str, ...]
+    everywhere: bool = True
 
 
 DIFFERENCES = (
@@ -67,7 +69,7 @@ DIFFERENCES = (
     Difference(
         "`ulimit -c` is 1 block and `ulimit -l` is 64 KiB",
         "a core dump would start the host's handler; locked memory is the kernel's, not the slot's",
-        ("proc: limits", "users: core", "users: locked memory"),
+        ("proc: limits", "users: locked memory"),
     ),
     Difference(
         "`SO_RCVBUF` is accepted and changes nothing",
@@ -87,9 +89,12 @@ DIFFERENCES = (
             "exec: no address randomisation",
             "network: IPv6 loopback",
         ),
+        everywhere=False,
     ),
 )
 KNOWN = frozenset(probe for difference in DIFFERENCES for probe in difference.probes)
+
+ALWAYS = frozenset(probe for difference in DIFFERENCES if difference.everywhere for probe in difference.probes)
 
 
 def table() -> str:
