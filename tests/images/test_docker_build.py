@@ -38,6 +38,10 @@ KNOWN = {
     "add-scratch: /etc": "the engine makes it for its own files",
     "stage-whole: /whole/usr": "a folder that every slot has",
     "stage-whole: /whole/workspace": "a folder that every slot has",
+    **{
+        f"stage-whole: /whole/etc/{name}": "a file that every slot has, as every container of the engine"
+        for name in ("hosts", "hostname", "resolv.conf", "mtab")
+    },
     "stage-of-stage: /w": "a WORKDIR is its USER's, as with BuildKit; the classic builder's is root's",
     "stages: /glob/made": "the classic builder drops set-user-id with --chown, BuildKit keeps it",
     "volume: /made": "the engine makes it with the container's volume",
