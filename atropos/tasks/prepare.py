@@ -328,7 +328,7 @@ class TaskImages:
             else:
                 stage = plan[step.stage]
                 origin = stage.steps[-1].key if stage.steps else stage.parent.id
-            how = (step.mode, step.keep_folder_name, step.owner, step.exclude, step.unpack)
+            how = (step.mode, step.keep_folder_name, step.owner, step.exclude, step.unpack, step.parents)
             return ["copy", origin, step.sources, step.target, *how]
         if isinstance(step, Run):
             settings = step.settings
@@ -391,14 +391,14 @@ class TaskImages:
         self, build: _Build, slot: Slot, step: Step, taken: Mapping[Copy, PackedFiles], fetched: bytes
     ) -> None:
         if isinstance(step, Run):
-            covered: list[tuple[Mount, bool]] = []
+            covered: list[tuple[Mount, tuple[str, ...]]] = []
             for mount in step.mounts:
                 covered.append((mount, await steps.begin_mount(slot, mount)))
                 if mount.content is not None:
                     await self._carry_out(build, slot, mount.content, taken, b"")
             await steps.run(slot, step, build.left())
-            for mount, there in reversed(covered):
-                await steps.end_mount(slot, mount, there=there)
+            for mount, made in reversed(covered):
+                await steps.end_mount(slot, mount, made)
         elif isinstance(step, Folder):
             await steps.make_workdir(slot, step)
         elif isinstance(step, Download):

@@ -45,6 +45,9 @@ KNOWN = {
     "stage-of-stage: /w": "a WORKDIR is its USER's, as with BuildKit; the classic builder's is root's",
     "stages: /glob/made": "the classic builder drops set-user-id with --chown, BuildKit keeps it",
     "volume: /made": "the engine makes it with the container's volume",
+    "chmod: /d": "newer ones than 20.10's BuildKit give the mode of --chmod to folders that they make, too",
+    "mounts: /all": "newer ones than 20.10's BuildKit remove what they made for a mount",
+    "mounts: /c": "newer ones than 20.10's BuildKit remove what they made for a mount",
 }
 """Paths that differ, and why."""
 TAR = """
@@ -60,7 +63,7 @@ def base_image(at: Path) -> None:
         pytest.skip("not installed: busybox-static")
     people = "root:x:0:0::/root:/bin/sh\napp:x:1000:1000::/srv/app:/bin/sh\n"
     groups = "root:x:0:\nstaff:x:50:\napp:x:1000:\n"
-    tools = "sh ls cat id pwd env stat mkdir echo rm mv chmod chown ln mkfifo find readlink sha256sum cut touch grep sort true false tar gzip gunzip cp head"
+    tools = "sh ls cat id pwd env stat mkdir rmdir echo rm mv chmod chown ln mkfifo find readlink sha256sum cut touch grep sort true false tar gzip gunzip cp head"
     layout(
         at,
         layer(

@@ -12,7 +12,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO
 
 from atropos import wire
@@ -55,6 +55,8 @@ def unpack_steps(
 
 
 def _members(context: Context, copy: Copy, *, into_folder: bool) -> tuple[str, list[tuple[str, Path | bytes]]]:
+    if copy.parents:
+        return copy.target, [*_with_parents(context, copy), *((given, text.encode()) for given, text in copy.files)]
     where, name = copy.target, None
     found = [path for source in copy.sources for path in context.sources(source, copy.exclude)]
     top = [(path.name, path if copy.keep_folder_name else context.followed(path)) for path in found]
@@ -71,6 +73,23 @@ def _members(context: Context, copy: Copy, *, into_folder: bool) -> tuple[str, l
         else:
             members += context.below(path, copy.exclude)
     return where, members
+
+
+def _with_parents(context: Context, copy: Copy) -> list[tuple[str, Path]]:
+    """What --parents copies: each source by its path in the context, or by the part of it behind `/./`, with the folders above."""
+    members: dict[str, Path] = {}
+    for source in copy.sources:
+        start, cut, _ = source.partition("/./")
+        depth = len(PurePosixPath(start).parts) if cut else 0
+        for path in context.sources(source, copy.exclude, deep=True):
+            parts = path.relative_to(context.folder).parts[depth:]
+            for count in range(1, len(parts)):
+                members["/".join(parts[:count])] = path.parents[len(parts) - count - 1]
+            if parts:
+                members["/".join(parts)] = path
+            if path.is_dir() and not path.is_symlink():
+                members |= {"/".join((*parts, below)): p for below, p in context.below(path, copy.exclude)}
+    return list(members.items())
 
 
 def check_copy(context: Context, copy: Copy) -> None:
@@ -225,7 +244,7 @@ def _entry(name: str, source: Path | bytes, mode: int | str | None) -> tarfile.T
         return entry
     seen = source.lstat()
     entry.mtime = int(seen.st_mtime)
-    entry.mode = changed_mode(stat.S_IMODE(seen.st_mode) & 0o755, mode, folder=stat.S_ISDIR(seen.st_mode))
+    entry.mode = changed_mode(stat.S_IMODE(seen.st_mode) & 0o7755, mode, folder=stat.S_ISDIR(seen.st_mode))
     if stat.S_ISLNK(seen.st_mode):
         entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(source)
     elif stat.S_ISDIR(seen.st_mode):

@@ -63,37 +63,57 @@ async def run(slot: Slot, step: Run, timeout_s: float) -> None:
         raise command_failure(what, result, late="took longer than environment.build_timeout_sec")
 
 
-async def begin_mount(slot: Slot, mount: Mount) -> bool:
-    """Set aside what is at a mount's target, and show its empty folder. Returns whether there was something.
+async def begin_mount(slot: Slot, mount: Mount) -> tuple[str, ...]:
+    """Set aside what is at a mount's target, and show its empty folder.
+
+    Returns:
+        The target and the folders above it that were not there: for `end_mount`.
 
     Raises:
         OSError, TaskBroken: the slot can't.
     """
-    there = not await is_missing(slot, mount.target)
-    if there:
+    made: list[str] = []
+    path, mode = mount.target, mount.mode
+    while path != "/" and await is_missing(slot, path):
+        made.append(path)
+        path = posixpath.dirname(path)
+    if mode is None:
+        mode = 0o1777 if made else await _mode_of(slot, path)
+    if not made:
         await _as_root(slot, 'mv "$P" "$P$KEPT"', mount.target)
     if mount.content is None:
         await make_folder(slot, posixpath.dirname(mount.target))
         piece = TarPiece()
-        piece.add_folder(posixpath.basename(mount.target), mount.owner, mount.mode)
+        piece.add_folder(posixpath.basename(mount.target), mount.owner, mode)
         await untar(slot, posixpath.dirname(mount.target), piece.close())
-    return there
+    return tuple(made)
 
 
-async def end_mount(slot: Slot, mount: Mount, *, there: bool) -> None:
-    """Remove what a mount showed, and put back what was set aside. A folder that was not there stays, empty.
+async def _mode_of(slot: Slot, folder: str) -> int:
+    """A folder's mode, by the slot's own `stat`; that of a new tmpfs without one."""
+    result = await slot.exec('stat -c %a "$P"', workdir="/", env={"P": folder}, user="0", timeout_s=60)
+    return int(result.output, 8) if result.exit_code == 0 else 0o1777
+
+
+async def end_mount(slot: Slot, mount: Mount, made: tuple[str, ...]) -> None:
+    """Remove what a mount showed, and put back what was set aside. Folders that were made for it stay where they hold something.
 
     Raises:
         TaskBroken: the slot can't.
     """
-    back = 'mv "$P$KEPT" "$P"' if there else 'if [ "$F" ]; then mkdir "$P"; fi'
-    await _as_root(slot, f'F=; if [ -d "$P" ]; then F=1; fi; rm -rf "$P" && {back}', mount.target)
+    back = "".join(f"; rmdir {shlex.quote(path)} 2>/dev/null || exit 0" for path in made[1:])
+    await _as_root(slot, 'rm -rf "$P"' + (back if made else ' && mv "$P$KEPT" "$P"'), mount.target)
 
 
 async def _as_root(slot: Slot, script: str, path: str) -> None:
     result = await slot.exec(script, workdir="/", env={"P": path, "KEPT": _KEPT}, user="0", timeout_s=600)
     if result.exit_code != 0:
         raise command_failure(f"a mount at {path}", result)
+
+
+def _mode_above(step: Copy) -> int:
+    """The mode of folders that are made for a copy: with BuildKit that of --chmod in digits, too, but not one in words."""
+    return step.mode if isinstance(step.mode, int) else 0o755
 
 
 async def copy(slot: Slot, step: Copy, context: Context) -> None:
@@ -111,7 +131,7 @@ async def copy(slot: Slot, step: Copy, context: Context) -> None:
         step = replace(step, target=await followed(slot, step.target))
     owner = await owner_ids(slot, step.owner)
     where, pieces = await asyncio.to_thread(unpack_steps, context, step, into_folder=into, owner=owner)
-    await make_folder(slot, where, owner)
+    await make_folder(slot, where, owner, _mode_above(step))
     await unpack_pieces(slot, where, pieces, owner)
 
 
@@ -155,7 +175,7 @@ async def copy_from_stage(slot: Slot, step: Copy, taken: PackedFiles) -> None:
         if not folder and not step.target.endswith("/") and not await is_folder(slot, step.target):
             where, rename = posixpath.split(await followed(slot, step.target))
         where = where.rstrip("/") or "/"
-        await make_folder(slot, where, owner or (0, 0))
+        await make_folder(slot, where, owner or (0, 0), _mode_above(step))
         name = rename if not folder else None
         await unpack_archive(slot, where, archive, name=name, mode=step.mode, owner=owner, exclude=step.exclude)
 

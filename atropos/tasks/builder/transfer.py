@@ -41,7 +41,7 @@ PackedFiles = list[tuple[str, IO[bytes]]]
 """Files of a stage or image: (name of the source, tar archive). A folder's members are named `./…`."""
 
 
-async def make_folder(slot: Slot, path: str, owner: tuple[int, int] = (0, 0)) -> None:
+async def make_folder(slot: Slot, path: str, owner: tuple[int, int] = (0, 0), mode: int = 0o755) -> None:
     """A folder with its parents, where they are missing; what is there stays as it is.
 
     Raises:
@@ -55,7 +55,7 @@ async def make_folder(slot: Slot, path: str, owner: tuple[int, int] = (0, 0)) ->
         return
     piece = TarPiece()
     for each in reversed(missing):
-        piece.add_folder(posixpath.relpath(each, path), owner)
+        piece.add_folder(posixpath.relpath(each, path), owner, mode)
     answered(await slot.run(wire.Untar(path=path, data=piece.close(), owners=True)), wire.Done, missing[0])
 
 

@@ -44,12 +44,13 @@ class Context:
                 return cls(folder, patterns)
         return cls(folder)
 
-    def sources(self, pattern: str, exclude: Sequence[str]) -> list[Path]:
+    def sources(self, pattern: str, exclude: Sequence[str], *, deep: bool = False) -> list[Path]:
         """The files or folders that a COPY source names.
 
         Args:
             pattern: the source, in which `*` matches a leading dot too. As with BuildKit, it may match nothing.
             exclude: patterns of names that are left out; a folder is never left out by its own name.
+            deep: `**` stands for any number of folders, as it does with --parents.
 
         Raises:
             ConfigError: there is none, and the source is no pattern.
@@ -58,7 +59,7 @@ class Context:
         if pattern == ".":
             return [self.folder]
         plain = self.folder / pattern
-        matching = [plain] if os.path.lexists(plain) else self._glob(pattern)
+        matching = [plain] if os.path.lexists(plain) else self._glob(pattern, deep=deep)
         kept = self._kept(exclude)
         found = [path for path in matching if path.is_dir() or kept(path, path.name)]
         if not found and not _WILD.search(pattern):
@@ -72,9 +73,12 @@ class Context:
             return [pattern]
         return [path.relative_to(self.folder).as_posix() for path in self.sources(pattern, exclude)]
 
-    def _glob(self, pattern: str) -> list[Path]:
-        # with Docker, `**` is no more than `*`
-        found = self.folder.glob(re.sub(r"\*+", "*", pattern.replace("[^", "[!")))
+    def _glob(self, pattern: str, *, deep: bool) -> list[Path]:
+        text = pattern.replace("[^", "[!")
+        deepest = f"{text}/*" if text.endswith("**") else text
+        found = self.folder.glob(
+            deepest if deep else re.sub(r"\*+", "*", text)
+        )  # with Docker, `**` is no more than `*`
         return sorted(path for path in found if path.name not in NEVER)
 
     def followed(self, path: Path) -> Path:

@@ -84,6 +84,8 @@ class _Building:
     settings: StepSettings
     name: str = ""
     steps: list[Step] = field(default_factory=list[Step])
+    volumes: list[Folder] = field(default_factory=list[Folder])
+    """What a container of it finds made, and its build doesn't."""
     arguments: dict[str, str] = field(default_factory=dict[str, str])
     """Of ARG: as with BuildKit, over an ENV of the same name that came before."""
     shell: tuple[str, ...] = _SHELL
@@ -118,6 +120,7 @@ class _Reader:
                 self._instruction(instruction)
         if not self.stages:
             raise ConfigError(f"{self.path}: no FROM; begin with one, or replace the Dockerfile by setup.sh")
+        self.stages[-1].steps += self.stages[-1].volumes
         last = self.stages[-1].done()
         return Recipe(last.image, self.stages[-1].settings, last.steps, self._needed(last), self.path)
 
@@ -142,11 +145,11 @@ class _Reader:
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(f"{self.where} {what}".replace("\n", " "))
 
-    def _word(self, word: str, stage: _Building | None = None, **keep: bool) -> str:
+    def _word(self, word: str, stage: _Building | None = None, escape: str | None = None, **keep: bool) -> str:
         """A word with its variables replaced and its quotes removed; `keep`: what `ShellLex` is to leave as it is."""
         known = self.globals if stage is None else {"PATH": PATH, **stage.settings.env, **stage.arguments}
         try:
-            return ShellLex(self.ast.escape_token, env=known, skip_unset_env=False, **keep).process_word(word)
+            return ShellLex(escape or self.ast.escape_token, env=known, skip_unset_env=False, **keep).process_word(word)
         except ValueError as error:
             raise self._refusal(f"{word}: {error}") from None
 
@@ -188,7 +191,9 @@ class _Reader:
                     index=index,
                     name=name,
                     steps=list(parent.steps),
-                    arguments=dict(parent.arguments),
+                    volumes=list(parent.volumes),
+                    # an ARG that an ENV has is the ENV again
+                    arguments={n: value for n, value in parent.arguments.items() if n not in parent.settings.env},
                     onbuild=(),
                 )
             )
@@ -243,7 +248,7 @@ class _Reader:
             command = tuple(instruction.args)
         else:
             script = self._script(instruction)
-            if script.startswith("#!") and instruction.heredocs:  # a program of its own: its first line says whose
+            if self._is_program(instruction):
                 name = instruction.heredocs[0].name
                 content = Copy((), f"{_PROGRAMS}/", 0o755, files=((name, script),))
                 mounts.append(Mount(_PROGRAMS, content))
@@ -264,6 +269,12 @@ class _Reader:
             return _content(documents[0])
         return "\n".join([text, *(f"{one.content}{one.name}" for one in documents)])
 
+    @staticmethod
+    def _is_program(instruction: DockerfileInstruction) -> bool:
+        """Whether a here-document, and nothing else, is a program of its own, as its first line says; not one that is indented."""
+        alone = len(instruction.heredocs) == 1 and parse_heredoc(instruction.args[0]) is not None
+        return alone and instruction.heredocs[0].content.startswith("#!")
+
     def _mount(self, text: str, stage: _Building) -> Mount:
         options: dict[str, str] = {}
         for part in text.split(","):
@@ -280,21 +291,20 @@ class _Reader:
             source = self._inside(options.get("source") or options.get("src") or ".")
             return Mount(target, Copy((source,), target, stage=self._from_stage(options.get("from"))))
         try:
-            mode = int(options.get("mode") or ("1777" if kind == "tmpfs" else "755"), 8)
+            mode = None if kind == "tmpfs" else int(options.get("mode") or "755", 8)
             owner = int(options.get("uid") or 0), int(options.get("gid") or 0)
         except ValueError:
             raise self._refusal(f"--mount={text}: mode, uid and gid are numbers") from None
         return Mount(target, mode=mode, owner=owner)
 
     def _copy(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        flags = self._flags(
-            instruction,
-            {
-                **dict.fromkeys(("from", "chown", "chmod", "link", "exclude"), ""),
-                "parents": "name each folder in its own COPY",
-            },
-        )
+        known: dict[str, str] = dict.fromkeys(("from", "chown", "chmod", "link", "exclude", "parents"), "")
+        flags = self._flags(instruction, known)
         source = self._word(flags["from"][-1], stage) if "from" in flags else None
+        if source is not None and self._switch(flags, "parents", default=False):
+            raise self._refusal(
+                "--parents of a stage can't be honoured in a slot: name each folder in a COPY of its own"
+            )
         stage.steps.append(self._copied(instruction, stage, flags, self._from_stage(source)))
 
     def _from_stage(self, name: str | None) -> int | None:
@@ -329,7 +339,8 @@ class _Reader:
         if files and source is not None:
             raise self._refusal("--from takes no here-document: give that a COPY of its own")
         target = posixpath.normpath(posixpath.join(stage.settings.workdir, wanted))
-        if wanted.endswith(("/", "/.")) or wanted == "." or len(words) > 2:
+        parents = self._switch(flags, "parents", default=False)
+        if wanted.endswith(("/", "/.")) or wanted == "." or len(words) > 2 or parents:
             target = target.rstrip("/") + "/"
         return Copy(
             tuple(sources),
@@ -339,6 +350,7 @@ class _Reader:
             stage=source,
             files=tuple(files),
             exclude=self._exclude(flags),
+            parents=parents,
         )
 
     def _exclude(self, flags: dict[str, list[str]]) -> tuple[str, ...]:
@@ -358,6 +370,15 @@ class _Reader:
             raise self._refusal(f"{source} leads out of environment/; keep the build context's files there")
         return inside
 
+    def _switch(self, flags: dict[str, list[str]], name: str, *, default: bool) -> bool:
+        """A flag that is true by its name alone."""
+        if name not in flags:
+            return default
+        value = flags[name][-1].lower()
+        if value not in {"", "true", "false", "1", "0"}:
+            raise self._refusal(f"--{name}={value}: write true or false")
+        return value not in {"false", "0"}
+
     def _mode(self, flags: dict[str, list[str]], stage: _Building) -> int | str | None:
         """--chmod: a number, or words that chmod knows."""
         if "chmod" not in flags:
@@ -373,10 +394,11 @@ class _Reader:
         text = _content(document)
         if not document.expand:
             return text
-        return self._word(text, stage, raw_quotes=True, raw_escapes=True, skip_process_quotes=True)
+        # as BuildKit has it: a backslash is gone, whatever it stands before and whatever `# escape` says
+        return self._word(text, stage, escape="\\", skip_process_quotes=True)
 
     def _add(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        known = dict.fromkeys(("chown", "chmod", "link", "exclude", "checksum"), "")
+        known = dict.fromkeys(("chown", "chmod", "link", "exclude", "checksum", "unpack"), "")
         flags = self._flags(instruction, {**known, "keep-git-dir": "clone with RUN"})
         sources = [self._word(word, stage) for word in instruction.args[:-1]]
         if any(re.match(r"https?://(?!\S*\.git(#|$))", word) for word in sources):
@@ -389,9 +411,11 @@ class _Reader:
         copy = self._copied(instruction, stage, flags, None)
         context = Context.of(self.context, self.path)
         named = [name for source in copy.sources for name in context.matching(source, copy.exclude)]
-        archives = [name for name in named if _is_archive(self.context / name)]
+        unpacks = self._switch(flags, "unpack", default=True)
+        archives = [name for name in named if unpacks and _is_archive(self.context / name)]
         rest = tuple(name for name in named if name not in archives)
-        if zstd := next((name for name in rest if name.endswith((".tar.zst", ".tzst"))), None):
+        zstd = next((name for name in rest if unpacks and name.endswith((".tar.zst", ".tzst"))), None)
+        if zstd:
             raise self._refusal(f"{zstd}: an archive packed with zstd can't be unpacked here; pack it with gzip or xz")
         if archives:
             stage.steps.append(replace(copy, sources=tuple(archives), files=(), unpack=True))
@@ -401,6 +425,8 @@ class _Reader:
     def _download(
         self, instruction: DockerfileInstruction, stage: _Building, flags: dict[str, list[str]], sources: list[str]
     ) -> None:
+        if self._switch(flags, "unpack", default=False):
+            raise self._refusal("--unpack of an address can't be honoured in a slot: unpack it with RUN")
         if len(sources) != 1:
             raise self._refusal("of several sources with an address among them: give each its own ADD")
         address, target = sources[0], self._word(instruction.args[-1], stage)
@@ -423,7 +449,7 @@ class _Reader:
         stage.steps.append(Download(address, path, checksum, 0o600 if mode is None else mode, owner))
 
     def _volume(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        stage.steps += [Folder(self._word(word, stage)) for word in instruction.args]
+        stage.volumes += [Folder(self._word(word, stage)) for word in instruction.args]
 
     def _for_containers(self, instruction: DockerfileInstruction, stage: _Building) -> None:
         """What only a container's start reads: a slot is entered by commands, so it is checked and has no effect."""

@@ -63,6 +63,7 @@ class Copy:
         files: (name, content) of here-documents.
         exclude: patterns of files that stay behind, by their names in the source.
         unpack: the sources are archives, and their members go into the target.
+        parents: the sources keep the folders above them, from the context on or from what is behind `/./` in their name.
     """
 
     sources: tuple[str, ...]
@@ -74,6 +75,7 @@ class Copy:
     files: tuple[tuple[str, str], ...] = ()
     exclude: tuple[str, ...] = ()
     unpack: bool = False
+    parents: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,13 @@ class Mount:
     Attributes:
         target: absolute.
         content: the files of a bind mount, copied to `target`; None: an empty folder.
-        mode: of the empty folder.
+        mode: of the empty folder; None: a tmpfs, which has that of the folder that it covers.
         owner: of the empty folder, in numbers.
     """
 
     target: str
     content: Copy | None = None
-    mode: int = 0o755
+    mode: int | None = 0o755
     owner: tuple[int, int] = (0, 0)
 
 

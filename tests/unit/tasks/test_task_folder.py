@@ -252,6 +252,41 @@ def test_the_ignore_file_and_exclusions_leave_files_behind(folder):
             recipe_of(folder, f"FROM debian\nCOPY {source} /\n")
 
 
+def test_a_here_document_is_filled_in_as_buildkit_does_it(folder):
+    """By buildkit 0.25.2's own tests and lexer: backslashes go, quotes stay; a quoted one stays as it is."""
+    raw = 'a\\$X b\\\\c d\\`e f\\n g\\"q $X \'$X\' "${X}"'
+    recipe = recipe_of(folder, f"FROM debian\nARG X=val\nCOPY <<E /filled\n{raw}\nE\nCOPY <<'E' /raw\n{raw}\nE\n")
+    filled, as_it_is = (step.files[0][1] for step in recipe.steps)
+    assert filled == 'a$X b\\c d`e fn g"q val \'val\' "val"\n'
+    assert as_it_is == f"{raw}\n"
+
+
+def test_a_here_document_with_an_indented_first_line_is_the_shells(folder):
+    recipe = recipe_of(folder, "FROM debian\nRUN <<-E\n\t#!/bin/cat\n\techo\nE\nRUN <<-E\n#!/bin/cat\n\tx\nE\n")
+    shells, program = (step.command for step in recipe.steps)
+    assert shells == ("/bin/sh", "-c", "#!/bin/cat\necho\n")
+    assert program == ("/.heredocs/E",)
+
+
+def test_parents_are_kept_from_the_context_or_the_pivot_on(folder):
+    for name in ("x/y/deep/f.txt", "x/y/g.txt", "z/y/g.txt"):
+        (folder / "environment" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "environment" / name).write_text("x")
+    recipe = recipe_of(
+        folder,
+        "FROM debian\nCOPY --parents x/y/g.txt a.txt /some\nCOPY --parents ./x/./y/deep /pivot/\nCOPY --parents */y/g.txt /wild/\n"
+        "COPY --parents */./y/g.txt /cut/\nCOPY --parents **/f.txt z/** /far/\nCOPY --parents --exclude=deep x /all\nCOPY --parents=false x/y/g.txt /plain\n",
+    )
+    found = [sorted(unpacked(folder, step)) for step in recipe.steps]
+    assert found[0] == ["/some/a.txt", "/some/x", "/some/x/y", "/some/x/y/g.txt"]
+    assert found[1] == ["/pivot/y", "/pivot/y/deep", "/pivot/y/deep/f.txt"]
+    assert found[2] == ["/wild/x", "/wild/x/y", "/wild/x/y/g.txt", "/wild/z", "/wild/z/y", "/wild/z/y/g.txt"]
+    assert found[3] == ["/cut/y", "/cut/y/g.txt"]
+    assert [name for name in found[4] if name.endswith(".txt")] == ["/far/x/y/deep/f.txt", "/far/z/y/g.txt"]
+    assert "/all/x/y/g.txt" in found[5]
+    assert found[6] == ["/plain"]
+
+
 def test_an_ignore_file_of_a_dockerfiles_own_comes_before_the_one_of_all(folder):
     environment = folder / "environment"
     for name, ignored in (("", "nothing"), ("Dockerfile", "sub"), ("Other", "a.txt")):
@@ -384,7 +419,9 @@ def test_mounts_are_there_for_one_command(folder):
         ("FROM a\nRUN --mount=type=cache,target=/c,uid=me x", "mode, uid and gid are numbers"),
         ("ENV A=1\nFROM a", "before the first FROM"),
         ("FROM a\nCOPY --from=1 x y", "--from=1"),
-        ("FROM a\nCOPY --parents x y", "--parents"),
+        ("FROM a AS b\nFROM a\nCOPY --parents --from=b x y", "--parents of a stage"),
+        ("FROM a\nCOPY --parents=maybe x y", "--parents=maybe: write true or false"),
+        ("FROM a\nADD --unpack https://example.org/x.tar /y", "--unpack of an address"),
         ("FROM a\nCOPY --frob x y", "--frob"),
         ("FROM a\nCOPY --chmod=u+k a.txt y", "--chmod=u+k"),
         ("FROM a\nCOPY missing.txt /x", "missing.txt"),
