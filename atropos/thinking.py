@@ -47,6 +47,12 @@ def thinking(text: str) -> str:
     return "\n".join(match["thought"].strip() for match in _found(text))
 
 
+def unfinished_thinking(text: str) -> str:
+    """The thinking in which a turn ended, without closing it; empty where it did."""
+    last = next((match for match in _found(text) if match.end() == len(text)), None)
+    return "" if last is None or last[0].endswith("</think>") else last["thought"]
+
+
 def without_thinking(text: str) -> str:
     """A turn without its thinking."""
     return (

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atropos.agent.config import AgentConfig, Outcome
 from atropos.agent.model import ChatAnswer
 from atropos.agent.prompt import system_text
 from atropos.agent.template import TurnRenderer
 from atropos.agent.transcript import Message
-from atropos.thinking import thinking, without_thinking
+from atropos.thinking import thinking, unfinished_thinking, without_thinking
 from atropos.tools import ToolCall
 from atropos.tools.arguments import replace_surrogates
-from atropos.tools.parsers import Parser
-from atropos.tools.parsers.base import ParseError
+from atropos.tools.parsers import Parsed, ParseError, Parser
+from atropos.tools.parsers.shapes import call_shaped
 from atropos.tools.sandboxed.text import clip_result
 
 
@@ -62,6 +62,18 @@ class Dialect(ABC):
         self._schemas = schemas
         self.stop_ids = renderer.stop_ids
         """Tokens that end an assistant's turn: nothing is sampled after one."""
+
+    def _parsed(self, whole: str, reasoning: str = "") -> Parsed:
+        """The answer and the calls of a turn, of which none is in its thinking: one that ended there with a call is no answer.
+
+        `reasoning`: its thinking, where the server has parsed it out.
+        """
+        parsed = self._parser.parse(without_thinking(whole))
+        written = call_shaped(reasoning or unfinished_thinking(whole))
+        if parsed.calls or parsed.errors or parsed.content or not written:
+            return parsed
+        message = "not run: calls within <think> are ignored; end it with </think>, then make the call, or answer"
+        return replace(parsed, errors=(ParseError(message, written[:500], 0),))
 
     @abstractmethod
     def opening(self, task: str, config: AgentConfig, *, exact: bool) -> list[Message]:
@@ -116,7 +128,7 @@ class XmlDialect(Dialect):
         return self._turn(text, whole, ids, cut_off=cut_off, reasoning=answer.reasoning)
 
     def _turn(self, text: str, whole: str, ids: list[int], *, cut_off: bool, reasoning: str = "") -> Turn:
-        parsed = self._parser.parse(without_thinking(whole))
+        parsed = self._parsed(whole, reasoning)
         message: Message = {"role": "assistant", "content": whole}
         if reasoning:
             message["reasoning_content"] = reasoning

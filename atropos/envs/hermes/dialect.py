@@ -79,7 +79,7 @@ class OpenAIDialect(Dialect):
         """The content keeps the thinking, as the model wrote it."""
         text = self._renderer.text(ids)
         whole = self._renderer.whole_turn(text)
-        parsed = self._parser.parse(without_thinking(whole))
+        parsed = self._parsed(whole)
         calls = () if cut_off else parsed.calls
         content = f"{tagged_thinking(whole)}{parsed.content}" if calls else whole
         return Turn(
@@ -95,7 +95,7 @@ class OpenAIDialect(Dialect):
     def read_answer(self, answer: ChatAnswer, *, cut_off: bool) -> Turn:
         """The server's calls, or those that it left in the text."""
         content = whole = self._renderer.whole_answer(answer.content)
-        parsed = self._parser.parse(without_thinking(content))
+        parsed = self._parsed(whole, answer.reasoning)
         calls, unread = parsed.calls, parsed.errors
         if answer.tool_calls:
             calls, unread = answer.tool_calls, ()

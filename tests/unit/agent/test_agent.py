@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from yarl import URL
 
 from atropos.agent import AgentConfig, AtroposAgent, InferenceError, PromptTooLong, TurnRenderer, XmlDialect, seed_for
+from atropos.agent.model import ChatAnswer
 from atropos.agent.transcript import MASKED, WeightSpan
 from atropos.envs.hermes.dialect import OpenAIDialect
 from atropos.envs.reporting import watch
@@ -97,6 +98,10 @@ def assert_true_to(log, transcript) -> None:
         assert transcript.logprobs[len(prompt) : end] == logprobs
         at = end
     assert set(transcript.masks[at:]) <= {MASKED}
+
+
+def dialects():
+    return {"xml": None, "openai": OpenAIDialect(tokenizer(), [], "hermes")}
 
 
 text = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
@@ -270,6 +275,25 @@ def test_calls_in_thinking_are_not_run_whoever_opened_it(opened):
     assert turn.message["content"].startswith("<think>")
 
 
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("parsed_out", [False, True])
+def test_a_turn_that_ended_in_its_thinking_with_a_call_is_no_answer(dialect, parsed_out):
+    made = dialects()[dialect] or XmlDialect(TurnRenderer(tokenizer()), get_parser("hermes"), [])
+    thought = 'I run it. <tool_call>{"name": "t", "arguments": {}}</tool_call>'
+
+    def read(before, after):
+        if parsed_out:
+            return made.read_answer(ChatAnswer(after, thought, (), "stop"), cut_off=False)
+        closed = "</think>" if after else ""
+        return made.read(TurnRenderer(tokenizer()).placeholder(f"{before}{thought}{closed}{after}"), cut_off=False)
+
+    ended = read("<think>", "")
+    assert ended.calls == ()
+    assert [error.message.partition(":")[0] for error in ended.unread] == ["not run"]
+    answered = read("<think>", "42")
+    assert (answered.calls, answered.unread, answered.answer) == ((), (), "42")
+
+
 @pytest.mark.parametrize("name", parser_names())
 def test_in_a_call_the_tag_of_thinking_is_text(name):
     renderer, parser = TurnRenderer(tokenizer()), get_parser(name)
@@ -296,10 +320,6 @@ async def test_a_full_context_ends_the_loop_before_the_turn_that_does_not_fit():
     assert len(result.trajectory_data) <= 3000
     assert result.messages[-1]["role"] == "assistant"
     assert_true_to(server.log, result.trajectory_data)
-
-
-def dialects():
-    return {"xml": None, "openai": OpenAIDialect(tokenizer(), [], "hermes")}
 
 
 def read_results(messages):
