@@ -50,6 +50,18 @@ async def test_a_server_of_the_slot_answers_in_its_view(pool):
         assert (await slot.exec(FETCH)).output == "42\n"
 
 
+@pytest.mark.parametrize("running", ["true", "(setsid sleep 1000 >/dev/null 2>&1 &)"])
+async def test_files_are_renamed_and_linked_between_the_workspace_and_the_rest_of_a_view(pool, running):
+    """Beside programs where it is asked for; the slot keeps its files."""
+    prepared = await TaskImages(pool).prepare(load_task(TASK))
+    async with pool.lease("agent", image=prepared.image) as slot:
+        await slot.exec(f"echo 42 > answer; rm test_ledger.py; {running}", workdir="/workspace")
+        await slot.view(as_layer=running != "true")
+        code = "import os; os.rename('answer', '/tmp/a'); os.link('/tmp/a', 'b'); os.rename('ledger.py', '/opt/l')"
+        assert (await slot.exec(["python3", "-I", "-c", code], workdir="/workspace")).exit_code == 0
+        assert (await slot.exec("ls /workspace; cat /workspace/b")).output == "b\n42\n"
+
+
 async def test_programs_of_the_slot_see_nothing_that_a_view_writes_and_the_view_sees_what_they_write(pool):
     async with pool.lease("agent") as slot:
         loop = "while :; do cp test seen 2>/dev/null; ls /tests > tests 2>/dev/null; date +%N > beat; sleep 0.02; done"
