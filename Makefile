@@ -51,6 +51,9 @@ test-engines: setup  ## the Docker backend on dockerd and Podman of three Debian
 test-trainers: setup  ## an env's groups in the own functions of TRL, verl, SkyRL and tinker (installs gigabytes, once)
 	@bash scripts/trainers.sh $(PYTEST_ARGS)
 
+test-inference: setup  ## exact tokens from a real vLLM with a tiny model (slow; 8 GB of packages, once)
+	@$(RUN) bash scripts/inference.sh $(PYTEST_ARGS)
+
 lint: setup  ## ruff, pyright strict, import-linter
 	@bash scripts/lint.sh
 
