@@ -181,7 +181,8 @@ def _cells(finding: TaskFinding, agents: Sequence[str]) -> list[str]:
 
 
 def _remarks(finding: TaskFinding) -> list[str]:
-    return [*finding.problems, *(f"lowered: {text}" for text in finding.clamped)]
+    runs = [] if finding.runs is None else [f"its tests run the agent's code: {finding.runs}"]
+    return [*finding.problems, *(f"lowered: {text}" for text in finding.clamped), *runs]
 
 
 def _mode(finding: TaskFinding) -> str:

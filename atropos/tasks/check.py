@@ -26,6 +26,7 @@ from atropos.tasks.folder import TaskSet
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import TaskImages
 from atropos.tasks.verifier import surroundings
+from atropos.tasks.verifier.exposure import Exposure, exposure
 from atropos.tasks.verifier.layers import VerifierLayers
 from atropos.tasks.verifier.mode import Choice, Mode, choose
 from atropos.wire import ImageState
@@ -73,6 +74,8 @@ class TaskFinding:
 
     Attributes:
         status: `sound`; `unsound`: the rewards are wrong; `broken`: it can't be prepared; `refused`: nothing was run.
+        verifier: where its tests run.
+        runs: what of the agent's they run, and as whom; None: nothing that their text shows.
     """
 
     name: str
@@ -83,6 +86,7 @@ class TaskFinding:
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     verifier: Choice | None = None
+    runs: Exposure | None = None
 
     def json(self) -> dict[str, object]:
         """As plain data."""
@@ -222,6 +226,7 @@ async def _checked(
         notes,
         tuple(problems),
         chosen,
+        exposure(task),
     )
 
 

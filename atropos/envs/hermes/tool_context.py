@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 from atropos import wire
 from atropos.archives import WholeTar
 from atropos.envs.hermes.bridge import in_bridge, wait
-from atropos.envs.running.hooks import TAIL_CHARS, HookCalls, failed_call
+from atropos.envs.running.hooks import TAIL_CHARS, WRITES, HookCalls, failed_call, written
 from atropos.envs.running.rollout import TaskFault
 from atropos.errors import SandboxError
 from atropos.slots import Slot, SlotFileError
@@ -36,6 +36,7 @@ Value = TypeVar("Value")
 CLEANUP_S = 10.0
 """How long a cleanup may take."""
 SEARCH_MATCHES = 200
+MAX_MODULES = 500
 OF_NAMES = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.EISDIR, errno.ENOTDIR})
 """Errors of unpacking that names in a slot's folder can cause; all others are the local disk's."""
 
@@ -149,6 +150,12 @@ class ToolContext(HookCalls):
             raise TaskFault(f"{what} failed: {reason}")
         return AwaitableDict(error=reason)
 
+    def _not_written(self, what: str, error: SlotFileError, *, check: bool | None) -> AwaitableDict:
+        """The answer of a write that failed, where nobody minds; see `HookCalls.own_file_fault`."""
+        if check is not False:
+            raise self.own_file_fault(f"{what} failed: {error.strerror or error}")
+        return AwaitableDict(error=str(error.strerror or error))
+
     async def _slot(self) -> Slot:
         return await self._executor.slot(self.trajectory_id)
 
@@ -200,13 +207,27 @@ class ToolContext(HookCalls):
             return self._failed(f"read_file {path}", error)
 
     @_either
-    async def write_file(self, path: str, content: str | bytes) -> AwaitableDict:
-        """Write a file, making its parents: `bytes_written`, or an `error`."""
+    async def write_file(self, path: str, content: str | bytes, *, check: bool | None = None) -> AwaitableDict:
+        """Write a file, making its parents.
+
+        Args:
+            path: a module (`*.py`) of a reward function's is the one that Python runs, whatever the agent compiled beside it.
+            content: the file's.
+            check: whether a failure is a fault; None: yes.
+
+        Returns:
+            bytes_written; with `check=False` and after a failure, an `error`.
+
+        Raises:
+            TaskFault: it can't be written, while a workspace is being prepared.
+            VerifierError: it can't be written, in a reward function.
+        """
         data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
         try:
             await (await self._slot()).write_file(path, data)
         except SlotFileError as error:
-            return self._failed(f"write_file {path}", error)
+            return self._not_written(f"write_file {path}", error, check=check)
+        await self.make_way([path])
         return AwaitableDict(success=True, bytes_written=len(data))
 
     @_either
@@ -221,18 +242,20 @@ class ToolContext(HookCalls):
         return AwaitableDict(matches=matches, truncated=result.truncated)
 
     @_either
-    async def upload(self, source: str | Path, path: str) -> AwaitableDict:
-        """Copy a local file or folder into the slot: `success`, or an `error` of the slot's.
+    async def upload(self, source: str | Path, path: str, *, check: bool | None = None) -> AwaitableDict:
+        """Copy a local file or folder into the slot: `success`, or with `check=False` an `error` of the slot's.
 
         Raises:
             OSError: the local file can't be read.
+            TaskFault, VerifierError: see `write_file`.
         """
         if not Path(source).exists():
             raise FileNotFoundError(f"there is no local file {source}")
         try:
             await (await self._slot()).upload(source, path)
         except SlotFileError as error:
-            return self._failed(f"upload {path}", error)
+            return self._not_written(f"upload {path}", error, check=check)
+        await self.make_way(await asyncio.to_thread(_modules, Path(source), path))
         return AwaitableDict(success=True)
 
     @_either
@@ -332,6 +355,10 @@ class ToolContext(HookCalls):
         result = await self._executor.execute(self.trajectory_id, call)
         if self._setup and not result.success:
             raise TaskFault(failed_call(call, result))
+        if name in WRITES:
+            if not result.success:
+                raise self.own_file_fault(failed_call(call, result))
+            await self.make_way(written(call))
         return result
 
     # -------------------------------------------------------------------------------------------------------- the end
@@ -345,6 +372,13 @@ class ToolContext(HookCalls):
 
     def __repr__(self) -> str:
         return f"<ToolContext of {self.trajectory_id!r}{', failed' if self.failure else ''}>"
+
+
+def _modules(source: Path, path: str) -> list[str]:
+    """Where the Python files of what was uploaded are in the slot; at most as many as fit into one command."""
+    if source.is_file():
+        return [path]
+    return [f"{path}/{file.relative_to(source)}" for file in sorted(source.rglob("*.py"))][:MAX_MODULES]
 
 
 def _write_local(target: Path, data: bytes) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from types import CodeType, FrameType
 from typing import TypeVar, cast
 
@@ -15,7 +15,7 @@ from atropos import tracing
 from atropos.agent import ExecuteTool, PromptTooLong
 from atropos.aio import Allowance, cancelled_from_outside
 from atropos.envs.running.metrics import EnvMetrics
-from atropos.envs.running.rollout import HookError, TaskFault
+from atropos.envs.running.rollout import HookError, TaskFault, VerifierError
 from atropos.errors import ConfigError, InferenceError, SandboxError, code_of, first_of
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
 
@@ -34,6 +34,20 @@ _log = logging.getLogger(__name__)
 
 class Interrupted(asyncio.CancelledError):
     """A signal ends a hook that blocks the event loop, before the run can cancel its task."""
+
+
+WRITES = ("write_file", "patch")
+"""Tools by which a hook brings files of its own."""
+_IN_THE_WAY = """
+for path; do
+  stem=${path%.py}; folder=$(dirname -- "$path")
+  rm -rf -- "$folder/__pycache__/${stem##*/}".*.pyc "$stem.pyc" "$stem.so" "$stem".*.so || exit
+  for package in "$stem"/__init__.*; do
+    [ ! -e "$package" ] || { echo "$package is imported in its place"; exit 1; }
+  done
+done
+"""
+"""For sh: removes what Python would load in the place of modules, compiled before, and fails where a package is in their place."""
 
 
 class HookCalls:
@@ -71,6 +85,34 @@ class HookCalls:
                 self.failure = self.failure or error
             raise
         self.unanswered -= 1
+
+    def own_file_fault(self, what: str) -> HookError:
+        """The fault of a file of the hook's own that could not be written: no tests are run without it.
+
+        In a verifying hook it may be the agent's doing, as of a folder with the file's name, so it counts as a verifier's.
+        """
+        return (
+            TaskFault(what)
+            if self._setup
+            else VerifierError(f"{what}; a verifying hook goes on with check=False alone")
+        )
+
+    async def make_way(self, paths: Sequence[str]) -> None:
+        """After a verifying hook wrote modules beside the agent's files: remove what Python would run in their place.
+
+        Raises:
+            VerifierError: a package of the same name is there.
+            SandboxError: the slot was lost.
+        """
+        modules = [path for path in paths if path.endswith(".py")]
+        if self._setup or not modules:
+            return
+        slot = await self._executor.slot(self.trajectory_id)
+        done = await slot.exec(
+            ["sh", "-c", _IN_THE_WAY, "sh", *(path if path[0] == "/" else f"./{path}" for path in modules)]
+        )
+        if done.exit_code != 0:
+            raise self.own_file_fault(f"{modules[0]} would not be what runs: {done.output.strip()[-TAIL_CHARS:]}")
 
     def left_over(self) -> HookError | None:
         """The fault of a hook that ended before its calls did, if it is one."""
@@ -114,6 +156,7 @@ class ExecTool(HookCalls):
         Raises:
             SandboxError: the infrastructure failed.
             HookError: there is no such tool, or the arguments are wrong.
+            VerifierError: a verifying hook's own file could not be written, unless `check` is False.
             TaskFault: the call failed, and is checked.
         """
         self.unstarted += 1
@@ -128,7 +171,17 @@ class ExecTool(HookCalls):
             result = await self._run(call)
             if not result.success and (self._setup if check is None else check):
                 raise TaskFault(failed_call(call, result))
+            if call.name in WRITES and check is not False:
+                if not result.success:
+                    raise self.own_file_fault(failed_call(call, result))
+                await self.make_way(written(call))
         return result
+
+
+def written(call: ToolCall) -> list[str]:
+    """The file that a call of `WRITES` wrote."""
+    path = call.arguments.get("path") if isinstance(call.arguments, dict) else None
+    return [path] if isinstance(path, str) else []
 
 
 def failed_call(call: ToolCall, result: ToolResult) -> str:

@@ -115,7 +115,7 @@ def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, 
     }
     if not found.folders:
         return {**env, **image, **declared}
-    if any(_INSTALLS.search(test) for test in test_texts(task)):
+    if any(_INSTALLS.search(test) for _, test in test_texts(task)):
         env["npm_config_ignore_scripts"] = "true"
     env |= {**_defaults(whole_text(task), found), **found.variables(image)}
     if found.home is not None:

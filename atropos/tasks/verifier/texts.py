@@ -27,14 +27,15 @@ def solution_texts(task: Task) -> list[tuple[str, str]]:
     return [(str(path.relative_to(task.solution.parent)), _text(path)) for path in _files(task.solution)]
 
 
-def test_texts(task: Task) -> list[str]:
-    """The files of the tests."""
-    return [_text(path) for source in task.tests for path in _files(source)]
+def test_texts(task: Task) -> list[tuple[str, str]]:
+    """The files of the tests, by name."""
+    found = [(source, path) for source in task.tests for path in _files(source)]
+    return [(str(path.relative_to(source.parent)), _text(path)) for source, path in found]
 
 
 def whole_text(task: Task) -> str:
     """All of it."""
-    return "\n".join([task.instruction, *(text for _, text in solution_texts(task)), *test_texts(task)])
+    return "\n".join([task.instruction, *(text for _, text in (*solution_texts(task), *test_texts(task)))])
 
 
 def named_folders(text: str) -> list[str]:
@@ -44,7 +45,7 @@ def named_folders(text: str) -> list[str]:
 
 def renames_across(task: Task, folders: Sequence[str]) -> bool:
     """Whether tests rename or link files between these folders and others."""
-    for text in test_texts(task):
+    for _, text in test_texts(task):
         for match in _RENAMES.finditer(text):
             paths = _WHOLE_PATH.findall(match[0])
             if {any(f"{path}/".startswith(f"{top}/") for top in folders) for path in paths} == {True, False}:

@@ -19,6 +19,7 @@ from atropos.tasks.fit import Room, TaskFit, fit
 from atropos.tasks.folder import load_task, read_folders, read_tasks
 from atropos.tasks.format.context import Context, walk
 from atropos.tasks.format.recipe import PATH, Copy, Download, Folder, Mount, Run, StepSettings
+from atropos.tasks.verifier.exposure import exposure
 from atropos.tasks.verifier.mode import Choice, choose
 from atropos.tasks.verifier.reward import Verdict, combined
 from atropos.tasks.verifier.texts import renames_across
@@ -1257,3 +1258,39 @@ def test_steps_have_no_view_since_the_agent_would_go_on_in_it(folder):
     task = load_task(folder)
     assert [choose(each).mode for each in (task, *task.steps)] == ["shared", "shared"]
     assert [choose(task, wanted).mode for wanted in ("view", "separate")] == ["shared", "separate"]
+
+
+@pytest.mark.parametrize(
+    ("test", "found"),
+    [
+        ("python3 /app/solve.py > /tmp/out", "python3 /app/solve.py"),
+        ("cd /app && ./server --port 1", "./server"),
+        ("/app/run.sh", "/app/run.sh"),
+        ("make test", "make"),
+        ("cargo test --release", "cargo test"),
+        ("python3 -m pytest /tests/test_it.py", "python3 -m pytest"),
+        ("bash solve.sh", "bash solve.sh"),
+        (
+            "out = subprocess.run(['python3', '/app/solve.py'], check=False)",
+            "subprocess.run(['python3', '/app/solve.py",
+        ),
+        ("sys.path.insert(0, '/app')", "sys.path.insert(0, '/app"),
+        ("pytest -rA /tests/test_outputs.py", None),
+        ("bash /tests/helper.sh", None),
+        ("grep -q one /app/answer.txt && echo 1 > /logs/verifier/reward.txt", None),
+        ("assert Path('/app/answer.txt').read_text() == 'one'", None),
+        ("cmp /app/a /tests/b", None),
+    ],
+)
+def test_what_tests_run_of_the_agent_s_is_read_from_their_text(folder, test, found):
+    (folder / "environment/Dockerfile").write_text("FROM debian:13\nWORKDIR /app\n")
+    (folder / "tests/helper.py").write_text(f"# comment\n{test}\n")
+    seen = exposure(load_task(folder))
+    assert (None if seen is None else str(seen)) == (found and f"tests/helper.py has `{found}`, as root")
+
+
+def test_whom_the_tests_run_as_is_said(folder):
+    (folder / "environment/Dockerfile").write_text("FROM debian:13\nWORKDIR /app\n")
+    (folder / "task.toml").write_text("[verifier]\nuser = 'judge'\n")
+    (folder / "tests/test.sh").write_text("./server\n")
+    assert str(exposure(load_task(folder))) == "tests/test.sh has `./server`, as judge"

@@ -1,0 +1,62 @@
+"""Whether a task's tests run what lies in the agent's folder, and as whom: such code can do whatever that user can.
+
+As the user of the tests it can read them, end them, and write the reward; no mode of verification stops that.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from atropos.tasks.format.task import Task
+from atropos.tasks.verifier.texts import test_texts
+
+_START = r"(?:^|[;&|(]|\b(?:then|do|else|exec|time|timeout \S+))\s*"
+_BEFORE = " \t\n;&|("
+_INTERPRETER = r"\b(?:python[\d.]*|node|deno run|bun|ruby|perl|php|java|Rscript|lua|bash|sh|source)\s+(?:-[\w=-]+\s+)*"
+_BUILDS = (
+    r"(?:make|npm (?:test|run|start|ci|install)|npx|yarn|pnpm|cargo (?:test|run|build|bench)|go (?:test|run|build)|mvn|gradle|"
+    r"dotnet (?:test|run|build)|cmake|bundle exec|python[\d.]* -m (?:pytest|unittest)|pytest(?![^\n]*/tests))(?![\w/-])"
+)
+_CALLS = r"\b(?:subprocess\.\w+|os\.(?:system|popen|exec\w+|spawn\w+)|Popen|check_output|check_call|execSync|spawnSync|spawn)\(\s*[\[(]?"
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """Code of the agent's that tests run.
+
+    Attributes:
+        where: the file and what it has, as found in its text.
+        user: whom the tests run as.
+    """
+
+    where: str
+    user: str
+
+    def __str__(self) -> str:
+        """For a report."""
+        return f"{self.where}, as {self.user}"
+
+
+def exposure(task: Task) -> Exposure | None:
+    """What of the agent's the tests run; None where nothing shows that they do.
+
+    Read from their text, so a program that puts its commands together is not found.
+    """
+    for one in task.steps or (task,):
+        runs = _pattern(one.recipe.workdir.rstrip("/"))
+        for name, text in test_texts(one):
+            if match := runs.search(text):
+                return Exposure(f"{name} has `{match[0].strip(_BEFORE)[:60]}`", one.verifier_settings.user or "root")
+    return None
+
+
+def _pattern(workdir: str) -> re.Pattern[str]:
+    """What runs something in a folder: a program there or a relative one, an interpreter on a file, a build, an import."""
+    inside = rf"{re.escape(workdir)}/[\w./*-]+"
+    program = rf"(?:{inside}|\./[\w./-]+)"
+    return re.compile(
+        rf"{_START}{program}|{_INTERPRETER}(?:{inside}|(?![/-])[\w./-]+\.\w+)|{_START}{_BUILDS}|"
+        rf"{_CALLS}[^\n]*?(?:{inside}|[\"']\./)|sys\.path\.(?:insert|append)\([^\n]*{re.escape(workdir)}(?![\w-])",
+        re.MULTILINE,
+    )

@@ -1,0 +1,127 @@
+"""What a verifying hook writes is what it runs: in both envs, whatever the agent left in its place or beside it."""
+
+from __future__ import annotations
+
+import pytest
+import pytest_asyncio
+
+from atropos.envs import ToolContext
+from atropos.envs.running.hooks import ExecTool
+from atropos.envs.running.rollout import TaskFault, VerifierError
+from atropos.tools import ToolCall
+from tests.e2e.test_example_verifiers import executor
+
+__all__ = ["executor"]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+COMPILED = """
+import os, py_compile
+os.makedirs("tests", exist_ok=True)
+for path in ("hidden.py", "tests/hidden.py"):
+    open(path, "w").write("print('agent')")
+    py_compile.compile(path, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    os.remove(path)
+"""
+"""Bytecode that Python runs without a look at the source."""
+
+
+class Agent:
+    """`exec_tool` of `AgentEnv` under the names of `ctx`."""
+
+    def __init__(self, executor, trajectory, *, setup=False):
+        self.calls = self._exec = ExecTool(
+            executor, trajectory, lambda call: executor.execute(trajectory, call), setup=setup
+        )
+
+    async def write_file(self, path, content, **check):
+        call = ToolCall(name="write_file", arguments={"path": path, "content": content})
+        return (await self._exec(call, **check)).for_model()
+
+    async def terminal(self, command):
+        return (await self._exec(ToolCall(name="terminal", arguments={"command": command}))).for_model()
+
+
+class Hermes(ToolContext):
+    @property
+    def calls(self):
+        return self
+
+
+@pytest_asyncio.fixture(loop_scope="module", params=[Agent, Hermes], ids=["AgentEnv", "HermesAgentBaseEnv"])
+async def left(request, executor):
+    """Gives a verifying hook's access to a workspace that an agent left after these commands."""
+    taken = []
+
+    async def make(*commands):
+        trajectory = f"{request.node.name}-{len(taken)}"
+        taken.append(trajectory)
+        slot = await executor.slot(trajectory)
+        for command in commands:
+            done = await slot.exec(command)
+            assert done.exit_code == 0, done.output
+        await executor.view(trajectory, ["/workspace"])
+        return request.param(executor, trajectory)
+
+    yield make
+    for trajectory in taken:
+        await executor.release_trajectory(trajectory)
+
+
+@pytest.mark.parametrize("path", ["hidden.py", "tests/hidden.py"])
+async def test_a_write_that_fails_is_a_fault_even_if_the_hook_goes_on(left, path):
+    hook = await left(f"mkdir -p {path}; echo 'print(42)' > {path}/__main__.py")
+    with pytest.raises(VerifierError, match="write_file"):
+        await hook.write_file(path, "raise SystemExit(1)")
+    assert isinstance(await hook.calls.settled(), VerifierError)
+    quiet = await left(f"mkdir -p {path}")
+    assert "error" in await quiet.write_file(path, "...", check=False)
+    assert await quiet.calls.settled() is None
+
+
+async def test_a_failed_upload_and_a_failed_tool_of_a_reward_function_are_faults_too(executor, tmp_path):
+    (tmp_path / "hidden.py").write_text("...")
+    slot = await executor.slot("reward")
+    await slot.exec("mkdir hidden.py; echo kept > kept")
+    try:
+        for call in (
+            lambda ctx: ctx.upload(tmp_path / "hidden.py", "hidden.py"),
+            lambda ctx: ctx.call_tool("write_file", {"path": "hidden.py", "content": "..."}),
+            lambda ctx: ctx.call_tool("patch", {"path": "kept", "old_text": "absent", "new_text": "x"}),
+        ):
+            ctx = ToolContext(executor, "reward")
+            with pytest.raises(VerifierError):
+                await call(ctx)
+            assert ctx.failure is not None
+        with pytest.raises(TaskFault, match="upload"):
+            await ToolContext(executor, "reward", setup=True).upload(tmp_path / "hidden.py", "hidden.py")
+        assert "error" in await ToolContext(executor, "reward").read_file("hidden.py"), (
+            "what is read may be the agent's"
+        )
+    finally:
+        await executor.release_trajectory("reward")
+
+
+@pytest.mark.parametrize("path", ["hidden.py", "tests/hidden.py"])
+async def test_bytecode_and_packages_beside_a_written_module_do_not_run_in_its_place(left, path):
+    folder, _, _ = path.rpartition("/")
+    imports = f"cd ./{folder} && python3 -c 'import hidden'"
+    hook = await left(f"python3 -c '{COMPILED.replace(chr(39), chr(39) + chr(92) + chr(39) + chr(39))}'")
+    await hook.write_file(path, "print('hook')")
+    assert (await hook.terminal(imports))["output"].strip() == "hook"
+    hook = await left("for d in . tests; do mkdir -p $d/hidden; echo 'print(42)' > $d/hidden/__init__.py; done")
+    with pytest.raises(VerifierError, match="would not be what runs"):
+        await hook.write_file(path, "print('hook')")
+
+
+async def test_uploaded_modules_run_as_well(executor, tmp_path):
+    (tmp_path / "suite/tests").mkdir(parents=True)
+    for name in ("hidden.py", "tests/hidden.py"):
+        (tmp_path / "suite" / name).write_text("print('hook')")
+    slot = await executor.slot("uploads")
+    try:
+        assert (await slot.exec(["python3", "-c", COMPILED])).exit_code == 0
+        ctx = ToolContext(executor, "uploads")
+        await ctx.upload(tmp_path / "suite", ".")
+        for folder in (".", "tests"):
+            assert (await slot.exec(f"cd {folder}; python3 -c 'import hidden'")).output == "hook\n"
+    finally:
+        await executor.release_trajectory("uploads")
