@@ -322,6 +322,8 @@ def main() -> int:
         tests = [*TESTS, *tests]
     if options.inside:
         return inside(by_name[options.inside], options.root, options.folder, tests)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda got, _: sys.exit(128 + got))
     if os.geteuid() != 0:
         sys.exit("engines: needs root (debootstrap, and an engine's own mounts and networks)")
     names = [name for name in options.only.split(",") if name] or list(by_name)
