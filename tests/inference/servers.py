@@ -12,7 +12,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from examples.serve.processes import free_port
 
@@ -31,14 +30,6 @@ class RealServer:
         self.root = f"http://127.0.0.1:{port}"
         self.url = f"{self.root}/v1"
         self._log = log
-
-    def post(self, path: str, body: Any = None) -> Any:
-        """Ask for something outside the envs."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.root + path, data, {"Content-Type": "application/json"}, method="POST")
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            text = answer.read()
-        return json.loads(text) if text else None
 
     def sampled(self) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Prompt and sampled ids of each request, as vLLM's own log has them."""

@@ -113,13 +113,3 @@ async def test_raw_logprobs_are_named_where_they_are_allowed(stock, tmp_path):
     await make("agent", stock.url, path, groups=2, **settings).process_manager()
     assert {group["generation_params"]["logprobs"] for group in groups_of(path)} == {"raw"}
     assert_logprobs(path)
-
-
-async def test_aborted_generations_are_sampled_again(processed, tmp_path):
-    """`/abort_requests` and `/pause` end what is in flight with half a turn; none of it stays."""
-    path = tmp_path / "g.jsonl"
-    env = make("agent", processed.url, path, groups=6, agent_temperature=1.0, model_retries=20, trajectory_retries=20)
-    env.observers.append(lambda event: event.kind == "trajectory" and processed.post("/abort_requests", {}))
-    await env.process_manager()
-    assert len(groups_of(path)) == 6
-    assert assert_exact(path, processed) == assert_logprobs(path)
