@@ -343,12 +343,20 @@ class Slot(SlotFiles):
             SandboxError: a writer was left, so that it can't be trusted; the slot is then lost.
             NotSupported: the server makes none.
         """
-        running = keep_running and (await self._signal_all("STOP")).exit_code == 0
+        if not keep_running or (await self._signal_all("STOP")).exit_code != 0:
+            return await self._snapshot(beside=False)
+        taken: list[Snapshot] = []
         try:
-            return await self._snapshot(beside=running)
+            taken.append(await self._snapshot(beside=True))
         finally:
-            if running:
-                await self._signal_all("CONT")
+            going_on = self.link.state.tasks.spawn(self._signal_all("CONT"), f"going on in {self.name}", awaited=True)
+            try:
+                await asyncio.shield(going_on)
+            except BaseException:
+                for snapshot in taken:
+                    snapshot.start_drop()
+                raise
+        return taken[0]
 
     async def _signal_all(self, signal: str) -> ExecResult:
         return await self.exec(f"kill -{signal} -1", workdir="/", user="0:0", timeout_s=10)
