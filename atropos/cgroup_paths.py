@@ -20,8 +20,8 @@ TOP, REST = "atropos", "rest"
 """The one folder for all servers, which they may write to, so that each can remove its own when it ends; and on cgroup
 v2 the leaf in it for processes that must not stay where they were."""
 PREFIX = "atropos-"
-"""A server's own folder is named so, then by its process id and start time; its groups that were made ahead, beside
-`TOP`, by a number after these."""
+"""A server's own folder is named so, then by its `server_name`; its groups that were made ahead, beside `TOP`, by a number
+after that."""
 
 
 def start_time(pid: int) -> int | None:
@@ -31,6 +31,19 @@ def start_time(pid: int) -> int | None:
             return int(file.read().rpartition(b")")[2].split()[19])
     except OSError:
         return None
+
+
+def server_name(pid: int) -> str:
+    """The name of a server by its process: id and start time, and the namespace in which the id means something."""
+    return f"{pid}-{start_time(pid)}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def may_live(name: str) -> bool:
+    """Whether the process of a `server_name` is still there, or can't be seen from here, being of another namespace."""
+    pid, started, namespace, *_ = [*name.split("-"), "", ""]
+    if namespace != str(os.stat("/proc/self/ns/pid").st_ino):
+        return True
+    return pid.isdecimal() and str(start_time(int(pid))) == started
 
 
 @dataclass(frozen=True)

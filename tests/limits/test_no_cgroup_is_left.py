@@ -161,3 +161,12 @@ def test_a_server_that_starts_while_others_remove_what_they_shared_has_all_its_l
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == len(place.folders) or place.version == 2
+
+
+def test_a_server_of_another_pid_namespace_is_not_taken_for_dead() -> None:
+    here = cgroup_paths.server_name(os.getpid())
+    assert cgroup_paths.may_live(here)
+    process, started, namespace = here.split("-")
+    assert not cgroup_paths.may_live(f"{process}-{int(started) + 1}-{namespace}")
+    assert cgroup_paths.may_live(f"{process}-{int(started) + 1}-{int(namespace) + 1}")
+    assert cgroup_paths.may_live("4194304-1-1")

@@ -22,11 +22,12 @@ from atropos.cgroup_paths import (
     SHOWN,
     TOP,
     Hierarchy,
+    may_live,
     mount_point,
     of_this_process,
     places,
     remove_tree,
-    start_time,
+    server_name,
 )
 from atropos.sandbox.linux import syscalls
 
@@ -67,14 +68,13 @@ _VANISHED = (errno.ENOENT, errno.ENODEV)
 
 
 def own_name() -> str:
-    """A name with this process's pid and start time, by which later servers find what a killed one left."""
-    return f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}"
+    """A name of this process, by which later servers find what a killed one left."""
+    return PREFIX + server_name(os.getpid())
 
 
 def alive(name: str) -> bool:
-    """Whether the process of an `own_name` is still there."""
-    pid, started, *_ = [*name.removeprefix(PREFIX).split("-"), ""]
-    return pid.isdecimal() and str(start_time(int(pid))) == started
+    """Whether the process of an `own_name` may still be there."""
+    return may_live(name.removeprefix(PREFIX))
 
 
 def claim(mounts: str, uid: int, slots: int = 0) -> Cgroups:
@@ -136,7 +136,7 @@ def _make_own(parent: Path, uid: int) -> Path:
     ours = top / own_name()
     _within(top, lambda: os.mkdir(ours))
     with contextlib.suppress(OSError):
-        for entry in (*top.glob(f"{PREFIX}*"), *parent.glob(f"{PREFIX}[0-9]*-[0-9]*-[0-9]*")):
+        for entry in (*top.glob(f"{PREFIX}*"), *parent.glob(f"{PREFIX}[0-9]*-[0-9]*-[0-9]*-[0-9]*")):
             if not alive(entry.name):  # a killed server's
                 remove_tree(entry)
     _give(top, uid)

@@ -61,6 +61,7 @@ class ServerProcess:
         self._groups = cgroup_paths.own_places()
         self.pid = process.pid
         self.id = f"{process.pid}-{cgroup_paths.start_time(process.pid)}"
+        self._name = cgroup_paths.server_name(process.pid)
         self.port = 0
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._log = asyncio.create_task(self._follow(), name=f"log of server {self.pid}")
@@ -170,7 +171,7 @@ class ServerProcess:
     async def tidy(self) -> None:
         """After its end, remove those of its cgroups that it left, as far as this process may."""
         deadline = asyncio.get_running_loop().time() + CGROUPS_WAIT_S
-        while not await asyncio.to_thread(cgroup_paths.remove_server, self._groups, self.id):
+        while not await asyncio.to_thread(cgroup_paths.remove_server, self._groups, self._name):
             if asyncio.get_running_loop().time() > deadline:
                 return
             await asyncio.sleep(CGROUPS_POLL_S)
