@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atropos.cgroup_paths import own_places, remove_tree
+from tests.cgroups import make as make_cgroup
 from tests.engines import ROOT
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -121,7 +122,7 @@ def machine(release: str) -> Generator[Machine]:
             _clone(kept / "homes" / user, uid)
         cgroups = [place / f"debian-{os.getpid()}" for place in own_places()]
         for folder in cgroups:
-            folder.mkdir()
+            make_cgroup(folder)
             stack.callback(remove_tree, folder)
         yield Machine(top, kept, cgroups)
 

@@ -21,7 +21,7 @@ from tests.processes import running
 from tests.waiting import until
 
 INTERNAL = {
-    "Slot": {"end", "start_release", "lease", "limits", "link", "mib", "network", "trajectory_id"},
+    "Slot": {"end", "start_release", "lease", "limits", "limits_reached", "link", "mib", "network", "trajectory_id"},
     "Snapshot": {"add", "bring", "pin", "places", "start_drop", "info", "limits", "state", "stays_because"},
     "SlotPool": {"bound_frames", "building", "links"},
     "Process": set[str](),

@@ -212,7 +212,7 @@ async def test_a_dockerfile_starts_from_the_image_that_it_names(tmp_path, images
             )
             assert r.output.split() == [
                 *("from", "the", "image", "1000", "given1000:1000", "1000:1000"),
-                *("bin", "data", "dev", "etc", "logs", "proc", "root", "tmp", "usr", "workspace", "755"),
+                *("bin", "data", "dev", "etc", "logs", "proc", "root", "sys", "tmp", "usr", "workspace", "755"),
             ]
         first = make(tmp_path / "first", f"FROM {name}\nRUN id -u > made\nCOPY --chown=app given.txt sub/\n")
         async with working_on(pool, built, first) as slot:

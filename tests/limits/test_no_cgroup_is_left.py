@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from atropos import cgroup_paths
+from tests import cgroups
 from tests.waiting import SLOWNESS, until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who has a cgroup wherever there are any")
@@ -75,7 +76,8 @@ class Place:
             if mount and one.version == self.version
         ]
         for folder in self.folders:
-            (folder / "inner").mkdir(parents=True)
+            cgroups.make(folder)
+            cgroups.make(folder / "inner")
 
     def enter_shell(self) -> list[str]:
         """What a command is started with, to run in it."""

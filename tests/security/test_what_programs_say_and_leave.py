@@ -223,7 +223,7 @@ async def test_an_archive_with_devices_or_links_does_no_harm(attacker):
         info.size = 4
         archive.addfile(info, io.BytesIO(b"1000"))
     assert (await attacker.run(wire.Untar(path="in", data=buffer.getvalue()))).kind == "op_error"
-    for kind in (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE):
+    for kind in (tarfile.CHRTYPE, tarfile.BLKTYPE):
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
             device = tarfile.TarInfo("device")

@@ -18,7 +18,7 @@ from minisweagent.exceptions import Submitted
 from minisweagent.run.utilities import mini_extra
 
 import atropos.adapters.mini_swe_agent as adapter
-from atropos.adapters import event_loop
+from atropos import event_loop
 from atropos.adapters.mini_swe_agent import AtroposEnvironment, AtroposEnvironmentConfig, SandboxGoneError
 from atropos.errors import ConfigError
 

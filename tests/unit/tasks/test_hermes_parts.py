@@ -89,6 +89,7 @@ class Server:
     def __init__(self, *messages):
         self.messages = list(messages)
         self.asked = []
+        self.servers = [self]
 
     async def chat_completion(self, **request):
         from types import SimpleNamespace as Made

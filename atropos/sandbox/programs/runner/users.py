@@ -68,6 +68,8 @@ def identity_of(user: str) -> Identity:
         OpFailed: /etc/passwd or /etc/group doesn't have the name, or the number is no id.
     """
     wanted, _, group = user.partition(":")
+    if not wanted and not group:
+        raise OpFailed("unknown_user", f"no user is named: {user!r}")
     name, uid, gid, home = user_row(wanted)
     gid, groups = group_ids(name, group, gid)
     if uid > MAX_ID or gid > MAX_ID:
