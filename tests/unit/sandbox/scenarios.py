@@ -161,7 +161,10 @@ async def what_filters_of_a_command_print_is_in_its_output(host):
         for _ in range(4):
             for command, expected in FILTERED.items():
                 result = await sh(s, command)
-                assert (result.output.decode()[-1000:], result.truncated) == (expected[-1000:], False), command
+                assert (result.output.decode()[-1000:], result.truncated) == (expected[-1000:], False), (
+                    command,
+                    result,
+                )
             await do(s, Quiesce())
         assert await out(s, "cat file") == "b\n"
         begun = await do(

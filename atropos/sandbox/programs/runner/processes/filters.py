@@ -112,12 +112,14 @@ def at_work(session: int, outputs: frozenset[Place], given: Place | None) -> tup
             continue
         member = int(fields[3]) == session
         runs = fields[0] in b"RD" and member
+        forked = runs and bool(int(fields[6]) & PF_FORKNOEXEC)
         computes = computes or runs
         ticks += (int(fields[11]) + int(fields[12])) * member
         try:
             source, *targets = [os.stat(f"/proc/{name}/fd/{fd}") for fd in range(3)]
-            starts = runs and int(fields[6]) & PF_FORKNOEXEC and has_pipe(name, {*outputs, given})
-        except FileNotFoundError:
+            starts = forked and has_pipe(name, {*outputs, given})
+        except FileNotFoundError:  # it has ended; or it is a shell that is arranging its descriptors
+            work = max(work, OPEN if forked else IDLE)
             continue
         except OSError:
             work = max(work, OPEN if runs else IDLE)
