@@ -33,8 +33,8 @@ from atropos.tasks.verifier.layers import VerifierLayers
 from atropos.tasks.verifier.mode import Mode, choose
 from atropos.tasks.verifier.reward import Verdict, read_verdict
 from atropos.tasks.verifier.services import Keep, end_processes, end_tests
-from atropos.tasks.verifier.surroundings import Surroundings, environment, program_folders, with_links
-from atropos.tasks.verifier.texts import named_folders, renames_across, whole_text
+from atropos.tasks.verifier.surroundings import Surroundings, Wishes, environment, program_folders, with_links
+from atropos.tasks.verifier.texts import named_folders, read_texts, renames_across
 from atropos.wire import VIEW_HOME
 
 _log = logging.getLogger(__name__)
@@ -259,7 +259,8 @@ async def _machine(
 
 async def _carry_all(slot: Slot, judged: Task, carried: Sequence[tuple[str, CarriedArtifact | None]]) -> Surroundings:
     """Put the artifacts into a fresh slot; its home and programs stay as they are."""
-    found = Surroundings(tuple(path for path, _ in carried))
+    wishes = await asyncio.to_thread(lambda: Wishes.of(read_texts(judged)))
+    found = Surroundings(tuple(path for path, _ in carried), wishes=wishes)
     home = home_of(await profile_of(slot, judged, judged.verifier_settings))
     wanted = [path for path in program_folders(judged) if found.holds(path)]
     inside = found.holds(home)
@@ -277,8 +278,8 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
     workdir = task.recipe.workdir
     others = [one.source for one in task.artifacts if not f"{one.source}/".startswith(f"{workdir.rstrip('/')}/")]
     carried = [(path, await carry_out(slot, path)) for path in others]
-    named, home = named_folders(whole_text(task)), await _home_within(slot, task, (workdir, *others))
-    as_layer = renames_across(task, (workdir, *others))
+    named, as_layer, wishes = await asyncio.to_thread(_read, task, (workdir, *others))
+    home = await _home_within(slot, task, (workdir, *others))
     try:
         shown = await slot.view([workdir], optional=named, programs=program_folders(task), home=home, as_layer=as_layer)
     except NotSupported as error:
@@ -288,7 +289,13 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
     for path, artifact in carried:
         if artifact is not None:
             await carry_in(slot, path, artifact)
-    return Surroundings((*shown.folders, *others), shown.programs, None if home is None else VIEW_HOME)
+    return Surroundings((*shown.folders, *others), shown.programs, None if home is None else VIEW_HOME, wishes)
+
+
+def _read(task: Task, folders: Sequence[str]) -> tuple[list[str], bool, Wishes]:
+    """Of a task's texts: the folders that they name, whether its tests rename across these folders, and what is wanted."""
+    texts = read_texts(task)
+    return named_folders(texts.whole), renames_across(texts.tests, folders), Wishes.of(texts)
 
 
 async def _home_within(slot: Slot, task: Task, folders: Sequence[str]) -> str | None:

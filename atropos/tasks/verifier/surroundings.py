@@ -18,7 +18,7 @@ from atropos.slots import Slot
 from atropos.slots.slot.profile import Profile
 from atropos.tasks.format.recipe import PATH
 from atropos.tasks.format.task import Task
-from atropos.tasks.verifier.texts import test_texts, whole_text
+from atropos.tasks.verifier.texts import TaskTexts
 from atropos.wire import ViewInfo
 
 LIBRARIES = (
@@ -39,7 +39,34 @@ _LOADS = re.compile(
 _SYSTEM = ("/usr/", "/bin", "/sbin", "/lib")
 _SCRIPTS = {"BASH_ENV", "ENV"}
 _PATH_IN_VALUE = re.compile(r"(?:(?<![\w./-])|(?<=-[A-Za-z]))\.{0,2}/[^\s:;,=\"']*")
+_GIT = {"core.hooksPath": ("/dev/null", r"\bhooks?\b"), "core.fsmonitor": ("false", "fsmonitor")}
+"""Settings by which git runs no program of the agent's, each unless this is spoken of."""
 _INSTALLS = re.compile(r"\b(?:npm|pnpm|yarn)\s+(?:-\S+\s+)*(?:ci|i|install|add)\b")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the texts of a task or a prompt show to be wanted of the agent, so that nothing keeps tests from it.
+
+    Attributes:
+        git: settings of git that keep tests from running the agent's programs, and stay out.
+        modules: modules of Python's own that are the agent's to write.
+        installs: whether tests install npm's packages.
+    """
+
+    git: frozenset[str] = frozenset()
+    modules: tuple[str, ...] = ()
+    installs: bool = False
+
+    @classmethod
+    def of(cls, texts: TaskTexts) -> Wishes:
+        """Those that texts show."""
+        named = {name for names in re.findall(r"\b(\w+)\.py\b|/(\w+)/", texts.whole) for name in names}
+        return cls(
+            frozenset(key for key, (_, word) in _GIT.items() if re.search(word, texts.whole)),
+            tuple(sorted(named & sys.stdlib_module_names)),
+            any(_INSTALLS.search(test) for test in texts.tests),
+        )
 
 
 @dataclass(frozen=True)
@@ -50,11 +77,13 @@ class Surroundings:
         folders: what the agent wrote, absolute.
         programs: folders in these that are as the image has them.
         home: in the place of a home in them.
+        wishes: what is wanted of it.
     """
 
     folders: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
     home: str | None = None
+    wishes: Wishes = Wishes()
 
     def holds(self, path: str) -> bool:
         """Whether what is at a path may be the agent's; a relative one is."""
@@ -115,9 +144,9 @@ def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, 
     }
     if not found.folders:
         return {**env, **image, **declared}
-    if any(_INSTALLS.search(test) for _, test in test_texts(task)):
+    if found.wishes.installs:
         env["npm_config_ignore_scripts"] = "true"
-    env |= {**_defaults(whole_text(task), found), **found.variables(image)}
+    env |= {**_defaults(found), **found.variables(image)}
     if found.home is not None:
         env["HOME"] = found.home
     return _with_modules({**env, **declared})
@@ -125,8 +154,8 @@ def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, 
 
 def hook_profile(profile: Profile, shown: ViewInfo, prompt: str) -> Profile:
     """A profile for the hooks that verify in a view, of what the agent was asked for."""
-    found = Surroundings(shown.folders, shown.programs)
-    env = {"PYTHONDONTWRITEBYTECODE": "1", **_defaults(prompt, found), **found.variables(profile.env)}
+    found = Surroundings(shown.folders, shown.programs, wishes=Wishes.of(TaskTexts(prompt, [])))
+    env = {"PYTHONDONTWRITEBYTECODE": "1", **_defaults(found), **found.variables(profile.env)}
     return replace(profile, env=_with_modules(env))
 
 
@@ -163,19 +192,17 @@ def notes(task: Task) -> list[str]:
     ]
 
 
-def _defaults(text: str, found: Surroundings) -> dict[str, str]:
-    """Variables that keep usual programs from running what lies in the agent's folders; `text`: what is said of its work."""
-    git = {"core.hooksPath": "/dev/null", "core.fsmonitor": "false"}
-    kept = [key for key, word in zip(git, (r"\bhooks?\b", "fsmonitor"), strict=True) if re.search(word, text) is None]
+def _defaults(found: Surroundings) -> dict[str, str]:
+    """Variables that keep usual programs from running what lies in the agent's folders."""
+    kept = [key for key in _GIT if key not in found.wishes.git]
     env = {f"GIT_CONFIG_KEY_{number}": key for number, key in enumerate(kept)}
-    env |= {f"GIT_CONFIG_VALUE_{number}": git[key] for number, key in enumerate(kept)}
-    named = {name for names in re.findall(r"\b(\w+)\.py\b|/(\w+)/", text) for name in names}
+    env |= {f"GIT_CONFIG_VALUE_{number}": _GIT[key][0] for number, key in enumerate(kept)}
     return {
         **env,
         "GIT_CONFIG_COUNT": str(len(kept)),
         "ATROPOS_FOLDERS": ":".join(found.folders),
         "ATROPOS_PROGRAMS": ":".join(found.programs),
-        "ATROPOS_MODULES": ":".join(sorted(named & sys.stdlib_module_names)),
+        "ATROPOS_MODULES": ":".join(found.wishes.modules),
     }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from atropos.tasks.format.task import Task
 
@@ -33,9 +34,17 @@ def test_texts(task: Task) -> list[tuple[str, str]]:
     return [(str(path.relative_to(source.parent)), _text(path)) for source, path in found]
 
 
-def whole_text(task: Task) -> str:
-    """All of it."""
-    return "\n".join([task.instruction, *(text for _, text in (*solution_texts(task), *test_texts(task)))])
+class TaskTexts(NamedTuple):
+    """All that a task says, and what its tests say of that."""
+
+    whole: str
+    tests: list[str]
+
+
+def read_texts(task: Task) -> TaskTexts:
+    """Read a task's own files, which takes as long as they are large."""
+    tests = [text for _, text in test_texts(task)]
+    return TaskTexts("\n".join([task.instruction, *(text for _, text in solution_texts(task)), *tests]), tests)
 
 
 def named_folders(text: str) -> list[str]:
@@ -43,9 +52,9 @@ def named_folders(text: str) -> list[str]:
     return sorted({f"/{name}" for name in _TOP.findall(text)})[:256]
 
 
-def renames_across(task: Task, folders: Sequence[str]) -> bool:
-    """Whether tests rename or link files between these folders and others."""
-    for _, text in test_texts(task):
+def renames_across(tests: Iterable[str], folders: Sequence[str]) -> bool:
+    """Whether texts of tests rename or link files between these folders and others."""
+    for text in tests:
         for match in _RENAMES.finditer(text):
             paths = _WHOLE_PATH.findall(match[0])
             if {any(f"{path}/".startswith(f"{top}/") for top in folders) for path in paths} == {True, False}:

@@ -22,7 +22,7 @@ from atropos.tasks.format.recipe import PATH, Copy, Download, Folder, Mount, Run
 from atropos.tasks.verifier.exposure import exposure
 from atropos.tasks.verifier.mode import Choice, choose
 from atropos.tasks.verifier.reward import Verdict, combined
-from atropos.tasks.verifier.texts import renames_across
+from atropos.tasks.verifier.texts import read_texts, renames_across
 from atropos.wire import LeaseLimits
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"
@@ -991,7 +991,7 @@ def test_tests_that_rename_or_link_out_of_the_agent_s_folders_are_known(folder, 
     (folder / "environment/Dockerfile").write_text("FROM debian:13\nWORKDIR /app\n")
     (folder / "tests/helper.py").write_text(test)
     task = load_task(folder)
-    assert renames_across(task, [task.recipe.workdir]) == across
+    assert renames_across(read_texts(task).tests, [task.recipe.workdir]) == across
     assert choose(task).mode == "view"
 
 
