@@ -123,7 +123,7 @@ def test_errors_arrive(pool: sync.SlotPool) -> None:
 async def test_ctrl_c_ends_a_call_and_the_process_leaves_nothing() -> None:
     command = (sys.executable, "-c", PROGRAM, SECONDS)
     program = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    await until(lambda: running(SECONDS) > 1, "the call to run")  # beside the program itself
+    await until(lambda: running(f"sleep {SECONDS}") > 0, "the call to run")  # a child of the program has its arguments
     program.send_signal(signal.SIGINT)
     assert await program.communicate() == (b"0\n\n", None)
     assert program.returncode == 0
