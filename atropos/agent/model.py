@@ -86,14 +86,14 @@ class ChatAnswer:
     unreadable: str = ""
 
 
-def servers_of(server: object) -> Sequence[object]:
+def _each_server(server: object) -> Sequence[object]:
     """The servers of a manager; a single server is its own."""
     return getattr(server, "servers", None) or [server]
 
 
 def server_type(server: object) -> str:
     """`vllm`, `sglang`, `openai`, `trl`, of all servers of a manager; a stand-in without a config counts as exact if it gives tokens."""
-    first = servers_of(server)[0]
+    first = _each_server(server)[0]
     kind = getattr(getattr(first, "config", None), "server_type", None)
     if kind is None:
         return "vllm" if hasattr(server, "tokens_and_logprobs_completion") else "openai"
@@ -119,7 +119,7 @@ class Model:
         self.exact = kind in EXACT
         """Whether the server reports the tokens it samples."""
         self.raw_logprobs = any(
-            getattr(getattr(one, "inference", None), "raw_logprobs", False) for one in servers_of(server)
+            getattr(getattr(one, "inference", None), "raw_logprobs", False) for one in _each_server(server)
         )
         """Whether a server's logprobs are those of temperature 1, whatever it samples with; its probe tells."""
         self.seed_name = "sampling_seed" if kind == "sglang" else "seed"

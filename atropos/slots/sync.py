@@ -47,12 +47,7 @@ class Blocking(Generic[A]):
 
 def blocking(method: Method[A, P, T]) -> Callable[Concatenate[Blocking[A], P], T]:
     """A method that waits for a coroutine method."""
-
-    @wraps(method)
-    def waiting(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return event_loop().run(method(self.awaited, *args, **kwargs))
-
-    return waiting
+    return giving(lambda result: result, method)
 
 
 def giving(wrapper: Callable[[T], W], method: Method[A, P, T]) -> Callable[Concatenate[Blocking[A], P], W]:

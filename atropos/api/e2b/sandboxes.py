@@ -136,7 +136,7 @@ class Sandboxes:
             SandboxError: no slot came free, or the image is unavailable.
         """
         timeout_s = self._allowed(timeout_s)
-        sandbox_id = f"i{secrets.token_hex(10)}"
+        sandbox_id = _new_id("i")
         slot = await self._started(sandbox_id, self._root(template), hosts)
         slot.profile = Profile(HOME, {"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, **env}, _USER)
         return self._opened(
@@ -156,7 +156,7 @@ class Sandboxes:
         end = time.monotonic() + self._allowed(timeout_s)
 
         async def copy(snapshot: Snapshot) -> Sandbox:
-            sandbox_id = f"i{secrets.token_hex(10)}"
+            sandbox_id = _new_id("i")
             slot = await self._started(sandbox_id, Root(snapshot), sandbox.hosts)
             env = {**sandbox.slot.profile.env, "E2B_SANDBOX_ID": sandbox_id}
             slot.profile = replace(sandbox.slot.profile, env=env)
@@ -298,7 +298,7 @@ class Sandboxes:
         if name == "base" or name in self._pool.config.bases:
             raise ConfigError(f"name: {name!r} is a base of the pool")
         snapshot = await sandbox.slot.snapshot(keep_running=True)
-        kept = KeptSnapshot(name or f"s{secrets.token_hex(10)}", (name,) if name else (), sandbox.id, snapshot)
+        kept = KeptSnapshot(name or _new_id("s"), (name,) if name else (), sandbox.id, snapshot)
         await self.drop_snapshot(kept.id)
         self.snapshots[kept.id] = kept
         return kept
@@ -350,6 +350,10 @@ class Sandboxes:
         self.draining = True
         ends = [*map(self.kill, [*self._open, *self._paused]), *map(self.drop_snapshot, [*self.snapshots])]
         await asyncio.gather(*ends, return_exceptions=True)
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}{secrets.token_hex(10)}"
 
 
 def sandboxes_of(request: Request) -> Sandboxes:

@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Sequence
 
+from atropos.sandbox.host.files import view_layers
 from atropos.sandbox.programs.first_process import HOSTNAME
 
 HOSTS = (
@@ -23,7 +24,6 @@ HOSTS = (
 FILES = {"hosts": HOSTS, "hostname": f"{HOSTNAME}\n", "resolv.conf": "# no network but the loopback\n"}
 MTAB = "/proc/mounts"
 _MAX_HOSTS = 1 << 20
-_OPAQUE = "user.overlay.opaque"
 
 
 def build(folder: str, lower: Sequence[str]) -> bool:
@@ -36,7 +36,13 @@ def build(folder: str, lower: Sequence[str]) -> bool:
     Raises:
         OSError: it could not be made.
     """
-    etcs = _folders_of_etc(lower)
+    with contextlib.ExitStack() as opened:
+        return _build(folder, [part.fd for part in view_layers.find(lower, "/etc", opened).parts])
+
+
+def _build(folder: str, found: Sequence[int]) -> bool:
+    """As `build`; `found`: /etc in each layer that shows it, topmost first."""
+    etcs = [f"/proc/self/fd/{fd}" for fd in found]
     texts = {name: text for name, default in FILES.items() if (text := _missing(etcs, name, default))}
     needs_mtab = _find(etcs, "mtab") is None
     if not (texts or needs_mtab):
@@ -45,10 +51,8 @@ def build(folder: str, lower: Sequence[str]) -> bool:
     for path in (folder, etc):
         os.mkdir(path, 0o755)
         os.chown(path, 0, 0)
-    if etcs:
-        found = os.stat(etcs[0])
-        os.chown(etc, found.st_uid, found.st_gid)
-        os.chmod(etc, stat.S_IMODE(found.st_mode))
+    if found:
+        view_layers.copy_attributes(found[0], etc)
     for name, text in texts.items():
         with open(f"{etc}/{name}", "x", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
@@ -57,21 +61,6 @@ def build(folder: str, lower: Sequence[str]) -> bool:
         os.symlink(MTAB, f"{etc}/mtab")
         os.chown(f"{etc}/mtab", 0, 0, follow_symlinks=False)
     return True
-
-
-def _folders_of_etc(lower: Sequence[str]) -> list[str]:
-    """/etc in each layer that shows it, topmost first."""
-    found: list[str] = []
-    for layer in lower:
-        etc = f"{layer}/etc"
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISDIR(os.lstat(etc).st_mode):
-                break
-            found.append(etc)
-            with contextlib.suppress(OSError):
-                if os.getxattr(etc, _OPAQUE) == b"y":
-                    break
-    return found
 
 
 def _find(etcs: Sequence[str], name: str) -> os.stat_result | None:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from atropos.errors import NotSupported
-from atropos.sandbox.host.files.view_links import MAX_DEPTH, below
 from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPAQUE = "user.overlay.opaque"
+MAX_DEPTH = 200
+"""Folders nested deeper are hidden."""
 
 
 class Part(NamedTuple):
@@ -74,6 +75,12 @@ def _is_whiteout(fd: int, name: str) -> bool:
     except OSError:
         return True
     return stat.S_ISCHR(seen.st_mode) and seen.st_rdev == 0
+
+
+def below(folder: LayerFolder, entry: os.DirEntry[str]) -> LayerFolder:
+    """A folder that was found in another one."""
+    found = entry.stat(follow_symlinks=False)
+    return folder.below(entry.name, (found.st_dev, found.st_ino))
 
 
 def copy_folders(source: int, copy: int, most: int, left_out: frozenset[str] = frozenset()) -> int:

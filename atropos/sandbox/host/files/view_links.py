@@ -12,12 +12,11 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 
+from atropos.sandbox.host.files.view_layers import MAX_DEPTH, below
 from atropos.sandbox.host.files.volumes import Volume
 from atropos.sandbox.linux import syscalls
 from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
 
-MAX_DEPTH = 200
-"""Folders nested deeper are hidden."""
 MAX_REMOVED = 10_000
 """Most links that are taken away, with the folders above them. A slot with more: none is followed in its view, which keeps
 half of its inodes."""
@@ -119,12 +118,6 @@ def walk(top: int) -> Iterator[tuple[LayerFolder, str, bool]]:
                         else:
                             with contextlib.suppress(FileNotFoundError):
                                 waiting.append(below(folder, entry))
-
-
-def below(folder: LayerFolder, entry: os.DirEntry[str]) -> LayerFolder:
-    """A folder that was found in another one."""
-    found = entry.stat(follow_symlinks=False)
-    return folder.below(entry.name, (found.st_dev, found.st_ino))
 
 
 def _remove(root: int, path: str) -> None:

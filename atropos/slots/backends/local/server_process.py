@@ -60,8 +60,8 @@ class ServerProcess:
         self._process = process
         self._groups = cgroup_paths.own_places()
         self.pid = process.pid
-        self.id = f"{process.pid}-{cgroup_paths.start_time(process.pid)}"
         self._name = cgroup_paths.server_name(process.pid)
+        self.id = self._name.rpartition("-")[0]
         self.port = 0
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._log = asyncio.create_task(self._follow(), name=f"log of server {self.pid}")
