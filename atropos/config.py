@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from atropos.errors import LimitTooLarge
+from atropos.resources import Resources
 from atropos.wire import LeaseLimits
 
 
@@ -36,6 +37,11 @@ class SlotLimits(BaseModel):
         default=1_000_000, ge=1000, le=16_000_000, description="output kept of a command: its head and tail"
     )
     wall_s: float = Field(default=3600, gt=0, description="longest a command may run")
+
+    @property
+    def resources(self) -> Resources:
+        """What a slot has."""
+        return Resources(self.memory_mib, self.disk_mib, self.pids, self.cpu_quota or 0)
 
 
 def _whole(path: str) -> str:
@@ -135,16 +141,19 @@ class SandboxSettings(SlotSettings):
         """What a slot of this lease may use."""
         return self.limits.model_copy(update=lease.model_dump(exclude_none=True))
 
-    def room_mib(self, limits: LeaseLimits | None) -> int:
-        """Memory of a container that a lease takes, in MiB: its own, but no less than a slot's, or than its share of processes.
+    @property
+    def slot_room(self) -> Resources:
+        """What a lease of a slot's own size takes of its container: memory, which its files are in or beside, and processes.
 
-        So leases that fit by this number alone fit into the container's memory, its processes and its number of slots.
+        Cores are shared, and a container's places for files on disk are as many as its slots.
         """
-        slot = self.limits
+        return Resources(memory_mib=self.limits.memory_mib, pids=self.limits.pids)
+
+    def room(self, limits: LeaseLimits | None) -> Resources:
+        """What a lease takes of its container: of nothing less than a slot, so that what fits by room fits by slots."""
         if limits is None:
-            return slot.memory_mib
-        pids = limits.pids or slot.pids
-        return max(slot.memory_mib, limits.memory_mib or 0, -(-pids * slot.memory_mib // slot.pids))
+            return self.slot_room
+        return self.slot_room.most(Resources(memory_mib=limits.memory_mib or 0, pids=limits.pids or 0))
 
     def check_room(self, limits: LeaseLimits, slots: int) -> None:
         """Compare what a lease asks for with a whole container.
@@ -152,12 +161,11 @@ class SandboxSettings(SlotSettings):
         Raises:
             LimitTooLarge: no container of this many slots has that.
         """
-        slot = self.limits
-        per_slot = f"{slots} slots of {{}}"
+        slot, whole = self.limits, self.slot_room * slots
         largest = {
-            "memory_mib": (slots * slot.memory_mib, per_slot.format(slot.memory_mib)),
-            "pids": (slots * slot.pids, per_slot.format(slot.pids)),
-            "disk_mib": (slots * slot.memory_mib, "files are in its memory"),
+            "memory_mib": (whole.memory_mib, f"{slots} slots of {slot.memory_mib}"),
+            "pids": (whole.pids, f"{slots} slots of {slot.pids}"),
+            "disk_mib": (whole.memory_mib, "files are in its memory"),
         }
         if self.volume == "disk":
             why = "volume='disk': places on disk have one size, set by the pool's limits"

@@ -7,6 +7,8 @@ scores it (truth 4).
 
 from __future__ import annotations
 
+from atropos.resources import NOTHING, Resources
+
 
 class SandboxError(Exception):
     """The infrastructure failed; nothing may be concluded about the model.
@@ -70,9 +72,9 @@ class PoolFull(SandboxError):
 
     code = "full"
 
-    def __init__(self, message: str, *, free_mib: int = 0) -> None:
+    def __init__(self, message: str, *, room: Resources = NOTHING) -> None:
         super().__init__(message)
-        self.free_mib = free_mib
+        self.room = room
 
 
 class NotSupported(SandboxError):

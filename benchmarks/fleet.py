@@ -24,6 +24,7 @@ from rich.table import Table
 
 from atropos import wire
 from atropos.errors import BackendUnavailable, PoolFull
+from atropos.resources import NOTHING
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.containers.fleet import Fleet, Seat
@@ -32,7 +33,7 @@ from . import machine
 from .live import measure, show
 
 SLOTS = 32
-SLOT_MIB = SlotPoolConfig().limits.memory_mib
+SLOT = SlotPoolConfig().slot_room
 
 
 class Server:
@@ -66,11 +67,11 @@ class Server:
             boot_id=self.name,
             slots=SLOTS,
             free=self.free,
-            free_mib=self.free * SLOT_MIB,
+            room=SLOT * self.free,
             leased=SLOTS - self.free,
             warming=0,
             retired=0,
-            retired_mib=0,
+            retired_room=NOTHING,
             draining=False,
             clients=1,
             uptime_s=0,
@@ -120,9 +121,9 @@ class FleetBackend(Backend):
 
 def decision_us(containers: int, rounds: int) -> float:
     """One decision of who gets which slot, in a fleet that is nine tenths full: microseconds."""
-    fleet = Fleet()
+    fleet = Fleet(SLOT)
     for n in range(containers):
-        fleet.join(Seat(f"c{n}", n), slots=SLOTS, free=SLOTS, now=0)
+        fleet.join(Seat(f"c{n}", n), slots=SLOTS, free=SLOT * SLOTS, now=0)
     for _ in range(containers * SLOTS * 9 // 10):
         fleet.ask(fleet.ticket())
     for ticket in fleet.match():
@@ -134,7 +135,7 @@ def decision_us(containers: int, rounds: int) -> float:
         for ticket in fleet.match():
             assert ticket.seat is not None
             fleet.granted(ticket)
-            fleet.returned(ticket.seat, 1, clean=True, now=0)
+            fleet.returned(ticket.seat, SLOT, clean=True, now=0)
     return (time.perf_counter() - began) / rounds * 1e6
 
 

@@ -32,6 +32,7 @@ from atropos.adapters.sharing import (
     upload_file,
 )
 from atropos.errors import ConfigError
+from atropos.resources import Resources
 from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
 from atropos.tasks.builder.accounts import profile_of
 from atropos.tasks.fit import STAND_INS, Room
@@ -190,7 +191,7 @@ class AtroposEnvironment(BaseEnvironment):
         memory = memory if memory != OLD_MEMORY_MB else 0
         room = max(memory, slot.memory_mib)
         files = min(storage, room) if storage != OLD_STORAGE_MB and self._config.volume == "memory" else 0
-        return Room(slot.memory_mib, slot.disk_mib, slot.cpu_quota).beyond(memory, files, wants.cpus)
+        return Room(slot.resources).beyond(Resources(memory_mib=memory, disk_mib=files, cpus=wants.cpus or 0))
 
     @override
     async def _apply_network_policy(self, network_policy: NetworkPolicy) -> None:

@@ -441,14 +441,13 @@ class TaskEnv(DatasetEnv):
 
 
 def _room(config: TaskEnvConfig) -> Room:
+    pool = config.pool_config()
     return Room(
-        memory_mib=config.slot_memory_mib,
-        disk_mib=config.slot_disk_mib,
-        cpus=config.slot_cpu_quota,
-        volume=config.pool_config().volume,
+        pool.limits.resources,
+        volume=pool.volume,
         network=config.allow_network,
         egress=tuple(config.egress_allow),
-        most_mib=config.slot_memory_mib * config.slots_per_container,
+        most_mib=(pool.slot_room * pool.slots_per_container).memory_mib,
     )
 
 

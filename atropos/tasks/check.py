@@ -18,6 +18,7 @@ from typing import Literal
 
 from atropos.config import ImageStoreSettings, SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
+from atropos.resources import Resources
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks.attempt import Agent, Attempt, Run
 from atropos.tasks.errors import TaskBroken, VerifierFailed
@@ -32,7 +33,7 @@ from atropos.tasks.verifier.mode import Choice, Mode, choose
 from atropos.wire import ImageState
 
 _log = logging.getLogger(__name__)
-LEAST = Room(memory_mib=1024, disk_mib=512)
+LEAST = Room(Resources(memory_mib=1024, disk_mib=512))
 """Of a slot, where no task asks for more."""
 
 
@@ -158,8 +159,9 @@ async def check(
 def _room(config: CheckConfig) -> Room:
     least = replace(LEAST, network=config.network)
     if config.memory_mib is not None:
-        return replace(least, memory_mib=config.memory_mib, disk_mib=max(LEAST.disk_mib, config.memory_mib // 2))
-    return replace(least, most_mib=max(LEAST.memory_mib, _machine_mib() * 3 // 4))
+        disk_mib = max(LEAST.slot.disk_mib, config.memory_mib // 2)
+        return replace(least, slot=Resources(memory_mib=config.memory_mib, disk_mib=disk_mib))
+    return replace(least, most_mib=max(LEAST.slot.memory_mib, _machine_mib() * 3 // 4))
 
 
 def _machine_mib() -> int:
@@ -171,19 +173,19 @@ async def _running(
     room: Room, config: CheckConfig, tasks: Sequence[Task]
 ) -> AsyncGenerator[tuple[SlotPool, asyncio.Semaphore]]:
     at_once = min(config.slots, len(tasks) * len(config.agents))
-    fitting = max(1, _machine_mib() * 3 // 4 // room.memory_mib)
+    fitting = max(1, _machine_mib() * 3 // 4 // room.slot.memory_mib)
     machines = [one for task in tasks for one in (task, *task.verifiers)]
     largest = max((one.limits.memory_mib or 0 for one in machines if one.limits), default=0)
     settings = SlotPoolConfig(
         backend=config.backend,
         base=config.base,
-        slots_per_container=max(min(at_once, fitting), -(-largest // room.memory_mib)),
+        slots_per_container=max(min(at_once, fitting), -(-largest // room.slot.memory_mib)),
         min_containers=1,
         max_containers=1,
         acquire_timeout_s=config.attempt_s,
         allow_network=config.network,
         image_store=config.image_store,
-        limits=SlotLimits(memory_mib=room.memory_mib, disk_mib=room.disk_mib),
+        limits=SlotLimits(memory_mib=room.slot.memory_mib, disk_mib=room.slot.disk_mib),
         job_id="atropos-tasks-check",
     )
     async with SlotPool(settings) as pool:

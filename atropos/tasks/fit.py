@@ -10,6 +10,7 @@ from typing import Literal
 from atropos.errors import ConfigError
 from atropos.net import egress_policy
 from atropos.net.egress_policy import WEB_PORTS, EgressRefused, Rule, parse
+from atropos.resources import NOTHING, Resources
 from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB
 from atropos.tasks.format.task import Task
 from atropos.wire import MAX_HOSTS, LeaseLimits, Limit
@@ -27,17 +28,14 @@ class Room:
     """What a slot has, and what a lease may ask for beyond that.
 
     Attributes:
-        memory_mib, disk_mib: of a plain slot.
-        cpus: of a plain slot; None: a share of the machine.
+        slot: of a plain slot; no cores: a share of the machine's.
         most_mib: memory of the largest lease, a whole container's; None: a slot's.
-        volume: where its files live; in memory they count against `memory_mib`.
+        volume: where its files live; in memory they count against that.
         network: whether programs have egress at all.
         egress: hosts that they may reach.
     """
 
-    memory_mib: int
-    disk_mib: int
-    cpus: float | None = None
+    slot: Resources
     volume: Literal["memory", "disk"] = "memory"
     network: bool = True
     egress: tuple[str, ...] = ("public",)
@@ -46,14 +44,15 @@ class Room:
     @property
     def most(self) -> int:
         """Memory of the largest lease, in MiB."""
-        return self.most_mib or self.memory_mib
+        return self.most_mib or self.slot.memory_mib
 
-    def beyond(self, memory_mib: int, files_mib: int, cpus: float | None) -> LeaseLimits | None:
+    def beyond(self, wanted: Resources) -> LeaseLimits | None:
         """What a lease asks for that wants so much; None: a plain slot has it."""
+        slot = self.slot
         found = LeaseLimits(
-            memory_mib=memory_mib if memory_mib > self.memory_mib else None,
-            disk_mib=files_mib if files_mib > self.disk_mib else None,
-            cpu_quota=cpus if cpus is not None and cpus > (self.cpus or 1) else None,
+            memory_mib=wanted.memory_mib if wanted.memory_mib > slot.memory_mib else None,
+            disk_mib=wanted.disk_mib if wanted.disk_mib > slot.disk_mib else None,
+            cpu_quota=wanted.cpus if wanted.cpus > (slot.cpus or 1) else None,
         )
         return None if found == LeaseLimits() else found
 
@@ -95,9 +94,9 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
         policy: what becomes of sizes that don't fit.
     """
     sizes = _Sizes(room, policy)
-    limits = sizes.limits(task, "environment")
+    limits = room.beyond(sizes.wanted(task, "environment"))
     refused, clamped, notes = sizes.refused, sizes.clamped, list[str]()
-    verifier = _largest([sizes.limits(machine, "verifier.environment") for machine in task.verifiers])
+    verifier = room.beyond(NOTHING.most(*(sizes.wanted(one, "verifier.environment") for one in task.verifiers)))
     for one in (task, *task.verifiers):
         image = one.image
         if image is not None and any(fnmatch.fnmatch(image, pattern) for pattern in images):
@@ -123,18 +122,6 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
     )
 
 
-def _largest(wishes: Sequence[LeaseLimits | None]) -> LeaseLimits | None:
-    """What has room for each of them."""
-    found = [one for one in wishes if one is not None]
-    if not found:
-        return None
-    return LeaseLimits(
-        memory_mib=max(one.memory_mib or 0 for one in found) or None,
-        disk_mib=max(one.disk_mib or 0 for one in found) or None,
-        cpu_quota=max(one.cpu_quota or 0 for one in found) or None,
-    )
-
-
 @dataclass
 class _Sizes:
     """Memory, files and cores of one task, and what became of its wishes."""
@@ -145,8 +132,8 @@ class _Sizes:
     clamped: list[str] = field(default_factory=list[str])
     lowered: dict[Limit, str] = field(default_factory=dict["Limit", str])
 
-    def limits(self, task: Task, table: str) -> LeaseLimits | None:
-        """What a lease for the task asks for; None: a plain slot. `table`: where task.toml says so."""
+    def wanted(self, task: Task, table: str) -> Resources:
+        """What a lease for the task needs. `table`: where task.toml says so."""
         wants, old, room = task.config.environment, task.config.old, self.room
         memory, storage = wants.memory_mb or 0, wants.storage_mb or 0
         written_out = old and memory == OLD_MEMORY_MB  # by the schema, and no wish of the author's
@@ -154,10 +141,10 @@ class _Sizes:
             text = f"{table}.memory_mb: {memory} wanted, slots have at most {room.most}"
             cure = f"raise slot_memory_mib or slots_per_container for {memory}"
             self._lower(text, cure, "memory", old=written_out)
-            memory = room.memory_mib if written_out else room.most
+            memory = room.slot.memory_mib if written_out else room.most
         own = 0 if written_out else memory
         files, needed = self._files(storage, own, memory, table, old=old and storage == OLD_STORAGE_MB)
-        return room.beyond(max(memory, needed), files, wants.cpus)
+        return Resources(memory_mib=max(memory, needed), disk_mib=files, cpus=wants.cpus or 0)
 
     def _files(self, storage: int, own: int, memory: int, table: str, *, old: bool) -> tuple[int, int]:
         """Room for files, and the memory of a lease that has it beside what programs have of their own.
@@ -165,10 +152,10 @@ class _Sizes:
         Files on disk need no memory, and those of a lowered wish lie in what the lease has.
         """
         room = self.room
-        if storage > room.disk_mib and (room.volume == "disk" or old):  # a default is no reason for a larger lease
-            there = room.disk_mib
+        if storage > room.slot.disk_mib and (room.volume == "disk" or old):  # a default is no reason for a larger lease
+            there = room.slot.disk_mib
             if room.volume == "memory":
-                there = max(there, min(storage, memory or room.memory_mib))
+                there = max(there, min(storage, memory or room.slot.memory_mib))
             text = f"{table}.storage_mb: {storage} wanted, slots have {there}"
             self._lower(text, f"raise slot_disk_mib to {storage}", "disk", old=old)
             return there, 0
@@ -179,7 +166,7 @@ class _Sizes:
             )
             cure = f"raise slot_memory_mib or slots_per_container for {own + storage}, or keep slots' files on disk"
             self._lower(text, cure, "disk", old=old)
-            return max(room.disk_mib, min(storage, memory or room.memory_mib)), 0
+            return max(room.slot.disk_mib, min(storage, memory or room.slot.memory_mib)), 0
         return storage, own + storage if room.volume == "memory" else 0
 
     def _lower(self, text: str, cure: str, limit: Limit, *, old: bool) -> None:

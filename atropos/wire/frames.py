@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field, TypeAdapter
 
+from atropos.resources import Resources
 from atropos.wire.base import DEFERRED, VERSION, WireMessage
 from atropos.wire.operations import Operation
 from atropos.wire.results import OpResult
@@ -115,7 +116,7 @@ class Capacity(WireMessage):
     """A slot came free; a hint to retry for clients that were refused (409) since the last one."""
 
     kind: Literal["capacity"] = "capacity"
-    free_mib: int
+    room: Resources
 
 
 ClientMessage = Annotated[Hello | Call | Cancel | Ack | Heartbeat, Field(discriminator="kind")]

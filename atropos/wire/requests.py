@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, Json
 
+from atropos.resources import Resources
 from atropos.wire.base import VERSION, ChosenId, WireMessage
 from atropos.wire.operations import Operation
 
@@ -260,11 +261,11 @@ class Status(WireMessage):
     version: int = VERSION
     slots: int
     free: int = Field(description="leases of the default size that there is room for")
-    free_mib: int = Field(description="memory that can be leased")
+    room: Resources = Field(description="what can be leased")
     leased: int
     warming: int
     retired: int
-    retired_mib: int = Field(description="memory of the retired slots")
+    retired_room: Resources = Field(description="what the retired slots may still use")
     draining: bool
     clients: int
     live: tuple[str, ...] = Field(
@@ -291,4 +292,4 @@ class Problem(WireMessage):
 
     code: str
     message: str
-    free_mib: int | None = None
+    room: Resources | None = None

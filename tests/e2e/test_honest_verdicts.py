@@ -99,7 +99,7 @@ async def test_the_operator_says_which_processes_stay(pool, tmp_path, keep, loop
 async def sized(pool, task):
     """An attempt in a slot that is as large as there is room for."""
     limits = pool.config.limits
-    task = fit(task, Room(memory_mib=limits.memory_mib, disk_mib=limits.disk_mib)).sized(task)
+    task = fit(task, Room(limits.resources)).sized(task)
     async with Attempt(pool, task) as run:
         await run.slot.release()
         prepared = await run.images.prepare(task)

@@ -138,7 +138,7 @@ async def test_a_storm_of_mixed_sizes_leaves_a_plain_pool(pool):
     assert done >= 20
     await until(lambda: pool.stats().free == 4, "the slots of the cancelled ones back")
     status = await next(iter(pool.links.values())).client.status()
-    assert (status.free, status.free_mib, status.leased) == (4, 384, 0)
+    assert (status.free, status.room.memory_mib, status.leased) == (4, 384, 0)
     held = [await pool.acquire(f"p{n}") for n in range(4)]
     for slot in held:
         assert (await slot.exec(take(144), timeout_s=60)).limit == "memory"

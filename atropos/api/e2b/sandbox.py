@@ -125,7 +125,7 @@ class Sandbox:
             "endAt": iso(self.started + self.end - self.began),
             "envdVersion": ENVD_VERSION,
             "cpuCount": max(1, int(limits.cpu_quota or 1)),
-            "memoryMB": self.slot.mib,
+            "memoryMB": self.slot.room.memory_mib,
             "diskSizeMB": limits.disk_mib or 0,
             "state": self.state,
             "lifecycle": {"autoResume": self.auto_resume, "onTimeout": self.on_timeout},

@@ -195,8 +195,8 @@ def _containers(pool: SlotPool) -> list[ContainerSlots]:
 
 
 def _container(seat: Seat) -> ContainerSlots:
-    slot_mib = seat.capacity // seat.slots if seat.slots else 1
-    leased = -(-(seat.leased_mib + seat.reserved_mib) // slot_mib)
-    free = max(0, seat.free) // slot_mib
+    slot = seat.capacity // max(1, seat.slots)
+    leased = (seat.leased_room + seat.reserved_room).parts(slot)
+    free = seat.free.holds(slot)
     others = max(0, seat.slots - leased - free - seat.retired)
     return ContainerSlots(f"{seat.index} {seat.key}", leased, free, seat.retired, others, ready=seat.open)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
+from atropos.resources import Resources
 from atropos.slots.config import SlotPoolConfig
 
-SERVER_MEMORY_MIB = 256
-"""Memory of a container in addition to its slots', for the server and warm sandboxes, in MiB."""
-SERVER_PIDS = 512
-"""Processes and threads of a container in addition to its slots': the server, bubblewrap and the runners."""
+SERVER_ROOM = Resources(memory_mib=256, pids=512)
+"""What a container has beside its slots': for the server, bubblewrap, the runners and warm sandboxes."""
 SERVER_COMMAND = ("python3", "-P", "-m", "atropos.sandbox", "--config", "-")
 """Starts the server in an image, its settings on stdin."""
 CONTAINER_PORT = 8787
@@ -57,16 +56,10 @@ class ContainerSpec:
         return {**config, "slots": self.server.slots}
 
     @property
-    def container_memory_mib(self) -> int:
-        """Memory limit of the container: enough that a full slot reaches its own limit first."""
-        if self.memory_mib is not None:
-            return self.memory_mib
-        return SERVER_MEMORY_MIB + self.server.slots * self.server.limits.memory_mib
-
-    @property
-    def container_pids(self) -> int:
-        """Most processes and threads in the container."""
-        return SERVER_PIDS + self.server.slots * self.server.limits.pids
+    def room(self) -> Resources:
+        """Limits of the container: enough that a full slot reaches its own limit first, unless `memory_mib` is less."""
+        whole = SERVER_ROOM + self.server.slot_room * self.server.slots
+        return whole if self.memory_mib is None else replace(whole, memory_mib=self.memory_mib)
 
     @property
     def stop_s(self) -> float:
@@ -75,9 +68,8 @@ class ContainerSpec:
 
     def fingerprint(self, image_id: str = "") -> str:
         """A hash of image, settings and sizes: containers with the same are interchangeable."""
-        text = json.dumps(
-            [image_id or self.image, self.config(), self.container_memory_mib, self.container_pids], sort_keys=True
-        )
+        sizes = [self.room.memory_mib, self.room.pids]
+        text = json.dumps([image_id or self.image, self.config(), *sizes], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

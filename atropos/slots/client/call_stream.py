@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from atropos import tracing
 from atropos.aio import Backoff, cancel_and_wait, receive_small, set_within
 from atropos.errors import BackendUnavailable, OutcomeUnknown, SandboxError, SlotLost, from_code
+from atropos.resources import Resources
 from atropos.slots.client.acknowledgements import Acknowledgements
 from atropos.wire import (
     MAX_FRAME_BYTES,
@@ -91,7 +92,7 @@ class StreamEvents:
     """
 
     lease_ended: Callable[[LeaseEnded], None]
-    capacity: Callable[[int], None]
+    capacity: Callable[[Resources], None]
     lost: Callable[[str], None]
     holds: Callable[[], tuple[str, ...]]
     beat_s: Callable[[], float]
@@ -369,7 +370,7 @@ class CallStream:
             elif isinstance(message, LeaseEnded):
                 self._events.lease_ended(message)
             elif isinstance(message, Capacity):
-                self._events.capacity(message.free_mib)
+                self._events.capacity(message.room)
             elif isinstance(message, Draining):
                 self.draining = True
 

@@ -23,6 +23,7 @@ from atropos.errors import (
     SlotLost,
     from_code,
 )
+from atropos.resources import Resources
 from atropos.slots.client.call_stream import CallStream, FrameLimit, StreamEvents
 from atropos.slots.client.server_images import NO_ARCHIVES, Archive, ServerImages
 from atropos.slots.client.server_requests import NotFound, ServerRequests
@@ -62,7 +63,7 @@ class SandboxClient:
         frames: most calls in a frame. No call waits on purpose to be batched: it is sent as soon as the connection can
             take it.
         on_lease_ended: called when the server ended a lease that this client holds.
-        on_capacity: called with the free memory, in MiB, when a slot came free after an acquire was refused.
+        on_capacity: called with the free room when a slot came free after an acquire was refused.
         reconnect_s: how long a lost connection is tried for before the client is `lost`.
         certificate: in PEM, the only one that the server may show.
         archives: by their names, of images that only this process can read; looked up when the server needs one.
@@ -81,7 +82,7 @@ class SandboxClient:
         client_id: str,
         frames: FrameLimit | None = None,
         on_lease_ended: Callable[[LeaseEnded], None] | None = None,
-        on_capacity: Callable[[int], None] | None = None,
+        on_capacity: Callable[[Resources], None] | None = None,
         reconnect_s: float = 15.0,
         certificate: str | None = None,
         archives: Mapping[str, Archive] = NO_ARCHIVES,
@@ -364,8 +365,8 @@ class SandboxClient:
             del self._held[message.lease_id]
             self._report(self._on_lease_ended, message)
 
-    def _capacity(self, free_mib: int) -> None:
-        self._report(self._on_capacity, free_mib)
+    def _capacity(self, room: Resources) -> None:
+        self._report(self._on_capacity, room)
 
     def _report(self, callback: Callable[[R], None] | None, news: R) -> None:
         """Call the owner's callback; its failure must not end the stream."""

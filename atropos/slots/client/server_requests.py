@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from atropos.aio import Backoff, set_within
 from atropos.errors import BackendUnavailable, ConfigError, PoolFull, SandboxError, SlotLost, from_code
 from atropos.net.tls import client_context
+from atropos.resources import NOTHING
 from atropos.slots.client.call_stream import CONNECT_S, PAUSE_S, ClientRefused
 from atropos.wire import Lease, Problem
 
@@ -225,7 +226,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
     if response.status == 404:
         raise NotFound(found.message)
     if found.code == PoolFull.code:
-        raise PoolFull(found.message, free_mib=found.free_mib or 0)
+        raise PoolFull(found.message, room=found.room or NOTHING)
     raise from_code(found.code, found.message)
 
 

@@ -1,7 +1,6 @@
 """Which waiting acquire gets room in which container: plain data and no awaits, O(log n) a decision for leases of one slot.
 
-Room is counted in MiB of a container's memory: a lease takes a slot's, a large one more (`SandboxSettings.room_mib`). A
-large lease that fits nowhere has one container kept for it: what comes free there waits for it, while those behind it go on
+Room is what leases take of a container: each a slot's, a large one more (`SandboxSettings.room`). A large lease that fits nowhere has one container kept for it: what comes free there waits for it, while those behind it go on
 in the others. So it is passed only by leases that could not have helped it, and for as long as that container's leases last.
 
 Counts are what this pool knows: its own leases exactly, other clients' by the containers' answers. A container that
@@ -17,6 +16,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from atropos.resources import NOTHING, Resources
+
 
 @dataclass(eq=False, slots=True)
 class Seat:
@@ -26,11 +27,11 @@ class Seat:
         key: the backend's id of the container.
         index: its place in the scaling order; the lowest with a free slot is used first, so that the highest get idle.
         slots: how many it has in all.
-        capacity: their memory, in MiB.
-        free: memory thought leasable, that of grants under way not among it.
-        reserved, reserved_mib: grants under way, and their memory.
-        leased, leased_mib: leases that this pool holds.
-        retired, retired_mib: slots that the container has retired.
+        capacity: all room.
+        free: room thought leasable, that of grants under way not among it.
+        reserved, reserved_room: grants under way, and what they take.
+        leased, leased_room: leases that this pool holds.
+        retired, retired_room: slots that the container has retired.
         pins: snapshots that are kept there, and images that are being prepared; while there are any the container is in use.
         idle_since: when it was last in use (or it joined), on the caller's monotonic clock, seconds.
         kept_for: the large lease that gets what comes free here.
@@ -39,14 +40,14 @@ class Seat:
     key: str
     index: int
     slots: int = 0
-    capacity: int = 0
-    free: int = 0
+    capacity: Resources = NOTHING
+    free: Resources = NOTHING
     reserved: int = 0
-    reserved_mib: int = 0
+    reserved_room: Resources = NOTHING
     leased: int = 0
-    leased_mib: int = 0
+    leased_room: Resources = NOTHING
     retired: int = 0
-    retired_mib: int = 0
+    retired_room: Resources = NOTHING
     pins: int = 0
     idle_since: float = 0.0
     open: bool = False
@@ -55,16 +56,16 @@ class Seat:
 
     @property
     def unaccounted(self) -> bool:
-        """Whether some memory is neither free nor this pool's: another client's, warming, or of a lost answer."""
-        return self.free + self.reserved_mib + self.leased_mib + self.retired_mib < self.capacity
+        """Whether some room is neither free nor this pool's: another client's, warming, or of a lost answer."""
+        return not self.capacity.fits(self.free + self.reserved_room + self.leased_room + self.retired_room)
 
-    def has_room(self, mib: int) -> bool:
-        """Whether a lease of this much memory may go here now: what is kept for a large one is no room."""
-        return self.free >= mib and self.kept_for is None
+    def has_room(self, room: Resources) -> bool:
+        """Whether a lease that takes so much may go here now: what is kept for a large one is no room."""
+        return self.kept_for is None and room.fits(self.free)
 
-    def can_hold(self, mib: int) -> bool:
-        """Whether a lease of this much memory fits here once all others have ended."""
-        return self.capacity - self.retired_mib >= mib
+    def can_hold(self, room: Resources) -> bool:
+        """Whether a lease that takes so much fits here once all others have ended."""
+        return room.fits(self.capacity - self.retired_room)
 
     @property
     def busy(self) -> bool:
@@ -74,7 +75,7 @@ class Seat:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One waiting acquire: of `mib` memory.
+    """One waiting acquire, whose lease takes `room`.
 
     Attributes:
         pin: the only container that can serve it, since it has the snapshot; None: any.
@@ -82,7 +83,7 @@ class Ticket:
     """
 
     seq: int
-    mib: int
+    room: Resources
     pin: Seat | None = None
     waiting: bool = False
     seat: Seat | None = None
@@ -102,18 +103,18 @@ class Fleet:
         seats: of these, the ones that have joined, by their ids.
         ready: of these, the ones that take new leases.
         waiting: acquires that any container could serve.
-        waiting_mib: memory that these ask for.
-        unprepared_mib: memory of acquires that are not in line yet, for want of their image.
-        slot_mib: memory of a slot.
+        waiting_room: what these ask for.
+        unprepared_room: what acquires ask for that are not in line yet, for want of their image.
+        slot_room: what a lease of a slot's own size takes.
     """
 
-    slot_mib: int = 1
+    slot_room: Resources
     expected: set[Seat] = field(default_factory=set[Seat])
     seats: dict[str, Seat] = field(default_factory=dict[str, Seat])
     ready: int = 0
     waiting: int = 0
-    waiting_mib: int = 0
-    unprepared_mib: int = 0
+    waiting_room: Resources = NOTHING
+    unprepared_room: Resources = NOTHING
     _kept: set[Seat] = field(default_factory=set[Seat])
     _grown: set[Seat] = field(default_factory=set[Seat])
     """Containers that got more room while some were kept, and those that are kept no more."""
@@ -125,7 +126,7 @@ class Fleet:
     @property
     def free(self) -> int:
         """Leases of a slot's own size that there is room for."""
-        return sum(seat.free // self.slot_mib for seat in self.seats.values())
+        return sum(seat.free.holds(self.slot_room) for seat in self.seats.values())
 
     @property
     def leased(self) -> int:
@@ -144,14 +145,14 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------ containers
 
-    def join(self, seat: Seat, *, slots: int, free: int, now: float) -> None:
-        """A container can be used from now on; `free` in MiB."""
+    def join(self, seat: Seat, *, slots: int, free: Resources, now: float) -> None:
+        """A container can be used from now on."""
         if seat.key in self.seats:
             raise ValueError(f"container {seat.key} is already in the fleet")
         self.seats[seat.key] = seat
         self.expected.add(seat)
         seat.slots = slots
-        seat.capacity = slots * self.slot_mib
+        seat.capacity = self.slot_room * slots
         seat.idle_since = now
         seat.open = True
         self.ready += 1
@@ -164,7 +165,7 @@ class Fleet:
             The waiting tickets that only it could have served; they wait no more.
         """
         if seat.open:
-            self._set_free(seat, 0)
+            self._set_free(seat, NOTHING)
             seat.open = False
             self.ready -= 1
         self._put_back(seat)
@@ -178,14 +179,15 @@ class Fleet:
         self.expected.discard(seat)
         stranded = self.close(seat)
         self.seats.pop(seat.key, None)
-        seat.leased = seat.leased_mib = seat.reserved = seat.reserved_mib = 0
+        seat.leased = seat.reserved = 0
+        seat.leased_room = seat.reserved_room = NOTHING
         return stranded
 
     # --------------------------------------------------------------------------------------------------- waiting
 
-    def ticket(self, pin: Seat | None = None, mib: int | None = None) -> Ticket:
-        """A place in the line, for a slot's memory or `mib`; `ask` puts it there."""
-        return Ticket(next(self._seq), self.slot_mib if mib is None else mib, pin)
+    def ticket(self, pin: Seat | None = None, room: Resources | None = None) -> Ticket:
+        """A place in the line, for a slot's room or `room`; `ask` puts it there."""
+        return Ticket(next(self._seq), room or self.slot_room, pin)
 
     def ask(self, ticket: Ticket) -> None:
         """Wait for a slot. Asking again, after a refusal, keeps the ticket's place."""
@@ -195,17 +197,17 @@ class Fleet:
         ticket.seat = None
         if ticket.pin is None:
             self.waiting += 1
-            self.waiting_mib += ticket.mib
+            self.waiting_room += ticket.room
             heapq.heappush(self._line, (ticket.seq, ticket))
         else:
             heapq.heappush(self._pinned.setdefault(ticket.pin, []), (ticket.seq, ticket))
 
-    def missed(self, seat: Seat) -> int:
-        """Memory that this container's next waiter wants, where the container is thought to have less free."""
+    def missed(self, seat: Seat) -> Resources:
+        """What this container's next waiter wants, where the container is thought to have less free."""
         pinned = self._pinned.get(seat)
         line = [seat.kept_for, pinned[0][1] if pinned else None, self._longest()]
-        mib = next((ticket.mib for ticket in line if ticket is not None), 0)
-        return mib if seat.free < mib else 0
+        room = next((ticket.room for ticket in line if ticket is not None), NOTHING)
+        return NOTHING if room.fits(seat.free) else room
 
     @property
     def wanted_slots(self) -> int:
@@ -213,8 +215,8 @@ class Fleet:
 
         What is free after `match` serves none of those in line, and the others as far as it goes.
         """
-        unprepared = -(-self.unprepared_mib // self.slot_mib)
-        return -(-self.waiting_mib // self.slot_mib) + (max(0, unprepared - self.free) if unprepared else 0)
+        unprepared = self.unprepared_room.parts(self.slot_room)
+        return self.waiting_room.parts(self.slot_room) + (max(0, unprepared - self.free) if unprepared else 0)
 
     def withdraw(self, ticket: Ticket) -> None:
         """Remove a ticket from the line. Idempotent."""
@@ -267,25 +269,25 @@ class Fleet:
                 ticket = pinned[0][1]
             else:
                 heapq.heappop(self._line)
-            if ticket.mib <= seat.free:
+            if ticket.room.fits(seat.free):
                 yield self._reserve(ticket, seat)
             else:
                 self._keep(seat, ticket)
         for ticket in unplaced:
             heapq.heappush(self._line, (ticket.seq, ticket))
-        for seat in [seat for seat in self._pinned if seat.free > 0]:
-            while seat.kept_for is None and (line := self._pinned.get(seat)) and line[0][0] < before and seat.free > 0:
-                if (ticket := line[0][1]).mib <= seat.free:
+        for seat in [seat for seat in self._pinned if seat.free]:
+            while seat.kept_for is None and (line := self._pinned.get(seat)) and line[0][0] < before and seat.free:
+                if (ticket := line[0][1]).room.fits(seat.free):
                     yield self._reserve(ticket, seat)
                 else:
                     self._keep(seat, ticket)
 
     def _room_for_kept(self, ticket: Ticket, seat: Seat) -> Seat | None:
         """Where a large one for whom `seat` is kept has room by now: there, or in another container that got some."""
-        if ticket.mib <= seat.free:
+        if ticket.room.fits(seat.free):
             return seat
         others = self._grown if ticket.pin is None else ()
-        return min((each for each in others if each.has_room(ticket.mib)), key=lambda each: each.index, default=None)
+        return min((each for each in others if each.has_room(ticket.room)), key=lambda each: each.index, default=None)
 
     # ---------------------------------------------------------------------------------------------------- leases
 
@@ -294,48 +296,48 @@ class Fleet:
         seat = self._unreserve(ticket)
         if seat is not None:
             seat.leased += 1
-            seat.leased_mib += ticket.mib
+            seat.leased_room += ticket.room
 
-    def refused(self, ticket: Ticket, *, free: int) -> None:
-        """A reservation was refused: the container says how much memory it has free, in MiB."""
+    def refused(self, ticket: Ticket, *, free: Resources) -> None:
+        """A reservation was refused: the container says what it has free."""
         if (seat := self._unreserve(ticket)) is not None:
-            self._set_free(seat, max(0, free - seat.reserved_mib))
+            self._set_free(seat, free - seat.reserved_room)
 
     def cancel_reservation(self, ticket: Ticket) -> None:
         """A reservation was never used; its room is free again."""
         if (seat := self._unreserve(ticket)) is not None:
-            self._set_free(seat, seat.free + ticket.mib)
+            self._set_free(seat, seat.free + ticket.room)
 
     def abandon_reservation(self, ticket: Ticket) -> None:
         """A reservation ended without an answer; its room counts as taken until the container says otherwise."""
         self._unreserve(ticket)
 
-    def returned(self, seat: Seat, mib: int, *, clean: bool, now: float) -> None:
-        """A lease of this much memory ended. Unless its slot is `clean`, its room counts as taken until the container says otherwise."""
+    def returned(self, seat: Seat, room: Resources, *, clean: bool, now: float) -> None:
+        """A lease that took `room` ended. Unless its slot is `clean`, its room counts as taken until the container says otherwise."""
         if self.seats.get(seat.key) is not seat:
             return
         seat.leased -= 1
-        seat.leased_mib -= mib
+        seat.leased_room -= room
         seat.idle_since = now
         if clean:
-            self._set_free(seat, seat.free + mib)
+            self._set_free(seat, seat.free + room)
 
-    def counted(self, seat: Seat, free: int) -> None:
-        """The container's own count of free MiB, which may or may not include the grants under way: the smaller is believed."""
-        self._set_free(seat, max(0, free - seat.reserved_mib))
-        if seat.kept_for is not None and seat.kept_for.pin is None and not seat.can_hold(seat.kept_for.mib):
+    def counted(self, seat: Seat, free: Resources) -> None:
+        """The container's own count of what is free, grants under way among it or not: the smaller is believed."""
+        self._set_free(seat, free - seat.reserved_room)
+        if seat.kept_for is not None and seat.kept_for.pin is None and not seat.can_hold(seat.kept_for.room):
             self._put_back(seat)
 
     # --------------------------------------------------------------------------------------------------- inside
 
-    def _set_free(self, seat: Seat, free: int) -> None:
+    def _set_free(self, seat: Seat, free: Resources) -> None:
         if not seat.open:
             return
-        free = min(free, max(0, seat.capacity - seat.leased_mib - seat.reserved_mib))
-        if free > seat.free and self._kept:
+        free = free.least(seat.capacity - seat.leased_room - seat.reserved_room)
+        if self._kept and not free.fits(seat.free):
             self._grown.add(seat)
         seat.free = free
-        if free > 0 and not seat.queued:
+        if free and not seat.queued:
             seat.queued = True
             # a container that was reconnected has a new seat of the same key: the number distinguishes them
             heapq.heappush(self._open, (seat.index, seat.key, next(self._seq), seat))
@@ -346,8 +348,8 @@ class Fleet:
             self._unpin(ticket, seat)
         ticket.seat = seat
         seat.reserved += 1
-        seat.reserved_mib += ticket.mib
-        self._set_free(seat, seat.free - ticket.mib)
+        seat.reserved_room += ticket.room
+        self._set_free(seat, seat.free - ticket.room)
         return ticket
 
     def _unreserve(self, ticket: Ticket) -> Seat | None:
@@ -356,7 +358,7 @@ class Fleet:
         if seat is None or self.seats.get(seat.key) is not seat:
             return None
         seat.reserved -= 1
-        seat.reserved_mib -= ticket.mib
+        seat.reserved_room -= ticket.room
         return seat
 
     def _keep(self, seat: Seat, ticket: Ticket) -> None:
@@ -381,7 +383,7 @@ class Fleet:
         ticket.waiting = False
         if ticket.pin is None:
             self.waiting -= 1
-            self.waiting_mib -= ticket.mib
+            self.waiting_room -= ticket.room
 
     def _unpin(self, ticket: Ticket, seat: Seat) -> None:
         line = self._pinned[seat]
@@ -403,19 +405,21 @@ class Fleet:
 
         That may be one which is kept for a later ticket.
         """
-        if ticket.mib <= self.slot_mib:
+        if ticket.room.fits(self.slot_room):
             return self._lowest()
-        roomy = (entry for entry in self._open if entry[3].has_room(ticket.mib))
+        roomy = (entry for entry in self._open if entry[3].has_room(ticket.room))
         if (found := min(roomy, default=None)) is not None:
             return found[3]
-        fitting = (seat for seat in self.seats.values() if seat.open and seat.can_hold(ticket.mib))
+        fitting = (seat for seat in self.seats.values() if seat.open and seat.can_hold(ticket.room))
         may = (seat for seat in fitting if seat.kept_for is None or seat.kept_for.comes_after(ticket))
-        return max(may, key=lambda seat: (seat.kept_for is None, seat.free, -seat.index), default=None)
+        return max(
+            may, key=lambda seat: (seat.kept_for is None, seat.free.holds(self.slot_room), -seat.index), default=None
+        )
 
     def _lowest(self) -> Seat | None:
         while self._open:
             seat = self._open[0][3]
-            if seat.open and seat.has_room(self.slot_mib):
+            if seat.open and seat.has_room(self.slot_room):
                 return seat
             seat.queued = False
             heapq.heappop(self._open)

@@ -11,6 +11,7 @@ from typing import Protocol
 from atropos import wire
 from atropos.aio import Backoff, backoff_s, set_within
 from atropos.errors import IsolationUnavailable, LeaseExpired, SandboxError, SlotLost, from_code
+from atropos.resources import Resources
 from atropos.slots.backends.base import Container
 from atropos.slots.client import SandboxClient
 from atropos.slots.containers.fleet import Seat
@@ -27,8 +28,8 @@ CLOSE_S = 3.0
 RELEASE_TRIES = 6
 """Attempts to release a slot before its container counts as broken."""
 
-ClientFactory = Callable[[Container, Callable[[wire.LeaseEnded], None], Callable[[int], None]], SandboxClient]
-"""Makes the client of a container, from callbacks for ended leases and for free memory, in MiB; tests put a model in its place."""
+ClientFactory = Callable[[Container, Callable[[wire.LeaseEnded], None], Callable[[Resources], None]], SandboxClient]
+"""Makes the client of a container, from callbacks for ended leases and for free room; tests put a model in its place."""
 
 
 class LeasedSlot(Protocol):
@@ -40,8 +41,8 @@ class LeasedSlot(Protocol):
         ...
 
     @property
-    def mib(self) -> int:
-        """Memory of its container that it takes."""
+    def room(self) -> Resources:
+        """What it takes of its container."""
         ...
 
     def end(self, reason: SandboxError) -> None:
@@ -104,7 +105,7 @@ class ContainerLink:
 
     def __repr__(self) -> str:
         seat = self.seat
-        return f"<ContainerLink {self.container.id}: {seat.free} of {seat.capacity} MiB free, {seat.leased} leased>"
+        return f"<ContainerLink {self.container.id}: {seat.free} of {seat.capacity} free, {seat.leased} leased>"
 
     # ------------------------------------------------------------------------------------------------------- life
 
@@ -141,8 +142,8 @@ class ContainerLink:
     def join(self, status: wire.Status) -> None:
         """Add the connected container to the fleet."""
         state = self.state
-        state.fleet.join(self.seat, slots=status.slots, free=status.free_mib, now=state.now())
-        self.seat.retired, self.seat.retired_mib = status.retired, status.retired_mib
+        state.fleet.join(self.seat, slots=status.slots, free=status.room, now=state.now())
+        self.seat.retired, self.seat.retired_room = status.retired, status.retired_room
         if self.seat.unaccounted:
             state.doubtful.add(self.container.id)
         if status.draining:
@@ -190,15 +191,15 @@ class ContainerLink:
 
     # --------------------------------------------------------------------------------------------------- releases
 
-    async def release(self, lease: wire.Lease, mib: int) -> None:
-        """Release a slot of so much memory, retrying until the server confirms it; one that never does is replaced."""
+    async def release(self, lease: wire.Lease, room: Resources) -> None:
+        """Release a slot that takes `room`, retrying until the server confirms it; one that never does is replaced."""
         for attempt in range(RELEASE_TRIES):
             if self.gone is not None:
                 return
             try:
                 result = await self.client.release(lease)
             except (LeaseExpired, SlotLost):
-                self._returned(lease, mib, clean=False)
+                self._returned(lease, room, clean=False)
                 return
             except SandboxError as error:
                 log.info("slot %s could not be released yet: %s", lease.slot, error)
@@ -207,16 +208,16 @@ class ContainerLink:
             if result.released:
                 self.state.counters.reset_s.append(result.reset_s)
                 self.state.counters.reset.observe(result.reset_s, "ok" if result.clean else "retired")
-            self._returned(lease, mib, clean=result.clean and result.released)
+            self._returned(lease, room, clean=result.clean and result.released)
             return
         await self.condemn(f"slot {lease.slot} could not be given back")
 
-    def _returned(self, lease: wire.Lease, mib: int, *, clean: bool) -> None:
+    def _returned(self, lease: wire.Lease, room: Resources, *, clean: bool) -> None:
         state = self.state
         if self.slots.pop(lease.lease_id, None) is None:
             return  # counted as lost
         state.counters.releases += 1
-        state.fleet.returned(self.seat, mib, clean=clean, now=state.now())
+        state.fleet.returned(self.seat, room, clean=clean, now=state.now())
         if not clean:
             self.recount()
         if not self.seat.open:
@@ -232,17 +233,17 @@ class ContainerLink:
             return
         slot.end(from_code(message.code, message.message))
         self.state.counters.lost += 1
-        self.state.fleet.returned(self.seat, slot.mib, clean=False, now=self.state.now())
+        self.state.fleet.returned(self.seat, slot.room, clean=False, now=self.state.now())
         self.recount()
 
-    def _capacity(self, free_mib: int) -> None:
+    def _capacity(self, room: Resources) -> None:
         """A slot came free in a container that had refused."""
         if self.gone is None and self.seat.key in self.state.fleet.seats:
-            self.state.fleet.counted(self.seat, free_mib)
+            self.state.fleet.counted(self.seat, room)
             self.state.serve()
 
     def recount(self, *, wait: bool = False) -> None:
-        """Poll the container's count of free memory soon, and repeatedly while acquires wait for a slot that it may have.
+        """Poll the container's count of free room soon, and repeatedly while acquires wait for a slot that it may have.
 
         Args:
             wait: pause first, since it was just polled.
@@ -256,8 +257,8 @@ class ContainerLink:
 
     def _counted(self, status: wire.Status) -> None:
         """Record the container's own count."""
-        self.seat.retired, self.seat.retired_mib = status.retired, status.retired_mib
-        self.state.fleet.counted(self.seat, status.free_mib)
+        self.seat.retired, self.seat.retired_room = status.retired, status.retired_room
+        self.state.fleet.counted(self.seat, status.room)
         if status.draining:
             self.close()
         self.state.serve()

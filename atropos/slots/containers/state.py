@@ -33,7 +33,7 @@ class SharedState:
         self.config = config
         self.backend = backend
         self.phase: Literal["new", "starting", "running", "stopping", "stopped"] = "new"
-        self.fleet = Fleet(config.limits.memory_mib)
+        self.fleet = Fleet(config.slot_room)
         self.counters = Counters()
         self.tasks = Tasks("pool")
         self.returning: set[asyncio.Task[None]] = set()

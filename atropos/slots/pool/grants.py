@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 from atropos import tracing, wire
 from atropos.aio import Allowance
 from atropos.errors import ImageUnavailable, PoolFull, SandboxError, SlotLost
+from atropos.resources import NOTHING, Resources
 from atropos.slots.containers.fleet import Seat, Ticket
 from atropos.slots.containers.link import ContainerLink
 from atropos.slots.containers.state import SharedState
@@ -49,14 +50,14 @@ class Grants:
         """
         if image is None:
             return await self._acquire(wanted, snapshot, timeout_s)
-        mib = self._state.config.room_mib(wanted.limits)
+        room = self._state.config.room(wanted.limits)
         before: set[str] = set()
         while True:
             known = {*self._links}
             try:
-                name = await self._images.ready(image, mib)
+                name = await self._images.ready(image, room)
             except SlotLost:  # by others, which the lease waits for
-                name = await self._images.ready(image, mib)
+                name = await self._images.ready(image, room)
             try:
                 return await self._acquire(wanted.model_copy(update={"image": name}), snapshot, timeout_s)
             except ImageUnavailable:  # removed there for others, or in a container that came since
@@ -68,22 +69,22 @@ class Grants:
     async def _acquire(self, wanted: wire.LeaseRequest, snapshot: Snapshot | None, timeout_s: float) -> Slot:
         state = self._state
         started = state.now()
-        ticket = state.fleet.ticket(mib=state.config.room_mib(wanted.limits))
+        ticket = state.fleet.ticket(room=state.config.room(wanted.limits))
         async with self._measured(ticket, snapshot, timeout_s):
             while True:
                 state.require_running()
-                ticket.pin = self._pin(ticket.mib, snapshot, wanted.image)
+                ticket.pin = self._pin(ticket.room, snapshot, wanted.image)
                 link = await self._seat(ticket)
                 request = wanted.model_copy(update={"lease_id": secrets.token_hex(16)})
                 if link is not None and (slot := await self._finish(link, ticket, request, snapshot)) is not None:
                     state.counters.acquire_s.append(state.now() - started)
                     return slot
 
-    def _pin(self, mib: int, snapshot: Snapshot | None, image: str | None) -> Seat | None:
-        """The container that a lease of so much memory must go to; None: any."""
+    def _pin(self, room: Resources, snapshot: Snapshot | None, image: str | None) -> Seat | None:
+        """The container that a lease that takes `room` must go to; None: any."""
         if snapshot is not None:
-            return snapshot.pin(mib)
-        return None if image is None else self._images.pin(image, mib)
+            return snapshot.pin(room)
+        return None if image is None else self._images.pin(image, room)
 
     @contextlib.asynccontextmanager
     async def _measured(self, ticket: Ticket, snapshot: Snapshot | None, timeout_s: float) -> AsyncGenerator[None]:
@@ -143,9 +144,9 @@ class Grants:
         try:
             lease = await link.client.acquire(request)
         except PoolFull as error:
-            state.fleet.refused(ticket, free=error.free_mib)
+            state.fleet.refused(ticket, free=error.room)
             link.recount(wait=True)
-            if error.free_mib >= ticket.mib:
+            if ticket.room.fits(error.room):
                 await asyncio.sleep(REFUSED_S)
             return None
         except SandboxError as error:
@@ -155,7 +156,7 @@ class Grants:
                 state.serve()
                 raise
             log.info("container %s refused a lease: %s", link.container.id, error)
-            state.fleet.refused(ticket, free=0)
+            state.fleet.refused(ticket, free=NOTHING)
             link.recount(wait=True)
             return None
         except BaseException:
@@ -168,7 +169,7 @@ class Grants:
         if lease.limit_note not in (None, self._limits_noted):
             self._limits_noted = lease.limit_note
             log.warning("slots of container %s lack %s", link.container.id, lease.limit_note)
-        slot = link.slots[lease.lease_id] = Slot(link, lease, request, ticket.mib)
+        slot = link.slots[lease.lease_id] = Slot(link, lease, request, ticket.room)
         return slot
 
     async def _bring_snapshot(self, snapshot: Snapshot, link: ContainerLink, ticket: Ticket) -> bool:
@@ -183,8 +184,8 @@ class Grants:
             log.warning("snapshot %s could not be copied to %s: %s", snapshot.id, link.container.id, error)
             self._state.fleet.cancel_reservation(ticket)
             self._state.serve()
-            home = snapshot.pin(ticket.mib)
-            if isinstance(error, PoolFull) or home is None or home.free >= ticket.mib:
+            home = snapshot.pin(ticket.room)
+            if isinstance(error, PoolFull) or home is None or ticket.room.fits(home.free):
                 return False
             raise SandboxError(
                 f"snapshot {snapshot.id} can't be copied to another container, and its own has no free slot: {error}"

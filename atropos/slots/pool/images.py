@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError, SlotLost
 from atropos.images.locks import locked
 from atropos.images.reference import SERVERS_OWN, ImageSource
+from atropos.resources import Resources
 from atropos.slots.client.server_images import Archive
 from atropos.slots.containers.fleet import Seat
 from atropos.slots.containers.link import ContainerLink
@@ -49,7 +50,7 @@ class PoolImages:
         self.archives: dict[str, Archive] = {}
         """Of local images, by their names in leases; of equal ones, the one that was asked for last."""
         self._archive_turns = asyncio.Semaphore(ARCHIVES)
-        self._turns = WeakValueDictionary[tuple[str, int], asyncio.Lock]()
+        self._turns = WeakValueDictionary[tuple[str, Resources], asyncio.Lock]()
         """Of leases of one size whose image some containers still prepare."""
 
     async def prepare(
@@ -87,12 +88,12 @@ class PoolImages:
         finally:
             waits = False
 
-    async def ready(self, image: str, mib: int) -> str:
+    async def ready(self, image: str, room: Resources) -> str:
         """The image's name in leases, once every container has it, or one that has room for the lease.
 
         Args:
             image: as for `prepare`.
-            mib: memory of the lease.
+            room: what the lease takes.
 
         Raises:
             ConfigError, ImageUnavailable, SlotLost: as `prepare`.
@@ -103,11 +104,11 @@ class PoolImages:
             return any(link.seat.open and not task.done() for link, task in begun.items())
 
         if under_way():
-            turns = self._turns.setdefault((name, mib), asyncio.Lock())
-            with self._in_demand(mib):
+            turns = self._turns.setdefault((name, room), asyncio.Lock())
+            with self._in_demand(room):
                 async with turns:  # first come, first served; and only the first looks each time there may be room
                     while under_way():
-                        if self.pin(name, mib) is not None:
+                        if self.pin(name, room) is not None:
                             return name
                         self._state.room.clear()
                         await self._state.room.wait()
@@ -116,27 +117,27 @@ class PoolImages:
         return name
 
     @contextlib.contextmanager
-    def _in_demand(self, mib: int) -> Generator[None]:
+    def _in_demand(self, room: Resources) -> Generator[None]:
         """Around a lease's wait for its image: containers that come for it meanwhile pull the image, too."""
-        self._state.fleet.unprepared_mib += mib
+        self._state.fleet.unprepared_room += room
         self._state.replan()
         try:
             yield
         finally:
-            self._state.fleet.unprepared_mib -= mib
+            self._state.fleet.unprepared_room -= room
 
-    def pin(self, name: str, mib: int) -> Seat | None:
+    def pin(self, name: str, room: Resources) -> Seat | None:
         """The container that a lease on an image must go to, since others don't have it; None: any.
 
         Args:
             name: the image's name in leases.
-            mib: memory of the lease.
+            room: what the lease takes.
         """
         tasks = {link.seat: self._tasks.get(link, {}).get(name) for link in self._open()}
         here = [seat for seat, task in tasks.items() if task is not None and task.done() and not _failed(task)]
         if not here or len(here) == len(tasks):
             return None
-        if roomy := [seat for seat in here if seat.has_room(mib)]:
+        if roomy := [seat for seat in here if seat.has_room(room)]:
             return min(roomy, key=lambda seat: seat.index)
         others_may = any(task is None or not task.done() for task in tasks.values())
         return None if others_may else random.choice(here)  # not all wait for the same one

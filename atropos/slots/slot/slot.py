@@ -12,6 +12,7 @@ from atropos import tracing, wire
 from atropos.aio import cancel_and_wait, done_within
 from atropos.errors import ConfigError, LeaseExpired, NotSupported, SandboxError, SlotLost
 from atropos.net.egress_policy import parse
+from atropos.resources import Resources
 from atropos.slots.containers.counters import Outcome
 from atropos.slots.containers.link import ContainerLink
 from atropos.slots.slot.arguments import named_if_wrong
@@ -47,13 +48,13 @@ class Slot(SlotFiles):
         "limits",
         "limits_reached",
         "link",
-        "mib",
         "network",
         "profile",
+        "room",
         "trajectory_id",
     )
 
-    def __init__(self, link: ContainerLink, lease: wire.Lease, request: wire.LeaseRequest, mib: int) -> None:
+    def __init__(self, link: ContainerLink, lease: wire.Lease, request: wire.LeaseRequest, room: Resources) -> None:
         self.link = link
         """The container that it is in; for the pool alone."""
         self.lease = lease
@@ -64,8 +65,8 @@ class Slot(SlotFiles):
         """What it has instead of the pool's limits."""
         self.limits_reached: set[wire.Limit] = set()
         """What stopped its programs, or kept a file from being written, up to now."""
-        self.mib = mib
-        """Memory of its container that it takes."""
+        self.room = room
+        """What it takes of its container."""
         self._over: SandboxError | None = None
         self._releasing: asyncio.Task[None] | None = None
         self._due = 0
@@ -114,7 +115,9 @@ class Slot(SlotFiles):
         """Give the slot back in the background; for the pool alone. None: there is nothing to give back."""
         if self._releasing is None and self._over is None:
             self.end(LeaseExpired(f"slot {self.name} was released"))
-            self._releasing = self.link.state.give_back(self.link.release(self.lease, self.mib), f"release {self.name}")
+            self._releasing = self.link.state.give_back(
+                self.link.release(self.lease, self.room), f"release {self.name}"
+            )
         return self._releasing
 
     async def capabilities(self) -> wire.Capabilities:

@@ -8,6 +8,7 @@ from typing import Self
 
 from atropos import wire
 from atropos.errors import SandboxError, SlotLost
+from atropos.resources import Resources
 from atropos.slots.containers.fleet import Seat
 from atropos.slots.containers.link import ContainerLink
 
@@ -83,8 +84,8 @@ class Snapshot:
             link.snapshots.add(self)
             link.seat.pins += 1
 
-    def pin(self, mib: int) -> Seat | None:
-        """The one container that a fork of this size must go to; None: any, since the snapshot will be copied there.
+    def pin(self, room: Resources) -> Seat | None:
+        """The one container that a fork that takes `room` must go to; None: any, since the snapshot will be copied there.
 
         Raises:
             SlotLost: it was dropped, or no container has it any more.
@@ -94,7 +95,7 @@ class Snapshot:
             how = "was dropped" if self._dropped else "is lost: its container is gone"
             raise SlotLost(f"snapshot {self.id} {how}")
         here = [link.seat for link in places if link.seat.open]
-        if ready := next((seat for seat in here if seat.has_room(mib)), None):
+        if ready := next((seat for seat in here if seat.has_room(room)), None):
             return ready
         config = self.state.config
         if self.info.bytes <= config.travel_mib * 1024 * 1024 and config.max_containers > 1 and not self.stays_because:

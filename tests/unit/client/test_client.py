@@ -13,6 +13,8 @@ import pytest
 
 from atropos.aio import cancel_and_wait
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, OutcomeUnknown, PoolFull, SlotLost
+from atropos.resources import NOTHING, Resources
+from atropos.slots import SlotPoolConfig
 from atropos.slots.client import SandboxClient
 from atropos.slots.client.server_images import ServerImages
 from atropos.slots.client.server_requests import ServerRequests
@@ -76,14 +78,14 @@ async def test_a_process_is_watched_while_a_command_runs():
 
 
 async def test_a_full_server_refuses_and_says_when_a_slot_is_free():
-    told: list[int] = []
+    told: list[Resources] = []
     async with serving(slots=1) as running, client_of(running, on_capacity=told.append) as client:
         lease = await client.acquire(request())
         with pytest.raises(PoolFull) as caught:
             await client.acquire(request())
-        assert caught.value.free_mib == 0
+        assert caught.value.room == NOTHING
         await client.release(lease)
-        await until(lambda: told == [1024])
+        await until(lambda: told == [SlotPoolConfig().slot_room])
         await client.acquire(request())
 
 

@@ -11,7 +11,7 @@ from atropos.errors import BackendUnavailable, LeaseExpired, PoolFull, SandboxEr
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.base import Backend, Container
 
-SLOT_MIB = SlotPoolConfig().limits.memory_mib
+SLOT = SlotPoolConfig().slot_room
 
 
 @dataclass
@@ -203,11 +203,11 @@ class ModelClient:
             boot_id=server.name,
             slots=server.slots,
             free=server.free,
-            free_mib=server.free * SLOT_MIB,
+            room=SLOT * server.free,
             leased=len(server.holder) + server.foreign,
             warming=0,
             retired=len(server.retired),
-            retired_mib=len(server.retired) * SLOT_MIB,
+            retired_room=SLOT * len(server.retired),
             draining=server.draining,
             clients=1,
             uptime_s=1,

@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from atropos.resources import NOTHING, Resources
 from atropos.slots.containers.fleet import Fleet, Seat
 from atropos.slots.containers.scaling import Limits, PoolState, plan, worn_out
+
+SLOT = Resources(memory_mib=1024, pids=256)
 
 counts = st.integers(0, 50)
 limits = st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 16)).map(
@@ -83,7 +86,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fleet = Fleet()
+        self.fleet = Fleet(SLOT)
         self.made = 0
         self.seats: list[Seat] = []
         self.line: list = []  # waiting tickets, in order
@@ -110,7 +113,7 @@ class FleetMachine(RuleBasedStateMachine):
     def join(self, index, slots):
         self.made += 1
         seat = Seat(f"c{self.made}", index)
-        self.fleet.join(seat, slots=slots, free=slots, now=0)
+        self.fleet.join(seat, slots=slots, free=SLOT * slots, now=0)
         self.seats.append(seat)
         self.free[seat] = slots
         self.settle()
@@ -160,7 +163,7 @@ class FleetMachine(RuleBasedStateMachine):
             if here and seat.open:
                 self.free[seat] += 1
         elif how == "refused":
-            self.fleet.refused(ticket, free=0)
+            self.fleet.refused(ticket, free=NOTHING)
             if here and seat.open:
                 self.free[seat] = 0
             if ticket.pin is None or seat.open:
@@ -175,14 +178,14 @@ class FleetMachine(RuleBasedStateMachine):
     def give_back(self, data, clean):
         seat = data.draw(st.sampled_from(self.leases))
         self.leases.remove(seat)
-        self.fleet.returned(seat, 1, clean=clean, now=1)
+        self.fleet.returned(seat, SLOT, clean=clean, now=1)
         if clean and seat.open:
             self.free[seat] += 1
         self.settle()
 
     @invariant()
     def counts_agree(self):
-        assert self.fleet.free == sum(self.free.values()) == sum(s.free for s in self.seats)
+        assert self.fleet.free == sum(self.free.values()) == sum(s.free.holds(SLOT) for s in self.seats)
         assert self.fleet.leased == len(self.leases)
         assert self.fleet.waiting + self.fleet.pinned_waiting == len(self.line)
         assert self.fleet.ready == sum(s.open for s in self.seats)
@@ -198,9 +201,9 @@ def test_an_acquire_costs_the_same_in_a_fleet_a_hundred_times_larger():
     """The cost is compared in the same run, generously: a linear one would be a hundred times as high."""
 
     def cost(containers: int) -> float:
-        fleet = Fleet()
+        fleet = Fleet(SLOT)
         for n in range(containers):
-            fleet.join(Seat(f"c{n}", n), slots=10, free=10, now=0)
+            fleet.join(Seat(f"c{n}", n), slots=10, free=SLOT * 10, now=0)
         for _ in range(9 * containers):  # nearly full: the worst for a search
             fleet.ask(fleet.ticket())
         for ticket in fleet.match():
@@ -212,30 +215,30 @@ def test_an_acquire_costs_the_same_in_a_fleet_a_hundred_times_larger():
                 fleet.ask(fleet.ticket())
                 (ticket,) = fleet.match()
                 fleet.granted(ticket)
-                fleet.returned(ticket.seat, 1, clean=True, now=0)
+                fleet.returned(ticket.seat, SLOT, clean=True, now=0)
             best = min(best, time.process_time() - began)
         return best
 
     assert cost(5000) < 15 * cost(50)
 
 
-@pytest.mark.parametrize(("unprepared_mib", "wanted"), [(0, 0), (20, 0), (21, 1), (50, 3)])
-def test_acquires_whose_image_is_prepared_want_slots_beyond_the_free_ones(unprepared_mib, wanted):
-    fleet = Fleet(slot_mib=10)
-    fleet.join(Seat("a", 0), slots=2, free=20, now=0)
-    fleet.unprepared_mib = unprepared_mib
+@pytest.mark.parametrize(("unprepared", "wanted"), [(0, 0), (20, 0), (21, 1), (50, 3)])
+def test_acquires_whose_image_is_prepared_want_slots_beyond_the_free_ones(unprepared, wanted):
+    fleet = Fleet(Resources(memory_mib=10))
+    fleet.join(Seat("a", 0), slots=2, free=Resources(memory_mib=20), now=0)
+    fleet.unprepared_room = Resources(memory_mib=unprepared)
     assert fleet.wanted_slots == wanted
     for _ in range(4):
         fleet.ask(fleet.ticket())
     assert len([*fleet.match()]) == 2
-    assert fleet.wanted_slots == 2 + -(-unprepared_mib // 10)
+    assert fleet.wanted_slots == 2 + -(-unprepared // 10)
 
 
 def test_a_container_that_was_restarted_in_place_has_a_seat_beside_its_old_one():
-    fleet = Fleet()
+    fleet = Fleet(SLOT)
     for _ in range(3):  # the old seats still lie in the heap, with the same index and key
         seat = Seat("same", 0)
-        fleet.join(seat, slots=1, free=1, now=0.0)
+        fleet.join(seat, slots=1, free=SLOT * 1, now=0.0)
         fleet.ask(fleet.ticket())
         (ticket,) = fleet.match()
         assert ticket.seat is seat

@@ -20,10 +20,11 @@ from atropos.errors import (
     SandboxError,
     SlotLost,
 )
+from atropos.resources import NOTHING
 from atropos.slots import SlotFileError
 from atropos.slots.slot.uploads import PIECE_BYTES
 from atropos.wire import Done, FileResult, ImageInfo, OpError, ReleaseResult
-from tests.unit.pool.model import SLOT_MIB, ModelClient, model_pool, pool_tasks, settled
+from tests.unit.pool.model import SLOT, ModelClient, model_pool, pool_tasks, settled
 from tests.waiting import until
 
 
@@ -965,7 +966,7 @@ async def test_random_traffic_with_cancellations_and_dying_containers_leaks_noth
         await settled()
         assert backend.held == 0
         assert (pool.stats().leased, pool.stats().waiting) == (0, 0)
-        assert pool.stats().free * SLOT_MIB == sum(link.seat.free for link in pool.links.values())
+        assert SLOT * pool.stats().free == sum((link.seat.free for link in pool.links.values()), NOTHING)
         assert outcomes["ok"] > 100
     assert not pool_tasks()
 

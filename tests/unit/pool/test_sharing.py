@@ -9,12 +9,14 @@ from aiohttp import web
 
 from atropos import wire
 from atropos.errors import BackendUnavailable
+from atropos.resources import NOTHING
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.base import Container
 from atropos.slots.backends.docker import backend
 from atropos.slots.backends.docker.engine import Ending, ListedContainer
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
+from tests.unit.pool.model import SLOT
 from tests.unit.server.fakes import TOKEN, serving
 from tests.waiting import until
 
@@ -117,7 +119,7 @@ async def test_a_docker_container_that_starts_after_all_ends_what_was_said_of_th
 
 def status(leased: int) -> web.Response:
     found = wire.Status(
-        boot_id="b", slots=1, free=1 - leased, free_mib=1024 * (1 - leased), leased=leased, warming=0, retired=0, retired_mib=0,
+        boot_id="b", slots=1, free=1 - leased, room=SLOT * (1 - leased), leased=leased, warming=0, retired=0, retired_room=NOTHING,
         draining=True, clients=1, uptime_s=1,
         live=("other",), connected=("other",),
     )  # fmt: skip

@@ -11,14 +11,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, LimitTooLarge
+from atropos.resources import NOTHING, Resources
 from atropos.slots import LeaseLimits, SlotPoolConfig
 from atropos.slots.containers.fleet import Fleet, Seat, Ticket
 from atropos.slots.containers.scaling import Limits, PoolState, plan
-from tests.unit.pool.model import SLOT_MIB, model_pool
+from tests.unit.pool.model import SLOT as MODEL_SLOT
+from tests.unit.pool.model import model_pool
 from tests.waiting import until
 
-SLOT = 10
-SIZES = (10, 10, 10, 15, 20, 25, 40)
+SLOT = Resources(memory_mib=10, pids=4)
+SIZES = [
+    Resources(memory_mib=mib, pids=pids)
+    for mib, pids in ((10, 4), (10, 4), (10, 4), (15, 4), (20, 8), (25, 4), (10, 12), (40, 4))
+]
 
 
 class MixedSizes(RuleBasedStateMachine):
@@ -49,7 +54,7 @@ class MixedSizes(RuleBasedStateMachine):
     def join(self, index, slots):
         self.made += 1
         seat = Seat(f"c{self.made}", index)
-        self.fleet.join(seat, slots=slots, free=slots * SLOT, now=0)
+        self.fleet.join(seat, slots=slots, free=SLOT * slots, now=0)
         self.seats.append(seat)
         self.settle()
 
@@ -66,11 +71,11 @@ class MixedSizes(RuleBasedStateMachine):
         self.first = None
         self.settle()
 
-    @rule(data=st.data(), pinned=st.booleans(), mib=st.sampled_from(SIZES))
-    def ask(self, data, pinned, mib):
-        seats = [s for s in self.seats if s.open and s.capacity >= mib]
+    @rule(data=st.data(), pinned=st.booleans(), room=st.sampled_from(SIZES))
+    def ask(self, data, pinned, room):
+        seats = [s for s in self.seats if s.open and room.fits(s.capacity)]
         pin = data.draw(st.sampled_from(seats)) if pinned and seats else None
-        ticket = self.fleet.ticket(pin, mib)
+        ticket = self.fleet.ticket(pin, room)
         self.fleet.ask(ticket)
         self.line.append(ticket)
         self.settle()
@@ -88,9 +93,9 @@ class MixedSizes(RuleBasedStateMachine):
     def give_back(self, data, clean):
         ticket = data.draw(st.sampled_from(self.granted))
         self.granted.remove(ticket)
-        self.fleet.returned(ticket.seat, ticket.mib, clean=clean, now=1)
+        self.fleet.returned(ticket.seat, ticket.room, clean=clean, now=1)
         if not clean:  # the container counts it as retired
-            ticket.seat.retired_mib += ticket.mib
+            ticket.seat.retired_room += ticket.room
             self.fleet.counted(ticket.seat, ticket.seat.free)
             self.first = None
         self.settle()
@@ -98,14 +103,14 @@ class MixedSizes(RuleBasedStateMachine):
     @invariant()
     def no_container_is_over_committed(self):
         for seat in self.seats:
-            used = sum(ticket.mib for ticket in self.granted if ticket.seat is seat)
-            assert used == seat.leased_mib
-            assert 0 <= seat.free <= seat.capacity - used - seat.retired_mib
+            used = sum((ticket.room for ticket in self.granted if ticket.seat is seat), NOTHING)
+            assert used == seat.leased_room
+            assert (seat.free + used + seat.retired_room).fits(seat.capacity)
 
     @invariant()
     def counts_agree(self):
-        assert self.fleet.free == sum(seat.free // SLOT for seat in self.seats)
-        assert self.fleet.waiting_mib == sum(ticket.mib for ticket in self.line if ticket.pin is None)
+        assert self.fleet.free == sum(seat.free.holds(SLOT) for seat in self.seats)
+        assert self.fleet.waiting_room == sum((ticket.room for ticket in self.line if ticket.pin is None), NOTHING)
         assert self.fleet.waiting + self.fleet.pinned_waiting == len(self.line)
         assert self.fleet.reserved == 0
 
@@ -114,7 +119,7 @@ class MixedSizes(RuleBasedStateMachine):
         first = self.first
         if first is None or any(seat.kept_for is not None and seat.kept_for.pin for seat in self.seats):
             return
-        roomy = [s for s in self.seats if s.open and s.capacity - s.retired_mib >= first.mib]
+        roomy = [s for s in self.seats if s.open and s.can_hold(first.room)]
         # a pinned lease, which can be had nowhere else, goes before it
         before = self.before or any(ticket.pin is not None or ticket.seq < first.seq for ticket in self.granted)
         assert not roomy or before, "it was passed by leases that came after it"
@@ -123,7 +128,7 @@ class MixedSizes(RuleBasedStateMachine):
     def nobody_waits_beside_room(self):
         for ticket in self.line:
             seats = self.seats if ticket.pin is None else [ticket.pin]
-            assert not any(seat.open and seat.has_room(ticket.mib) for seat in seats)
+            assert not any(seat.open and seat.has_room(ticket.room) for seat in seats)
 
 
 MixedSizes.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
@@ -134,14 +139,14 @@ def test_a_large_lease_is_not_starved_by_small_ones_and_they_go_on_elsewhere():
     fleet = Fleet(SLOT)
     one, two = Seat("one", 0), Seat("two", 1)
     for seat in (one, two):
-        fleet.join(seat, slots=2, free=2 * SLOT, now=0)
+        fleet.join(seat, slots=2, free=SLOT * 2, now=0)
     small = []
     for _ in range(3):
         fleet.ask(fleet.ticket())
         small += fleet.match()
     for ticket in small:
         fleet.granted(ticket)
-    large = fleet.ticket(mib=2 * SLOT)
+    large = fleet.ticket(room=SLOT * 2)
     fleet.ask(large)
     assert list(fleet.match()) == []
     assert two.kept_for is large  # the one with the most room
@@ -155,8 +160,8 @@ def test_a_large_lease_is_not_starved_by_small_ones_and_they_go_on_elsewhere():
     assert behind.waiting
 
 
-def asked(fleet, mib):
-    fleet.ask(ticket := fleet.ticket(mib=mib))
+def asked(fleet, room):
+    fleet.ask(ticket := fleet.ticket(room=room))
     return ticket
 
 
@@ -168,17 +173,17 @@ def settle(fleet):
 def test_a_large_lease_whose_container_is_gone_is_passed_by_no_later_one_at_the_next():
     fleet = Fleet(SLOT)
     first, second, third = Seat("first", 0), Seat("second", 1), Seat("third", 2)
-    fleet.join(first, slots=4, free=4 * SLOT, now=0)
+    fleet.join(first, slots=4, free=SLOT * 4, now=0)
     asked(fleet, SLOT)
     settle(fleet)
-    large = asked(fleet, 4 * SLOT)
+    large = asked(fleet, SLOT * 4)
     settle(fleet)
     fleet.join(second, slots=2, free=SLOT, now=0)
-    later = asked(fleet, 2 * SLOT)
+    later = asked(fleet, SLOT * 2)
     settle(fleet)
     assert (first.kept_for, second.kept_for) == (large, later)
     fleet.leave(first)
-    fleet.join(third, slots=4, free=4 * SLOT, now=0)
+    fleet.join(third, slots=4, free=SLOT * 4, now=0)
     settle(fleet)
     assert (large.seat, later.seat) == (third, None)
 
@@ -187,19 +192,19 @@ def test_a_large_lease_whose_container_is_gone_takes_the_one_that_is_kept_for_a_
     fleet = Fleet(SLOT)
     first, second = Seat("first", 0), Seat("second", 1)
     for seat in (first, second):
-        fleet.join(seat, slots=4, free=4 * SLOT, now=0)
-    before = [asked(fleet, 3 * SLOT), asked(fleet, 3 * SLOT)]
+        fleet.join(seat, slots=4, free=SLOT * 4, now=0)
+    before = [asked(fleet, SLOT * 3), asked(fleet, SLOT * 3)]
     settle(fleet)
-    large, later = asked(fleet, 4 * SLOT), asked(fleet, 2 * SLOT)
+    large, later = asked(fleet, SLOT * 4), asked(fleet, SLOT * 2)
     settle(fleet)
     assert (first.kept_for, second.kept_for) == (large, later)
     fleet.leave(first)
     settle(fleet)
     assert second.kept_for is large
-    fleet.returned(second, before[1].mib, clean=True, now=0)
+    fleet.returned(second, before[1].room, clean=True, now=0)
     settle(fleet)
     assert (large.seat, later.seat) == (second, None)
-    fleet.returned(second, large.mib, clean=True, now=0)
+    fleet.returned(second, large.room, clean=True, now=0)
     settle(fleet)
     assert later.seat is second
 
@@ -208,32 +213,32 @@ def test_a_large_lease_gets_the_room_of_another_container_that_an_older_one_does
     fleet = Fleet(SLOT)
 
     def full(key, index):
-        fleet.join(seat := Seat(key, index), slots=4, free=0, now=0)
+        fleet.join(seat := Seat(key, index), slots=4, free=NOTHING, now=0)
         return seat
 
-    def waits_at(seat, mib):
-        fleet.ask(ticket := fleet.ticket(mib=mib))
+    def waits_at(seat, room):
+        fleet.ask(ticket := fleet.ticket(room=room))
         assert (list(fleet.match()), seat.kept_for) == ([], ticket)
         return ticket
 
     first = full("first", 0)
-    older = waits_at(first, 4 * SLOT)
-    younger = waits_at(full("second", 1), 2 * SLOT)
+    older = waits_at(first, SLOT * 4)
+    younger = waits_at(full("second", 1), SLOT * 2)
     third, fourth = full("third", 2), full("fourth", 3)
     fleet.leave(first)
-    fleet.counted(third, 2 * SLOT)
-    fleet.counted(fourth, 4 * SLOT)
+    fleet.counted(third, SLOT * 2)
+    fleet.counted(fourth, SLOT * 4)
     assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(older, fourth), (younger, third)]
 
 
 def test_a_large_lease_gets_the_room_that_was_kept_for_one_that_is_given_up():
     fleet = Fleet(SLOT)
     first, second = Seat("first", 0), Seat("second", 1)
-    fleet.join(first, slots=4, free=2 * SLOT, now=0)
-    fleet.ask(older := fleet.ticket(mib=4 * SLOT))
+    fleet.join(first, slots=4, free=SLOT * 2, now=0)
+    fleet.ask(older := fleet.ticket(room=SLOT * 4))
     assert (list(fleet.match()), first.kept_for) == ([], older)
     fleet.join(second, slots=4, free=SLOT, now=0)
-    fleet.ask(younger := fleet.ticket(mib=2 * SLOT))
+    fleet.ask(younger := fleet.ticket(room=SLOT * 2))
     assert (list(fleet.match()), second.kept_for) == ([], younger)
     fleet.withdraw(older)
     assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(younger, first)]
@@ -241,25 +246,25 @@ def test_a_large_lease_gets_the_room_that_was_kept_for_one_that_is_given_up():
 
 def test_a_container_that_can_no_longer_hold_the_large_lease_that_it_was_kept_for_serves_others():
     fleet = Fleet(SLOT)
-    fleet.join(seat := Seat("worn", 0), slots=4, free=2 * SLOT, now=0)
-    fleet.ask(large := fleet.ticket(mib=4 * SLOT))
+    fleet.join(seat := Seat("worn", 0), slots=4, free=SLOT * 2, now=0)
+    fleet.ask(large := fleet.ticket(room=SLOT * 4))
     fleet.ask(small := fleet.ticket())
     assert (list(fleet.match()), seat.kept_for) == ([], large)
-    seat.retired, seat.retired_mib = 1, SLOT
-    fleet.counted(seat, 2 * SLOT)
+    seat.retired, seat.retired_room = 1, SLOT
+    fleet.counted(seat, SLOT * 2)
     assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(small, seat)]
-    fleet.join(whole := Seat("whole", 1), slots=4, free=4 * SLOT, now=0)
+    fleet.join(whole := Seat("whole", 1), slots=4, free=SLOT * 4, now=0)
     assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(large, whole)]
 
 
 def test_a_lease_that_is_too_large_for_every_container_holds_up_no_other():
     fleet = Fleet(SLOT)
-    fleet.join(seat := Seat("worn", 0), slots=4, free=3 * SLOT, now=0)
-    seat.retired, seat.retired_mib = 1, SLOT
-    fleet.ask(large := fleet.ticket(mib=4 * SLOT))
+    fleet.join(seat := Seat("worn", 0), slots=4, free=SLOT * 3, now=0)
+    seat.retired, seat.retired_room = 1, SLOT
+    fleet.ask(large := fleet.ticket(room=SLOT * 4))
     fleet.ask(small := fleet.ticket())
     assert list(fleet.match()) == [small]
-    fleet.join(whole := Seat("whole", 1), slots=4, free=4 * SLOT, now=0)
+    fleet.join(whole := Seat("whole", 1), slots=4, free=SLOT * 4, now=0)
     fleet.ask(later := fleet.ticket())
     assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(large, whole), (later, seat)]
 
@@ -269,7 +274,7 @@ def test_a_large_lease_that_finds_only_scattered_room_makes_the_pool_grow():
     for n in range(4):
         fleet.join(Seat(f"c{n}", n), slots=2, free=SLOT, now=0)
     for wanted, containers in ((2, 5), (4, 6)):
-        fleet.ask(fleet.ticket(mib=2 * SLOT))
+        fleet.ask(fleet.ticket(room=SLOT * 2))
         assert list(fleet.match()) == []
         assert fleet.wanted_slots == wanted
         state = PoolState(containers=4, ready=4, waiting=fleet.wanted_slots, needed=4)
@@ -279,7 +284,7 @@ def test_a_large_lease_that_finds_only_scattered_room_makes_the_pool_grow():
 async def test_those_behind_a_large_lease_get_what_was_kept_for_it_when_it_is_given_up():
     pool, _ = model_pool(slots=2, containers=1)
     async with pool, pool.lease("holder"):
-        large = asyncio.create_task(pool.acquire("large", limits=LeaseLimits(memory_mib=2 * SLOT_MIB)))
+        large = asyncio.create_task(pool.acquire("large", limits=LeaseLimits(memory_mib=2 * MODEL_SLOT.memory_mib)))
         await until(lambda: pool.stats().waiting == 1, "the large one in line")
         behind = asyncio.create_task(pool.acquire("behind", timeout_s=2))
         await until(lambda: pool.stats().waiting == 2, "both in line")
@@ -292,7 +297,7 @@ async def test_a_large_lease_does_not_wait_for_the_leases_of_its_container_where
     async with pool:
         held = [await pool.acquire(f"t{n}") for n in range(3)]
         await held[0].release()
-        large = await pool.acquire("large", limits=LeaseLimits(memory_mib=2 * SLOT_MIB), timeout_s=2)
+        large = await pool.acquire("large", limits=LeaseLimits(memory_mib=2 * MODEL_SLOT.memory_mib), timeout_s=2)
         assert large.container not in {slot.container for slot in held}
         await asyncio.gather(*(slot.release() for slot in [*held[1:], large]))
 
@@ -319,20 +324,21 @@ def test_a_refused_size_is_named_digit_by_digit():
     assert refused == "limits.memory_mib: 1048577 asked for, the largest container has 4194304 (4 slots)"
 
 
-def test_a_lease_takes_its_largest_share_and_no_less_than_a_slot():
+def test_a_lease_takes_what_it_asks_for_and_no_less_than_a_slot():
     config = SlotPoolConfig(limits=SlotLimits(memory_mib=100, pids=20))
-    assert config.room_mib(None) == config.room_mib(LeaseLimits()) == 100
-    assert config.room_mib(LeaseLimits(memory_mib=50)) == 100
-    assert config.room_mib(LeaseLimits(memory_mib=250)) == 250
-    assert config.room_mib(LeaseLimits(pids=50)) == 250
-    assert config.room_mib(LeaseLimits(cpu_quota=8, disk_mib=90, wall_s=9)) == 100
+    slot = Resources(memory_mib=100, pids=20)
+    assert config.room(None) == config.room(LeaseLimits()) == slot
+    assert config.room(LeaseLimits(memory_mib=50, pids=10)) == slot
+    assert config.room(LeaseLimits(memory_mib=250)) == Resources(memory_mib=250, pids=20)
+    assert config.room(LeaseLimits(pids=50)) == Resources(memory_mib=100, pids=50)
+    assert config.room(LeaseLimits(cpu_quota=8, disk_mib=90, wall_s=9)) == slot
 
 
 async def test_a_lease_and_the_forks_of_its_snapshot_ask_for_its_size():
     pool, backend = model_pool(slots=4, containers=1)
     async with pool:
         slot = await pool.acquire("t", limits=LeaseLimits(memory_mib=3000))
-        assert (slot.mib, pool.stats().free, pool.stats().leased) == (3000, 1, 1)
+        assert (slot.room.memory_mib, pool.stats().free, pool.stats().leased) == (3000, 1, 1)
         waiting = asyncio.create_task(pool.acquire("u", limits=LeaseLimits(memory_mib=2048)))
         await asyncio.sleep(0.05)
         behind = asyncio.create_task(pool.acquire("v"))
@@ -345,7 +351,7 @@ async def test_a_lease_and_the_forks_of_its_snapshot_ask_for_its_size():
         await second.release()
         fork = await pool.acquire("w", snapshot=snapshot)
         plain = await pool.acquire("x", snapshot=snapshot, limits=LeaseLimits())
-        assert (fork.mib, plain.mib) == (2048, 1024)
+        assert (fork.room.memory_mib, plain.room.memory_mib) == (2048, 1024)
     (server,) = backend.servers.values()
     asked = [request.limits and request.limits.memory_mib for request in server.requests]
     assert asked == [3000, 2048, None, 2048, None]

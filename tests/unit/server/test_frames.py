@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from atropos import wire
+from atropos.resources import Resources
 from atropos.sandbox.host.runner_link import RunnerLink
 from atropos.sandbox.server.calls.lanes import MAX_CONCURRENT
 from atropos.slots.slot.uploads import PIECE_BYTES
@@ -43,7 +44,7 @@ SERVER = [
     wire.Fault(call_id="c", code="slot_lost", message="gone"),
     wire.LeaseEnded(lease_id="lease-1", epoch=1, code="x", message="y"),
     wire.Draining(),
-    wire.Capacity(free_mib=2),
+    wire.Capacity(room=Resources(memory_mib=2)),
 ]
 PIECES = [
     *(b"NaN", b"-Infinity", b"1e999", b"-0", b"9" * 5000, b"1" + b"0" * 400, b"null", b"true", b"[]", b"{}", b'""'),

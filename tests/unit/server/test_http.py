@@ -12,6 +12,7 @@ import time
 import aiohttp
 import pytest
 
+from atropos.resources import NOTHING
 from atropos.wire import (
     Capabilities,
     CommandResult,
@@ -139,7 +140,7 @@ async def test_a_full_server_answers_409_with_its_free_count(server, curl):
         await curl.lease(f"lease-000{number}")
     status, raw = await curl("POST", "/v1/leases", {"lease_id": "lease-more", "client_id": "curl"})
     problem = Problem.model_validate_json(raw)
-    assert (status, problem.code, problem.free_mib) == (409, "full", 0)
+    assert (status, problem.code, problem.room) == (409, "full", NOTHING)
 
 
 @pytest.mark.parametrize(

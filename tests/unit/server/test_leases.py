@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atropos.errors import PoolFull, SandboxError
+from atropos.resources import NOTHING, Resources
 from atropos.sandbox.server.state.lease_table import (
     LARGE_WANT_S,
     MAX_ENDED,
@@ -19,18 +20,21 @@ from atropos.sandbox.server.state.lease_table import (
 )
 from atropos.wire import LeaseRequest
 
+SLOT = Resources(memory_mib=10, pids=4)
+SIZES = [SLOT] * 3 + [Resources(memory_mib=mib, pids=pids) for mib, pids in ((15, 4), (25, 8), (10, 9), (40, 4))]
+
 
 def ask(
     table: LeaseTable, lease: str, client: str = "a", now: float = 0.0, ttl_s: float = 10
 ) -> HeldLease | SandboxError:
-    return sized(table, lease, table.slot_mib, client, now, ttl_s)
+    return sized(table, lease, SLOT, client, now, ttl_s)
 
 
 def sized(
-    table: LeaseTable, lease: str, mib: int, client: str = "a", now: float = 0.0, ttl_s: float = 10
+    table: LeaseTable, lease: str, room: Resources, client: str = "a", now: float = 0.0, ttl_s: float = 10
 ) -> HeldLease | SandboxError:
     try:
-        return table.grant(LeaseRequest(lease_id=f"lease-of-{lease}", client_id=client, ttl_s=ttl_s), now, mib)
+        return table.grant(LeaseRequest(lease_id=f"lease-of-{lease}", client_id=client, ttl_s=ttl_s), now, room)
     except SandboxError as error:
         return error
 
@@ -48,7 +52,7 @@ def end(
 
 
 def test_epochs_grow_and_slots_are_not_shared():
-    table = LeaseTable(3)
+    table = LeaseTable(3, SLOT)
     leases = [held(ask(table, str(n))) for n in range(3)]
     assert [lease.epoch for lease in leases] == [1, 2, 3]
     assert len({lease.slot for lease in leases}) == 3
@@ -59,7 +63,7 @@ def test_epochs_grow_and_slots_are_not_shared():
 
 
 def test_asking_again_gives_the_same_lease_and_never_a_second_one():
-    table = LeaseTable(2)
+    table = LeaseTable(2, SLOT)
     first = held(ask(table, "x"))
     assert ask(table, "x", now=5) is first
     assert table.free == 1
@@ -69,7 +73,7 @@ def test_asking_again_gives_the_same_lease_and_never_a_second_one():
 
 
 def test_an_ended_lease_is_not_granted_again_and_says_why():
-    table = LeaseTable(2)
+    table = LeaseTable(2, SLOT)
     end(table, held(ask(table, "x")))
     end(table, held(ask(table, "y")), "slot_lost")
     over, lost = ask(table, "x"), ask(table, "y")
@@ -79,14 +83,14 @@ def test_an_ended_lease_is_not_granted_again_and_says_why():
 
 
 def test_a_release_that_overtook_its_acquire_refuses_it():
-    table = LeaseTable(1)
+    table = LeaseTable(1, SLOT)
     table.refuse_later("lease-of-x", 0)
     assert isinstance(ask(table, "x"), SandboxError)
     assert table.free == 1
 
 
 def test_a_lease_ends_by_its_time_unless_its_client_gives_a_sign_of_life():
-    table = LeaseTable(2)
+    table = LeaseTable(2, SLOT)
     mine, other = held(ask(table, "1", "a")), held(ask(table, "2", "b"))
     table.seen("a", 9.0)
     assert table.due(9.9) == []
@@ -97,7 +101,7 @@ def test_a_lease_ends_by_its_time_unless_its_client_gives_a_sign_of_life():
 
 
 def test_an_older_epoch_finds_what_is_over():
-    table = LeaseTable(1)
+    table = LeaseTable(1, SLOT)
     lease = held(ask(table, "x"))
     assert table.find("lease-of-x", lease.epoch) is lease
     assert table.find("lease-of-x", None) is lease
@@ -108,7 +112,7 @@ def test_an_older_epoch_finds_what_is_over():
 
 
 def test_a_slot_in_doubt_is_retired_until_it_is_confirmed():
-    table = LeaseTable(1)
+    table = LeaseTable(1, SLOT)
     lease = held(ask(table, "x"))
     end(table, lease, clean=False)
     assert (table.free, set(table.retired)) == (0, {0})
@@ -119,7 +123,7 @@ def test_a_slot_in_doubt_is_retired_until_it_is_confirmed():
 
 
 def test_a_draining_server_refuses_but_keeps_what_is_leased():
-    table = LeaseTable(2)
+    table = LeaseTable(2, SLOT)
     lease = held(ask(table, "x"))
     table.draining = "the server is draining"
     refused = ask(table, "y")
@@ -129,7 +133,7 @@ def test_a_draining_server_refuses_but_keeps_what_is_leased():
 
 
 def test_the_memory_of_ended_leases_is_bounded():
-    table = LeaseTable(1)
+    table = LeaseTable(1, SLOT)
     for number in range(MAX_ENDED + 50):
         end(table, held(ask(table, f"{number:06}")))
     assert len(table.ended) == MAX_ENDED
@@ -137,7 +141,7 @@ def test_the_memory_of_ended_leases_is_bounded():
 
 
 def test_a_slot_that_comes_free_goes_to_the_client_with_fewest_leases():
-    table = LeaseTable(4)
+    table = LeaseTable(4, SLOT)
     greedy = [held(ask(table, f"g{n}", "greedy")) for n in range(4)]
     assert isinstance(ask(table, "g4", "greedy", now=0.1), SandboxError)
     assert isinstance(ask(table, "p0", "poor", now=0.2), SandboxError)
@@ -148,12 +152,12 @@ def test_a_slot_that_comes_free_goes_to_the_client_with_fewest_leases():
 
 
 def test_a_client_that_stopped_asking_blocks_nobody_for_long():
-    table = LeaseTable(1)
+    table = LeaseTable(1, SLOT)
     lease = held(ask(table, "a", "a"))
     assert isinstance(ask(table, "b", "b"), SandboxError)
     end(table, lease)
     held(ask(table, "spare", "b", now=0.1))
-    table = LeaseTable(2)
+    table = LeaseTable(2, SLOT)
     lease = held(ask(table, "a0", "a"))
     held(ask(table, "a1", "a"))
     assert isinstance(ask(table, "b", "b"), SandboxError)
@@ -164,7 +168,7 @@ def test_a_client_that_stopped_asking_blocks_nobody_for_long():
 
 def test_a_client_that_waits_to_hear_of_a_slot_gets_it_however_long_it_takes():
     """Leases last longer than a refused request is kept; whoever gives one back asks again before the other has heard."""
-    table = LeaseTable(2)
+    table = LeaseTable(2, SLOT)
     greedy = [held(ask(table, f"g{n}", "greedy")) for n in range(2)]
     assert isinstance(ask(table, "p0", "poor"), SandboxError)
     for now in (50.0, 100.0):
@@ -179,7 +183,7 @@ def test_a_client_that_waits_to_hear_of_a_slot_gets_it_however_long_it_takes():
 
 @pytest.mark.parametrize("is_connected", [True, False])
 def test_a_client_that_waits_no_more_costs_the_others_one_moment_once(is_connected):
-    table = LeaseTable(2)
+    table = LeaseTable(2, SLOT)
     lease, _ = (held(ask(table, f"g{n}", "greedy")) for n in range(2))
     assert isinstance(ask(table, "p0", "poor"), SandboxError)
     for now in (50.0, 60.0):
@@ -194,7 +198,7 @@ def test_a_client_that_waits_no_more_costs_the_others_one_moment_once(is_connect
 
 def test_what_is_remembered_of_the_refused_is_bounded(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.state.lease_table.MAX_WANTING", 20)
-    table = LeaseTable(2)
+    table = LeaseTable(2, SLOT)
     for n in range(2):
         held(ask(table, f"g{n}", "greedy"))
     for n in range(100):
@@ -204,7 +208,7 @@ def test_what_is_remembered_of_the_refused_is_bounded(monkeypatch):
 
 
 def test_of_one_client_as_many_refused_requests_are_remembered_as_there_are_slots():
-    table = LeaseTable(2)
+    table = LeaseTable(2, SLOT)
     leases = [held(ask(table, f"g{n}", "greedy")) for n in range(2)]
     for n in range(100):
         ask(table, f"p{n}", "poor", now=n)
@@ -217,7 +221,7 @@ def test_of_one_client_as_many_refused_requests_are_remembered_as_there_are_slot
 
 def test_clients_that_keep_asking_share_evenly_and_nobody_starves():
     """Three clients with unlimited demand ask in turns of very different speed; leases last as long for all."""
-    table = LeaseTable(6)
+    table = LeaseTable(6, SLOT)
     active: list[tuple[float, HeldLease]] = []
     granted: Counter[str] = Counter()
     serial = 0
@@ -237,41 +241,42 @@ def test_clients_that_keep_asking_share_evenly_and_nobody_starves():
     assert min(granted.values()) > 0.25 * max(granted.values()), granted
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([10, 10, 10, 15, 25, 40]), st.integers(0, 9))))
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(SIZES), st.integers(0, 9))))
 def test_leases_of_different_sizes_never_take_more_than_there_is(steps: list[tuple[str, int, int]]):
-    table = LeaseTable(4, 10)
-    for number, (client, mib, other) in enumerate(steps):
-        decision = sized(table, f"{number:03}", mib, client, now=number / 3)
+    table = LeaseTable(4, SLOT)
+    for number, (client, room, other) in enumerate(steps):
+        decision = sized(table, f"{number:03}", room, client, now=number / 3)
         if isinstance(decision, SandboxError) and table.held:
             lease = list(table.held.values())[other % len(table.held)]
             end(table, lease, now=number / 3, clean=other != 9 or len(table.retired) > 2)
-        taken = sum(each.mib for each in table.held.values())
-        assert taken + table.retired_mib + table.free_mib == 40
-        assert min(taken, table.free_mib) >= 0
+        taken = sum((each.room for each in table.held.values()), NOTHING)
+        assert taken + table.retired_room + table.room == SLOT * 4
         assert len({each.slot for each in table.held.values()} | table.retired.keys()) == len(table.held) + len(
             table.retired
         )
 
 
 def test_room_is_kept_for_a_large_lease_while_small_ones_of_others_come_and_go():
-    table = LeaseTable(4, 10)
-    small = [held(sized(table, f"s{n}", 10, "many")) for n in range(4)]
+    table = LeaseTable(4, SLOT)
+    small = [held(sized(table, f"s{n}", SLOT, "many")) for n in range(4)]
     now = 0.0
     for round_ in range(4):
-        assert isinstance(sized(table, f"big{round_}", 40, "one", now), SandboxError)  # a pool asks under a new id
+        assert isinstance(
+            sized(table, f"big{round_}", SLOT * 4, "one", now), SandboxError
+        )  # a pool asks under a new id
         end(table, small[round_], now=now)
         table.offer(now, lambda _: True)
         now += 2.0
-        refused = sized(table, f"more{round_}", 10, "many", now - 0.1)
+        refused = sized(table, f"more{round_}", SLOT, "many", now - 0.1)
         assert isinstance(refused, PoolFull)
-        assert refused.free_mib == 0
-    assert held(sized(table, "big9", 40, "one", now)).mib == 40
+        assert refused.room == NOTHING
+    assert held(sized(table, "big9", SLOT * 4, "one", now)).room == SLOT * 4
 
 
 def test_a_large_lease_whose_client_went_away_costs_the_others_little():
-    table = LeaseTable(4, 10)
-    lease = held(sized(table, "s", 10, "many"))
-    assert isinstance(sized(table, "big", 40, "one"), SandboxError)
-    assert isinstance(sized(table, "x", 10, "many", LARGE_WANT_S - 0.1), SandboxError)
-    assert isinstance(sized(table, "x", 10, "many", LARGE_WANT_S + 0.1), HeldLease)
-    assert lease.mib == 10
+    table = LeaseTable(4, SLOT)
+    lease = held(sized(table, "s", SLOT, "many"))
+    assert isinstance(sized(table, "big", SLOT * 4, "one"), SandboxError)
+    assert isinstance(sized(table, "x", SLOT, "many", LARGE_WANT_S - 0.1), SandboxError)
+    assert isinstance(sized(table, "x", SLOT, "many", LARGE_WANT_S + 0.1), HeldLease)
+    assert lease.room == SLOT

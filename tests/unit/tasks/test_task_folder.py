@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from atropos.errors import ConfigError
+from atropos.resources import Resources
 from atropos.tasks.builder.archive import LargeFile, changed_mode, pack, unpack_steps
 from atropos.tasks.fit import Room, TaskFit, fit
 from atropos.tasks.folder import load_task, read_folders, read_tasks
@@ -64,7 +65,7 @@ def test_every_example_task_is_complete():
     assert len(categories) >= 10
     for task in tasks:
         assert task.solution is not None, task.name
-        found = fit(task, Room(memory_mib=1024, disk_mib=512), images=())
+        found = fit(task, Room(Resources(memory_mib=1024, disk_mib=512)), images=())
         assert (found.refused, found.clamped, task.warnings) == ((), (), ())
     assert len({task.instruction for task in tasks}) == len(tasks)
 
@@ -598,7 +599,7 @@ def test_a_dockerfile_that_cannot_be_honoured_counts_only_where_it_is_built(fold
     with pytest.raises(ConfigError, match=r"Dockerfile:2: .*--network"):
         load_task(folder)
     (folder / "task.toml").write_text(f"[{table}]\ndocker_image = 'a:1'\n")
-    task, room = load_task(folder), Room(memory_mib=1024, disk_mib=512)
+    task, room = load_task(folder), Room(Resources(memory_mib=1024, disk_mib=512))
     machine = task if table == "environment" else task.verifier
     assert machine.recipe.image == "a:1"
     assert fit(task, room, images=()).refused == ()
@@ -710,18 +711,18 @@ def test_older_spellings_and_empty_forms_are_read(folder):
     assert (task.config.environment.memory_mb, task.config.environment.docker_image) == (2048, None)
     assert task.config.environment.storage_mb == 512
     assert task.config.verifier.env == {"A": "b"}
-    found = fit(task, Room(memory_mib=1024, disk_mib=256, cpus=1), images=(), policy="refuse")
+    found = fit(task, Room(Resources(memory_mib=1024, disk_mib=256, cpus=1)), images=(), policy="refuse")
     assert [problem.split(":")[0] for problem in found.refused] == ["environment.memory_mb"]
-    found = fit(task, Room(memory_mib=1024, disk_mib=256, volume="disk", cpus=1), images=(), policy="refuse")
+    found = fit(task, Room(Resources(memory_mib=1024, disk_mib=256, cpus=1), volume="disk"), images=(), policy="refuse")
     assert [problem.split(":")[0] for problem in found.refused] == ["environment.memory_mb", "environment.storage_mb"]
-    found = fit(task, Room(memory_mib=1024, disk_mib=256, cpus=1, most_mib=4096), images=(), policy="refuse")
+    found = fit(task, Room(Resources(memory_mib=1024, disk_mib=256, cpus=1), most_mib=4096), images=(), policy="refuse")
     assert (found.refused, found.limits) == ((), LeaseLimits(memory_mib=2048, disk_mib=512, cpu_quota=2))
 
 
 def test_a_pattern_says_for_which_images_the_base_stands_in(folder):
     (folder / "environment/Dockerfile").write_text("FROM python:3.11-slim\nCOPY . .\n")
     task = load_task(folder)
-    room = Room(memory_mib=1, disk_mib=1)
+    room = Room(Resources(memory_mib=1, disk_mib=1))
     assert fit(task, room, images=("python:3*",)).notes == ("FROM: the slots' base stands in for python:3.11-slim",)
     assert fit(task, room, images=("debian*",)).notes == ()
 
@@ -807,7 +808,7 @@ def test_a_copy_without_its_file_refuses_no_task_on_an_image(folder):
     task = load_task(folder)
     assert (task.image, task.recipe.dockerfile) == ("own:1", None)
     assert "absent: is missing" in task.unbuildable
-    room = Room(memory_mib=1024, disk_mib=256)
+    room = Room(Resources(memory_mib=1024, disk_mib=256))
     assert fit(task, room, images=()).refused == ()
     assert "absent: is missing" in fit(task, room, images=("own*",)).refused[0], "the base would be built on"
 
@@ -823,12 +824,12 @@ def sized(folder, version, **sizes):
 
 def test_files_in_memory_need_room_beside_the_programs(folder):
     task = sized(folder, "1.4", memory_mb=512, storage_mb=2048)
-    (problem,) = fit(task, Room(memory_mib=2048, disk_mib=2048)).refused
+    (problem,) = fit(task, Room(Resources(memory_mib=2048, disk_mib=2048))).refused
     assert "2048 of files in memory beside 512 for programs wanted, slots have at most 2048 for both" in problem
     assert "slot_memory_mib or slots_per_container for 2560" in problem
-    assert fit(task, Room(memory_mib=2560, disk_mib=2048)) == TaskFit()
-    assert fit(task, Room(memory_mib=512, disk_mib=2048, volume="disk")) == TaskFit()
-    room = Room(memory_mib=1024, disk_mib=512, most_mib=4096)
+    assert fit(task, Room(Resources(memory_mib=2560, disk_mib=2048))) == TaskFit()
+    assert fit(task, Room(Resources(memory_mib=512, disk_mib=2048), volume="disk")) == TaskFit()
+    room = Room(Resources(memory_mib=1024, disk_mib=512), most_mib=4096)
     assert fit(task, room) == TaskFit(limits=LeaseLimits(memory_mib=2560, disk_mib=2048))
 
 
@@ -845,7 +846,7 @@ def test_files_in_memory_need_room_beside_the_programs(folder):
     ],
 )
 def test_what_a_slot_lacks_is_asked_for_up_to_a_whole_container(folder, version, sizes, limits, clamped, refused):
-    found = fit(sized(folder, version, **sizes), Room(memory_mib=1024, disk_mib=512, most_mib=4096))
+    found = fit(sized(folder, version, **sizes), Room(Resources(memory_mib=1024, disk_mib=512), most_mib=4096))
     assert (len(found.clamped), len(found.refused)) == (clamped, refused)
     if not refused:
         assert found.limits == limits
@@ -853,7 +854,7 @@ def test_what_a_slot_lacks_is_asked_for_up_to_a_whole_container(folder, version,
 
 def test_with_clamp_everything_is_lowered_to_the_largest_lease(folder):
     task = sized(folder, "1.4", memory_mb=8192, storage_mb=8192)
-    found = fit(task, Room(memory_mib=1024, disk_mib=512, most_mib=4096), policy="clamp")
+    found = fit(task, Room(Resources(memory_mib=1024, disk_mib=512), most_mib=4096), policy="clamp")
     assert (found.refused, len(found.clamped), found.limits) == ((), 2, LeaseLimits(memory_mib=4096, disk_mib=4096))
 
 
@@ -863,11 +864,11 @@ def test_with_clamp_everything_is_lowered_to_the_largest_lease(folder):
 )
 def test_sizes_that_old_schemas_wrote_out_are_lowered_and_others_refused(folder, version, policy, refused, clamped):
     task = sized(folder, version, memory_mb=2048, storage_mb=10_240)
-    found = fit(task, Room(memory_mib=1024, disk_mib=512), policy=policy)
+    found = fit(task, Room(Resources(memory_mib=1024, disk_mib=512)), policy=policy)
     assert (len(found.refused), len(found.clamped)) == (refused, clamped)
     assert sorted(found.sized(task).lowered) == (["disk", "memory"] if clamped else [])
     chosen = sized(folder, "1.1", memory_mb=4096)
-    assert len(fit(chosen, Room(memory_mib=1024, disk_mib=512), policy="old").refused) == 1
+    assert len(fit(chosen, Room(Resources(memory_mib=1024, disk_mib=512)), policy="old").refused) == 1
 
 
 @pytest.mark.parametrize(
@@ -893,7 +894,7 @@ def test_each_phase_has_its_network(folder, text, agent, verifier, offline):
 
 
 def test_hosts_that_the_pool_leaves_out_are_noted_and_nonsense_is_refused(folder):
-    room = Room(memory_mib=1024, disk_mib=512, egress=("pypi.org", "*.debian.org"))
+    room = Room(Resources(memory_mib=1024, disk_mib=512), egress=("pypi.org", "*.debian.org"))
     (folder / "task.toml").write_text(
         "[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['pypi.org', 'a.b', '*.debian.org', '10.0.0.0/8']\n"
         "[verifier]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['not a host']\n"
@@ -906,7 +907,7 @@ def test_hosts_that_the_pool_leaves_out_are_noted_and_nonsense_is_refused(folder
     (folder / "task.toml").write_text(f"[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = [{many}]\n")
     assert [each.split(";")[0] for each in fit(load_task(folder), room).refused] == ["agent.allowed_hosts: 257 hosts"]
     (folder / "task.toml").write_text("[environment]\nnetwork_mode = 'public'\n")
-    assert fit(load_task(folder), Room(1024, 512, network=False)).notes == (
+    assert fit(load_task(folder), Room(Resources(memory_mib=1024, disk_mib=512), network=False)).notes == (
         "agent.network_mode: slots have no network",
         "verifier.network_mode: slots have no network",
     )
@@ -1175,13 +1176,13 @@ def test_a_separate_verifier_has_the_machine_that_harbor_gives_it(folder, toml, 
         assert [one.source for one in task.artifacts] == ["/logs/artifacts"]
         assert task.recipe.image is None
     if "4096" in toml:
-        room = Room(memory_mib=1024, disk_mib=512, most_mib=2048)
+        room = Room(Resources(memory_mib=1024, disk_mib=512), most_mib=2048)
         assert (
             fit(task, room)
             .refused[0]
             .startswith("verifier.environment.memory_mb: 4096 wanted, slots have at most 2048")
         )
-        sized = fit(task, Room(memory_mib=1024, disk_mib=512, most_mib=8192)).sized(task)
+        sized = fit(task, Room(Resources(memory_mib=1024, disk_mib=512), most_mib=8192)).sized(task)
         assert (sized.limits, sized.verifier.limits) == (None, LeaseLimits(memory_mib=4096))
 
 

@@ -16,6 +16,7 @@ from atropos.aio import RECEIVE_BYTES, receive_small
 from atropos.errors import PoolFull, SandboxError
 from atropos.metrics import CONTENT_TYPE
 from atropos.net.admission import BearerToken
+from atropos.resources import Resources
 from atropos.sandbox.server.calls.file_streams import FileStreams
 from atropos.sandbox.server.core import Core
 from atropos.sandbox.server.http.status import metrics_text, status_of
@@ -117,8 +118,8 @@ class Routes:
         try:
             return await handler(request)
         except SandboxError as error:
-            free = error.free_mib if isinstance(error, PoolFull) else None
-            return problem(STATUS.get(error.code, 500), error.code, str(error), free)
+            room = error.room if isinstance(error, PoolFull) else None
+            return problem(STATUS.get(error.code, 500), error.code, str(error), room)
         except web.HTTPException as error:
             names = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
             return problem(error.status, names.get(error.status, "bad_request"), error.text or error.reason)
@@ -302,9 +303,9 @@ def answer(model: BaseModel, status: int = 200) -> web.Response:
     )
 
 
-def problem(status: int, code: str, message: str, free_mib: int | None = None) -> web.Response:
+def problem(status: int, code: str, message: str, room: Resources | None = None) -> web.Response:
     """A refusal."""
-    return answer(Problem(code=code, message=message, free_mib=free_mib), status)
+    return answer(Problem(code=code, message=message, room=room), status)
 
 
 async def _body(request: web.Request, kind: type[M], *, large: bool = False) -> M:

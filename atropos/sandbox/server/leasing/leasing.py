@@ -73,7 +73,7 @@ class Leasing:
         """
         base = self._check(request)
         try:
-            held = self._table.grant(request, self._state.now(), self._config.room_mib(request.limits))
+            held = self._table.grant(request, self._state.now(), self._config.room(request.limits))
         except SandboxError:
             self._state.counters["leases_refused"] += 1
             raise
@@ -257,7 +257,7 @@ class Leasing:
         clients = self._state.clients
         if self._table.free and not self._table.draining:
             for client_id in self._table.offer(self._state.now(), clients.is_connected):
-                clients.send(client_id, Capacity(free_mib=self._table.free_mib))
+                clients.send(client_id, Capacity(room=self._table.room))
 
     def _retire(self, run: LeaseRun, detail: str) -> None:
         log.error("slot-%d is retired: its sandbox could not be confirmed gone: %s", run.held.slot, detail)

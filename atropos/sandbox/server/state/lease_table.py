@@ -3,8 +3,8 @@
 The table is the only authority on a server's leases. Every method takes `now` (seconds of a monotonic clock, so that a
 stepped wall clock changes nothing), decides at once and returns what is to be done; `Leasing` does it.
 
-Room is counted in MiB of the container's memory: every lease takes at least a slot's, a large one more, so that what fits by
-this number alone fits by the number of slots as well.
+Room is what leases take of the container (`SandboxSettings.room`): every lease at least a slot's, a large one more, so that
+what fits by room fits by the number of slots as well.
 
 Fairness between clients that share a container: a refused request is remembered as wanted until a slot comes free, and for
 `WANT_S` seconds from then on, in which its client is notified and asks again. Slots that come free go to the wanting clients
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from atropos.errors import BackendUnavailable, LeaseExpired, PoolFull, from_code
+from atropos.resources import NOTHING, Resources
 from atropos.wire import LeaseRequest
 
 WANT_S = 1.0
@@ -39,7 +40,7 @@ class HeldLease:
 
     request: LeaseRequest
     slot: int
-    mib: int
+    room: Resources
     epoch: int
     granted_at: float
     renewed_at: float
@@ -81,7 +82,7 @@ class EndedLease:
 class _Request:
     """A refused request: how much it asked for, and when it was last made, or offered a slot (once)."""
 
-    mib: int
+    room: Resources
     last: float
     keep_s: float
     offered: bool = False
@@ -98,9 +99,9 @@ class _Want:
     first: float
     requests: dict[str, _Request] = field(default_factory=dict[str, _Request])
 
-    def fresh(self, now: float) -> list[int]:
-        """The sizes for which room is kept."""
-        return [request.mib for request in self.requests.values() if request.fresh(now)]
+    def fresh(self, now: float) -> list[Resources]:
+        """What is kept for each."""
+        return [request.room for request in self.requests.values() if request.fresh(now)]
 
 
 @dataclass(slots=True)
@@ -109,45 +110,45 @@ class LeaseTable:
 
     Args:
         slots: how many slots there are, retired ones included.
-        slot_mib: memory of each.
+        slot_room: what a lease of a slot's own size takes.
     """
 
     slots: int
-    slot_mib: int = 1
+    slot_room: Resources
     draining: str = ""
     held: dict[str, HeldLease] = field(default_factory=dict[str, HeldLease])
     ended: OrderedDict[str, EndedLease] = field(default_factory=OrderedDict[str, EndedLease])
-    retired: dict[int, int] = field(default_factory=dict[int, int])
-    """Their numbers, and the memory that each may still use."""
+    retired: dict[int, Resources] = field(default_factory=dict[int, Resources])
+    """Their numbers, and what each may still use."""
     epoch: int = 0
-    free_mib: int = 0
-    """Memory that nobody holds and that may be leased."""
+    room: Resources = NOTHING
+    """What nobody holds and may be leased."""
     _free: deque[int] = field(default_factory=deque[int])
     _seen: dict[str, float] = field(default_factory=dict[str, float])
     _counts: Counter[str] = field(default_factory=Counter[str])
     """Leases of each client."""
-    _held_mib: Counter[str] = field(default_factory=Counter[str])
-    """Their memory."""
+    _held_room: dict[str, Resources] = field(default_factory=dict[str, Resources])
+    """What they take."""
     _wants: dict[str, _Want] = field(default_factory=dict[str, _Want])
 
     def __post_init__(self) -> None:
         self._free.extend(range(self.slots))
-        self.free_mib = self.slots * self.slot_mib
+        self.room = self.slot_room * self.slots
 
     # ------------------------------------------------------------------------------------------------------- granting
 
     @property
     def free(self) -> int:
         """Leases of a slot's own size that there is room for."""
-        return self.free_mib // self.slot_mib
+        return self.room.holds(self.slot_room)
 
     @property
-    def retired_mib(self) -> int:
-        """Memory of the retired slots."""
-        return sum(self.retired.values())
+    def retired_room(self) -> Resources:
+        """What the retired slots may still use."""
+        return sum(self.retired.values(), NOTHING)
 
-    def grant(self, request: LeaseRequest, now: float, mib: int) -> HeldLease:
-        """Decide a request for `mib` of memory. Asked again with its `lease_id`: the same lease, or why that is over.
+    def grant(self, request: LeaseRequest, now: float, room: Resources) -> HeldLease:
+        """Decide a request for `room`. Asked again with its `lease_id`: the same lease, or why that is over.
 
         Raises:
             PoolFull: there is no room for this client now.
@@ -168,22 +169,22 @@ class LeaseTable:
             raise LeaseExpired(f"lease {request.lease_id!r} is over; a new lease needs a new lease_id")
         if self.draining:
             raise BackendUnavailable(self.draining)
-        open_mib = self.free_mib - self._kept_from(request.client_id, now)
-        if mib > open_mib:
-            self._want(request, now, mib)
-            raise PoolFull(self._full_message(mib), free_mib=max(0, open_mib))
+        left = self.room - self._kept_from(request.client_id, now)
+        if not room.fits(left):
+            self._want(request, now, room)
+            raise PoolFull(self._full_message(room), room=left)
         self._satisfy(request)
         self.epoch += 1
-        held = HeldLease(request, self._free.popleft(), mib, self.epoch, now, now)
+        held = HeldLease(request, self._free.popleft(), room, self.epoch, now, now)
         self.held[request.lease_id] = held
-        self.free_mib -= mib
+        self.room -= room
         self._counts[request.client_id] += 1
-        self._held_mib[request.client_id] += mib
+        self._held_room[request.client_id] = self._held_room.get(request.client_id, NOTHING) + room
         self._seen.setdefault(request.client_id, now)
         return held
 
-    def _kept_from(self, client_id: str, now: float) -> int:
-        """How much memory is kept for the wanting clients that come before this one."""
+    def _kept_from(self, client_id: str, now: float) -> Resources:
+        """What is kept for the wanting clients that come before this one."""
         for name, want in list(self._wants.items()):
             for lease_id in [key for key, each in want.requests.items() if each.offered and not each.fresh(now)]:
                 del want.requests[lease_id]
@@ -191,21 +192,24 @@ class LeaseTable:
                 del self._wants[name]
         wanting = {name: fresh for name, want in self._wants.items() if (fresh := want.fresh(now))}
         if not wanting:
-            return 0
+            return NOTHING
         sharing = {client_id, *wanting, *(name for name, count in self._counts.items() if count)}
-        share = (self.slots * self.slot_mib - self.retired_mib) // len(sharing)
+        share = (self.slot_room * self.slots - self.retired_room) // len(sharing)
         mine = self._wants.get(client_id)
         rank = (self._counts[client_id], mine.first if mine else now)
-        return sum(
-            min(sum(fresh), max(*fresh, self.slot_mib, share - self._held_mib[name]))
+        kept = (
+            sum(fresh, NOTHING).least(
+                self.slot_room.most(*fresh, share - self._held_room.get(name, NOTHING)),
+            )
             for name, fresh in wanting.items()
             if name != client_id and (self._counts[name], self._wants[name].first) < rank
         )
+        return sum(kept, NOTHING)
 
-    def _want(self, request: LeaseRequest, now: float, mib: int) -> None:
+    def _want(self, request: LeaseRequest, now: float, room: Resources) -> None:
         want = self._wants.setdefault(request.client_id, _Want(now))
         want.requests.pop(request.lease_id, None)  # it is the latest from now on
-        want.requests[request.lease_id] = _Request(mib, now, WANT_S if mib <= self.slot_mib else LARGE_WANT_S)
+        want.requests[request.lease_id] = _Request(room, now, WANT_S if room.fits(self.slot_room) else LARGE_WANT_S)
         if len(want.requests) > self.slots:
             del want.requests[next(iter(want.requests))]
         if len(self._wants) > MAX_WANTING:
@@ -219,10 +223,10 @@ class LeaseTable:
             if not want.requests:
                 del self._wants[request.client_id]
 
-    def _full_message(self, mib: int) -> str:
+    def _full_message(self, room: Resources) -> str:
         counts = f"{len(self.held)} leased, {len(self.retired)} retired of {self.slots}"
-        if mib > self.slot_mib:
-            return f"no room for {mib} MiB: {self.free_mib} MiB free; {counts}"
+        if not room.fits(self.slot_room):
+            return f"no room for {room}: {self.room} free; {counts}"
         kept = f", {self.free} kept for clients with fewer leases" if self.free else ""
         return f"no free slot: {counts}{kept}"
 
@@ -273,7 +277,8 @@ class LeaseTable:
         if not self._counts[client_id]:
             self._seen.pop(client_id, None)
             self._wants.pop(client_id, None)
-            del self._counts[client_id], self._held_mib[client_id]
+            del self._counts[client_id]
+            self._held_room.pop(client_id, None)
 
     def expires_at(self, held: HeldLease) -> float:
         """When a lease ends unless it is renewed."""
@@ -306,8 +311,8 @@ class LeaseTable:
         """Its sandbox is gone (or, not `clean`, could not be confirmed gone: the slot is retired)."""
         del self.held[held.lease_id]
         self._counts[held.client_id] -= 1
-        self._held_mib[held.client_id] -= held.mib
-        self.retired[held.slot] = held.mib
+        self._held_room[held.client_id] -= held.room
+        self.retired[held.slot] = held.room
         if clean:
             self.restore(held.slot)
         ended = EndedLease(held.lease_id, held.client_id, held.epoch, held.code, held.message, now, clean, reset_s)
@@ -332,5 +337,5 @@ class LeaseTable:
     def restore(self, slot: int) -> None:
         """A retired slot was confirmed clean after all."""
         if slot in self.retired:
-            self.free_mib += self.retired.pop(slot)
+            self.room += self.retired.pop(slot)
             self._free.append(slot)

@@ -247,7 +247,7 @@ class DockerEngine:
             CreationRefused: the engine makes no such container.
             BackendUnavailable: it can't be made or started now.
         """
-        memory = f"{spec.container_memory_mib}m"
+        memory = f"{spec.room.memory_mib}m"
         shared = spec.server.image_store.folder
         with self._failures():
             try:
@@ -261,7 +261,7 @@ class DockerEngine:
                     cap_add=list(CAP_ADD),
                     security_opt=[f"seccomp={self._profile()}"],
                     cgroupns="private",
-                    pids_limit=spec.container_pids,
+                    pids_limit=spec.room.pids,
                     mem_limit=memory,
                     memswap_limit=memory,
                     log_config={"Type": "json-file", "Config": {"max-size": "5m", "max-file": "2"}},

@@ -103,7 +103,7 @@ class ModalServer:
 
     async def _create(self) -> modal.Sandbox:
         pool = self._pool
-        memory_mib = ContainerSpec.from_pool(pool).container_memory_mib
+        memory_mib = ContainerSpec.from_pool(pool).room.memory_mib
         image = modal.Image.from_registry(pool.image)
         return await modal.Sandbox.create.aio(
             *SERVER_COMMAND,

@@ -69,8 +69,8 @@ def variables(
         "slots": str(spec.server.slots),
         "slot_memory_mib": str(spec.server.limits.memory_mib),
         "slot_pids": str(spec.server.limits.pids),
-        "memory_mib": str(spec.container_memory_mib),
-        "pids": str(spec.container_pids),
+        "memory_mib": str(spec.room.memory_mib),
+        "pids": str(spec.room.pids),
         "config": hcl(json.dumps(config)),
     }
     if settings.region:
@@ -112,7 +112,7 @@ def differences(job: Json, spec: ContainerSpec) -> str:
         "sandbox_image": ((task.get("Config") or {}).get("image"), spec.image),
         "slots_per_container": (server.get("slots"), spec.server.slots),
         "slot_memory_mib": ((server.get("limits") or {}).get("memory_mib"), limits.memory_mib),
-        "container_memory_mib": ((task.get("Resources") or {}).get("MemoryMB"), spec.container_memory_mib),
+        "container_memory_mib": ((task.get("Resources") or {}).get("MemoryMB"), spec.room.memory_mib),
     }
     found = [f"its {name} is {has}, not {own}" for name, (has, own) in pairs.items() if has is not None and has != own]
     return "; ".join(found)

@@ -1,0 +1,101 @@
+"""An amount of what slots are made of: what a slot has, a lease takes, a container has left, a task asks for."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Amounts of memory, files, processes and cores; what isn't named is none. A GPU or another device would be a field here.
+
+    Attributes:
+        pids: processes and threads.
+    """
+
+    memory_mib: int = 0
+    disk_mib: int = 0
+    pids: int = 0
+    cpus: float = 0
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    def _each(self, amount: Callable[[Any, Any], Any], other: Resources) -> Resources:
+        """Both, amount by amount."""
+        return Resources(
+            amount(self.memory_mib, other.memory_mib),
+            amount(self.disk_mib, other.disk_mib),
+            amount(self.pids, other.pids),
+            amount(self.cpus, other.cpus),
+        )
+
+    @property
+    def _amounts(self) -> tuple[float, ...]:
+        return self.memory_mib, self.disk_mib, self.pids, self.cpus
+
+    def __add__(self, other: Resources) -> Resources:
+        return self._each(operator.add, other)
+
+    def __sub__(self, other: Resources) -> Resources:
+        """What is left without the other: of nothing less than none."""
+        return self._each(_less, other)
+
+    def __mul__(self, times: int) -> Resources:
+        return Resources(self.memory_mib * times, self.disk_mib * times, self.pids * times, self.cpus * times)
+
+    def __floordiv__(self, shares: int) -> Resources:
+        return Resources(self.memory_mib // shares, self.disk_mib // shares, self.pids // shares, self.cpus / shares)
+
+    def __bool__(self) -> bool:
+        return any(self._amounts)
+
+    def fits(self, room: Resources) -> bool:
+        """Whether there is room for all of it."""
+        return (
+            self.memory_mib <= room.memory_mib
+            and self.pids <= room.pids
+            and self.disk_mib <= room.disk_mib
+            and self.cpus <= room.cpus
+        )
+
+    def most(self, *others: Resources) -> Resources:
+        """The larger amount of each: what has room for any of them."""
+        found = self
+        for other in others:
+            found = found._each(max, other)
+        return found
+
+    def least(self, other: Resources) -> Resources:
+        """The smaller amount of each."""
+        return self._each(min, other)
+
+    def holds(self, part: Resources) -> int:
+        """How many of `part` there is room for."""
+        return int(
+            min((has // each for has, each in zip(self._amounts, part._amounts, strict=True) if each), default=0)
+        )
+
+    def parts(self, part: Resources) -> int:
+        """How many of `part` it takes to have as much."""
+        needed = (has / each for has, each in zip(self._amounts, part._amounts, strict=True) if each)
+        return math.ceil(max(needed, default=0))
+
+    def __str__(self) -> str:
+        texts = {
+            f"{self.memory_mib} MiB": self.memory_mib,
+            f"{self.disk_mib} MiB of files": self.disk_mib,
+            f"{self.pids} processes": self.pids,
+            f"{self.cpus:g} cores": self.cpus,
+        }
+        return ", ".join(text for text, amount in texts.items() if amount) or "nothing"
+
+
+def _less(one: float, other: float) -> float:
+    return max(0, one - other)
+
+
+NOTHING = Resources()
