@@ -86,15 +86,21 @@ def _binding() -> Any:
 class _Filter:
     """A filter in the making. What libseccomp's bindings give has no types."""
 
-    def __init__(self) -> None:
+    def __init__(self, machine: str) -> None:
+        self.machine = machine
         self._lib = lib = _binding()
+        self._arch = lib.Arch.NATIVE
         self._rules = lib.SyscallFilter(lib.ALLOW)
         self._rules.set_attr(lib.Attr.ACT_BADARCH, getattr(lib, "KILL_PROCESS", lib.KILL))
+        if machine != os.uname().machine:
+            self._rules.remove_arch(self._arch)
+            self._arch = getattr(lib.Arch, machine.upper())
+            self._rules.add_arch(self._arch)
 
     def resolve(self, call: str | int) -> str | int | None:
         """A call's number by its name, or its name by its number: both bindings know it. None: there is none."""
         try:
-            return self._lib.resolve_syscall(self._lib.Arch.NATIVE, call)
+            return self._lib.resolve_syscall(self._arch, call)
         except (ValueError, OSError, RuntimeError):
             return None
 
@@ -103,10 +109,10 @@ class _Filter:
         return self._lib.ERRNO(number)
 
     def add(self, action: object, name: str, *arguments: object) -> None:
-        """Add a rule for a call with these arguments, where this machine has the call."""
+        """Add a rule for a call with these arguments, where the machine has the call."""
         number = self.resolve(name)
         if isinstance(number, int) and number >= 0:
-            self._rules.add_rule(action, number, *arguments)
+            self._rules.add_rule(action, name, *arguments)
 
     def masked(self, index: int, mask: int, value: int) -> object:
         """An argument that has this value in the bits of the mask."""
@@ -136,13 +142,13 @@ class _Filter:
             return file.read()
 
 
-def program() -> bytes:
-    """The BPF program.
+def program(machine: str | None = None) -> bytes:
+    """The BPF program of this machine, or of another, as `uname -m` names it.
 
     Raises:
         IsolationUnavailable: libseccomp isn't there.
     """
-    made = _Filter()
+    made = _Filter(machine or os.uname().machine)
     for name in PRIVILEGED:
         made.add(made.error(errno.EPERM), name)
     for name in ABSENT:
@@ -242,8 +248,8 @@ def _guard_shared(made: _Filter) -> None:
 
 
 def _preamble(made: _Filter) -> bytes:
-    """Instructions before libseccomp's: unknown numbers of this machine's own architecture answer ENOSYS."""
-    arch = _AUDIT_ARCH.get(os.uname().machine)
+    """Instructions before libseccomp's: unknown numbers of the machine's own architecture answer ENOSYS."""
+    arch = _AUDIT_ARCH.get(made.machine)
     if arch is None:
         return b""
     highest = max(number for number in range(LAST_CALL + 1) if made.resolve(number))
