@@ -177,11 +177,11 @@ def nomad() -> DoctorFinding:
     """Whether a Nomad agent answers, asked with the NOMAD_* variables of address and TLS as the backend asks it."""
     import httpx
 
-    from atropos.slots.backends.nomad.settings import NomadSettings
+    from atropos.slots.backends.nomad.access import NomadAccess
 
     address = "NOMAD_*"
     try:
-        settings = NomadSettings.from_environment(None)
+        settings = NomadAccess.from_environment(None)
         address, name = settings.shown, settings.tls_server_name
         with httpx.Client(verify=settings.tls() or False, timeout=ANSWER_S, trust_env=False) as client:
             answer = client.get(

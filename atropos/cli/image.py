@@ -15,7 +15,7 @@ from atropos.cli.image_progress import image_or_task, progress_display
 from atropos.cli.options import DEFAULT_JOB, AsJson, AuthFile, InsecureRegistries, Mirrors, Store, image_store
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
-from atropos.slots.backends.survey import open_survey
+from atropos.slots.backends.loading import open_survey
 
 image_app = typer.Typer(no_args_is_help=True, help="The sandbox image, and images that slots start from.")
 

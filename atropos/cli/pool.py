@@ -15,15 +15,14 @@ from rich.table import Table
 from atropos.cli.options import DEFAULT_JOB, Address, AsJson, Job
 from atropos.cli.redraw import redrawn
 from atropos.errors import BackendUnavailable, ConfigError
-from atropos.slots.backends.survey import Survey, SurveyedContainer, open_survey
+from atropos.slots.backends.loading import open_survey
+from atropos.slots.backends.survey import Survey, SurveyedContainer
 from atropos.terminal import visible
 
 T = TypeVar("T")
-pool_app = typer.Typer(
-    no_args_is_help=True, help="Look at a pool's containers in Docker or Nomad; drain or purge them."
-)
+pool_app = typer.Typer(no_args_is_help=True, help="Look at a pool's containers; drain or purge them.")
 
-Backend = Annotated[str, typer.Option(help="docker or nomad")]
+Backend = Annotated[str, typer.Option(help="docker, nomad, or a plug-in's name")]
 SUCCESSOR_S = 60.0
 """How long the next container is not drained because the last one's successor does not answer yet, in seconds."""
 

@@ -25,7 +25,8 @@ from atropos.cli.options import DEFAULT_JOB, Address, Job
 from atropos.cli.redraw import redrawn
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveView
 from atropos.errors import BackendUnavailable, ConfigError
-from atropos.slots.backends.survey import Survey, open_survey
+from atropos.slots.backends.loading import open_survey
+from atropos.slots.backends.survey import Survey
 from atropos.terminal import visible as visible_lines
 from atropos.wire import Status
 
@@ -64,7 +65,7 @@ def top(
     token: Annotated[
         str | None, typer.Option(envvar="ATROPOS_DASHBOARD_TOKEN", help="where the URL doesn't carry it")
     ] = None,
-    backend: Annotated[str, typer.Option(help="docker or nomad, without a URL")] = "nomad",
+    backend: Annotated[str, typer.Option(help="docker, nomad, or a plug-in's name; without a URL")] = "nomad",
     job_id: Job = DEFAULT_JOB,
     address: Address = None,
     interval_s: Annotated[float, typer.Option("--interval", min=0.2, help="seconds between looks")] = 2.0,

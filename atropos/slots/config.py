@@ -1,34 +1,18 @@
-"""The settings of a slot pool. Each is declared once; envs inherit the declaration."""
+"""The settings of a slot pool. Each is declared once, a backend's beside it; envs inherit the declaration."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, create_model, model_validator
 
-from atropos.config import HostNames, SandboxSettings, ServerConfig, SlotSettings, one_line
+from atropos.config import SandboxSettings, ServerConfig, SlotSettings, one_line
 from atropos.errors import ConfigError
 from atropos.images.reference import ImageSource
-from atropos.slots.plugins import known
+from atropos.slots.plugins import BackendSettings, find_settings, known
 
-
-def _expressions(value: object) -> object:
-    """Values that are no text as HCL."""
-    if not isinstance(value, Mapping):
-        return value
-    given = cast("Mapping[object, object]", value)
-    return {name: each if isinstance(each, str) else hcl(each) for name, each in given.items()}
-
-
-def hcl(value: object) -> str:
-    """A value as an HCL literal: JSON, with template marks escaped."""
-    return json.dumps(value).replace("${", "$${").replace("%{", "%%{")
-
-
-NomadVariables = Annotated[dict[str, str], BeforeValidator(_expressions)]
-"""Variables of the Nomad job: text as `nomad job run -var` takes it; numbers, booleans and lists as they are."""
+S = TypeVar("S", bound=BackendSettings)
 
 
 def _named(image: str) -> str:
@@ -46,8 +30,16 @@ BackendName = Annotated[str, AfterValidator(known)]
 """A built-in backend, or one that an installed package registers."""
 
 
-class PoolSettings(SlotSettings):
-    """The settings of a pool that an env has under the same names."""
+BACKEND_SETTINGS = find_settings()
+"""The settings of each backend that has any."""
+if TYPE_CHECKING:
+    AllBackendSettings = BackendSettings
+else:
+    AllBackendSettings = create_model("AllBackendSettings", __base__=tuple(BACKEND_SETTINGS.values()))
+
+
+class PoolSettings(AllBackendSettings, SlotSettings):
+    """The settings of a pool that an env has under the same names, those of all backends among them."""
 
     slots_per_container: int = Field(default=10, ge=1, le=1000, description="slots in each container")
     min_containers: int = Field(default=1, ge=0, le=100_000, description="containers kept even when idle")
@@ -73,39 +65,9 @@ class PoolSettings(SlotSettings):
         ge=64,
         description="docker, modal and nomad: memory of a container; None: the server's and all slots' limits. Less is over-commit",
     )
-    docker_host: str | None = Field(default=None, description="None: DOCKER_HOST, else the local engine")
-    nomad_address: str | None = Field(default=None, description="unset or None: NOMAD_ADDR, else http://localhost:4646")
-    nomad_variables: NomadVariables = Field(
-        default_factory=dict,
-        description="more variables of nomad/sandbox.nomad.hcl, as `nomad job run -var` takes them",
-    )
-    placement_s: float = Field(
-        default=5.0,
-        ge=0,
-        description="nomad: how long the first container may be without a place before `start` fails; more where nodes are added on demand",
-    )
-    tls_certificate: str | None = Field(
-        default=None, description="nomad: PEM file with the certificate of the sandbox ports; None: plain HTTP"
-    )
-    tls_key: str | None = Field(default=None, description="nomad: PEM file with the certificate's key, unencrypted")
-    ssh_hosts: HostNames = Field(default=(), description="ssh: [user@]host[:port], a container each")
-    ssh_python: str = Field(
-        default="python3", min_length=1, description="ssh: the hosts' Python, with this version of atropos installed"
-    )
-    ssh_config: str | None = Field(
-        default=None, description="ssh: file with users, ports, keys and known hosts; None: ~/.ssh/config"
-    )
-    modal_cpus: float = Field(default=4.0, gt=0, description="modal: cores of a container")
     privileged: bool = Field(default=False, description="kept for compatibility; True is refused")
     purge_job_on_start: bool = Field(default=False, description="remove the job of an earlier run first")
     purge_job_on_shutdown: bool = Field(default=True, description="remove the job at the end")
-
-    @model_validator(mode="after")
-    def _one_container_a_host(self) -> Self:
-        """With ssh hosts, `max_containers` defaults to their number."""
-        if self.ssh_hosts and "max_containers" not in self.model_fields_set:
-            object.__setattr__(self, "max_containers", len(self.ssh_hosts))  # a frozen model takes no other way
-        return self
 
     @model_validator(mode="after")
     def _check_pool(self) -> Self:
@@ -114,8 +76,6 @@ class PoolSettings(SlotSettings):
                 f"max_containers ({self.max_containers}) is less than min_containers ({self.min_containers}): "
                 "raise the first or lower the second"
             )
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("tls_certificate, tls_key: set both, or none")
         if self.privileged:
             raise ValueError(
                 "privileged: sandbox containers are never privileged (a slot needs user namespaces, not host rights); "
@@ -170,7 +130,8 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
 
     @model_validator(mode="after")
     def _check_roots(self) -> Self:
-        if self.backend in {"local", "ssh"} and self.image != type(self).model_fields["image"].default:
+        kind = BACKEND_SETTINGS.get(self.backend, BackendSettings)
+        if not kind.takes_image and self.image != type(self).model_fields["image"].default:
             raise ValueError(
                 f"image: it names the containers' image, and backend {self.backend!r} has no containers; "
                 "set slot_image for the image that slots start from"
@@ -180,10 +141,18 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
         return self
 
     @model_validator(mode="after")
-    def _check_tls(self) -> Self:
-        if self.tls_certificate is not None and self.backend in {"local", "docker", "modal", "singularity", "ssh"}:
-            raise ValueError(f"tls_certificate: backend {self.backend!r} has no TLS; remove it, or use 'nomad'")
+    def _check_other_backends(self) -> Self:
+        for name, kind in BACKEND_SETTINGS.items():
+            for field in kind.never_ignored:
+                if name != self.backend and getattr(self, field) != kind.model_fields[field].default:
+                    raise ValueError(
+                        f"{field}: a setting of {name!r}, which backend {self.backend!r} lacks; remove it, or use {name!r}"
+                    )
         return self
+
+    def of(self, kind: type[S]) -> S:
+        """These settings as a backend's own; its defaults where it came after `atropos.slots` was imported."""
+        return self if isinstance(self, kind) else kind()
 
     def server_config(self, token: str, **changes: object) -> ServerConfig:
         """The configuration of each of this pool's sandbox servers; `changes` are fields of `ServerConfig`."""

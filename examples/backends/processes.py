@@ -7,15 +7,17 @@ import contextlib
 import json
 import random
 import secrets
-import sys
+import shutil
 from collections.abc import Sequence
 
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots import SlotPoolConfig
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.config import server_json
+from examples.backends.settings import ProcessSettings
 
-SERVER = (sys.executable, "-m", "atropos.sandbox", "--config", "-")
+SERVER = ("-m", "atropos.sandbox", "--config", "-")
+"""Arguments of Python."""
 REFUSED = {2: ConfigError, 3: IsolationUnavailable}
 """Exit codes of a server with which trying again makes no sense: a wrong setting, a host that can't isolate."""
 PAUSE_S = (0.1, 10.0)
@@ -31,6 +33,7 @@ class ProcessBackend(Backend):
 
     def __init__(self, config: SlotPoolConfig) -> None:
         self._config = config
+        self._python = config.of(ProcessSettings).processes_python
         self._keepers: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._containers: dict[int, Container] = {}
@@ -40,7 +43,9 @@ class ProcessBackend(Backend):
         self._news = asyncio.Event()
 
     async def start(self) -> None:
-        """Nothing to connect to, and nothing that an earlier run could have left."""
+        """Check the setting: there is nothing to connect to, and nothing that an earlier run could have left."""
+        if shutil.which(self._python) is None:
+            raise ConfigError(f"processes_python: there is no program {self._python!r}")
 
     async def scale(self, count: int) -> None:
         for index in [index for index in self._keepers if index >= count]:
@@ -109,7 +114,7 @@ class ProcessBackend(Backend):
         token = secrets.token_urlsafe(32)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *SERVER, stdin=pipe, stdout=pipe, cwd="/", start_new_session=True
+            self._python, *SERVER, stdin=pipe, stdout=pipe, cwd="/", start_new_session=True
         )
         assert process.stdin is not None
         assert process.stdout is not None

@@ -19,7 +19,7 @@ from atropos.aio import cancel_and_wait
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots import SlotPool
 from atropos.slots.backends.docker.engine import DockerEngine
-from atropos.slots.backends.survey import open_survey
+from atropos.slots.backends.loading import open_survey
 from tests.e2e.docker_proxy import ENGINE, DockerProxy
 from tests.engines import BACKENDS, ROOT, containers, leftovers, pool_config
 from tests.waiting import until

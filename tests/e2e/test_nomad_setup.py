@@ -12,8 +12,8 @@ from aiohttp import web
 
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots import SlotPool
+from atropos.slots.backends.loading import open_survey
 from atropos.slots.backends.nomad.view import Allocation, explain, set_up_fault
-from atropos.slots.backends.survey import open_survey
 from tests.engines import BACKENDS, NOMAD, ROOT, nomad, nothing_left, pool_config
 from tests.waiting import until
 

@@ -10,7 +10,7 @@ import pytest
 
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool
-from atropos.slots.backends.survey import open_survey
+from atropos.slots.backends.loading import open_survey
 from tests.engines import BACKENDS, NOMAD, pool_config
 from tests.unit.server.test_tls import pair
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from atropos.errors import ConfigError
+
+if TYPE_CHECKING:
+    from atropos.slots.backends.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,21 @@ class Backend(ABC):
     name: str
     client_id: str = ""
     """The pool's id as a client of its servers: clients with other ids belong to other pools."""
+
+    @classmethod
+    async def survey(cls, job_id: str, address: str | None) -> Survey:
+        """What an operator sees of a pool's containers, for `atropos pool` and `atropos top`.
+
+        Args:
+            job_id: the pool's.
+            address: of the engine; None: the usual place.
+
+        Raises:
+            ConfigError: they can't be found from another process than the pool's.
+            BackendUnavailable: the engine does not answer.
+        """
+        del job_id, address
+        raise ConfigError(f"--backend {cls.name!r}: its containers are known to their pool's own process alone")
 
     @abstractmethod
     async def start(self) -> None:

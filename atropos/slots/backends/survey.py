@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from atropos.errors import ConfigError
 from atropos.slots.backends.base import Container
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.wire import Status
@@ -23,7 +22,7 @@ class SurveyedContainer:
 
 
 class Survey:
-    """The containers of one job or pool. Use it as `async with open_survey(...) as survey`."""
+    """The containers of one job or pool. Use it as `async with survey`."""
 
     def __init__(
         self,
@@ -100,93 +99,3 @@ class Survey:
     async def purge(self) -> None:
         """Remove the containers, the job and its secret, even where they are in use."""
         await self._purge()
-
-
-async def open_survey(backend: str, job_id: str, *, address: str | None) -> Survey:
-    """Connect to an engine.
-
-    Args:
-        backend: docker or nomad.
-        job_id: the pool's `sandbox_job_id`.
-        address: of the engine; None: DOCKER_HOST or NOMAD_ADDR, else the usual place.
-
-    Raises:
-        ConfigError: no such backend.
-        BackendUnavailable: the engine does not answer.
-    """
-    if backend == "docker":
-        return await _docker(job_id, address)
-    if backend == "nomad":
-        return await _nomad(job_id, address)
-    raise ConfigError(f"--backend {backend!r}: docker or nomad (local containers live and end with their own process)")
-
-
-async def _docker(pool: str, address: str | None) -> Survey:
-    from atropos.slots.backends.docker.engine import DockerEngine
-
-    engine = DockerEngine(pool, address)
-    await asyncio.to_thread(engine.connect)
-
-    async def containers() -> tuple[list[Container], str]:
-        found: list[Container] = []
-        ended: list[str] = []
-        for item in sorted(await asyncio.to_thread(engine.found), key=lambda item: item.index):
-            if item.state in {"exited", "dead", "removing"}:
-                reason = (await asyncio.to_thread(engine.ending, item.id)).reason
-                ended.append(f"container {item.name} is {item.state}: {reason}")
-                continue
-            token = await asyncio.to_thread(engine.token, item.id)
-            state = "starting" if item.state == "created" else "running"
-            found.append(Container(item.name, item.index, item.url, token or "", state, item.owner))
-        return found, "; ".join(ended)
-
-    async def end(container: Container) -> None:
-        await asyncio.to_thread(engine.end, container.id, within_s=10)
-
-    async def purge() -> None:
-        for item in await asyncio.to_thread(engine.found):
-            await asyncio.to_thread(engine.end, item.id, within_s=1)
-
-    return Survey(containers, end, purge, lambda: asyncio.to_thread(engine.close))
-
-
-async def _nomad(job_id: str, address: str | None) -> Survey:
-    from atropos.slots.backends.nomad.api import NomadApi
-    from atropos.slots.backends.nomad.job import count, group_of
-    from atropos.slots.backends.nomad.job_view import JobView
-    from atropos.slots.backends.nomad.settings import NomadSettings
-    from atropos.slots.backends.nomad.view import Allocation, placement_failures
-
-    api = NomadApi(NomadSettings.from_environment(address), job_id)
-    try:
-        await api.find_namespace()  # in a missing namespace no job is listed, and a purge would seem to succeed
-    except BaseException:
-        await api.close()
-        raise
-
-    async def containers() -> tuple[list[Container], str]:
-        if (job := await api.job()) is None:
-            return [], ""
-        secret = await api.secret(make=False)
-        tls = secret.certificate is not None
-        rows = [Allocation.read(row, tls=tls) for row in await api.allocations()]
-        answering = {row.run for row in rows if row.state != "starting"}
-        view = JobView(placement_s=0, secret=secret, target=count(job), ready=answering)
-        view.apply(rows, view.merge(rows, ()))
-        if view.lacking:
-            view.placement = placement_failures(await api.evaluations())
-        if (item := view.latest_failing()) is not None:
-            view.judge_crash(item, await api.last_line(item.id))
-        return view.containers(), view.trouble()
-
-    async def end(container: Container) -> None:
-        await api.stop_allocation(container.id.partition(".")[0])
-
-    async def purge() -> None:
-        if (job := await api.job()) is not None:
-            group_of(job)
-            await api.deregister(purge=False)
-            await api.deregister(purge=True)
-        await api.drop_secret()
-
-    return Survey(containers, end, purge, api.close)

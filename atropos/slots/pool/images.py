@@ -23,6 +23,7 @@ from atropos.errors import ConfigError, ImageUnavailable, SandboxError, SlotLost
 from atropos.images.locks import locked
 from atropos.images.reference import SERVERS_OWN, ImageSource
 from atropos.resources import Resources
+from atropos.slots.backends.docker.settings import DockerSettings
 from atropos.slots.client.server_images import Archive
 from atropos.slots.containers.fleet import Seat
 from atropos.slots.containers.link import ContainerLink
@@ -271,7 +272,9 @@ class PoolImages:
         key = str(source)
         reading = self._local.get(key)
         if reading is None or _failed(reading):
-            work = asyncio.to_thread(local_image, source, self._state.config.docker_host, self._archive_turns)
+            work = asyncio.to_thread(
+                local_image, source, self._state.config.of(DockerSettings).docker_host, self._archive_turns
+            )
             reading = self._local[key] = asyncio.get_running_loop().create_task(work)
         return await asyncio.shield(reading)
 

@@ -16,9 +16,10 @@ from atropos import wire
 from atropos.aio import cancel_and_wait, set_within
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
 from atropos.metrics import Family
+from atropos.resources import Resources
 from atropos.sandbox.linux import host_limits
-from atropos.slots.backends import make_backend
 from atropos.slots.backends.base import Backend, Container
+from atropos.slots.backends.loading import make_backend
 from atropos.slots.client import SandboxClient
 from atropos.slots.client.call_stream import FrameLimit
 from atropos.slots.config import SlotPoolConfig
@@ -454,7 +455,7 @@ class SlotPool:
         self,
         container: Container,
         on_lease_ended: Callable[[wire.LeaseEnded], None],
-        on_capacity: Callable[[int], None],
+        on_capacity: Callable[[Resources], None],
     ) -> SandboxClient:
         assert container.url is not None
         return SandboxClient(

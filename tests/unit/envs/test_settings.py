@@ -450,7 +450,7 @@ def test_a_distribution_may_draw_toolsets_that_have_those_of_others(tmp_path, mo
 )
 async def test_a_backend_without_tls_is_refused_a_certificate(settings):
     backend = ToolBackend(settings.model_copy(update={"tls_certificate": "c.pem", "tls_key": "k.pem"}))
-    with pytest.raises(ConfigError, match=r"^env\.tls_certificate: backend 'docker' has no TLS"):
+    with pytest.raises(ConfigError, match=r"^env\.tls_certificate: a setting of 'nomad', which backend 'docker' lacks"):
         await backend.start(ToolRegistry())
 
 

@@ -13,11 +13,11 @@ from aiohttp import web
 from atropos.aio import cancel_and_wait
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.slots.backends.loading import open_survey
+from atropos.slots.backends.nomad.access import NomadAccess
 from atropos.slots.backends.nomad.api import NomadApi
 from atropos.slots.backends.nomad.backend import NomadBackend
 from atropos.slots.backends.nomad.refusals import NomadRefused
-from atropos.slots.backends.nomad.settings import NomadSettings
-from atropos.slots.backends.survey import open_survey
 from tests.unit.pool.fake_nomad import FakeNomad
 from tests.waiting import SLOWNESS, until
 
@@ -121,7 +121,7 @@ async def test_a_change_is_told_before_its_line_has_come_whole_and_a_heartbeat_i
                 await response.write(await pieces.get())
 
     async with SlowStream() as nomad, contextlib.AsyncExitStack() as stack:
-        api = NomadApi(NomadSettings(nomad.url), "job")
+        api = NomadApi(NomadAccess(nomad.url), "job")
         stack.push_async_callback(api.close)
         async with contextlib.aclosing(api.events()) as events:
             await anext(events)
@@ -136,7 +136,7 @@ async def test_a_change_is_told_before_its_line_has_come_whole_and_a_heartbeat_i
 
 async def test_an_event_stream_that_is_refused_in_another_encoding_is_refused():
     async with FakeNomad() as nomad, contextlib.AsyncExitStack() as stack:
-        api = NomadApi(NomadSettings(nomad.url), "job")
+        api = NomadApi(NomadAccess(nomad.url), "job")
         stack.push_async_callback(api.close)
         nomad.answers["/event/stream"] = [web.Response(status=503, body="überlastet".encode("latin-1"))]
         with pytest.raises(NomadRefused, match="berlastet"):
@@ -248,7 +248,7 @@ async def test_a_change_whose_caller_was_cancelled_is_waited_for_at_the_end():
             return await super()._handle(request)
 
     async with SlowScale() as nomad, contextlib.AsyncExitStack() as stack:
-        api = NomadApi(NomadSettings(nomad.url), "job")
+        api = NomadApi(NomadAccess(nomad.url), "job")
         stack.push_async_callback(api.close)
         scaling = asyncio.create_task(api.scale(0))
         await begun.wait()

@@ -31,9 +31,12 @@ from atropos.slots.backends.docker.engine import (
     ImageGone,
     ListedContainer,
 )
+from atropos.slots.backends.docker.settings import DockerSettings
+from atropos.slots.backends.docker.survey import open_docker
 from atropos.slots.backends.engines import BlockingCalls, ChangeFlag, Outage, persist
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import HOPELESS_CRASHES, ContainerSpec, hopeless
+from atropos.slots.backends.survey import Survey
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.task_owner import Tasks
 
@@ -77,12 +80,17 @@ class DockerBackend(Backend):
 
     name = "docker"
 
+    @classmethod
+    async def survey(cls, job_id: str, address: str | None) -> Survey:
+        """The containers of `job_id`."""
+        return await open_docker(job_id, address)
+
     def __init__(self, config: SlotPoolConfig) -> None:
         self._pool = config.job_id
         self._spec = ContainerSpec.from_pool(config)
         self._ready_s = max(READY_S, config.start_timeout_s)
         self._purge_on_start = config.purge_job_on_start
-        self._engine = DockerEngine(self._pool, config.docker_host)
+        self._engine = DockerEngine(self._pool, config.of(DockerSettings).docker_host)
         self._calls = BlockingCalls("docker", at_once=8)
         self._http = ServerHttp()
         self._members: dict[str, _Member] = {}

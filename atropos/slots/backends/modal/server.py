@@ -16,6 +16,7 @@ from atropos.aio import outlive
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.local.server_process import SHOWN_CHARS, last_line
+from atropos.slots.backends.modal.settings import ModalSettings
 from atropos.slots.backends.server_http import DOUBT_S, ServerHttp
 from atropos.slots.backends.spec import CONTAINER_PORT, SERVER_COMMAND, ContainerSpec, refused
 from atropos.slots.config import SlotPoolConfig, server_json
@@ -110,7 +111,7 @@ class ModalServer:
             app=await modal.App.lookup.aio(pool.job_id, create_if_missing=True),
             image=image.entrypoint([]),  # the image's starts a server with other settings
             tags={"atropos": self.id},
-            cpu=pool.modal_cpus,
+            cpu=pool.of(ModalSettings).modal_cpus,
             memory=(memory_mib, memory_mib),  # request and limit
             timeout=LIFETIME_S,
             encrypted_ports=[CONTAINER_PORT],  # the tunnel terminates TLS

@@ -17,6 +17,7 @@ from requests.adapters import HTTPAdapter
 
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.engines import BlockingCalls
+from atropos.slots.backends.nomad.access import NomadAccess
 from atropos.slots.backends.nomad.refusals import (
     NomadRefused,
     denied,
@@ -25,7 +26,6 @@ from atropos.slots.backends.nomad.refusals import (
     refused,
     unreachable,
 )
-from atropos.slots.backends.nomad.settings import NomadSettings
 from atropos.slots.backends.nomad.view import GROUP, TASK, JobSecret, Json
 
 log = logging.getLogger("atropos.slots.nomad")
@@ -42,38 +42,38 @@ DENIED, NOT_FOUND, HTTP_ERROR = frozenset({401, 403}), 404, 500
 class _TlsAdapter(HTTPAdapter):
     """Makes requests use our TLS settings, the expected server name included."""
 
-    def __init__(self, settings: NomadSettings) -> None:
-        self._settings = settings
+    def __init__(self, access: NomadAccess) -> None:
+        self._access = access
         super().__init__(pool_maxsize=4)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
-        kwargs["ssl_context"] = self._settings.tls()
-        if self._settings.tls_server_name:
-            kwargs["server_hostname"] = self._settings.tls_server_name  # OpenSSL checks it
+        kwargs["ssl_context"] = self._access.tls()
+        if self._access.tls_server_name:
+            kwargs["server_hostname"] = self._access.tls_server_name  # OpenSSL checks it
         super().init_poolmanager(*args, **kwargs)
 
 
 class NomadApi:
     """Requests about one job, one or two in each method."""
 
-    def __init__(self, settings: NomadSettings, job_id: str) -> None:
-        self.settings = settings
+    def __init__(self, access: NomadAccess, job_id: str) -> None:
+        self.access = access
         self.job_id = job_id
         self._secret_path = f"nomad/jobs/{job_id}"
         session = requests.Session()
         session.trust_env = False  # proxy variables are for the internet, not for the cluster
-        if settings.tls() is not None:
-            session.mount("https://", _TlsAdapter(settings))
-            if settings.skip_verify:
-                log.warning("NOMAD_SKIP_VERIFY: the certificate of %s is not checked", settings.shown)
+        if access.tls() is not None:
+            session.mount("https://", _TlsAdapter(access))
+            if access.skip_verify:
+                log.warning("NOMAD_SKIP_VERIFY: the certificate of %s is not checked", access.shown)
                 urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # or each request warns
-        verify = False if settings.skip_verify else (settings.cacert or settings.capath or True)
-        cert = (settings.client_cert, settings.client_key) if settings.client_cert else ()
+        verify = False if access.skip_verify else (access.cacert or access.capath or True)
+        cert = (access.client_cert, access.client_key) if access.client_cert else ()
         self._nomad: Any = cast("Any", nomad).Nomad(
-            address=settings.address,
-            token=settings.token,
-            namespace=settings.namespace,
-            region=settings.region,
+            address=access.address,
+            token=access.token,
+            namespace=access.namespace,
+            region=access.region,
             timeout=ANSWER_S,
             verify=verify,
             cert=cert,
@@ -114,16 +114,16 @@ class NomadApi:
             async with asyncio.timeout(self._answer_s):
                 answer = await self._calls.run(call, changes=changes)
         except TimeoutError as error:
-            raise unreachable(self.settings, f"no answer within {self._answer_s:g} s") from error
+            raise unreachable(self.access, f"no answer within {self._answer_s:g} s") from error
         except exceptions.BaseNomadException as error:
             response = cast("object", error.nomad_resp)
             if not isinstance(response, requests.Response):
-                raise unreachable(self.settings, response) from error
+                raise unreachable(self.access, response) from error
             reason = response.text.strip()[:1000] or response.reason
             if response.status_code in DENIED and not from_proxy(response.status_code, reason):
                 known = await self._whoami()
-                raise denied(self.settings, what, response.status_code, known) from error
-            raise refused(self.settings, what, response.status_code, reason) from error
+                raise denied(self.access, what, response.status_code, known) from error
+            raise refused(self.access, what, response.status_code, reason) from error
         except (requests.RequestException, ValueError) as error:
             raise self._invalid(what, error) from error
         if kind is not None and not isinstance(answer, kind):
@@ -132,7 +132,7 @@ class NomadApi:
 
     def _invalid(self, what: str, answer: object) -> BackendUnavailable:
         return BackendUnavailable(
-            f"Nomad at {self.settings.shown} sent an invalid answer to a request to {what}: {answer}"
+            f"Nomad at {self.access.shown} sent an invalid answer to a request to {what}: {answer}"
         )
 
     async def _whoami(self) -> str | None:
@@ -155,12 +155,12 @@ class NomadApi:
         Raises:
             NomadMisconfigured: it doesn't, or the token has no rights in it.
         """
-        name = self.settings.namespace
+        name = self.access.namespace
         try:
             await self._ask("find the namespace", lambda: self._nomad.namespace.get_namespace(name))
         except NomadRefused as error:
             if error.status == NOT_FOUND:
-                raise missing_namespace(self.settings, error.status) from error
+                raise missing_namespace(self.access, error.status) from error
             raise
 
     async def keys(self) -> frozenset[str]:
@@ -281,14 +281,14 @@ class NomadApi:
 
     async def _read_variable(self) -> tuple[dict[str, str], int]:
         """What the variable holds, and the index that it has now; 0: there is none."""
-        read, namespace = self._nomad.variable.get_variable, self.settings.namespace
+        read, namespace = self._nomad.variable.get_variable, self.access.namespace
         asking = self._ask("read the variable", lambda: read(self._secret_path, namespace), kind=dict)
         found: Json | None = await _unless_gone(asking)
         return (found["Items"], found["ModifyIndex"]) if found is not None else ({}, 0)
 
     async def _write_variable(self, items: dict[str, str], index: int) -> None:
         """Write the variable, unless its index is another one by now."""
-        write, path, namespace = self._nomad.variable.create_variable, self._secret_path, self.settings.namespace
+        write, path, namespace = self._nomad.variable.create_variable, self._secret_path, self.access.namespace
         payload = {"Path": path, "Items": items}
         try:
             await self._ask("write the variable", lambda: write(path, payload, namespace, cas=index), changes=True)
@@ -298,25 +298,25 @@ class NomadApi:
 
     async def drop_secret(self) -> None:
         """Delete the job's secret."""
-        delete, namespace = self._nomad.variable.delete_variable, self.settings.namespace
+        delete, namespace = self._nomad.variable.delete_variable, self.access.namespace
         await self._ask("delete the variable", lambda: delete(self._secret_path, namespace), changes=True)
 
     # --------------------------------------------------------------------------------------------------------- watching
 
     def _get(self, path: str, params: list[tuple[str, str]], **options: Any) -> Any:
         if self._session is None:
-            headers = {"X-Nomad-Token": self.settings.token} if self.settings.token else {}
+            headers = {"X-Nomad-Token": self.access.token} if self.access.token else {}
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=SILENCE_S)
             self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)
-        params = [*params, ("namespace", self.settings.namespace)]
-        if self.settings.region:
-            params.append(("region", self.settings.region))
-        tls = self.settings.tls()
+        params = [*params, ("namespace", self.access.namespace)]
+        if self.access.region:
+            params.append(("region", self.access.region))
+        tls = self.access.tls()
         return self._session.get(
-            f"{self.settings.address}{path}",
+            f"{self.access.address}{path}",
             params=params,
             ssl=tls if tls is not None else True,
-            server_hostname=self.settings.tls_server_name,
+            server_hostname=self.access.tls_server_name,
             **options,
         )
 
@@ -324,7 +324,7 @@ class NomadApi:
         """Raise why Nomad, or a proxy in any encoding, refused what was asked, if it did."""
         if not answer.ok:
             why = await answer.text(errors="replace")
-            raise refused(self.settings, what, answer.status, why[:300])
+            raise refused(self.access, what, answer.status, why[:300])
 
     async def events(self) -> AsyncGenerator[None]:
         """Yield when the stream is open, then at least once for each change of the job; never ends by itself.
@@ -345,14 +345,14 @@ class NomadApi:
                     if chunk.strip(b"{}\r\n"):  # more than heartbeats
                         yield
         except TimeoutError as error:
-            text = f"Nomad's event stream at {self.settings.shown} sent nothing for {SILENCE_S:g} s"
+            text = f"Nomad's event stream at {self.access.shown} sent nothing for {SILENCE_S:g} s"
             if silent:
                 text = f"{text} since it was opened (enable_event_broker?)"
                 raise NomadRefused(text, NOT_FOUND) from error
             raise BackendUnavailable(text) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise BackendUnavailable(f"Nomad's event stream at {self.settings.shown} broke: {error}") from error
-        raise BackendUnavailable(f"Nomad's event stream at {self.settings.shown} ended")
+            raise BackendUnavailable(f"Nomad's event stream at {self.access.shown} broke: {error}") from error
+        raise BackendUnavailable(f"Nomad's event stream at {self.access.shown} ended")
 
     async def next_change(self, index: int) -> int:
         """Wait until the job's allocations differ from those at `index` (0: don't wait); returns the new index.
@@ -369,7 +369,7 @@ class NomadApi:
                 new = int(answer.headers["X-Nomad-Index"])
                 await answer.read()  # which fails when it breaks off
         except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as error:
-            raise BackendUnavailable(f"Nomad does not answer at {self.settings.shown}: {error}") from error
+            raise BackendUnavailable(f"Nomad does not answer at {self.access.shown}: {error}") from error
         return new if new >= index else 0
 
 

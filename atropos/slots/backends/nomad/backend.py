@@ -20,14 +20,17 @@ from atropos.net.tls import read_pair
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.engines import ChangeFlag, Outage, Pace, persist
 from atropos.slots.backends.nomad import job as nomad_job
+from atropos.slots.backends.nomad.access import NomadAccess
 from atropos.slots.backends.nomad.api import NomadApi
 from atropos.slots.backends.nomad.job_view import READY_S, JobView
 from atropos.slots.backends.nomad.refusals import JobStopped, NomadMisconfigured, NomadRefused
 from atropos.slots.backends.nomad.settings import NomadSettings
 from atropos.slots.backends.nomad.shrinking import CHANGES, DOUBT_S, Shrinker
+from atropos.slots.backends.nomad.survey import open_nomad
 from atropos.slots.backends.nomad.view import Allocation, Json, newest, placement_failures
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
+from atropos.slots.backends.survey import Survey
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.task_owner import Tasks
 
@@ -61,24 +64,30 @@ class NomadBackend(Backend):
 
     name = "nomad"
 
+    @classmethod
+    async def survey(cls, job_id: str, address: str | None) -> Survey:
+        """The containers of `job_id`."""
+        return await open_nomad(job_id, address)
+
     def __init__(self, config: SlotPoolConfig) -> None:
-        self._settings = settings = NomadSettings.from_environment(config.nomad_address)
+        settings = config.of(NomadSettings)
+        self._access = access = NomadAccess.from_environment(settings.nomad_address)
         self._spec = ContainerSpec.from_pool(config.model_copy(update={"unattended_s": None}))  # Nomad would restart it
-        if config.allow_network and not settings.local:  # Nomad's API may have a public address
-            deny = (*self._spec.server.egress_deny, settings.host)
+        if config.allow_network and not access.local:  # Nomad's API may have a public address
+            deny = (*self._spec.server.egress_deny, access.host)
             server = self._spec.server.model_copy(update={"egress_deny": deny})
             self._spec = replace(self._spec, server=server)
-        self._pair = read_pair(config.tls_certificate, config.tls_key)
+        self._pair = read_pair(settings.tls_certificate, settings.tls_key)
         self._job_id = config.job_id
         if "." in self._job_id:  # Nomad takes none in a variable's path
             raise ConfigError(f"sandbox_job_id {self._job_id!r} must be letters, digits, '_' and '-', at most 100")
         self._purge_on_start = config.purge_job_on_start
-        self._extra = config.nomad_variables
-        self._api = NomadApi(settings, self._job_id)
+        self._extra = settings.nomad_variables
+        self._api = NomadApi(access, self._job_id)
         self._http = ServerHttp()
         self._changing = False
         """Whether this process has changed something in Nomad, or has tried to."""
-        self._view = JobView(config.placement_s)
+        self._view = JobView(settings.placement_s)
         self._waiting: set[str] = set()
         """Runs whose first answer is awaited."""
         self._first_answers = asyncio.Semaphore(FIRST_ANSWERS)
@@ -100,7 +109,7 @@ class NomadBackend(Backend):
     def __repr__(self) -> str:
         states = [c.state for c in self.containers()]
         counts = ", ".join(f"{states.count(state)} {state}" for state in ("running", "starting", "ending"))
-        return f"<NomadBackend {self._job_id} at {self._settings.shown}: {counts}; {self.trouble() or 'no trouble'}>"
+        return f"<NomadBackend {self._job_id} at {self._access.shown}: {counts}; {self.trouble() or 'no trouble'}>"
 
     # ------------------------------------------------------------------------------------------------------ contract
 
@@ -195,12 +204,12 @@ class NomadBackend(Backend):
                     self._purge, lambda error: PURGE_RETRY_S if isinstance(error, NomadRefused) else unanswered_s
                 )
             if purge and self._left_behind:
-                log.error("job %s may be left in the cluster that was at %s before", self._job_id, self._settings.shown)
+                log.error("job %s may be left in the cluster that was at %s before", self._job_id, self._access.shown)
         except BackendUnavailable as error:
             log.error(  # noqa: TRY400 (the message is enough)
                 "job %s and its variable nomad/jobs/%s may be left: %s; "
                 "`atropos pool purge --job-id %s --address %s` removes them",
-                self._job_id, self._job_id, error, self._job_id, self._settings.shown,
+                self._job_id, self._job_id, error, self._job_id, self._access.shown,
             )  # fmt: skip
         finally:
             await self._http.close()
@@ -244,7 +253,7 @@ class NomadBackend(Backend):
         self._changing = True
         await self._read_secret(self._pair)
         hcl, wanted = nomad_job.definition(), self._view.target
-        chosen = nomad_job.variables(self._spec, self._settings, self._job_id, wanted, self._extra)
+        chosen = nomad_job.variables(self._spec, self._access, self._job_id, wanted, self._extra)
         fresh = await self._api.parse(hcl, chosen)
         if registered := await self._api.register(fresh, modify_index=stopped["JobModifyIndex"] if stopped else 0):
             self._cluster = self._cluster or await self._api.keys()
@@ -275,7 +284,7 @@ class NomadBackend(Backend):
             self._left_behind = True
             log.warning(
                 "another cluster than before answers at %s, or it has lost its state: job %s is registered again",
-                self._settings.shown,
+                self._access.shown,
                 self._job_id,
             )
         self._cluster = keys or self._cluster

@@ -9,10 +9,10 @@ from typing import cast
 
 from atropos.errors import ConfigError
 from atropos.slots.backends.assets import asset
-from atropos.slots.backends.nomad.settings import NomadSettings
+from atropos.slots.backends.nomad.access import NomadAccess
+from atropos.slots.backends.nomad.settings import hcl
 from atropos.slots.backends.nomad.view import GROUP, TASK, Json
 from atropos.slots.backends.spec import ContainerSpec
-from atropos.slots.config import hcl
 
 DEFINITION = "nomad/sandbox.nomad.hcl"
 PROFILE = "docker/sandbox/seccomp.json"
@@ -36,7 +36,7 @@ def definition() -> str:
 
 
 def variables(
-    spec: ContainerSpec, settings: NomadSettings, job_id: str, count: int, extra: Mapping[str, str]
+    spec: ContainerSpec, access: NomadAccess, job_id: str, count: int, extra: Mapping[str, str]
 ) -> dict[str, str]:
     """Variables by name, each as an HCL expression; `extra` are the user's, in the form of `nomad job run -var`.
 
@@ -64,7 +64,7 @@ def variables(
     chosen = {
         "job_id": hcl(job_id),
         "count": str(count),
-        "namespace": hcl(settings.namespace),
+        "namespace": hcl(access.namespace),
         "image": hcl(spec.image),
         "slots": str(spec.server.slots),
         "slot_memory_mib": str(spec.server.limits.memory_mib),
@@ -73,9 +73,9 @@ def variables(
         "pids": str(spec.room.pids),
         "config": hcl(json.dumps(config)),
     }
-    if settings.region:
-        chosen["region"] = hcl(settings.region)
-    if settings.local:
+    if access.region:
+        chosen["region"] = hcl(access.region)
+    if access.local:
         chosen["seccomp_profile"] = hcl(str(asset(PROFILE)))
     return chosen | {name: expression(value) for name, value in extra.items() if name != "config"}
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from http import HTTPStatus
 
 from atropos.errors import BackendUnavailable
-from atropos.slots.backends.nomad.settings import NomadSettings
+from atropos.slots.backends.nomad.access import NomadAccess
 
 CAPABILITIES = {
     "read the job": "read-job",
@@ -60,7 +60,7 @@ def from_proxy(status: int, reason: str) -> bool:
     return reason.startswith("<") or (status == HTTPStatus.NOT_FOUND and nowhere)
 
 
-def refused(settings: NomadSettings, what: str, status: int, reason: str) -> NomadRefused:
+def refused(access: NomadAccess, what: str, status: int, reason: str) -> NomadRefused:
     """An error answer, other than Nomad's own 401 and 403 (see `denied`).
 
     A proxy's has the status of a bad gateway: its 404, while it finds no Nomad, says nothing of a job or an allocation.
@@ -69,95 +69,95 @@ def refused(settings: NomadSettings, what: str, status: int, reason: str) -> Nom
     if from_proxy(status, reason):
         title = re.search(r"<title>\s*([^<]+?)\s*</title>", reason, re.IGNORECASE)
         said = title[1] if title else f"status {status}"
-        text = f"a proxy answers in place of Nomad at {settings.shown} to a request to {what}: {said}"
+        text = f"a proxy answers in place of Nomad at {access.shown} to a request to {what}: {said}"
         return NomadRefused(text, HTTPStatus.BAD_GATEWAY)
     if "HTTP request to an HTTPS server" in reason:
         return NomadMisconfigured(
-            f"NOMAD_ADDR: {settings.shown} speaks TLS; write https:// (and set NOMAD_CACERT where its CA is your own)",
+            f"NOMAD_ADDR: {access.shown} speaks TLS; write https:// (and set NOMAD_CACERT where its CA is your own)",
             status,
         )
     if "No path to region" in reason:
         return NomadMisconfigured(
-            f"NOMAD_REGION: the cluster at {settings.shown} knows no region {settings.region!r}; "
+            f"NOMAD_REGION: the cluster at {access.shown} knows no region {access.region!r}; "
             "`nomad server members` lists those it has",
             status,
         )
     if "nonexistent namespace" in reason or "Namespace not found" in reason:
-        return missing_namespace(settings, status)
+        return missing_namespace(access, status)
     text = "; ".join(line.strip(" *") for line in reason.splitlines() if line.strip()) or f"status {status}"
     return NomadRefused(f"Nomad refused to {what}: {text}", status)
 
 
-def missing_namespace(settings: NomadSettings, status: int) -> NomadMisconfigured:
+def missing_namespace(access: NomadAccess, status: int) -> NomadMisconfigured:
     """The namespace doesn't exist."""
     return NomadMisconfigured(
-        f"NOMAD_NAMESPACE: the cluster at {settings.shown} has no namespace {settings.namespace!r}; "
-        f"`nomad namespace apply {settings.namespace}` creates it",
+        f"NOMAD_NAMESPACE: the cluster at {access.shown} has no namespace {access.namespace!r}; "
+        f"`nomad namespace apply {access.namespace}` creates it",
         status,
     )
 
 
-def denied(settings: NomadSettings, what: str, status: int, known: str | None) -> NomadMisconfigured:
+def denied(access: NomadAccess, what: str, status: int, known: str | None) -> NomadMisconfigured:
     """Nomad's 401 or 403.
 
     Args:
-        settings: with the token.
+        access: with the token.
         what: the request, of CAPABILITIES; others need any capability in the namespace.
         status: the HTTP status.
         known: the token's name and policies as Nomad shows them; None: Nomad knows no such token.
     """
-    if not settings.token:
+    if not access.token:
         text = "NOMAD_TOKEN is not set, and this cluster asks for one: make a token with nomad/policy.hcl"
     elif known is None:
         text = (
-            f"NOMAD_TOKEN is no token of the cluster at {settings.shown} (mistyped, expired, deleted, or of another "
+            f"NOMAD_TOKEN is no token of the cluster at {access.shown} (mistyped, expired, deleted, or of another "
             "region): make one with nomad/policy.hcl"
         )
     else:
         need = CAPABILITIES.get(what)
         lacks = f"may not {what} there: it needs {need}" if need else "may do nothing there"
         text = (
-            f"NOMAD_TOKEN, NOMAD_NAMESPACE={settings.namespace}: {known} {lacks}; give it "
+            f"NOMAD_TOKEN, NOMAD_NAMESPACE={access.namespace}: {known} {lacks}; give it "
             "nomad/policy.hcl for that namespace, or set NOMAD_NAMESPACE to one that it is for"
         )
     return NomadMisconfigured(f"{text} (docs/cluster.md)", status)
 
 
-def unreachable(settings: NomadSettings, error: object) -> BackendUnavailable:
+def unreachable(access: NomadAccess, error: object) -> BackendUnavailable:
     """A request without an answer."""
     closed = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # no errors of TLS: an agent ends so, or a balancer without one
     faults = (each for each in _chain(error) if isinstance(each, ssl.SSLError) and not isinstance(each, closed))
     if (fault := next(faults, None)) is None:
         reason = _innermost(error)
-        return BackendUnavailable(f"Nomad does not answer at {settings.shown} (nomad_address or NOMAD_ADDR): {reason}")
+        return BackendUnavailable(f"Nomad does not answer at {access.shown} (nomad_address or NOMAD_ADDR): {reason}")
     words = str(fault).upper()
     if isinstance(fault, ssl.SSLCertVerificationError):
-        return NomadMisconfigured(_uncertified(settings, fault))
+        return NomadMisconfigured(_uncertified(access, fault))
     if "WRONG_VERSION_NUMBER" in words or "HTTP_REQUEST" in words or "RECORD_LAYER_FAILURE" in words:
-        return NomadMisconfigured(f"NOMAD_ADDR: {settings.shown} speaks no TLS; write http:// there")
+        return NomadMisconfigured(f"NOMAD_ADDR: {access.shown} speaks no TLS; write http:// there")
     if "ALERT" in words:
-        given = f"refuses {settings.client_cert}" if settings.client_cert else "asks for one, and none is set"
+        given = f"refuses {access.client_cert}" if access.client_cert else "asks for one, and none is set"
         return NomadMisconfigured(
-            f"NOMAD_CLIENT_CERT: {settings.shown} accepts only clients with a certificate of the cluster's CA, and "
+            f"NOMAD_CLIENT_CERT: {access.shown} accepts only clients with a certificate of the cluster's CA, and "
             f"{given}; set NOMAD_CLIENT_CERT and NOMAD_CLIENT_KEY (`nomad tls cert create -cli` makes them)"
         )
-    return NomadMisconfigured(f"NOMAD_ADDR: no TLS connection to {settings.shown}: {fault}")
+    return NomadMisconfigured(f"NOMAD_ADDR: no TLS connection to {access.shown}: {fault}")
 
 
-def _uncertified(settings: NomadSettings, fault: ssl.SSLCertVerificationError) -> str:
+def _uncertified(access: NomadAccess, fault: ssl.SSLCertVerificationError) -> str:
     """Why the agent's certificate was refused."""
     if fault.verify_code in {X509_HOSTNAME, X509_IP}:
         return (
             f"NOMAD_TLS_SERVER_NAME: {fault.verify_message.rstrip('.')}; set it to a name in the certificate of "
-            f"{settings.shown} (as a rule server.<region>.nomad or client.<region>.nomad)"
+            f"{access.shown} (as a rule server.<region>.nomad or client.<region>.nomad)"
         )
     if fault.verify_code == X509_HAS_EXPIRED:
-        return f"the certificate of {settings.shown} has expired: renew it on the agents"
-    source = settings.cacert or settings.capath
-    name = "NOMAD_CACERT" if settings.cacert or not settings.capath else "NOMAD_CAPATH"
+        return f"the certificate of {access.shown} has expired: renew it on the agents"
+    source = access.cacert or access.capath
+    name = "NOMAD_CACERT" if access.cacert or not access.capath else "NOMAD_CAPATH"
     how = f"{source} does not vouch" if source else "it is not set, and none of this machine's CAs vouches"
     return (
-        f"{name}: {how} for the certificate of {settings.shown} ({fault.verify_message}); "
+        f"{name}: {how} for the certificate of {access.shown} ({fault.verify_message}); "
         "set it to the file with the cluster's CA"
     )
 

@@ -1,113 +1,55 @@
-"""The address, credentials and TLS settings of Nomad: the NOMAD_* variables of its own tools."""
+"""What a pool's configuration says of Nomad."""
 
 from __future__ import annotations
 
-import os
-import ssl
-from dataclasses import dataclass
-from urllib.parse import urlsplit
+import json
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Self, cast
 
-from atropos.errors import ConfigError
+from pydantic import BeforeValidator, Field, model_validator
 
-DEFAULT_ADDRESS = "http://localhost:4646"
-
-
-@dataclass(frozen=True)
-class NomadSettings:
-    """Settings of Nomad's HTTP API, named after the variables of its command line."""
-
-    address: str = DEFAULT_ADDRESS
-    token: str | None = None
-    namespace: str = "default"
-    region: str | None = None
-    cacert: str | None = None
-    capath: str | None = None
-    client_cert: str | None = None
-    client_key: str | None = None
-    tls_server_name: str | None = None
-    skip_verify: bool = False
-
-    def __repr__(self) -> str:
-        return f"NomadSettings({self.shown}, namespace={self.namespace}, region={self.region})"
-
-    @classmethod
-    def from_environment(cls, address: str | None) -> NomadSettings:
-        """Settings from the environment; `address` takes precedence over NOMAD_ADDR.
-
-        Raises:
-            ConfigError: the address is no http(s) URL, or a certificate can't be read.
-        """
-        env = {name: value.strip() for name, value in os.environ.items() if name.startswith("NOMAD_")}
-        address = (address or env.get("NOMAD_ADDR") or DEFAULT_ADDRESS).rstrip("/")
-        try:
-            parts = urlsplit(address)
-            valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # of the port, or an IPv6 address
-            valid = False
-        if not valid:
-            raise ConfigError(f"nomad_address {address!r} must look like http://host:4646 or https://host:4646")
-        settings = cls(
-            address=address,
-            token=env.get("NOMAD_TOKEN") or None,
-            namespace=env.get("NOMAD_NAMESPACE") or "default",
-            region=env.get("NOMAD_REGION") or None,
-            cacert=env.get("NOMAD_CACERT") or None,
-            capath=env.get("NOMAD_CAPATH") or None,
-            client_cert=env.get("NOMAD_CLIENT_CERT") or None,
-            client_key=env.get("NOMAD_CLIENT_KEY") or None,
-            tls_server_name=env.get("NOMAD_TLS_SERVER_NAME") or None,
-            skip_verify=env.get("NOMAD_SKIP_VERIFY", "").lower() in {"1", "t", "true"},
-        )
-        if bool(settings.client_cert) != bool(settings.client_key):
-            raise ConfigError("NOMAD_CLIENT_CERT and NOMAD_CLIENT_KEY belong together: set both or none")
-        settings.tls()
-        return settings
-
-    @property
-    def shown(self) -> str:
-        """The address for people: without the user and password that it may carry for a proxy before the agent."""
-        parts = urlsplit(self.address)
-        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-
-    @property
-    def host(self) -> str:
-        """The name or address of the agent's machine."""
-        return urlsplit(self.address).hostname or ""
-
-    @property
-    def local(self) -> bool:
-        """Whether the agent is on this machine, so that paths here are paths there."""
-        return self.host in {"localhost", "::1"} or self.host.startswith("127.")
-
-    def tls(self) -> ssl.SSLContext | None:
-        """The TLS context with CA and client certificate; None without https."""
-        if not self.address.startswith("https:"):
-            return None
-        if self.capath and not os.path.isdir(self.capath):
-            raise ConfigError(f"NOMAD_CAPATH: {self.capath} is no folder of CA certificates")
-        try:
-            context = ssl.create_default_context(cafile=self.cacert, capath=self.capath)
-        except OSError as error:  # ssl.SSLError is one
-            raise ConfigError(f"NOMAD_CACERT: {self.cacert} can't be used: {_why(error)}") from error
-        if self.client_cert:
-            for name, path in (("NOMAD_CLIENT_CERT", self.client_cert), ("NOMAD_CLIENT_KEY", self.client_key)):
-                if not os.access(path or "", os.R_OK):
-                    raise ConfigError(f"{name}: {path} can't be read: it must be a PEM file")
-            try:
-                context.load_cert_chain(self.client_cert, self.client_key)
-            except OSError as error:
-                raise ConfigError(
-                    f"NOMAD_CLIENT_CERT, NOMAD_CLIENT_KEY: {self.client_cert} and {self.client_key} "
-                    f"are no certificate with its key: {_why(error)}"
-                ) from error
-        if self.skip_verify:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        return context
+from atropos.slots.plugins import BackendSettings
 
 
-def _why(error: OSError) -> str:
-    """Why a file can't be used, in a few words."""
-    if isinstance(error, ssl.SSLError):
-        return (error.reason or str(error)).replace("_", " ").lower()
-    return error.strerror or str(error)
+def _expressions(value: object) -> object:
+    """Values that are no text as HCL."""
+    if not isinstance(value, Mapping):
+        return value
+    given = cast("Mapping[object, object]", value)
+    return {name: each if isinstance(each, str) else hcl(each) for name, each in given.items()}
+
+
+def hcl(value: object) -> str:
+    """A value as an HCL literal: JSON, with template marks escaped."""
+    return json.dumps(value).replace("${", "$${").replace("%{", "%%{")
+
+
+Variables = Annotated[dict[str, str], BeforeValidator(_expressions)]
+"""Variables of the job: text as `nomad job run -var` takes it; numbers, booleans and lists as they are."""
+
+
+class NomadSettings(BackendSettings):
+    """Settings of the Nomad backend."""
+
+    never_ignored: ClassVar[tuple[str, ...]] = ("tls_certificate",)
+
+    nomad_address: str | None = Field(default=None, description="unset or None: NOMAD_ADDR, else http://localhost:4646")
+    nomad_variables: Variables = Field(
+        default_factory=dict,
+        description="more variables of nomad/sandbox.nomad.hcl, as `nomad job run -var` takes them",
+    )
+    placement_s: float = Field(
+        default=5.0,
+        ge=0,
+        description="nomad: how long the first container may be without a place before `start` fails; more where nodes are added on demand",
+    )
+    tls_certificate: str | None = Field(
+        default=None, description="nomad: PEM file with the certificate of the sandbox ports; None: plain HTTP"
+    )
+    tls_key: str | None = Field(default=None, description="nomad: PEM file with the certificate's key, unencrypted")
+
+    @model_validator(mode="after")
+    def _check_pair(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate, tls_key: set both, or none")
+        return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from atropos.errors import ConfigError
 from atropos.slots.backends.ssh.server import SshServer, place
+from atropos.slots.backends.ssh.settings import SshSettings
 from atropos.slots.backends.supervised import Server, SupervisedBackend
 
 
@@ -15,7 +16,7 @@ class SshBackend(SupervisedBackend):
 
     async def start(self) -> None:
         """Check the settings; the connection to a host is made when its container is started."""
-        hosts = self.config.ssh_hosts
+        hosts = self.config.of(SshSettings).ssh_hosts
         for host in hosts:
             place(host)
         if len(hosts) < self.config.max_containers:
@@ -26,5 +27,5 @@ class SshBackend(SupervisedBackend):
 
     async def launch(self, index: int, token: str) -> Server:
         """A server on the host of this index."""
-        config = self.config
-        return SshServer(config.ssh_hosts[index], config.ssh_python, config.ssh_config, self.remote_config(token))
+        own = self.config.of(SshSettings)
+        return SshServer(own.ssh_hosts[index], own.ssh_python, own.ssh_config, self.remote_config(token))

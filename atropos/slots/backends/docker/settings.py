@@ -1,0 +1,13 @@
+"""What a pool's configuration says of Docker."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from atropos.slots.plugins import BackendSettings
+
+
+class DockerSettings(BackendSettings):
+    """Settings of the Docker backend, and of leases on an engine's images."""
+
+    docker_host: str | None = Field(default=None, description="None: DOCKER_HOST, else the local engine")
