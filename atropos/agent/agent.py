@@ -21,7 +21,6 @@ from atropos.agent.transcript import Message, Transcript
 from atropos.aio import Allowance
 from atropos.errors import InferenceError
 from atropos.tools import ToolCall, ToolResult
-from atropos.tools.models import new_call_id
 from atropos.tools.parsers import ParseError, parser_for
 
 ExecuteTool = Callable[[ToolCall], Awaitable[ToolResult]]
@@ -251,8 +250,6 @@ class AtroposAgent:
             return ToolResult.failure(f"not run: more than {most} calls in one turn; make it again in the next")
         if self._execute is None:
             return ToolResult.failure("no tool can be run here")
-        # Models repeat ids between turns, and to the executor the same id is the same work.
-        call = call.model_copy(update={"id": new_call_id()})
         try:
             async with allowance.limit():
                 result = await self._execute(call)

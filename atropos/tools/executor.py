@@ -25,7 +25,7 @@ from atropos.errors import (
 from atropos.metrics import Family, gauge
 from atropos.tools.arguments import BadArguments
 from atropos.tools.base import ToolScope
-from atropos.tools.models import ToolCall, ToolResult, fingerprint, new_call_id
+from atropos.tools.models import ToolCall, ToolResult, new_call_id
 from atropos.tools.registry import CheckedCall, ToolRegistry
 from atropos.tools.running import run_tool
 from atropos.tools.sandboxed.recording import write_recordings
@@ -134,8 +134,6 @@ class ToolExecutor:
     async def execute(self, trajectory_id: str, call: ToolCall) -> ToolResult:
         """Run one call, after the trajectory's earlier ones.
 
-        A call with the id, name and arguments of a recent one is not run again: it gets the recent one's result.
-
         Raises:
             SandboxError: the infrastructure failed, which says nothing about the model.
             LeaseExpired: the trajectory was released while the call ran or waited.
@@ -182,28 +180,9 @@ class ToolExecutor:
         return checked if isinstance(checked, str) else None
 
     async def _run(self, trajectory: TrajectoryState, call: ToolCall, checked: CheckedCall) -> ToolResult:
-        known = trajectory.answered.get(call.id)
-        if known is not None and known.fingerprint == fingerprint(call.name, call.arguments):
-            if known.result is None:
-                raise OutcomeUnknown(
-                    f"call {call.id} of {trajectory.id} was cancelled while it ran; it is not run again"
-                )
-            return known.result
-        slot = await self._leased(trajectory) if checked.tool.sandboxed else None
-        result: ToolResult | None = None
-        remember = True
-        try:
-            if slot is not None:
-                result = await self._in_slot(trajectory, call, checked, slot)
-            else:
-                result = await self._on_server(trajectory, checked)
-            return result
-        except SandboxError as error:
-            remember = isinstance(error, OutcomeUnknown)
-            raise
-        finally:
-            if remember:
-                trajectory.remember(call, result)
+        if checked.tool.sandboxed:
+            return await self._in_slot(trajectory, call, checked, await self._leased(trajectory))
+        return await self._on_server(trajectory, checked)
 
     async def _in_slot(
         self, trajectory: TrajectoryState, call: ToolCall, checked: CheckedCall, slot: Slot

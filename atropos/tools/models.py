@@ -47,7 +47,7 @@ class ToolCall(FrozenModel):
         name: the tool's name as the model wrote it; it need not exist.
         arguments: an object, or the text that the model wrote in its place. The executor parses text; where it isn't a
             JSON object, the result is an error that the model can read.
-        id: the idempotency key. Unique within a trajectory.
+        id: what the model, its server or a log calls it. A call that is given twice is run twice.
     """
 
     name: str

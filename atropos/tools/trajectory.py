@@ -5,38 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from atropos.errors import SandboxError
 from atropos.tools.base import ToolError, ToolLimits, ToolScope, tool_states
-from atropos.tools.models import ToolCall, ToolResult, fingerprint
 from atropos.tools.running import tool_code
 
 if TYPE_CHECKING:
     from atropos.slots import Slot, Snapshot
     from atropos.tools.tool_server.client import Life
 
-REMEMBERED = 8
-"""Results a trajectory remembers, so that a call sent again under its id is not run again."""
-REMEMBERED_BYTES = 400_000
-"""Longest that they are together as JSON; the latest is kept whatever its length."""
 FINISH_S = 5.0
 """How long a release waits for one tool's `ToolState.finish`."""
 Peer = Literal["pool", "ToolServer"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A call that has ended. `result` is None where it was cancelled; `size_bytes` is its length as JSON."""
-
-    fingerprint: bytes
-    result: ToolResult | None
-    size_bytes: int
 
 
 @dataclass(eq=False)
@@ -58,16 +43,14 @@ class TrajectoryState:
     """Who has not answered a request of the trajectory, which was cancelled or is pending."""
     calls: set[asyncio.Task[object]] = field(default_factory=set["asyncio.Task[object]"])
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    answered: OrderedDict[str, Answered] = field(default_factory=OrderedDict[str, Answered])
-    """The latest calls by id."""
     recorded: dict[str, str] = field(default_factory=dict[str, str])
     """Recordings of sessions that were there before a view was opened."""
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to release: no slot, nothing on a ToolServer, no remembered or unanswered call."""
+        """Whether there is nothing to release: no slot, nothing on a ToolServer, no unanswered call."""
         nothing = self.slot is None and self.left is None and self.life is None and not self.unanswered
-        return nothing and self.broken is None and not self.answered
+        return nothing and self.broken is None
 
     async def drop_left(self) -> None:
         """Drop the snapshot of a slot that was given back, if there is one."""
@@ -110,13 +93,3 @@ class TrajectoryState:
         return self.recorded | {
             name: text for one in tool_states(self.state) for name, text in one.recordings().items()
         }
-
-    def remember(self, call: ToolCall, result: ToolResult | None) -> None:
-        """Keep a call's result (None: it was cancelled) in case the call is sent again."""
-        self.answered.pop(call.id, None)
-        size = 0 if result is None else result.size_bytes()
-        self.answered[call.id] = Answered(fingerprint(call.name, call.arguments), result, size)
-        total = sum(one.size_bytes for one in self.answered.values())
-        while len(self.answered) > REMEMBERED or (total > REMEMBERED_BYTES and len(self.answered) > 1):
-            _, oldest = self.answered.popitem(last=False)
-            total -= oldest.size_bytes

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from atropos import tracing, wire
@@ -28,6 +29,33 @@ IN_TURN_S = 0.1
 """Longest that an acquire waits for the one before it, in seconds."""
 
 
+@dataclass(frozen=True)
+class LeaseTerms:
+    """What an acquire asks for, but for the image; each container is asked by a request of its own."""
+
+    client_id: str
+    trajectory_id: str
+    ttl_s: float
+    snapshot: Snapshot | None
+    base: str | None
+    network: bool
+    limits: wire.LeaseLimits | None
+
+    def request(self, image: str | None) -> wire.LeaseRequest:
+        """To one container, under a new id."""
+        return wire.LeaseRequest(
+            lease_id=secrets.token_hex(16),
+            client_id=self.client_id,
+            trajectory_id=self.trajectory_id,
+            ttl_s=self.ttl_s,
+            snapshot=self.snapshot.id if self.snapshot else None,
+            base=self.base,
+            image=image,
+            network=self.network,
+            limits=self.limits,
+        )
+
+
 class Grants:
     """The acquires of a pool that are under way."""
 
@@ -40,16 +68,14 @@ class Grants:
         self._last = WeakValueDictionary[ContainerLink, asyncio.Task[Slot | None]]()
         """The latest grant under way in each container."""
 
-    async def acquire(
-        self, wanted: wire.LeaseRequest, snapshot: Snapshot | None, image: str | None, timeout_s: float
-    ) -> Slot:
-        """As `SlotPool.acquire`. `wanted` says everything but the image; each container is asked under a new id.
+    async def acquire(self, wanted: LeaseTerms, image: str | None, timeout_s: float) -> Slot:
+        """As `SlotPool.acquire`.
 
         Raises:
             TimeoutError: no slot came free in time.
         """
         if image is None:
-            return await self._acquire(wanted, snapshot, timeout_s)
+            return await self._acquire(wanted, None, timeout_s)
         room = self._state.config.room(wanted.limits)
         before: set[str] = set()
         while True:
@@ -59,24 +85,26 @@ class Grants:
             except SlotLost:  # by others, which the lease waits for
                 name = await self._images.ready(image, room)
             try:
-                return await self._acquire(wanted.model_copy(update={"image": name}), snapshot, timeout_s)
+                return await self._acquire(wanted, name, timeout_s)
             except ImageUnavailable:  # removed there for others, or in a container that came since
                 if known == before:
                     raise
                 before = known
                 self._images.forget(name)
 
-    async def _acquire(self, wanted: wire.LeaseRequest, snapshot: Snapshot | None, timeout_s: float) -> Slot:
-        state = self._state
+    async def _acquire(self, wanted: LeaseTerms, image: str | None, timeout_s: float) -> Slot:
+        """`image`: its name in leases."""
+        state, snapshot = self._state, wanted.snapshot
         started = state.now()
         ticket = state.fleet.ticket(room=state.config.room(wanted.limits))
         async with self._measured(ticket, snapshot, timeout_s):
             while True:
                 state.require_running()
-                ticket.pin = self._pin(ticket.room, snapshot, wanted.image)
+                ticket.pin = self._pin(ticket.room, snapshot, image)
                 link = await self._seat(ticket)
-                request = wanted.model_copy(update={"lease_id": secrets.token_hex(16)})
-                if link is not None and (slot := await self._finish(link, ticket, request, snapshot)) is not None:
+                if link is None:
+                    continue
+                if (slot := await self._finish(link, ticket, wanted.request(image), snapshot)) is not None:
                     state.counters.acquire_s.append(state.now() - started)
                     return slot
 

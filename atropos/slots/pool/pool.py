@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Protocol, Self
+from typing import Concatenate, ParamSpec, Protocol, Self
 
 from atropos import wire
 from atropos.aio import cancel_and_wait, set_within
@@ -26,13 +27,15 @@ from atropos.slots.config import SlotPoolConfig
 from atropos.slots.containers.keeper import Keeper
 from atropos.slots.containers.link import ClientFactory, ContainerLink
 from atropos.slots.containers.state import SharedState
-from atropos.slots.pool.grants import Grants
+from atropos.slots.pool.grants import Grants, LeaseTerms
 from atropos.slots.pool.images import PoolImages, Progress
 from atropos.slots.pool.stats import Percentiles, PoolStats, gauges
 from atropos.slots.slot import Slot
 from atropos.slots.slot.snapshots import Snapshot
 from atropos.slots.task_owner import Tasks
 from atropos.wire import ImageInfo, ImageState, LeaseLimits
+
+P = ParamSpec("P")
 
 log = logging.getLogger("atropos.slots")
 
@@ -46,6 +49,21 @@ class Buildable(Protocol):
     async def build(self, pool: SlotPool, progress: Callable[[ImageState], None]) -> ImageInfo:
         """Build it, unless that is done; the image of its last step."""
         ...
+
+
+def for_a_block(
+    acquire: Callable[Concatenate[SlotPool, P], Awaitable[Slot]],
+) -> Callable[Concatenate[SlotPool, P], AbstractAsyncContextManager[Slot]]:
+    """A method that leases a slot as another one does, for the length of an `async with` block."""
+
+    @asynccontextmanager
+    async def lease(pool: SlotPool, /, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[Slot]:
+        """A slot for the length of an `async with` block. Arguments and errors as `acquire`."""
+        async with await acquire(pool, *args, **kwargs) as slot:
+            yield slot
+
+    lease.__signature__ = inspect.signature(acquire)  # pyright: ignore[reportFunctionMemberAccess]
+    return lease
 
 
 class SlotPool:
@@ -212,24 +230,6 @@ class SlotPool:
 
     # ------------------------------------------------------------------------------------------------------ leases
 
-    @asynccontextmanager
-    async def lease(
-        self,
-        trajectory_id: str,
-        snapshot: Snapshot | None = None,
-        base: str | None = None,
-        network: bool | None = None,
-        *,
-        image: str | None = None,
-        limits: LeaseLimits | None = None,
-        timeout_s: float | None = None,
-    ) -> AsyncGenerator[Slot]:
-        """A slot for the length of an `async with` block. Arguments and errors as `acquire`."""
-        async with await self.acquire(
-            trajectory_id, snapshot, base, network, image=image, limits=limits, timeout_s=timeout_s
-        ) as slot:
-            yield slot
-
     async def acquire(
         self,
         trajectory_id: str,
@@ -267,12 +267,20 @@ class SlotPool:
         if snapshot is None and base is None:
             image = image or self.config.slot_image
         self._check_request(snapshot, base, image, network=network)
-        wanted = self._lease_request(trajectory_id, snapshot, base, limits, network=network)
+        if limits is None and snapshot is not None:
+            limits = snapshot.limits
+        if limits is not None:
+            self.config.check_room(limits, self.config.slots_per_container)
+        wanted = LeaseTerms(
+            self.client_id, trajectory_id[:500], self.config.lease_ttl_s, snapshot, base, network, limits
+        )
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
         try:
-            return await self._grants.acquire(wanted, snapshot, image, timeout_s)
+            return await self._grants.acquire(wanted, image, timeout_s)
         except TimeoutError:
             raise self._timed_out(snapshot, timeout_s) from None
+
+    lease = for_a_block(acquire)
 
     def _timed_out(self, snapshot: Snapshot | None, timeout_s: float) -> AcquireTimeout:
         self._state.counters.timeouts += 1
@@ -339,30 +347,6 @@ class SlotPool:
             raise ConfigError("network: the pool's slots have none; set SlotPoolConfig.allow_network")
         if image is not None and base is not None:
             raise ConfigError("base and image exclude each other: set one of them")
-
-    def _lease_request(
-        self,
-        trajectory_id: str,
-        snapshot: Snapshot | None,
-        base: str | None,
-        limits: LeaseLimits | None,
-        *,
-        network: bool,
-    ) -> wire.LeaseRequest:
-        if limits is None and snapshot is not None:
-            limits = snapshot.limits
-        if limits is not None:
-            self.config.check_room(limits, self.config.slots_per_container)
-        return wire.LeaseRequest(
-            lease_id=secrets.token_hex(16),
-            client_id=self.client_id,
-            trajectory_id=trajectory_id[:500],
-            ttl_s=self.config.lease_ttl_s,
-            snapshot=snapshot.id if snapshot else None,
-            base=base,
-            network=network,
-            limits=limits,
-        )
 
     # ------------------------------------------------------------------------------------------------------- stats
 

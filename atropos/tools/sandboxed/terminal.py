@@ -13,7 +13,7 @@ from atropos.tools.arguments import Arguments, Seconds, Text
 from atropos.tools.base import Tool, ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed.process import BUFFER_BYTES, process_reports, read
-from atropos.tools.sandboxed.text import bounded_s, command_result, decode, without_escapes
+from atropos.tools.sandboxed.text import bounded_s, clip, command_result, decode, without_escapes
 
 
 class TerminalArguments(Arguments):
@@ -72,7 +72,7 @@ class TerminalTool(Tool):
                     max_output_bytes=limits.max_output_bytes,
                 )
             )
-        return command_result(result, timeout_s=timeout_s, note=note, most=limits.max_output_bytes)
+        return command_result(result, timeout_s=timeout_s, note=note)
 
     async def _on_terminal(
         self, arguments: TerminalArguments, scope: ToolScope, timeout_s: float
@@ -89,13 +89,14 @@ class TerminalTool(Tool):
         if timed_out:
             await scope.run(wire.ProcKill(id=started.id, signal="KILL"))
             state = await read(scope, started.id, offset=0, wait_s=10, until="exit")
-        output = without_escapes(decode(state.output)).encode()
+        output, dropped = clip(without_escapes(decode(state.output)), scope.limits.max_output_bytes)
+        dropped += state.dropped_bytes
         return wire.CommandResult(
             exit_code=state.exit_code,
-            output=output,
+            output=output.encode(),
             timed_out=timed_out,
-            truncated=bool(state.dropped_bytes),
-            dropped_bytes=state.dropped_bytes,
+            truncated=bool(dropped),
+            dropped_bytes=dropped,
             limit="time" if timed_out else state.limit,
             duration_s=state.uptime_s,
         )

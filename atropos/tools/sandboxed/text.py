@@ -69,17 +69,15 @@ def clip_result(result: ToolResult, most: int, why: str = "") -> ToolResult:
     )
 
 
-def command_result(result: wire.CommandResult, *, timeout_s: float, note: str, most: int) -> ToolResult:
-    """A command's result for a model.
+def command_result(result: wire.CommandResult, *, timeout_s: float, note: str) -> ToolResult:
+    """A command's result for a model, its output as the slot kept it.
 
     Args:
         result: from the slot.
         timeout_s: the command's time limit, for the message.
         note: a remark on the arguments.
-        most: most characters of output.
     """
-    # A little more than `most`: the slot has truncated to as many bytes and may have marked the place.
-    text, dropped = clip(shown(result.output), most + 2000)
+    text = shown(result.output)
     error = _describe_failure(result, timeout_s)
     if note and error:
         error = f"{error}; {note}"
@@ -91,8 +89,8 @@ def command_result(result: wire.CommandResult, *, timeout_s: float, note: str, m
         error=error,
         exit_code=result.exit_code,
         timed_out=result.timed_out,
-        truncated=result.truncated or bool(dropped),
-        dropped_bytes=result.dropped_bytes + dropped,
+        truncated=result.truncated,
+        dropped_bytes=result.dropped_bytes,
         limit=result.limit,
         duration_s=result.duration_s,
     )
