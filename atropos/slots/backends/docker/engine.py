@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -330,7 +331,7 @@ class DockerEngine:
             except NotFound:
                 pass
             except APIError as error:
-                if error.status_code != requests.codes.conflict:  # 409: a removal is in progress
+                if error.status_code != HTTPStatus.CONFLICT:  # 409: a removal is in progress
                     raise
                 self._await_removal(container_id)
 

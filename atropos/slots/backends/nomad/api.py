@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from http import HTTPStatus
 from typing import Any, TypeVar, cast
 
 import aiohttp
@@ -185,7 +186,7 @@ class NomadApi:
                 "parse the job", lambda: self._nomad.jobs.request("parse", json=body, method="post").json(), kind=dict
             )
         except NomadRefused as error:
-            if error.status == requests.codes.bad_request:
+            if error.status == HTTPStatus.BAD_REQUEST:
                 raise ConfigError(f"nomad_variables, or nomad/sandbox.nomad.hcl itself: {error}") from error
             raise
 
@@ -293,7 +294,7 @@ class NomadApi:
         try:
             await self._ask("write the variable", lambda: write(path, payload, namespace, cas=index), changes=True)
         except NomadRefused as error:
-            if error.status != requests.codes.conflict:
+            if error.status != HTTPStatus.CONFLICT:
                 raise
 
     async def drop_secret(self) -> None:
