@@ -40,7 +40,7 @@ else
   require docker docker-cli # where docker.io holds the engine alone (Debian 13)
 fi
 "${docker[@]}" version --format '{{.Server.Version}}' >/dev/null || { echo "no Docker engine answers; start dockerd, or set DOCKER_HOST" >&2; exit 1; }
-mapfile -t sources < <(find atropos/__init__.py atropos/aio.py atropos/archives.py atropos/errors.py atropos/config.py atropos/cgroup_paths.py atropos/metrics.py atropos/slot_python.py atropos/trees.py atropos/wire atropos/images atropos/net atropos/sandbox -name '*.py' | LC_ALL=C sort)
+mapfile -t sources < <(find atropos/__init__.py atropos/aio.py atropos/archives.py atropos/errors.py atropos/config.py atropos/cgroup_paths.py atropos/metrics.py atropos/resources.py atropos/slot_python.py atropos/trees.py atropos/wire atropos/images atropos/net atropos/sandbox -name '*.py' | LC_ALL=C sort)
 content=$base_content-$(hash_of $here/Dockerfile $here/entry.py $here/healthcheck.py $here/seccomp.json "${sources[@]}")
 if [ "$("${docker[@]}" image inspect --format '{{index .Config.Labels "atropos.content"}}' "$tag" 2>/dev/null)" = "$content" ]; then
   echo "$tag is up to date ($content)"
