@@ -18,6 +18,6 @@ fi
 ATROPOS_PYTHON=$python bash scripts/uv.sh sync --frozen --quiet --all-extras --no-extra harbor --no-extra inspect --no-extra mini-swe-agent --no-extra nemo-gym --no-extra swerex --no-extra verifiers --python "$python"
 # A sandbox server runs as a user that may not write here: without bytecode it would compile its libraries at each start.
 .venv/bin/python -m compileall -q atropos \
-  .venv/lib/python3*/site-packages/{aiohttp,aiosignal,aiohappyeyeballs,attr,frozenlist,idna,multidict,propcache,pydantic,pydantic_core,annotated_types,typing_inspection,yarl} \
+  .venv/lib/python3*/site-packages/{aiohttp,aiosignal,aiohappyeyeballs,attr,frozenlist,idna,isal,multidict,propcache,pydantic,pydantic_core,annotated_types,typing_inspection,yarl} \
   .venv/lib/python3*/site-packages/{typing_extensions,pyseccomp}.py \
   || echo "bytecode could not be written; servers start a little slower" >&2

@@ -1,6 +1,6 @@
 """Takes one image out of an archive from a stranger. A program of its own, without site-packages and without a network.
 
-    extract.py TRANSPORT ARCHIVE NAME FOLDER MAX_BYTES
+    extract TRANSPORT ARCHIVE NAME FOLDER MAX_BYTES
 
 FOLDER gets what `layout.read_folder` reads: `manifest.json`, and configuration and layers, each named by its SHA-256. NAME may be
 empty where the archive has one image. Nothing of the archive becomes a path: its members are read where they lie, by name.
@@ -12,17 +12,13 @@ Sources: OCI image specification 1.1, image layout; Docker image specification 1
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import posixpath
 import sys
 import tarfile
-import zlib
+from collections.abc import Iterator
 from typing import IO, Any, cast
-
-if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from atropos.archives import WholeTar
 from atropos.errors import ConfigError
@@ -39,7 +35,7 @@ from atropos.images.manifests import (
     which,
 )
 from atropos.images.reference import ImageSource, check_digest
-from atropos.images.untrusted import ImageRefused, program, uncompressed
+from atropos.images.untrusted import BROKEN, ImageRefused, decompressed, is_compressed, program
 
 CHUNK = 1 << 20
 
@@ -94,10 +90,10 @@ class Target:
         os.rename(part, os.path.join(self._folder, found.hexdigest()))
         return found.hexdigest()
 
-    def spool(self, source: IO[bytes]) -> IO[bytes]:
+    def spool(self, source: Iterator[bytes]) -> IO[bytes]:
         """A file without a name that holds a stream."""
         file = open(os.open(self._folder, os.O_RDWR | os.O_TMPFILE, 0o600), "w+b")  # noqa: SIM115 (as long as this program)
-        while chunk := source.read(CHUNK):
+        for chunk in source:
             self._left -= len(chunk)
             if self._left < 0:
                 raise ImageRefused(self._room)
@@ -178,10 +174,10 @@ def extract(transport: str, path: str, name: str, target: Target) -> None:
     """
     take = {"oci-archive": from_layout, "docker-archive": from_save}[transport]
     try:
-        with uncompressed(path) as stream:
-            plain = isinstance(stream, io.BufferedReader) and stream.seekable()
-            take(Archive(stream if plain else target.spool(stream)), name, target)
-    except (tarfile.TarError, EOFError, zlib.error, ValueError, TypeError, AttributeError) as error:
+        with open(path, "rb") as file:
+            packed = is_compressed(file.fileno())
+            take(Archive(target.spool(decompressed(file.fileno())) if packed else file), name, target)
+    except (tarfile.TarError, *BROKEN, ValueError, TypeError, AttributeError) as error:
         raise ImageRefused(f"not an image: {error}") from None
 
 
@@ -189,7 +185,3 @@ def main() -> int:
     """The program."""
     transport, path, name, folder, max_bytes = sys.argv[1:]
     return program(lambda: extract(transport, path, name, Target(folder, int(max_bytes))))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

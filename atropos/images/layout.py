@@ -88,15 +88,15 @@ def _json(path: Path) -> dict[str, Any]:
         return parse(file.read(MAX_JSON_BYTES + 1), path.name)
 
 
-def image_info(pulled: PulledImage, source: str, size: int) -> ImageInfo:
-    """What the store keeps of an image beside its files."""
+def image_info(pulled: PulledImage, source: str) -> ImageInfo:
+    """What a configuration says of an image, beside its files."""
     settings: dict[str, Any] = pulled.config.get("config") or {}
     workdir = settings.get("WorkingDir")
     pairs = [text.partition("=") for text in settings.get("Env") or ()]
     return ImageInfo(
         id=pulled.id,
         source=source,
-        bytes=size,
+        bytes=0,
         env={name: value for name, equals, value in pairs if equals and name},
         workdir=posixpath.normpath(posixpath.join("/", workdir)) if workdir else None,
         user=settings.get("User") or None,

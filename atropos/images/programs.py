@@ -10,10 +10,16 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
 
+import isal
+
+import atropos
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
 from atropos.images.manifests import MAX_JSON_BYTES
@@ -96,6 +102,29 @@ def _own_folders(instead: Path) -> dict[str, str]:
     return {**os.environ, **dict.fromkeys(closed, str(instead))}
 
 
+async def run_module(
+    module: ModuleType,
+    what: str,
+    *arguments: object,
+    folder: Path,
+    deadline_s: float,
+    stdin: IO[bytes] | None = None,
+) -> Any:
+    """Run one of the programs that read what strangers sent; its result."""
+    command = module_command(module, *arguments)
+    said = await run(command, what, folder=folder, deadline_s=deadline_s, stdin=stdin)
+    return json.loads(said.splitlines()[-1])
+
+
+def module_command(module: ModuleType, *arguments: object) -> list[str]:
+    """How one of these programs is started: it sees this package and isal's, and no other site-packages."""
+    paths = dict.fromkeys(
+        os.path.dirname(os.path.dirname(os.path.abspath(str(each.__file__)))) for each in (atropos, isal)
+    )
+    code = f"import sys; sys.path[:0] = {[*paths]}; from {module.__name__} import main; sys.exit(main())"
+    return [sys.executable, "-I", "-S", "-c", code, *map(str, arguments)]
+
+
 async def run(
     program: list[str],
     what: str,
@@ -106,6 +135,7 @@ async def run(
     largest: int | None = None,
     environment: dict[str, str] | None = None,
     cwd: Path | None = None,
+    stdin: IO[bytes] | None = None,
 ) -> str:
     """Run a program to its end; its output.
 
@@ -118,11 +148,12 @@ async def run(
         largest: bytes of the largest file that it may write.
         environment: this process's by default.
         cwd: the folder that it runs in; this process's by default.
+        stdin: what it reads; nothing by default.
 
     Raises:
         ImageUnavailable: it failed or took too long; with its last words.
     """
-    process = await _start(program, largest, environment, cwd)
+    process = await _start(program, largest, environment, cwd, stdin)
     assert process.stdout is not None
     assert process.stderr is not None
     outputs = asyncio.gather(_head(process.stdout), _tail(process.stderr))
@@ -148,14 +179,18 @@ async def run(
 
 
 async def _start(
-    program: list[str], largest: int | None, environment: dict[str, str] | None, cwd: Path | None
+    program: list[str],
+    largest: int | None,
+    environment: dict[str, str] | None,
+    cwd: Path | None,
+    stdin: IO[bytes] | None,
 ) -> asyncio.subprocess.Process:
     bound = [] if largest is None else ["prlimit", f"--fsize={largest}"]
     return await asyncio.create_subprocess_exec(
         *("setpriv", "--pdeathsig", "KILL"),  # nothing writes on after a server that was killed
         *bound,
         *program,
-        stdin=asyncio.subprocess.DEVNULL,
+        stdin=asyncio.subprocess.DEVNULL if stdin is None else stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,

@@ -1,238 +1,253 @@
-"""Unpacks the layers of an image into one folder. A program of its own, without site-packages.
+"""Unpacks one layer of an image, as overlay keeps it. A program of its own, without site-packages.
 
-    unpack.py FOLDER MAX_BYTES MAX_MEMBERS IDS WORKDIR LAYER DIFF_ID [LAYER DIFF_ID …]
+    unpack PLACE MAX_BYTES MAX_MEMBERS IDS DIFF_ID < LAYER
+
+PLACE gets `files/`, and `needs` where the layer does not stand alone: what `settle` does once the layers below it are here.
 
 Layers come from strangers. A member is opened below its parent's descriptor and no link is ever followed, so nothing
-reaches outside FOLDER; names that try are refused. Whiteouts are applied as deletions (OCI image layout, "Layer
+reaches outside PLACE; names that try are refused. What a whiteout hides is a lower layer's (OCI image layout, "Layer
 Filesystem Changeset"). Device nodes are left out. Owners are those of the running user namespace, of which slots have the
-ids 0 to IDS-1; with IDS 1 everything belongs to root. The last line on stdout is JSON: bytes and members. For exit codes see
-`untrusted.program`.
+ids 0 to IDS-1; with IDS 1 everything belongs to root. The last line on stdout is JSON: bytes, whether it `stands_alone`, and
+whether it `has_root`, the attributes of the image's root. For exit codes see `untrusted.program`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import gzip
-import hashlib
+import json
 import os
 import stat
 import sys
 import tarfile
-import zlib
-from typing import IO, cast
-
-if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from dataclasses import asdict, dataclass, field
+from typing import IO, Self, cast
 
 from atropos.archives import WholeTar
-from atropos.images.untrusted import ImageRefused, program, uncompressed
+from atropos.images.folders import Folders, WrongFolder
+from atropos.images.tar_stream import TarStream
+from atropos.images.untrusted import BROKEN, ImageRefused, program
 
-CHUNK = 1 << 20
+NEEDS = "needs"
 BLOCK = 4096
+CHUNK = 1 << 20
 NS = 1_000_000_000
 WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
 XATTR = "SCHILY.xattr."
 CAPABILITY = "security.capability"
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_PLAIN_KINDS = {tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.XHDTYPE}
+_NUMBERS = [slice(100, 108), slice(108, 116), slice(116, 124), slice(124, 136), slice(136, 148), slice(148, 156)]
+"""Where a header has mode, owner, group, size, time and checksum, in octal (POSIX.1-1988, ustar)."""
+_TEXTS = [slice(0, 100), slice(157, 257), slice(345, 500)]
+"""Where it has name, target and the name's beginning."""
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Digesting:
-    """Reads a tar, at most `limit` bytes of it, and keeps the SHA-256 of what was read.
+class Member(WholeTar):
+    """A member of a layer."""
 
-    What writers of layers leave out at its end is filled up with zeros: the last block, and all of a layer with no members.
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """As the tar module reads a header, but what is the same in most of them in a third of the time."""
+        kind = bytes(buf[156:157])
+        if len(buf) != tarfile.BLOCKSIZE or kind not in _PLAIN_KINDS:
+            return super().frombuf(buf, encoding, errors)
+        try:
+            mode, uid, gid, size, mtime, checksum = (
+                int(bytes(buf[part]).strip(b" \0") or b"0", 8) for part in _NUMBERS
+            )
+        except ValueError:  # not octal
+            return super().frombuf(buf, encoding, errors)
+        if sum(buf) - sum(buf[148:156]) + 8 * ord(" ") != checksum:
+            return super().frombuf(buf, encoding, errors)
+        name, linkname, prefix = (bytes(buf[part]).partition(b"\0")[0].decode(encoding, errors) for part in _TEXTS)
+        member = cls(f"{prefix}/{name}" if prefix else name)
+        member.mode, member.uid, member.gid, member.size, member.mtime = mode, uid, gid, size, mtime
+        member.type, member.linkname, member.chksum = kind, linkname, checksum
+        if kind == tarfile.DIRTYPE:
+            member.name = member.name.rstrip("/")
+        return member
+
+
+@dataclass
+class Needs:
+    """What a layer takes from those below it, by paths.
+
+    Attributes:
+        folders: folders that it has something in, but doesn't describe; those above others come first.
+        hidden: what its whiteouts hide.
+        opaque: folders in which all is hidden that lower layers have.
+        links: hard links to files of lower layers: where there is an empty file as yet.
     """
 
-    def __init__(self, stream: IO[bytes], limit: int) -> None:
-        self._stream = stream
-        self._limit = limit
-        self.size = 0
-        self._filled = False
-        self._digest = hashlib.sha256()
+    folders: dict[str, None] = field(default_factory=dict[str, None])
+    hidden: dict[str, None] = field(default_factory=dict[str, None])
+    opaque: dict[str, None] = field(default_factory=dict[str, None])
+    links: dict[str, str] = field(default_factory=dict[str, str])
 
-    def read(self, size: int = -1) -> bytes:
-        """As a file's."""
-        data = self._stream.read(size)
-        self.size += len(data)
-        if self.size > self._limit:
-            raise ImageRefused("a layer that is larger than its bound")
-        self._digest.update(data)
-        if not data and not self._filled:
-            self._filled = True
-            return bytes(-self.size % tarfile.BLOCKSIZE or (0 if self.size else tarfile.BLOCKSIZE))
-        return data
-
-    def finish(self) -> str:
-        """Read to the end; the digest of everything."""
-        while self.read(CHUNK):
-            pass
-        return self._digest.hexdigest()
+    def forget(self, path: str) -> None:
+        """Something else comes in the place of what the layer itself had there."""
+        for paths in (self.folders, self.hidden, self.opaque, self.links):
+            for each in [each for each in paths if f"{each}/".startswith(f"{path}/")]:
+                del paths[each]
 
 
-class ImageTree:
-    """The folder that layers are unpacked into, one after the other."""
+class Layer:
+    """The folder that a layer is unpacked into."""
 
     def __init__(self, folder: str, max_bytes: int, max_members: int, ids: int) -> None:
-        self._root = os.open(folder, _FOLDER)
         self._max_bytes, self._max_members, self._ids = max_bytes, max_members, ids
         self._room = f"the {max_bytes >> 20} MiB that the image store has room for (image_store.quota_mib)"
-        self._parent: tuple[str, int] = ("", os.dup(self._root))
-        self._added: set[str] = set()
-        """What the layer being unpacked holds, the folders above each included."""
-        self._times: list[tuple[str, int]] = []
+        self._root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._folders = Folders(self._root, self._make_folder)
+        self._times: dict[str, int] = {}
+        self.needs = Needs({"": None})
         self.bytes = 0
         self.members = 0
         self.end = 0
-        """Where the content of the layer's last file ends in its tar."""
+        """Where the content of the last file ends in the tar."""
 
-    def apply(self, stream: IO[bytes]) -> None:
-        """Unpack one layer, an uncompressed tar."""
-        self._added.clear()
-        self._times.clear()
-        self.end = 0
-        with tarfile.open(
-            fileobj=stream, mode="r|", encoding="utf-8", errors="surrogateescape", tarinfo=WholeTar
+    @property
+    def stands_alone(self) -> bool:
+        """Whether it is the same on all other layers, but for the attributes of the image's root."""
+        needs = self.needs
+        return not (needs.hidden or needs.opaque or needs.links or needs.folders.keys() - {""})
+
+    def fill(self, stream: TarStream) -> None:
+        """Unpack an uncompressed tar."""
+        with tarfile.TarFile(
+            fileobj=cast("IO[bytes]", stream), encoding="utf-8", errors="surrogateescape", tarinfo=Member
         ) as tar:
             while (member := tar.next()) is not None:
-                self._member(tar, member)
+                self._member(tar, stream, member)
                 vars(tar)["members"].clear()  # a million of them are gigabytes
-        for path, at in self._times:
-            self._set_time(path, at)
+        for path, at in self._times.items():
+            with contextlib.suppress(WrongFolder):
+                os.utime(self._folders.open(path), ns=(at, at))
 
-    def make_folder(self, path: str) -> None:
-        """Make a folder that no layer may have, as Docker makes a container's WORKDIR; not through a link.
-
-        Raises:
-            ImageRefused: there is a file in its place, where no command could start.
-        """
-        parts = _checked(path).split("/")
-        try:
-            self._open("/".join(parts), create=True)
-        except ImageRefused:
-            for count in range(1, len(parts) + 1):
-                where, name = "/".join(parts[: count - 1]), parts[count - 1]
-                mode = os.stat(name, dir_fd=self._open(where, create=True), follow_symlinks=False).st_mode
-                if stat.S_ISLNK(mode):
-                    return
-                if not stat.S_ISDIR(mode):
-                    raise ImageRefused(f"its WORKDIR {path} leads through a file, {'/'.join(parts[:count])}") from None
-
-    def _member(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+    def _member(self, tar: tarfile.TarFile, stream: TarStream, member: tarfile.TarInfo) -> None:
         self.members += 1
         if self.members > self._max_members:
             raise ImageRefused(f"more than {self._max_members} files and folders")
-        path = _checked(member.name)
-        if not path:
-            self._adopt(self._root, member)
-            return
+        path = checked(member.name)
         where, _, name = path.rpartition("/")
         if name.startswith(WHITEOUT):
             self._whiteout(where, name)
-            return
-        if member.ischr() or member.isblk():
-            return
-        parent = self._open(where, create=True)
-        self._remove(parent, path, name, unless_folder=member.isdir())
-        fd = self._made(tar, parent, path, name, member)
-        while path and path not in self._added:
-            self._added.add(path)
-            path = path.rpartition("/")[0]
-        if fd is not None:
-            self._adopt(fd, member)
-            os.close(fd)
+        elif not path:
+            self._describe("", self._root, member)
+        elif member.isdir():
+            self._folder(path, where, name, member)
+        elif not (member.ischr() or member.isblk()):
+            parent = self._folders.open(where, make=True)
+            self.needs.hidden.pop(path, None)
+            try:
+                self._make(tar, stream, parent, path, name, member)
+            except FileExistsError:
+                self._clear(parent, path, name)
+                self._make(tar, stream, parent, path, name, member)
 
-    def _made(self, tar: tarfile.TarFile, parent: int, path: str, name: str, member: tarfile.TarInfo) -> int | None:
-        """Make what a member is; the descriptor of what has an owner and attributes of its own, and can be opened."""
-        if member.isdir():
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o755, dir_fd=parent)
-            self._times.append((path, _mtime_ns(member)))
-            self._count(BLOCK)
-            return os.open(name, _FOLDER, dir_fd=parent)
-        if member.issym():
+    def _folder(self, path: str, where: str, name: str, member: tarfile.TarInfo) -> None:
+        parent = self._folders.open(where, make=True)
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+                self._clear(parent, path, name)
+                self.needs.hidden[path] = None  # what it hid stays hidden
+        self._describe(path, self._folders.open(path, make=True), member)
+
+    def _describe(self, path: str, fd: int, member: tarfile.TarInfo) -> None:
+        self._adopt(fd, member)
+        self.needs.folders.pop(path, None)
+        self._times[path] = mtime_ns(member)
+
+    def _make(
+        self, tar: tarfile.TarFile, stream: TarStream, parent: int, path: str, name: str, member: tarfile.TarInfo
+    ) -> None:
+        """Make what a member is, if there is nothing of its name yet."""
+        if member.isreg():
+            self._file(tar, stream, parent, name, member)
+        elif member.issym():
             os.symlink(member.linkname, name, dir_fd=parent)
             self._own_link(parent, name, member)
-            return None
-        if member.islnk():
-            self._link(parent, name, member)
-            return None
-        if member.isfifo():
+        elif member.islnk():
+            self._link(parent, path, name, member)
+        elif member.isfifo():
             os.mkfifo(name, 0o600, dir_fd=parent)
-            return os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-        if member.isreg():
-            return self._file(tar, parent, name, member)
-        raise ImageRefused(f"{path}: an entry of unknown type {member.type!r}")
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+            self._finish(fd, member)
+        else:
+            raise ImageRefused(f"{path}: an entry of unknown type {member.type!r}")
 
-    def _file(self, tar: tarfile.TarFile, parent: int, name: str, member: tarfile.TarInfo) -> int:
+    def _file(self, tar: tarfile.TarFile, stream: TarStream, parent: int, name: str, member: tarfile.TarInfo) -> None:
         if member.size > self._max_bytes:
             raise ImageRefused(f"{member.name}: a file of {member.size} bytes, more than {self._room}")
-        source = tar.extractfile(member)
-        assert source is not None
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=parent)
-        size = 0
-        while chunk := source.read(CHUNK):
-            if chunk.count(0) == len(chunk):
-                os.lseek(fd, len(chunk), os.SEEK_CUR)  # a hole stays one
+        fd, size = os.open(name, _NEW, 0o600, dir_fd=parent), 0
+        if member.issparse():
+            source = tar.extractfile(member)
+            assert source is not None
+            pieces = iter(lambda: source.read(CHUNK), b"")
+        else:
+            pieces = stream.pieces(member.size)
+            self.end = member.offset_data + member.size
+        written = 0
+        """Bytes up to which the file is there."""
+        for piece in pieces:
+            size += len(piece)
+            if not piece[0] and not piece[-1] and bytes(piece).count(0) == len(piece):
+                os.lseek(fd, size, os.SEEK_SET)  # a hole stays one
             else:
-                self._count(len(chunk))
-                _write(fd, chunk)
-            size += len(chunk)
-        os.ftruncate(fd, size)
+                self._count(len(piece))
+                _write(fd, piece)
+                written = size
+        if written < size:
+            os.ftruncate(fd, size)
         self._count(BLOCK)
-        if not member.issparse():
-            self.end = member.offset_data + size
-        return fd
+        self._finish(fd, member)
 
-    def _link(self, parent: int, name: str, member: tarfile.TarInfo) -> None:
-        target = _checked(member.linkname)
+    def _finish(self, fd: int, member: tarfile.TarInfo) -> None:
+        self._adopt(fd, member)
+        at = mtime_ns(member)
+        os.utime(fd, ns=(at, at))
+        os.close(fd)
+
+    def _link(self, parent: int, path: str, name: str, member: tarfile.TarInfo) -> None:
+        target = checked(member.linkname)
         where, _, last = target.rpartition("/")
-        source = self._open(where)
         try:
-            os.link(last, name, src_dir_fd=source, dst_dir_fd=parent, follow_symlinks=False)
-        except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+            os.link(last, name, src_dir_fd=self._folders.open(where), dst_dir_fd=parent, follow_symlinks=False)
+        except (FileNotFoundError, WrongFolder) as error:
+            if isinstance(error, WrongFolder) and not error.is_missing:
+                raise
+            os.close(os.open(name, _NEW, 0o600, dir_fd=parent))
+            self.needs.links[path] = target
+            self._count(BLOCK)
+        except (IsADirectoryError, PermissionError) as error:
             raise ImageRefused(f"{member.name}: a hard link to {member.linkname}: {error.strerror}") from None
-        finally:
-            os.close(source)
+        else:
+            if (lower := self.needs.links.get(target)) is not None:
+                self.needs.links[path] = lower
 
     def _whiteout(self, where: str, name: str) -> None:
-        """Remove what lower layers had; what this layer itself added stays."""
-        try:
-            parent = self._open(where)
-        except ImageRefused:
-            return
-        try:
-            hidden = name.removeprefix(WHITEOUT)
-            if name == OPAQUE:
-                for each in os.listdir(parent):
-                    self._hide(parent, f"{where}/{each}" if where else each, each)
-            elif hidden not in {"", ".", ".."}:
-                self._hide(parent, f"{where}/{hidden}" if where else hidden, hidden)
-        finally:
-            os.close(parent)
-
-    def _hide(self, parent: int, path: str, name: str) -> None:
-        """Remove what lower layers have at `path`, and below it if this layer added something there."""
-        if path not in self._added:
-            self._remove(parent, path, name)
-        elif stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
-            fd = os.open(name, _FOLDER, dir_fd=parent)
+        """Hide what lower layers have; what this layer itself has stays."""
+        hidden = name.removeprefix(WHITEOUT)
+        path = f"{where}/{hidden}" if where else hidden
+        if name == OPAQUE:
+            self.needs.opaque[where] = None
+        elif hidden not in {"", ".", ".."}:
             try:
-                for each in os.listdir(fd):
-                    self._hide(fd, f"{path}/{each}", each)
-            finally:
-                os.close(fd)
+                mode = os.stat(hidden, dir_fd=self._folders.open(where), follow_symlinks=False).st_mode
+            except (FileNotFoundError, WrongFolder):
+                self.needs.hidden[path] = None
+            else:
+                if stat.S_ISDIR(mode):
+                    self.needs.opaque[path] = None
 
-    def _remove(self, parent: int, path: str, name: str, *, unless_folder: bool = False) -> None:
-        try:
-            mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
-        except FileNotFoundError:
-            return
-        if unless_folder and stat.S_ISDIR(mode):
-            return
-        self._forget_parent(path)
+    def _clear(self, parent: int, path: str, name: str) -> None:
+        """Remove what this layer has under a name."""
+        self.needs.forget(path)
+        mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
         if not stat.S_ISDIR(mode):
             os.unlink(name, dir_fd=parent)
             return
+        self._folders.forget(path)
         for _, folders, files, fd in os.fwalk(name, topdown=False, dir_fd=parent):
             for each in files:
                 os.unlink(each, dir_fd=fd)
@@ -243,44 +258,19 @@ class ImageTree:
                     os.unlink(each, dir_fd=fd)  # a link to a folder
         os.rmdir(name, dir_fd=parent)
 
-    # ---------------------------------------------------------------------------------------------------- descriptors
-
-    def _open(self, path: str, *, create: bool = False) -> int:
-        """A folder's descriptor, opened from the root down without following a link.
-
-        With `create`, missing folders are made, and the descriptor belongs to this object; else it is the caller's.
-        """
-        if create and self._parent[0] == path:
-            return self._parent[1]
-        fd = os.dup(self._root)
-        for part in filter(None, path.split("/")):
-            try:
-                if create:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(part, 0o755, dir_fd=fd)
-                        os.chown(part, 0, 0, dir_fd=fd, follow_symlinks=False)
-                below = os.open(part, _FOLDER, dir_fd=fd)
-            except OSError as error:
-                os.close(fd)
-                if error.errno in {errno.ELOOP, errno.ENOTDIR}:
-                    raise ImageRefused(f"{path}: leads through a link or a file") from None
-                if error.errno == errno.ENOENT:
-                    raise ImageRefused(f"{path}: no such folder in the image") from None
-                raise
-            os.close(fd)
-            fd = below
-        if create:
-            os.close(self._parent[1])
-            self._parent = (path, fd)
-        return fd
-
-    def _forget_parent(self, path: str) -> None:
-        if f"{self._parent[0]}/".startswith(f"{path}/"):
-            os.close(self._parent[1])
-            self._parent = ("", os.dup(self._root))
+    def _make_folder(self, parent: int, name: str, path: str) -> None:
+        """Make a folder that is not described yet, and perhaps never."""
+        os.mkdir(name, 0o755, dir_fd=parent)
+        os.chown(name, 0, 0, dir_fd=parent, follow_symlinks=False)
+        self._count(BLOCK)
+        if path in self.needs.hidden:
+            del self.needs.hidden[path]
+            self.needs.opaque[path] = None
+        elif not any(covers(path, each) for each in self.needs.opaque):
+            self.needs.folders[path] = None
 
     def _adopt(self, fd: int, member: tarfile.TarInfo) -> None:
-        """Owner, mode, times and the attributes that mean something in a slot."""
+        """Owner, mode and the attributes that mean something in a slot."""
         os.fchown(fd, *self._owner(member))
         os.fchmod(fd, member.mode & 0o7777)
         for key, value in member.pax_headers.items():
@@ -289,13 +279,11 @@ class ImageTree:
             if key.startswith(XATTR) and kept:
                 with contextlib.suppress(OSError):  # a file system without such attributes
                     os.setxattr(fd, name, value.encode("utf-8", "surrogateescape"))
-        if not member.isdir():
-            os.utime(fd, ns=(_mtime_ns(member), _mtime_ns(member)))
 
     def _own_link(self, parent: int, name: str, member: tarfile.TarInfo) -> None:
         user, group = self._owner(member)
         os.chown(name, user, group, dir_fd=parent, follow_symlinks=False)
-        at = _mtime_ns(member)
+        at = mtime_ns(member)
         os.utime(name, ns=(at, at), dir_fd=parent, follow_symlinks=False)
         self._count(BLOCK)
 
@@ -308,25 +296,24 @@ class ImageTree:
             )
         return member.uid, member.gid
 
-    def _set_time(self, path: str, at: int) -> None:
-        with contextlib.suppress(ImageRefused):
-            fd = self._open(path)
-            os.utime(fd, ns=(at, at))
-            os.close(fd)
-
     def _count(self, size: int) -> None:
         self.bytes += -(-size // BLOCK) * BLOCK
         if self.bytes > self._max_bytes:
             raise ImageRefused(f"it unpacks to more than {self._room}")
 
 
-def _write(fd: int, data: bytes) -> None:
+def covers(path: str, folder: str) -> bool:
+    """Whether a path leads into a folder."""
+    return path.startswith(f"{folder}/") if folder else True
+
+
+def _write(fd: int, data: memoryview | bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
-def _checked(name: str) -> str:
+def checked(name: str) -> str:
     """A member's path, plain, from the image's root; ko and kaniko write names that begin there.
 
     Raises:
@@ -337,7 +324,7 @@ def _checked(name: str) -> str:
     return "/".join(part for part in name.split("/") if part not in {"", "."})
 
 
-def _mtime_ns(member: tarfile.TarInfo) -> int:
+def mtime_ns(member: tarfile.TarInfo) -> int:
     """When a member was changed: an extended header says it to the nanosecond, of which a float loses some."""
     seconds, _, fraction = member.pax_headers.get("mtime", "").partition(".")
     if not (seconds + fraction).isdecimal():
@@ -345,42 +332,30 @@ def _mtime_ns(member: tarfile.TarInfo) -> int:
     return min(int(seconds or "0"), 1 << 33) * NS + int(fraction[:9].ljust(9, "0"))
 
 
-def unpack(
-    folder: str, max_bytes: int, max_members: int, ids: int, workdir: str, layers: list[tuple[str, str]]
-) -> ImageTree:
-    """Unpack `layers` (file and SHA-256 of the uncompressed tar, lowest first) into an empty folder, and make the WORKDIR.
+def unpack(place: str, max_bytes: int, max_members: int, ids: int, diff_id: str) -> dict[str, object]:
+    """Unpack what stands on stdin.
 
     Raises:
-        ImageRefused: what an image must not hold, or not what its configuration says.
+        ImageRefused: it is no layer, not the one of this digest, or has what an image must not hold.
     """
-    tree = ImageTree(folder, max_bytes, max_members, ids)
-    for path, wanted in layers:
-        with uncompressed(path) as raw:
-            stream = Digesting(raw, 2 * max_bytes + max_members * 1024)
-            try:
-                tree.apply(cast("IO[bytes]", stream))
-                found = stream.finish()
-                if stream.size < tree.end:
-                    raise EOFError("unexpected end of data")
-            except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
-                raise ImageRefused(f"layer {wanted[:12]} is no tar: {error}") from None
-        if wanted != found:
-            raise ImageRefused(f"layer {wanted[:12]} is not the one that the image names ({found[:12]})")
-    tree.make_folder(workdir)
-    return tree
+    os.mkdir(f"{place}/files", 0o755)
+    layer = Layer(f"{place}/files", max_bytes, max_members, ids)
+    stream = TarStream(sys.stdin.fileno(), 2 * max_bytes + max_members * 1024)
+    try:
+        layer.fill(stream)
+        found = stream.finish()
+        if stream.size < layer.end:
+            raise EOFError("unexpected end of data")
+    except (tarfile.TarError, *BROKEN, ValueError) as error:
+        raise ImageRefused(f"layer {diff_id[:12]} is no tar: {error}") from None
+    if found != diff_id:
+        raise ImageRefused(f"layer {diff_id[:12]} is not the one that the image names ({found[:12]})")
+    with open(f"{place}/{NEEDS}", "w", encoding="ascii") as file:
+        json.dump(asdict(layer.needs), file)
+    return {"bytes": layer.bytes, "stands_alone": layer.stands_alone, "has_root": "" not in layer.needs.folders}
 
 
 def main() -> int:
     """The program."""
-    folder, max_bytes, max_members, ids, workdir, *rest = sys.argv[1:]
-    layers = list(zip(rest[::2], rest[1::2], strict=True))
-
-    def work() -> dict[str, int]:
-        tree = unpack(folder, int(max_bytes), int(max_members), int(ids), workdir, layers)
-        return {"bytes": tree.bytes, "members": tree.members}
-
-    return program(work)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    place, max_bytes, max_members, ids, diff_id = sys.argv[1:]
+    return program(lambda: unpack(place, int(max_bytes), int(max_members), int(ids), diff_id))

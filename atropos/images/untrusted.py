@@ -4,43 +4,92 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gzip
+import itertools
 import json
 import os
 import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, cast
+
+from isal import isal_zlib
 
 MEMORY_BYTES = 1 << 30
 """Address space of such a process: a header of gigabytes ends it instead of the machine."""
+READ_BYTES = 1 << 20
+PIECE_BYTES = 4 << 20
+"""Most that a piece is decompressed to at once."""
+BROKEN: tuple[type[Exception], ...] = (EOFError, cast("type[Exception]", isal_zlib.error))
+"""What a compressed file that is damaged or cut off raises."""
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 class ImageRefused(Exception):
     """The image holds something that it must not."""
 
 
-@contextlib.contextmanager
-def uncompressed(path: str) -> Generator[IO[bytes]]:
-    """A layer's or an archive's tar, whatever it was compressed with (gzip or zstd, by its first bytes)."""
-    with open(path, "rb") as file:
-        magic = os.pread(file.fileno(), 4, 0)  # zstd starts where the descriptor stands
-        if magic[:2] == b"\x1f\x8b":
-            with gzip.open(file) as stream:
-                yield cast("IO[bytes]", stream)
-        elif magic == b"\x28\xb5\x2f\xfd":
-            if shutil.which("zstd") is None:
-                raise ImageRefused("a layer needs zstd, which is not installed on the sandbox server's machine")
-            with subprocess.Popen(["zstd", "-dcq", "-M64MB"], stdin=file, stdout=subprocess.PIPE) as child:
-                assert child.stdout is not None
-                try:
-                    yield child.stdout
-                finally:
-                    child.kill()
-        else:
-            yield file
+def decompressed(file: int) -> Iterator[bytes]:
+    """What a descriptor gives from where it stands, in pieces, whatever it was compressed with (gzip or zstd, by its first bytes)."""
+    head = os.read(file, 4)
+    while len(head) < 4 and (more := os.read(file, 4 - len(head))):
+        head += more
+    if head[:2] == _GZIP:
+        yield from _gunzipped(itertools.chain([head], _pieces(file)))
+    elif head == _ZSTD:
+        yield from _from_zstd(head, file)
+    else:
+        yield from itertools.chain([head], _pieces(file))
+
+
+def is_compressed(file: int) -> bool:
+    """Whether a file begins as what `decompressed` decompresses."""
+    head = os.pread(file, 4, 0)
+    return head[:2] == _GZIP or head == _ZSTD
+
+
+def _pieces(file: int) -> Iterator[bytes]:
+    while piece := os.read(file, READ_BYTES):
+        yield piece
+
+
+def _gunzipped(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """All members of a gzip file, as gzip(1) reads them: zeros may follow the last one."""
+    member = None
+    for piece in pieces:
+        left = piece
+        while left := (left if member else left.lstrip(b"\0")):
+            member = member or isal_zlib.decompressobj(wbits=31)
+            yield member.decompress(left, PIECE_BYTES)
+            left = member.unconsumed_tail
+            if member.eof:
+                left, member = member.unused_data, None
+    if member is not None:
+        raise EOFError("compressed file ended before the end-of-stream marker was reached")
+
+
+def _from_zstd(head: bytes, file: int) -> Iterator[bytes]:
+    """All frames of a zstd file, by the program."""
+    if shutil.which("zstd") is None:
+        raise ImageRefused("a layer needs zstd, which is not installed on the sandbox server's machine")
+    with subprocess.Popen(["zstd", "-dcq", "-M64MB"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        threading.Thread(target=_feed, args=(child.stdin, head, file), daemon=True).start()
+        try:
+            yield from _pieces(child.stdout.fileno())
+        finally:
+            child.kill()
+
+
+def _feed(to: IO[bytes], head: bytes, file: int) -> None:
+    with contextlib.suppress(BrokenPipeError), to:
+        to.write(head)
+        to.flush()
+        for piece in _pieces(file):
+            to.write(piece)
 
 
 def program(work: Callable[[], object]) -> int:

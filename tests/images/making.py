@@ -53,6 +53,11 @@ def layer(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
     return out.getvalue()
 
 
+def plain(data: bytes) -> bytes:
+    """A layer's tar, whether it is packed with gzip or not at all."""
+    return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+
+
 def layout(
     at: Path, *layers: bytes, config: dict | None = None, compress: bool = True, architecture: str = MACHINE
 ) -> str:

@@ -108,7 +108,7 @@ def test_paths_are_those_of_the_commands_folder_and_settings_name_whole_ones(tmp
     monkeypatch.chdir(tmp_path)
     done = atropos("image", "prepare", "Dockerfile", "--store", "mine")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "mine" / "trees").is_dir()
+    assert (tmp_path / "mine" / "layers").is_dir()
     refused = atropos("exec", "true", "--base", "nothing")
     assert (refused.returncode, f"base: {tmp_path}/nothing is not a folder" in refused.stderr) == (2, True), refused
     store = [{"image_store": {field: "mine"}} for field in ("folder", "auth_file")]

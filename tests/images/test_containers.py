@@ -41,7 +41,7 @@ async def test_a_lease_stands_on_an_image(engine, tmp_path):
             assert (await slot.exec("cat text")).output == f"on {engine.name}"
     assert await engine.residue(config) == []
     if engine.name == "docker":
-        assert [path.name for path in (tmp_path / "store" / "trees").iterdir()] == [image_id]
+        assert [path.name for path in (tmp_path / "store" / "images").iterdir()] == [image_id]
 
 
 async def test_a_built_task_is_in_every_container(engine, tmp_path):

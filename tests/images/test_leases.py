@@ -285,8 +285,7 @@ async def test_an_archive_is_sent_again_once_its_image_was_removed_for_others(tm
     image = f"oci:{tmp_path}/layout:image"
     async with pool_for(tmp_path) as pool:
         await pool.prepare(image)
-        (tree,) = (tmp_path / "store" / "trees").iterdir()
-        shutil.rmtree(tree)
+        shutil.rmtree(next((tmp_path / "store" / "layers").iterdir()))
         async with pool.lease("one", image=image) as slot:
             assert (await slot.exec("cat text")).output == "sent again"
 
@@ -350,7 +349,7 @@ async def test_an_image_that_is_gone_when_it_must_be_sent_again_is_named(tmp_pat
     image = f"oci:{tmp_path}/layout"
     async with pool_for(tmp_path) as pool:
         await pool.prepare(image)
-        for folder in (tmp_path / "layout", *(tmp_path / "store" / "trees").iterdir()):
+        for folder in (tmp_path / "layout", *(tmp_path / "store" / "layers").iterdir()):
             shutil.rmtree(folder)
         with pytest.raises(ConfigError, match=f"image: {image} can't be read: No such file"):
             await pool.acquire("one", image=image)
@@ -364,8 +363,7 @@ async def test_an_archive_that_has_changed_or_is_gone_when_it_must_be_sent_again
     image = f"oci-archive:{file}"
     async with pool_for(tmp_path) as pool:
         await pool.prepare(image)
-        (tree,) = (tmp_path / "store" / "trees").iterdir()
-        shutil.rmtree(tree)
+        shutil.rmtree(next((tmp_path / "store" / "layers").iterdir()))
         shutil.copy(file, copy)
         with file.open("ab") as end:
             end.write(b"more")

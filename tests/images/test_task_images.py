@@ -104,7 +104,7 @@ async def test_a_tasks_files_are_read_once_for_all_its_trajectories_and_again_wh
         assert (await images.prepare(task)).image == first.image
         assert images.counters == {"steps": 2, "hits": 1}
         given.write_text("changed")
-        shutil.rmtree(tmp_path / "store/trees" / first.image.removeprefix("atropos-build:"))
+        shutil.rmtree(tmp_path / "store/layers" / first.image.removeprefix("atropos-build:"))
         async with working_on(pool, images, task) as slot:
             assert (await slot.exec("cat given.txt")).output == "changed"
 

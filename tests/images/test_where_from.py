@@ -24,6 +24,7 @@ from atropos.images.store import ImageStore
 from atropos.slots.pool.image_sources import local_image
 from atropos.wire import ImageInfo
 from tests.images.making import as_index, entry, layer, layout
+from tests.images.stacks import flattened
 from tests.needs import require
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
@@ -118,7 +119,7 @@ async def prepared(tmp_path: Path, source: str, host: str = "127.0.0.1:9") -> tu
             archive.write_bytes(b"".join([chunk async for chunk in chunks]))
         wanted = ImageSource.parse(local.name)
     image = await store.prepare(wanted, lambda *_: None, archive and str(archive))
-    return image, Path(store.hold(image))
+    return image, flattened(tmp_path, [Path(files) for files in store.hold(image).folders])
 
 
 def with_urls(spelling: str):

@@ -140,23 +140,19 @@ class SlotHost:
         """
         if name in self.state.bases:
             return
-        chain = self.store.chain(image)
-        folders: list[str] = []
-        with contextlib.ExitStack() as held:
-            for each in chain:
-                folders += [self.store.hold(each)]
-                held.callback(self.store.release, each.id)
-            below = chain[-1].parent
+        folders, below = self.store.hold(image)
+        try:
             root = skeleton.root_of(folders) if below is None else {}
             base = skeleton.Base(folders.pop()) if below is None else self.state.base(base_name(below))
             if self.state.entered.slot_ids == 1:  # there is only root
                 image = image.model_copy(update={"user": None})
-            try:
-                layers = (*folders, *base.layers)
-                base = self.state.completed(replace(base, image=image, layers=layers, root=root, addition=None))
-            except OSError as error:
+            layers = (*folders, *base.layers)
+            base = self.state.completed(replace(base, image=image, layers=layers, root=root, addition=None))
+        except BaseException as error:
+            self.store.release(image.id)
+            if isinstance(error, OSError):
                 raise ImageUnavailable(f"{image.source}: {error}") from error
-            held.pop_all()
+            raise
         self.state.bases[name] = base
 
     def drop_base(self, name: str) -> None:
@@ -165,8 +161,7 @@ class SlotHost:
         assert base.image is not None
         if base.addition is not None:
             remove_tree(base.addition)
-        for image in self.store.chain(base.image):  # all of them were kept for the base
-            self.store.release(image.id)
+        self.store.release(base.image.id)
 
     def base_image(self, source: str) -> ImageInfo:
         """A base of the server; see `contract.Host.base_image`. Its id changes when its programs do."""

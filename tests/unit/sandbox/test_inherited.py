@@ -43,12 +43,12 @@ def test_a_user_without_a_home_has_no_store_of_images_and_no_folder_is_made_for_
     assert not list(place.iterdir())
 
 
-@pytest.mark.parametrize("closed", [".", "trees"])
+@pytest.mark.parametrize("closed", [".", "layers"])
 def test_a_store_of_images_that_is_named_and_may_not_be_written_is_refused_at_start(folder, closed):
     """As another user, or root, left it."""
     store = folder / f"store {closed}"
-    (store / "trees").mkdir(parents=True)
-    for part in (store, store / "trees"):
+    (store / "layers").mkdir(parents=True)
+    for part in (store, store / "layers"):
         part.chmod(0o777)
     (store / closed).chmod(0o755)
     code = "import sys; from atropos.sandbox.boot.folders import image_folder; print(image_folder(sys.argv[1], 1))"

@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Sequence
 
+from atropos.images import stack
 from atropos.sandbox.host.files import view_layers
 from atropos.sandbox.programs.first_process import HOSTNAME
 
@@ -37,7 +38,7 @@ def build(folder: str, lower: Sequence[str]) -> bool:
         OSError: it could not be made.
     """
     with contextlib.ExitStack() as opened:
-        return _build(folder, [part.fd for part in view_layers.find(lower, "/etc", opened).parts])
+        return _build(folder, [part.fd for part in stack.find(lower, "/etc", opened).parts])
 
 
 def _build(folder: str, found: Sequence[int]) -> bool:
@@ -68,7 +69,7 @@ def _find(etcs: Sequence[str], name: str) -> os.stat_result | None:
     for etc in etcs:
         with contextlib.suppress(FileNotFoundError):
             found = os.lstat(f"{etc}/{name}")
-            return None if stat.S_ISCHR(found.st_mode) and found.st_rdev == 0 else found
+            return None if stack.is_whiteout(found) else found
     return None
 
 

@@ -1,4 +1,4 @@
-"""Folders in the layers of a slot's root, which its programs may replace at any time: found, copied and hidden, through no link."""
+"""Folders in the layers of a slot's root, which its programs may replace at any time: copied and hidden, through no link."""
 
 from __future__ import annotations
 
@@ -6,75 +6,13 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from atropos.errors import NotSupported
+from atropos.images import stack
 from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
 
-_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_OPAQUE = "user.overlay.opaque"
 MAX_DEPTH = 200
 """Folders nested deeper are hidden."""
-
-
-class Part(NamedTuple):
-    """A folder in one layer: the layer's number from the top, and a descriptor."""
-
-    layer: int
-    fd: int
-
-
-@dataclass(frozen=True)
-class Found:
-    """A folder in each layer that has it, topmost first; none: there is no such folder, or `blocked`, something else there."""
-
-    parts: list[Part]
-    blocked: bool = False
-
-
-def find(layers: Sequence[str], folder: str, opened: contextlib.ExitStack) -> Found:
-    """Find a folder in layers."""
-    found: list[Part] = []
-    for number, layer in enumerate(layers):
-        at = os.open(layer, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        opened.callback(os.close, at)
-        covers = False
-        for part in folder.strip("/").split("/"):
-            try:
-                at = os.open(part, _FOLDER, dir_fd=at)
-            except FileNotFoundError:
-                break
-            except NotADirectoryError:  # a file, a link or a whiteout: nothing below shows
-                return Found(found, not found and not _is_whiteout(at, part))
-            opened.callback(os.close, at)
-            covers = covers or _is_opaque(at)
-        else:
-            found.append(Part(number, at))
-        if covers:
-            break
-    return Found(found)
-
-
-def _is_opaque(fd: int) -> bool:
-    try:
-        return os.getxattr(f"/proc/self/fd/{fd}", _OPAQUE) == b"y"
-    except OSError:
-        return False
-
-
-def make_opaque(folder: str) -> None:
-    """Have a folder of a layer hide what lower layers have in it."""
-    os.setxattr(folder, _OPAQUE, b"y")
-
-
-def _is_whiteout(fd: int, name: str) -> bool:
-    try:
-        seen = os.lstat(name, dir_fd=fd)
-    except OSError:
-        return True
-    return stat.S_ISCHR(seen.st_mode) and seen.st_rdev == 0
 
 
 def below(folder: LayerFolder, entry: os.DirEntry[str]) -> LayerFolder:
@@ -146,13 +84,13 @@ def hide(top: int, upper: str, path: str) -> None:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(part, 0o755, dir_fd=made)
                 with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
-                    at = find([f"/proc/self/fd/{top}"], "/".join(folders[:depth]), opened).parts
+                    at = stack.find([f"/proc/self/fd/{top}"], "/".join(folders[:depth]), opened).parts
                     if at:
                         copy_attributes(at[0].fd, f"/proc/self/fd/{made}/{part}")
-            step = os.open(part, _FOLDER, dir_fd=made)
+            step = os.open(part, stack.FOLDER, dir_fd=made)
             os.close(made)
             made = step
-        os.mknod(name, stat.S_IFCHR, 0, dir_fd=made)  # overlayfs's whiteout
+        stack.make_whiteout(name, made)
     finally:
         os.close(made)
 
@@ -169,7 +107,7 @@ def make_mount_point(root: str, folder: str) -> None:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(part, 0o755, dir_fd=at)
                 os.chown(part, 0, 0, dir_fd=at, follow_symlinks=False)  # the server's own user is none of the slot's
-            step = os.open(part, _FOLDER, dir_fd=at)
+            step = os.open(part, stack.FOLDER, dir_fd=at)
             os.close(at)
             at = step
     except OSError as error:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from atropos.errors import NotSupported
+from atropos.images import stack
 from atropos.sandbox.host.files import view_layers, view_links
 from atropos.sandbox.host.files.volumes import GATE, NEXT, Volume
 from atropos.sandbox.linux import syscalls
@@ -82,7 +83,7 @@ class View:
 
     def _has_programs(self, path: str) -> bool:
         with contextlib.ExitStack() as opened:
-            parts = view_layers.find(self.below, path, opened).parts
+            parts = stack.find(self.below, path, opened).parts
             return bool(parts) and (
                 os.path.basename(path) == "node_modules"
                 or any(os.path.lexists(f"/proc/self/fd/{part.fd}/{mark}") for part in parts for mark in PROGRAM_MARKS)
@@ -122,7 +123,7 @@ class View:
     def _find(layers: Sequence[str], folder: str) -> tuple[bool, bool]:
         """Whether layers have a folder, and whether they have something else in its place."""
         with contextlib.ExitStack() as opened:
-            found = view_layers.find(layers, folder, opened)
+            found = stack.find(layers, folder, opened)
             return bool(found.parts), found.blocked
 
     # ------------------------------------------------------------------------------------------ as a layer of the root
@@ -148,7 +149,7 @@ class View:
 
     def _add(self, top: str, folder: str, most: int, opened: contextlib.ExitStack) -> int:
         """Put a folder into a layer; how many names it has."""
-        theirs, ours = (view_layers.find(layers, folder, opened) for layers in (self.layers, self.below))
+        theirs, ours = (stack.find(layers, folder, opened) for layers in (self.layers, self.below))
         if theirs.parts and theirs.parts[0].layer > 0:
             return 0  # the root has all of it already
         at = top
@@ -157,11 +158,11 @@ class View:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(at, 0o755)
                 os.chown(at, 0, 0)
-                parts = view_layers.find(self.below, at.removeprefix(top), opened).parts
+                parts = stack.find(self.below, at.removeprefix(top), opened).parts
                 if parts:
                     view_layers.copy_attributes(parts[0].fd, at)
         if len(theirs.parts) < 2 and ours.parts:
-            view_layers.make_opaque(at)
+            stack.make_opaque(at)
         if not theirs.parts:
             return 0
         copy = os.open(at, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -222,7 +223,7 @@ class View:
     ) -> None:
         view_layers.make_mount_point(volume.next_root, folder)
         upper = self._new_upper(volume, f"view{number}")
-        parts = view_layers.find(self.layers, folder, opened).parts
+        parts = stack.find(self.layers, folder, opened).parts
         if parts:
             view_layers.copy_attributes(parts[0].fd, upper)
         layers, left_out = [part.fd for part in parts], self._left_out(folder)
@@ -257,7 +258,7 @@ class View:
         view_layers.make_mount_point(volume.next_root, VIEW_HOME)
         upper = self._new_upper(volume, "home")
         with contextlib.ExitStack() as opened:
-            parts = view_layers.find(self.below, home, opened).parts
+            parts = stack.find(self.below, home, opened).parts
             if parts:
                 view_layers.copy_attributes(parts[0].fd, upper)
             lower = [f"/proc/self/fd/{part.fd}" for part in parts] or [self.empty]

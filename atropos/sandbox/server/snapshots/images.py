@@ -103,8 +103,6 @@ class Images:
             InvalidSnapshot: it is no layer.
         """
         store = self._state.host.store
-        if not offer.parent.startswith("atropos-base:") and store.find(offer.parent) is None:
-            raise ImageUnavailable(f"image atropos-build:{key}: its parent is not on this server's host")
 
         async def fill(target: str) -> None:
             os.mkdir(target, 0o755)
@@ -123,9 +121,9 @@ class Images:
         image = store.known(f"atropos-build:{key}")
         if image is None:
             raise ImageUnavailable(f"image atropos-build:{key}: it is not on this server's host")
-        folder = store.hold(image)
+        folders = store.hold(image).folders
         try:
-            async with packed_layers([folder], f"image {image.source}") as chunks:
+            async with packed_layers(folders[:1], f"image {image.source}") as chunks:
                 yield chunks
         finally:
             store.release(image.id)

@@ -1,0 +1,86 @@
+"""Folders below one, opened from it down without following a link. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+
+from atropos.images.untrusted import ImageRefused
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class WrongFolder(ImageRefused):
+    """A path leads to no folder: there `is_missing` one, or it leads through a link or a file."""
+
+    def __init__(self, path: str, *, is_missing: bool) -> None:
+        super().__init__(f"{path}: {'no such folder in the image' if is_missing else 'leads through a link or a file'}")
+        self.is_missing = is_missing
+
+
+class Folders:
+    """Opens folders by their paths, and keeps those that were needed last.
+
+    Args:
+        top: descriptor of the topmost one, whose path is empty.
+        make: called with parent, name and path to make a missing folder.
+    """
+
+    KEPT = 64
+
+    def __init__(self, top: int, make: Callable[[int, str, str], None]) -> None:
+        self._top = top
+        self._make = make
+        self._kept: dict[str, int] = {}
+
+    def open(self, path: str, *, make: bool = False) -> int:
+        """A folder's descriptor, which belongs to this object; it stays open while the next one is opened.
+
+        Raises:
+            WrongFolder: there is none, or something else.
+        """
+        if not path:
+            return self._top
+        fd = self._kept.pop(path, None)
+        if fd is None:
+            fd = self._opened(path, make=make)
+        self._kept[path] = fd  # the one needed last is at the end
+        if len(self._kept) > self.KEPT:
+            os.close(self._kept.pop(next(iter(self._kept))))
+        return fd
+
+    def _opened(self, path: str, *, make: bool) -> int:
+        above, parts = path, list[str]()
+        while above and above not in self._kept:
+            above, _, part = above.rpartition("/")
+            parts.append(part)
+        start = fd = self._kept[above] if above else self._top
+        at = above
+        for part in reversed(parts):
+            at = f"{at}/{part}" if at else part
+            try:
+                below = self._step(fd, part, at, make=make)
+            finally:
+                if fd != start:
+                    os.close(fd)
+            fd = below
+        return fd
+
+    def _step(self, fd: int, name: str, path: str, *, make: bool) -> int:
+        try:
+            return os.open(name, _FOLDER, dir_fd=fd)
+        except OSError as error:
+            if error.errno in {errno.ELOOP, errno.ENOTDIR}:
+                raise WrongFolder(path, is_missing=False) from None
+            if error.errno != errno.ENOENT:
+                raise
+        if not make:
+            raise WrongFolder(path, is_missing=True)
+        self._make(fd, name, path)
+        return os.open(name, _FOLDER, dir_fd=fd)
+
+    def forget(self, path: str) -> None:
+        """A folder is about to be removed."""
+        for each in [each for each in self._kept if f"{each}/".startswith(f"{path}/")]:
+            os.close(self._kept.pop(each))

@@ -1,0 +1,251 @@
+"""The layers of one host: each once, whole or not at all, shared read-only by every sandbox server that uses the folder.
+
+    layers/ID/        files/, as overlay keeps them, and `bytes`, how many those are; there from the moment in which it is whole
+    work/RANDOM/      what is being pulled, unpacked or removed, and skopeo's temporary files; locked as long as that goes
+                      on, and removed by whoever finds it unlocked
+    locks/NAME        who pulls a source or unpacks a layer
+
+A layer appears by a rename, once it is on the disk, so that a kill or a power cut at any moment leaves a whole one or none. One
+in use is locked (flock, shared) by each server that uses it, and the lock ends with the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from pathlib import Path
+
+from atropos.config import ImageStoreSettings
+from atropos.errors import ImageUnavailable
+from atropos.images.locks import is_still, locked, try_lock
+from atropos.images.programs import run
+from atropos.trees import remove_tree
+
+CLAIM = "claim"
+"""File of a work folder: how many bytes its layers will take, in digits."""
+BYTES = "bytes"
+FORMER = "trees"
+"""Where earlier versions kept images."""
+LET_GO_S = 12.0
+"""How long a layer stays after it was made, asked for or in use, whatever room is needed: until its lease, or the next one,
+begins. A little more than a server takes to let go of an image that nothing stands on."""
+ROOM_POLL_S = 0.5
+
+
+class LayerStore:
+    """The folder of layers, as one sandbox server uses it."""
+
+    def __init__(self, settings: ImageStoreSettings, root: Path) -> None:
+        self._settings = settings
+        self.root = root
+        self.quota = settings.quota_mib << 20
+        self._held: dict[str, tuple[int, int]] = {}
+        """Of layers in use: the descriptor that locks it, and how many use it."""
+        for name in ("layers", "work", "locks"):
+            root.joinpath(name).mkdir(exist_ok=True)
+
+    def __repr__(self) -> str:
+        return f"<LayerStore {self.root}: {len(self._held)} layers in use>"
+
+    # ------------------------------------------------------------------------------------------------------------ using
+
+    def files(self, layer: str) -> str:
+        """The folder that overlay stacks."""
+        return f"{self.root}/layers/{layer}/files"
+
+    def has(self, layers: Iterable[str]) -> bool:
+        """Whether all of these are here."""
+        return all(layer in self._held or self._path(layer).is_dir() for layer in layers)
+
+    def hold(self, layer: str) -> bool:
+        """Use a layer until `release`, so that nobody removes it; False: it is not here."""
+        fd, uses = self._held.get(layer, (-1, 0))
+        if not uses:
+            path = self._path(layer)
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError:
+                return False
+            if not (try_lock(fd, shared=True) and is_still(path, fd) and self.size(layer) is not None):
+                os.close(fd)
+                return False
+        self._held[layer] = fd, uses + 1
+        return True
+
+    def release(self, layer: str) -> None:
+        """Undo one `hold`."""
+        fd, uses = self._held.pop(layer, (-1, 0))
+        if uses > 1:
+            self._held[layer] = fd, uses - 1
+        elif uses:
+            self.touch([layer])
+            os.close(fd)
+
+    def touch(self, layers: Iterable[str]) -> None:
+        """Mark layers as those used last. Of a stack, topmost first: what is above makes room before what it stands on."""
+        for layer in layers:
+            if layer not in self._held:
+                now = time.time_ns()  # the kernel's own clock for this stands still for milliseconds
+                with contextlib.suppress(OSError):
+                    os.utime(self._path(layer), ns=(now, now))
+
+    def size(self, layer: str) -> int | None:
+        """Bytes of a layer; None: it is not here, or damaged."""
+        try:
+            return int((self._path(layer) / BYTES).read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return None
+
+    def _path(self, layer: str) -> Path:
+        return self.root / "layers" / layer
+
+    # ----------------------------------------------------------------------------------------------------------- making
+
+    async def put(self, place: Path, layer: str, size: int, what: str) -> None:
+        """Have what was made in a folder be a layer, which is then held; under an id that is here already, the one that is here.
+
+        Args:
+            place: the folder, with `files`.
+            layer: its id.
+            size: its bytes.
+            what: what it is for, in errors.
+        """
+        if self.hold(layer):
+            return
+        (place / BYTES).write_text(str(size), encoding="ascii")
+        # the disk has all of it before its name leads there, whenever the power fails
+        await run(["sync", "-f", str(place)], what, folder=self.root, deadline_s=self._settings.unpack_timeout_s)
+        while not self.hold(layer):
+            await asyncio.to_thread(self._drop, layer)  # it is damaged
+            with contextlib.suppress(FileExistsError):
+                os.rename(place, self._path(layer))
+
+    def locked(
+        self, name: str, waiting: Callable[[], None] = lambda: None
+    ) -> contextlib.AbstractAsyncContextManager[None]:
+        """One holder on this host at a time."""
+        return locked(self.root / "locks" / name, waiting)
+
+    @contextlib.asynccontextmanager
+    async def work(self) -> AsyncGenerator[Path]:
+        """A folder for what is being made."""
+        await asyncio.to_thread(self._sweep)
+        name = f"{os.getpid()}-{os.urandom(6).hex()}"
+        made, work = self.root / "locks" / name, self.root / "work" / name
+        made.mkdir()
+        fd = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            os.rename(made, work)  # locked by now: what stands there unlocked is removed
+            yield work
+        finally:
+            await asyncio.shield(asyncio.to_thread(_remove_locked, work, fd))
+
+    def _sweep(self) -> None:
+        """Remove what killed servers and earlier versions left behind. Blocking."""
+        for path in (*self.root.glob("work/*"), *self.root.glob(f"{FORMER}/*")):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # just removed; a file of earlier versions
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                if try_lock(fd):
+                    _remove_locked(path, fd)
+                else:
+                    os.close(fd)
+
+    # ------------------------------------------------------------------------------------------------------------- room
+
+    async def claim(self, wanted: int, work: Path) -> int:
+        """Make room for layers; until their work folder is removed, what was claimed in it is taken for all other claims.
+
+        Waits for the room of layers that are being made, and of those that a server is about to let go.
+
+        Returns:
+            Bytes that may be added; less than `wanted` when layers in use take the rest.
+
+        Raises:
+            ImageUnavailable: these leave no room at all.
+        """
+        end = time.monotonic() + 2 * LET_GO_S  # one is let go, and then stays for a while
+        while True:
+            async with self.locked("room"):
+                await asyncio.to_thread(self._sweep)  # what killed servers claimed
+                room = await asyncio.to_thread(self.make_room, wanted)
+                if room >= wanted or (time.monotonic() >= end and not self._claimed()):
+                    if room <= 0:
+                        quota_mib = self._settings.quota_mib
+                        raise ImageUnavailable(
+                            f"the image store is full: {quota_mib - (room >> 20)} of {quota_mib} MiB are in use"
+                        )
+                    (work / CLAIM).write_text(str(min(wanted, room)), encoding="utf-8")
+                    return room
+            await asyncio.sleep(ROOM_POLL_S)
+
+    def _claimed(self) -> int:
+        """Bytes that are being unpacked or kept."""
+        claimed = 0
+        for claim in self.root.glob(f"work/*/{CLAIM}"):
+            with contextlib.suppress(FileNotFoundError, ValueError):  # just removed; just made
+                claimed += int(claim.read_text(encoding="utf-8"))
+        return claimed
+
+    def make_room(self, wanted: int) -> int:
+        """Remove layers that nobody uses, the one used longest ago first, until `wanted` bytes fit into quota and disk.
+
+        Those used within `LET_GO_S` stay.
+
+        Returns:
+            Bytes that may be added; less than `wanted`, or below zero, when layers in use, and those being made, take the rest.
+        """
+        used_at = self._used_at()
+        sizes: dict[str, int] = {}
+        for layer in sorted(used_at, key=lambda each: used_at[each]):
+            if (size := self.size(layer)) is not None:
+                sizes[layer] = size
+            else:  # nobody could use, count or replace it
+                self._drop(layer)
+        claimed = self._claimed()
+        used = sum(sizes.values()) + claimed
+        free = shutil.disk_usage(self.root).free - claimed
+        for layer, size in sizes.items():
+            fits = used + wanted <= self.quota and wanted <= free
+            if fits or used_at[layer] > time.time_ns() - LET_GO_S * 1e9:
+                break
+            if self._drop(layer):
+                used -= size
+                free += size
+        return self.quota - used
+
+    def _drop(self, layer: str) -> bool:
+        """Remove one layer if no server uses it."""
+        path = self._path(layer)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        if not (try_lock(fd) and is_still(path, fd)):
+            os.close(fd)
+            return False
+        removed = self.root / "work" / f"removed-{layer[:12]}-{os.urandom(4).hex()}"
+        os.rename(path, removed)
+        _remove_locked(removed, fd)
+        return True
+
+    def _used_at(self) -> dict[str, int]:
+        """When each layer was used last, in nanoseconds since the epoch."""
+        found: dict[str, int] = {}
+        for path in self.root.joinpath("layers").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # just removed
+                found[path.name] = path.stat().st_mtime_ns
+        return found
+
+
+def _remove_locked(folder: Path, fd: int) -> None:
+    """Remove a folder that `fd` locks, which keeps others from removing it at the same time."""
+    try:
+        remove_tree(str(folder))  # other ways recurse
+    finally:
+        os.close(fd)

@@ -1,0 +1,90 @@
+"""What a stack of layers shows, as overlay would: found in the layers themselves, through no link. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPAQUE = "user.overlay.opaque"
+
+
+class Part(NamedTuple):
+    """A folder in one layer: the layer's number from the top, and a descriptor."""
+
+    layer: int
+    fd: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder in each layer that has it, topmost first; none: there is no such folder, or `blocked`, something else there."""
+
+    parts: list[Part]
+    blocked: bool = False
+
+
+def find(layers: Sequence[str], folder: str, opened: contextlib.ExitStack) -> Found:
+    """Find a folder in layers, topmost first."""
+    found: list[Part] = []
+    for number, layer in enumerate(layers):
+        at = os.open(layer, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened.callback(os.close, at)
+        covers = False
+        for part in filter(None, folder.split("/")):
+            try:
+                at = os.open(part, FOLDER, dir_fd=at)
+            except FileNotFoundError:
+                break
+            except NotADirectoryError:  # a file, a link or a whiteout: nothing below shows
+                return Found(found, not found and not _is_whiteout(at, part))
+            opened.callback(os.close, at)
+            covers = covers or is_opaque(f"/proc/self/fd/{at}")
+        else:
+            found.append(Part(number, at))
+        if covers:
+            break
+    return Found(found)
+
+
+def look(folders: Sequence[Part], name: str) -> tuple[int, os.stat_result] | None:
+    """What a folder that was found has under a name: the descriptor of the part that shows it, and what it is."""
+    for part in folders:
+        with contextlib.suppress(FileNotFoundError):
+            seen = os.lstat(name, dir_fd=part.fd)
+            return None if is_whiteout(seen) else (part.fd, seen)
+    return None
+
+
+def is_whiteout(seen: os.stat_result) -> bool:
+    """Whether something in a layer hides what lower layers have under its name."""
+    return stat.S_ISCHR(seen.st_mode) and seen.st_rdev == 0
+
+
+def make_whiteout(name: str, folder: int) -> None:
+    """Hide what lower layers have under a name in a folder of a layer."""
+    os.mknod(name, stat.S_IFCHR, 0, dir_fd=folder)
+
+
+def is_opaque(folder: str) -> bool:
+    """Whether a folder of a layer hides what lower layers have in it."""
+    try:
+        return os.getxattr(folder, _OPAQUE) == b"y"
+    except OSError:
+        return False
+
+
+def make_opaque(folder: str | int) -> None:
+    """Have a folder of a layer hide what lower layers have in it."""
+    os.setxattr(folder, _OPAQUE, b"y")
+
+
+def _is_whiteout(fd: int, name: str) -> bool:
+    try:
+        return is_whiteout(os.lstat(name, dir_fd=fd))
+    except OSError:
+        return True

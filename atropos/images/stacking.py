@@ -1,0 +1,215 @@
+"""Brings the layers of one image into a store: those that it lacks are unpacked, several at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import os
+import stat
+import tarfile
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+
+from atropos.config import ImageStoreSettings
+from atropos.errors import ImageUnavailable
+from atropos.images import flatten, settle, stack, unpack
+from atropos.images.layer_store import LayerStore
+from atropos.images.programs import run_module
+
+MAX_LAYERS = 128
+"""Most layers of an image. Overlay takes 500, named in one page of options, where a lease's snapshots come on top."""
+MAX_MEMBERS = 2_000_000
+"""Files and folders of one layer."""
+UNPACKED_RATIO = 3
+"""Bytes of an unpacked layer for one of its compressed bytes: Debian's and Python's images have 2.5 to 3."""
+PARALLEL = 3
+"""Layers of one image that are unpacked at once."""
+
+
+class Stacking:
+    """Within it, the image's layers are held, so that they are there until the image is.
+
+    Args:
+        store: the layers that are here.
+        settings: how long unpacking may take.
+        ids: how many ids a slot has.
+        what: what is done, for errors.
+        work: the folder for what is being made.
+    """
+
+    def __init__(self, store: LayerStore, settings: ImageStoreSettings, ids: int, what: str, work: Path) -> None:
+        self._store = store
+        self._deadline_s = settings.unpack_timeout_s
+        self._ids = ids
+        self._what = what
+        self._work = work
+        self._held = contextlib.ExitStack()
+        self._turns = asyncio.Semaphore(PARALLEL)
+        self._room = 0
+        """Bytes that may still be added."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def hold(self, layer: str) -> bool:
+        """Use a layer within; False: it is not here."""
+        if not self._store.hold(layer):
+            return False
+        self._held.callback(self._store.release, layer)
+        return True
+
+    async def pulled(self, layers: Sequence[tuple[str, str]], workdir: str) -> tuple[str, ...]:
+        """The layers of an image that was pulled, topmost first.
+
+        Args:
+            layers: each one's file and the SHA-256 of its uncompressed tar, lowest first.
+            workdir: a folder that is there afterwards, as Docker makes a container's WORKDIR.
+
+        Raises:
+            ImageUnavailable: what an image must not hold, or not what its configuration says; no room.
+        """
+        lacking = [path for path, diff_id in layers if not self._store.has([diff_id])]
+        await self.claim(UNPACKED_RATIO * sum(os.path.getsize(path) for path in lacking))
+        keys: list[asyncio.Task[str]] = []
+        async with _group() as tasks:
+            for path, _ in layers:
+                diff_ids = [diff_id for _, diff_id in layers[: len(keys) + 1]]
+                keys.append(tasks.create_task(self._layer(path, diff_ids, keys[:])))
+        found = tuple(key.result() for key in reversed(keys))
+        if not found or await asyncio.to_thread(self._lacks, [self._store.files(key) for key in found], workdir):
+            path = self._work / "workdir.tar"
+            diff_id = _write_folder(path, workdir)
+            found = (await self._layer(str(path), [*(diff for _, diff in layers), diff_id], keys), *found)
+        return await self.fitted(found)
+
+    async def _layer(self, path: str, diff_ids: Sequence[str], below: Sequence[asyncio.Task[str]]) -> str:
+        """Have a layer here, and held; its id.
+
+        That is its own digest where it stands alone, else one of all layers up to it.
+        """
+        chain = _digest("on", *diff_ids)
+        async with self._store.locked(f"layer-{chain}"):
+            for key in (diff_ids[-1], chain):
+                if self.hold(key):
+                    return key
+            place = self._work / f"layer-{len(below)}"
+            place.mkdir()
+            async with self._turns:
+                with open(path, "rb") as file:
+                    made = await self._run(unpack, place, self._room, MAX_MEMBERS, self._ids, diff_ids[-1], stdin=file)
+            self._take(made["bytes"])
+            lower = [self._store.files(await key) for key in reversed(below)]
+            alone = made["stands_alone"] and (made["has_root"] or not lower or _has_plain_root(lower[0]))
+            if not alone:
+                added = await self._run(settle, place, self._room, *lower)
+                self._take(added["bytes"])
+                made["bytes"] += added["bytes"]
+            return await self._put(place, diff_ids[-1] if alone else chain, made["bytes"])
+
+    async def built(self, layer: str, size: int, fill: Callable[[str], Awaitable[None]]) -> str:
+        """A layer that `fill` makes in a folder, as overlay keeps it.
+
+        Raises:
+            ImageUnavailable: there is no room.
+        """
+        if self.hold(layer):
+            return layer
+        await self.claim(size)
+        self._take(size)
+        place = self._work / "layer"
+        place.mkdir()
+        await fill(f"{place}/files")
+        return await self._put(place, layer, size)
+
+    async def fitted(self, layers: tuple[str, ...]) -> tuple[str, ...]:
+        """A stack of at most `MAX_LAYERS`: the lowest ones of a higher one are laid together, so many that builds on it have room."""
+        if len(layers) <= MAX_LAYERS:
+            return layers
+        upper, lowest = layers[: MAX_LAYERS // 2], layers[MAX_LAYERS // 2 :]
+        key = _digest("flat", *lowest)
+        async with self._store.locked(f"layer-{key}"):
+            if not self.hold(key):
+                size = sum(self._store.size(layer) or 0 for layer in lowest)  # what the files take if the others go
+                await self.claim(size)
+                place = self._work / "flat"
+                place.mkdir()
+                await self._run(flatten, place, *map(self._store.files, lowest))
+                await self._put(place, key, size)
+        return (*upper, key)
+
+    def _lacks(self, layers: Sequence[str], folder: str) -> bool:
+        """Whether layers have nothing at a folder's path, nor a link on it."""
+        at = ""
+        for name in filter(None, folder.split("/")):
+            with contextlib.ExitStack() as opened:
+                found = stack.look(stack.find(layers, at, opened).parts, name)
+            at = f"{at}/{name}"
+            if found is None or stat.S_ISLNK(found[1].st_mode):
+                return found is None
+            if not stat.S_ISDIR(found[1].st_mode):  # no command could start there
+                raise ImageUnavailable(f"{self._what}: its WORKDIR {folder} leads through a file, {at[1:]}")
+        return False
+
+    async def claim(self, size: int) -> None:
+        """Make room for what is about to be made.
+
+        Raises:
+            ImageUnavailable: there is none.
+        """
+        try:
+            self._room = await self._store.claim(size, self._work)
+        except ImageUnavailable as error:
+            raise ImageUnavailable(f"{self._what}: {error}") from None
+
+    def _take(self, size: int) -> None:
+        self._room -= size
+        if self._room < 0:
+            raise ImageUnavailable(
+                f"{self._what}: {-(self._room >> 20)} MiB more than the store has room for (image_store.quota_mib)"
+            )
+
+    async def _put(self, place: Path, layer: str, size: int) -> str:
+        await self._store.put(place, layer, size, self._what)
+        self._held.callback(self._store.release, layer)
+        return layer
+
+    async def _run(self, module: ModuleType, *arguments: object, stdin: io.BufferedReader | None = None) -> Any:
+        return await run_module(
+            module, self._what, *arguments, folder=self._store.root, deadline_s=self._deadline_s, stdin=stdin
+        )
+
+
+@contextlib.asynccontextmanager
+async def _group() -> AsyncGenerator[asyncio.TaskGroup]:
+    """A task group whose first error is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+
+def _has_plain_root(files: str) -> bool:
+    """Whether the root of what is below has the attributes of a layer that says nothing of its own."""
+    found = os.stat(files)
+    return (stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid) == (0o755, 0, 0)
+
+
+def _write_folder(tar_file: Path, folder: str) -> str:
+    """Write a layer of one folder; its digest."""
+    with tarfile.open(tar_file, "w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo(f"./{folder.strip('/')}")
+        info.type, info.mode = tarfile.DIRTYPE, 0o755
+        tar.addfile(info)
+    return hashlib.sha256(tar_file.read_bytes()).hexdigest()

@@ -1,0 +1,102 @@
+"""The tar of a layer as it comes: read, decompressed and digested by a thread, ahead of who unpacks it."""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import tarfile
+import threading
+from collections.abc import Iterator
+
+from atropos.images.untrusted import ImageRefused, decompressed
+
+AHEAD = 8
+"""Pieces that the thread may be ahead."""
+
+
+class TarStream:
+    """A file that is read once, from its beginning to its end, and at most `limit` bytes of it.
+
+    What writers of layers leave out at its end is filled up with zeros: the last block, and all of a layer with no members.
+    """
+
+    def __init__(self, file: int, limit: int) -> None:
+        self.size = 0
+        self._limit = limit
+        self._digest = hashlib.sha256()
+        self._pieces: queue.Queue[bytes | Exception | None] = queue.Queue(AHEAD)
+        """None: there are no more."""
+        self._ended = False
+        self._piece = memoryview(b"")
+        self._at = 0
+        """Where reading goes on in the piece."""
+        self._before = 0
+        """Bytes before the piece."""
+        threading.Thread(target=self._read_ahead, args=(file,), daemon=True).start()
+
+    def _read_ahead(self, file: int) -> None:
+        try:
+            for piece in decompressed(file):
+                self.size += len(piece)
+                if self.size > self._limit:
+                    raise ImageRefused("a layer that is larger than its bound")
+                self._digest.update(piece)
+                self._pieces.put(piece)
+            self._pieces.put(bytes(-self.size % tarfile.BLOCKSIZE or (0 if self.size else tarfile.BLOCKSIZE)))
+            self._pieces.put(None)
+        except Exception as error:
+            self._pieces.put(error)
+
+    def _some(self, most: int) -> memoryview:
+        """The next bytes, as many as are there; none: this is the end."""
+        while self._at == len(self._piece) and not self._ended:
+            found = self._pieces.get()
+            if isinstance(found, Exception):
+                raise found
+            self._ended = found is None
+            self._before += len(self._piece)
+            self._piece, self._at = memoryview(found or b""), 0
+        some = self._piece[self._at : self._at + most]
+        self._at += len(some)
+        return some
+
+    def pieces(self, size: int) -> Iterator[memoryview]:
+        """The next `size` bytes, as they come.
+
+        Raises:
+            EOFError: there are less.
+        """
+        while size:
+            some = self._some(size)
+            if not some:
+                raise EOFError("unexpected end of data")
+            size -= len(some)
+            yield some
+
+    def read(self, size: int) -> bytes:
+        """As a file's."""
+        some = self._some(size)
+        if len(some) == size:
+            return bytes(some)
+        parts = [some]
+        while (size := size - len(parts[-1])) and (some := self._some(size)):
+            parts.append(some)
+        return b"".join(parts)
+
+    def tell(self) -> int:
+        """As a file's."""
+        return self._before + self._at
+
+    def seek(self, position: int) -> None:
+        """As a file's, forward alone."""
+        if position < self.tell():
+            raise ValueError("a tar that leads back")
+        left = position - self.tell()
+        while left and (some := self._some(left)):
+            left -= len(some)
+
+    def finish(self) -> str:
+        """Read to the end; the SHA-256 of everything."""
+        while self._some(1 << 30):
+            pass
+        return self._digest.hexdigest()

@@ -1,0 +1,79 @@
+"""Layers as overlay shows them, and as the store's programs make them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from atropos.images import flatten, settle, unpack
+from atropos.images.programs import module_command
+from tests.images.making import plain
+
+
+@contextlib.contextmanager
+def shown(layers: Sequence[str | Path], at: Path) -> Iterator[Path]:
+    """Within, the folder `at` shows a stack, topmost first."""
+    at.mkdir(exist_ok=True)
+    nothing = at.with_name(f"{at.name}-nothing")  # an overlay needs two
+    nothing.mkdir(exist_ok=True)
+    lower = ":".join(map(str, (*layers, nothing)))
+    subprocess.run(["mount", "-t", "overlay", "-o", f"ro,userxattr,lowerdir={lower}", "overlay", str(at)], check=True)
+    try:
+        yield at
+    finally:
+        subprocess.run(["umount", str(at)], check=True)
+
+
+def ran(module: ModuleType, *arguments: object, stdin: Path | None = None, **more) -> tuple[int, str, dict]:
+    """Exit code, error text and result of one of the programs."""
+    with open(stdin or os.devnull, "rb") as file:
+        command = module_command(module, *arguments)
+        done = subprocess.run(command, stdin=file, capture_output=True, text=True, timeout=120, check=False, **more)
+    return done.returncode, done.stderr.strip(), json.loads(done.stdout or "{}")
+
+
+def stacked(
+    tmp_path: Path, *layers: bytes, max_bytes=64 << 20, max_members=10_000, ids=65_536, digests=None
+) -> tuple[int, str, list[Path]]:
+    """Unpack layers, lowest first, each over those below it: (exit code, error text, their files, topmost first)."""
+    files: list[Path] = []
+    for index, data in enumerate(layers):
+        packed, place = tmp_path / f"packed-{index}", tmp_path / f"layer-{index}"
+        packed.write_bytes(data)
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        digest = digests[index] if digests else hashlib.sha256(plain(data)).hexdigest()
+        code, said, found = ran(unpack, place, max_bytes, max_members, ids, digest, stdin=packed)
+        if code == 0 and not (found["stands_alone"] and found["has_root"]):
+            code, said, _ = ran(settle, place, max_bytes, *files)
+        if code:
+            return code, said, files
+        files.insert(0, place / "files")
+    return 0, "", files
+
+
+def flattened(tmp_path: Path, files: Sequence[Path]) -> Path:
+    """Layers laid together into one."""
+    place = Path(tempfile.mkdtemp(dir=tmp_path))
+    assert ran(flatten, place, *files)[:2] == (0, "")
+    return place / "files"
+
+
+def listed(root: Path) -> dict[str, tuple]:
+    """All that is in a root file system, with what matters of it."""
+    found = {}
+    for path in (root, *sorted(root.rglob("*"))):
+        seen = path.lstat()
+        what = os.readlink(path) if path.is_symlink() else path.read_bytes() if stat.S_ISREG(seen.st_mode) else None
+        names = [name for name in os.listxattr(path, follow_symlinks=False) if not name.startswith("user.overlay.")]
+        found[str(path.relative_to(root))] = (seen.st_mode, seen.st_uid, seen.st_gid, seen.st_mtime_ns, what, names)
+    return found
