@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from atropos.errors import BY_CODE, AcquireTimeout, SandboxError, code_of
 from atropos.metrics import Family, Histogram, counter
+from atropos.wire import ReleaseResult
 
 KEPT = 2048
 """Samples that percentiles are made of: the latest."""
@@ -50,6 +51,36 @@ class Counters:
         self.reset = Histogram("atropos_pool_reset_seconds", "Time to reset a slot after its lease.", "result")
         # each code from 0 on: Prometheus sees no increase in a series' first value
         self.faults = collections.Counter[str](dict.fromkeys(BY_CODE, 0))
+
+    def granted(self) -> None:
+        """A container granted a lease."""
+        self.leases += 1
+
+    def acquired(self, after_s: float) -> None:
+        """An acquire has its slot, after so long."""
+        self.acquire_s.append(after_s)
+
+    def released(self, result: ReleaseResult) -> None:
+        """A server answered a release."""
+        if result.released:
+            self.reset_s.append(result.reset_s)
+            self.reset.observe(result.reset_s, "ok" if result.clean else "retired")
+
+    def returned(self) -> None:
+        """A lease was given back."""
+        self.releases += 1
+
+    def lost_leases(self, number: int) -> None:
+        """Leases ended without being given back."""
+        self.lost += number
+
+    def lost_container(self) -> None:
+        """A connected container is gone."""
+        self.containers_lost += 1
+
+    def timed_out(self) -> None:
+        """An acquire waited in vain."""
+        self.timeouts += 1
 
     @contextlib.contextmanager
     def measure(self, observe: Callable[[float, str], None]) -> Generator[Outcome]:

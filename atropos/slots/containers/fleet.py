@@ -13,7 +13,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from atropos.resources import NOTHING, Resources
@@ -71,6 +72,23 @@ class Seat:
     def busy(self) -> bool:
         """Whether this pool uses it."""
         return bool(self.leased or self.reserved or self.pins)
+
+    def pin(self) -> None:
+        """Something is kept or prepared there."""
+        self.pins += 1
+
+    def unpin(self, now: float) -> None:
+        """It is no more."""
+        self.pins -= 1
+        self.used(now)
+
+    def used(self, now: float) -> None:
+        """It was in use until now."""
+        self.idle_since = now
+
+    def count_retired(self, retired: int, room: Resources) -> None:
+        """The container's own count of its retired slots."""
+        self.retired, self.retired_room = retired, room
 
 
 @dataclass(eq=False, slots=True)
@@ -145,6 +163,10 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------ containers
 
+    def expect(self, seat: Seat) -> None:
+        """A container is being connected to."""
+        self.expected.add(seat)
+
     def join(self, seat: Seat, *, slots: int, free: Resources, now: float) -> None:
         """A container can be used from now on."""
         if seat.key in self.seats:
@@ -217,6 +239,15 @@ class Fleet:
         """
         unprepared = self.unprepared_room.parts(self.slot_room)
         return self.waiting_room.parts(self.slot_room) + (max(0, unprepared - self.free) if unprepared else 0)
+
+    @contextmanager
+    def unprepared(self, room: Resources) -> Generator[None]:
+        """Around the wait of an acquire that is not in line yet, for want of its image."""
+        self.unprepared_room += room
+        try:
+            yield
+        finally:
+            self.unprepared_room -= room
 
     def withdraw(self, ticket: Ticket) -> None:
         """Remove a ticket from the line. Idempotent."""
@@ -318,7 +349,7 @@ class Fleet:
             return
         seat.leased -= 1
         seat.leased_room -= room
-        seat.idle_since = now
+        seat.used(now)
         if clean:
             self._set_free(seat, seat.free + room)
 

@@ -284,7 +284,7 @@ class Keeper:
         links = [link for link in self._links.values() if link.seat.index >= target]
         for link in links:
             if not await self._unused(link):
-                link.seat.idle_since = self._state.now()
+                link.seat.used(self._state.now())
                 return False
         return not any(link.seat.busy for link in links)  # the first may have been leased from meanwhile
 

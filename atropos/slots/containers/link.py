@@ -101,7 +101,7 @@ class ContainerLink:
         self._condemn = condemn
         self._polling: asyncio.Task[None] | None = None
         self._poll_again = asyncio.Event()
-        state.fleet.expected.add(self.seat)
+        state.fleet.expect(self.seat)
 
     def __repr__(self) -> str:
         seat = self.seat
@@ -143,13 +143,12 @@ class ContainerLink:
         """Add the connected container to the fleet."""
         state = self.state
         state.fleet.join(self.seat, slots=status.slots, free=status.room, now=state.now())
-        self.seat.retired, self.seat.retired_room = status.retired, status.retired_room
+        self.seat.count_retired(status.retired, status.retired_room)
         if self.seat.unaccounted:
-            state.doubtful.add(self.container.id)
+            state.doubt(self.container.id)
         if status.draining:
             self.close()
-        state.refusal = None
-        state.changed()
+        state.accept()
         state.serve()
         state.replan()
 
@@ -170,11 +169,12 @@ class ContainerLink:
             return
         self.gone = reason
         state = self.state
-        state.doubtful.discard(self.container.id)
+        state.trust(self.container.id)
         for slot in self.slots.values():
             slot.end(SlotLost(f"slot {slot.name} of container {self.container.id} is lost: {reason}"))
-        state.counters.lost += len(self.slots)
-        state.counters.containers_lost += self.seat.key in state.fleet.seats and state.phase == "running"
+        state.counters.lost_leases(len(self.slots))
+        if self.seat.key in state.fleet.seats and state.phase == "running":
+            state.counters.lost_container()
         self.slots.clear()
         self.snapshots.clear()
         for ticket in state.fleet.leave(self.seat):
@@ -205,9 +205,7 @@ class ContainerLink:
                 log.info("slot %s could not be released yet: %s", lease.slot, error)
                 await asyncio.sleep(backoff_s(attempt, first_s=0.1, longest_s=3.2))
                 continue
-            if result.released:
-                self.state.counters.reset_s.append(result.reset_s)
-                self.state.counters.reset.observe(result.reset_s, "ok" if result.clean else "retired")
+            self.state.counters.released(result)
             self._returned(lease, room, clean=result.clean and result.released)
             return
         await self.condemn(f"slot {lease.slot} could not be given back")
@@ -216,7 +214,7 @@ class ContainerLink:
         state = self.state
         if self.slots.pop(lease.lease_id, None) is None:
             return  # counted as lost
-        state.counters.releases += 1
+        state.counters.returned()
         state.fleet.returned(self.seat, room, clean=clean, now=state.now())
         if not clean:
             self.recount()
@@ -232,7 +230,7 @@ class ContainerLink:
         if slot is None:
             return
         slot.end(from_code(message.code, message.message))
-        self.state.counters.lost += 1
+        self.state.counters.lost_leases(1)
         self.state.fleet.returned(self.seat, slot.room, clean=False, now=self.state.now())
         self.recount()
 
@@ -257,7 +255,7 @@ class ContainerLink:
 
     def _counted(self, status: wire.Status) -> None:
         """Record the container's own count."""
-        self.seat.retired, self.seat.retired_room = status.retired, status.retired_room
+        self.seat.count_retired(status.retired, status.retired_room)
         self.state.fleet.counted(self.seat, status.room)
         if status.draining:
             self.close()
@@ -280,7 +278,7 @@ class ContainerLink:
             if not seat.open or not seat.unaccounted:
                 return
             if not fleet.waiting and not fleet.pinned_waiting:
-                self.state.doubtful.add(self.container.id)  # polled again when an acquire waits
+                self.state.doubt(self.container.id)  # polled again when an acquire waits
                 return
             if missed := fleet.missed(seat):
                 # Request a lease anyway: a server reserves a free slot only for clients that it has refused. Without

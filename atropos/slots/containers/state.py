@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from atropos.errors import BackendUnavailable
@@ -14,35 +15,37 @@ from atropos.slots.containers.counters import Counters
 from atropos.slots.containers.fleet import Fleet, Ticket
 from atropos.slots.task_owner import Tasks
 
+Phase = Literal["new", "starting", "running", "stopping", "stopped"]
+
 
 class SharedState:
-    """A pool's shared state. Parts change it through its methods and never call each other upwards.
+    """A pool's shared state. Parts change it, its fleet and its counters through their methods, and never call each other upwards.
 
     Attributes:
         tasks: all background work but the pool's own loops.
-        returning: releases and drops under way; `SlotPool.stop` waits for them.
-        doubtful: ids of containers whose free slots are not known; polled again when an acquire waits.
-        news: set when something that `start` or `wait_for_engine` may wait for has changed.
-        demand: set when the number of containers should be planned again.
-        room: set when leases that are not in line yet, for want of their image, may look again.
-        waiters: the acquires in line.
-        refusal: what a container lacks that the configuration requires; None once another one has joined.
+        news: set when something that `start` or `wait_for_engine` may wait for has changed; cleared by them.
+        demand: set when the number of containers should be planned again; cleared by the keeper, which plans.
+        room: set when leases that are not in line yet, for want of their image, may look again; cleared by them.
     """
 
     def __init__(self, config: SlotPoolConfig, backend: Backend) -> None:
         self.config = config
         self.backend = backend
-        self.phase: Literal["new", "starting", "running", "stopping", "stopped"] = "new"
+        self.phase: Phase = "new"
         self.fleet = Fleet(config.slot_room)
         self.counters = Counters()
         self.tasks = Tasks("pool")
-        self.returning: set[asyncio.Task[None]] = set()
-        self.doubtful: set[str] = set()
         self.news = asyncio.Event()
         self.demand = asyncio.Event()
         self.room = asyncio.Event()
-        self.waiters: dict[Ticket, asyncio.Future[None]] = {}
-        self.refusal: Exception | None = None
+        self._returning: set[asyncio.Task[None]] = set()
+        """Releases and drops under way."""
+        self._doubtful: set[str] = set()
+        """Containers whose free room is not known."""
+        self._waiters: dict[Ticket, asyncio.Future[None]] = {}
+        """The acquires in line."""
+        self._refusal: Exception | None = None
+        """What a container lacks that the configuration requires, until another one has joined."""
         self._broken: Exception | None = None
 
     def now(self) -> float:
@@ -52,9 +55,19 @@ class SharedState:
     def give_back(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         """Start a release or drop, which continues when its caller is cancelled."""
         task = self.tasks.spawn(work, name)
-        self.returning.add(task)
-        task.add_done_callback(self.returning.discard)
+        self._returning.add(task)
+        task.add_done_callback(self._returning.discard)
         return task
+
+    async def returned(self, within_s: float) -> None:
+        """Wait until all releases and drops have ended."""
+        if self._returning:
+            await asyncio.wait(self._returning, timeout=within_s)
+
+    def enter(self, phase: Phase) -> None:
+        """The pool's life goes on."""
+        self.phase = phase
+        self.news.set()
 
     def require_running(self) -> None:
         """Raise `BackendUnavailable` unless the pool gives slots."""
@@ -62,30 +75,65 @@ class SharedState:
             how = "start it first, or use `async with`" if self.phase == "new" else "it gives no more slots"
             raise BackendUnavailable(f"the pool is {self.phase}: {how}")
 
+    # ------------------------------------------------------------------------------------------------------- doubts
+
+    def doubt(self, container: str) -> None:
+        """What a container has free is not known; it is polled again when an acquire waits."""
+        self._doubtful.add(container)
+
+    def trust(self, container: str) -> None:
+        """It need not be polled."""
+        self._doubtful.discard(container)
+
+    def doubted(self) -> Iterator[str]:
+        """The containers to poll; each is doubted no more."""
+        while self._doubtful:
+            yield self._doubtful.pop()
+
     # ------------------------------------------------------------------------------------------------------ waiters
+
+    @contextmanager
+    def in_line(self, ticket: Ticket) -> Generator[asyncio.Future[None]]:
+        """An acquire's wait for room; the future is done when it waits no more. An error gives up what it had."""
+        self._waiters[ticket] = asyncio.get_running_loop().create_future()
+        self.fleet.ask(ticket)
+        try:
+            yield self._waiters[ticket]
+        except BaseException:
+            self.fleet.withdraw(ticket)
+            if ticket.seat is not None:
+                self.fleet.cancel_reservation(ticket)
+            self.serve()  # what it had, or what was kept for it, may serve another one
+            raise
+        finally:
+            self._waiters.pop(ticket, None)
 
     def serve(self) -> None:
         """Give free slots to waiting acquires."""
         for ticket in self.fleet.match():
             self.wake(ticket)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Wake the leases that wait for their image."""
         self.room.set()
 
     def wake(self, ticket: Ticket) -> None:
         """An acquire waits no more: room is reserved for it, or the only container that could serve it takes no leases."""
-        future = self.waiters[ticket]
+        future = self._waiters[ticket]
         if not future.done():
             future.set_result(None)
 
     def fail(self, ticket: Ticket, error: Exception) -> None:
         """End a waiting acquire that can't be served any more."""
         self.fleet.withdraw(ticket)
-        future = self.waiters[ticket]
+        future = self._waiters[ticket]
         if not future.done():
             future.set_exception(error)
 
     def fail_all(self, error: Exception) -> None:
         """End every waiting acquire."""
-        for ticket in list(self.waiters):
+        for ticket in list(self._waiters):
             self.fail(ticket, error)
 
     # --------------------------------------------------------------------------------------------------------- news
@@ -102,7 +150,12 @@ class SharedState:
 
     def refuse(self, error: Exception) -> None:
         """Record that containers start but lack what the configuration requires."""
-        self.refusal = error
+        self._refusal = error
+        self.changed()
+
+    def accept(self) -> None:
+        """Record that a container has what the configuration requires."""
+        self._refusal = None
         self.changed()
 
     def give_up(self, error: Exception) -> None:
@@ -112,7 +165,7 @@ class SharedState:
 
     def failure(self) -> Exception | None:
         """Why no container will ever be usable; None while one may be."""
-        return self._broken or self.backend.failure() or self.refusal
+        return self._broken or self.backend.failure() or self._refusal
 
     def hopeless(self) -> Exception | None:
         """Why no waiting acquire can be served; None while a container or the engine may still serve one."""

@@ -105,7 +105,7 @@ class Grants:
                 if link is None:
                     continue
                 if (slot := await self._finish(link, ticket, wanted.request(image), snapshot)) is not None:
-                    state.counters.acquire_s.append(state.now() - started)
+                    state.counters.acquired(state.now() - started)
                     return slot
 
     def _pin(self, room: Resources, snapshot: Snapshot | None, image: str | None) -> Seat | None:
@@ -132,23 +132,12 @@ class Grants:
     async def _seat(self, ticket: Ticket) -> ContainerLink | None:
         """Wait for a container with a slot for this ticket; one slot is reserved there then. None: it is gone, or ending."""
         state = self._state
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        state.waiters[ticket] = future
-        state.fleet.ask(ticket)
-        try:
+        with state.in_line(ticket) as served:
             state.serve()
-            if ticket.seat is None and not future.done():
+            if ticket.seat is None and not served.done():
                 ticket.waited = True
                 self._look_for_room(ticket)
-            await future
-        except BaseException:
-            state.fleet.withdraw(ticket)
-            if ticket.seat is not None:
-                state.fleet.cancel_reservation(ticket)
-            state.serve()  # what it had, or what was kept for it, may serve another one
-            raise
-        finally:
-            state.waiters.pop(ticket, None)
+            await served
         link = None if ticket.seat is None else self._links.get(ticket.seat.key)
         return link if link is not None and link.seat is ticket.seat else None
 
@@ -158,8 +147,8 @@ class Grants:
         if (failure := state.hopeless()) is not None:
             state.fail(ticket, failure)
         state.replan()
-        while state.doubtful:
-            if (link := self._links.get(state.doubtful.pop())) is not None:
+        for container in state.doubted():
+            if (link := self._links.get(container)) is not None:
                 link.recount(wait=True)
 
     async def _grant(
@@ -193,7 +182,7 @@ class Grants:
         if link.gone is not None:
             return None
         state.fleet.granted(ticket)
-        state.counters.leases += 1
+        state.counters.granted()
         if lease.limit_note not in (None, self._limits_noted):
             self._limits_noted = lease.limit_note
             log.warning("slots of container %s lack %s", link.container.id, lease.limit_note)

@@ -120,12 +120,9 @@ class PoolImages:
     @contextlib.contextmanager
     def _in_demand(self, room: Resources) -> Generator[None]:
         """Around a lease's wait for its image: containers that come for it meanwhile pull the image, too."""
-        self._state.fleet.unprepared_room += room
-        self._state.replan()
-        try:
+        with self._state.fleet.unprepared(room):
+            self._state.replan()
             yield
-        finally:
-            self._state.fleet.unprepared_room -= room
 
     def pin(self, name: str, room: Resources) -> Seat | None:
         """The container that a lease on an image must go to, since others don't have it; None: any.
@@ -216,7 +213,7 @@ class PoolImages:
 
     def _prepared(self, task: asyncio.Task[ImageInfo]) -> None:
         _failed(task)  # perhaps nobody waits for it any more
-        self._state.room.set()
+        self._state.look_again()
 
     async def _prepare(self, link: ContainerLink, name: str, progress: Progress | None) -> ImageInfo:
         seen = "requested"
@@ -228,7 +225,7 @@ class PoolImages:
                 progress(link.container.id, state)
 
         within_s = self._state.config.prepare_timeout_s
-        link.seat.pins += 1
+        link.seat.pin()
         with self._state.counters.measure(self._state.counters.prepare.observe):
             try:
                 async with asyncio.timeout(within_s):
@@ -244,8 +241,7 @@ class PoolImages:
                     f"image {name}: container {link.container.id} prepares it no more: {link.gone}"
                 ) from error
             finally:
-                link.seat.pins -= 1
-                link.seat.idle_since = self._state.now()
+                link.seat.unpin(self._state.now())
 
     async def _built(self, link: ContainerLink, name: str) -> ImageInfo:
         """A built image; copied from another container's host where it is missing, after its parent."""

@@ -127,7 +127,7 @@ class SlotPool:
         """
         if self._state.phase != "new":
             raise RuntimeError(f"the pool is {self._state.phase}: make a new pool")
-        self._state.phase = "starting"
+        self._state.enter("starting")
         self._starting = asyncio.create_task(self._start(), name="pool: start")
         try:
             await asyncio.wait([self._starting])
@@ -140,7 +140,7 @@ class SlotPool:
             except Exception:
                 log.exception("after a failed start, the containers could not be removed")
             raise
-        self._state.phase = "running"
+        self._state.enter("running")
         for image in dict.fromkeys([*filter(None, [self.config.slot_image]), *self.config.images]):
             self._loops.spawn(self._prepare_ahead(image), f"prepare {image}")
 
@@ -196,15 +196,14 @@ class SlotPool:
         """
         if self._stopping is None:
             if self._state.phase == "new":
-                self._state.phase = "stopped"
+                self._state.enter("stopped")
                 return
             purge = self.config.purge_job_on_shutdown if purge_job is None else purge_job
             self._stopping = asyncio.create_task(self._stop(purge=purge), name="pool: stop")
         await asyncio.shield(self._stopping)
 
     async def _stop(self, *, purge: bool) -> None:
-        self._state.phase = "stopping"
-        self._state.news.set()
+        self._state.enter("stopping")
         self._state.fail_all(BackendUnavailable("the pool was stopped"))
         await cancel_and_wait([self._starting])
         await self._loops.cancel()
@@ -215,8 +214,7 @@ class SlotPool:
                     held.start_release()
                 for kept in [*link.snapshots]:
                     kept.start_drop()
-            if self._state.returning:
-                await asyncio.wait(self._state.returning, timeout=STOP_RELEASE_S)
+            await self._state.returned(STOP_RELEASE_S)
             for link in links:
                 link.lose("the pool was stopped")
             self._links.clear()
@@ -225,7 +223,7 @@ class SlotPool:
             try:
                 await self.backend.aclose(purge=purge)
             finally:
-                self._state.phase = "stopped"
+                self._state.enter("stopped")
                 await self._images.aclose()
 
     # ------------------------------------------------------------------------------------------------------ leases
@@ -283,7 +281,7 @@ class SlotPool:
     lease = for_a_block(acquire)
 
     def _timed_out(self, snapshot: Snapshot | None, timeout_s: float) -> AcquireTimeout:
-        self._state.counters.timeouts += 1
+        self._state.counters.timed_out()
         why = self._situation()
         if snapshot is not None and snapshot.stays_because:
             why = f"{why}; the snapshot can't be copied to another container: {snapshot.stays_because}"

@@ -71,8 +71,7 @@ class Snapshot:
             await asyncio.wait(list(self._bringing.values()))
         for link in self.places:
             if self in link.snapshots:
-                link.seat.pins -= 1
-                link.seat.idle_since = self.state.now()
+                link.seat.unpin(self.state.now())
                 with contextlib.suppress(SandboxError):  # the keeper drops it when it connects to the server again
                     await link.client.drop_snapshot(self.id)
                     link.snapshots.discard(self)
@@ -82,7 +81,7 @@ class Snapshot:
         if link.gone is None:
             self._places.append(link)
             link.snapshots.add(self)
-            link.seat.pins += 1
+            link.seat.pin()
 
     def pin(self, room: Resources) -> Seat | None:
         """The one container that a fork that takes `room` must go to; None: any, since the snapshot will be copied there.

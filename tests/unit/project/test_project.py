@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 import runpy
@@ -127,3 +128,21 @@ def test_every_file_of_the_repository_that_a_page_names_exists(page: Path) -> No
     named = {name for name in FILE.findall(page.read_text()) if name.split("/")[0] in FOLDERS} - OF_A_TASK
     missing = [name for name in named if not any([*ROOT.glob(name), *(ROOT / "atropos").glob(name)])]
     assert missing == []
+
+
+def test_parts_of_a_pool_change_what_they_share_through_its_methods():
+    """No module assigns to an attribute of the shared state, its fleet, a seat or the counters but their own."""
+    shared = {"_state", "state", "fleet", "seat", "counters"}
+    own = {"containers/state.py", "containers/fleet.py", "containers/counters.py"}
+    changed = []
+    slots = ROOT / "atropos/slots"
+    for path in slots.rglob("*.py"):
+        if str(path.relative_to(slots)) in own or "backends" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in (each for one in targets for each in getattr(one, "elts", [one])):
+                holder = target.value if isinstance(target, ast.Attribute) else None
+                if getattr(holder, "attr", getattr(holder, "id", None)) in shared:
+                    changed.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert changed == []
