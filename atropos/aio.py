@@ -1,9 +1,10 @@
-"""What asyncio leaves to its users: work that outlives a cancellation, waits between attempts, cheap reads."""
+"""What asyncio leaves to its users: owners of tasks, work that outlives a cancellation, waits between attempts, cheap reads."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import random
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
+log = logging.getLogger("atropos")
 TICK_S = 1.0
 """How often an `Allowance` looks at the clock; what passes in between without a look is not counted."""
 RECEIVE_BYTES = 65_536
@@ -53,6 +55,44 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any] | None], seconds: fl
         task.cancel()
     _, late = await asyncio.wait([asyncio.gather(*alive, return_exceptions=True)], timeout=seconds)
     return not late
+
+
+class Tasks:
+    """The tasks that one object started, which ends them before it ends itself: none is lost, none fails in silence."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    def spawn(self, work: Coroutine[object, object, T], name: str, *, awaited: bool = False) -> asyncio.Task[T]:
+        """Start a task. Unless its caller awaits it (`awaited`), a failure is logged with its traceback."""
+        task = asyncio.create_task(work, name=f"{self._owner}: {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if not awaited:
+            task.add_done_callback(_log_failure)
+        return task
+
+    async def settle(self, timeout_s: float, cancelled_s: float | None = None) -> None:
+        """Wait until all have ended, at most so long; then cancel what is left and await it, at most `cancelled_s`."""
+        me = asyncio.current_task()
+        if others := [task for task in self._tasks if task is not me]:
+            await asyncio.wait(others, timeout=timeout_s)
+        await self.cancel(cancelled_s)
+
+    def stop(self) -> None:
+        """Cancel all, and wait for none."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def cancel(self, seconds: float | None = None) -> None:
+        """Cancel all and wait until they have ended, at most this long; their failures were logged."""
+        await cancel_and_wait(self._tasks, seconds)
+
+
+def _log_failure(task: asyncio.Task[object]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s failed", task.get_name(), exc_info=error)
 
 
 @contextlib.contextmanager

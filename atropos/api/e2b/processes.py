@@ -8,7 +8,7 @@ import contextlib
 import errno
 import logging
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
 
 from atropos.aio import cancel_and_wait
 from atropos.api.e2b import messages
@@ -60,18 +60,10 @@ async def start(
     process = command.process
     sandbox.commands[process.pid] = command
     if deadline_s is not None:  # even if the client has disconnected by then
-        command.killing = _begun(sandbox, _kill_after(process, deadline_s))
+        command.killing = sandbox.tasks.spawn(_kill_after(process, deadline_s), f"deadline of {process.pid}")
     async with contextlib.aclosing(_events(sandbox, process, command, deadline_s, ping_s)) as events:
         async for event in events:
             yield event
-
-
-def _begun(sandbox: Sandbox, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-    """A task that ends with the sandbox at the latest."""
-    task = asyncio.get_running_loop().create_task(work)
-    sandbox.tasks.add(task)
-    task.add_done_callback(sandbox.tasks.discard)
-    return task
 
 
 async def _kill_after(process: Process, deadline_s: float) -> None:
@@ -133,7 +125,7 @@ def _following(sandbox: Sandbox, process: Process, command: Command) -> Generato
         if process.exit_code is not None:
             sandbox.forget(command)
         elif not command.followers:
-            command.draining = _begun(sandbox, _drain(sandbox, command, process))
+            command.draining = sandbox.tasks.spawn(_drain(sandbox, command, process), f"output of {process.pid}")
 
 
 async def _drain(sandbox: Sandbox, command: Command, process: Process) -> None:

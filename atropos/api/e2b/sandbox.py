@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
+from atropos.aio import Tasks
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.config import SlotLimits
@@ -89,14 +90,10 @@ class Sandbox:
     began: float = field(default_factory=time.monotonic)
     commands: dict[int, Command] = field(default_factory=dict[int, Command])
     watchers: dict[str, Watcher] = field(default_factory=dict[str, Watcher])
-    tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    tasks: Tasks = field(default_factory=lambda: Tasks("E2B sandbox"))
+    """What goes on for clients: it ends with the sandbox at the latest."""
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while it is resumed or ended."""
-
-    def stop_tasks(self) -> None:
-        """Stop all that goes on for clients."""
-        for task in self.tasks:
-            task.cancel()
 
     def forget(self, command: Command) -> None:
         """A command has ended."""

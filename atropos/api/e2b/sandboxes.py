@@ -243,7 +243,7 @@ class Sandboxes:
             SandboxError: it can't be kept, and is lost.
         """
         del self._open[sandbox.id]
-        sandbox.stop_tasks()
+        sandbox.tasks.stop()
         self._paused[sandbox.id] = sandbox
         sandbox.frozen = asyncio.create_task(self._freeze(sandbox), name=f"pause {sandbox.id}")
         await asyncio.shield(sandbox.frozen)
@@ -323,7 +323,7 @@ class Sandboxes:
                     return
         sandbox = self._open.pop(sandbox_id, None)
         if sandbox is not None:
-            sandbox.stop_tasks()
+            sandbox.tasks.stop()
             await sandbox.slot.release()
 
     async def reap(self) -> None:

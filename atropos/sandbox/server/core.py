@@ -13,7 +13,7 @@ from atropos.sandbox.server.leasing.workspaces import Workspaces
 from atropos.sandbox.server.snapshots.images import Images
 from atropos.sandbox.server.snapshots.layers import Layers
 from atropos.sandbox.server.snapshots.snapshot_transfer import SnapshotTransfer
-from atropos.sandbox.server.state.state import ServerState
+from atropos.sandbox.server.state.state import CLOSE_S, ServerState
 
 
 class Core:
@@ -35,6 +35,6 @@ class Core:
         for snapshot_id in list(state.snapshots.by_id):
             self.layers.drop_snapshot(snapshot_id)
         state.clients.close()
-        await state.join_tasks()
+        await state.tasks.settle(CLOSE_S, CLOSE_S)
         await state.host.aclose()
         return all(each.clean for each in found) and not state.table.retired

@@ -10,13 +10,12 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from atropos.aio import Backoff, cancel_and_wait, outlive, set_within
+from atropos.aio import Backoff, Tasks, cancel_and_wait, outlive, set_within
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.base import Backend, Container
 from atropos.slots.backends.engines import ChangeFlag
 from atropos.slots.config import SlotPoolConfig
-from atropos.slots.task_owner import Tasks
 
 log = logging.getLogger("atropos.slots.servers")
 

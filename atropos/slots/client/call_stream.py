@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from atropos import tracing
 from atropos.aio import Backoff, cancel_and_wait, receive_small, set_within
 from atropos.errors import BackendUnavailable, OutcomeUnknown, SandboxError, SlotLost, from_code
+from atropos.net import web_socket
 from atropos.resources import Resources
 from atropos.slots.client.acknowledgements import Acknowledgements
 from atropos.wire import (
@@ -245,7 +246,7 @@ class CallStream:
 
     async def _greet(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         hello = Hello(client_id=self._client_id, connection=next(_numbers), holds=self._events.holds())
-        await socket.send_frame(_frame([hello.model_dump_json().encode()]), aiohttp.WSMsgType.TEXT)
+        await web_socket.send(socket, web_socket.batch([hello.model_dump_json().encode()]))
         try:
             messages = _parse(await socket.receive())
         except ValidationError as error:
@@ -404,8 +405,8 @@ class CallStream:
                     self._wake.clear()
                     await self._wake.wait()
                 else:
-                    await socket.send_frame(frame, aiohttp.WSMsgType.TEXT)
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+                    await web_socket.send(socket, frame)
+        except web_socket.SENDING_FAILURES as error:
             return f"writing failed: {error!r}"
 
     def _send_now(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -413,16 +414,11 @@ class CallStream:
         frame = self._next_frame()
         if frame is None:
             return
-        sending = socket.send_frame(frame, aiohttp.WSMsgType.TEXT)
         try:
-            sending.send(None)
-        except StopIteration:
-            pass  # as a rule: all of it is with the transport
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            web_socket.send_now(socket, frame)
+        except web_socket.SENDING_FAILURES as error:
             # the connection has broken: its reader finds out, and all is sent again
             log.debug("writing failed: %r", error)
-        else:
-            sending.close()  # it is written; what is waited for is room for more, and the writer waits for that too
 
     def _next_frame(self) -> bytes | None:
         parts: list[bytes] = []
@@ -450,7 +446,7 @@ class CallStream:
         if self._acks and (parts or self._acks.due) and size < MAX_FRAME_BYTES // 2:
             ack = Ack(call_ids=self._acks.take())
             parts.append(ack.__pydantic_serializer__.to_json(ack))
-        return _frame(parts) if parts else None
+        return web_socket.batch(parts) if parts else None
 
     async def _beat(self) -> str:
         """Heartbeats out, and the end of a connection on which nothing comes in."""
@@ -469,12 +465,8 @@ class CallStream:
         raise AssertionError
 
 
-def _frame(parts: list[bytes]) -> bytes:
-    return b"[" + b",".join(parts) + b"]"
-
-
 def _parse(message: aiohttp.WSMessage) -> list[ServerMessage] | None:
     """The messages of a frame; None: the connection is over."""
-    if message.type not in {aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY}:
+    if (text := web_socket.text_of(message)) is None:
         return None
-    return SERVER_FRAME.validate_json(message.data)
+    return SERVER_FRAME.validate_json(text)

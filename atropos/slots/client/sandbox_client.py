@@ -13,7 +13,7 @@ from typing import Self, TypeVar
 import aiohttp
 
 from atropos import tracing
-from atropos.aio import backoff_s, outlive
+from atropos.aio import Tasks, backoff_s, outlive
 from atropos.errors import (
     BackendUnavailable,
     ImageUnavailable,
@@ -27,7 +27,6 @@ from atropos.resources import Resources
 from atropos.slots.client.call_stream import CallStream, FrameLimit, StreamEvents
 from atropos.slots.client.server_images import NO_ARCHIVES, Archive, ServerImages
 from atropos.slots.client.server_requests import NotFound, ServerRequests
-from atropos.slots.task_owner import Tasks
 from atropos.wire import (
     Call,
     Capabilities,

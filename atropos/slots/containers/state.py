@@ -8,12 +8,12 @@ from collections.abc import Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from atropos.aio import Tasks
 from atropos.errors import BackendUnavailable
 from atropos.slots.backends.base import Backend
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.containers.counters import Counters
 from atropos.slots.containers.fleet import Fleet, Ticket
-from atropos.slots.task_owner import Tasks
 
 Phase = Literal["new", "starting", "running", "stopping", "stopped"]
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Concatenate, ParamSpec, Protocol, Self
 
 from atropos import wire
-from atropos.aio import cancel_and_wait, set_within
+from atropos.aio import Tasks, cancel_and_wait, set_within
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
 from atropos.metrics import Family
 from atropos.resources import Resources
@@ -32,7 +32,6 @@ from atropos.slots.pool.images import PoolImages, Progress
 from atropos.slots.pool.stats import Percentiles, PoolStats, gauges
 from atropos.slots.slot import Slot
 from atropos.slots.slot.snapshots import Snapshot
-from atropos.slots.task_owner import Tasks
 from atropos.wire import ImageInfo, ImageState, LeaseLimits
 
 P = ParamSpec("P")

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
 
+from atropos.aio import Tasks
 from atropos.errors import ConfigError, SandboxError
 from atropos.slot_python import SLOT_PYTHON
 from atropos.slots.slot import Slot
 from atropos.slots.slot.processes import Process
-from atropos.slots.task_owner import Tasks
 
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535

@@ -18,6 +18,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from atropos.errors import OutcomeUnknown
+from atropos.net import web_socket
 from atropos.sandbox.server.calls.journal import JournalEntry
 from atropos.sandbox.server.core import Core
 from atropos.sandbox.server.state.clients import ClientState
@@ -179,11 +180,11 @@ class Stream:
 
     async def _next_frame(self) -> tuple[list[ClientMessage], int]:
         """The messages of the next frame, and its length."""
-        received = await self._socket.receive()
-        if received.type not in {aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY}:
+        text = web_socket.text_of(await self._socket.receive())
+        if text is None:
             raise _Over
         try:
-            return CLIENT_FRAME.validate_json(received.data), len(received.data)
+            return CLIENT_FRAME.validate_json(text), len(text)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             raise _Over(f"not a frame: {first['msg']} at {json.dumps(first['loc'])[:80]}") from None
@@ -254,8 +255,7 @@ class Stream:
                     self._flushing = True
                     self._loop.call_later(FULL_S, self._flush)
                     return
-                # Framed by hand: a few bytes before the batch, on the path of every call.
-                transport.write(_framed(self._next_batch()))
+                transport.write(web_socket.unmasked(self._next_batch()))
                 if self.paused:
                     self.heard_at = self._state.now()
             self._room.set()
@@ -279,17 +279,7 @@ class Stream:
                 break
             parts.append(part)
             size += len(part)
-        return b"[" + b",".join(parts) + b"]"
-
-
-def _framed(batch: bytes) -> bytes:
-    """A batch as one unmasked WebSocket text frame (RFC 6455, 5.2)."""
-    size = len(batch)
-    if size < 126:
-        return bytes((0x81, size)) + batch
-    if size < 65_536:
-        return b"\x81\x7e" + size.to_bytes(2, "big") + batch
-    return b"\x81\x7f" + size.to_bytes(8, "big") + batch
+        return web_socket.batch(parts)
 
 
 def _too_large(item: JournalEntry | ServerMessage, size: int) -> bytes:

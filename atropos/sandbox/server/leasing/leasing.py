@@ -82,7 +82,7 @@ class Leasing:
             self.idle.clear()
             limits = None if request.limits is None else self._config.limits_of(request.limits)
             run = self._runs[request.lease_id] = LeaseRun(held, base, limits)
-            run.starting = self._state.spawn(self._start(run))
+            run.starting = self._state.tasks.spawn(self._start(run), "start a lease", awaited=True)
             self._state.clients.of(request.client_id)
             if request.ttl_s < 4:
                 self._state.short_ttl.set()
@@ -223,7 +223,7 @@ class Leasing:
                 )
             if run.lanes is not None:
                 run.lanes.close(LeaseExpired.code if code == "released" else code, message)
-            run.ending = self._state.spawn(self._end(run))
+            run.ending = self._state.tasks.spawn(self._end(run), "end a lease")
         return run.ending
 
     async def _end(self, run: LeaseRun) -> EndedLease:
@@ -268,7 +268,7 @@ class Leasing:
                 f"{len(self._table.retired)} of {self._config.slots} slots are retired; the last: {detail}"
             )
         elif run.sandbox is not None:
-            confirming = self._state.spawn(self._confirm_later(run))
+            confirming = self._state.tasks.spawn(self._confirm_later(run), f"confirm slot-{run.held.slot}")
             self._confirming.add(confirming)
             confirming.add_done_callback(self._confirming.discard)
 

@@ -64,7 +64,9 @@ class Workspaces:
         if task is None:
             run.check_active()
             self._layers.reserve(name, run.layers)
-            task = run.freezing[name] = self._state.spawn(self._queue_freeze(run, name, beside=beside))
+            task = run.freezing[name] = self._state.tasks.spawn(
+                self._queue_freeze(run, name, beside=beside), f"freeze {name}", awaited=True
+            )
             task.add_done_callback(lambda _: run.freezing.pop(name, None))
         return await asyncio.shield(task)
 
@@ -134,7 +136,7 @@ class Workspaces:
         """
         run = self._state.active_run(lease_id, epoch)
         if run.viewing is None or (run.viewing.done() and run.viewed is None):
-            run.viewing = self._state.spawn(self._open_view(run, folders))
+            run.viewing = self._state.tasks.spawn(self._open_view(run, folders), "open a view", awaited=True)
         return await asyncio.shield(run.viewing)
 
     async def _open_view(self, run: LeaseRun, folders: ViewFolders) -> ViewInfo:

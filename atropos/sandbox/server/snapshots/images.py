@@ -55,7 +55,7 @@ class Images:
             if parsed.transport != "docker" and archive is None:
                 raise NotSupported(f"image {source}: send it as an archive (PUT /v1/images/archive?source=…)")
             self._states[name] = ImageState(source=name, phase="queued")
-            self._preparing[name] = self._state.spawn(self._prepare(parsed, archive))
+            self._preparing[name] = self._state.tasks.spawn(self._prepare(parsed, archive), f"prepare {name}")
         preparing = self._preparing[name]
         await asyncio.wait([preparing], timeout=wait_s)
         return preparing.result() if preparing.done() else self._states[name]

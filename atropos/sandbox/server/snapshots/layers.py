@@ -64,7 +64,7 @@ class Layers:
     def drop(self, layers: Sequence[Layer]) -> None:
         """Give layers back to the host on which nothing stands."""
         for layer in layers:
-            self._state.spawn(self._drop(layer))
+            self._state.tasks.spawn(self._drop(layer), "drop a layer")
 
     async def _drop(self, layer: Layer) -> None:
         try:

@@ -103,7 +103,9 @@ class SnapshotTransfer:
         self._arriving[wanted.snapshot_id] = wanted
         # Its own task: a client that goes away ends the stream, and so the import, but doesn't interrupt the tidying.
         try:
-            layers = await asyncio.shield(self._state.spawn(self._unpack(wanted, chunks)))
+            layers = await asyncio.shield(
+                self._state.tasks.spawn(self._unpack(wanted, chunks), "unpack a snapshot", awaited=True)
+            )
             snapshot = self._state.snapshots.commit(
                 wanted.snapshot_id, layers[0], layers[1:], wanted.owner, wanted.base, self._state.now()
             )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from typing import TypeVar
+from collections.abc import Callable
 
-from atropos.aio import cancel_and_wait
+from atropos.aio import Tasks
 from atropos.config import ServerConfig
 from atropos.errors import LeaseExpired
 from atropos.sandbox.contract import Host
@@ -19,7 +18,6 @@ from atropos.sandbox.server.state.lease_run import LeaseRun
 from atropos.sandbox.server.state.lease_table import HeldLease, LeaseTable
 from atropos.sandbox.server.state.snapshot_store import MIB, SnapshotStore
 
-T = TypeVar("T")
 CLOSE_S = 2.0
 """Longest the end of the server waits for its tasks, and for those that it then cancels, in seconds."""
 
@@ -46,7 +44,7 @@ class ServerState:
         self._clock = clock
         self._asleep_s = 0.0
         self.started_at = clock()
-        self._tasks: set[asyncio.Task[object]] = set()
+        self.tasks = Tasks("sandbox server")
 
     # ----------------------------------------------------------------------------------------------------------- time
 
@@ -64,22 +62,6 @@ class ServerState:
         self.table.clock_set_back(self.now())
         for stream in self.streams:
             stream.heard_at = min(stream.heard_at, self.now())
-
-    # ---------------------------------------------------------------------------------------------------------- tasks
-
-    def spawn(self, work: Coroutine[object, None, T]) -> asyncio.Task[T]:
-        """Run work as a task that `join_tasks` waits for."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def join_tasks(self) -> None:
-        """Wait for all tasks but the calling one; cancel those that take longer than `CLOSE_S`, and wait as long for them."""
-        pending = [task for task in self._tasks if task is not asyncio.current_task()]
-        if pending:
-            _, late = await asyncio.wait(pending, timeout=CLOSE_S)
-            await cancel_and_wait(late, CLOSE_S)
 
     # ---------------------------------------------------------------------------------------------------------- leases
 

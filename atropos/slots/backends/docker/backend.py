@@ -18,7 +18,7 @@ from typing import Any
 
 from docker.types import CancellableStream
 
-from atropos.aio import Backoff
+from atropos.aio import Backoff, Tasks
 from atropos.cgroup_paths import start_time
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Backend, Container
@@ -38,7 +38,6 @@ from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import HOPELESS_CRASHES, ContainerSpec, hopeless
 from atropos.slots.backends.survey import Survey
 from atropos.slots.config import SlotPoolConfig
-from atropos.slots.task_owner import Tasks
 
 log = logging.getLogger(__name__)
 READY_S = 60.0

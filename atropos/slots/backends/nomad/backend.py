@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 
-from atropos.aio import Backoff
+from atropos.aio import Backoff, Tasks
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.net.tls import read_pair
 from atropos.slots.backends.base import Backend, Container
@@ -32,7 +32,6 @@ from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
 from atropos.slots.backends.survey import Survey
 from atropos.slots.config import SlotPoolConfig
-from atropos.slots.task_owner import Tasks
 
 log = logging.getLogger("atropos.slots.nomad")
 
