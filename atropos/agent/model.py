@@ -36,6 +36,8 @@ ENDINGS = frozenset({"stop", "length"})
 """Finish reasons of a complete turn, and of one cut off at `max_tokens`."""
 CHAT_ENDINGS = ENDINGS | {"tool_calls", "function_call"}
 """The same for OpenAI's chat completions."""
+ABORTED = "abort"
+"""Finish reason of a generation that the server broke off, as at an update of its weights."""
 
 _UNREADABLE_CALL = re.compile(
     r"\b500\b.*(?:pars|decod|malformed|invalid)\w*\W(?:\w+\W+){0,3}(?:tool|function)[ _]?calls?\b"  # Ollama
@@ -50,8 +52,8 @@ _Sampled = tuple[Sequence[int], Sequence[Sequence[object]], Sequence[Sequence[fl
 """The prompt's ids; then the sampled ids, their logprobs and the finish reason of each completion. A fifth part, where there
 is one, has the `WeightSpan`s of each."""
 
-capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("capturing", default=False)
-"""Whether the current model call wants failures as `ModelFailure` values."""
+asking: contextvars.ContextVar[Model | None] = contextvars.ContextVar("asking", default=None)
+"""Whose call the current one is; it wants failures as `ModelFailure` values."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class ModelFailure:
     """A server's exception carried as a value past atroposlib's own retries (up to 27 requests for one 503)."""
 
     error: BaseException
+
+
+class _Aborted(InferenceError):
+    """The server broke the generation off; nothing is wrong with it, so it is asked again however often that happens."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,14 @@ class Generation:
     logprobs: list[float]
     finish_reason: str
     weights: tuple[WeightSpan, ...] = ()
+
+    def followed_by(self, later: Generation) -> Generation:
+        """One generation of this one, which was broken off, and what continued it."""
+        done = len(self.ids)
+        weights = (WeightSpan(done + begin, done + end, version) for begin, end, version in later.weights)
+        return Generation(
+            self.ids + later.ids, self.logprobs + later.logprobs, later.finish_reason, (*self.weights, *weights)
+        )
 
 
 @dataclass(frozen=True)
@@ -114,7 +128,10 @@ class Model:
         self._timeout_s = timeout_s
         self._retries = retries
         self.lost_s = 0.0
-        """Seconds spent on requests that failed, and until the next try: no time of the model's."""
+        """Seconds that are no time of the model's: of requests that failed and until the next try, and those in which the server
+        was away, paused or asleep."""
+        self.asked_at = 0.0
+        """When the current request was handed over, by `time.perf_counter`."""
         kind = server_type(server)
         self.exact = kind in EXACT
         """Whether the server reports the tokens it samples."""
@@ -126,7 +143,7 @@ class Model:
         """What the server calls a request's seed; SGLang refuses names that it doesn't know."""
 
     async def generate(self, ids: Sequence[int], **sampling: object) -> Generation:
-        """Continue a prompt of token ids.
+        """Continue a prompt of token ids. What the server had sampled when it broke a generation off is kept, and continued.
 
         Args:
             ids: the prompt.
@@ -136,10 +153,17 @@ class Model:
             InferenceError: no usable answer within the deadline.
         """
         prompt = numbers(ids)
+        sampled = Generation([], [], ABORTED)
 
         async def once() -> Generation:
-            answer = await self._ask("tokens_and_logprobs_completion", input_ids=numbers(prompt), n=1, **sampling)
-            return _generation(prompt, answer)
+            nonlocal sampled
+            given = numbers([*prompt, *sampled.ids])
+            left = self._left(sampling, len(sampled.ids))
+            answer = await self._ask("tokens_and_logprobs_completion", input_ids=given, n=1, **left)
+            sampled = sampled.followed_by(_generation(given, answer))
+            if sampled.finish_reason == ABORTED:
+                raise _Aborted(f"the inference server broke the generation off after {len(sampled.ids)} tokens")
+            return sampled
 
         async def short() -> object:
             return await self._ask(
@@ -161,6 +185,11 @@ class Model:
                 status=error.status,
                 retryable=error.status != 500,
             ) from error
+
+    def _left(self, sampling: Mapping[str, Any], done: int) -> Mapping[str, Any]:
+        """How to go on after so many tokens. With the same seed, tokens would be drawn as the first ones were."""
+        changes = {"max_tokens": -done, self.seed_name: done} if done else {}
+        return {**sampling, **{name: sampling[name] + by for name, by in changes.items() if name in sampling}}
 
     async def chat(self, messages: Sequence[Message], **options: object) -> ChatAnswer:
         """Ask for the next message of a conversation.
@@ -196,7 +225,8 @@ class Model:
         await self._bounded(once)
 
     async def _ask(self, method: str, **request: object) -> object:
-        capturing.set(True)  # until this call's own task ends (`started_in_turn`)
+        asking.set(self)  # until this call's own task ends (`started_in_turn`)
+        self.asked_at = time.perf_counter()
         answer: object = await getattr(self._server, method)(**request)
         if isinstance(answer, ModelFailure):
             raise describe(answer.error) from answer.error
@@ -206,24 +236,25 @@ class Model:
         self, once: Callable[[], Coroutine[object, object, Answer]], *, retries: int | None = None
     ) -> Answer:
         retries = self._retries if retries is None else retries
-        attempt = 0
+        attempt = failures = 0
         last: InferenceError | None = None
         allowance = Allowance(self._timeout_s)
         try:
             async with allowance.once():
                 while True:
-                    began = time.perf_counter()
+                    began, lost_s = time.perf_counter(), self.lost_s
                     try:
                         with calls.waiting():
                             return await started_in_turn(once)
                     except Exception as error:
                         last = describe(error)
                     attempt += 1
-                    if not last.retryable or attempt > retries or allowance.left_s <= 0:
+                    failures += not isinstance(last, _Aborted)
+                    if not last.retryable or failures > retries or allowance.left_s <= 0:
                         raise last
                     asked = last.retry_after_s if last.retry_after_s < allowance.left_s else 0.0
                     await asyncio.sleep(max(asked, backoff_s(attempt, first_s=0.2, longest_s=5.0)))
-                    self.lost_s += time.perf_counter() - began
+                    self.lost_s = lost_s + time.perf_counter() - began
         except TimeoutError as error:
             why = f"; before that: {last}" if last else ""
             raise InferenceError(f"the inference server gave no answer within {self._timeout_s:g} s{why}") from error
@@ -278,9 +309,9 @@ def _generation(prompt: list[int], answer: object) -> Generation:
             "the inference server changed the prompt's tokens (a doubled BOS token?); it must use them as they are",
             retryable=False,
         )
+    ending = _ending(reason, ENDINGS | {ABORTED} if ids else ENDINGS)
     if not ids:
         raise InferenceError(f"the inference server sampled no token (finish reason {reason!r:.80})")
-    ending = _ending(reason, ENDINGS)
     if len(ids) != len(values) or not all(math.isfinite(value) for value in values):
         raise InferenceError(f"{len(ids)} tokens came with {len(values)} logprobs, or infinite ones")
     return Generation(ids, values, ending, tuple(weights))
@@ -296,7 +327,8 @@ def _ending(reason: object, endings: frozenset[str]) -> str:
     kind = cast("dict[str, object]", reason).get("type") if isinstance(reason, dict) else reason
     if isinstance(kind, str) and kind in endings:
         return kind
-    raise InferenceError(f"the inference server stopped the generation early (finish reason {kind!r:.80})")
+    failure = _Aborted if kind == ABORTED else InferenceError
+    raise failure(f"the inference server stopped the generation early (finish reason {reason!r:.200})")
 
 
 def _token(value: object) -> int:

@@ -12,13 +12,14 @@ import contextlib
 import gc
 import logging
 import os
+import time
 import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from functools import partial
 from typing import Any, cast
 
-from atropos.agent.model import EXACT, Model, ModelFailure, capturing
+from atropos.agent.model import EXACT, Model, ModelFailure, asking
 from atropos.agent.template import Tokenizer
 from atropos.aio import cancel_and_wait
 from atropos.envs.inference.server import InferenceServer
@@ -61,6 +62,7 @@ __all__ = [
     "ServerConfigs",
     "ServerManager",
     "context_of",
+    "inferences_of",
     "prepare_server_configs",
     "prepare_servers",
     "probe_servers",
@@ -73,10 +75,14 @@ server_baseline.np.percentile([0.0], 99)  # imports numpy.ma, which held the eve
 
 ServerConfigs = ServerBaseline | APIServerConfig | Sequence[APIServerConfig]
 """The inference servers as an env takes them."""
-PROBE_TIMEOUT_S = 20.0
-"""How long a server may take for one token before an env starts."""
+MODELS_TIMEOUT_S = 20.0
+"""How long a server may take to list its models before an env starts."""
+PROBE_SAID_S = 10.0
+"""Time after which the log says that an env waits for a server's first token; one that is cold may take a minute."""
 HUB_TIMEOUT_S = 4.0
 """How long the model hub may take to answer at all."""
+
+_log = logging.getLogger(__name__)
 
 _HISTORIES = ("request_timings", "attempts_list", "eval_request_timings", "eval_attempts_list")
 HISTORY_KEPT = 1000
@@ -241,9 +247,14 @@ def inference_of(one: object) -> InferenceServer:
     return cast("Any", one).inference
 
 
+def inferences_of(server: ServerManager) -> list[InferenceServer]:
+    """What is known of each server."""
+    return [inference_of(one) for one in servers_of(server) if hasattr(one, "inference")]
+
+
 def context_of(server: ServerManager) -> int | None:
     """Most tokens that every server's context holds, as far as they say."""
-    known = [inference_of(one).context_tokens for one in servers_of(server) if hasattr(one, "inference")]
+    known = [own.context_tokens for own in inferences_of(server)]
     return min((tokens for tokens in known if tokens is not None), default=None)
 
 
@@ -261,7 +272,7 @@ def prepare_servers(server: ServerManager) -> None:
         client = getattr(one, "openai", None)
         if client is not None:
             client.max_retries = 0
-        config = getattr(one, "config", None)
+        config, own = getattr(one, "config", None), None
         if config is not None:
             own = InferenceServer(
                 config.base_url, config.server_type, config.model_name, config.api_key, config.timeout
@@ -274,7 +285,7 @@ def prepare_servers(server: ServerManager) -> None:
         for name in _WRAPPERS:
             original = getattr(one, name, None)
             if original is not None:
-                setattr(one, name, _captured(original))
+                setattr(one, name, _captured(original, own))
 
 
 def _completions(one: Any, own: InferenceServer) -> Callable[..., Awaitable[object]]:
@@ -288,39 +299,50 @@ def _completions(one: Any, own: InferenceServer) -> Callable[..., Awaitable[obje
                 sampling["max_tokens"] = sampling.pop(name)
         found = await own.complete(ids, sampling)
         answer = (ids, [f.ids for f in found], [f.logprobs for f in found], [f.finish_reason for f in found])
-        return (*answer, [f.weights for f in found]) if capturing.get() else answer
+        return (*answer, [f.weights for f in found]) if asking.get() else answer
 
     return call
 
 
-def _captured(original: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
+def _captured(
+    original: Callable[..., Awaitable[object]], own: InferenceServer | None
+) -> Callable[..., Awaitable[object]]:
     async def call(**kwargs: object) -> object:
+        model = asking.get()
+        if model is None:
+            return await original(**kwargs)
+        began, halted_s = time.perf_counter(), own.halted_s if own else 0.0
+        model.lost_s += began - model.asked_at  # in atroposlib's queue, or until its health check passed
         try:
             return await original(**kwargs)
         except Exception as error:
-            if capturing.get():
-                return ModelFailure(error)
-            raise
+            return ModelFailure(error)
+        finally:
+            if own:
+                model.lost_s += min(own.halted_s - halted_s, time.perf_counter() - began)
 
     return call
 
 
 async def probe_servers(server: ServerManager, tokenizer: Tokenizer, timeout_s: float) -> None:
-    """Ask every server for one token, before anything else is started.
+    """Ask every server for one token, for at most `timeout_s` each, before anything else is started.
 
     Raises:
         InferenceError: one line that names the server, what it did and the setting to look at.
     """
-    timeout_s = min(timeout_s, PROBE_TIMEOUT_S)
     for one in servers_of(server):
         config = getattr(one, "config", None)
         if config is None:
             continue
         own = inference_of(one)
         with contextlib.suppress(TimeoutError):  # which the request below meets too
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(min(timeout_s, MODELS_TIMEOUT_S)):
                 await own.read_models()
         config.model_name = own.model
+        text = "the inference server at %s has not answered the first request for %g s; it has %g s (model_timeout_s)"
+        said = asyncio.get_running_loop().call_later(
+            PROBE_SAID_S, _log.warning, text, config.base_url, PROBE_SAID_S, timeout_s
+        )
         try:
             model = Model(_Direct(one), timeout_s=timeout_s, retries=2)
             if model.exact:
@@ -333,6 +355,8 @@ async def probe_servers(server: ServerManager, tokenizer: Tokenizer, timeout_s: 
                 status=error.status,
                 retryable=error.retryable,
             ) from error
+        finally:
+            said.cancel()
 
 
 def _cure(error: InferenceError, kind: str) -> str:

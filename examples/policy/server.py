@@ -246,19 +246,23 @@ class PolicyServer:
         stop: Sequence[int] = (),
         broken_off: str | None = None,
     ) -> tuple[list[int], list[float], str | None]:
-        """Token ids up to the first in `stop`, their logprobs and the finish reason; half where it is broken off."""
-        turn = self.policy.answer(self.messages(prompt), seed)
+        """Token ids up to the first in `stop`, their logprobs and the finish reason; half where it is broken off.
+
+        A prompt that ends within a turn is continued.
+        """
+        text = self.policy.answer(self.messages(prompt), seed).render()
+        said = self._said(prompt)
         key = hashlib.sha256(json.dumps([prompt, seed, index, temperature]).encode()).digest()
         rng = random.Random(key)
-        ids = [*self._cut(turn.render(), rng), self.end_id]
+        ids = [*self._cut(text[len(said) :] if text.startswith(said) else "", rng), self.end_id]
         ids = ids[: next((index for index, token in enumerate(ids, 1) if token in stop), None)]
         reason: str | None = "stop"
-        if broken_off:
-            ids, reason = ids[: len(ids) // 2] or ids, BROKEN_OFF[broken_off]
-        elif limit is not None and len(ids) > limit:
+        if limit is not None and len(ids) > limit:
             ids, reason = ids[:limit], "length"
+        elif broken_off and len(ids) > 1:
+            ids, reason = ids[: len(ids) // 2], BROKEN_OFF[broken_off]
         logprobs = [-round(rng.expovariate(2.0), 6) for _ in ids]
-        if self._log and not broken_off:
+        if self._log and reason in {"stop", "length", "abort"}:
             self._log.write(json.dumps({"prompt": prompt, "ids": ids, "logprobs": logprobs, "finish": reason}) + "\n")
             self._log.flush()
         return ids, logprobs, reason
@@ -276,6 +280,12 @@ class PolicyServer:
                     continue
             ids.append(token)
         return ids
+
+    def _said(self, prompt: list[int]) -> str:
+        """What the last turn of a prompt says already."""
+        begin = len(prompt) - prompt[::-1].index(self.start_id) if self.start_id in prompt else len(prompt)
+        text = self.tokenizer.decode(prompt[begin:], skip_special_tokens=False)
+        return text.removeprefix("assistant\n") if text.startswith("assistant\n") else ""
 
     def messages(self, prompt: list[int]) -> list[dict[str, Any]]:
         """The conversation of ChatML token ids, parsed by special token ids and never by text."""

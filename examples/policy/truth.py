@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from atropos.agent import sampled_runs
 
 Entry = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
 """A prompt with the ids and logprobs that were sampled for it."""
+Answer = tuple[tuple[int, ...], tuple[float, ...]]
+"""Ids and logprobs."""
 
 
 class Truth:
@@ -18,12 +21,20 @@ class Truth:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read = 0
-        self._entries: set[Entry] = set()
+        self._answers: defaultdict[tuple[int, ...], set[Answer]] = defaultdict(set)
 
     def __contains__(self, entry: Entry) -> bool:
-        if entry not in self._entries:
+        if not self._holds(*entry):
             self._read_on()
-        return entry in self._entries
+        return self._holds(*entry)
+
+    def _holds(self, prompt: tuple[int, ...], ids: tuple[int, ...], logprobs: tuple[float, ...]) -> bool:
+        """Whether they are an answer to the prompt; or one that was broken off, and answers to it and what it had so far."""
+        return any(
+            (ids[: len(had)], logprobs[: len(had)]) == (had, told)
+            and (had == ids or self._holds(prompt + had, ids[len(had) :], logprobs[len(had) :]))
+            for had, told in self._answers.get(prompt, ())
+        )
 
     def _read_on(self) -> None:
         with self._path.open("rb") as log:
@@ -33,7 +44,7 @@ class Truth:
                     break
                 self._read += len(line)
                 entry = json.loads(line)
-                self._entries.add((tuple(entry["prompt"]), tuple(entry["ids"]), tuple(entry["logprobs"])))
+                self._answers[tuple(entry["prompt"])].add((tuple(entry["ids"]), tuple(entry["logprobs"])))
 
 
 def claims(tokens: Sequence[int], masks: Sequence[int], logprobs: Sequence[float]) -> Iterator[Entry]:

@@ -1,7 +1,7 @@
-"""A generation that the inference server broke off is no turn of the model: asked for again, never scored.
+"""A generation that the inference server broke off is no turn of the model: continued or asked for again, never scored.
 
-Real HTTP, through atroposlib's own server classes, in all three protocols and both envs. An inference server aborts what
-it is generating when weights are updated; vLLM then answers `abort`, SGLang `{"type": "abort"}`, with what it had so far.
+Real HTTP, in all three protocols and both envs. An inference server aborts what it is generating when weights are updated; vLLM
+then answers `abort`, SGLang `{"type": "abort"}`, with what it had so far.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ async def processed(env, count):
 @pytest.mark.parametrize("fault", BROKEN_OFF)
 @pytest.mark.parametrize("server_type", ["vllm", "sglang", "openai"])
 @pytest.mark.parametrize(("cls", "config"), ENVS)
-async def test_a_generation_that_was_broken_off_is_asked_for_again(tmp_path, cls, config, server_type, fault):
+async def test_a_generation_that_was_broken_off_is_continued_or_asked_for_again(
+    tmp_path, cls, config, server_type, fault
+):
     settings = {"server_type": server_type, "config_cls": config, "model_retries": 9, "seed": 3}
     async with running_policy(tmp_path, fault=fault, fault_rate=0.3) as policy:
         env = make(cls, policy, tmp_path, [], **settings)
@@ -40,18 +42,37 @@ async def test_a_generation_that_was_broken_off_is_asked_for_again(tmp_path, cls
     for group in done:
         assert [facts["stop_reason"] for facts in group["atropos"]["trajectories"]] == ["final"] * 2
         assert group["scores"] == [len("it is done, and this is the whole answer")] * 2
-        if server_type != "openai":  # the log holds whole generations alone
+        if server_type != "openai":  # the log has what was sampled until an abort, and nothing of the other faults
             assert all(run in truth for index in range(2) for run in sampled(group, index))
 
 
-@pytest.mark.parametrize("server_type", ["vllm", "sglang", "openai"])
+@pytest.mark.parametrize("server_type", ["vllm", "sglang"])
+@pytest.mark.parametrize(("cls", "config"), ENVS)
+async def test_a_server_that_aborts_each_generation_again_and_again_loses_none(tmp_path, cls, config, server_type):
+    """As where weights are updated more often than the model ends a turn."""
+    settings = {
+        "server_type": server_type,
+        "config_cls": config,
+        "model_retries": 0,
+        "trajectory_retries": 0,
+        "seed": 3,
+    }
+    async with running_policy(tmp_path, fault="abort") as policy:
+        env = make(cls, policy, tmp_path, [], **settings)
+        await processed(env, 1)
+    truth, (group,) = Truth(policy[1]), groups(tmp_path)
+    assert [facts["attempts"] for facts in group["atropos"]["trajectories"]] == [1, 1]
+    assert all(run in truth for index in range(2) for run in sampled(group, index))
+
+
+@pytest.mark.parametrize(("server_type", "fault"), [("vllm", "error"), ("sglang", "unfinished"), ("openai", "abort")])
 @pytest.mark.parametrize(("cls", "config"), ENVS)
 async def test_a_server_that_breaks_every_generation_off_gets_nothing_scored(
-    tmp_path, monkeypatch, cls, config, server_type
+    tmp_path, monkeypatch, cls, config, server_type, fault
 ):
     settings = {"server_type": server_type, "config_cls": config, "model_retries": 1, "trajectory_retries": 1}
     async with running_policy(tmp_path) as policy:
-        env = make(cls, policy, tmp_path, [], **settings)
+        env = make(cls, policy, tmp_path, [], **settings, model_timeout_s=2)
         probed = env.setup
 
         async def setup():
@@ -60,7 +81,7 @@ async def test_a_server_that_breaks_every_generation_off_gets_nothing_scored(
             env.server.servers[0].openai.base_url = broken[0]
 
         monkeypatch.setattr(env, "setup", setup)
-        async with running_policy(tmp_path, fault="abort") as broken:
+        async with running_policy(tmp_path, fault=fault) as broken:
             with pytest.raises(GroupsDropped):
                 await processed(env, 2)
     assert groups(tmp_path) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -30,6 +31,9 @@ TRIES = 3
 ABSENT = frozenset({403, 404, 405})
 ELSEWHERE = ABSENT | {400, 415, 422, 501}
 """Statuses with which a server may answer a request in an API that it doesn't speak, or (`ABSENT`) that it doesn't have."""
+HALTS = {"/is_paused": "paused", "/is_sleeping": "asleep"}
+"""Where vLLM tells that it takes requests and answers none, by its development endpoints. Its /health says 200 meanwhile."""
+HALT_TIMEOUT = aiohttp.ClientTimeout(total=5)
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 
 
@@ -54,6 +58,7 @@ class InferenceServer:
         context_tokens: most tokens of prompt and answer together; None: the server doesn't say.
         raw_logprobs: whether its logprobs are of temperature 1, whatever it samples with.
         api: what it speaks; None: not found out yet.
+        halted: `paused` or `asleep`, where it says so; else empty.
     """
 
     def __init__(self, url: str, kind: str, model: str, api_key: str, timeout_s: float) -> None:
@@ -63,6 +68,9 @@ class InferenceServer:
         self.context_tokens: int | None = None
         self.raw_logprobs = False
         self.api: TokenApi | None = None
+        self.halted = ""
+        self._halts = dict(HALTS)
+        self._halted_s, self._halted_at = 0.0, 0.0
         self._finding = asyncio.Lock()
         self._session: aiohttp.ClientSession | None = None
         self._headers = {"Authorization": f"Bearer {api_key}"}
@@ -91,6 +99,28 @@ class InferenceServer:
         card = cards.get(self.model) or next(iter(cards.values()))
         length = card.get("max_model_len") or (card.get("meta") or {}).get("n_ctx")
         self.context_tokens = int(length) if length else None
+
+    @property
+    def halted_s(self) -> float:
+        """For how many seconds it was paused or asleep, in all, as far as it was looked at."""
+        return self._halted_s + (time.monotonic() - self._halted_at if self.halted else 0.0)
+
+    async def look(self, since_s: float) -> None:
+        """Ask whether it is paused or asleep. What it says holds for the last `since_s` seconds, and until the next look."""
+        began, halted = time.monotonic() - since_s, ""
+        for path, state in [*self._halts.items()]:
+            try:
+                if (await self._answer("GET", path, timeout=HALT_TIMEOUT))[path[1:]] is True:
+                    halted = state
+            except (Refused, InferenceError, *_MALFORMED):
+                del self._halts[path]  # it doesn't tell
+            except (aiohttp.ClientError, TimeoutError):
+                return
+        if self.halted and not halted:
+            self._halted_s = self.halted_s
+        elif halted and not self.halted:
+            self._halted_at = began
+        self.halted = halted
 
     async def find(self, prompt: Sequence[int]) -> None:
         """Find the API and whose logprobs it gives, with a token or two.
@@ -158,11 +188,18 @@ class InferenceServer:
             )
         return found
 
-    async def _answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: aiohttp.ClientTimeout | None = None,
+    ) -> Any:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=self._timeout)
-        async with self._session.request(method, f"{self.url}{path}", json=body) as response:
+        limit = timeout or self._timeout
+        async with self._session.request(method, f"{self.url}{path}", json=body, timeout=limit) as response:
             content = await response.read()
             if response.status >= 400:
                 raise Refused(path, response.status, response.headers, content)

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 
 from atropos.agent.model import EXACT
 from atropos.agent.waiting import calls
-from atropos.envs.adapter import ServerManager
+from atropos.envs.adapter import ServerManager, inferences_of
 from atropos.envs.config import SandboxEnvConfig
 from atropos.errors import ConfigError
 
@@ -141,7 +141,13 @@ async def watch_inference(server: ServerManager, model_timeout_s: float) -> None
                 down.remove(url)
                 _log.info("the inference server at %s answers again", url)
         if not down:
-            silence.look(*calls.silence())
+            count, seconds = calls.silence()
+            states: list[str] = []
+            for own in inferences_of(server):
+                if own.halted or seconds >= HEALTH_S:
+                    await own.look(min(seconds, 2 * HEALTH_S))
+                states += [f"{own.url} is {own.halted}"] if own.halted else []
+            silence.look(count, seconds, states)
         await asyncio.sleep(HEALTH_S)
 
 
@@ -152,8 +158,8 @@ class _Silence:
         self._model_timeout_s = model_timeout_s
         self._next_s, self._longest_s = SILENT_S, 0.0
 
-    def look(self, count: int, seconds: float) -> None:
-        """Log it after `SILENT_S`, and again after each time twice as long; then, that it answers again."""
+    def look(self, count: int, seconds: float, states: Sequence[str]) -> None:
+        """Log it after `SILENT_S`, and again after each time twice as long, with what servers say; then, that it answers again."""
         if seconds < self._longest_s:
             if self._longest_s >= SILENT_S:
                 _log.info("the inference server answers again, after %.0f s", self._longest_s)
@@ -161,10 +167,11 @@ class _Silence:
         elif seconds >= self._next_s:
             self._next_s *= 2
             _log.warning(
-                "the inference server passes its health check, but none of %d calls was answered for %.0f s: it is paused or "
-                "asleep, or its turns take so long; each call waits up to model_timeout_s (%g s)",
+                "the inference server passes its health check, but none of %d calls was answered for %.0f s: %s; each call "
+                "waits up to model_timeout_s (%g s)",
                 count,
                 seconds,
+                ", ".join(states) or "it is paused or asleep, or its turns take so long",
                 self._model_timeout_s,
             )
         self._longest_s = seconds

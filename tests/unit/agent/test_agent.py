@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from yarl import URL
 
 from atropos.agent import AgentConfig, AtroposAgent, InferenceError, PromptTooLong, TurnRenderer, XmlDialect, seed_for
-from atropos.agent.model import ChatAnswer
+from atropos.agent.model import ChatAnswer, Model
 from atropos.agent.transcript import MASKED, WeightSpan
 from atropos.envs.hermes.dialect import OpenAIDialect
 from atropos.envs.reporting import watch
@@ -606,13 +606,31 @@ async def test_the_time_of_generations_that_the_server_broke_off_is_not_the_agen
             if len(self.requests) % 2 == 0:
                 self.requests.append(sampling)
                 await asyncio.sleep(2)
-                return input_ids, [[5, 6]], [[-0.1, -0.1]], ["abort"]
+                return input_ids, [[]], [[]], ["abort"]
             return await super().tokens_and_logprobs_completion(input_ids, n, **sampling)
 
     server = Aborting()
     result = await agent(server, timeout_s=3).run(script([{"calls": [call("x")]}, {"calls": [call("y")]}, "done"]))
     assert (result.stop_reason, len(server.requests)) == ("final", 6)
     assert_true_to(server.log, result.trajectory_data)
+
+
+async def test_a_generation_that_was_broken_off_goes_on_after_what_was_sampled():
+    requests = []
+
+    class Aborting:
+        async def tokens_and_logprobs_completion(self, input_ids, n, **sampling):
+            requests.append((list(input_ids), sampling))
+            at = len(requests)
+            weights = [[WeightSpan(0, 2, f"v{at}")]]
+            return input_ids, [[at, at]], [[-0.1 * at] * 2], ["stop" if at == 3 else "abort"], weights
+
+    sampled = await Model(Aborting(), retries=0).generate([7, 8], max_tokens=9, seed=5, stop_token_ids=[2])
+    assert (sampled.ids, sampled.finish_reason) == ([1, 1, 2, 2, 3, 3], "stop")
+    assert sampled.logprobs == pytest.approx([-0.1, -0.1, -0.2, -0.2, -0.3, -0.3])
+    assert sampled.weights == (WeightSpan(0, 2, "v1"), WeightSpan(2, 4, "v2"), WeightSpan(4, 6, "v3"))
+    assert [ids for ids, _ in requests] == [[7, 8], [7, 8, 1, 1], [7, 8, 1, 1, 2, 2]]
+    assert [(sampling["max_tokens"], sampling["seed"]) for _, sampling in requests] == [(9, 5), (7, 7), (5, 9)]
 
 
 async def test_a_server_that_answers_no_call_is_reported_with_how_long_it_has_been(monkeypatch, caplog):

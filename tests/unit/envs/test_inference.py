@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
+from atropos.agent.model import Model
 from atropos.agent.transcript import WeightSpan
+from atropos.envs import adapter
+from atropos.envs.adapter import stop_servers
 from atropos.envs.inference import apis
 from atropos.envs.inference.server import InferenceServer
+from atropos.envs.reporting import watch
+from atropos.envs.running.lifecycle import beside
 from atropos.errors import ConfigError, InferenceError
 from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer
 from tests.unit.envs.support import ScriptEnv, make
+from tests.waiting import until
 from tests.web_app import serving
 
 VLLM = json.loads((Path(__file__).parents[2] / "inference/vllm.json").read_text())
@@ -212,3 +220,74 @@ async def test_the_stand_in_answers_in_the_shape_of_the_real_server():
     (real,) = VLLM["completions"]["body"]["choices"]
     del choice["logprobs"]["top_logprobs"], real["logprobs"]["top_logprobs"]  # keyed by text
     assert shape(answer, VLLM["completions"]["body"]) == []
+
+
+class Halting:
+    """vLLM that can be paused, and tells so."""
+
+    def __init__(self):
+        self.looks, self.running = 0, asyncio.Event()
+
+    def application(self):
+        async def generate(request):
+            body = await request.json()
+            await self.running.wait()
+            return web.json_response(vllm_completions(body, logprobs(body["temperature"] or 1.0)))
+
+        async def health(_request):
+            return web.Response()
+
+        async def is_paused(_request):
+            self.looks += 1
+            return web.json_response({"is_paused": not self.running.is_set()})
+
+        app = web.Application()
+        app.router.add_post("/v1/completions", generate)
+        app.router.add_get("/health", health)
+        app.router.add_get("/is_paused", is_paused)
+        return app
+
+
+async def test_what_a_server_is_paused_for_is_not_the_agents_time_and_the_log_says_that_it_is_paused(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr(watch, "HEALTH_S", 0.05)
+    monkeypatch.setattr(watch, "SILENT_S", 0.5)
+    halting = Halting()
+    async with serving(halting.application()) as url:
+        env = make(ScriptEnv, f"{url}/v1", None)
+        halting.running.set()
+        model = Model(env.server)
+        await model.generate([1, 2], max_tokens=1, temperature=1.0)
+        assert (model.lost_s, halting.looks) == (pytest.approx(0, abs=0.5), 0)
+        halting.running.clear()
+        async with beside(watch.watch_inference(env.server, 60)), asyncio.TaskGroup() as tasks:
+            began = time.perf_counter()
+            tasks.create_task(model.generate([1, 2], max_tokens=1, temperature=1.0))
+            await until(lambda: f"{url} is paused; each call waits up to" in caplog.text, "the log says so")
+            halting.running.set()
+        waited = time.perf_counter() - began
+        assert waited / 2 < model.lost_s <= waited
+        await stop_servers(env.server)
+
+
+async def test_a_server_that_does_not_tell_whether_it_is_paused_is_asked_once(monkeypatch):
+    _, api, answer = SERVERS["vllm"]
+    async with server(api, answer) as (url, _):
+        one = InferenceServer(url, "vllm", "tiny", "x", 20)
+        await one.look(1)
+        assert (one.halted, one.halted_s) == ("", 0)
+    await one.look(1)  # it would fail: nobody answers
+    await one.close()
+
+
+async def test_a_cold_server_is_waited_for_and_the_log_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(adapter, "PROBE_SAID_S", 0.2)
+    halting = Halting()
+    async with serving(halting.application()) as url:
+        env = make(ScriptEnv, f"{url}/v1", None)
+        probing = asyncio.create_task(adapter.probe_servers(env.server, env.tokenizer, 60))
+        await until(lambda: "has not answered the first request for 0.2 s; it has 60 s" in caplog.text, "it is said")
+        halting.running.set()
+        await probing
+        await stop_servers(env.server)
