@@ -31,6 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--shifts", default=",".join(SHIFTS), help=f"pupils, by how their groups are moved: {', '.join(SHIFTS)}"
     )
+    parser.add_argument("--temperature", type=float, default=0.7, help="with which the pupils' turns are sampled")
     parser.add_argument("--stop-when-learned", action="store_true", help="end when the first pupil's mean is over 0.9")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/learn"), help="folder for curve.png, .svg and .json")
@@ -61,7 +62,7 @@ async def lesson(args: argparse.Namespace, school: School) -> None:
                 "max_token_length": 4096,
                 "max_batches_offpolicy": 2,
                 "ensure_scores_are_not_same": "false",
-                "agent_temperature": "1.0",
+                "agent_temperature": args.temperature,
                 "agent_max_steps": 3,
                 "allow_network": "false",
                 "slot_memory_mib": 128,

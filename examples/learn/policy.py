@@ -152,16 +152,16 @@ class Policy:
         self.grammar = grammar
         self.weights = np.zeros(WEIGHTS)
 
-    def probabilities(self, place: Place) -> Any:
+    def probabilities(self, place: Place, temperature: float) -> Any:
         """The probability of each of the place's choices."""
-        logits = self.weights[rows(place)].sum(axis=1)
+        logits = self.weights[rows(place)].sum(axis=1) / temperature
         raised = np.exp(logits - logits.max())
         return raised / raised.sum()
 
     def sample(
-        self, prompt: Sequence[int], rng: random.Random, limit: int | None
+        self, prompt: Sequence[int], rng: random.Random, limit: int | None, temperature: float
     ) -> tuple[list[int], list[float], str]:
-        """Sample one turn: its tokens, their logprobs, and the finish reason."""
+        """Sample one turn: its tokens, their logprobs at this temperature, and the finish reason."""
         reader = Reader(self.grammar)
         for token in prompt:
             reader.read(token)
@@ -173,12 +173,25 @@ class Policy:
                 if not ids:
                     raise ValueError("the prompt does not end where an assistant begins")
                 return ids, logprobs, "stop"
-            chances = self.probabilities(place) if len(place.choices) > 1 else np.ones(1)
+            chances = self.probabilities(place, temperature) if len(place.choices) > 1 else np.ones(1)
             drawn = rng.choices(range(len(place.choices)), weights=chances.tolist())[0]
             ids.append(place.choices[drawn])
             logprobs.append(math.log(chances[drawn]))
             reader.read(ids[-1])
         return ids, logprobs, "length"
+
+    def copy(self) -> Policy:
+        """The policy as it is now."""
+        found = Policy(self.grammar)
+        found.weights = self.weights.copy()
+        return found
+
+    def drew(self, place: Place | None, token: int, logprob: float, temperature: float) -> bool:
+        """Whether a token's logprob at a place is this policy's."""
+        if place is None or token not in place.choices:
+            return False
+        chances = self.probabilities(place, temperature)
+        return math.isclose(math.log(chances[place.choices.index(token)]), logprob, abs_tol=1e-9)
 
     def places(self, tokens: Sequence[int]) -> Iterator[Place | None]:
         """The place of each token of a sequence and of the next one, by the tokens before it."""

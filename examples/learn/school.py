@@ -1,8 +1,8 @@
 """The pupils, the groups that each learns from, and the checks of the proof.
 
 Two things must hold of what is trained on as it was sent. The trainer can use it: every token that the policy chose is a
-label, nothing else is, nearly every label has the probability that the server drew it with, and the scores follow from
-what the tokens show. And the policy learns. A wrong mask, logprob or score breaks the first at once.
+label, nothing else is, nearly every label has the probability that the server drew it with, and exactly that one by the
+weights and the temperature that the group names, and the scores follow from what the tokens show. And the policy learns. A wrong mask, logprob or score breaks the first at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from examples.learn.policy import Grammar, Policy
 from examples.learn.server import Server
 from examples.learn.task import PLACES, PUPILS, WORDS, solved, turns
-from examples.learn.trainer import Step, learn
+from examples.learn.trainer import Step, learn, temperature_of
 
 WINDOW = 10
 """Number of groups in a mean."""
@@ -33,7 +33,8 @@ class School:
         self.grammar = Grammar(turns(WORDS), [*PLACES, *WORDS])
         self.shift = dict(zip(PUPILS, args.shifts, strict=False))
         self.policies: dict[str, Policy] = {}
-        self.server = Server(self.grammar, self.policies, args.seed)
+        self.versions: dict[str, int] = {}
+        self.server = Server(self.grammar, self.policies, self.versions, args.seed)
         self.restart(args.updates)
 
     def restart(self, updates: int) -> None:
@@ -41,6 +42,10 @@ class School:
         self.policies.update({pupil: Policy(self.grammar) for pupil in self.shift})
         self.server.sampled = dict.fromkeys(self.shift, 0)
         self.steps: dict[str, list[Step]] = {pupil: [] for pupil in self.shift}
+        self.versions.update(dict.fromkeys(self.shift, 0))
+        self._earlier = {pupil: {"0": Policy(self.grammar)} for pupil in self.shift}
+        self.unlike = dict.fromkeys(self.shift, 0)
+        """Labels without the logprob that the named weights give them at the named temperature."""
         self.misjudged = dict.fromkeys(self.shift, 0)
         """Scores that differ from those that the conversation's text gives."""
         self.updates = updates
@@ -53,7 +58,24 @@ class School:
             self.misjudged[pupil] += sum(
                 (score == 1.0) != solved(text) for score, text in zip(group["scores"], said, strict=True)
             )
-            self.steps[pupil].append(learn(self.policies[pupil], group, self.shift[pupil]))
+            self.unlike[pupil] += self._unlike(pupil, group)
+            policy = self.policies[pupil]
+            self.steps[pupil].append(learn(policy, group, self.shift[pupil]))
+            self.versions[pupil] = len(self.steps[pupil])
+            self._earlier[pupil][str(self.versions[pupil])] = policy.copy()
+
+    def _unlike(self, pupil: str, group: dict[str, Any]) -> int:
+        temperature, wrong = temperature_of(group), 0
+        for tokens, logprobs, facts in zip(
+            group["tokens"], group["inference_logprobs"], group["overrides"], strict=True
+        ):
+            places = list(self.policies[pupil].places(tokens))
+            for begin, end, version in facts["weight_versions"]:
+                policy = self._earlier[pupil][version]
+                wrong += sum(
+                    not policy.drew(places[at], tokens[at], logprobs[at], temperature) for at in range(begin, end)
+                )
+        return wrong
 
     def scores(self, pupil: str) -> list[float]:
         """Mean of each group."""
@@ -91,6 +113,8 @@ class School:
             found.append(f"only {seen.used} of {seen.labels} labels have the probability that they were drawn with")
         if seen.labels > self.server.sampled[pupil]:
             found.append(f"{seen.labels} labels for {self.server.sampled[pupil]} tokens that the server sampled")
+        if self.unlike[pupil]:
+            found.append(f"{self.unlike[pupil]} labels lack the logprob that their weights and temperature give them")
         if self.misjudged[pupil]:
             found.append(f"{self.misjudged[pupil]} scores do not follow from what was done")
         return found

@@ -1,4 +1,4 @@
-"""The policies behind `/generate`, as atroposlib's vLLM class calls it."""
+"""The policies behind vLLM's `/inference/v1/generate`, which tells the version of the weights."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ class Server:
 
     Args:
         policies: by pupil; they may change between two answers.
+        versions: of each policy's weights, which change with them.
         seed: of all draws.
     """
 
-    def __init__(self, grammar: Grammar, policies: Mapping[str, Policy], seed: int) -> None:
+    def __init__(
+        self, grammar: Grammar, policies: Mapping[str, Policy], versions: Mapping[str, int], seed: int
+    ) -> None:
         self._grammar = grammar
+        self._versions = versions
         self._policies = policies
         self._rng = random.Random(seed)
         self.sampled: dict[str, int] = {}
@@ -44,7 +48,7 @@ class Server:
         """Base URL, as `--openai.base_url` takes it."""
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.router.add_get("/health", self._health)
-        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/inference/v1/generate", self._generate)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await runner.setup()
         try:
@@ -58,19 +62,16 @@ class Server:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body: dict[str, Any] = await request.json()
-        prompt = [int(token) for token in body["prompt"]["prompt_token_ids"]]
+        prompt, sampling = [int(token) for token in body["token_ids"]], body["sampling_params"]
+        temperature = float(sampling["temperature"])
         pupil = self.pupil(prompt)
-        if pupil is None:  # the probe before an env starts
-            ids, logprobs, reason = [self._grammar.end_id], [0.0], "stop"
-        elif body.get("temperature", 1.0) != 1.0:
-            return web.json_response({"error": "temperature: the policy is served as it is; send 1.0"}, status=400)
+        if pupil is None:  # the probe before an env starts, to which it shows that logprobs follow the temperature
+            version, (ids, logprobs, reason) = 0, ([self._grammar.end_id], [-1.0 / (temperature or 1)], "stop")
         else:
-            ids, logprobs, reason = self._policies[pupil].sample(prompt, self._rng, body.get("max_tokens"))
+            version, policy = self._versions[pupil], self._policies[pupil]
+            ids, logprobs, reason = policy.sample(prompt, self._rng, sampling.get("max_tokens"), temperature)
             self.sampled[pupil] += len(ids)
-        return web.json_response(
-            {
-                "text": [self._grammar.tokenizer.decode(ids)],
-                "logprobs": [[[{str(token): logprob}] for token, logprob in zip(ids, logprobs, strict=True)]],
-                "finish_reasons": [reason],
-            }
-        )
+        content = [{"token_id": token, "logprob": logprob} for token, logprob in zip(ids, logprobs, strict=True)]
+        choice = {"index": 0, "finish_reason": reason, "token_ids": ids, "logprobs": {"content": content}}
+        choice["weight_versions"] = [{"version": str(version), "start": 0, "end": len(ids)}]
+        return web.json_response({"prompt_token_ids": prompt, "choices": [choice]})

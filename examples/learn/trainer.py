@@ -1,4 +1,4 @@
-"""GRPO from a batch's tokens, masks, scores and inference logprobs; nothing else of the environment is known here.
+"""GRPO from a batch's tokens, masks, scores, inference logprobs and temperature; nothing else of the environment is known here.
 
 `masks` are the labels, as atroposlib means them: -100 where nothing was sampled, else the token that was. For each label
 the policy's probability now is compared with the one the server drew it with. Labels for which the two differ by more
@@ -50,6 +50,11 @@ def shifted(values: Sequence[Any], by: int, fill: Any) -> list[Any]:
     return [*values[-by:], *[fill] * -by]
 
 
+def temperature_of(group: dict[str, Any]) -> float:
+    """By which the trainer divides its logits; 1 where the group doesn't say, as atroposlib's own trainer takes it."""
+    return float((group.get("generation_params") or {}).get("temperature", 1.0))
+
+
 def learn(policy: Policy, group: dict[str, Any], shift: str = "as sent") -> Step:
     """One update from one group.
 
@@ -62,6 +67,7 @@ def learn(policy: Policy, group: dict[str, Any], shift: str = "as sent") -> Step
     step = Step(float(scores.mean()))
     advantages = (scores - scores.mean()) / (scores.std() + 1e-6)
     move_masks, move_logprobs = SHIFTS[shift]
+    temperature = temperature_of(group)
     gradient: dict[int, float] = {}
     members = zip(group["tokens"], group["masks"], group["inference_logprobs"], advantages, strict=True)
     for tokens, masks, logprobs, advantage in members:
@@ -73,6 +79,7 @@ def learn(policy: Policy, group: dict[str, Any], shift: str = "as sent") -> Step
             shifted(masks, move_masks, MASKED),
             shifted(logprobs, move_logprobs, CONTEXT_LOGPROB),
             float(advantage),
+            temperature,
             gradient,
             step,
         )
@@ -87,6 +94,7 @@ def _member(
     labels: Sequence[int],
     logprobs: Sequence[float],
     advantage: float,
+    temperature: float,
     gradient: dict[int, float],
     step: Step,
 ) -> None:
@@ -99,7 +107,7 @@ def _member(
         if place is None or label not in place.choices:
             continue  # the policy could not have said this here
         chosen = place.choices.index(label)
-        chances = policy.probabilities(place) if len(place.choices) > 1 else np.ones(1)
+        chances = policy.probabilities(place, temperature) if len(place.choices) > 1 else np.ones(1)
         ratio = float(chances[chosen]) / math.exp(logprob)
         if not MATCH[0] < ratio < MATCH[1]:
             continue
@@ -114,4 +122,4 @@ def _member(
             slopes[chosen] += advantage * ratio
         for row, slope in zip(rows(place).tolist(), slopes.tolist(), strict=True):
             for index in filter(None, row):
-                gradient[index] = gradient.get(index, 0.0) + slope
+                gradient[index] = gradient.get(index, 0.0) + slope / temperature

@@ -98,6 +98,11 @@ def mask_last_tokens(group):
             masks[last - 1] = MASKED
 
 
+def name_the_first_version(group):
+    for facts in group["overrides"]:
+        facts["weight_versions"] = [[begin, end, "0"] for begin, end, _ in facts["weight_versions"]]
+
+
 def reverse(group):
     group["scores"] = [1.0 - score for score in group["scores"]]
 
@@ -113,7 +118,11 @@ MUTANTS = {
     "first turn masked": (groups, "scored_group", mask_turns(0, 1)),
     "last turn masked": (groups, "scored_group", mask_turns(-1)),
     "scores reversed": (groups, "scored_group", sent_with(reverse)),
+    "temperature left out": (groups, "scored_group", sent_with(lambda group: group.update(generation_params={}))),
+    "another version named": (groups, "scored_group", sent_with(name_the_first_version)),
 }
+LATER = {"temperature left out": 12, "another version named": 12}
+"""Updates that a mutant needs to show: at first, all temperatures and versions are alike."""
 
 
 class Lesson:
@@ -143,7 +152,7 @@ async def lesson():
             slots_per_container=16,
             max_containers=1,
             max_token_length=4096,
-            agent_temperature=1.0,
+            agent_temperature=0.7,
             agent_max_steps=3,
             allow_network=False,
             slot_memory_mib=128,
@@ -161,10 +170,10 @@ async def lesson():
 @pytest.mark.timeout(300)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", MUTANTS)
-async def test_a_mistake_makes_the_proof_fail_at_once(lesson, monkeypatch, name):
+async def test_a_mistake_makes_the_proof_fail_soon(lesson, monkeypatch, name):
     owner, attribute, mutant = MUTANTS[name]
     monkeypatch.setattr(owner, attribute, mutant)
-    school = await lesson.after(updates=1)
+    school = await lesson.after(LATER.get(name, 1))
     assert school.groups_wrong("amy"), "the proof is blind to it"
 
 
