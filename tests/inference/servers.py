@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,9 @@ CACHE = Path(os.environ.get("ATROPOS_INFERENCE", ""))
 """What `make test-inference` made: an environment with the servers, and the tiny model."""
 MODEL = "tiny"
 START_S = 600
+JSON = {"Content-Type": "application/json"}
+LLAMA = os.environ.get("ATROPOS_LLAMA_SERVER") or shutil.which("llama-server")
+"""llama.cpp's server, which no package index has as a binary."""
 _REQUEST = re.compile(r"Request (\S+) details: .*?prompt_token_ids: (\[[\d, ]*\])")
 _RESPONSE = re.compile(r"Generated response (\S+) details: output_token_ids: (\[[\d, ]*\])")
 
@@ -31,16 +36,34 @@ class RealServer:
         self.url = f"{self.root}/v1"
         self._log = log
 
-    def sampled(self) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Prompt and sampled ids of each request, as vLLM's own log has them."""
+    def post(self, path: str, body: dict[str, object] | None = None) -> object:
+        """Ask it for what its operator may ask."""
+        request = urllib.request.Request(f"{self.root}{path}", json.dumps(body or {}).encode(), JSON, method="POST")
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def sampled(self) -> Sampled:
+        """What vLLM's own log has."""
         prompts: dict[str, tuple[int, ...]] = {}
-        found = set()
+        found: Sampled = Sampled(set)
         for line in self._log.read_text(errors="replace").splitlines():
             if request := _REQUEST.search(line):
                 prompts[_bare(request[1])] = tuple(json.loads(request[2]))
             elif (response := _RESPONSE.search(line)) and (prompt := prompts.get(_bare(response[1]))):
-                found.add((prompt, tuple(json.loads(response[2]))))
+                found[prompt].add(tuple(json.loads(response[2])))
         return found
+
+
+class Sampled(defaultdict[tuple[int, ...], set[tuple[int, ...]]]):
+    """Sampled ids by prompt."""
+
+    def holds(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> bool:
+        """Whether ids were sampled for a prompt: at once, or until an abort, and the others after these."""
+        return any(
+            ids[: len(had)] == had and (had == ids or self.holds(prompt + had, ids[len(had) :]))
+            for had in self.get(prompt, ())
+            if had
+        )
 
 
 def _bare(request_id: str) -> str:
@@ -88,3 +111,14 @@ def vllm(log: Path, *flags: str) -> contextlib.AbstractContextManager[RealServer
         "HF_HUB_OFFLINE": "1",
     }
     return _serving(argv, port, log, **environment)
+
+
+def llama(log: Path) -> contextlib.AbstractContextManager[RealServer]:
+    """llama.cpp's server with the tiny model; what it keeps of earlier tokens is in float32 too, by default in float16."""
+    assert LLAMA is not None
+    model, port = log.with_suffix(".gguf"), free_port()
+    argv = [CACHE / "venv/bin/python", Path(__file__).with_name("gguf_model.py"), CACHE / "model", model]
+    subprocess.run(argv, check=True)
+    argv = [LLAMA, "-m", str(model), "--alias", MODEL, "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["-c", "32768", "-np", "8", "-t", "1", "-ctk", "f32", "-ctv", "f32", "-fa", "off"]
+    return _serving(argv, port, log)

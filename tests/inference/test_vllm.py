@@ -5,23 +5,36 @@ vLLM 0.32 logs the tokens of `/inference/v1/generate` alone; in the other API th
 
 from __future__ import annotations
 
-import json
+import asyncio
+import itertools
 import os
-import subprocess
+import random
+from dataclasses import replace
 
 import pytest
 
+from atropos.agent.waiting import calls
+from atropos.aio import set_within
 from atropos.envs.inference import apis, server
+from atropos.envs.reporting import watch
 from atropos.errors import ConfigError, InferenceError
-from tests.e2e.hermes_support import sampled
-from tests.inference.envs import ENVS, make
+from tests.inference.envs import ENVS, Agent, make
+from tests.inference.exactness import (
+    COUNTS,
+    assert_agents_act,
+    assert_each_token_has_a_version,
+    assert_exact,
+    assert_logprobs,
+    groups_of,
+)
 from tests.inference.servers import CACHE, vllm
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.skipif(not CACHE.name, reason="needs real inference servers: make test-inference"),
     pytest.mark.timeout(3600),
 ]
-TOKENS = int(os.environ.get("ATROPOS_INFERENCE_TOKENS", "6000"))
+TOKENS = int(os.environ.get("ATROPOS_INFERENCE_TOKENS", "13000"))
 """Sampled tokens that are compared for each env, API and temperature; a trajectory has some 170."""
 APIS = {"completions": apis.VllmCompletions(), "generate": apis.VllmGenerate()}
 
@@ -41,28 +54,6 @@ def stock(tmp_path_factory):
         yield running
 
 
-def groups_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def assert_exact(path, running) -> int:
-    """The sampled tokens of all groups, each of which is in the server's log under exactly its prompt."""
-    log, count = running.sampled(), 0
-    for group in groups_of(path):
-        for index in range(len(group["tokens"])):
-            for prompt, ids, _ in sampled(group, index):
-                assert (prompt, ids) in log
-                count += len(ids)
-    return count
-
-
-def assert_logprobs(path) -> int:
-    argv = [CACHE / "venv/bin/python", "tests/inference/recompute.py", CACHE / "model", path]
-    found = json.loads(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)
-    assert found["worst"] < 1e-4
-    return found["tokens"]
-
-
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("name", ENVS)
@@ -72,12 +63,70 @@ async def test_tokens_and_logprobs_are_the_servers(processed, tmp_path, monkeypa
     settings = {"agent_temperature": temperature, "max_token_length": 2000}
     await make(name, processed.url, path, groups=-(-TOKENS // (4 * 170)), **settings).process_manager()
     compared = assert_logprobs(path)
-    assert compared > TOKENS / 4
+    assert compared > TOKENS / 2
     assert api != "generate" or assert_exact(path, processed) == compared
     parameters = [group["generation_params"] for group in groups_of(path)]
     assert parameters == [{"temperature": temperature, "logprobs": "policy"}] * len(parameters)
-    turns = [facts["steps"] for group in groups_of(path) for facts in group["atropos"]["trajectories"]]
-    assert max(turns) > 1
+    assert_agents_act(path)
+    COUNTS[f"{name}, {api}, temperature {temperature}"] = compared
+
+
+UPDATES = {
+    "abort": ["/abort_requests"],
+    "pause=abort": ["/pause?mode=abort", "/update_weight_version", "/resume"],
+    "pause=keep": ["/pause?mode=keep", "/update_weight_version", "/resume"],
+    "pause=wait": ["/pause?mode=wait", "/update_weight_version", "/resume"],
+    "sleep": ["/sleep?level=1", "/update_weight_version", "/wake_up"],
+}
+"""What a trainer does to a server, again and again, while trajectories run."""
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("how", UPDATES)
+@pytest.mark.parametrize("name", ENVS)
+async def test_every_trajectory_goes_on_exactly_while_weights_change(processed, tmp_path, monkeypatch, name, how, api):
+    monkeypatch.setitem(server.APIS, "vllm", (APIS[api],))
+    path, done = tmp_path / "g.jsonl", asyncio.Event()
+    env = make(name, processed.url, path, groups=8, agent_temperature=0.7, max_token_length=2000)
+
+    async def update() -> int:
+        for count in itertools.count():
+            if await set_within(done, random.uniform(0.2, 2)):
+                return count
+            for step in UPDATES[how]:
+                await asyncio.to_thread(processed.post, step, {"new_version": f"v{count}"})
+        raise AssertionError
+
+    updating = asyncio.create_task(update())
+    try:
+        await env.process_manager()
+    finally:
+        done.set()
+        updates = await updating
+    assert updates > 1
+    assert {facts["attempts"] for group in groups_of(path) for facts in group["atropos"]["trajectories"]} == {1}
+    compared = assert_logprobs(path)
+    if api == "generate":
+        assert assert_exact(path, processed) == compared
+        assert_each_token_has_a_version(path)
+    COUNTS[f"{name}, {api}, {updates} x {how}"] = compared
+
+
+async def test_the_time_in_which_a_server_is_paused_is_not_the_agents(processed, tmp_path, monkeypatch, caplog):
+    config = Agent.build_agent_config
+    monkeypatch.setattr(Agent, "build_agent_config", lambda self, item: replace(config(self, item), timeout_s=10))
+    monkeypatch.setattr(watch, "SILENT_S", 5.0)
+    path = tmp_path / "g.jsonl"
+    env = make("agent", processed.url, path, groups=1, agent_temperature=0.7, max_token_length=2000)
+    running = asyncio.create_task(env.process_manager())
+    await until(lambda: calls.silence()[0], "a turn is asked for")
+    await asyncio.to_thread(processed.post, "/pause?mode=keep")
+    await until(lambda: " is paused; each call waits" in caplog.text, "the log says that it is paused")
+    await asyncio.sleep(15)
+    await asyncio.to_thread(processed.post, "/resume")
+    await running
+    [group] = groups_of(path)
+    assert [facts["stop_reason"] for facts in group["atropos"]["trajectories"]] == ["final"] * 4
 
 
 @pytest.mark.parametrize("name", ENVS)
