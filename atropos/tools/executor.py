@@ -252,7 +252,9 @@ class ToolExecutor:
         if "ToolServer" in trajectory.unanswered and self._server is not None:
             await self._server.check_alive()
 
-    async def view(self, trajectory_id: str, folders: Sequence[str], optional: Sequence[str] = ()) -> ViewInfo:
+    async def view(
+        self, trajectory_id: str, folders: Sequence[str], optional: Sequence[str] = (), programs: Sequence[str] = ()
+    ) -> ViewInfo:
         """Run the trajectory's later calls in a view of its slot; see `Slot.view`.
 
         Background processes and sessions of the slot keep running, but tools forget them.
@@ -265,7 +267,7 @@ class ToolExecutor:
         async with self._call(trajectory):
             slot = await self._leased(trajectory)
             await trajectory.end_sessions(self.config.limits)
-            return await slot.view(folders, optional=optional)
+            return await slot.view(folders, optional=optional, programs=programs)
 
     async def start_from(self, trajectory_id: str, snapshot: Snapshot) -> Slot:
         """Lease the trajectory's slot as a fork of a snapshot.

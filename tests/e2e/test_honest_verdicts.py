@@ -95,6 +95,31 @@ async def test_the_operator_says_which_processes_stay(pool, tmp_path, keep, loop
         assert (await workspace.verify(run.slot, task, mode="shared", keep=keep)).reward == loops
 
 
+PAYS = """
+import os, socket, time
+listener = socket.create_server(("127.0.0.1", 8126))
+while True:
+    try:
+        WHEN
+        open("/logs/verifier/reward.txt", "w").write("1")
+    except OSError:
+        pass
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("when", ["pass", "os.stat('/tests/test.sh')", "os.stat('/logs/verifier/reward.txt')"])
+@pytest.mark.parametrize("test", ["true", "echo 0 > /logs/verifier/reward.txt; sleep 0.1"])
+async def test_a_reward_that_a_server_of_the_agent_s_writes_is_a_fault_by_name(pool, tmp_path, when, test):
+    async with working_on(pool, make_task(tmp_path, test=test, dockerfile=APP)) as run:
+        await run.slot.write_file("/app/pays.py", PAYS.replace("WHEN", when).encode())
+        await run.slot.exec("setsid python3 pays.py >/dev/null 2>&1 &")
+        await run.slot.exec("until : < /dev/tcp/127.0.0.1/8126; do sleep 0.05; done 2>/dev/null", timeout_s=30)
+        with pytest.raises(VerifierFailed, match="process that its tests did not start"):
+            await run.verify("shared")
+
+
 @contextlib.asynccontextmanager
 async def sized(pool, task):
     """An attempt in a slot that is as large as there is room for."""

@@ -1,73 +1,145 @@
-"""What lies beside an agent's work is run by no verifier in its place, and honest work is scored beside it."""
+"""What lies beside an agent's work is run by no verifier in its place, and honest work is scored beside it.
+
+By tests of tasks in each mode, and by the verifying hooks of both envs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
+import pytest_asyncio
 
+from atropos.envs import AgentEnvConfig
+from atropos.envs.running import verification
+from atropos.envs.running.rollout import HookError
+from atropos.tasks import workspace
 from atropos.tasks.folder import load_task
-from tests.security.rigged_tasks import TASKS
+from atropos.tasks.prepare import TaskImages
+from atropos.tools import ToolExecutor, ToolExecutorConfig, build_tool_registry
+from tests.e2e.test_hooks_own_files import Agent, Hermes
+from tests.security.rigged_programs import PROGRAMS
+from tests.security.rigged_tasks import SURROUNDINGS
 from tests.security.test_verification_rigging import CHECK, reward
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-TRICKS = [(name, trick) for name, task in TASKS.items() for trick in task.tricks]
+TASKS = SURROUNDINGS | PROGRAMS
+TRICKS = {(name, trick): command for name, task in TASKS.items() for trick, command in task.tricks.items()}
+HONEST = {(name, kind): command for name, task in TASKS.items() for kind, command in task.honest.items()}
+DAEMON = "; (sleep 1000 >/dev/null 2>&1 &)"
+"""A program of the agent's that is left running, beside which a view shows its folders in another way: so hooks verify."""
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     """Each task, as its folder is."""
-    found = {}
-    for number, (name, task) in enumerate(TASKS.items()):
-        folder = tmp_path_factory.mktemp("rigged") / f"{number:02}"
-        check = "import hashlib, json, re\n" + CHECK.replace('"/workspace/answer"', "(sys.argv[1:] or [WORK])[0]")
-        dockerfile = f"FROM debian\nWORKDIR {task.workdir}\n{task.image}"
-        files = {
-            "task.toml": 'version = "1.0"\n[verifier]\ntimeout_sec = 60.0\n',
-            "instruction.md": "Write 42 into answer.",
-            "environment/Dockerfile": dockerfile,
-            "tests/test.sh": f"#!/bin/bash\nif ({task.test}) >&2; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n",
-            "tests/check.py": check.replace("WORK", repr(f"{task.workdir}/answer")),
-            "tests/expected": "42\n",
-        }
-        for path, text in files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text)
-        found[name] = load_task(folder)
-    return found
+    return {name: load_task(written(tmp_path_factory.mktemp("rigged"), task)) for name, task in TASKS.items()}
 
 
-async def rewards(pool, works, mode):
-    """The reward of each pair of a task and what is done in it, as many at once as there are slots for two each."""
+def written(folder, task):
+    """A folder with a task in it."""
+    check = "import hashlib, json, re\n" + CHECK.replace('"/workspace/answer"', "(sys.argv[1:] or [WORK])[0]")
+    files = {
+        "task.toml": 'version = "1.0"\n[verifier]\ntimeout_sec = 60.0\n',
+        "instruction.md": task.instruction,
+        "environment/Dockerfile": f"FROM debian\nWORKDIR {task.workdir}\n{task.image}",
+        "tests/test.sh": f"#!/bin/bash\nif ({task.test}) >&2; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n",
+        "tests/check.py": check.replace("WORK", repr(f"{task.workdir}/answer")),
+        "tests/expected": "42\n",
+    }
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return folder
+
+
+async def each(works, judged):
+    """What `judged` gives for the task's name and the commands of each, as many at once as there are slots for two each."""
     turn = asyncio.Semaphore(3)
 
-    async def one(task, work):
+    async def one(key, command):
         async with turn:
-            return await reward(pool, task, work, mode)
+            return await judged(key[0], command)
 
-    return dict(zip(works, await asyncio.gather(*(one(*pair) for pair in works.values())), strict=True))
+    return dict(zip(works, await asyncio.gather(*(one(*work) for work in works.items())), strict=True))
+
+
+@pytest.fixture(params=["view", "separate"])
+def guarded(request, pool, loaded):
+    """Verification in a mode that no trick gets past."""
+    return lambda name, work: reward(pool, loaded[name], work, request.param)
 
 
 async def test_there_are_tricks_enough():
-    assert len(TRICKS) >= 60
+    assert len(TRICKS) >= 130
 
 
-@pytest.mark.parametrize("mode", ["view", "separate", "shared"])
-async def test_honest_work_is_scored(pool, loaded, mode):
-    works = {name: (loaded[name], task.work) for name, task in TASKS.items()}
-    assert await rewards(pool, works, mode) == dict.fromkeys(works, 1)
+async def test_no_trick_raises_a_reward(guarded):
+    found = await each(TRICKS, guarded)
+    assert {key: given for key, given in found.items() if given} == {}
 
 
-@pytest.mark.parametrize("mode", ["view", "separate"])
-async def test_no_trick_raises_a_reward(pool, loaded, mode):
-    works = {pair: (loaded[pair[0]], TASKS[pair[0]].tricks[pair[1]]) for pair in TRICKS}
-    found = await rewards(pool, works, mode)
-    assert {pair: given for pair, given in found.items() if given} == {}
+async def test_honest_work_is_scored(guarded):
+    assert await each(HONEST, guarded) == dict.fromkeys(HONEST, 1)
 
 
-async def test_in_the_agents_slot_most_tricks_raise_one(pool, loaded):
+async def test_in_the_agents_slot_honest_work_is_scored_and_most_tricks_raise_a_reward(pool, loaded):
     """That they are tricks at all."""
-    works = {pair: (loaded[pair[0]], TASKS[pair[0]].tricks[pair[1]]) for pair in TRICKS}
-    found = await rewards(pool, works, "shared")
-    assert sum(given == 1 for given in found.values()) > len(works) // 2, found
+
+    async def judged(name, work):
+        return await reward(pool, loaded[name], work, "shared")
+
+    assert await each(HONEST, judged) == dict.fromkeys(HONEST, 1)
+    found = await each(dict(list(TRICKS.items())[::3]), judged)
+    assert sum(given == 1 for given in found.values()) > len(found) // 2, found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def executor(pool):
+    async with ToolExecutor(pool=pool, tools=build_tool_registry(["default"]), config=ToolExecutorConfig()) as running:
+        yield running
+
+
+@pytest.fixture
+def by_hooks(pool, executor, loaded):
+    """Verification by a hook of each env, one after the other in the view of one slot."""
+    images, config = TaskImages(pool), AgentEnvConfig(tokenizer_name="none")
+
+    async def judged(name, work):
+        task, trajectory = TASKS[name], f"hooks-{id(work)}-{name}"
+        prepared = await images.prepare(loaded[name])
+        slot = await executor.slot(trajectory, image=prepared.image)
+        try:
+            await workspace.enter(slot, prepared.task)
+            await slot.exec(work + DAEMON)
+            await verification.begin(executor, trajectory, config, task.instruction)
+            return [await verified(kind(executor, trajectory), task) for kind in (Agent, Hermes)]
+        except HookError as error:
+            print(name, error)
+            return [None]
+        finally:
+            await executor.release_trajectory(trajectory)
+
+    return judged
+
+
+async def verified(hook, task):
+    """Whether a hook finds the work done."""
+    await hook.write_file("/tests/check.py", "import hashlib, json, re\n" + CHECK)
+    await hook.write_file("/tests/expected", "42\n")
+    return (await hook.terminal(f"cd {task.workdir}; ({task.test}) >&2"))["exit_code"] == 0
+
+
+FOR_HOOKS = [name for name, task in TASKS.items() if task.workdir == "/workspace"]
+"""What hook envs have: other folders are a setting of theirs."""
+
+
+async def test_no_trick_raises_a_score_of_hooks(by_hooks):
+    found = await each({key: work for key, work in TRICKS.items() if key[0] in FOR_HOOKS}, by_hooks)
+    assert {key: given for key, given in found.items() if any(given)} == {}
+
+
+async def test_hooks_score_honest_work(by_hooks):
+    works = {key: work for key, work in HONEST.items() if key[0] in FOR_HOOKS}
+    assert await each(works, by_hooks) == {key: [True, True] for key in works}

@@ -7,7 +7,10 @@ hooks left running continue.
 from __future__ import annotations
 
 from atropos.envs.config import SandboxEnvConfig
-from atropos.tasks.verifier.surroundings import hook_profile
+from atropos.envs.running.rollout import VerifierError
+from atropos.tasks.errors import VerifierFailed
+from atropos.tasks.verifier.repositories import named_programs, take_out
+from atropos.tasks.verifier.surroundings import hook_profile, program_folders
 from atropos.tasks.verifier.texts import named_folders
 from atropos.tools import ToolExecutor
 
@@ -28,6 +31,7 @@ async def begin(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvCo
 
     Raises:
         SandboxError: the slot was lost.
+        VerifierError: a repository of the agent's can't be shown.
     """
     if not executor.has_slot(trajectory_id):
         return
@@ -36,6 +40,11 @@ async def begin(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvCo
         slot = await executor.slot(trajectory_id)
         await slot.quiesce()
     if in_view:
-        shown = await executor.view(trajectory_id, config.verifier_folders, named_folders(prompt))
         slot = await executor.slot(trajectory_id)
-        slot.profile = hook_profile(slot.profile, shown, prompt)
+        programs = program_folders(slot.profile.env)
+        shown = await executor.view(trajectory_id, config.verifier_folders, named_folders(prompt), programs)
+        try:
+            await take_out(slot, shown.folders, named_programs(prompt))
+        except VerifierFailed as error:
+            raise VerifierError(str(error)) from error
+        slot.profile = await hook_profile(slot, shown, prompt)

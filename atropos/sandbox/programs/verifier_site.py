@@ -1,33 +1,24 @@
 # pyright: basic, reportOptionalMemberAccess=false, reportArgumentType=false
 """Start-up of every Python that a verifier runs beside an agent's folders: `sitecustomize.py` in `/.atropos/verifier`.
 
-Modules of Python itself, and pytest's, are never taken from the agent's folders while they are found elsewhere; folders of the
-image's PYTHONPATH that are the agent's come last. For Python 3.4 and later, and without effect in Python 2: so it has no
-annotations.
+What is installed comes before what lies in the agent's folders, and what installed code imports is never found there by
+chance of the working folder; folders of the image's PYTHONPATH that are the agent's come last. For Python 3.5 and later, and
+without effect in Python 2: so it has no annotations.
 """
 
 import os
 import sys
 
-try:
-    from importlib.machinery import PathFinder
-    from importlib.util import module_from_spec
+try:  # what every Python has loaded already
+    from _frozen_importlib import module_from_spec
+    from _frozen_importlib_external import PathFinder
 except ImportError:
     PathFinder = None
+try:
+    _NotFound = ModuleNotFoundError
+except NameError:  # before Python 3.6
+    _NotFound = ImportError
 
-_PYTEST = {
-    "pytest",
-    "_pytest",
-    "pluggy",
-    "iniconfig",
-    "packaging",
-    "exceptiongroup",
-    "tomli",
-    "pygments",
-    "py",
-    "attr",
-    "attrs",
-}
 _STARTED = {"sitecustomize", "usercustomize"}
 
 
@@ -40,6 +31,10 @@ _own = set(os.environ.get("ATROPOS_MODULES", "").split(":"))
 _library = os.path.dirname(os.__file__)
 _stdlib = [_library, os.path.join(_library, "lib-dynload")]
 _here = os.path.dirname(os.path.abspath(__file__))
+_site = list(sys.path)
+"""Where installed code is: nothing was put before it yet."""
+_last = [each for each in os.environ.get("ATROPOS_PYTHON_LAST", "").split(":") if each]
+_known = {}
 
 
 def _is_in(path, folders):
@@ -47,37 +42,123 @@ def _is_in(path, folders):
 
 
 def _is_the_agents(path):
-    path = os.path.realpath(path or os.curdir)
-    return path == "/" or (_is_in(path, _folders) and not _is_in(path, _programs))
+    try:
+        path = os.path.abspath(path)
+    except OSError:  # the working folder is gone
+        return True
+    if path not in _known:
+        real = os.path.realpath(path)
+        _known[path] = real == "/" or (_is_in(real, _folders) and not _is_in(real, _programs))
+    return _known[path]
+
+
+def _elsewhere():
+    return [each for each in sys.path if not _is_the_agents(each)]
+
+
+def _installed_code_imports():
+    """Whether an import statement of an installed module asks, rather than a function that was given a name."""
+    from opcode import opmap
+
+    frame = sys._getframe(2)  # noqa: SLF001 (importlib doesn't say who asks)
+    while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    if frame is None or frame.f_lasti < 0 or frame.f_code.co_code[frame.f_lasti] != opmap["IMPORT_NAME"]:
+        return False
+    path = frame.f_code.co_filename
+    return os.path.isabs(path) and not _is_the_agents(path) and _is_in(path, [each for each in _site if each != _here])
+
+
+def _is_a_copy(name, origin):
+    """Whether an installed module was built from an agent's folder, as by `pip install .`: then that one's is the newer."""
+    site = os.path.dirname(origin)
+    if os.path.basename(origin).startswith("__init__."):
+        site = os.path.dirname(site)
+    for each in os.listdir(site):
+        try:
+            with open(os.path.join(site, each, "direct_url.json")) as file:
+                source = file.read().partition('"file://')[2].partition('"')[0]
+            with open(os.path.join(site, each, "RECORD")) as file:
+                if (
+                    source
+                    and _is_the_agents(source)
+                    and any(line.startswith((name + "/", name + ".")) for line in file)
+                ):
+                    return True
+        except OSError:
+            pass
+    return False
 
 
 class _ElsewhereFirst:
-    """Finds some modules where the agent wrote nothing; what it doesn't find, the usual finders look for."""
+    """Finds modules where the agent wrote nothing; what is only there, the usual finders look for."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if path is not None or name in _own:
+        if path is not None or name in _own or name in sys.builtin_module_names:
             return None
         if name in _STARTED:
-            others = [each for each in sys.path if not _is_the_agents(each) and os.path.abspath(each) != _here]
+            others = [each for each in _elsewhere() if os.path.abspath(each) != _here]
             spec = PathFinder.find_spec(name, others, target)
             if spec is None:
-                raise ImportError("there is no " + name, name=name)
+                raise _NotFound("there is no " + name, name=name)
             return spec
-        if name in _PYTEST:
-            return PathFinder.find_spec(name, [each for each in sys.path if not _is_the_agents(each)], target)
-        return PathFinder.find_spec(name, _stdlib, target)
+        spec = PathFinder.find_spec(name, _stdlib, target)
+        if spec is not None:
+            return spec
+        agents = [each for each in sys.path if _is_the_agents(each)]
+        if not agents:
+            return None
+        spec = PathFinder.find_spec(name, _elsewhere(), target)
+        if spec is not None and spec.origin is not None:
+            shadowed = PathFinder.find_spec(name, agents, target) is not None
+            return None if shadowed and _is_a_copy(name, spec.origin) else spec
+        if name in getattr(sys, "stdlib_module_names", ()) or _installed_code_imports():
+            return _of_others(name, target)
+        return None
+
+
+def _of_others(name, target):
+    """What is found by another way than the folders on the path, or in those of them that the image put there."""
+    for finder in sys.meta_path:
+        if finder not in (_ElsewhereFirst, PathFinder):
+            spec = getattr(finder, "find_spec", lambda *_: None)(name, None, target)
+            if spec is not None:
+                return spec
+    spec = PathFinder.find_spec(name, _site + _last, target)
+    if spec is None:
+        raise _NotFound("No module named " + repr(name), name=name)
+    return spec
+
+
+def _without_plugins(find):
+    """Distributions in the agent's folders name no plugins, unless the image put the folder on the path."""
+
+    def find_distributions(*args, **kwargs):
+        for each in find(*args, **kwargs):
+            folder = os.path.dirname(str(getattr(each, "_path", "")))
+            if folder not in _site and _is_the_agents(folder):
+                each.read_text = _no_entry_points(each.read_text)
+            yield each
+
+    return staticmethod(find_distributions)
+
+
+def _no_entry_points(read_text):
+    return lambda name: None if name == "entry_points.txt" else read_text(name)
 
 
 def _start():
     sys.meta_path.insert(0, _ElsewhereFirst)
+    if hasattr(PathFinder, "find_distributions"):
+        PathFinder.find_distributions = _without_plugins(PathFinder.find_distributions)
     try:
         spec = _ElsewhereFirst.find_spec("sitecustomize")
     except ImportError:
         pass
     else:
         spec.loader.exec_module(module_from_spec(spec))
-    sys.path.extend(each for each in os.environ.get("ATROPOS_PYTHON_LAST", "").split(":") if each)
+    sys.path.extend(_last)
 
 
 if PathFinder is not None:

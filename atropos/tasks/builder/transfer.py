@@ -22,10 +22,12 @@ from e2b_dockerfile_utils import PatternMatcher
 
 from atropos import wire
 from atropos.archives import WholeTar
+from atropos.errors import SandboxError
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult, SlotFileError, answered
-from atropos.tasks.builder.archive import OVERHEAD_BYTES, LargeFile, TarPiece, changed_mode, kept_members
+from atropos.tasks.builder.archive import OVERHEAD_BYTES, LargeFile, TarPiece, changed_mode, kept_members, pack
 from atropos.tasks.errors import TaskBroken
+from atropos.tasks.format.context import walk
 from atropos.tasks.format.recipe import PATH
 
 MAX_STAGE_BYTES = 4 << 30
@@ -39,6 +41,24 @@ LAST_LINES = 50
 
 PackedFiles = list[tuple[str, IO[bytes]]]
 """Files of a stage or image: (name of the source, tar archive). A folder's members are named `./…`."""
+
+
+async def upload(slot: Slot, source: Path, where: str) -> None:
+    """Copy a folder's content, or a file, into a folder of the slot.
+
+    Raises:
+        SlotFileError: the slot can't take it.
+        SandboxError: it can't be read here.
+    """
+    try:
+        if source.is_dir():
+            await unpack_pieces(slot, where, pack(walk(source)))
+        else:
+            await slot.write_file(f"{where}/{source.name}", await asyncio.to_thread(source.read_bytes), 0o755)
+    except SlotFileError:
+        raise
+    except OSError as error:
+        raise SandboxError(str(error)) from error
 
 
 async def make_folder(slot: Slot, path: str, owner: tuple[int, int] = (0, 0), mode: int = 0o755) -> None:

@@ -39,10 +39,21 @@ _Links: TypeAlias = "dict[str, _Links]"
 
 @dataclass(frozen=True)
 class CarriedArtifact:
-    """An artifact on its way: a file's content and mode, or a folder's archive (mode None)."""
+    """An artifact on its way: a file, or the archive of a folder.
+
+    Attributes:
+        mode: of the file; None: it is a folder.
+        kinds: of the folder's members, as tar has them.
+    """
 
     data: bytes
     mode: int | None
+    kinds: frozenset[bytes] = frozenset()
+
+    @property
+    def has_hard_links(self) -> bool:
+        """Whether files of the folder are one under several names."""
+        return tarfile.LNKTYPE in self.kinds
 
 
 async def carry_out(slot: Slot, path: str, exclude: Sequence[str] = ()) -> CarriedArtifact | None:
@@ -58,7 +69,12 @@ async def carry_out(slot: Slot, path: str, exclude: Sequence[str] = ()) -> Carri
         archive = await _read(slot, partial(slot.download, path, max_bytes=MAX_ARTIFACT_BYTES))
     except OSError as error:
         raise VerifierFailed(f"the artifact {path} can't be carried over: {error}") from None
-    return CarriedArtifact(await asyncio.to_thread(safe_archive, archive, path, exclude), None)
+    return await asyncio.to_thread(lambda: _folder(safe_archive(archive, path, exclude)))
+
+
+def _folder(archive: bytes) -> CarriedArtifact:
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as members:
+        return CarriedArtifact(archive, None, frozenset(member.type for member in members))
 
 
 async def _read(slot: Slot, read: Callable[[], Awaitable[bytes]]) -> bytes:
@@ -132,7 +148,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _stays(name: str, target: str, folder: str, links: set[str]) -> bool:
-    """Whether a link ends inside its folder or in a place of programs, by a way that passes no other link."""
+    """Whether a link ends inside its folder or in a place of programs, if the links that it passes, which only it descends from, do."""
     at = posixpath.dirname(name)
     if target.startswith("/"):
         below = posixpath.normpath(target)
@@ -141,16 +157,15 @@ def _stays(name: str, target: str, folder: str, links: set[str]) -> bool:
         if not target.startswith(f"{folder.rstrip('/')}/"):
             return False
         at, target = "", target.removeprefix(f"{folder.rstrip('/')}/")
-    steps = _parts(target)
-    for number, part in enumerate(steps):
+    passed = False
+    for part in _parts(target):
         if part == "..":
-            if not at:
+            if not at or passed:
                 return False
             at = posixpath.dirname(at)
         else:
             at = posixpath.join(at, part)
-        if number < len(steps) - 1 and at in links:
-            return False
+        passed = passed or at in links
     return True
 
 
@@ -203,9 +218,10 @@ async def carry_in(slot: Slot, path: str, carried: CarriedArtifact | None) -> No
     try:
         if carried.mode is not None:
             await slot.write_file(path, carried.data, carried.mode)
-        else:
+        elif carried.kinds:
             await unpack_archive(slot, path, io.BytesIO(carried.data))
-            await _remove_dead_links(slot, path)
+            if tarfile.SYMTYPE in carried.kinds:
+                await _remove_dead_links(slot, path)
     except OSError as error:
         raise VerifierFailed(f"the artifact {path} can't be put into the verifier's slot: {error}") from None
 

@@ -18,6 +18,7 @@ _BUILDS = (
     r"(?:make|npm (?:test|run|start|ci|install)|npx|yarn|pnpm|cargo (?:test|run|build|bench)|go (?:test|run|build)|mvn|gradle|"
     r"dotnet (?:test|run|build)|cmake|bundle exec|python[\d.]* -m (?:pytest|unittest)|pytest(?![^\n]*/tests))(?![\w/-])"
 )
+_UNPICKLES = r"\b(?:pickle|dill|cloudpickle|joblib|torch|marshal)\.loads?\(|\ballow_pickle\s*=\s*True"
 _CALLS = r"\b(?:subprocess\.\w+|os\.(?:system|popen|exec\w+|spawn\w+)|Popen|check_output|check_call|execSync|spawnSync|spawn)\(\s*[\[(]?"
 
 
@@ -47,7 +48,8 @@ def exposure(task: Task) -> Exposure | None:
         runs = _pattern(one.recipe.workdir.rstrip("/"))
         for name, text in test_texts(one):
             if match := runs.search(text):
-                return Exposure(f"{name} has `{match[0].strip(_BEFORE)[:60]}`", one.verifier_settings.user or "root")
+                found = " ".join(match[0].strip(_BEFORE).split())
+                return Exposure(f"{name} has `{found[:60]}`", one.verifier_settings.user or "root")
     return None
 
 
@@ -57,6 +59,6 @@ def _pattern(workdir: str) -> re.Pattern[str]:
     program = rf"(?:{inside}|\./[\w./-]+)"
     return re.compile(
         rf"{_START}{program}|{_INTERPRETER}(?:{inside}|(?![/-])[\w./-]+\.\w+)|{_START}{_BUILDS}|"
-        rf"{_CALLS}[^\n]*?(?:{inside}|[\"']\./)|sys\.path\.(?:insert|append)\([^\n]*{re.escape(workdir)}(?![\w-])",
+        rf"{_UNPICKLES}|{_CALLS}\s*[^\n]*?(?:{inside}|[\"']\./)|sys\.path\.(?:insert|append)\([^\n]*{re.escape(workdir)}(?![\w-])",
         re.MULTILINE,
     )

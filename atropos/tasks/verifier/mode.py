@@ -15,11 +15,18 @@ from atropos.tasks.verifier.texts import solution_texts
 
 Mode = Literal["view", "shared", "separate"]
 _MACHINE = re.compile(
-    r"\b(?:apt-get|apt|apk|dnf|yum|pip[\d.]*|npm|gem|conda|uv pip|cargo)\s+(?:-\S+\s+){,20}(?:install|add|i)\b"
-    r"|\b(?:useradd|adduser|groupadd|usermod|chpasswd|systemctl|update-alternatives|ldconfig|crontab|locale-gen)\b"
+    r"\b(?:apt-get|apt|apk|dnf|yum|zypper|pip[\d.]*|npm|gem|conda|mamba|uv pip|cargo)\s+(?:-\S+\s+){,20}(?:install|add|i)\b"
+    r"|\b(?:make|go|pipx|luarocks|R CMD|uv tool|dotnet tool)\s+(?:-\S+\s+){,20}(?:install|INSTALL)\b|\b(?:pacman\s+-S|dpkg\s+-i|cpanm?\s)"
+    r"|\b(?:useradd|adduser|groupadd|usermod|userdel|chpasswd|chsh|visudo|systemctl|update-rc\.d|update-alternatives|ldconfig|crontab|locale-gen"
+    r"|dpkg-reconfigure|update-ca-certificates|hostnamectl|timedatectl|sysctl|a2en(?:mod|site)|ssh-keygen)\b"
+    r"|(?:^|[;&|]|\bsudo)\s*service\s+[\w.@-]+\s+(?:re)?start\b"
+    r"|\bgit\s+config\s+(?:-\S+\s+)*--(?:global|system)\b|\b(?:npm|pip|yarn)\s+config\s+set\b"
     r"|(?<![\w.$}/-])(?:/(?:etc|usr|var|opt|root|home|tmp|run|bin|sbin|lib\w*|media)/[\w.-]+[\w./-]*|~/|\$\{?HOME\b"
-    r"|/(?:etc|usr|var|opt|root|tmp)(?![\w-])/?)|\bcd\s+~"
+    r"|/(?:etc|usr|var|opt|root|tmp)(?![\w-])/?)|\bcd\s+~",
+    re.MULTILINE,
 )
+_SYSTEM = {"/", "/usr", "/usr/local", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/var"}
+"""Folders of which a verifier's own programs and settings are a part."""
 _PROGRAM = re.compile(r"/(?:usr/)?(?:local/)?s?bin/[\w.-]+$")
 """A program of the system, which is only run."""
 
@@ -46,8 +53,8 @@ def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:
         return Choice("separate", "[verifier.environment] is set")
     if in_steps:
         return Choice("shared", "the task has several steps")
-    if task.recipe.workdir == "/":
-        return Choice("shared", "its working folder is /")
+    if task.recipe.workdir in _SYSTEM:
+        return Choice("shared", f"its working folder is {task.recipe.workdir}")
     shown = (task.recipe.workdir, *(artifact.source for artifact in task.artifacts))
     for name, text in solution_texts(task):
         for match in _MACHINE.finditer(text):

@@ -98,20 +98,24 @@ print(len(ended), len(kept))
 """For the Python that every slot has: many images have none, and what is the agent's may be replaced."""
 
 
-async def end_processes(slot: Slot, task: Task, keep: Keep) -> None:
+async def end_processes(slot: Slot, task: Task, keep: Keep) -> bool:
     """End what the task doesn't need for its verification, and say how much that was.
+
+    Returns:
+        Whether any may be left.
 
     Raises:
         SandboxError: the infrastructure failed.
     """
     if keep == "all":
-        return
+        return True
     if keep == "services":
         counts = await _counted(slot, task)
         if counts is not None:
             _report(task, counts[0], f"{counts[1]} that listen stay")
-            return
+            return counts[1] > 0
     _report(task, await slot.quiesce(), "none stays")
+    return False
 
 
 async def end_tests(slot: Slot, task: Task, since: int | None) -> None:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 
 from atropos.slot_python import SLOT_PYTHON, VERIFIER_PYTHON
 from atropos.slots import Slot
-from atropos.slots.slot.profile import Profile
+from atropos.slots.slot.profile import PLAIN, Profile
 from atropos.tasks.format.recipe import PATH
 from atropos.tasks.format.task import Task
+from atropos.tasks.verifier.repositories import named_programs
 from atropos.tasks.verifier.texts import TaskTexts
 from atropos.wire import ViewInfo
 
@@ -41,6 +42,10 @@ _SCRIPTS = {"BASH_ENV", "ENV"}
 _PATH_IN_VALUE = re.compile(r"(?:(?<![\w./-])|(?<=-[A-Za-z]))\.{0,2}/[^\s:;,=\"']*")
 _GIT = {"core.hooksPath": ("/dev/null", r"\bhooks?\b"), "core.fsmonitor": ("false", "fsmonitor")}
 """Settings by which git runs no program of the agent's, each unless this is spoken of."""
+_MODULE, _OWN_MODULE = re.compile(r"\b(\w{1,64})(?:\.py\b|/)"), re.compile(r"\b(\w+)\.py\b|/(\w+)/")
+MAX_MODULES = 1000
+"""Most names of modules that a verifier's programs are told."""
+_RUNS_GIT = re.compile(r"\bgit\b")
 _INSTALLS = re.compile(r"\b(?:npm|pnpm|yarn)\s+(?:-\S+\s+)*(?:ci|i|install|add)\b")
 
 
@@ -50,23 +55,32 @@ class Wishes:
 
     Attributes:
         git: settings of git that keep tests from running the agent's programs, and stay out.
-        modules: modules of Python's own that are the agent's to write.
+        modules: modules that are the agent's to write, also where others of that name are installed.
         installs: whether tests install npm's packages.
+        repositories: a pattern of settings that name programs, for repositories; empty where tests run no git.
     """
 
     git: frozenset[str] = frozenset()
     modules: tuple[str, ...] = ()
     installs: bool = False
+    repositories: str = ""
 
     @classmethod
     def of(cls, texts: TaskTexts) -> Wishes:
         """Those that texts show."""
-        named = {name for names in re.findall(r"\b(\w+)\.py\b|/(\w+)/", texts.whole) for name in names}
         return cls(
             frozenset(key for key, (_, word) in _GIT.items() if re.search(word, texts.whole)),
-            tuple(sorted(named & sys.stdlib_module_names)),
+            tuple(_modules(texts.whole)),
             any(_INSTALLS.search(test) for test in texts.tests),
+            named_programs(texts.whole) if any(_RUNS_GIT.search(test) for test in texts.tests) else "",
         )
+
+
+def _modules(text: str) -> list[str]:
+    """Names of Python files and folders in a text; of Python's own modules, where the text can't mean `json/yaml` as a choice."""
+    named = set(_MODULE.findall(text)) - sys.stdlib_module_names
+    own = {name for names in _OWN_MODULE.findall(text) for name in names} & sys.stdlib_module_names
+    return sorted(name for name in named | own if name.isidentifier())[:MAX_MODULES]
 
 
 @dataclass(frozen=True)
@@ -78,12 +92,14 @@ class Surroundings:
         programs: folders in these that are as the image has them.
         home: in the place of a home in them.
         wishes: what is wanted of it.
+        company: whether programs of its are alive there, and reach what the tests write.
     """
 
     folders: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
     home: str | None = None
     wishes: Wishes = Wishes()
+    company: bool = False
 
     def holds(self, path: str) -> bool:
         """Whether what is at a path may be the agent's; a relative one is."""
@@ -119,10 +135,10 @@ class Surroundings:
         return found
 
 
-def program_folders(task: Task) -> tuple[str, ...]:
+def program_folders(env: Mapping[str, str]) -> tuple[str, ...]:
     """Folders that an image's variables name, with those above them: some may be of programs, as a venv."""
     found: dict[str, None] = {}
-    for name, value in _of_image(task).items():
+    for name, value in env.items():
         for path in _named(name, value):
             at = posixpath.normpath(path)
             while at.count("/") > 1:
@@ -133,7 +149,7 @@ def program_folders(task: Task) -> tuple[str, ...]:
 
 def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, str]:
     """The variables that a task's tests start with."""
-    image, declared = _of_image(task), {name: profile.env[name] for name in task.config.verifier.env}
+    image, declared = image_variables(task), {name: profile.env[name] for name in task.config.verifier.env}
     env = {
         "PATH": PATH,
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -152,9 +168,11 @@ def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, 
     return _with_modules({**env, **declared})
 
 
-def hook_profile(profile: Profile, shown: ViewInfo, prompt: str) -> Profile:
+async def hook_profile(slot: Slot, shown: ViewInfo, prompt: str) -> Profile:
     """A profile for the hooks that verify in a view, of what the agent was asked for."""
+    profile, slot.profile = slot.profile, PLAIN
     found = Surroundings(shown.folders, shown.programs, wishes=Wishes.of(TaskTexts(prompt, [])))
+    found = await with_links(slot, profile.env, found)
     env = {"PYTHONDONTWRITEBYTECODE": "1", **_defaults(found), **found.variables(profile.env)}
     return replace(profile, env=_with_modules(env))
 
@@ -164,15 +182,15 @@ def _with_modules(env: Mapping[str, str]) -> dict[str, str]:
     return {**env, "PYTHONPATH": ":".join(filter(None, [VERIFIER_PYTHON, env.get("PYTHONPATH")]))}
 
 
-def _of_image(task: Task) -> dict[str, str]:
+def image_variables(task: Task) -> dict[str, str]:
     """The variables of a task's machine, without those that its author sets for the tests."""
     declared = task.config.verifier.env
     return {name: value for name, value in task.verifier_settings.env.items() if name not in declared}
 
 
-async def with_links(slot: Slot, task: Task, found: Surroundings) -> Surroundings:
-    """The same with those paths of the image's variables that lead into the agent's folders by links."""
-    named = {path for name, value in _of_image(task).items() for path in _named(name, value)}
+async def with_links(slot: Slot, env: Mapping[str, str], found: Surroundings) -> Surroundings:
+    """The same with those paths of an image's variables that lead into the agent's folders by links."""
+    named = {path for name, value in env.items() for path in _named(name, value)}
     asked = [path for path in sorted(named) if path.startswith("/") and not path.startswith(_SYSTEM)]
     if not found.folders or not asked:
         return found
@@ -185,7 +203,9 @@ async def with_links(slot: Slot, task: Task, found: Surroundings) -> Surrounding
 def notes(task: Task) -> list[str]:
     """Which of an image's variables tests beside WORKDIR get otherwise, or not at all."""
     found = Surroundings((task.recipe.workdir,))
-    names = [name for name, value in _of_image(task).items() if task.recipe.workdir != "/" and found.leads(name, value)]
+    names = [
+        name for name, value in image_variables(task).items() if task.recipe.workdir != "/" and found.leads(name, value)
+    ]
     return [
         f"{name} of the image leads into the agent's folders: tests search these last, or don't get it; [verifier.env] sets it"
         for name in sorted(names)

@@ -1218,6 +1218,12 @@ def test_a_step_has_its_own_verifiers_machine_before_the_tasks(folder):
         ("", "cp site.conf /etc/", "shared"),
         ("", "echo x > ${HOME}/.profile", "shared"),
         ("", "cd ~; echo x > answer", "shared"),
+        ("", "make -j4 && make install", "shared"),
+        ("", "service postgresql start && createdb x", "shared"),
+        ("", "git config --global user.name x", "shared"),
+        ("", "uv tool install ruff", "shared"),
+        ("", "go install ./cmd/x", "shared"),
+        ("", "make installer; echo the service will restart; git config user.name x", "view"),
         ("", "cat /rooted /app/etc > /data/opt", "view"),
         ("artifacts = ['/var/www']", "echo x > /var/www/index.html", "view"),
         ("[verifier]\nenvironment_mode = 'shared'", "echo 42 > answer", "shared"),
@@ -1229,6 +1235,14 @@ def test_tests_run_in_a_view_unless_the_solution_changes_the_machine(folder, tom
     (folder / "task.toml").write_text(toml)
     (folder / "solution").mkdir(exist_ok=True)
     (folder / "solution" / "solve.sh").write_text(f"#!/bin/bash\n{solution}\n")
+    assert choose(load_task(folder)).mode == mode
+
+
+@pytest.mark.parametrize(
+    ("workdir", "mode"), [("/", "shared"), ("/etc", "shared"), ("/usr/local", "shared"), ("/opt/x", "view")]
+)
+def test_a_folder_of_the_system_is_shown_in_no_view(folder, workdir, mode):
+    (folder / "environment/Dockerfile").write_text(f"FROM debian:13\nWORKDIR {workdir}\n")
     assert choose(load_task(folder)).mode == mode
 
 
@@ -1276,6 +1290,8 @@ def test_steps_have_no_view_since_the_agent_would_go_on_in_it(folder):
             "subprocess.run(['python3', '/app/solve.py",
         ),
         ("sys.path.insert(0, '/app')", "sys.path.insert(0, '/app"),
+        ("model = pickle.load(open('/app/model.pkl', 'rb'))", "pickle.load"),
+        ("run = subprocess.run([\n    './solve'])", "subprocess.run([ './"),
         ("pytest -rA /tests/test_outputs.py", None),
         ("bash /tests/helper.sh", None),
         ("grep -q one /app/answer.txt && echo 1 > /logs/verifier/reward.txt", None),

@@ -67,6 +67,9 @@ def build(folder: str) -> None:
     site.parent.mkdir(0o755)
     shutil.copyfile(VERIFIER_SITE, site)
     site.chmod(0o444)
+    cached = Path(importlib.util.cache_from_source(str(site)))
+    cached.parent.mkdir(0o755)
+    _compile("sitecustomize", str(VERIFIER_SITE), str(cached))
     pause = Path(folder, PAUSE)
     pause.write_bytes(pause_program.elf())
     pause.chmod(0o755)
@@ -107,7 +110,7 @@ def _copy_modules(python: str, stdlib: Path) -> list[str]:
 def _compile(name: str, source: str, target: str) -> None:
     """Bytecode of a module, from the interpreter's own cache where that is fresh."""
     code = SourceFileLoader(name, source).get_code(name)
-    # flags 0b01: validated by hash, and never checked: there is no source beside it
+    # flags 0b01: validated by hash, and never checked: no source beside it is another one
     header = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8)
     with open(target, "wb") as file:
         file.write(header + marshal.dumps(code))

@@ -1,0 +1,127 @@
+"""Where tests run, with what the agent left in its place: a view, the agent's own slot, or a fresh one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from atropos.errors import NotSupported
+from atropos.slots import Slot
+from atropos.slots.slot.profile import PLAIN
+from atropos.tasks.builder.accounts import profile_of
+from atropos.tasks.errors import TaskBroken
+from atropos.tasks.format.task import Task
+from atropos.tasks.verifier.carry import CarriedArtifact, carry_in, carry_out
+from atropos.tasks.verifier.home import home_of, put_aside, put_back
+from atropos.tasks.verifier.mode import Mode
+from atropos.tasks.verifier.repositories import take_out
+from atropos.tasks.verifier.services import Keep, end_processes
+from atropos.tasks.verifier.surroundings import Surroundings, Wishes, image_variables, program_folders
+from atropos.tasks.verifier.texts import named_folders, read_texts, renames_across
+from atropos.wire import VIEW_HOME
+
+_log = logging.getLogger(__name__)
+
+
+async def place(
+    slot: Slot, task: Task, judged: Task, chosen: Mode, fresh: Callable[[], Awaitable[Slot]] | None, keep: Keep
+) -> tuple[Slot, Surroundings]:
+    """Prepare where the tests run: a slot, and what of the agent's is in it.
+
+    Args:
+        slot: where the agent worked.
+        task: whose work it is.
+        judged: whose tests run.
+        chosen: where they do.
+        fresh: gives the slot of a separate verifier.
+        keep: which of the agent's processes are left.
+    """
+    await _collect(slot, task)
+    slot.profile = PLAIN
+    if chosen == "view":
+        return slot, await _open_view(slot, task, keep)
+    if chosen == "shared":
+        return slot, Surroundings(company=await end_processes(slot, task, keep))
+    if fresh is None:
+        raise ValueError("a separate verifier needs `fresh`")
+    await slot.quiesce()
+    carried = [(one.source, await carry_out(slot, one.source, one.exclude)) for one in task.artifacts]
+    slot = await fresh()
+    slot.profile = PLAIN
+    return slot, await _carry_all(slot, judged, carried)
+
+
+async def _carry_all(slot: Slot, judged: Task, carried: Sequence[tuple[str, CarriedArtifact | None]]) -> Surroundings:
+    """Put the artifacts into a fresh slot; its home and programs stay as they are."""
+    wishes = await asyncio.to_thread(lambda: Wishes.of(read_texts(judged)))
+    found = Surroundings(tuple(path for path, _ in carried), wishes=wishes)
+    home = home_of(await profile_of(slot, judged, judged.verifier_settings))
+    wanted = [path for path in program_folders(image_variables(judged)) if found.holds(path)]
+    inside = found.holds(home)
+    programs = await put_aside(slot, home if inside else None, wanted) if inside or wanted else ()
+    for path, artifact in carried:
+        await carry_in(slot, path, artifact)
+    if any(artifact is not None and artifact.has_hard_links for _, artifact in carried):
+        await slot.settle()  # what tests write into one file is then not in the others
+    await put_back(slot, wanted, programs)
+    await _disarm(slot, found)
+    return replace(found, programs=programs, home=VIEW_HOME if inside else None)
+
+
+async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
+    """Run the tests beside the agent's programs, where these reach nothing but the folders that they wrote in."""
+    if keep == "none":
+        await slot.quiesce()
+    workdir = task.recipe.workdir
+    others = [one.source for one in task.artifacts if not f"{one.source}/".startswith(f"{workdir.rstrip('/')}/")]
+    carried = [(path, await carry_out(slot, path)) for path in others]
+    named, as_layer, wishes = await asyncio.to_thread(_read, task, (workdir, *others))
+    home = await _home_within(slot, task, (workdir, *others))
+    try:
+        shown = await slot.view(
+            [workdir], optional=named, programs=program_folders(image_variables(task)), home=home, as_layer=as_layer
+        )
+    except NotSupported as error:
+        _log.warning("%s: verified in the agent's slot: %s", task.name, error)
+        return Surroundings(company=await end_processes(slot, task, keep))
+    for path, artifact in carried:
+        if artifact is not None:
+            await carry_in(slot, path, artifact)
+    found = Surroundings((*shown.folders, *others), shown.programs, None if home is None else VIEW_HOME, wishes)
+    await _disarm(slot, found)
+    return found
+
+
+async def _disarm(slot: Slot, found: Surroundings) -> None:
+    if found.wishes.repositories and found.folders:
+        await take_out(slot, found.folders, found.wishes.repositories)
+
+
+def _read(task: Task, folders: Sequence[str]) -> tuple[list[str], bool, Wishes]:
+    """Of a task's texts: the folders that they name, whether its tests rename across these folders, and what is wanted."""
+    texts = read_texts(task)
+    return named_folders(texts.whole), renames_across(texts.tests, folders), Wishes.of(texts)
+
+
+async def _home_within(slot: Slot, task: Task, folders: Sequence[str]) -> str | None:
+    """The home of a view's programs, if it is in folders that the view shows: by the agent's word, who gains nothing by a lie."""
+    try:
+        home = home_of(await profile_of(slot, task, task.verifier_settings))
+    except TaskBroken:
+        return None
+    return home if Surroundings(tuple(folders)).holds(home) else None
+
+
+async def _collect(slot: Slot, task: Task) -> None:
+    for hook in task.config.verifier.collect:
+        slot.profile = PLAIN
+        if hook.user is not None:
+            slot.profile = await profile_of(slot, task, replace(task.agent_settings, user=str(hook.user)))
+        result = await slot.exec(hook.command, workdir=task.recipe.workdir, timeout_s=hook.timeout_sec)
+        if result.exit_code != 0:  # as in Harbor: the tests say what is missing
+            _log.warning(
+                "%s: verifier.collect: `%.100s` ended with %s: %s",
+                *(task.name, hook.command, result.exit_code, result.output[-300:].strip()),
+            )

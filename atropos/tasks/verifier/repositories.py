@@ -1,0 +1,73 @@
+"""Repositories in the agent's folders: a verifier's git runs no hook, and no program that their settings name.
+
+git takes filters, converters, drivers, helpers and more from a repository's own settings, some of them under names of the
+agent's choice, so that no variable turns them off. They are taken out of the files where the tests run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from atropos.slots import Slot
+from atropos.tasks.builder.transfer import exec_plain
+from atropos.tasks.errors import VerifierFailed
+
+_HOOKS = r"core\.hookspath"
+_PROGRAMS = {
+    _HOOKS: r"\bhooks?\b",
+    r"core\.fsmonitor": r"fsmonitor",
+    r"core\.(editor|pager)|sequence\.editor|pager\..*|interactive\.difffilter": r"\bcore\.(editor|pager)|sequence\.editor",
+    r"core\.(sshcommand|gitproxy|askpass|alternaterefscommand)|protocol\..*": r"sshcommand|gitproxy|askpass|protocol\.",
+    r"remote\..*\.(uploadpack|receivepack|vcs)|uploadpack\..*hook": r"uploadpack|receivepack",
+    r"diff\.external|diff\..*\.(command|textconv)|(difftool|mergetool)\..*": r"\b(diff|difftool|mergetool)\.|textconv",
+    r"merge\..*\.driver": r"\bmerge[.=]",
+    r"filter\..*": r"\bfilter[.=]|\blfs\b",
+    r"(user|commit|tag|gpg|log)\.(.*\.)?(program|gpgsign|showsignature|defaultkeycommand)": r"\bgpg|\bsign(ed|ing|ature)\b",
+    r"credential\..*": r"credential",
+    r"include(if\..*)?\.path": r"\bincludeif\b|include\.path",
+    r"submodule\..*\.update": r"submodule\.\S*update",
+    r"(tar|trailer|browser|man|sendemail|gc|imap)\..*(command|cmd|path|hook|tunnel)": r"\b(tar|trailer|browser|man|sendemail|gc)\.\w",
+}
+"""Settings by which git runs programs or reads further settings, and what shows that a task is about these."""
+_TAKE_OUT = r"""
+command -v git >/dev/null || exit 0
+export GIT_CONFIG_NOSYSTEM=1 HOME=/nonexistent PATTERN HOOKS
+find -L "$@" -type f \( -name config -o -name config.worktree \) -exec sh -c '
+  for file; do
+    [ -e "${file%/*}/objects" ] || [ -e "${file%/*}/HEAD" ] || [ -e "${file%/*}/refs" ] || continue
+    chmod u+r "$file"
+    [ "$HOOKS" = wanted ] || rm -rf -- "${file%/*}/hooks" 2>&1
+    git config -f "$file" --name-only --list 2>/dev/null | grep -ixE "$PATTERN" | sort -u | while IFS= read -r key; do
+      rm -rf -- "$file.lock"
+      git config -f "$file" --unset-all "$key" 2>&1 || echo "$file stays"
+    done
+  done
+' sh {} + 2>/dev/null
+"""
+"""For sh, with folders; prints what failed. Hooks go with the setting for their folder, since a server that a push starts
+doesn't get the client's variables. The change of mode has a view keep each file as it is now."""
+
+
+def named_programs(text: str) -> str:
+    """A pattern of settings that name programs, without those that a task's texts speak of."""
+    return "|".join(keys for keys, word in _PROGRAMS.items() if not re.search(word, text, re.IGNORECASE))
+
+
+async def take_out(slot: Slot, folders: Sequence[str], pattern: str) -> None:
+    """Take settings out of all repositories in folders; for a view or a slot of the verifier's own.
+
+    Args:
+        slot: where the tests will run.
+        folders: what the agent wrote.
+        pattern: of the settings.
+
+    Raises:
+        VerifierFailed: a repository can't be changed.
+    """
+    names = " ".join(map(shlex.quote, folders))
+    hooks = "" if _HOOKS in pattern else "wanted"
+    done = await exec_plain(slot, f"set -- {names}; HOOKS={hooks} PATTERN={shlex.quote(pattern)}; {_TAKE_OUT}")
+    if done.timed_out or done.output:
+        raise VerifierFailed(f"settings of a repository can't be taken out: {done.output[-300:].strip()}")

@@ -1,0 +1,193 @@
+"""`python -m benchmarks.honest TASKS… --humaneval FILE`: how honest work is scored on a host that is idle, is busy, or stalls.
+
+Each program is a right solution: those of task folders, verified as these say, and HumanEval's own. All run in each condition,
+several at once; one that scores less than 1, or that no score is found for, is named, and the exit code says whether there
+were any. `idle` is as the host is; `busy` has 30 programs beside it that compute without end; in `storms` processes of the
+server and its slots are stopped at random moments, for up to two seconds each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.tasks.attempt import Run
+from atropos.tasks.folder import load_task
+from atropos.tasks.format.task import Task
+from atropos.tasks.prepare import TaskImages
+from atropos.tasks.verifier.layers import VerifierLayers
+
+from . import machine
+
+if TYPE_CHECKING:
+    from atropos.envs.humaneval_env import HumanEvalProblem
+
+HOGS, STORMS, LONGEST_S = 30, 3, 2.0
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples/tasks"
+Program = Callable[[], Awaitable[float | None]]
+"""Does honest work and has it judged."""
+
+
+class Condition(StrEnum):
+    """What the host does meanwhile."""
+
+    IDLE = "idle"
+    BUSY = "busy"
+    STORMS = "storms"
+
+
+def below(pid: int) -> list[int]:
+    """Processes that this one started, and theirs."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
+                found += [child, *below(child)]
+    return found
+
+
+async def storm() -> None:
+    """Stop processes of the pool's, one after the other."""
+    while True:
+        stopped = random.choice(below(os.getpid()) or [0])
+        with contextlib.suppress(ProcessLookupError):
+            if stopped:
+                os.kill(stopped, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(random.uniform(0.05, LONGEST_S))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                if stopped:
+                    os.kill(stopped, signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def host(condition: Condition) -> AsyncGenerator[None]:
+    """The host in a condition."""
+    computing = (sys.executable, "-c", "while True: pass")
+    hogs = [await asyncio.create_subprocess_exec(*computing) for _ in range(HOGS * (condition == "busy"))]
+    storms = [asyncio.create_task(storm()) for _ in range(STORMS * (condition == "storms"))]
+    try:
+        yield
+    finally:
+        for each in storms:
+            each.cancel()
+        await asyncio.gather(*storms, return_exceptions=True)
+        for hog in hogs:
+            hog.kill()
+            await hog.wait()
+
+
+def of_task(pool: SlotPool, task: Task) -> Program:
+    """A task's own solution, verified where the task says."""
+
+    async def play() -> float | None:
+        run = Run(TaskImages(pool), VerifierLayers(()), task, "oracle")
+        try:
+            return (await run.play()).reward
+        finally:
+            await run.end()
+
+    return play
+
+
+def of_problem(pool: SlotPool, problem: HumanEvalProblem) -> Program:
+    """HumanEval's own solution of a problem."""
+    from atropos.envs.humaneval_env import judge  # with a trainer's packages, which a machine of tasks may lack
+
+    async def play() -> float | None:
+        async with pool.lease(problem.name) as slot:
+            passed, _ = await judge(slot, problem, problem.prompt + problem.canonical_solution, timeout_s=60)
+            return float(passed)
+
+    return play
+
+
+async def scored(programs: dict[str, Program], at_once: int) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Which programs are scored less than 1, and which are not scored, and why."""
+    turn = asyncio.Semaphore(at_once)
+    zeros: dict[str, float | None] = {}
+    dropped: dict[str, str] = {}
+
+    async def one(name: str, program: Program) -> None:
+        async with turn:
+            try:
+                reward = await program()
+            except Exception as error:  # whatever it is, an env would have no score
+                dropped[name] = f"{type(error).__name__}: {error}"[:300]
+            else:
+                if reward is None or reward < 1:
+                    zeros[name] = reward
+
+    await asyncio.gather(*(one(*each) for each in programs.items()))
+    return zeros, dropped
+
+
+async def measure(
+    tasks: list[Task], problems: list[HumanEvalProblem], conditions: list[Condition], at_once: int
+) -> dict[str, dict[str, object]]:
+    """Of each condition: how many programs were scored, what was not scored 1 and why, and the seconds in all."""
+    found: dict[str, dict[str, object]] = {}
+    config = SlotPoolConfig(backend="local", slots_per_container=at_once, max_containers=1, acquire_timeout_s=600)
+    async with SlotPool(config) as pool:
+        programs = {task.name: of_task(pool, task) for task in tasks}
+        programs |= {problem.name: of_problem(pool, problem) for problem in problems}
+        for condition in conditions:
+            started = time.monotonic()
+            async with host(condition):
+                zeros, dropped = await scored(programs, at_once)
+            seconds = round(time.monotonic() - started, 1)
+            found[condition] = {"programs": len(programs), "false_zeros": zeros, "dropped": dropped, "seconds": seconds}
+            typer.echo(
+                f"{condition:8} {len(programs)} programs: {len(zeros)} false zeros, {len(dropped)} dropped in {seconds} s"
+            )
+            for name, why in (zeros | dropped).items():
+                typer.echo(f"         {name}: {why}")
+    return found
+
+
+def main(
+    tasks: Annotated[
+        list[Path] | None, typer.Argument(help="folders of tasks, or with tasks in them; the examples")
+    ] = None,
+    humaneval: Annotated[Path | None, typer.Option(help="HumanEval.jsonl.gz")] = None,
+    condition: Annotated[list[Condition] | None, typer.Option(help="what the host does meanwhile; all of them")] = None,
+    at_once: Annotated[int, typer.Option(help="programs at a time")] = 8,
+    most: Annotated[int | None, typer.Option(help="programs of each kind")] = None,
+    out: Annotated[Path | None, typer.Option(help="where the JSON goes")] = None,
+) -> None:
+    """Print false zeros and drops of each condition."""
+    folders = sorted(
+        toml.parent
+        for path in tasks or [EXAMPLES]
+        for pattern in ("task.toml", "*/task.toml")
+        for toml in path.glob(pattern)
+    )
+    problems: list[HumanEvalProblem] = []
+    if humaneval is not None:
+        from atropos.envs.humaneval_env import load_problems
+
+        problems = load_problems(humaneval)
+    found = asyncio.run(
+        measure([load_task(each) for each in folders[:most]], problems[:most], condition or list(Condition), at_once)
+    )
+    if out is not None:
+        out.write_text(json.dumps({"machine": machine.describe(), "conditions": found}, indent=2))
+    raise typer.Exit(any(each["false_zeros"] or each["dropped"] for each in found.values()))
+
+
+if __name__ == "__main__":
+    typer.run(main)
