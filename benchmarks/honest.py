@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atropos.config import SlotLimits
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks.attempt import Run
+from atropos.tasks.fit import Room, fit
 from atropos.tasks.folder import load_task
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import TaskImages
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from atropos.envs.humaneval_env import HumanEvalProblem
 
 HOGS, STORMS, LONGEST_S = 30, 3, 2.0
+LIMITS = SlotLimits(memory_mib=1024, disk_mib=512)
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples/tasks"
 Program = Callable[[], Awaitable[float | None]]
 """Does honest work and has it judged."""
@@ -141,7 +144,9 @@ async def measure(
 ) -> dict[str, dict[str, object]]:
     """Of each condition: how many programs were scored, what was not scored 1 and why, and the seconds in all."""
     found: dict[str, dict[str, object]] = {}
-    config = SlotPoolConfig(backend="local", slots_per_container=at_once, max_containers=1, acquire_timeout_s=600)
+    config = SlotPoolConfig(
+        backend="local", slots_per_container=at_once, max_containers=1, acquire_timeout_s=600, limits=LIMITS
+    )
     async with SlotPool(config) as pool:
         programs = {task.name: of_task(pool, task) for task in tasks}
         programs |= {problem.name: of_problem(pool, problem) for problem in problems}
@@ -176,17 +181,21 @@ def main(
         for pattern in ("task.toml", "*/task.toml")
         for toml in path.glob(pattern)
     )
+    room = Room(LIMITS.memory_mib, LIMITS.disk_mib, most_mib=at_once * LIMITS.memory_mib)
+    loaded = [(task, fit(task, room)) for task in map(load_task, folders[:most])]
+    for task, found in loaded:
+        if found.refused:
+            typer.echo(f"{task.name} is left out: {found.refused[0]}")
+    fitting = [found.sized(task) for task, found in loaded if not found.refused]
     problems: list[HumanEvalProblem] = []
     if humaneval is not None:
         from atropos.envs.humaneval_env import load_problems
 
         problems = load_problems(humaneval)
-    found = asyncio.run(
-        measure([load_task(each) for each in folders[:most]], problems[:most], condition or list(Condition), at_once)
-    )
+    measured = asyncio.run(measure(fitting, problems[:most], condition or list(Condition), at_once))
     if out is not None:
-        out.write_text(json.dumps({"machine": machine.describe(), "conditions": found}, indent=2))
-    raise typer.Exit(any(each["false_zeros"] or each["dropped"] for each in found.values()))
+        out.write_text(json.dumps({"machine": machine.describe(), "conditions": measured}, indent=2))
+    raise typer.Exit(any(each["false_zeros"] or each["dropped"] for each in measured.values()))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,15 @@ import time
 
 import pytest
 
+from atropos.envs.humaneval_env import load_problems
 from atropos.errors import NotSupported
 from atropos.tasks import workspace
 from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.fit import Room, fit
+from atropos.tasks.folder import load_task
 from atropos.tasks.verifier import services
+from benchmarks.honest import EXAMPLES, Condition, measure
+from tests.e2e.test_humaneval import DATA
 from tests.e2e.test_tasks import Attempt, make_task, pool, working_on
 from tests.processes import descendants
 from tests.waiting import SLOWNESS, until
@@ -164,6 +168,12 @@ async def test_a_limit_as_large_as_the_task_asks_for_is_the_agent_s_matter(pool,
         assert (await run.slot.exec("head -c 2G /dev/zero > /app/f")).limit == "disk"
         await run.slot.exec("rm /app/f")
         assert (await run.verify("shared")).reward == 0
+
+
+async def test_right_solutions_score_1_while_processes_of_the_pool_are_stopped_at_random():
+    tasks = [load_task(EXAMPLES / name) for name in ("fix-ledger", "notes-server")]
+    found = await measure(tasks, load_problems(DATA)[:6], [Condition.STORMS], at_once=4)
+    assert (found["storms"]["false_zeros"], found["storms"]["dropped"]) == ({}, {})
 
 
 PROGRAM = "sum(x * x for x in range(1_000_000))"
