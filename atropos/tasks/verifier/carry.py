@@ -73,7 +73,7 @@ async def carry_out(slot: Slot, path: str, exclude: Sequence[str] = ()) -> Carri
 
 
 def _folder(archive: bytes) -> CarriedArtifact:
-    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as members:
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:", tarinfo=WholeTar) as members:
         return CarriedArtifact(archive, None, frozenset(member.type for member in members))
 
 
