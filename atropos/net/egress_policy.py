@@ -22,6 +22,8 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 WEB_PORTS = frozenset({80, 443})
 """Ports that are open to slots where a rule names none."""
+MOST_PORTS = 64
+"""Different ports in `egress_allow`: each has a listening socket in every slot's gateway."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _SIX_TO_FOUR = ipaddress.IPv6Network("2002::/16")
 _SPECIAL: tuple[Network, ...] = tuple(
@@ -177,12 +179,20 @@ class Policy:
         """What all slots of a server may reach, from `egress_allow` and `egress_deny`.
 
         Raises:
-            ConfigError: an entry can't be read.
+            ConfigError: an entry can't be read, or there are too many different ports.
         """
-        return cls(
+        policy = cls(
             tuple(parse(entry, field="egress_allow", ports=WEB_PORTS) for entry in allow),
             tuple(parse(entry, field="egress_deny") for entry in deny),
         )
+        if len(policy.ports) > MOST_PORTS:
+            raise ConfigError(f"egress_allow: {len(policy.ports)} different ports are allowed; at most {MOST_PORTS}")
+        return policy
+
+    @property
+    def ports(self) -> list[int]:
+        """The ports that a rule opens by their numbers."""
+        return sorted(frozenset[int]().union(*(rule.ports or () for rule in self.allow)))
 
     def judge_name(self, host: str, port: int) -> str:
         """The canonical form of a host.
@@ -199,8 +209,8 @@ class Policy:
         by_address = address is None and any(rule.network is not None and rule.covers(port) for rule in self.allow)
         if not by_address and not any(rule.matches(name, port) for rule in self.allow):
             allowed = ", ".join(map(str, self.allow)) or "none"
-            ports = ", ".join(map(str, sorted(frozenset[int]().union(*(rule.ports or () for rule in self.allow)))))
-            ports = "any" if any(rule.ports is None for rule in self.allow) else ports
+            any_port = any(rule.ports is None for rule in self.allow)
+            ports = "any" if any_port else ", ".join(map(str, self.ports))
             raise EgressRefused(
                 f"{name}:{port} is not on the list of allowed hosts ({allowed}; ports {ports or 'none'})"
             )
@@ -267,6 +277,11 @@ class Narrowed:
             ConfigError: an entry can't be read.
         """
         return cls(outer, Policy(tuple(parse(entry, field="network") for entry in hosts)))
+
+    @property
+    def ports(self) -> list[int]:
+        """As `Policy.ports`."""
+        return self.outer.ports
 
     def judge_name(self, host: str, port: int) -> str:
         """As `Policy.judge_name`."""

@@ -31,7 +31,7 @@ REFUSED_HEADER = "x-atropos-refused"
 """On an answer that the proxy gave itself, with the reason; an origin's header of this name is dropped."""
 CHUNK_BYTES = 1 << 16
 _MAX_HEAD = 32_768
-_RESET = struct.pack("ii", 1, 0)
+_NO_LINGER = struct.pack("ii", 1, 0)
 """SO_LINGER of no seconds: to close is to reset."""
 Dial = Callable[[str, int], Awaitable[tuple[str, asyncio.StreamReader, asyncio.StreamWriter]]]
 """Connects to a host and port; returns the host's canonical form and the connection.
@@ -101,6 +101,44 @@ async def relay(
         raise
     finally:
         await _hang_up(*filter(None, (writer, upstream)))
+
+
+async def tunnel(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    dial: Dial,
+    host: str,
+    port: int,
+    *,
+    spend: Callable[[int], None],
+    admit: Callable[[], None],
+) -> None:
+    """Serve one connection of a program that believes it is connected to a host: all bytes, both ways, unread.
+
+    Where the host can't be reached, or no more bytes may be moved, the program's connection is reset. `dial`, `spend` and `admit` as
+    in `relay`.
+    """
+    upstream: asyncio.StreamWriter | None = None
+    try:
+        admit()
+        _, remote, upstream = await dial(host, port)
+        async with _while_it_moves(spend) as moved:
+            await _splice(moved, reader, writer, remote, upstream, b"")
+    except (EgressRefused, OutOfBytes, OSError):
+        _reset(writer)
+    except asyncio.CancelledError:
+        _reset(writer)
+        if upstream is not None:
+            upstream.transport.abort()
+        raise
+    finally:
+        await _hang_up(*filter(None, (writer, upstream)))
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """End a connection so that its other end can't take that for the end of an answer."""
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+    writer.transport.abort()
 
 
 @contextlib.asynccontextmanager
@@ -319,8 +357,7 @@ async def _answer(connection: h11.Connection, writer: asyncio.StreamWriter, stat
     if writer.is_closing():
         return
     if connection.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
-        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        writer.transport.abort()
+        _reset(writer)
         return
     body = text.encode()
     # in the reason, too: it is all that many programs show of a refused CONNECT

@@ -52,8 +52,7 @@ async def proxied(*, budget: int = 1 << 40, connections: int = 8) -> AsyncIterat
     server = await asyncio.start_server(origin, "127.0.0.1", 0)
     listener = socket.create_server(("127.0.0.1", 0))
     proxy = Proxy(Anything((), ()), slots=1)
-    proxy.narrow(1, None)
-    await proxy.add(1, listener, budget, connections)
+    await proxy.serve(proxy.add(1, budget, connections), [listener])
     try:
         yield proxy, listener.getsockname()[1], f"127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.egress.world import FAR, METADATA, PRIVATE
+from tests.egress.world import FAR, METADATA, PRIVATE, PROGRAMS
 from tests.needs import needs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +39,13 @@ def public() -> dict:
     return scenario("public")
 
 
-@pytest.mark.parametrize(
+@pytest.fixture(scope="module")
+def direct() -> dict:
+    """The same commands without the variables that name the proxy."""
+    return scenario("direct")
+
+
+REACHED = pytest.mark.parametrize(
     ("what", "output"),
     [
         ("http", "hello from files.example.org to /path?q=1"),
@@ -48,24 +55,44 @@ def public() -> dict:
         ("chunked", "got 300000"),
         ("big", "8388608\n"),
         ("python", "hello from files.example.org to /py\n"),
-        ("hop", "hello from files.example.org to /"),
         ("still", "hello from files.example.org to /still"),
         ("mixed", "hello from mixed.example.org to /"),
     ],
 )
+
+
+@REACHED
 def test_programs_reach_public_hosts(public: dict, what: str, output: str) -> None:
     assert public[what] == [0, output]
+
+
+@REACHED
+def test_programs_reach_public_hosts_without_variables(direct: dict, what: str, output: str) -> None:
+    assert direct[what] == [0, output]
+
+
+def test_what_concerns_one_connection_goes_no_further_than_the_proxy(public: dict) -> None:
+    assert public["hop"] == [0, "hello from files.example.org to /"]
 
 
 def test_git_speaks_through_the_proxy(public: dict) -> None:
     assert int(public["git"][1]) >= 1
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["private", "private_literal", "private_connect", "metadata", "metadata_name", "mapped", "nat64", "loopback", "zero", "here",
-     "redirect"],
-)  # fmt: skip
+NOT_PUBLIC = [
+    "private", "private_literal", "private_connect", "metadata", "metadata_name", "mapped", "nat64", "loopback", "zero", "here",
+    "redirect",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", [*NOT_PUBLIC, "decimal", "octal", "port", "unknown", "around"])
+def test_no_address_that_is_not_public_is_reached_without_variables(direct: dict, what: str) -> None:
+    code, output = direct[what]
+    assert code != 0
+    assert "hello" not in output
+
+
+@pytest.mark.parametrize("what", NOT_PUBLIC)
 def test_no_address_that_is_not_public_is_reached(public: dict, what: str) -> None:
     output = public[what][1]
     assert "hello" not in output
@@ -87,8 +114,8 @@ def test_a_refusal_says_why(public: dict) -> None:
 
 
 def test_there_is_no_way_around_the_proxy(public: dict) -> None:
-    assert public["direct"][0] != 0
-    assert "hello" not in public["direct"][1]
+    assert public["around"][0] != 0
+    assert "hello" not in public["around"][1]
 
 
 def test_a_second_request_on_a_connection_is_not_smuggled(public: dict) -> None:
@@ -113,6 +140,10 @@ def test_allow_and_deny_lists() -> None:
         assert found[named] == [0, "hello from private.example.org to /"]
     for shut in ("metadata", "loop", "metadata_net", "loop_net", "metadata_literal_net"):
         assert "egress refused" in found[shut][1]
+    for what, outcome in found.items():
+        if what.endswith("_direct") and what != "host_header_direct":
+            proxied = found[what.removesuffix("_direct")]
+            assert outcome[1] == proxied[1] if "hello" in proxied[1] else "hello" not in outcome[1], what
 
 
 def test_bytes_and_connections_are_bounded_per_slot() -> None:
@@ -125,16 +156,52 @@ def test_bytes_and_connections_are_bounded_per_slot() -> None:
     assert found["again"] == [0, "hello from files.example.org to /again"]
 
 
+def test_bytes_and_connections_are_bounded_without_variables_too() -> None:
+    found = scenario("bounds_direct")
+    assert "reset by peer" in found["many"][1]
+    spent = found["spent"][1].splitlines()
+    assert spent[:2] == ["8388608", "8388608"]
+    assert "reset by peer" in found["spent"][1]
+    assert "hello" not in found["spent"][1]
+    assert found["again"] == [0, "hello from files.example.org to /again"]
+
+
+def test_names_are_answered_in_the_slot_and_plain_connections_go_by_them() -> None:
+    found = scenario("names")
+    (code, four), (code6, six) = found["both"]
+    assert (code, code6) == (0, 0)
+    assert ipaddress.ip_address(four) in ipaddress.ip_network("198.18.0.0/15")
+    assert ipaddress.ip_address(six) in ipaddress.ip_network("fd61:7472:6f70:6f73::/64")
+    for same in (found["again"], found["tcp"], *found["other_servers"]):
+        assert same == [0, four]
+    assert found["refused"] == [3, 3, 3, 3, 2], "no such name; the last can't be looked up now"
+    assert found["other_kinds"] == [4] * 5, "not implemented"
+    assert found["search"][1].split()[0] == four
+    assert found["first"] == [0, "220 welcome\nyou said ho"]
+    assert found["six"] == [0, "hello from files.example.org to /six"]
+    assert found["own_port"] == [0, "ok"], "the slot's programs have all ports"
+    assert "refused" in found["udp"][1], "the web's UDP (QUIC) fails at once"
+    assert found["many"] == [0, "200"]
+    for program in PROGRAMS.keys() & found.keys():
+        assert found[program] == [0, "hello from files.example.org to /"], program
+    assert found["next"][0] != 0, "an address stands for nothing in the next lease"
+    assert "hello" not in found["next"][1]
+    assert found["next_sockets"] == "1\n1\n", "no connection is left but the proxy's socket"
+
+
 def test_a_dead_proxy_is_replaced_and_forks_have_networks_of_their_own() -> None:
     found = scenario("ends")
     assert found["before"].endswith("/1")
     assert found["proxies"] == 1
     assert [int(text, 16) for text in found["capabilities"]] == [0]
     assert found["after"].endswith("/2")
+    assert found["before_direct"].endswith("/1")
+    assert found["after_direct"].endswith("/2")
     assert found["fork"].endswith("/fork")
     assert found["original"].endswith("/orig")
     assert found["off"][0] != 0
     assert found["off"][1].startswith("0\n")
+    assert "eth0" not in found["off"][1]
     assert "hello" not in found["off"][1]
 
 
@@ -155,6 +222,8 @@ def test_a_lease_s_network_is_narrowed_and_widened_within_the_pool_s() -> None:
     for phase, expected in reached.items():
         seen = {host for host in hosts if found[f"{phase}_{host}"].startswith("hello")}
         assert seen == expected, (phase, {host: found[f"{phase}_{host}"] for host in hosts})
+        direct = {host for host in hosts if found[f"{phase}_{host}_direct"].startswith("hello")}
+        assert direct == expected, (phase, {host: found[f"{phase}_{host}_direct"] for host in hosts})
     assert found["none_neighbour"].startswith("hello")
     assert "not on the list of allowed hosts (none; ports none)" in found["none_files"]
     assert not found["public_elsewhere"].startswith("hello"), "a lease never widens what the pool allows"

@@ -128,6 +128,12 @@ def test_a_denied_network_wins_over_a_named_host():
         policy.judge_addresses("mirror.corp", 80, [MIRROR], OWN)
 
 
+def test_more_ports_than_a_gateway_has_sockets_for_are_refused():
+    assert len(Policy.of_slots([f"db.example.org:{port}" for port in range(1, 65)]).ports) == 64
+    with pytest.raises(ConfigError, match="egress_allow: 65 different ports are allowed; at most 64"):
+        Policy.of_slots([f"db.example.org:{port}" for port in range(1, 66)])
+
+
 @pytest.mark.parametrize(
     ("entry", "words"),
     [

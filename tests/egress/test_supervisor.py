@@ -67,7 +67,7 @@ async def test_a_restarted_proxy_serves_every_slot():
         listeners = [listening() for _ in range(SLOTS)]
         ports = [each.getsockname()[1] for each in listeners]
         for each in listeners:
-            supervisor.add(each)
+            supervisor.add([each])
         assert await statuses(ports) == {b"403": SLOTS}
         first = proxy()
         assert first is not None
@@ -91,7 +91,7 @@ async def test_a_restart_that_fails_is_tried_again(monkeypatch):
     try:
         listener = listening()
         port = listener.getsockname()[1]
-        supervisor.add(listener)
+        supervisor.add([listener])
         assert await status(port) == b"403"
         first = proxy()
         assert first is not None
@@ -112,9 +112,9 @@ async def test_slots_that_end_while_the_proxy_starts_leave_no_socket_in_it():
         for _ in range(4):
             listener = listening()
             ports.append(listener.getsockname()[1])
-            supervisor.drop(supervisor.add(listener))
+            supervisor.drop(supervisor.add([listener]))
         kept = listening()
-        supervisor.add(kept)
+        supervisor.add([kept])
         assert await status(kept.getsockname()[1]) == b"403"
         await until(lambda: all(map(refuses, ports)))
     finally:
@@ -126,7 +126,7 @@ async def test_a_change_that_is_asked_for_again_is_confirmed_too():
     supervisor.start()
     try:
         listener = listening()
-        number = supervisor.add(listener)
+        number = supervisor.add([listener])
         assert await status(listener.getsockname()[1]) == b"403"
         frozen = proxy()
         assert frozen is not None

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -91,6 +92,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.send_header("Content-Length", str(len(answer))); self.end_headers(); self.wfile.write(answer)
 class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
     daemon_threads = True; allow_reuse_address = True; address_family = socket.AF_INET6; request_queue_size = 200
+class Greeter(socketserver.StreamRequestHandler):
+    def handle(self):
+        self.wfile.write(b"220 welcome\n")
+        self.wfile.write(b"you said " + self.rfile.readline())
+class Greeting(socketserver.ThreadingTCPServer):
+    daemon_threads = True; allow_reuse_address = True
+threading.Thread(target=Greeting(("", 2525), Greeter).serve_forever, daemon=True).start()
 for port in (80, 443, 8080):
     threading.Thread(target=Server(("", port), Handler).serve_forever, daemon=True).start()
 print("ready", flush=True)
@@ -99,6 +107,8 @@ sys.stdin.read()
 
 
 GET = "curl -sS -m 30 "
+DIRECT = "unset HTTP_PROXY HTTPS_PROXY http_proxy https_proxy; "
+"""Before a command that is to find hosts by their names and addresses alone."""
 
 
 def ip(*words: str) -> None:
@@ -145,17 +155,27 @@ async def slots(**settings) -> AsyncIterator[SlotPool]:
         yield pool
 
 
-async def run(pool: SlotPool, commands: dict[str, str]) -> dict[str, list]:
+async def run(pool: SlotPool, commands: dict[str, str], before: str = "") -> dict[str, list]:
     """Each command in one slot: exit code and output."""
     found = {}
     async with pool.lease("t") as slot:
         for name, command in commands.items():
-            result = await slot.exec(command, timeout_s=60)
+            result = await slot.exec(before + command, timeout_s=60)
             found[name] = [result.exit_code, result.output]
     return found
 
 
-async def public() -> dict:
+async def both_ways(pool: SlotPool, commands: dict[str, str]) -> dict[str, list]:
+    """Each by the proxy, and once more without, under its name and `_direct`."""
+    direct = await run(pool, commands, DIRECT)
+    return await run(pool, commands) | {f"{name}_direct": outcome for name, outcome in direct.items()}
+
+
+async def direct() -> dict:
+    return await public(DIRECT)
+
+
+async def public(before: str = "") -> dict:
     async with slots() as pool:
         return await run(
             pool,
@@ -187,7 +207,7 @@ async def public() -> dict:
                 "redirect": GET + "-L http://files.example.org/redirect",
                 "port": GET + "http://files.example.org:8080/",
                 "unknown": GET + "http://nowhere.example.org/",
-                "direct": f"curl -sS --noproxy '*' -m 3 http://{FAR}/",
+                "around": f"curl -sS --noproxy '*' -m 3 http://{PRIVATE}/",
                 "odd_scheme": "exec 3<>/dev/tcp/127.0.0.1/3128; printf 'GET ftp://files.example.org/ HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n' >&3; head -1 <&3",
                 # with one write, which bash's printf isn't: the proxy hangs up once it has answered the first
                 "smuggle": "python3 -c \"import socket; s = socket.create_connection(('127.0.0.1', 3128)); "
@@ -197,6 +217,7 @@ async def public() -> dict:
                 "head -c 200000 /dev/zero | tr '\\0' a) >&3 2>/dev/null; timeout 10 head -1 <&3",
                 "still": GET + "http://files.example.org/still",
             },
+            before,
         )
 
 
@@ -204,7 +225,7 @@ async def listed() -> dict:
     shut = {"metadata": GET + "http://metadata.example.org/", "loop": GET + "http://loop.example.org/"}
     names = ["files.example.org", "*.sub.example.org", "other.example.net:8080", "private.example.org"]
     async with slots(egress_allow=names) as pool:
-        found = await run(
+        found = await both_ways(
             pool,
             {
                 "allowed": GET + "http://files.example.org/a",
@@ -218,7 +239,7 @@ async def listed() -> dict:
             },
         )
     async with slots(egress_allow=["10.9.8.0/24", METADATA]) as pool:
-        found |= await run(
+        found |= await both_ways(
             pool,
             {
                 "mirror_net": GET + "http://private.example.org/",
@@ -227,25 +248,31 @@ async def listed() -> dict:
             },
         )
     async with slots(egress_deny=["files.example.org", "93.184.215.0/25"]) as pool:
-        return found | await run(
+        return found | await both_ways(
             pool,
             {"denied": GET + "http://files.example.org/", "denied_net": GET + "http://other.example.net/"},
         )
 
 
-async def bounds() -> dict:
+async def bounds_direct() -> dict:
+    return await bounds(DIRECT)
+
+
+async def bounds(before: str = "") -> dict:
     async with slots(egress_mib=20, egress_connections=4) as pool:
         async with pool.lease("greedy") as greedy, pool.lease("other") as other:
             many = await greedy.exec(
-                "for i in 1 2 3 4; do curl -sSN http://files.example.org/hang > $i & done; "
+                before + "for i in 1 2 3 4; do curl -sSN http://files.example.org/hang > $i & done; "
                 "for i in 1 2 3 4; do until [ -s $i ]; do sleep 0.02; done; done; "
-                f"{GET} http://files.example.org/fifth; kill $(jobs -p); wait; "
-                # the proxy sees their ends a moment later
-                f"until {GET} http://files.example.org/again | grep -q hello; do sleep 0.02; done",
+                f"{GET} http://files.example.org/fifth; kill $(jobs -p); wait",
                 timeout_s=60,
             )
+            await other.exec(f"{GET} http://files.example.org/go")  # without a proxy, the origin ends them
+            await greedy.exec(
+                f"{before}until {GET} http://files.example.org/again | grep -q hello; do sleep 0.02; done"
+            )
             spent = await greedy.exec(
-                f"for i in 1 2 3 4; do {GET} http://files.example.org/big | wc -c; done; "
+                f"{before}for i in 1 2 3 4; do {GET} http://files.example.org/big | wc -c; done; "
                 f"{GET} http://files.example.org/after",
                 timeout_s=60,
             )
@@ -263,6 +290,7 @@ async def ends() -> dict:
     found: dict = {}
     async with slots() as pool, pool.lease("a") as slot:
         found["before"] = (await slot.exec(GET + "http://files.example.org/1")).output
+        found["before_direct"] = (await slot.exec(DIRECT + GET + "http://files.example.org/1")).output
         mine = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_our_proxy(pid)]
         status = Path(f"/proc/{mine[0]}/status").read_text()
         found["capabilities"] = [line.split()[1] for line in status.splitlines() if line.startswith("CapEff")]
@@ -274,13 +302,15 @@ async def ends() -> dict:
                 break
             await asyncio.sleep(0.1)
         found["after"] = result.output
+        found["after_direct"] = (await slot.exec(DIRECT + GET + "http://files.example.org/2")).output
         snapshot = await slot.snapshot()
         async with pool.lease("fork", snapshot=snapshot) as fork:
             found["fork"] = (await fork.exec(GET + "http://files.example.org/fork")).output
         found["original"] = (await slot.exec(GET + "http://files.example.org/orig")).output
         async with pool.lease("off", network=False) as off:
             result = await off.exec(
-                f"env | grep -ic _proxy; curl -sS -m 3 http://127.0.0.1:3128; curl -m 3 -sS http://{FAR}"
+                "env | grep -ic _proxy; curl -sS -m 3 http://127.0.0.1:3128; ls /sys/class/net; getent hosts files.example.org; "
+                f"curl -m 3 -sS http://{FAR}"
             )
             found["off"] = [result.exit_code, result.output]
     return found
@@ -291,10 +321,15 @@ async def phases() -> dict:
     found: dict = {}
 
     async def look(slot: Slot, name: str) -> None:
-        hosts = {"files": "files.example.org", "other": "other.example.net", "deep": "deep.sub.example.org"}
+        hosts = {
+            "files": "files.example.org",
+            "other": "other.example.net",
+            "deep": "deep.sub.example.org",
+            "private": "private.example.org",
+        }
         for key, host in hosts.items():
             found[f"{name}_{key}"] = (await slot.exec(GET + f"http://{host}/")).output
-        found[f"{name}_private"] = (await slot.exec(GET + "http://private.example.org/")).output
+            found[f"{name}_{key}_direct"] = (await slot.exec(DIRECT + GET + f"http://{host}/")).output
 
     allow = ["files.example.org", "*.sub.example.org", "other.example.net", "private.example.org"]
     async with slots(egress_allow=allow, slots_per_container=2) as pool:
@@ -367,6 +402,99 @@ async def task_phases() -> dict:
             await workspace.enter(slot, task)
             again = (await slot.exec(get.format("files.example.org"))).output
     return {"agent": agent, "reward": verdict.reward, "again": again}
+
+
+ASK = r"""
+import socket, struct, sys
+def question(name, kind):
+    labels = b"".join(bytes([len(each)]) + each.encode() for each in name.split("."))
+    return struct.pack(">HHHHHH", 7, 0x100, 1, 0, 0, 0) + labels + b"\0" + struct.pack(">HH", kind, 1)
+def said(answer):
+    code, count, size = answer[3] & 15, answer[7], len(answer)
+    return [code, socket.inet_ntop(2 if size - answer.rindex(b"\xc0\x0c") == 16 else 10, answer[answer.rindex(b"\xc0\x0c") + 12:]) if count else ""]
+def ask(name, kind=1, server="198.18.0.1", tcp=False):
+    with socket.socket(socket.AF_INET6 if ":" in server else socket.AF_INET, socket.SOCK_STREAM if tcp else socket.SOCK_DGRAM) as s:
+        s.settimeout(20)
+        s.connect((server, 53))
+        data = question(name, kind)
+        s.sendall(len(data).to_bytes(2, "big") + data if tcp else data)
+        return said(s.recv(4096)[2 * tcp:])
+"""
+MANY = r"""
+import asyncio
+async def one(number):
+    reader, writer = await asyncio.open_connection("files.example.org", 80)
+    writer.write(b"GET /%d HTTP/1.1\r\nHost: many\r\nConnection: close\r\n\r\n" % number)
+    answer = await reader.read()
+    writer.close()
+    return answer.endswith(b"hello from many to /%d" % number)
+async def all_of_them():
+    print(sum(await asyncio.gather(*map(one, range(200)))))
+asyncio.run(all_of_them())
+"""
+PROGRAMS = {
+    "urllib": """python3 -c "import urllib.request as r; print(r.urlopen('http://files.example.org/').read().decode())" """,
+    "sockets": "exec 3<>/dev/tcp/files.example.org/80; printf 'GET / HTTP/1.1\\r\\nHost: files.example.org\\r\\nConnection: close\\r\\n\\r\\n' >&3; tail -1 <&3",
+    "node": "node -e \"require('http').get('http://files.example.org/', r => r.pipe(process.stdout))\"",
+    "node fetch": "node -e \"fetch('http://files.example.org/').then(r => r.text()).then(console.log)\"",
+    "node resolver": "node -e \"require('dns').resolve4('files.example.org', (e, a) => console.log(e || 'hello from files.example.org to /'))\"",
+    "java": """cat > Get.java <<'END'
+import java.net.*; import java.net.http.*;
+class Get { public static void main(String[] a) throws Exception {
+  System.out.println(HttpClient.newHttpClient().send(HttpRequest.newBuilder(URI.create("http://files.example.org/")).build(), HttpResponse.BodyHandlers.ofString()).body()); } }
+END
+java Get.java""",
+}
+"""Programs without any variable; a value of its own for each that this machine has."""
+
+
+async def names() -> dict:
+    """Names and plain connections, without a proxy."""
+    found: dict = {}
+    allow = ["public", "files.example.org:2525"]
+    async with slots(egress_allow=allow, egress_connections=256, slots_per_container=1) as pool:
+        async with pool.lease("a") as slot:
+
+            async def python(code: str) -> object:
+                result = await slot.exec(
+                    "python3 -I -", stdin=f"{ASK}\nimport json\nprint(json.dumps({code}))", timeout_s=120
+                )
+                return json.loads(result.output) if result.exit_code == 0 else result.output
+
+            for key, code in {
+                "both": "[ask('files.example.org'), ask('files.example.org', 28)]",
+                "again": "ask('FILES.example.org')",
+                "tcp": "ask('files.example.org', tcp=True)",
+                "other_servers": "[ask('files.example.org', server=s) for s in ('8.8.8.8', '10.0.0.1', '2606:4700:10::1')]",
+                "refused": "[ask(n)[0] for n in ('private.example.org', 'metadata.example.org', 'loop.example.org', 'here.example.org', 'nowhere.example.org')]",
+                "other_kinds": "[ask('files.example.org', kind)[0] for kind in (15, 16, 33, 65, 255)]",
+            }.items():
+                found[key] = await python(code)
+            commands = {
+                "search": "echo 'nameserver 8.8.8.8\nsearch example.com example.org' > /etc/resolv.conf; getent ahostsv4 files | head -1",
+                "first": "exec 3<>/dev/tcp/files.example.org/2525; head -1 <&3; echo ho >&3; head -1 <&3",
+                "six": GET + "-6 http://files.example.org/six",
+                "own_port": "python3 -c \"import socket; [socket.create_server(('', port)) for port in (53, 80, 443)]; print('ok')\"",
+                "udp": "exec 3<>/dev/udp/93.184.215.14/443; echo x >&3; read -t 20 <&3",
+                "many": f"python3 - <<'END'\n{MANY}END",
+                **{
+                    name: command
+                    for name, command in PROGRAMS.items()
+                    if shutil.which(command.split()[0]) or name == "sockets"
+                },
+            }
+            for name, command in commands.items():
+                result = await slot.exec(DIRECT + command, timeout_s=120)
+                found[name] = [result.exit_code, result.output.strip()]
+            connection = await slot.start(DIRECT + GET + "-N http://files.example.org/hang")
+            assert await connection.read(wait_s=15) == b"abc"
+        address = found["both"][0][1]
+        async with pool.lease("next") as slot:
+            result = await slot.exec(DIRECT + GET + f"-H 'Host: files.example.org' http://{address}/")
+            found["next"] = [result.exit_code, result.output]
+            tcp = "grep -vc local_address /proc/net/tcp; grep -c . /proc/net/udp"
+            found["next_sockets"] = (await slot.exec(tcp)).output
+    return found
 
 
 def is_our_proxy(pid: int) -> bool:

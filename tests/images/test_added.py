@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from atropos.tasks.folder import load_task
-from tests.images.making import entry, folder
+from tests.images.making import entry, folder, link
 from tests.images.test_leases import busybox_image, pool_for
 
 pytestmark = [
@@ -68,3 +68,22 @@ async def test_what_the_image_or_the_agent_wrote_stays(pool, tmp_path: Path):
             assert "hostname" not in (await fork.exec("ls /etc")).output
     async with pool.lease("next", image=name) as slot:
         assert (await seen(slot)).startswith(hosts)
+
+
+@pytest.mark.parametrize(
+    ("resolv", "stays"),
+    [
+        (entry("etc/resolv.conf", "search corp\nnameserver 192.0.2.53\n"), True),
+        (entry("etc/resolv.conf", "nameserver 127.0.0.53\noptions edns0\n"), False),
+        (entry("etc/resolv.conf", "nameserver ::1\n"), False),
+        (entry("etc/resolv.conf", "# written by systemd\n"), False),
+        (link("etc/resolv.conf", "../run/systemd/resolve/stub-resolv.conf"), False),
+    ],
+    ids=["server", "loopback", "loopback6", "none", "link"],
+)
+async def test_an_image_s_name_servers_stay_where_a_slot_could_reach_them(pool, tmp_path: Path, resolv, stays: bool):
+    name = f"oci:{tmp_path}/layout"
+    busybox_image(tmp_path / "layout", more_files=(folder("etc"), resolv))
+    async with pool.lease("one", image=name) as slot:
+        output = (await slot.exec("cat /etc/resolv.conf", workdir="/")).output
+    assert output == ("search corp\nnameserver 192.0.2.53\n" if stays else "nameserver 198.18.0.1\n")

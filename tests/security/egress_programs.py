@@ -1,4 +1,7 @@
-"""Attacks through the egress proxy, each run in a slot. What they may not reach counts every connection that it gets."""
+"""Attacks through the egress proxy, each run in a slot. What they may not reach counts every connection that it gets.
+
+Those of `ATTACKS` that ask for a host run once more without the proxy, by the names and addresses alone (`PRELUDE_DIRECT`).
+"""
 
 PRELUDE = r'''
 import os, socket, struct, sys, threading, time
@@ -29,6 +32,47 @@ def get(url, host="x", extra=""):
 def connect(target):
     return say(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n", head=True)
 '''
+
+PRELUDE_DIRECT = (
+    PRELUDE
+    + r"""
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+import random
+def talk(host, port, data):
+    answer = b""
+    try:
+        with socket.create_connection((host, port), timeout=patience) as s:
+            s.sendall(data.encode("utf-8", "surrogateescape"))
+            while len(answer) < 65536 and (piece := s.recv(65536)):
+                answer += piece
+    except (OSError, ValueError):
+        pass
+    return answer.decode("latin-1")
+def get(url, host="x", extra=""):
+    try:
+        parts = urlsplit(url)
+        name, port = parts.hostname or "", parts.port or 80
+    except ValueError:
+        return ""
+    return talk(name, port, f"GET {parts.path or '/'} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{extra}\r\n")
+def connect(target):
+    host, _, port = target.rpartition(":")
+    answer = talk(host.strip("[]"), port, "GET /direct HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    return answer.replace("200 ", "")  # an origin's, not the proxy's
+def question(name, kind=1, ident=7, flags=0x100):
+    labels = b"".join(bytes([len(each)]) + each for each in name.encode("latin-1").split(b".") if each)
+    return struct.pack(">HHHHHH", ident, flags, 1, 0, 0, 0) + labels + b"\0" + struct.pack(">HH", kind, 1)
+def resolve(name, kind=1, server="198.18.0.1"):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.settimeout(patience)
+        s.sendto(question(name, kind), (server, 53))
+        try:
+            return s.recv(4096)
+        except OSError:
+            return b""
+"""
+)
 
 SPELLINGS = r"""
 def spellings(address):
@@ -141,7 +185,10 @@ for family, address in ((socket.AF_INET, ("93.184.215.14", 80)), (socket.AF_INET
         s.settimeout(1)
         try:
             s.connect(address)
-            print("BREACH:", address)
+            s.send(b"GET /around HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            # what is public may be reached, by the rules; nothing else than TCP ever is
+            if s.recv(100) and not (kind == socket.SOCK_STREAM and address[0] in ("93.184.215.14", "2606:4700:10::2")):
+                print("BREACH:", kind, address)
         except OSError:
             pass
 for kind in (socket.SOCK_RAW, socket.SOCK_PACKET if hasattr(socket, "SOCK_PACKET") else 10):
@@ -158,7 +205,9 @@ for name, value in (("IP_TRANSPARENT", 19), ("IP_FREEBIND", 15)):
         s.bind(("93.184.215.1", 999))
         s.settimeout(1)
         s.connect(("93.184.215.14", 80))
-        print("BREACH:", name)
+        s.send(b"GET /bound HTTP/1.1\r\nHost: x\r\n\r\n")
+        if s.recv(100):
+            print("BREACH:", name)
     except OSError:
         pass
 import fcntl
@@ -189,6 +238,75 @@ for address in ("127.0.0.1", "0.0.0.0"):
 for target in ("127.0.0.1:3128", "localhost:3128", "[::1]:3128"):
     connect(target)
     get(f"http://{target}/")
+""",
+}
+
+DIRECT = (
+    "every_spelling_of_what_is_not_public",
+    "names_of_what_is_not_public",
+    "tricks_with_ports",
+    "names_that_answer_differently_every_time",
+    "around_the_proxy",
+)
+"""Those of `ATTACKS` that are tried without the proxy, too."""
+
+DIRECT_ATTACKS = {
+    **{name: ATTACKS[name] for name in DIRECT},
+    "messages_that_are_no_questions": r"""
+good = question("files.example.org")
+odd = [b"", b"\0", good[:11], good[:-1], good[:20], good + b"x" * 3000, b"\xff" * 512, bytes(512), good[:12] + b"\xc0\x0c" + good[-4:],
+       good[:12] + b"\x3f" * 400, good[:2] + b"\x81\x80" + good[4:], good[:4] + b"\xff\xff" + good[6:], good[:2] + b"\x28\0" + good[4:],
+       question("." * 300), question("a" * 63 + "." + "b" * 63), question("a." * 120), question("\xff\0.example.org"),
+       question("files.example.org", kind=255), question("files.example.org", kind=0), good[:-2] + b"\0\3"]
+def by_tcp(data):
+    with socket.create_connection(("198.18.0.1", 53), timeout=patience) as s:
+        try:
+            s.sendall(data)
+            s.shutdown(socket.SHUT_WR)
+            while s.recv(4096):
+                pass
+        except OSError:
+            pass
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for data in odd + [random.randbytes(size) for size in range(200)]:
+    s.sendto(data, ("198.18.0.1", 53))
+    by_tcp(len(data).to_bytes(2, "big") + data)
+for data in (b"\xff\xff" + b"x" * 70000, b"\0", b"\0\0" * 1000, b"\0\x05abc"):
+    by_tcp(data)
+if len(resolve("files.example.org")) < 40:
+    print("BREACH: the resolver answers no more")
+""",
+    "names_as_many_as_there_can_be": r"""
+seen = set()
+def ask(number):
+    answer = resolve(f"files{number}.example.org")
+    return answer[3:4]
+with ThreadPoolExecutor(32) as some:
+    codes = list(some.map(ask, range(2000)))
+if len(resolve("files.example.org")) < 40:
+    print("BREACH: the resolver answers no more", codes[:9])
+""",
+    "addresses_that_stand_for_nothing": r"""
+for number in range(1, 300):
+    get(f"http://198.18.{random.randrange(256)}.{random.randrange(256)}/")
+    get(f"http://198.19.{random.randrange(256)}.{random.randrange(256)}/")
+for address in ("198.18.0.0", "198.18.0.1", "198.18.0.2", "198.18.0.3", "[fd61:7472:6f70:6f73::c612:1]", "[fd61:7472:6f70:6f73::7f00:1]",
+                "[fd61:7472:6f70:6f73::a9fe:a9fe]", "[::ffff:198.18.0.1]", "[64:ff9b::198.18.0.1]"):
+    get(f"http://{address}/")
+    connect(f"{address}:443")
+""",
+    "a_name_s_address_leads_to_its_name_alone": r"""
+address = socket.gethostbyname("files.example.org")
+for port in (22, 53, 81, 443, 3128, 4646, 8080, 8787):
+    try:
+        with socket.create_connection((address, port), timeout=patience) as s:
+            if port not in (53, 443):
+                print("BREACH: port", port)
+    except OSError:
+        pass
+patience = 60
+if "hello from private.example.org to /host" not in get(f"http://{address}/host", host="private.example.org"):
+    print("BREACH: the origin of the name isn't reached")
 """,
 }
 
@@ -227,6 +345,33 @@ def churn():
         try:
             with proxy() as s:
                 s.send(b"GET http://10.9.8.7/ HTTP/1.1\r\nHost: x\r\n\r\n")
+        except OSError:
+            time.sleep(0.01)
+for _ in range(8):
+    threading.Thread(target=churn, daemon=True).start()
+time.sleep(0.5)
+print("busy", flush=True)
+time.sleep(1000)
+""",
+    "questions_without_end": r"""
+asked = struct.pack(">HHHHHH", 7, 0x100, 1, 0, 0, 0) + b"\5files\7example\3org\0" + struct.pack(">HH", 1, 1)
+def flood():
+    s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    while True:
+        try:
+            s.sendto(asked, ("198.18.0.1", 53))
+        except OSError:
+            time.sleep(0.01)
+for _ in range(4):
+    threading.Thread(target=flood, daemon=True).start()
+print("busy", flush=True)
+time.sleep(1000)
+""",
+    "connections_past_the_proxy_without_end": r"""
+def churn():
+    while True:
+        try:
+            socket.create_connection(("10.9.8.7", 80), timeout=5).close()
         except OSError:
             time.sleep(0.01)
 for _ in range(8):

@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.egress.world import FAR, GET, HERE, METADATA, PRIVATE, internet, ip, is_our_proxy, slots
-from tests.security.egress_programs import ATTACKS, HOGS, PRELUDE
+from tests.security.egress_programs import ATTACKS, DIRECT_ATTACKS, HOGS, PRELUDE, PRELUDE_DIRECT
 
 HERE6, FAR6, UNIQUE6 = "2606:4700:10::1", "2606:4700:10::2", "fd00:ec2::254"
 TRAPS = [("0.0.0.0", 80), ("::", 80), ("127.0.0.1", 4646), ("127.0.0.1", 443), ("127.0.0.1", 22)]
@@ -103,19 +103,20 @@ def proxy_size() -> dict[str, int]:
 
 
 async def attacks(traps: Traps) -> dict:
-    found: dict = {"attacks": {}, "hogs": {}}
+    found: dict = {"attacks": {}, "direct": {}, "hogs": {}}
     async with slots(egress_deny=["denied.example.org"], slots_per_container=3) as pool:
         fetch = GET + "http://files.example.org/"
         async with pool.lease("attacker") as slot:
             await slot.exec(fetch)
             seen()
             found["before"] = proxy_size()
-            for name, body in ATTACKS.items():
-                traps.reached.clear()
-                result = await slot.exec("python3 -I -", stdin=PRELUDE + body + "\nprint('HELD')\n", timeout_s=200)
-                lines = await asyncio.to_thread(seen)
-                reached = sorted(traps.reached) + forbidden(lines)
-                found["attacks"][name] = {"output": result.output, "reached": reached, "asked": lines}
+            for way, prelude, bodies in (("attacks", PRELUDE, ATTACKS), ("direct", PRELUDE_DIRECT, DIRECT_ATTACKS)):
+                for name, body in bodies.items():
+                    traps.reached.clear()
+                    result = await slot.exec("python3 -I -", stdin=prelude + body + "\nprint('HELD')\n", timeout_s=200)
+                    lines = await asyncio.to_thread(seen)
+                    reached = sorted(traps.reached) + forbidden(lines)
+                    found[way][name] = {"output": result.output, "reached": reached, "asked": lines}
         for name, body in HOGS.items():
             async with pool.lease("hog") as hog, pool.lease("neighbour") as neighbour:
                 await hog.exec(f"cat > hog.py <<'END'\n{PRELUDE}{body}\nEND\n(python3 -I hog.py > log 2>&1 &)")

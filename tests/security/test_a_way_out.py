@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.needs import needs
-from tests.security.egress_programs import ATTACKS, HOGS
+from tests.security.egress_programs import ATTACKS, DIRECT_ATTACKS, HOGS
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
@@ -31,9 +31,11 @@ def found() -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_no_attack_through_the_proxy_reaches_what_is_not_public(found: dict, name: str) -> None:
-    attack = found["attacks"][name]
+@pytest.mark.parametrize(
+    ("way", "name"), [*(("attacks", name) for name in ATTACKS), *(("direct", name) for name in DIRECT_ATTACKS)]
+)
+def test_no_attack_reaches_what_is_not_public_through_the_proxy_or_without(found: dict, way: str, name: str) -> None:
+    attack = found[way][name]
     assert "BREACH" not in attack["output"] and "Traceback" not in attack["output"], attack["output"]
     assert attack["output"].endswith("HELD\n")
     assert attack["reached"] == []

@@ -54,10 +54,11 @@ async def test_a_base_that_is_not_there_is_named(engine):
 
 
 async def test_egress_is_tried_and_published_where_slots_may_have_a_network(local_pool, shared_pool):
-    assert all(feature.name != "egress" for feature in (await capabilities(shared_pool)).features)
+    names = {"egress", "gateway"}
+    assert not names & {feature.name for feature in (await capabilities(shared_pool)).features}
     async with local_pool(slots_per_container=1, max_containers=1, allow_network=True) as pool:
-        (egress,) = (feature for feature in (await capabilities(pool)).features if feature.name == "egress")
-        assert egress.ok, egress
+        found = {feature.name: feature for feature in (await capabilities(pool)).features}
+        assert all(found[name].ok for name in names), found
 
 
 async def test_a_proxy_that_lets_through_what_it_must_not_is_found_out_at_start(engine, monkeypatch, tmp_path):

@@ -19,6 +19,7 @@ from atropos.aio import cancel_and_wait
 from atropos.config import ServerConfig
 from atropos.errors import IsolationUnavailable, SandboxError
 from atropos.net.egress_policy import Narrowed, Policy
+from atropos.sandbox.programs import gateway
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def environment() -> dict[str, str]:
 
 @dataclass
 class Listener:
-    """A socket that listens in a slot's network namespace, kept for a restart of the proxy.
+    """The sockets that listen in a slot's network namespace and its gateway, kept for a restart of the proxy.
 
     Attributes:
         hosts: the allowed hosts that the slot may reach; None: all of them.
@@ -47,7 +48,7 @@ class Listener:
     """
 
     number: int
-    sock: socket.socket
+    socks: list[socket.socket]
     hosts: tuple[str, ...] | None = None
     unconfirmed: int | None = None
 
@@ -63,11 +64,16 @@ class EgressSupervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._orders: deque[tuple[bytes, Listener | None]] = deque()
-        """What the proxy is still to be sent, each perhaps with a socket."""
+        """What the proxy is still to be sent, each perhaps with sockets."""
         self._watch: asyncio.Task[None] | None = None
         self._serials = itertools.count(1)
         self._unconfirmed: dict[int, asyncio.Future[None]] = {}
         self._policy = Policy.of_slots(config.egress_allow, config.egress_deny)
+
+    @property
+    def ports(self) -> list[int]:
+        """Those that connections of slots are accepted on, at any address."""
+        return [port for port in self._policy.ports if port != gateway.DNS_PORT]
 
     def start(self) -> None:
         """Start the proxy.
@@ -168,7 +174,7 @@ class EgressSupervisor:
                 if listener is None:
                     self._sock.send(data)
                 elif listener.number in self._listeners:
-                    socket.send_fds(self._sock, [data], [listener.sock.fileno()])
+                    socket.send_fds(self._sock, [data], [sock.fileno() for sock in listener.socks])
             except BlockingIOError:
                 self._orders.appendleft(order)
                 loop.add_writer(self._sock, self._flush)
@@ -176,9 +182,9 @@ class EgressSupervisor:
             except OSError as error:
                 log.info("the egress proxy did not take an order: %s", error)
 
-    def add(self, sock: socket.socket) -> int:
-        """Serve a slot's listening socket; returns the number to `drop` it by."""
-        listener = Listener(next(self._numbers), sock)
+    def add(self, socks: list[socket.socket]) -> int:
+        """Serve a slot's listening sockets; returns the number to `drop` them by."""
+        listener = Listener(next(self._numbers), socks)
         self._listeners[listener.number] = listener
         self._send_listener(listener)
         return listener.number
@@ -219,7 +225,8 @@ class EgressSupervisor:
 
     def drop(self, number: int) -> None:
         """Stop serving a slot and cut its connections."""
-        self._listeners.pop(number).sock.close()
+        for sock in self._listeners.pop(number).socks:
+            sock.close()
         self._send({"drop": number})
 
     async def aclose(self) -> None:

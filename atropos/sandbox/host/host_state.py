@@ -54,6 +54,7 @@ class HostState:
         files: what all slots see.
         ceilings: a folder for what each slot reads of its ceiling of CPU time.
         bwrap: path of bubblewrap.
+        gateway: a family of addresses (`gateway.usable_family`); None: slots reach hosts by their proxy's variables alone.
 
     Raises:
         IsolationUnavailable: this machine can't make slots; the message says what to change.
@@ -93,7 +94,7 @@ class HostState:
         self.egress = egress_supervisor.EgressSupervisor(config, proxy) if config.allow_network else None
         self._creators = itertools.cycle(creators)  # in turn, so that each is reused as late as possible
         try:
-            self._seccomp, over_host = prestarted.shared()
+            self._seccomp, over_host, self.gateway = prestarted.shared()
             os.mkdir(f"{self.files.runtime}/{volumes.NEXT}", 0o755)
             os.mkdir(self.ceilings, 0o755)
             trees = entered.cgroups.trees
@@ -187,6 +188,7 @@ class HostState:
             "own": (os.fsencode(volume.folder), os.fsencode(seen), os.fsencode(f"{self.scratch}/slots")),
             "argv": bwrap.command(self.bwrap, replace(volume, folder=seen), base, preload),
             "proxy_port": egress_supervisor.PORT if network else None,
+            "gateway": (self.gateway, self.egress.ports) if network and self.egress and self.gateway else None,
             "joins": joins,
             "ids": self.entered.slot_ids,
             "creator": creator,

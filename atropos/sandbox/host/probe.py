@@ -19,6 +19,7 @@ from atropos.sandbox.host import egress_supervisor
 from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.linux.cgroups import Cgroups
 from atropos.sandbox.linux.disks import PROBE_INODES
+from atropos.sandbox.programs.gateway import ADDRESS
 from atropos.slot_python import SLOT_PYTHON
 from atropos.wire import (
     CommandResult,
@@ -172,13 +173,24 @@ def ask(line, to=("127.0.0.1", PORT)):
 wrong = []
 with open("/proc/net/dev") as file:
     devices = [line.split(":")[0].strip() for line in file.readlines()[2:]]
-if devices != ["lo"]:
+if devices != ["lo"] + ["eth0"] * GATEWAY:
     wrong.append(f"network devices: {devices}")
-for address in ("192.0.2.1", "169.254.169.254", "10.0.0.1"):
+for address in ("168.63.129.16", "169.254.169.254", "100.100.100.200"):
     answer = ask("GET / HTTP/1.1", (address, 80))
-    if not answer.startswith("error 101:"):
+    if not answer.startswith(("error 104:", "error 111:") if GATEWAY else "error 101:"):
         wrong.append(f"{address} can be reached past the proxy: {answer[:80]}")
-for line in ("GET http://169.254.169.254/", "GET http://127.0.0.1/", "CONNECT 10.0.0.1:443", "CONNECT [::1]:443", "CONNECT [::ffff:127.0.0.1]:80"):
+if GATEWAY:
+    names = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
+    names.settimeout(10)
+    question = b"\0\1\1\0\0\1\0\0\0\0\0\0\x09localhost\0\0\1\0\1"
+    try:
+        names.sendto(question, ("RESOLVER", 53))
+        answer = names.recv(512)
+    except OSError as error:
+        answer = str(error).encode()
+    if answer != question[:2] + b"\x81\x83" + question[4:]:
+        wrong.append(f"the resolver answered {answer!r} when asked for localhost")
+for line in ("GET http://169.254.169.254/", "GET http://127.0.0.1/", "CONNECT 168.63.129.16:443", "CONNECT [::1]:443", "CONNECT [::ffff:127.0.0.1]:80"):
     answer = ask(line + " HTTP/1.1")
     if not answer.startswith("HTTP/1.1 403 ") or "egress refused" not in answer:
         wrong.append(f"the proxy answered {line!r} with {answer[:80]!r}")
@@ -229,6 +241,11 @@ _KNOWN = {
     "egress": _Known(
         True, "allow_network=False, or report this: a slot with a network reaches more than its proxy, or no proxy"
     ),
+    "gateway": _Known(
+        False,
+        "a kernel with veth devices (CONFIG_VETH; modprobe veth on the host): without, hosts are reached by programs that read "
+        "HTTPS_PROXY alone",
+    ),
     "files": _Known(True, "report this: the runner's file operations failed"),
     "forks": _Known(True, "Linux 5.8 or later, and a seccomp profile that allows setns and pivot_root, as shipped"),
     "sessions": _Known(False, "devpts in a user namespace: a kernel with CONFIG_DEVPTS_MULTIPLE_INSTANCES"),
@@ -241,12 +258,14 @@ async def run(host: HostState, start: Start) -> list[Feature]:
     Raises:
         SandboxError: not even the throw-away sandbox could be started.
     """
-    egress = asyncio.create_task(_egress(start)) if host.egress is not None else None
+    gateway = host.gateway is not None
+    egress = asyncio.create_task(_egress(start, gateway=gateway)) if host.egress is not None else None
     try:
         features = await _properties(host, start)
         if egress is not None:
             passed, detail = await egress
             features.append(_feature("egress", passed, detail))
+            features.append(_feature("gateway", gateway, "no network device could be made"))
     finally:
         await cancel_and_wait([egress])
     return features
@@ -304,11 +323,12 @@ def _shown(result: OpResult) -> str:
     return text or f"it printed nothing (exit code {result.exit_code}{', timed out' if result.timed_out else ''})"
 
 
-async def _egress(start: Start) -> tuple[bool, str]:
-    """A slot with a network has a loopback and nothing else, and on it a proxy that refuses what it must."""
+async def _egress(start: Start, *, gateway: bool) -> tuple[bool, str]:
+    """A slot with a network has a loopback, on it a proxy, and a device that leads to its gateway; both refuse what they must."""
     sandbox = await start("probe-egress", limits=_LIMITS, network=True)
     try:
-        code = _EGRESS.replace("PORT", str(egress_supervisor.PORT))
+        code = _EGRESS.replace("PORT", str(egress_supervisor.PORT)).replace("GATEWAY", str(gateway))
+        code = code.replace("RESOLVER", ADDRESS)
         result = await sandbox.run("probe-egress", Exec(command=(*SLOT_PYTHON, "-c", code), timeout_s=30))
     finally:
         stopped = await sandbox.stop()

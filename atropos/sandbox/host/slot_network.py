@@ -1,4 +1,4 @@
-"""A slot's network namespace, its socket in the egress proxy, and the hosts that it may reach."""
+"""A slot's network namespace, its sockets in the egress proxy, and the hosts that it may reach."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 
 from atropos.errors import NotSupported
 from atropos.sandbox.host.egress_supervisor import EgressSupervisor
+from atropos.sandbox.programs.gateway import SOCKETS
 
 
 class SlotNetwork:
@@ -27,7 +28,7 @@ class SlotNetwork:
         self.hosts: tuple[str, ...] | None = None
 
     async def open(self, near: socket.socket) -> None:
-        """Receive the namespace, and pass the socket that listens in it to the proxy.
+        """Receive the namespace, and pass the sockets that listen in it and its gateway to the proxy.
 
         Raises:
             OSError: none arrived.
@@ -40,12 +41,12 @@ class SlotNetwork:
             await arrived.wait()
         finally:
             loop.remove_reader(near)
-        _, fds, _, _ = socket.recv_fds(near, 1, 2)
+        _, fds, _, _ = socket.recv_fds(near, 1, 1 + SOCKETS)
         if not fds:
             raise OSError("its PID 1 ended before it had made the network")
         self.namespace = fds[0]
         if self._egress is not None:
-            self._number = self._egress.add(socket.socket(fileno=fds[1]))
+            self._number = self._egress.add([socket.socket(fileno=fd) for fd in fds[1:]])
 
     async def narrow(self, hosts: tuple[str, ...] | None) -> None:
         """Change `hosts`; see `contract.Sandbox.set_network`."""

@@ -92,11 +92,11 @@ def _processes() -> list[HostLimit]:
 
 
 def _namespaces() -> list[HostLimit]:
-    """One of each kind a slot; the kernel shows no use."""
+    """One of each kind a slot, and one for the gateway of a slot with a network; the kernel shows no use."""
     return [
         limit
         for kind in ("user", "pid", "net", "mnt", "ipc", "uts", "cgroup")
-        for limit in _sysctl(f"user.max_{kind}_namespaces", f"user/max_{kind}_namespaces", 0, 1)
+        for limit in _sysctl(f"user.max_{kind}_namespaces", f"user/max_{kind}_namespaces", 0, 2 if kind == "net" else 1)
     ]
 
 

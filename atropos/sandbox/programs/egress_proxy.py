@@ -1,7 +1,8 @@
-"""The filtering proxy of a container: a process of its own, with a user of its own, that slots reach by their loopback.
+"""The filtering proxy of a container: a process of its own, with a user of its own, that all of the slots' connections go through.
 
-The server hands it one listening socket a slot, made inside that slot's network namespace; so it knows which slot asks
-by the socket alone, and no program in a slot can reach another's. Requests are judged by `egress_policy` and relayed by
+The server hands it the listening sockets of each slot, made inside that slot's network namespaces; so it knows which slot asks
+by the socket alone, and no program in a slot can reach another's. One is a proxy's, on the slot's loopback; at the others, in
+its `gateway`, names are asked for and connections to any address accepted. All is judged by `egress_policy` and relayed by
 `relay`; bytes and connections are bounded per slot.
 """
 
@@ -9,19 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from atropos.net.egress_policy import Address, EgressRefused, Narrowed, Policy, literal, own_addresses
-from atropos.net.relay import CHUNK_BYTES, CONNECT_S, OutOfBytes, connect, look_up, relay
+from atropos.net.egress_policy import Address, EgressRefused, Narrowed, Policy, literal, own_addresses, plain
+from atropos.net.relay import CHUNK_BYTES, CONNECT_S, OutOfBytes, connect, look_up, relay, tunnel
 from atropos.sandbox.linux import syscalls
+from atropos.sandbox.programs.gateway import SOCKETS
+from atropos.sandbox.programs.slot_names import Resolver
 
 LOOKUPS = 4
 """Names that one slot may have looked up at once; its further requests wait."""
@@ -33,15 +39,19 @@ ORDER_BYTES = 1 << 17
 """Longest order of the server: a list of hosts is nearly all of it."""
 _SPARE_FILES = 64
 """Descriptors of the proxy that aren't for connections; the others are shared out among the slots."""
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-@dataclass
+@dataclass(eq=False)
 class SlotTraffic:
     """One slot's use of the network. `left`: bytes it may still move, both ways together."""
 
-    server: asyncio.Server
+    rules: Policy | Narrowed
     left: int
     connections: int
+    closed: bool = False
+    servers: list[asyncio.Server] = field(default_factory=list[asyncio.Server])
+    resolver: Resolver | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     lookups: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LOOKUPS))
 
@@ -56,9 +66,20 @@ class SlotTraffic:
             raise OutOfBytes("this slot has sent or received as many bytes as it may (egress_mib)")
 
     def cut(self) -> None:
-        """End all connections, those included that are just being made."""
+        """End all connections, those included that are just being made, and answers about names."""
         for task in list(self.tasks):
             task.cancel()
+        if self.resolver is not None:
+            self.resolver.forget()
+
+    def close(self) -> None:
+        """End all, for good."""
+        self.closed = True
+        self.cut()
+        for server in self.servers:
+            server.close()
+        if self.resolver is not None:
+            self.resolver.close()
 
     def admit(self) -> None:
         """Let a connection in.
@@ -78,47 +99,68 @@ class Proxy:
     def __init__(self, policy: Policy, slots: int) -> None:
         self.policy = policy
         self._accounts: dict[int, SlotTraffic] = {}
-        self._rules: dict[int, Policy | Narrowed] = {}
         self._denied: dict[str, frozenset[Address]] = {}
         # as many threads as all slots together may use: one with a dead name server leaves the others theirs
         self._resolvers = ThreadPoolExecutor(min(_MAX_RESOLVERS, LOOKUPS * (slots + 1)), "resolve")
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         unbounded = files == resource.RLIM_INFINITY
-        self._most = sys.maxsize if unbounded else max(1, (files - _SPARE_FILES) // (2 * slots + 2))
+        listening = 3 + len(policy.ports)
+        self._most = sys.maxsize if unbounded else max(1, (files - _SPARE_FILES) // (2 * slots + 2) - listening)
 
-    async def add(self, number: int, listener: socket.socket, budget: int, connections: int) -> None:
-        """Serve a slot from now on."""
-        listener.setblocking(False)
+    def add(self, number: int, budget: int, connections: int, hosts: Sequence[str] | None = None) -> SlotTraffic:
+        """A slot that is to be served; see `narrow`."""
+        account = self._accounts[number] = SlotTraffic(self._within(hosts), budget, min(connections, self._most))
+        return account
 
-        def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.get_running_loop().create_task(self._serve(number, reader, writer))
-            account = self._accounts.get(number)
-            if account is not None:
-                account.tasks.add(task)
-                task.add_done_callback(account.tasks.discard)
-
-        server = await asyncio.start_server(accepted, sock=listener, limit=CHUNK_BYTES, backlog=16)
-        if number not in self._rules:  # dropped meanwhile
-            server.close()
+    async def serve(self, account: SlotTraffic, listeners: Sequence[socket.socket]) -> None:
+        """Serve a slot from now on: its proxy's socket, and those of its gateway, if it has one (`gateway.enter_network`)."""
+        if account.closed:
             return
-        most = min(connections, self._most)
-        listener.listen(most)  # else a burst of them waits for the kernel's next try, a second and more
-        self._accounts[number] = SlotTraffic(server, budget, most)
+        proxied, *more = listeners
+        served = [(proxied, self._serve_proxy)]
+        if more:
+            asked, asked_by_tcp, *taken = more
+            account.resolver = Resolver(asked, partial(self._find, account))
+            served += [(asked_by_tcp, self._serve_names), *((each, self._serve_taken) for each in taken)]
+        for listener, handle in served:
+            listener.setblocking(False)
+            accepted = partial(self._accepted, account, handle)
+            server = await asyncio.start_server(accepted, sock=listener, limit=CHUNK_BYTES, backlog=16)
+            if account.closed:  # meanwhile
+                server.close()
+                return
+            account.servers.append(server)
+            # else a burst of connections waits for the kernel's next try, a second and more
+            listener.listen(account.connections)
+
+    def _accepted(
+        self,
+        account: SlotTraffic,
+        handle: Callable[[SlotTraffic, Streams], Coroutine[Any, Any, None]],
+        *streams: *Streams,
+    ) -> None:
+        if account.closed:
+            streams[1].transport.abort()
+            return
+        task = asyncio.get_running_loop().create_task(handle(account, streams))
+        account.tasks.add(task)
+        task.add_done_callback(account.tasks.discard)
+
+    def _within(self, hosts: Sequence[str] | None) -> Policy | Narrowed:
+        return self.policy if hosts is None else Narrowed.to(self.policy, hosts)
 
     def narrow(self, number: int, hosts: Sequence[str] | None) -> None:
         """From now on a slot reaches these hosts of what the policy allows (None: all of it); its connections are cut."""
-        self._rules[number] = self.policy if hosts is None else Narrowed.to(self.policy, hosts)
         account = self._accounts.get(number)
         if account is not None:
+            account.rules = self._within(hosts)
             account.cut()
 
     def drop(self, number: int) -> None:
         """A slot has ended."""
-        self._rules.pop(number, None)
         account = self._accounts.pop(number, None)
         if account is not None:
-            account.server.close()
-            account.cut()
+            account.close()
 
     async def watch_denied(self) -> None:
         """Know the addresses of denied names, so that no other name leads there. A failed look-up keeps the last ones."""
@@ -146,24 +188,63 @@ class Proxy:
             try:
                 return await asyncio.wrap_future(work)
             except socket.gaierror as error:  # no rule's refusal, so that programs which try a 502 again do
-                raise OSError(f"{name} has no address ({error.strerror})") from None
+                raise OSError(error.errno, f"{name} has no address ({error.strerror})") from None
+
+    async def _find(self, account: SlotTraffic, host: str) -> str:
+        """The canonical form of a name that a slot may reach on one port at least.
+
+        Raises:
+            EgressRefused: on none.
+            OSError: its addresses can't be found.
+        """
+        rules, refusal = account.rules, EgressRefused("no port is allowed")
+        found: list[Address] = []
+        for port in rules.ports:
+            try:
+                name = rules.judge_name(host, port)
+                found = found or await self._resolve(account.lookups, name, port)
+                rules.judge_addresses(name, port, found, self._own(port))
+            except EgressRefused as error:
+                refusal = error
+            else:
+                return name
+        raise refusal
+
+    def _own(self, port: int) -> frozenset[Address]:
+        """This machine's addresses, and those of names denied on a port."""
+        return own_addresses().union(*(self._denied.get(each, ()) for each in self.policy.denied_names(port)))
+
+    async def _dial(self, account: SlotTraffic, host: str, port: int) -> tuple[str, *Streams]:
+        rules = account.rules
+        name = rules.judge_name(host, port)
+        found = await self._resolve(account.lookups, name, port)
+        return name, *await connect(name, rules.judge_addresses(name, port, found, self._own(port)), port)
 
     # ------------------------------------------------------------------------------------------------------ one client
 
-    async def _serve(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        account, rules = self._accounts.get(number), self._rules.get(number)
-        if account is None or rules is None:
+    async def _serve_proxy(self, account: SlotTraffic, streams: Streams) -> None:
+        dial = partial(self._dial, account)
+        await relay(*streams, dial, spend=account.spend, admit=account.admit)
+
+    async def _serve_taken(self, account: SlotTraffic, streams: Streams) -> None:
+        """Serve a connection that a program made to an address, which may stand for a name."""
+        text, port = streams[1].get_extra_info("sockname")[:2]
+        address = plain(ipaddress.ip_address(text))
+        assert account.resolver is not None
+        host = account.resolver.addresses.name_of(address) or str(address)
+        dial = partial(self._dial, account)
+        await tunnel(*streams, dial, host, port, spend=account.spend, admit=account.admit)
+
+    async def _serve_names(self, account: SlotTraffic, streams: Streams) -> None:
+        writer = streams[1]
+        assert account.resolver is not None
+        try:
+            account.admit()
+            await account.resolver.serve(*streams)
+        except (EgressRefused, OutOfBytes):
+            pass
+        finally:
             writer.transport.abort()
-            return
-
-        async def dial(host: str, port: int) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
-            name = rules.judge_name(host, port)
-            found = await self._resolve(account.lookups, name, port)
-            denied = (self._denied.get(each, ()) for each in self.policy.denied_names(port))
-            own = own_addresses().union(*denied)
-            return name, *await connect(name, rules.judge_addresses(name, port, found, own), port)
-
-        await relay(reader, writer, dial, spend=account.spend, admit=account.admit)
 
 
 # ------------------------------------------------------------------------------------------------------------ process
@@ -180,7 +261,7 @@ async def serve(server: socket.socket, allow: list[str], deny: list[str], slots:
     def readable() -> None:
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(server, ORDER_BYTES, 1)
+                data, fds, _, _ = socket.recv_fds(server, ORDER_BYTES, SOCKETS)
             except BlockingIOError:
                 return
             except OSError:
@@ -197,9 +278,8 @@ async def serve(server: socket.socket, allow: list[str], deny: list[str], slots:
                 with contextlib.suppress(OSError):
                     server.send(json.dumps({"done": order["serial"]}).encode())
             elif fds:
-                proxy.narrow(order["add"], order["hosts"])
-                listener = socket.socket(fileno=fds[0])
-                task = loop.create_task(proxy.add(order["add"], listener, order["budget"], order["connections"]))
+                account = proxy.add(order["add"], order["budget"], order["connections"], order["hosts"])
+                task = loop.create_task(proxy.serve(account, [socket.socket(fileno=fd) for fd in fds]))
                 adding.add(task)
                 task.add_done_callback(adding.discard)
 

@@ -18,6 +18,8 @@ from typing import NoReturn, TypedDict
 
 from atropos.sandbox.linux import syscalls
 from atropos.sandbox.linux.pause_program import PAUSED
+from atropos.sandbox.linux.sysctl import tell_kernel
+from atropos.sandbox.programs import gateway
 from atropos.sandbox.programs.runner import main as runner
 from atropos.sandbox.programs.runner.frames import SOCKET
 
@@ -49,9 +51,13 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1  # <linux/sockios.h>, <linux/if.h>
 
 
 class FirstProcessRequest(TypedDict):
-    """What PID 1 needs to know."""
+    """What PID 1 needs to know.
+
+    `proxy_port` is for a slot with egress; `gateway` what its gateway is made of (`gateway.enter_network`), where this machine has any.
+    """
 
     proxy_port: int | None
+    gateway: tuple[int, list[int]] | None
     joins: bool
     rlimits: dict[str, int]
     counters: dict[str, int]
@@ -77,7 +83,7 @@ def run(
         OSError: the slot could not be set up.
     """
     if not request["joins"]:
-        _own_network(request["proxy_port"], network)
+        _own_network(request, network)
     for name, value in request["counters"].items():
         _set(f"user/{name}", value)
     _own_objects(request["ipc"])
@@ -98,21 +104,25 @@ def run(
     os._exit(0)
 
 
-def _own_network(port: int | None, answer: int) -> None:
+def _own_network(request: FirstProcessRequest, answer: int) -> None:
     """A network namespace with a loopback, for the server to join others to.
 
-    With a port, a socket listens there; it goes to the server, too, for its proxy.
+    With egress, sockets listen there and in its gateway; they go to the server, too, for its proxy.
     """
-    syscalls.unshare(syscalls.CLONE_NEWNET)
-    control = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
-    fcntl.ioctl(control.fileno(), _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
-    control.close()
+    taken: list[int] = []
+    if request["gateway"] is not None:
+        taken = gateway.enter_network(*request["gateway"])
+    else:
+        syscalls.unshare(syscalls.CLONE_NEWNET)
+        control = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
+        fcntl.ioctl(control.fileno(), _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+        control.close()
     handed = [os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)]
-    if port is not None:
+    if request["proxy_port"] is not None:
         listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
-        listener.bind(("127.0.0.1", port))
+        listener.bind(("127.0.0.1", request["proxy_port"]))
         listener.listen(64)
-        handed.append(listener.detach())
+        handed += [listener.detach(), *taken]
     channel = _socket.socket(fileno=answer)
     channel.sendmsg([b"x"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack(f"{len(handed)}i", *handed))])
     channel.detach()
@@ -175,15 +185,6 @@ def _set(name: str, value: int | str) -> None:
         tell_kernel(f"/proc/sys/{name}", str(value))
     except FileNotFoundError:
         pass
-
-
-def tell_kernel(path: str, value: str) -> None:
-    """Write to a file of the kernel's; the built-in `open` would write to many more pages (docs/decisions/0013)."""
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(fd, value.encode())
-    finally:
-        os.close(fd)
 
 
 def lower_limit(name: str, value: int) -> None:

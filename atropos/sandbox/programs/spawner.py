@@ -25,7 +25,8 @@ if __name__ == "__main__":
 
 from atropos.sandbox.linux import syscalls
 from atropos.sandbox.linux.stopped_children import children_of
-from atropos.sandbox.programs import first_process
+from atropos.sandbox.linux.sysctl import tell_kernel
+from atropos.sandbox.programs import first_process, gateway
 from atropos.sandbox.programs.first_process import FirstProcessRequest
 from atropos.sandbox.programs.runner import main as runner
 from atropos.sandbox.programs.runner.children import children
@@ -92,7 +93,10 @@ def _look_up_names() -> None:
     """
     asking = {
         each.__module__
-        for each in (_child, first_process.run, syscalls.load, runner.main, loop.run, link.open, state.protect_self)
+        for each in (
+            *(_child, first_process.run, gateway.enter_network, syscalls.load),
+            *(runner.main, loop.run, link.open, state.protect_self),
+        )
     }
     functions = [each for each in gc.get_objects() if isinstance(each, FunctionType) and each.__module__ in asking]
     names = {name for function in functions for name in function.__code__.co_names}
@@ -271,7 +275,7 @@ class Spawner:
 def _map_ids(pid: int, count: int) -> None:
     """Give the user namespace of a process its first ids, from 0 on."""
     for name in ("uid_map", "gid_map"):
-        first_process.tell_kernel(f"/proc/{pid}/{name}", f"0 0 {count}")
+        tell_kernel(f"/proc/{pid}/{name}", f"0 0 {count}")
 
 
 def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
@@ -284,7 +288,7 @@ def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
     link, errors, network = fds[:3]
     os.dup2(errors, 2)
     for path in request["cgroups"]:
-        first_process.tell_kernel(f"{path}/cgroup.procs", "0")
+        tell_kernel(f"{path}/cgroup.procs", "0")
     for name, value in request["rlimits_before"].items():
         first_process.lower_limit(name, value)
     _own_mounts(*request["own"])

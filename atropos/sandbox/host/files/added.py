@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Sequence
 
 from atropos.images import stack
 from atropos.sandbox.host.files import view_layers
+from atropos.sandbox.programs import gateway
 from atropos.sandbox.programs.first_process import HOSTNAME
 
 HOSTS = (
@@ -22,9 +24,11 @@ HOSTS = (
     f"127.0.1.1\t{HOSTNAME}\n"
 )
 """The own name has an address of its own, as Debian's installer gives it: the name of 127.0.0.1 is `localhost` alone."""
-FILES = {"hosts": HOSTS, "hostname": f"{HOSTNAME}\n", "resolv.conf": "# no network but the loopback\n"}
+FILES = {"hosts": HOSTS, "hostname": f"{HOSTNAME}\n", "resolv.conf": f"nameserver {gateway.ADDRESS}\n"}
 MTAB = "/proc/mounts"
-_MAX_HOSTS = 1 << 20
+_MAX_BYTES = 1 << 20
+_NAME_SERVER = re.compile(r"^nameserver\s+(?!127\.|::1\b)", re.MULTILINE)
+"""Any that isn't on the loopback, where a slot has none: the gateway answers for all others."""
 
 
 def build(folder: str, lower: Sequence[str]) -> bool:
@@ -78,13 +82,18 @@ def _missing(etcs: Sequence[str], name: str, default: str) -> str:
     found = _find(etcs, name)
     if found is None or (stat.S_ISREG(found.st_mode) and found.st_size == 0):
         return default
-    if name != "hosts" or not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_HOSTS:
+    if name == "hostname":
         return ""
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
+        # a link leads to what a service would write, which no slot runs
+        return default if name == "resolv.conf" and stat.S_ISLNK(found.st_mode) else ""
     etc = next(etc for etc in etcs if os.path.lexists(f"{etc}/{name}"))
     with open(
         os.open(f"{etc}/{name}", os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8", errors="surrogateescape"
     ) as file:
         text = file.read()
+    if name == "resolv.conf":
+        return "" if _NAME_SERVER.search(text) else default
     names = {word for line in text.splitlines() for word in line.partition("#")[0].split()[1:]}
     more = [
         line for line in HOSTS.splitlines(keepends=True) if line.startswith("127.") and line.split()[1] not in names

@@ -39,11 +39,12 @@ class Prestarted:
     _maker: int
     _answer: int
 
-    def shared(self) -> tuple[bytes, Base | None]:
+    def shared(self) -> tuple[bytes, Base | None, int | None]:
         """Wait for what all slots share; once.
 
         Returns:
-            The seccomp filter; and the base over the host's folders, where no root file system is given.
+            The seccomp filter; the base over the host's folders, where no root file system is given; and the family of addresses of
+            slots' gateways, where there are any.
 
         Raises:
             IsolationUnavailable: it could not be made.
@@ -52,7 +53,7 @@ class Prestarted:
             data = file.read()
         os.waitpid(self._maker, 0)
         # a text: why it could not be made
-        answer: tuple[bytes, dict[str, Any] | None] | str = (
+        answer: tuple[bytes, dict[str, Any] | None, int | None] | str = (
             marshal.loads(data) if data else "the process that prepared them ended at once"  # noqa: S302 (our fork's)
         )
         if isinstance(answer, str):
@@ -62,8 +63,8 @@ class Prestarted:
         self.sock.setblocking(False)
         syscalls.remount_read_only(self._python, syscalls.MS_NOEXEC)
         syscalls.umount(self._python)
-        program, skeleton = answer
-        return program, None if skeleton is None else Base(**skeleton)
+        program, skeleton, family = answer
+        return program, None if skeleton is None else Base(**skeleton), family
 
 
 def default_base(base: str | None) -> str | None:
@@ -114,10 +115,11 @@ def _make(scratch: str, parent: int, answer: int, *, skeleton: bool) -> None:
         try:
             from atropos.sandbox.host.files.skeleton import build
             from atropos.sandbox.host.process import runtime, seccomp
+            from atropos.sandbox.programs import gateway
 
             runtime.build(f"{scratch}/runtime")
             base = asdict(build(f"{scratch}/skeleton")) if skeleton else None
-            data = marshal.dumps((seccomp.program(), base))
+            data = marshal.dumps((seccomp.program(), base, gateway.usable_family()))
         except Exception as error:  # its text goes to the server, which ends with it
             data = marshal.dumps(str(error) or type(error).__name__)
         with os.fdopen(answer, "wb") as file:

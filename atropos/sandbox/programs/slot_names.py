@@ -1,0 +1,160 @@
+"""Names in one slot: each that its programs ask for gets an address of its own, which stands for it in their connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import zlib
+from collections.abc import Awaitable, Callable
+
+from atropos.net import dns
+from atropos.net.egress_policy import Address, EgressRefused
+from atropos.sandbox.programs import gateway
+
+TTL_S = 30
+"""How long programs, and the resolver itself, rely on an answer, in seconds."""
+MOST_NAMES = 4096
+"""Names that have an address; a new one takes that of the name which was used least recently."""
+_MOST_WAITING = 512
+"""Questions that wait for their answer; further ones are dropped, as by a busy name server."""
+_IDLE_S = 10.0
+_IP_PKTINFO, _IPV6_FREEBIND = 8, 78  # <linux/in.h>, <linux/in6.h>
+_FIRST = int(ipaddress.IPv4Address(gateway.ADDRESS)) + 3
+_COUNT = (1 << 17) - 8
+"""Addresses of 198.18.0.0/15 but those of the gateway's own network."""
+_PREFIX6 = int(ipaddress.IPv6Address(gateway.PREFIX6))
+
+
+class FakeAddresses:
+    """Which address stands for which name. A name has the same one in most slots: files of a snapshot may hold it."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._places: dict[str, int] = {}
+        """The least recently used first."""
+
+    def address_of(self, name: str) -> ipaddress.IPv4Address:
+        """The address of a name, from now on."""
+        place = self._places.pop(name, None)
+        if place is None:
+            if len(self._places) >= MOST_NAMES:
+                del self._names[self._places.pop(next(iter(self._places)))]
+            place = zlib.crc32(name.encode()) % _COUNT
+            while place in self._names:
+                place = (place + 1) % _COUNT
+            self._names[place] = name
+        self._places[name] = place
+        return ipaddress.IPv4Address(_FIRST + place)
+
+    def name_of(self, address: Address) -> str | None:
+        """The name that an address stands for; None: it is only itself."""
+        number = int(address)
+        if isinstance(address, ipaddress.IPv6Address):
+            number -= _PREFIX6
+        name = self._names.get(number - _FIRST)
+        if name is not None:
+            self._places[name] = self._places.pop(name)
+        return name
+
+
+class Resolver:
+    """Answers the names that one slot's programs ask for.
+
+    Args:
+        sock: where they ask by UDP.
+        find: the canonical form of a name that the slot may reach; raises EgressRefused or OSError.
+    """
+
+    def __init__(self, sock: socket.socket, find: Callable[[str], Awaitable[str]]) -> None:
+        self._sock = sock
+        self._find = find
+        self.addresses = FakeAddresses()
+        self._found: dict[str, asyncio.Future[str]] = {}
+        """By the name that was asked for: what it is, or will be, for `TTL_S`."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ipv6 = sock.family == socket.AF_INET6
+        # an answer leaves from the address that was asked
+        if self._ipv6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_RECVPKTINFO, 1)
+            sock.setsockopt(socket.IPPROTO_IPV6, _IPV6_FREEBIND, 1)
+        else:
+            sock.setsockopt(socket.IPPROTO_IP, _IP_PKTINFO, 1)
+        sock.setblocking(False)
+        asyncio.get_running_loop().add_reader(sock, self._readable)
+
+    def close(self) -> None:
+        """Answer nothing more."""
+        asyncio.get_running_loop().remove_reader(self._sock)
+        self._sock.close()
+        self.forget()
+
+    def forget(self) -> None:
+        """Ask anew for each name: what the slot may reach has changed."""
+        for task in [*self._tasks, *self._found.values()]:
+            task.cancel()
+        self._found.clear()
+
+    def _readable(self) -> None:
+        try:
+            data, control, _, client = self._sock.recvmsg(dns.MESSAGE_BYTES, socket.CMSG_SPACE(32))
+        except OSError:  # none, or the kernel's word that a client has gone
+            return
+        if len(self._tasks) < _MOST_WAITING:
+            task = asyncio.get_running_loop().create_task(self._answer_datagram(data, control, client))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer_datagram(
+        self, data: bytes, control: list[tuple[int, int, bytes]], client: tuple[object, ...]
+    ) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            self._sock.sendmsg([await self._answered(data)], control, 0, client)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer what is asked on one TCP connection."""
+        with contextlib.suppress(ValueError, OSError, EOFError):
+            while True:
+                async with asyncio.timeout(_IDLE_S):
+                    size = int.from_bytes(await reader.readexactly(2), "big")
+                    answer = await self._answered(await reader.readexactly(size))
+                    writer.write(len(answer).to_bytes(2, "big") + answer)
+                    await writer.drain()
+
+    async def _answered(self, message: bytes) -> bytes:
+        question = dns.Question.parse(message)
+        if question.kind not in (dns.A, dns.AAAA):
+            return question.answer(dns.NOT_IMPLEMENTED)
+        try:
+            name = await self._known(question.name)
+        except EgressRefused:
+            return question.answer(dns.NO_SUCH_NAME)
+        except OSError as error:
+            codes = {socket.EAI_NONAME: dns.NO_SUCH_NAME, socket.EAI_NODATA: dns.NO_ERROR}
+            return question.answer(codes.get(error.errno or 0, dns.FAILED))
+        address = self.addresses.address_of(name)
+        if question.kind == dns.A:
+            return question.answer(dns.NO_ERROR, address.packed, TTL_S)
+        six = (_PREFIX6 + int(address)).to_bytes(16, "big") if self._ipv6 else b""
+        return question.answer(dns.NO_ERROR, six, TTL_S)
+
+    async def _known(self, asked: str) -> str:
+        """As `find`, once for all that ask within `TTL_S`; what failed is tried again."""
+        found = self._found.get(asked)
+        if found is None:
+            if len(self._found) >= MOST_NAMES:
+                raise OSError("this slot asks for too many names")
+            found = self._found[asked] = asyncio.ensure_future(self._find(asked))
+            found.add_done_callback(lambda found: self._keep(asked, found))
+        return await asyncio.shield(found)
+
+    def _keep(self, asked: str, found: asyncio.Future[str]) -> None:
+        def drop() -> None:
+            if self._found.get(asked) is found:
+                del self._found[asked]
+
+        if found.cancelled() or found.exception() is not None:
+            drop()
+        else:
+            asyncio.get_running_loop().call_later(TTL_S, drop)

@@ -1,0 +1,127 @@
+"""Names of a slot: which address stands for which, how often a name is looked up, and what is forgotten when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from collections.abc import AsyncIterator
+
+from atropos.net import dns
+from atropos.net.egress_policy import EgressRefused
+from atropos.sandbox.programs import slot_names
+from atropos.sandbox.programs.slot_names import MOST_NAMES, FakeAddresses, Resolver
+from tests.unit.net.test_dns import message
+from tests.waiting import until
+
+
+def test_a_name_keeps_its_address_in_this_slot_and_has_it_in_others():
+    one, other = FakeAddresses(), FakeAddresses()
+    address = one.address_of("files.example.org")
+    assert one.name_of(address) == "files.example.org"
+    assert one.address_of("files.example.org") == address == other.address_of("files.example.org")
+    six = ipaddress.IPv6Address(int(ipaddress.IPv6Address("fd61:7472:6f70:6f73::")) + int(address))
+    assert one.name_of(six) == "files.example.org"
+
+
+def test_an_address_that_stands_for_no_name_is_only_itself():
+    found = FakeAddresses()
+    found.address_of("files.example.org")
+    for text in ("198.18.0.1", "198.18.0.2", "198.19.255.255", "8.8.8.8", "0.0.0.0", "fd61:7472:6f70:6f73::1", "::1"):
+        assert found.name_of(ipaddress.ip_address(text)) is None
+
+
+def test_names_share_no_address_and_the_least_used_one_goes_first():
+    found = FakeAddresses()
+    addresses = {name: found.address_of(name) for name in (f"{number}.example.org" for number in range(MOST_NAMES))}
+    assert len(set(addresses.values())) == MOST_NAMES
+    assert all(address in ipaddress.ip_network("198.18.0.0/15") for address in addresses.values())
+    assert found.name_of(addresses["0.example.org"]) == "0.example.org", "used, so that the next one is the oldest"
+    found.address_of("one.more")
+    assert found.name_of(addresses["1.example.org"]) in (None, "one.more")
+    assert found.name_of(addresses["0.example.org"]) == "0.example.org"
+
+
+class Finder:
+    """Finds every name but those that begin with `no`, and those that begin with `late` once it may."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.go = asyncio.Event()
+
+    async def __call__(self, name: str) -> str:
+        self.asked.append(name)
+        if name.startswith("late"):
+            await self.go.wait()
+        if name.startswith("no"):
+            raise EgressRefused(name)
+        if name.startswith("missing"):
+            raise OSError(socket.EAI_NONAME, "unknown")
+        if name.startswith("failing"):
+            raise TimeoutError
+        return name.lower()
+
+
+@contextlib.asynccontextmanager
+async def resolver() -> AsyncIterator[tuple[Finder, Resolver, socket.socket]]:
+    """What finds names, the resolver, and a client's socket."""
+    sock = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+    sock.bind(("::1", 0))
+    client = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+    client.connect(sock.getsockname()[:2])
+    client.setblocking(False)
+    finder = Finder()
+    made = Resolver(sock, finder)
+    try:
+        yield finder, made, client
+    finally:
+        made.close()
+        client.close()
+
+
+async def ask(client: socket.socket, name: str, kind: int = dns.A) -> bytes:
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(client, message(name.split("."), kind))
+    return await loop.sock_recv(client, 512)
+
+
+async def test_answers_say_what_became_of_a_name():
+    async with resolver() as (_, _, client), asyncio.timeout(20):
+        assert [(await ask(client, name))[3] & 15 for name in ("yes", "no", "missing", "failing")] == [0, 3, 3, 2]
+        assert (await ask(client, "yes", 15))[3] & 15 == dns.NOT_IMPLEMENTED
+        four, six = await ask(client, "yes"), await ask(client, "YES", dns.AAAA)
+        assert six.endswith(four[-4:])
+        assert len(six) == len(four) + 12
+
+
+async def test_a_name_is_looked_up_once_for_all_that_ask_and_a_failure_is_tried_again():
+    async with resolver() as (finder, made, client), asyncio.timeout(20):
+        waiting = asyncio.create_task(ask(client, "late"))
+        for kind in (dns.A, dns.AAAA, dns.A):
+            client.send(message(["late"], kind))
+        await until(lambda: finder.asked)
+        finder.go.set()
+        await waiting
+        for _ in range(3):
+            await asyncio.get_running_loop().sock_recv(client, 512)
+        for name in ("yes", "yes", "failing", "failing"):
+            await ask(client, name)
+        assert finder.asked == ["late", "yes", "failing", "failing"]
+        made.forget()
+        await ask(client, "yes")
+        assert finder.asked[-1] == "yes"
+
+
+async def test_what_waits_for_an_answer_is_bounded(monkeypatch):
+    monkeypatch.setattr(slot_names, "_MOST_WAITING", 3)
+    async with resolver() as (finder, _, client), asyncio.timeout(20):
+        for number in range(3):
+            client.send(message([f"late{number}"]))
+        await until(lambda: len(finder.asked) == 3)
+        client.send(message(["dropped"]))
+        await asyncio.sleep(0.05)  # in which nothing happens
+        finder.go.set()
+        answers = [await asyncio.get_running_loop().sock_recv(client, 512) for _ in range(3)]
+        assert len(answers) == 3
+        assert finder.asked == ["late0", "late1", "late2"]
