@@ -413,14 +413,47 @@ GROUPS = {
     "programs": PROGRAMS,
 }
 PROBES = {f"{group}: {name}": command for group, probes in GROUPS.items() for name, command in probes.items()}
+OWN_ADDRESS = "import socket; s=socket.socket(2,2); s.connect(('192.0.2.1',9)); own=s.getsockname()[0]; "
+WITH_A_NETWORK = {
+    "interfaces": py("import socket; print(*sorted(name for _, name in socket.if_nameindex()))"),
+    "devices of /sys": "ls /sys/class/net; cat /sys/class/net/eth0/operstate /sys/class/net/eth0/type",
+    "default route": "awk '$2 == \"00000000\" {print $1, $4}' /proc/net/route",
+    "own address": py(OWN_ADDRESS + "print(not own.startswith('127.'))"),
+    "own address by hostname -I": "hostname -I | awk '{print $1 != \"\"}'",
+    "a server at the own address": py(
+        OWN_ADDRESS
+        + "l=socket.create_server(('',0)); socket.create_connection((own,l.getsockname()[1]),timeout=3); print('ok')"
+    ),
+    "all ports are free": py(
+        "import socket; [socket.create_server(('',p)) for p in (22,53,80,443,3306,5432,6379)]; print('ok')"
+    ),
+    "own name": py("import socket; print(bool(socket.gethostbyname(socket.gethostname())))"),
+    "localhost": "getent ahostsv4 localhost | head -1 | awk '{print $1}'",
+    "a name server is named": "grep -c ^nameserver /etc/resolv.conf",
+    "names come from files, then from it": "grep ^hosts /etc/nsswitch.conf",
+    "an unknown name fails": "getent hosts no.such.name.invalid; echo $?",
+    "multicast": py(
+        "import socket; s=socket.socket(2,2); s.setsockopt(0,35,socket.inet_aton('224.1.1.1')+bytes(4)); print('ok')"
+    ),
+    "broadcasts": py(
+        "import socket; s=socket.socket(2,2); s.setsockopt(1,6,1); s.sendto(b'x',('255.255.255.255',9)); print('ok')"
+    ),
+    "devices can't be made": py(
+        "import socket,struct; n=socket.socket(16,3,0); n.send(struct.pack('IHHIIBxHiII',32,16,0x605,1,0,0,0,0,0,0)); print(struct.unpack('i',n.recv(99)[16:20])[0] < 0)"
+    ),
+    "routes can't be changed": py(
+        "import fcntl,socket,struct\ntry: fcntl.ioctl(socket.socket(2,2),0x890C,bytes(120)); print('changed')\nexcept OSError as e: print(e.errno)"
+    ),
+}
+"""Run where slot and container have a network."""
 
 
-def program() -> str:
-    """A Python program that runs all of them and prints a JSON object: by probe, exit code and output."""
+def program(probes: dict[str, str] = PROBES) -> str:
+    """A Python program that runs probes and prints a JSON object: by probe, exit code and output."""
     return f"""
 import json, os, subprocess, tempfile
 found = {{}}
-for name, command in json.loads({json.dumps(json.dumps(PROBES))}).items():
+for name, command in json.loads({json.dumps(json.dumps(probes))}).items():
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.Popen(["/bin/bash", "-c", command], cwd=folder, stdin=subprocess.DEVNULL, start_new_session=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

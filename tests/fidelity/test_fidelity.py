@@ -12,7 +12,7 @@ import pytest
 
 from tests import engines
 from tests.fidelity.differences import ALWAYS, DIFFERENCES, KNOWN, PAGE, page
-from tests.fidelity.probes import PROBES, program
+from tests.fidelity.probes import PROBES, WITH_A_NETWORK, program
 from tests.waiting import SLOWNESS
 
 MEMORY_MIB, PIDS, FILES = 1024, 256, 4096
@@ -44,9 +44,8 @@ def image() -> Iterator[str]:
     docker("image", "rm", "-f", name)
 
 
-@pytest.fixture(scope="module")
-def expected(image) -> dict[str, str]:
-    """What the probes say in a container with the limits of a slot: PID 1 of a slot is one process more."""
+def in_docker(image: str, network: str, probes: dict[str, str]) -> dict[str, str]:
+    """What probes say in a container with the limits of a slot: PID 1 of a slot is one process more."""
     limits = [
         "--memory",
         f"{MEMORY_MIB}m",
@@ -58,8 +57,18 @@ def expected(image) -> dict[str, str]:
         "1",
     ]
     limits += ["--ulimit", f"nofile={FILES}:{FILES}", "--ulimit", f"nproc={2 * PIDS + 64}"]
-    machine = ["--network", "none", "--hostname", "atropos", "--workdir", "/workspace"]
-    return json.loads(docker("run", "--rm", "-i", *limits, *machine, image, "python3", "-", stdin=program()))
+    machine = ["--network", network, "--hostname", "atropos", "--workdir", "/workspace"]
+    return json.loads(docker("run", "--rm", "-i", *limits, *machine, image, "python3", "-", stdin=program(probes)))
+
+
+@pytest.fixture(scope="module")
+def expected(image) -> dict[str, str]:
+    return in_docker(image, "none", PROBES)
+
+
+@pytest.fixture(scope="module")
+def expected_with_a_network(image) -> dict[str, str]:
+    return in_docker(image, "bridge", WITH_A_NETWORK)
 
 
 @pytest.mark.parametrize("backend", ["local", "docker"], ids=["local", "docker"])
@@ -79,6 +88,20 @@ class TestSlots:
         assert not new, json.dumps(new, indent=1)
         gone = ALWAYS - unlike.keys()
         assert not gone, "these differ no more: take them out of the table"
+
+
+@pytest.mark.parametrize("backend", ["local", "docker"], ids=["local", "docker"])
+class TestNetworks:
+    pytestmark = needs_docker
+
+    async def test_programs_find_a_network_as_in_docker_run(self, backend, image, expected_with_a_network):
+        from atropos.slots import SlotPool
+
+        limits = {**LIMITS, "wall_s": 300}
+        config = engines.pool_config(backend, limits=limits, max_containers=1, allow_network=True)
+        async with SlotPool(config) as pool, pool.lease("probed", image=f"docker-daemon:{image}") as slot:
+            result = await slot.exec(["python3", "-"], stdin=program(WITH_A_NETWORK), timeout_s=200)
+        assert json.loads(result.output) == expected_with_a_network
 
 
 def test_the_table_of_the_docs_lists_what_differs():

@@ -79,6 +79,7 @@ class HostState:
         self.files = volumes.SharedFiles(
             runtime=f"{self.scratch}/runtime",
             sys=f"{self.scratch}/sys",
+            sys_network=f"{self.scratch}/sys-network",
             system=sysfs.SYSTEM if os.path.isdir(sysfs.SYSTEM) else f"{self.scratch}/empty",
             empty_file=f"{self.scratch}/runtime/{runtime.EMPTY}",
             empty_folder=f"{self.scratch}/empty",
@@ -99,6 +100,7 @@ class HostState:
             os.mkdir(self.ceilings, 0o755)
             trees = entered.cgroups.trees
             sysfs.build(self.files.sys, [name for tree in trees if tree.version == 1 for name in tree.controllers])
+            sysfs.build_network(self.files.sys_network)
             for path in (self.files.empty_file, self.files.empty_folder):
                 syscalls.bind_read_only(path)
             self._prepare_bases(over_host)

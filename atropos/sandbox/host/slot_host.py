@@ -84,7 +84,8 @@ class SlotHost:
                     f"{self.state.ceilings}/{unique}",
                 )
                 undo.callback(cgroup.remove)
-                volume = volumes.create(folder, base, limits, self.state.files, disk, cgroup.mounts())
+                gateway = self.state.gateway is not None and (network if joins is None else joins.has_egress)
+                volume = volumes.create(folder, base, limits, self.state.files, disk, cgroup.mounts(), gateway=gateway)
             except OSError as error:
                 raise SandboxError(f"slot {name} could not be created: {error}{host_limits.named()}") from error
             undo.pop_all()

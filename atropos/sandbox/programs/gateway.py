@@ -22,10 +22,10 @@ PREFIX6 = "fd61:7472:6f70:6f73::"
 DNS_PORT = 53
 SOCKETS = 67
 """Most that a slot has in the egress proxy: the proxy's own, two for names, and one for each of 64 ports (`egress_policy.MOST_PORTS`)."""
-_LOOPBACK, _DEVICE = 1, 2
-_NAME = b"eth0\0"
-_MAC, _OWN_MAC = b"\x02atro\x01", b"\x02atro\x02"
-_MTU = 65_535
+_LO_INDEX, _INDEX = 1, 2
+DEVICE = "eth0"
+_MAC, OWN_MAC = b"\x02atro\x01", b"\x02atro\x02"
+MTU = 65_535
 """Packets never leave the machine; with smaller ones, 100 MB took twice as long."""
 
 # <linux/rtnetlink.h> and the headers that it includes
@@ -135,12 +135,12 @@ def _link(index: int, *attributes: bytes, flags: int = 0) -> bytes:
 
 def _veth(peers_namespace: int) -> bytes:
     """A device of the slot, whose other end is in another namespace."""
-    both = _attribute(_IFLA_IFNAME, _NAME) + _attribute(_IFLA_MTU, struct.pack("=I", _MTU))
+    both = _attribute(_IFLA_IFNAME, DEVICE.encode() + b"\0") + _attribute(_IFLA_MTU, struct.pack("=I", MTU))
     there = _attribute(_IFLA_NET_NS_FD, struct.pack("=i", peers_namespace))
-    peer = _link(_DEVICE, both, _attribute(_IFLA_ADDRESS, _MAC), there)
+    peer = _link(_INDEX, both, _attribute(_IFLA_ADDRESS, _MAC), there)
     data = _attribute(_IFLA_INFO_DATA, _attribute(_VETH_INFO_PEER, peer))
     info = _attribute(_IFLA_LINKINFO, _attribute(_IFLA_INFO_KIND, b"veth") + data)
-    return _message(_NEWLINK, _link(_DEVICE, both, _attribute(_IFLA_ADDRESS, _OWN_MAC), info))
+    return _message(_NEWLINK, _link(_INDEX, both, _attribute(_IFLA_ADDRESS, OWN_MAC), info))
 
 
 def _packed(family: int, address: str) -> bytes:
@@ -152,8 +152,8 @@ def _end(family: int, own: str, other: str, others_mac: bytes) -> bytes:
     """An end's address, and how it finds the other's: for good, since those that it learned count towards a bound of the whole host."""
     bits = 30 if family == _socket.AF_INET else 126
     mine, theirs = _packed(family, own), _packed(family, other)
-    address = struct.pack("=BBBBi", family, bits, _IFA_F_NODAD, _UNIVERSE, _DEVICE)
-    neighbour = struct.pack("=BxHiHBB", family, 0, _DEVICE, _NUD_PERMANENT, 0, 0)
+    address = struct.pack("=BBBBi", family, bits, _IFA_F_NODAD, _UNIVERSE, _INDEX)
+    neighbour = struct.pack("=BxHiHBB", family, 0, _INDEX, _NUD_PERMANENT, 0, 0)
     return _message(_NEWADDR, address, _attribute(_IFA_LOCAL, mine), _attribute(_IFA_ADDRESS, mine)) + _message(
         _NEWNEIGH, neighbour, _attribute(_NDA_DST, theirs), _attribute(_NDA_LLADDR, others_mac)
     )
@@ -166,19 +166,19 @@ def _default_route(family: int, scope: int, kind: int, index: int, *attributes: 
 
 def _own_end(family: int) -> bytes:
     via = _attribute(_RTA_GATEWAY, _packed(family, ADDRESS))
-    return _end(family, OWN_ADDRESS, ADDRESS, _MAC) + _default_route(family, _UNIVERSE, _UNICAST, _DEVICE, via)
+    return _end(family, OWN_ADDRESS, ADDRESS, _MAC) + _default_route(family, _UNIVERSE, _UNICAST, _INDEX, via)
 
 
 def _far_end(family: int) -> bytes:
-    return _end(family, ADDRESS, OWN_ADDRESS, _OWN_MAC) + _default_route(family, _HOST, _LOCAL, _LOOPBACK)
+    return _end(family, ADDRESS, OWN_ADDRESS, OWN_MAC) + _default_route(family, _HOST, _LOCAL, _LO_INDEX)
 
 
 _NO_LINK_LOCAL = _attribute(
     _IFLA_AF_SPEC, _attribute(_socket.AF_INET6, _attribute(_IFLA_INET6_ADDR_GEN_MODE, _ADDR_GEN_NONE))
 )
 """Else a device looks for routers, and for others with its address, as soon as it is up."""
-_BOTH_UP = _message(_NEWLINK, _link(_LOOPBACK, flags=_IFF_UP)) + _message(
-    _NEWLINK, _link(_DEVICE, _NO_LINK_LOCAL, flags=_IFF_UP)
+_BOTH_UP = _message(_NEWLINK, _link(_LO_INDEX, flags=_IFF_UP)) + _message(
+    _NEWLINK, _link(_INDEX, _NO_LINK_LOCAL, flags=_IFF_UP)
 )
-_LAST = _message(_NEWLINK, _link(_DEVICE), flags=_ACK)
+_LAST = _message(_NEWLINK, _link(_INDEX), flags=_ACK)
 """Asks for nothing. The kernel answers a request that fails, and this one: the first answer says whether all were carried out."""

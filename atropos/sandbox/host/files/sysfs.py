@@ -10,6 +10,8 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from atropos.sandbox.programs import gateway
+
 SYSTEM = "/sys/devices/system"
 """What slots see of the kernel's own, through an overlay each: of a lock or a watch no other slot knows."""
 CGROUP = "/sys/fs/cgroup"
@@ -25,22 +27,26 @@ _FOLDERS = (
     "fs/cgroup",
     "module",
 )
+_EVERY_DEVICE = {"addr_len": "6", "carrier": "1", "dev_id": "0x0", "tx_queue_len": "1000"}
 _LOOPBACK = {
     "address": "00:00:00:00:00:00",
-    "addr_len": "6",
     "broadcast": "00:00:00:00:00:00",
-    "carrier": "1",
-    "dev_id": "0x0",
     "flags": "0x9",
-    "ifindex": "1",
-    "iflink": "1",
     "mtu": "65536",
     "operstate": "unknown",
-    "tx_queue_len": "1000",
     "type": "772",
-    "uevent": "INTERFACE=lo\nIFINDEX=1",
 }
-"""What the kernel says of a loopback, the one interface of a slot."""
+"""What the kernel says of a loopback, the one interface of a slot without a network."""
+_GATEWAYS_DEVICE = {
+    "address": gateway.OWN_MAC.hex(":"),
+    "broadcast": "ff:ff:ff:ff:ff:ff",
+    "duplex": "full",
+    "flags": "0x1003",
+    "mtu": f"{gateway.MTU}",
+    "operstate": "up",
+    "speed": "10000",
+    "type": "1",
+}
 _AS_V2 = {
     "memory": {
         "memory.max": "memory.limit_in_bytes",
@@ -66,11 +72,7 @@ def build(folder: str, controllers: Collection[str]) -> None:
     """
     for name in _FOLDERS:
         os.makedirs(f"{folder}/{name}", 0o755)
-    loopback = Path(folder, "devices/virtual/net/lo")
-    loopback.mkdir(parents=True)
-    for name, text in _LOOPBACK.items():
-        (loopback / name).write_text(f"{text}\n", encoding="ascii")
-    os.symlink("../../devices/virtual/net/lo", f"{folder}/class/net/lo")
+    _add_device(folder, "lo", 1, _LOOPBACK)
     cgroup = Path(folder, "fs/cgroup")
     for controller in controllers:
         (cgroup / controller).mkdir()
@@ -81,3 +83,22 @@ def build(folder: str, controllers: Collection[str]) -> None:
         (cgroup / "cgroup.controllers").write_text(f"{known}\n", encoding="ascii")
     if "cpu" in controllers:
         (cgroup / CPU_MAX).touch()
+
+
+def build_network(folder: str) -> None:
+    """Make what lies above it in slots with a gateway, in a new folder.
+
+    Raises:
+        OSError: it could not be made.
+    """
+    os.makedirs(f"{folder}/class/net", 0o755)
+    _add_device(folder, gateway.DEVICE, 2, _GATEWAYS_DEVICE)
+
+
+def _add_device(folder: str, name: str, index: int, values: dict[str, str]) -> None:
+    device = Path(folder, "devices/virtual/net", name)
+    device.mkdir(parents=True)
+    own = {"ifindex": f"{index}", "iflink": f"{index}", "uevent": f"INTERFACE={name}\nIFINDEX={index}"}
+    for each, text in (_EVERY_DEVICE | own | values).items():
+        (device / each).write_text(f"{text}\n", encoding="ascii")
+    os.symlink(f"../../devices/virtual/net/{name}", f"{folder}/class/net/{name}")

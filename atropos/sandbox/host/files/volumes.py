@@ -47,6 +47,7 @@ class SharedFiles:
     Attributes:
         runtime: the folder with the private Python.
         sys: what they have at /sys.
+        sys_network: what those with a gateway have above it.
         system: what the kernel has there about CPUs and memory nodes.
         empty_file: covers /etc/ld.so.preload.
         empty_folder: covers it where it is a folder; and is the second lower one that an overlay without an upper one needs.
@@ -54,6 +55,7 @@ class SharedFiles:
 
     runtime: str
     sys: str
+    sys_network: str
     system: str
     empty_file: str
     empty_folder: str
@@ -216,6 +218,8 @@ def create(
     shared: SharedFiles,
     disk: str | None = None,
     cgroups: Sequence[tuple[str, str]] = (),
+    *,
+    gateway: bool = False,
 ) -> Volume:
     """Mount the base and layers of a new slot.
 
@@ -226,6 +230,7 @@ def create(
         shared: what all slots see.
         disk: a new folder on disk for the slot's files, instead of the tmpfs.
         cgroups: the slot's own; see `SlotCgroup.mounts`.
+        gateway: whether the slot's network has one.
 
     Raises:
         OSError: a mount failed; nothing is left mounted.
@@ -237,8 +242,9 @@ def create(
         for name, source in base.host_folders.items():
             volume.stack(f"host-{name}", [shared.empty_folder, source], readonly)
         # mounts in a mount, which bubblewrap takes along: it reads the whole list of mounts for each that it makes
-        for name, source in (("runtime", shared.runtime), ("sys", shared.sys), (SYSTEM.lstrip("/"), shared.system)):
-            volume.stack(name, [shared.empty_folder, source], readonly)
+        volume.stack("runtime", [shared.empty_folder, shared.runtime], readonly)
+        volume.stack("sys", [shared.sys_network if gateway else shared.empty_folder, shared.sys], readonly)
+        volume.stack(SYSTEM.lstrip("/"), [shared.empty_folder, shared.system], readonly)
         for source, place in cgroups:
             target = f"{folder}{CGROUP}{place}"
             syscalls.mount(source, target, None, syscalls.MS_BIND)
