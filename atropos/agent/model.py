@@ -211,15 +211,19 @@ class Model:
 
         return await self._bounded(once)
 
-    async def probe_chat(self) -> None:
+    async def probe_chat(self, **options: object) -> None:
         """Ask for one token of a conversation. Any well-formed answer passes: a reasoning model has no message yet.
+
+        Args:
+            options: of every request, such as `tools`, which some servers don't take.
 
         Raises:
             InferenceError: as for `chat`.
         """
 
         async def once() -> None:
-            answer: Any = await self._ask("chat_completion", messages=[{"role": "user", "content": "hi"}], max_tokens=1)
+            request: dict[str, object] = {**options, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+            answer: Any = await self._ask("chat_completion", **request)
             _ = answer.choices[0].message.content
 
         await self._bounded(once)

@@ -15,7 +15,7 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -324,7 +324,9 @@ def _captured(
     return call
 
 
-async def probe_servers(server: ServerManager, tokenizer: Tokenizer, timeout_s: float) -> None:
+async def probe_servers(
+    server: ServerManager, tokenizer: Tokenizer, timeout_s: float, chat_options: Mapping[str, object] | None = None
+) -> None:
     """Ask every server for one token, for at most `timeout_s` each, before anything else is started.
 
     Raises:
@@ -339,16 +341,16 @@ async def probe_servers(server: ServerManager, tokenizer: Tokenizer, timeout_s: 
             async with asyncio.timeout(min(timeout_s, MODELS_TIMEOUT_S)):
                 await own.read_models()
         config.model_name = own.model
-        text = "the inference server at %s has not answered the first request for %g s; it has %g s (model_timeout_s)"
-        said = asyncio.get_running_loop().call_later(
-            PROBE_SAID_S, _log.warning, text, config.base_url, PROBE_SAID_S, timeout_s
+        text = f"the inference server at {config.base_url} has not answered the first request for {PROBE_SAID_S:g} s"
+        timer = asyncio.get_running_loop().call_later(
+            PROBE_SAID_S, _log.warning, "%s; it has %g s (model_timeout_s)", text, timeout_s
         )
         try:
             model = Model(_Direct(one), timeout_s=timeout_s, retries=2)
             if model.exact:
                 await model.generate(tokenizer.encode("hi", add_special_tokens=False), max_tokens=1, temperature=0.0)
             else:
-                await model.probe_chat()
+                await model.probe_chat(**(chat_options or {}))
         except InferenceError as error:
             raise InferenceError(
                 f"openai.base_url: {config.base_url} ({config.server_type}): {error}; {_cure(error, config.server_type)}",
@@ -356,7 +358,7 @@ async def probe_servers(server: ServerManager, tokenizer: Tokenizer, timeout_s: 
                 retryable=error.retryable,
             ) from error
         finally:
-            said.cancel()
+            timer.cancel()
 
 
 def _cure(error: InferenceError, kind: str) -> str:
@@ -376,7 +378,8 @@ def _cure(error: InferenceError, kind: str) -> str:
             f"{kind} means a server that reports token ids ({those}; docs/inference.md); correct --openai.base_url, or set "
             "--openai.server_type"
         )
-    return "correct --openai.base_url, --openai.model_name or --openai.server_type"
+    asked = "start the server with what its answer asks for, or " if status == 400 else ""
+    return f"{asked}correct --openai.base_url, --openai.model_name or --openai.server_type"
 
 
 class _Direct:

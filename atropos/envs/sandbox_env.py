@@ -206,12 +206,16 @@ class SandboxEnv(BaseEnv):
             self._tracing = tracing.start(self.config.otlp_endpoint, self.config.wandb_name or "atropos")
         await self.endpoint.start()
         await self.dashboard.start()
-        await probe_servers(self.server, self.tokenizer, self.config.model_timeout_s)
+        await probe_servers(self.server, self.tokenizer, self.config.model_timeout_s, self.chat_options(tools))
         self._check_context()
         if not self._evaluates:
             self.check_logprobs(self.config.agent_temperature)
         await self.start_tool_backend(tools)
         await self.hooks.call("setup_agent_env", self.setup_agent_env)
+
+    def chat_options(self, tools: ToolRegistry) -> dict[str, object]:
+        """What a chat request has beside messages and sampling, where the server is one of text."""
+        return {}
 
     def _check_context(self) -> None:
         wanted, held = self.config.max_token_length, context_of(self.server)

@@ -176,6 +176,10 @@ class HermesAgentBaseEnv(SandboxEnv):
             )
         return left
 
+    def chat_options(self, tools: ToolRegistry) -> dict[str, object]:
+        """The tools, and `extra_body`."""
+        return self._dialect(tools).chat_options(AgentConfig(), 1)
+
     def tools_of(self, group: str) -> ToolRegistry:
         """The tools of a group's rollouts: the same for all of them, drawn once for each group."""
         every = self.executor.tools

@@ -15,7 +15,7 @@ from aiohttp import web
 from atropos.agent.model import Model
 from atropos.agent.transcript import WeightSpan
 from atropos.envs import adapter
-from atropos.envs.adapter import stop_servers
+from atropos.envs.adapter import probe_servers, stop_servers
 from atropos.envs.inference import apis
 from atropos.envs.inference.server import InferenceServer
 from atropos.envs.reporting import watch
@@ -23,6 +23,8 @@ from atropos.envs.running.lifecycle import beside
 from atropos.errors import ConfigError, InferenceError
 from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer
+from tests.e2e import hermes_support
+from tests.e2e.test_exact_tokens import Hermes
 from tests.unit.envs.support import ScriptEnv, make
 from tests.waiting import until
 from tests.web_app import serving
@@ -281,12 +283,31 @@ async def test_a_server_that_does_not_tell_whether_it_is_paused_is_asked_once(mo
     await one.close()
 
 
+async def test_a_server_that_takes_no_tools_ends_an_env_that_sends_them_at_the_start(tmp_path):
+    """As `vllm serve` without `--enable-auto-tool-choice`."""
+    why = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+
+    async def chat(request):
+        message = {"role": "assistant", "content": "hi"}
+        answer = {"object": "chat.completion", "choices": [{"index": 0, "message": message, "finish_reason": "length"}]}
+        refused = "tools" in await request.json()
+        return web.json_response({"error": {"message": why}} if refused else answer, status=400 if refused else 200)
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", chat)
+    async with serving(app) as url:
+        env = hermes_support.make(Hermes, (f"{url}/v1", None), tmp_path, [], server_type="openai")
+        with pytest.raises(InferenceError, match=f"(?s){why}.*start the server with what its answer asks for"):
+            await env.setup()
+        await probe_servers(make(ScriptEnv, f"{url}/v1", None, server_type="openai").server, env.tokenizer, 20)
+
+
 async def test_a_cold_server_is_waited_for_and_the_log_says_so(monkeypatch, caplog):
     monkeypatch.setattr(adapter, "PROBE_SAID_S", 0.2)
     halting = Halting()
     async with serving(halting.application()) as url:
         env = make(ScriptEnv, f"{url}/v1", None)
-        probing = asyncio.create_task(adapter.probe_servers(env.server, env.tokenizer, 60))
+        probing = asyncio.create_task(probe_servers(env.server, env.tokenizer, 60))
         await until(lambda: "has not answered the first request for 0.2 s; it has 60 s" in caplog.text, "it is said")
         halting.running.set()
         await probing
