@@ -54,6 +54,13 @@ class BackendUnavailable(SandboxError):
     code = "backend_unavailable"
 
 
+class QuotaReached(SandboxError):
+    """A share of the pool has used up what it may; the message names the quota."""
+
+    code = "quota"
+    retryable = False
+
+
 class IsolationUnavailable(SandboxError):
     """This host or container can't give the isolation that is promised; the message names the missing setting."""
 
@@ -142,6 +149,7 @@ BY_CODE: dict[str, type[SandboxError]] = {
         LeaseExpired,
         OutcomeUnknown,
         BackendUnavailable,
+        QuotaReached,
         IsolationUnavailable,
         ToolServerUnavailable,
         PoolFull,

@@ -47,6 +47,7 @@ def table(classes: Sequence[type[BaseModel]], seen: set[str]) -> str:
 
 def tables() -> dict[str, str]:
     """The tables by the names in their markers."""
+    from atropos.api.accounts.keys import KeySettings
     from atropos.api.executor.models import ExecutorServerSettings
     from atropos.api.settings import Bounds, BrowserSettings, McpServerSettings, SearchSettings, ToolServerSettings
     from atropos.envs.adapter import BaseEnvConfig
@@ -55,6 +56,7 @@ def tables() -> dict[str, str]:
     from atropos.envs.hermes.config import HermesAgentEnvConfig
     from atropos.envs.humaneval_env import HumanEvalEnvConfig
     from atropos.envs.task_env import TaskEnvConfig
+    from atropos.slots.config import Quotas
 
     env = (SandboxEnvConfig, AgentEnvConfig, DatasetEnvConfig, TaskEnvConfig, HumanEvalEnvConfig, HermesAgentEnvConfig)
     tool_server = (ToolServerSettings, Bounds, SearchSettings, BrowserSettings, McpServerSettings)
@@ -62,6 +64,7 @@ def tables() -> dict[str, str]:
         "env": table(env, set(BaseEnvConfig.model_fields)),
         "tool-server": table(tool_server, set()),
         "executor-server": table((ExecutorServerSettings,), set()),
+        "key": table((Quotas, KeySettings), set()),
     }
 
 

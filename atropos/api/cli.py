@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-import yaml
 
+from atropos.api.settings import read_file
 from atropos.errors import ConfigError
 
 TOKEN_VARIABLE = "ATROPOS_TOOL_SERVER_TOKEN"
-READERS: dict[str, Callable[[str], object]] = {".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
-"""By the ending of a settings file's name; any other is TOML."""
 
 
 def read_token(path: Path | None, variable: str) -> str:
@@ -40,26 +37,6 @@ def read_token(path: Path | None, variable: str) -> str:
     return token
 
 
-def read_file(path: Path | None) -> dict[str, object]:
-    """A settings file, TOML, YAML or JSON by its name.
-
-    Raises:
-        ConfigError: it can't be read.
-    """
-    if path is None:
-        return {}
-    try:
-        text = path.read_text()
-        value: object = READERS.get(path.suffix, tomllib.loads)(text)
-    except OSError as error:
-        raise ConfigError(f"--config: {path}: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config: {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"--config: {path}: write an object with the settings")
-    return cast("dict[str, object]", value)
-
-
 def with_flags(values: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
     """Settings with the flags that were given in their place."""
     return {**values, **{name: value for name, value in given.items() if value is not None}}
@@ -78,6 +55,7 @@ def tool_server(
     from atropos.api.serve import run
     from atropos.api.settings import ToolServerSettings, parse_settings, search_from_environment
     from atropos.api.tool_server import create_app
+    from atropos.net.admission import BearerToken
 
     given = {"host": host, "port": port, "only": only or None, "tools": tool or None, "allow_hosts": allow_host or None}
     values = with_flags(read_file(config), given)
@@ -88,8 +66,9 @@ def tool_server(
         settings = settings.model_copy(update={"search": search_from_environment()})
     settings.check_listening()
     app = create_app(settings)
+    known = None if settings.token is None else BearerToken(settings.token.get_secret_value())
     drain = partial(app.state.host.drain, settings.drain_s)
-    code = run(app, host=settings.host, port=settings.port, name="ToolServer", token=settings.token, drain=drain)
+    code = run(app, host=settings.host, port=settings.port, name="ToolServer", credentials=known, drain=drain)
     raise typer.Exit(code)
 
 
@@ -101,6 +80,8 @@ def executor_server(
     host: Annotated[str | None, typer.Option(help="Address to listen on; loopback unless asked.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65_535, help="0: any free one.")] = None,
     token_file: Annotated[Path | None, typer.Option(help=f"The bearer token; else {EXECUTOR_TOKEN_VARIABLE}.")] = None,
+    keys_file: Annotated[str | None, typer.Option(help="Keys of several users: `atropos keys`.")] = None,
+    audit_file: Annotated[str | None, typer.Option(help="Gets a JSON line for each thing done.")] = None,
     backend: Annotated[str | None, typer.Option(help="local, docker or nomad.")] = None,
     slots_per_container: Annotated[int | None, typer.Option(help="Slots in a container.")] = None,
     max_containers: Annotated[int | None, typer.Option(help="Containers at most.")] = None,
@@ -116,23 +97,32 @@ def executor_server(
     from atropos.api.serve import run
     from atropos.api.settings import parse_settings
 
-    given = {"host": host, "port": port, "enabled_toolsets": toolset or None, "tool_server_url": tool_server_url}
+    given = {
+        "host": host,
+        "port": port,
+        "keys_file": keys_file,
+        "audit_file": audit_file,
+        "enabled_toolsets": toolset or None,
+        "tool_server_url": tool_server_url,
+    }
     values = with_flags(read_file(config), given)
     pool = {"backend": backend, "slots_per_container": slots_per_container, "max_containers": max_containers}
     if isinstance(in_file := values.get("pool", {}), dict):  # anything else is refused with the other settings
         values["pool"] = with_flags(cast("dict[str, object]", in_file), pool)
-    if token_file is not None or "token" not in values:
+    several = values.get("keys_file") is not None
+    if token_file is not None or ("token" not in values and (not several or os.environ.get(EXECUTOR_TOKEN_VARIABLE))):
         values["token"] = read_token(token_file, EXECUTOR_TOKEN_VARIABLE)
     values.setdefault("tool_server_token", os.environ.get(TOKEN_VARIABLE) or None)
     settings = parse_settings(ExecutorServerSettings, values, "executor server")
     app = create_executor_app(settings)
-
+    for name in ("atropos.api.accounts", "atropos.api.tenants"):
+        logging.getLogger(name).setLevel(logging.INFO)
     code = run(
         app,
         host=settings.host,
         port=settings.port,
         name="executor API",
-        token=settings.token,
+        credentials=app.state.tenants,
         token_headers=TOKEN_HEADERS,
         drain=partial(drain, app, settings.drain_s),
     )

@@ -14,8 +14,6 @@ from fastapi.responses import StreamingResponse
 from atropos import tracing
 from atropos.aio import cancel_and_wait
 from atropos.api.e2b.app import create_e2b_app
-from atropos.api.e2b.sandboxes import Sandboxes
-from atropos.api.executor.images import PreparedImages
 from atropos.api.executor.models import (
     MAX_REQUEST_BYTES,
     CallAnswer,
@@ -28,9 +26,11 @@ from atropos.api.executor.models import (
     ToolSchemas,
     TrajectoryInfo,
     TrajectoryList,
+    UsageReport,
 )
 from atropos.api.executor.trajectories import OpenCall, Trajectories
 from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth, problems
+from atropos.api.tenants import Tenants, admin_of, tenant_of
 from atropos.metrics import CONTENT_TYPE, build_info, exposition
 from atropos.wire import ImageState
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _ERRORS = problems(401, 404, 409, 410, 413, 422, 429, 503)
 _DESCRIPTION = (
     "Runs tool calls of agents in isolated slots. Open a trajectory, send its calls, end it. Send "
-    "`Authorization: Bearer TOKEN` with every request but /health. 429 and 503 say in Retry-After when to ask again. "
+    "`Authorization: Bearer KEY` with every request but /health. 429 and 503 say in Retry-After when to ask again. "
     "A call sent again under its id (or `Idempotency-Key`) is not run again. With `Accept: text/event-stream` a call "
     "answers events: `waiting` every few seconds, then `result` or `error`. A trajectory without a call or renewal for "
     "its ttl_s ends."
@@ -64,8 +64,7 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
         ConfigError: a setting is wrong.
     """
     app = FastAPI(title="atropos executor", version="1", description=_DESCRIPTION, redoc_url=None)
-    token = settings.token.get_secret_value()
-    e2b = create_e2b_app(token)
+    tenants = app.state.tenants = Tenants(settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
@@ -74,22 +73,20 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
                 traces = tracing.start(settings.otlp_endpoint, "atropos executor")
                 stack.push_async_callback(asyncio.to_thread, traces.close)
             ready = executor or await stack.enter_async_context(_made(settings))
-            trajectories, sandboxes = Trajectories(ready, settings), Sandboxes(ready.pool, settings)
-            app.state.trajectories, app.state.executor = trajectories, ready
-            app.state.sandboxes = e2b.state.sandboxes = sandboxes
-            app.state.images = images = PreparedImages(ready.pool)
-            reapers = [asyncio.create_task(trajectories.reap()), asyncio.create_task(sandboxes.reap())]
+            app.state.executor = ready
+            tenants.open(ready)
+            following = asyncio.create_task(tenants.reload())
             try:
                 yield
             finally:
-                await cancel_and_wait(reapers)
-                await asyncio.gather(trajectories.aclose(), sandboxes.aclose(), images.aclose())
+                await cancel_and_wait([following])
+                await tenants.aclose()
 
     app.router.lifespan_context = lifespan
     add_error_handlers(app)
     describe_auth(app)
-    app.add_middleware(Gate, token=token, max_body_bytes=MAX_REQUEST_BYTES, own_gate=("/e2b/",))
-    app.mount("/e2b", e2b)
+    app.add_middleware(Gate, door=tenants.enter, max_body_bytes=MAX_REQUEST_BYTES, own_gate=("/e2b/",))
+    app.mount("/e2b", create_e2b_app(tenants.enter))
     _add_service(app)
     _add_trajectories(app)
     _add_calls(app)
@@ -97,10 +94,8 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
 
 
 async def drain(app: FastAPI, timeout_s: float) -> None:
-    """Refuse what is new, wait for running calls up to the timeout, and end the others, whose clients are told."""
-    app.state.sandboxes.draining = True
-    await app.state.trajectories.drain(timeout_s)
-    await asyncio.gather(app.state.trajectories.aclose(), app.state.images.aclose())
+    """As `Tenants.drain`, of the app's tenants."""
+    await app.state.tenants.drain(timeout_s)
 
 
 @contextlib.asynccontextmanager
@@ -117,22 +112,29 @@ async def _made(settings: ExecutorServerSettings) -> AsyncGenerator[ToolExecutor
 
 
 def _of(request: Request) -> Trajectories:
-    return request.app.state.trajectories
+    return tenant_of(request).trajectories
 
 
 def _add_service(app: FastAPI) -> None:
     @app.get("/health")
     async def health(request: Request) -> ExecutorHealth:
         """Whether the server takes trajectories."""
-        trajectories = _of(request)
-        return ExecutorHealth(status="draining" if trajectories.draining else "ok", trajectories=len(trajectories))
+        return ExecutorHealth(status="draining" if request.app.state.tenants.draining else "ok")
 
-    @app.get("/metrics", responses={**problems(401), 200: {"content": {"text/plain": {}}}}, response_model=None)
+    @app.get("/metrics", responses={**problems(401, 403), 200: {"content": {"text/plain": {}}}}, response_model=None)
     async def metrics(request: Request) -> Response:
-        """The pool's and the tools' metrics, for Prometheus."""
-        executor = request.app.state.executor
-        families = [build_info(), *executor.metrics(), *executor.pool.metrics()]
+        """The pool's, the tools' and the keys' metrics, for Prometheus. For admin keys."""
+        admin_of(request)
+        executor, tenants = request.app.state.executor, request.app.state.tenants
+        families = [build_info(), *executor.metrics(), *executor.pool.metrics(), *tenants.metrics()]
         return Response(exposition(families), headers={"Content-Type": CONTENT_TYPE})
+
+    @app.get("/usage", responses=problems(401))
+    async def usage(request: Request) -> UsageReport:
+        """What the key has used since the server's start, by image; an admin key is told what every key has."""
+        tenant = tenant_of(request)
+        of = None if tenant.account.key.admin else tenant
+        return UsageReport(usage=tuple(request.app.state.tenants.usage(of)))
 
     @app.get("/tools", responses=problems(401))
     async def tools(request: Request) -> ToolSchemas:
@@ -145,8 +147,7 @@ def _add_service(app: FastAPI) -> None:
 
         Trajectories that name a ready image open at once. Ask again to wait longer, or to try again after a failure.
         """
-        images: PreparedImages = request.app.state.images
-        return await images.prepare(wanted.image, wanted.wait_s)
+        return await tenant_of(request).images.prepare(wanted.image, wanted.wait_s)
 
 
 def _add_trajectories(app: FastAPI) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atropos.net.admission import BearerToken
+from atropos.net.admission import BearerToken, bearer_of
 from atropos.wire import Problem
 
 OPEN_PATHS = frozenset({"/health"})
@@ -51,23 +53,70 @@ class Refusal(Exception):
 NO_TOKEN = Refusal(401, "unauthorized", "send 'Authorization: Bearer TOKEN' with this server's token")
 
 
+class TokenBucket:
+    """A rate: so many a second on average (None: any), and `burst` at once."""
+
+    def __init__(self, rate_per_s: float | None, burst: int) -> None:
+        self._rate = rate_per_s
+        self._burst = float(burst)
+        self._level = self._burst
+        self._filled = time.monotonic()
+
+    def _fill(self) -> None:
+        now = time.monotonic()
+        gained = math.inf if self._rate is None else (now - self._filled) * self._rate
+        self._level, self._filled = min(self._burst, self._level + gained), now
+
+    @property
+    def full(self) -> bool:
+        """Whether `burst` may come at once."""
+        self._fill()
+        return self._level >= self._burst
+
+    def wait_s(self) -> float:
+        """Seconds until one more may come; 0: now."""
+        self._fill()
+        return 0.0 if self._rate is None or self._level >= 1 else (1 - self._level) / self._rate
+
+    def take(self) -> float:
+        """Count one. Returns as `wait_s`; one that has to wait isn't counted."""
+        if (wait_s := self.wait_s()) == 0:
+            self._level -= 1
+        return wait_s
+
+
+Door = Callable[[Scope, bytes], Refusal | None]
+"""Lets a request with this token in, which it may note in the scope; or says why not."""
+
+
+def door_of(token: str | None) -> Door:
+    """The door of a server with one token; None: everybody comes in."""
+    known = None if token is None else BearerToken(token)
+    return lambda _, given: None if known is None or known.is_token(given) else NO_TOKEN
+
+
+def header_of(scope: Scope, *names: bytes) -> bytes:
+    """The only one of these headers that a request has; empty: it has none, or several."""
+    given = [value for name, value in scope["headers"] if name in names]
+    return given[0] if len(given) == 1 else b""
+
+
 class Gate:
     """ASGI middleware: 401 without the right token, 413 for a long body, before anything else runs.
 
     Paths below `own_gate` pass: the app that is mounted there checks the token itself.
     """
 
-    def __init__(self, app: ASGIApp, *, token: str | None, max_body_bytes: int, own_gate: tuple[str, ...] = ()) -> None:
+    def __init__(self, app: ASGIApp, *, door: Door, max_body_bytes: int, own_gate: tuple[str, ...] = ()) -> None:
         self._app = app
         self._own_gate = own_gate
-        self._token = None if token is None else BearerToken(token)
+        self._door = door
         self._max = max_body_bytes
 
-    def _authorized(self, scope: Scope) -> bool:
-        if self._token is None or scope["path"] in OPEN_PATHS:
-            return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and self._token.matches(given[0])
+    def _refused(self, scope: Scope) -> Refusal | None:
+        if scope["path"] in OPEN_PATHS:
+            return None
+        return self._door(scope, bearer_of(header_of(scope, b"authorization")))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""
@@ -77,8 +126,8 @@ class Gate:
         if scope["type"] != "http" or scope["path"].startswith(self._own_gate):
             await self._app(scope, receive, send)
             return
-        if not self._authorized(scope):
-            await NO_TOKEN.response()(scope, receive, send)
+        if (refused := self._refused(scope)) is not None:
+            await refused.response()(scope, receive, send)
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         too_long = Refusal(413, "too_large", f"the request is longer than {self._max:,} bytes")

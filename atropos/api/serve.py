@@ -11,11 +11,10 @@ from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
-from pydantic import SecretStr
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from atropos.api.http import NO_TOKEN, OPEN_PATHS
-from atropos.net.admission import ACCEPTS, Admission, BearerToken
+from atropos.net.admission import ACCEPTS, Admission, Credentials
 from atropos.net.sockets import BACKLOG, is_loopback, listen
 from atropos.terminal import log_to_stderr
 
@@ -103,7 +102,7 @@ def run(
     host: str,
     port: int,
     name: str,
-    token: SecretStr | None,
+    credentials: Credentials | None,
     token_headers: Iterable[bytes] = (),
     drain: Callable[[], Awaitable[None]],
 ) -> int:
@@ -114,7 +113,7 @@ def run(
         host: address to listen on.
         port: 0: any free one.
         name: for the line that says where it listens.
-        token: the bearer token; None: none is required.
+        credentials: the tokens that are let in; None: none is required.
         token_headers: headers besides `Authorization` in which the app takes the token.
         drain: awaited at the first signal, while the server still answers.
 
@@ -132,8 +131,7 @@ def run(
     ready = f"{name} on http://{shown}:{where[1]}"
     if not is_loopback(host):
         ready += " (reachable beyond this machine; put TLS in front of it)"
-    bearer = None if token is None else BearerToken(token.get_secret_value())
-    admission = Admission(bearer, OPEN_PATHS, NO_TOKEN.body(), token_headers=token_headers)
+    admission = Admission(credentials, OPEN_PATHS, NO_TOKEN.body(), token_headers=token_headers)
 
     server = _Server(_config(app, admission), admission, drain, ready)
     try:

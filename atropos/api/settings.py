@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
-from typing import Literal, TypeVar
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal, TypeVar, cast
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
@@ -125,7 +129,31 @@ class ToolServerSettings(SettingsModel):
             raise ConfigError("tool server: token is missing; set ATROPOS_TOOL_SERVER_TOKEN or pass --token-file")
 
 
-Settings = TypeVar("Settings", bound=SettingsModel)
+READERS: dict[str, Callable[[str], object]] = {".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
+"""By the ending of a settings file's name; any other is TOML."""
+
+
+def read_file(path: Path | None, what: str = "--config") -> dict[str, object]:
+    """A settings file, TOML, YAML or JSON by its name.
+
+    Raises:
+        ConfigError: it can't be read; begins with `what`.
+    """
+    if path is None:
+        return {}
+    try:
+        text = path.read_text()
+        value: object = READERS.get(path.suffix, tomllib.loads)(text)
+    except OSError as error:
+        raise ConfigError(f"{what}: {path}: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{what}: {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{what}: {path}: write an object with the settings")
+    return cast("dict[str, object]", value)
+
+
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def parse_settings(model: type[Settings], values: Mapping[str, object], what: str) -> Settings:
@@ -137,8 +165,14 @@ def parse_settings(model: type[Settings], values: Mapping[str, object], what: st
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {_reason(each)}" for each in error.errors())
-        raise ConfigError(f"{what} settings: {wrong}") from None
+        raise ConfigError(f"{what} settings: {wrong_settings(error)}") from None
+
+
+def wrong_settings(error: ValidationError) -> str:
+    """Each wrong setting, and why."""
+    return "; ".join(
+        f"{'.'.join(map(str, each['loc']))}: {_reason(each)}".removeprefix(": ") for each in error.errors()
+    )
 
 
 def _reason(error: ErrorDetails) -> str:

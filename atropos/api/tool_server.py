@@ -14,7 +14,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 
 from atropos.aio import cancel_and_wait
 from atropos.api.external import external_services
-from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth, problems
+from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth, door_of, problems
 from atropos.api.settings import ToolServerSettings, search_from_environment
 from atropos.api.tool_host.host import ToolHost
 from atropos.tools.base import Tool
@@ -85,7 +85,7 @@ def create_app(
     describe_auth(app)
     secret = token or chosen.token
     app.add_middleware(
-        Gate, token=None if secret is None else secret.get_secret_value(), max_body_bytes=MAX_REQUEST_BYTES
+        Gate, door=door_of(None if secret is None else secret.get_secret_value()), max_body_bytes=MAX_REQUEST_BYTES
     )
     _add_routes(app, host)
     return app

@@ -28,6 +28,8 @@ COMMANDS = {
     "top": "atropos.cli.top:top",
     "tool-server": "atropos.api.cli:tool_server",
     "executor-server": "atropos.api.cli:executor_server",
+    "keys": "atropos.cli.keys:keys_app",
+    "usage": "atropos.cli.keys:usage",
     "mcp": "atropos.api.mcp_server:mcp",
     "pool": "atropos.cli.pool:pool_app",
     "image": "atropos.cli.image:image_app",

@@ -19,7 +19,7 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import h11
 
@@ -35,6 +35,20 @@ ACCEPTS = 64
 """Connections accepted in one turn of the event loop: a flood of them shares the loop with the requests under way."""
 
 
+class Credentials(Protocol):
+    """What a server lets in."""
+
+    def is_token(self, value: bytes) -> bool:
+        """Whether this is a token that it lets in."""
+        ...
+
+
+def bearer_of(authorization: bytes) -> bytes:
+    """The token in a value of the Authorization header; empty: there is none."""
+    kind, _, token = authorization.partition(b" ")
+    return token.strip() if kind.lower() == b"bearer" else b""
+
+
 class BearerToken:
     """A server's token; compared as digests in constant time, so that neither its content nor its length leaks."""
 
@@ -43,12 +57,11 @@ class BearerToken:
 
     def matches(self, authorization: bytes) -> bool:
         """Whether this value of the Authorization header carries the token."""
-        kind, _, token = authorization.partition(b" ")
-        return self.is_token(token.strip()) and kind.lower() == b"bearer"
+        return self.is_token(bearer_of(authorization))
 
     def is_token(self, value: bytes) -> bool:
         """Whether this is the token itself, as the headers of other APIs carry it."""
-        return hmac.compare_digest(_digest(value), self._digest)
+        return bool(value) and hmac.compare_digest(_digest(value), self._digest)
 
 
 def _digest(token: bytes) -> bytes:
@@ -70,7 +83,7 @@ class Admission:
 
     def __init__(
         self,
-        token: BearerToken | None,
+        token: Credentials | None,
         open_paths: Iterable[str] | None,
         refusal: bytes,
         *,
@@ -114,7 +127,7 @@ class Admission:
         if self._token is None:
             return True
         given = [value for name, value in request.headers if name == b"authorization"]
-        if len(given) == 1 and self._token.matches(given[0]):
+        if len(given) == 1 and self._token.is_token(bearer_of(given[0])):
             return True
         given = [value for name, value in request.headers if name in self._token_headers]
         return len(given) == 1 and self._token.is_token(given[0])

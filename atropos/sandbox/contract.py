@@ -37,11 +37,18 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stopped:
-    """What stopping a sandbox found. Not `clean`: something could not be confirmed gone, so its slot is retired."""
+    """What stopping a sandbox found. Not `clean`: something could not be confirmed gone, so its slot is retired.
+
+    Attributes:
+        cpu_s: CPU time of its processes; None: not known.
+        egress_bytes: what they moved through the egress proxy, both ways.
+    """
 
     clean: bool
     seconds: float
     detail: str = ""
+    cpu_s: float | None = None
+    egress_bytes: int = 0
 
 
 class Sandbox(Protocol):

@@ -1,6 +1,7 @@
 """The slot pool: leases on sandboxes in containers that a backend provides."""
 
-from atropos.slots.config import SlotPoolConfig
+from atropos.slots.config import Quotas, SlotPoolConfig
+from atropos.slots.containers.share import Share, Usage
 from atropos.slots.pool import SlotPool
 from atropos.slots.pool.stats import PoolStats
 from atropos.slots.slot import Slot
@@ -16,10 +17,13 @@ __all__ = [
     "PoolStats",
     "PortForward",
     "Process",
+    "Quotas",
+    "Share",
     "Signal",
     "Slot",
     "SlotFileError",
     "SlotPool",
     "SlotPoolConfig",
     "Snapshot",
+    "Usage",
 ]

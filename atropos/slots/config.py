@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from atropos.config import SandboxSettings, ServerConfig, SlotSettings, one_line
 from atropos.errors import ConfigError
@@ -82,6 +91,25 @@ class PoolSettings(AllBackendSettings, SlotSettings):
                 "set it to False"
             )
         return self
+
+
+class Quotas(BaseModel):
+    """What one client of a pool may use; None: as much as there is. Sizes in MiB."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    weight: float = Field(default=1, gt=0, allow_inf_nan=False, description="its part of a full pool, against others'")
+    slots: int | None = Field(default=None, ge=0, description="slots at once, those that are waited for among them")
+    memory_mib: int | None = Field(default=None, ge=0, description="memory of its slots together")
+    cpu: float | None = Field(default=None, ge=0, description="cores of its slots together, by their limit cpu_quota")
+    disk_mib: int | None = Field(default=None, ge=0, description="what its slots may write and its snapshots hold")
+    snapshots: int | None = Field(default=None, ge=0, description="snapshots at once, paused sandboxes among them")
+    images: int | None = Field(default=None, ge=0, description="different images a day (UTC)")
+    egress_mib: int | None = Field(
+        default=None,
+        ge=0,
+        description="bytes through the egress proxy a day (UTC), both ways; then no lease has a network",
+    )
 
 
 class SlotPoolConfig(PoolSettings, SandboxSettings):

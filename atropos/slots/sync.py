@@ -19,7 +19,7 @@ from atropos import slots
 from atropos.errors import SandboxError
 from atropos.event_loop import event_loop, release
 from atropos.metrics import Family
-from atropos.slots import LeaseLimits, PoolStats, SlotPoolConfig
+from atropos.slots import LeaseLimits, PoolStats, Share, SlotPoolConfig
 from atropos.slots.slot.profile import Profile
 from atropos.wire import ImageInfo
 
@@ -222,6 +222,7 @@ class LeaseOptions(TypedDict, total=False):
     network: bool | None
     image: str | None
     limits: LeaseLimits | None
+    share: Share | None
     timeout_s: float | None
 
 

@@ -39,7 +39,7 @@ from atropos.wire import LeaseLimits, ViewInfo
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from atropos.slots import Slot, SlotPool, Snapshot
+    from atropos.slots import Share, Slot, SlotPool, Snapshot
 
 MAX_WAITING = 256
 """Calls of one trajectory that may wait for their turn."""
@@ -213,10 +213,11 @@ class ToolExecutor:
         network: bool | None = None,
         image: str | None = None,
         limits: LeaseLimits | None = None,
+        share: Share | None = None,
     ) -> Slot:
         """The trajectory's slot, acquired if it has none: for set-up and verification around the model's calls.
 
-        `network`, `image` and `limits` are for a slot that is acquired now, and as in `SlotPool.acquire`.
+        `network`, `image`, `limits` and `share` are for a slot that is acquired now, and as in `SlotPool.acquire`.
 
         Raises:
             AcquireTimeout: no slot came free in time.
@@ -224,7 +225,7 @@ class ToolExecutor:
         """
         trajectory = self._trajectory(trajectory_id)
         async with self._call(trajectory):
-            return await self._leased(trajectory, network=network, image=image, limits=limits)
+            return await self._leased(trajectory, network=network, image=image, limits=limits, share=share)
 
     def has_slot(self, trajectory_id: str) -> bool:
         """Whether the trajectory has a slot."""
@@ -308,6 +309,7 @@ class ToolExecutor:
         network: bool | None = None,
         image: str | None = None,
         limits: LeaseLimits | None = None,
+        share: Share | None = None,
     ) -> Slot:
         if trajectory.slot is not None:
             return trajectory.slot
@@ -316,7 +318,12 @@ class ToolExecutor:
         asked = time.perf_counter()
         with trajectory.requesting("pool"):
             slot = await self.pool.acquire(
-                trajectory.id, snapshot=snapshot or trajectory.left, network=network, image=image, limits=limits
+                trajectory.id,
+                snapshot=snapshot or trajectory.left,
+                network=network,
+                image=image,
+                limits=limits,
+                share=share,
             )
         trajectory.acquire_s += time.perf_counter() - asked
         if trajectory.released:  # the acquire ignored its cancellation

@@ -124,6 +124,8 @@ class ReleaseResult(WireMessage):
     released: bool
     clean: bool = True
     reset_s: float = 0
+    cpu_s: float | None = Field(default=None, description="CPU time of its programs; None: not known")
+    egress_bytes: int = Field(default=0, description="bytes moved through the egress proxy, both ways")
 
 
 class SnapshotInfo(WireMessage):

@@ -16,6 +16,7 @@ from atropos.api.e2b.sandboxes import Sandboxes
 from atropos.api.executor.models import ExecutorServerSettings
 from atropos.errors import AcquireTimeout
 from atropos.slots import LeaseLimits
+from tests.unit.api.account import own_account
 from tests.waiting import SLOWNESS, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -74,7 +75,7 @@ async def test_a_limit_is_named_and_the_slot_stays_usable(shared_pool):
 
 
 async def test_the_e2b_api_forgets_commands_that_end_unwatched(shared_pool):
-    sandboxes = Sandboxes(shared_pool, ExecutorServerSettings(token=SecretStr("t")))
+    sandboxes = Sandboxes(shared_pool, ExecutorServerSettings(token=SecretStr("t")), own_account())
     sandbox = await sandboxes.create("base", timeout_s=60, metadata={}, env={}, hosts=None)
     waits = "until [ -e /tmp/go ]; do sleep 0.02; done"
     message = messages.parse(messages.Start, json.dumps({"process": {"cmd": "sh", "args": ["-c", waits]}}).encode())

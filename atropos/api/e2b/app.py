@@ -11,34 +11,35 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos.api.e2b import daemon, rest
 from atropos.api.e2b.rest import problem
-from atropos.net.admission import BearerToken
+from atropos.api.http import Door, header_of
 
 TOKEN_HEADERS = (b"x-api-key", b"x-access-token")
 """Where the SDK sends the token: to the API, and to sandboxes."""
 _NO_TOKEN = "send this server's token as the API key (E2B_API_KEY)"
 
 
-def create_e2b_app(token: str) -> Starlette:
-    """The E2B API as an app that answers nothing without the server's token; its `state.sandboxes` is for the caller to set."""
+def create_e2b_app(door: Door) -> Starlette:
+    """The E2B API as an app that answers nothing without a token that the door lets in."""
     return Starlette(
         routes=[*rest.ROUTES, *daemon.ROUTES],
-        middleware=[Middleware(_Gate, token=token)],
+        middleware=[Middleware(_Gate, door=door)],
         exception_handlers={HTTPException: _unknown},
     )
 
 
 class _Gate:
-    """401 without the token."""
+    """401 without a token, 429 where its holder sends too many requests."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, door: Door) -> None:
         self._app = app
-        self._token = BearerToken(token)
+        self._door = door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            given = [value for name, value in scope["headers"] if name in TOKEN_HEADERS]
-            if len(given) != 1 or not self._token.is_token(given[0]):
-                await problem(401, _NO_TOKEN)(scope, receive, send)
+            refused = self._door(scope, header_of(scope, *TOKEN_HEADERS))
+            if refused is not None:
+                message = _NO_TOKEN if refused.status == 401 else refused.message
+                await problem(refused.status, message, retry=refused.status == 429)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -15,7 +15,7 @@ from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.sandbox import ENVD_VERSION, Sandbox
 from atropos.api.e2b.sandboxes import NoCapacity, sandboxes_of
 from atropos.config import SlotLimits
-from atropos.errors import ConfigError, ImageUnavailable, NotSupported, SandboxError
+from atropos.errors import ConfigError, ImageUnavailable, NotSupported, QuotaReached, SandboxError
 
 MAX_API_BYTES = 1 << 20
 """Longest body of a request."""
@@ -160,6 +160,8 @@ def _answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
             return problem(refused.status, str(refused))
         except (ConfigError, NotSupported, ImageUnavailable) as error:
             return problem(400, str(error))
+        except QuotaReached as error:
+            return problem(429, str(error))
         except (NoCapacity, SandboxError) as error:
             return problem(503, str(error), retry=True)
 

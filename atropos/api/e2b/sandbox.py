@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from atropos.aio import Tasks
+from atropos.api.accounts.account import Account
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.config import SlotLimits
@@ -71,6 +72,7 @@ class Sandbox:
     Attributes:
         slot: while it is paused, the one that it had.
         hosts: what it reaches of what the pool allows; None: all of it.
+        account: whose it is.
         end: on the monotonic clock, as `began`: a step of the system's clock ends none and prolongs none.
         on_timeout: what becomes of it at its end.
         auto_resume: whether a request resumes it while it is paused.
@@ -83,6 +85,7 @@ class Sandbox:
     metadata: Mapping[str, str]
     hosts: Sequence[str] | None
     end: float
+    account: Account
     on_timeout: Literal["kill", "pause"] = "kill"
     auto_resume: bool = False
     frozen: asyncio.Task[Snapshot] | None = None
@@ -97,7 +100,8 @@ class Sandbox:
 
     def forget(self, command: Command) -> None:
         """A command has ended."""
-        self.commands.pop(command.process.pid, None)
+        if self.commands.pop(command.process.pid, None) is not None:
+            self.account.note("command", self.id, pid=command.process.pid, outcome=command.process.exit_code)
         if command.killing is not None:
             command.killing.cancel()
 

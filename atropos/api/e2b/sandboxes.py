@@ -9,16 +9,17 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
 
 from starlette.requests import Request
 
 from atropos.aio import set_within
+from atropos.api.accounts.account import Account
 from atropos.api.e2b.connect import Json
 from atropos.api.e2b.sandbox import Sandbox
 from atropos.api.executor.models import ExecutorServerSettings
 from atropos.config import SlotLimits
-from atropos.errors import ConfigError, SandboxError, SlotLost
+from atropos.errors import ConfigError, QuotaReached, SandboxError, SlotLost
 from atropos.images.reference import ImageSource
 from atropos.slots.slot.profile import Profile, UserAccount
 
@@ -60,10 +61,11 @@ class KeptSnapshot:
 
 
 class Sandboxes:
-    """All sandboxes of a server. Each ends by `kill`, at its end unless it is paused then, or with its slot."""
+    """All sandboxes of a key. Each ends by `kill`, at its end unless it is paused then, or with its slot."""
 
-    def __init__(self, pool: SlotPool, settings: ExecutorServerSettings) -> None:
+    def __init__(self, pool: SlotPool, settings: ExecutorServerSettings, account: Account) -> None:
         self._pool = pool
+        self.account = account
         self._settings = settings
         self._open: dict[str, Sandbox] = {}
         self._paused: dict[str, Sandbox] = {}
@@ -78,7 +80,8 @@ class Sandboxes:
     @property
     def limits(self) -> SlotLimits:
         """What each of them has."""
-        return self._pool.config.limits
+        config, own = self._pool.config, self.account.key.limits
+        return config.limits if own is None else config.limits_of(own)
 
     def list(self) -> list[Sandbox]:
         """All that run or are paused."""
@@ -137,10 +140,25 @@ class Sandboxes:
         """
         timeout_s = self._allowed(timeout_s)
         sandbox_id = _new_id("i")
-        slot = await self._started(sandbox_id, self._root(template), hosts)
+        try:
+            slot = await self._started(sandbox_id, self._root(template), hosts)
+        except SandboxError as error:
+            self.account.note("sandbox.refused", sandbox_id, image=template, outcome=error.code)
+            raise
         slot.profile = Profile(HOME, {"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, **env}, _USER)
+        self.account.note("sandbox.create", sandbox_id, image=template)
         return self._opened(
-            Sandbox(sandbox_id, template, slot, metadata, hosts, time.monotonic() + timeout_s, on_timeout, auto_resume)
+            Sandbox(
+                sandbox_id,
+                template,
+                slot,
+                metadata,
+                hosts,
+                time.monotonic() + timeout_s,
+                self.account,
+                on_timeout,
+                auto_resume,
+            )
         )
 
     async def fork(self, sandbox: Sandbox, count: int, timeout_s: float | None) -> list[Sandbox | BaseException]:
@@ -160,7 +178,8 @@ class Sandboxes:
             slot = await self._started(sandbox_id, Root(snapshot), sandbox.hosts)
             env = {**sandbox.slot.profile.env, "E2B_SANDBOX_ID": sandbox_id}
             slot.profile = replace(sandbox.slot.profile, env=env)
-            made = Sandbox(sandbox_id, sandbox.template, slot, sandbox.metadata, sandbox.hosts, end)
+            made = Sandbox(sandbox_id, sandbox.template, slot, sandbox.metadata, sandbox.hosts, end, self.account)
+            self.account.note("sandbox.fork", sandbox_id, of=sandbox.id)
             return self._opened(made)
 
         async with await sandbox.slot.snapshot(keep_running=True) as snapshot:
@@ -184,7 +203,12 @@ class Sandboxes:
     async def _leased(self, sandbox_id: str, root: Root, hosts: Sequence[str] | None) -> Slot:
         network = None if hosts is None or hosts else False
         slot = await self._pool.acquire(
-            sandbox_id, **root._asdict(), network=network, timeout_s=self._settings.acquire_s
+            sandbox_id,
+            **root._asdict(),
+            network=network,
+            limits=self.account.key.limits,
+            share=self.account.share,
+            timeout_s=self._settings.acquire_s,
         )
         try:
             if hosts:
@@ -240,8 +264,11 @@ class Sandboxes:
         """Keep a sandbox's files as a snapshot and give its slot back; its programs end.
 
         Raises:
+            QuotaReached: the key keeps too much already; the sandbox goes on.
             SandboxError: it can't be kept, and is lost.
         """
+        self.account.share.check_snapshot(stays=False)
+        self.account.note("sandbox.pause", sandbox.id)
         del self._open[sandbox.id]
         sandbox.tasks.stop()
         self._paused[sandbox.id] = sandbox
@@ -285,6 +312,7 @@ class Sandboxes:
             fresh = replace(paused, slot=slot, end=end, frozen=None, commands={}, watchers={}, tasks=set())
             del self._paused[sandbox_id]
             self._opened(fresh)
+            self.account.note("sandbox.resume", sandbox_id)
             await snapshot.drop()
             return fresh
 
@@ -301,6 +329,7 @@ class Sandboxes:
         kept = KeptSnapshot(name or _new_id("s"), (name,) if name else (), sandbox.id, snapshot)
         await self.drop_snapshot(kept.id)
         self.snapshots[kept.id] = kept
+        self.account.note("snapshot.keep", kept.id, of=sandbox.id)
         return kept
 
     async def drop_snapshot(self, snapshot_id: str) -> bool:
@@ -308,22 +337,25 @@ class Sandboxes:
         kept = self.snapshots.pop(snapshot_id, None)
         if kept is not None:
             await kept.snapshot.drop()
+            self.account.note("snapshot.drop", snapshot_id)
         return kept is not None
 
     # --------------------------------------------------------------------------------------------------------- end
 
-    async def kill(self, sandbox_id: str) -> None:
-        """End a sandbox, if there is one, with all that runs in it."""
+    async def kill(self, sandbox_id: str, how: str = "killed") -> None:
+        """End a sandbox, if there is one, with all that runs in it. `how`: as the audit log says."""
         paused = self._paused.get(sandbox_id)
         if paused is not None and paused.frozen is not None:
             async with paused.moving:
                 if self._paused.pop(sandbox_id, None) is not None:
                     with contextlib.suppress(SandboxError):
                         await (await asyncio.shield(paused.frozen)).drop()
+                    self.account.note("sandbox.end", sandbox_id, image=paused.template, outcome=how)
                     return
         sandbox = self._open.pop(sandbox_id, None)
         if sandbox is not None:
             sandbox.tasks.stop()
+            self.account.note("sandbox.end", sandbox_id, image=sandbox.template, outcome=how)
             await sandbox.slot.release()
 
     async def reap(self) -> None:
@@ -340,16 +372,18 @@ class Sandboxes:
 
     async def _end(self, sandbox: Sandbox) -> None:
         """What becomes of a sandbox at its end."""
-        if sandbox.on_timeout == "pause" and sandbox.slot.lost is None:
-            await self.pause(sandbox)
-        else:
-            await self.kill(sandbox.id)
+        lost = sandbox.slot.lost
+        if sandbox.on_timeout == "pause" and lost is None:
+            with contextlib.suppress(QuotaReached):
+                await self.pause(sandbox)
+                return
+        await self.kill(sandbox.id, "expired" if lost is None else lost.code)
 
     async def aclose(self) -> None:
         """End all sandboxes."""
         self.draining = True
-        ends = [*map(self.kill, [*self._open, *self._paused]), *map(self.drop_snapshot, [*self.snapshots])]
-        await asyncio.gather(*ends, return_exceptions=True)
+        ends = [self.kill(each, "server ended") for each in [*self._open, *self._paused]]
+        await asyncio.gather(*ends, *map(self.drop_snapshot, [*self.snapshots]), return_exceptions=True)
 
 
 def _new_id(kind: str) -> str:
@@ -357,5 +391,14 @@ def _new_id(kind: str) -> str:
 
 
 def sandboxes_of(request: Request) -> Sandboxes:
-    """Those of the server that answers a request."""
-    return request.app.state.sandboxes
+    """Those of the key that a request has."""
+    return cast("HasSandboxes", request.scope["atropos.tenant"]).sandboxes
+
+
+class HasSandboxes(Protocol):
+    """Whose request it is, as this API sees it."""
+
+    @property
+    def sandboxes(self) -> Sandboxes:
+        """The sandboxes of its key."""
+        ...

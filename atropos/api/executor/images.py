@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atropos.aio import cancel_and_wait
+from atropos.api.accounts.account import Account
 from atropos.api.http import Refusal
-from atropos.errors import ConfigError, SandboxError
+from atropos.errors import ConfigError, QuotaReached, SandboxError
 from atropos.images.reference import SERVERS_OWN, ImageSource
 from atropos.wire import ImageInfo, ImageState
 
@@ -58,10 +59,11 @@ class _Preparation:
 
 
 class PreparedImages:
-    """The images that clients asked for. `pool`: the executor's."""
+    """The images that a key's holder asked for. `pool`: the executor's."""
 
-    def __init__(self, pool: SlotPool) -> None:
+    def __init__(self, pool: SlotPool, account: Account) -> None:
         self._pool = pool
+        self._account = account
         self._all: dict[str, _Preparation] = {}
 
     async def prepare(self, image: str, wait_s: float) -> ImageState:
@@ -74,7 +76,12 @@ class PreparedImages:
         """
         known = self._all.get(checked_source(image))
         if known is None or known.again:
+            try:
+                self._account.share.use_image(image)
+            except QuotaReached as error:
+                raise Refusal(429, error.code, str(error), retry_after_s=60) from None
             known = self._start(image)
+            self._account.note("image.prepare", image)
         await asyncio.wait([known.task], timeout=wait_s)
         return known.state()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, JsonValue, SecretStr
+from pydantic import Field, JsonValue, SecretStr, model_validator
 
 from atropos.api.settings import SettingsModel
 from atropos.slots.config import SlotPoolConfig
@@ -24,7 +24,17 @@ class ExecutorServerSettings(SettingsModel):
 
     host: str = Field(default="127.0.0.1", description="address to listen on; beyond loopback only when asked")
     port: int = Field(default=8461, ge=0, le=65_535, description="0: any free one, which the first line names")
-    token: SecretStr = Field(min_length=1, description="bearer token; else --token-file, or ATROPOS_EXECUTOR_TOKEN")
+    token: SecretStr | None = Field(
+        default=None,
+        min_length=1,
+        description="bearer token of the only user, or of the admin beside a keys file; else --token-file, or ATROPOS_EXECUTOR_TOKEN",
+    )
+    keys_file: str | None = Field(
+        default=None, description="keys of several users, with quotas: `atropos keys`; followed while the server runs"
+    )
+    audit_file: str | None = Field(
+        default=None, description="file that gets a JSON line for each thing done; None: none"
+    )
     pool: SlotPoolConfig = Field(default_factory=SlotPoolConfig, description="fields of SlotPoolConfig")
     enabled_toolsets: tuple[str, ...] = Field(default=("default",), description="toolsets that are offered")
     disabled_toolsets: tuple[str, ...] = Field(default=(), description="toolsets taken away again")
@@ -32,7 +42,9 @@ class ExecutorServerSettings(SettingsModel):
     tool_server_token: SecretStr | None = Field(
         default=None, description="its bearer token; None: ATROPOS_TOOL_SERVER_TOKEN"
     )
-    max_trajectories: int = Field(default=10_000, ge=1, description="open at once; one more is answered 429")
+    max_trajectories: int = Field(
+        default=10_000, ge=1, description="of each key open at once; one more is answered 429"
+    )
     max_pending: int = Field(
         default=64, ge=1, le=MAX_WAITING, description="calls of one trajectory that may run or wait"
     )
@@ -45,6 +57,12 @@ class ExecutorServerSettings(SettingsModel):
     otlp_endpoint: str | None = Field(
         default=None, description="URL of an OTLP/HTTP collector that gets the traces; None: there are none"
     )
+
+    @model_validator(mode="after")
+    def _somebody_comes_in(self) -> Self:
+        if self.token is None and self.keys_file is None:
+            raise ValueError("token: missing; set ATROPOS_EXECUTOR_TOKEN, pass --token-file, or name a keys_file")
+        return self
 
 
 class OpenTrajectory(Request):
@@ -107,7 +125,23 @@ class ExecutorHealth(ApiMessage):
     """`GET /health`."""
 
     status: Literal["ok", "draining"]
-    trajectories: int
+
+
+class KeyUsage(ApiMessage):
+    """What a key has used since the server's start, of one image. CPU time and bytes are of slots that were given back."""
+
+    key: str
+    image: str = Field(description="(base) where slots start from none; (others) after the first hundred")
+    leases: int
+    slot_s: float = Field(description="seconds for which slots were held")
+    cpu_s: float
+    egress_bytes: int = Field(description="moved through the egress proxy, both ways")
+
+
+class UsageReport(ApiMessage):
+    """`GET /usage`."""
+
+    usage: tuple[KeyUsage, ...]
 
 
 class EndTrajectoryReply(ApiMessage):

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from atropos.api.accounts.account import Account
 from atropos.api.executor.images import checked_source
 from atropos.api.executor.models import CallAnswer, CallBody, ExecutorServerSettings, OpenTrajectory, TrajectoryInfo
 from atropos.api.http import Refusal
@@ -20,6 +21,7 @@ from atropos.errors import (
     LeaseExpired,
     OutcomeUnknown,
     PoolFull,
+    QuotaReached,
     SandboxError,
     SlotLost,
 )
@@ -32,6 +34,7 @@ _log = logging.getLogger(__name__)
 _STATUS: dict[type[SandboxError], int] = {
     AcquireTimeout: 429,
     PoolFull: 429,
+    QuotaReached: 429,
     SlotLost: 410,
     LeaseExpired: 410,
     OutcomeUnknown: 409,
@@ -100,7 +103,12 @@ class OpenCall:
 
 @dataclass(eq=False)
 class Trajectory:
-    """One open trajectory. `key` is its id in the executor, unique even when a client reuses an id."""
+    """One open trajectory.
+
+    Attributes:
+        key: its id in the executor, unique even when a client reuses an id.
+        how: it ends, as the audit log says.
+    """
 
     id: str
     key: str
@@ -111,6 +119,7 @@ class Trajectory:
     calls: OrderedDict[str, OpenCall] = field(default_factory=OrderedDict[str, OpenCall])
     finished: int = 0
     broken: SandboxError | None = None
+    how: str = "ended"
 
     @property
     def running(self) -> int:
@@ -132,10 +141,11 @@ class Trajectory:
 
 
 class Trajectories:
-    """All open trajectories. A lease ends with its trajectory, and a trajectory at the latest with its TTL."""
+    """All open trajectories of a key. A lease ends with its trajectory, and a trajectory at the latest with its TTL."""
 
-    def __init__(self, executor: ToolExecutor, settings: ExecutorServerSettings) -> None:
+    def __init__(self, executor: ToolExecutor, settings: ExecutorServerSettings, account: Account) -> None:
         self._executor = executor
+        self._account = account
         self._settings = settings
         self._open: dict[str, Trajectory] = {}
         self._releases: set[asyncio.Task[None]] = set()
@@ -193,11 +203,13 @@ class Trajectories:
         trajectory_id = wanted.trajectory_id or f"t-{uuid.uuid4().hex}"
         key = f"{trajectory_id}#{uuid.uuid4().hex[:12]}"
         # a task of its own: a client that goes away during the acquire may ask again under its id
-        opening = asyncio.create_task(self._lease(key, image))
+        opening = asyncio.create_task(self._lease(trajectory_id, key, image))
         made = Trajectory(trajectory_id, key, wanted.ttl_s or self._settings.ttl_s, opening, image)
         self._open[trajectory_id] = made
 
         def opened(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and isinstance(error := task.exception(), SandboxError):
+                self._account.note("trajectory.refused", trajectory_id, image=image, outcome=error.code)
             if (task.cancelled() or task.exception() is not None) and self._open.get(trajectory_id) is made:
                 del self._open[trajectory_id]
                 self._release(made)
@@ -205,14 +217,17 @@ class Trajectories:
         opening.add_done_callback(opened)
         return made
 
-    async def _lease(self, key: str, image: str | None) -> None:
+    async def _lease(self, trajectory_id: str, key: str, image: str | None) -> None:
+        account = self._account
         if image is not None:
+            account.share.use_image(image)
             await self._executor.pool.prepare(image, everywhere=False)  # has its own timeout, before that of the slot
         try:
             async with asyncio.timeout(self._settings.acquire_s):
-                await self._executor.slot(key, image=image)
+                await self._executor.slot(key, image=image, limits=account.key.limits, share=account.share)
         except TimeoutError:
             raise AcquireTimeout(f"no slot came free within {self._settings.acquire_s:g} s") from None
+        account.note("trajectory.open", trajectory_id, image=image)
 
     # ----------------------------------------------------------------------------------------------------- calls
 
@@ -246,11 +261,18 @@ class Trajectories:
     async def _run(self, trajectory: Trajectory, call: ToolCall) -> ToolResult:
         await asyncio.wait([trajectory.opening])
         trajectory.opening.result()  # what could not be opened runs nothing
+        outcome = "cancelled"
         try:
-            return await self._executor.execute(trajectory.key, call)
-        except SandboxError:
+            result = await self._executor.execute(trajectory.key, call)
+            outcome = "ok" if result.success else "error"
+            return result
+        except SandboxError as error:
+            outcome = error.code
             trajectory.broken = self._executor.broken(trajectory.key)
             raise
+        finally:
+            tool = call.name if call.name in self._executor.tools else "(unknown)"
+            self._account.note("call", trajectory.id, tool=tool, outcome=outcome)
 
     def _ended(self, trajectory: Trajectory, call: OpenCall) -> None:
         if not call.task.cancelled() and call.task.exception() is None:
@@ -291,6 +313,11 @@ class Trajectories:
             _log.exception("releasing trajectory %s failed", trajectory.id)
         for call in trajectory.calls.values():
             call.task.cancel()
+        if not trajectory.opening.cancelled() and trajectory.opening.exception() is None:
+            how = trajectory.how if trajectory.broken is None else trajectory.broken.code
+            self._account.note(
+                "trajectory.end", trajectory.id, image=trajectory.image, outcome=how, calls=trajectory.finished
+            )
 
     async def reap(self) -> None:
         """End trajectories that were neither called nor renewed within their TTL. Runs until cancelled."""
@@ -300,7 +327,7 @@ class Trajectories:
             now = time.monotonic()
             for trajectory in list(self._open.values()):
                 if not trajectory.running and trajectory.opening.done() and trajectory.touched + trajectory.ttl_s < now:
-                    _log.info("trajectory %s ends: no call for %g s", trajectory.id, trajectory.ttl_s)
+                    trajectory.how = "expired"
                     self._open.pop(trajectory.id, None)
                     self._release(trajectory)
 
@@ -314,5 +341,7 @@ class Trajectories:
     async def aclose(self) -> None:
         """End all trajectories."""
         self.draining = True
+        for trajectory in self._open.values():
+            trajectory.how = "server ended"
         await asyncio.gather(*(self.end(one) for one in list(self._open)), return_exceptions=True)
         await asyncio.gather(*self._releases, return_exceptions=True)

@@ -1,12 +1,11 @@
-"""Concurrency and rate limits: a FIFO semaphore with a bounded queue, and a token bucket."""
+"""Concurrency and rate limits: a FIFO semaphore with a bounded queue, and a token bucket in front of it."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 
-from atropos.api.http import Refusal
+from atropos.api.http import Refusal, TokenBucket
 from atropos.api.settings import Bounds
 
 Place = asyncio.Future[None]
@@ -24,26 +23,15 @@ class Turnstile:
         self._bounds = bounds
         self._running = 0
         self._waiting: deque[Place] = deque()
-        self._level = float(bounds.burst)
-        self._filled = time.monotonic()
+        self._bucket = TokenBucket(bounds.rate_per_s, bounds.burst)
 
     @property
     def idle(self) -> bool:
         """Whether nothing runs or waits and the bucket is full, so that the turnstile can be discarded."""
-        self._refill()
-        return not self._running and not self._waiting and self._level >= self._bounds.burst
+        return not self._running and not self._waiting and self._bucket.full
 
     def __repr__(self) -> str:
         return f"<Turnstile {self._name} running={self._running} waiting={len(self._waiting)}>"
-
-    def _refill(self) -> None:
-        now = time.monotonic()
-        if self._bounds.rate_per_s is None:
-            self._level = float(self._bounds.burst)
-        else:
-            gained = (now - self._filled) * self._bounds.rate_per_s
-            self._level = min(float(self._bounds.burst), self._level + gained)
-        self._filled = now
 
     def enter(self) -> Place:
         """Take a turn, or a place in the queue; it must be left, also before its turn.
@@ -51,13 +39,9 @@ class Turnstile:
         Raises:
             Refusal: 429, with the time after which to retry.
         """
-        self._refill()
-        rate = self._bounds.rate_per_s
-        if rate is not None and self._level < 1:
-            wait = (1 - self._level) / rate
-            raise Refusal(
-                429, "rate_limited", f"{self._name}: at most {rate:g} calls a second; retry later", retry_after_s=wait
-            )
+        if wait_s := self._bucket.wait_s():
+            text = f"{self._name}: at most {self._bounds.rate_per_s:g} calls a second; retry later"
+            raise Refusal(429, "rate_limited", text, retry_after_s=wait_s)
         place: Place = asyncio.get_running_loop().create_future()
         if self._running < self._bounds.concurrency and not self._waiting:
             self._running += 1
@@ -71,7 +55,7 @@ class Turnstile:
             )
         else:
             self._waiting.append(place)
-        self._level -= 1
+        self._bucket.take()
         return place
 
     def leave(self, place: Place) -> None:

@@ -68,6 +68,8 @@ class EgressSupervisor:
         self._watch: asyncio.Task[None] | None = None
         self._serials = itertools.count(1)
         self._unconfirmed: dict[int, asyncio.Future[None]] = {}
+        self._counting: dict[int, asyncio.Future[int]] = {}
+        """Of dropped listeners, until the proxy has said what they moved."""
         self._policy = Policy.of_slots(config.egress_allow, config.egress_deny)
 
     @property
@@ -121,7 +123,7 @@ class EgressSupervisor:
                 future.set_result(None)
 
     def _read_confirmation(self, sock: socket.socket) -> None:
-        """Complete the change that the proxy has applied."""
+        """Complete the change that the proxy has applied, or the count of a slot that it has dropped."""
         try:
             data = sock.recv(4096)
         except OSError:
@@ -129,9 +131,18 @@ class EgressSupervisor:
         if not data:
             asyncio.get_running_loop().remove_reader(sock)
             return
-        future = self._unconfirmed.get(json.loads(data)["done"])
+        said = json.loads(data)
+        if "dropped" in said:
+            self._counted(said["dropped"], said["moved"])
+            return
+        future = self._unconfirmed.get(said["done"])
         if future is not None and not future.done():
             future.set_result(None)
+
+    def _counted(self, number: int, moved: int) -> None:
+        future = self._counting.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(moved)
 
     async def _keep_running(self) -> None:
         while True:
@@ -222,12 +233,18 @@ class EgressSupervisor:
             self._sock.close()
             self._sock = None
             self._orders.clear()
+            for number in list(self._counting):  # the proxy took its counts with it
+                self._counted(number, 0)
 
-    def drop(self, number: int) -> None:
-        """Stop serving a slot and cut its connections."""
+    def drop(self, number: int) -> asyncio.Future[int]:
+        """Stop serving a slot and cut its connections; how many bytes they moved, as soon as the proxy has said so."""
         for sock in self._listeners.pop(number).socks:
             sock.close()
+        moved = self._counting[number] = asyncio.get_running_loop().create_future()
+        if self._sock is None:
+            self._counted(number, 0)
         self._send({"drop": number})
+        return moved
 
     async def aclose(self) -> None:
         """End the proxy."""

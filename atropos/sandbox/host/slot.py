@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 START_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 10.0
+COUNT_S = 1.0
+"""Longest that the egress proxy may take to say what an ended slot moved."""
 ERRORS_BYTES = 4096
 """Most bytes of a start's error output that are kept."""
 ANSWER_GRACE_S = 15.0
@@ -72,7 +74,7 @@ class SlotSandbox:
         self._changing: asyncio.Task[None] | None = None
         self._channel: RunnerLink | None = None
         self._started: asyncio.Future[int] | None = None
-        self._ended: asyncio.Future[int] | None = None
+        self._ended: asyncio.Future[float] | None = None
         self._init_fd = -1
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, tuple[int, float]] = {}
@@ -373,14 +375,13 @@ class SlotSandbox:
 
     async def _stop(self) -> Stopped:
         began = time.monotonic()
-        self._close_network()
+        moved = self._close_network()
         problems = [await self._end_processes(), await self._dispose(), await self._remove_cgroup()]
-        return self._finished(began, problems)
+        return await self._finished(began, problems, moved)
 
-    def _close_network(self) -> None:
-        """Cut the slot's connections; a view shares its slot's network, which stays."""
-        if not self._joined:
-            self.network.close()
+    def _close_network(self) -> asyncio.Future[int] | None:
+        """Cut the slot's connections; what they moved. A view shares its slot's network, which stays."""
+        return None if self._joined else self.network.close()
 
     async def _dispose(self) -> str:
         """Detach the volume, once; its files are freed later."""
@@ -393,13 +394,16 @@ class SlotSandbox:
         self._detached = True
         return ""
 
-    def _finished(self, began: float, problems: list[str]) -> Stopped:
+    async def _finished(self, began: float, problems: list[str], moved: asyncio.Future[int] | None) -> Stopped:
         if self._watchdog is not None:
             self._watchdog.cancel()
         detail = "; ".join(problem for problem in problems if problem)
         if not detail:
             self._host.live.discard(self)
-        return Stopped(clean=not detail, seconds=time.monotonic() - began, detail=detail)
+        seconds = time.monotonic() - began
+        cpu_s = self._ended.result() if self._ended is not None and self._ended.done() else -1
+        egress_bytes = moved.result() if moved is not None and await done_within(moved, COUNT_S) else 0
+        return Stopped(not detail, seconds, detail, cpu_s if cpu_s >= 0 else None, egress_bytes)
 
     async def _end_processes(self) -> str:
         """Kill PID 1, which ends every process of its namespace, and wait until it is reaped. '' when confirmed."""
@@ -443,7 +447,7 @@ class SlotSandbox:
     async def _freeze(self, frozen: asyncio.Future[Layer]) -> Stopped:
         """End the sandbox, and return how it ended; `frozen` gets the layer, or why there is none."""
         began = time.monotonic()
-        self._close_network()
+        moved = self._close_network()
         problems = [await self._end_processes()]
         try:
             if problems[0]:
@@ -459,4 +463,4 @@ class SlotSandbox:
             self._detached = True
             frozen.set_result(layer)
         problems.append(await self._remove_cgroup())
-        return self._finished(began, problems)
+        return await self._finished(began, problems, moved)

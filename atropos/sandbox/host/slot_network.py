@@ -57,11 +57,12 @@ class SlotNetwork:
         await self._egress.narrow(self._number, hosts)
         self.hosts = hosts
 
-    def close(self) -> None:
-        """Close the slot's connections and the namespace."""
+    def close(self) -> asyncio.Future[int] | None:
+        """Close the slot's connections and the namespace; how many bytes they moved, as soon as the proxy has said so."""
         if self.namespace >= 0:
             os.close(self.namespace)
             self.namespace = -1
         if self._number is not None and self._egress is not None:
-            self._egress.drop(self._number)
-            self._number = None
+            number, self._number = self._number, None
+            return self._egress.drop(number)
+        return None

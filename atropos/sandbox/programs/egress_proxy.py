@@ -44,11 +44,12 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass(eq=False)
 class SlotTraffic:
-    """One slot's use of the network. `left`: bytes it may still move, both ways together."""
+    """One slot's use of the network. `left`: bytes it may still move, both ways together; `moved`: so far."""
 
     rules: Policy | Narrowed
     left: int
     connections: int
+    moved: int = 0
     closed: bool = False
     servers: list[asyncio.Server] = field(default_factory=list[asyncio.Server])
     resolver: Resolver | None = None
@@ -62,6 +63,7 @@ class SlotTraffic:
             OutOfBytes: there are none left.
         """
         self.left -= count
+        self.moved += count
         if self.left < 0:
             raise OutOfBytes("this slot has sent or received as many bytes as it may (egress_mib)")
 
@@ -156,11 +158,13 @@ class Proxy:
             account.rules = self._within(hosts)
             account.cut()
 
-    def drop(self, number: int) -> None:
-        """A slot has ended."""
+    def drop(self, number: int) -> int:
+        """A slot has ended; how many bytes it moved."""
         account = self._accounts.pop(number, None)
-        if account is not None:
-            account.close()
+        if account is None:
+            return 0
+        account.close()
+        return account.moved
 
     async def watch_denied(self) -> None:
         """Know the addresses of denied names, so that no other name leads there. A failed look-up keeps the last ones."""
@@ -272,7 +276,9 @@ async def serve(server: socket.socket, allow: list[str], deny: list[str], slots:
                 return
             order = json.loads(data)
             if "drop" in order:
-                proxy.drop(order["drop"])
+                moved = proxy.drop(order["drop"])
+                with contextlib.suppress(OSError):
+                    server.send(json.dumps({"dropped": order["drop"], "moved": moved}).encode())
             elif "narrow" in order:
                 proxy.narrow(order["narrow"], order["hosts"])
                 with contextlib.suppress(OSError):

@@ -57,12 +57,12 @@ class NumberedRequest(StartRequest):
 
 
 class Report(TypedDict):
-    """What became of a request: a pid or an error first, its exit code at its end."""
+    """What became of a request: a pid or an error first; at its end the CPU time of its processes, -1 where that is unknown."""
 
     id: int
     pid: NotRequired[int]
     error: NotRequired[str]
-    exit: NotRequired[int]
+    cpu_s: NotRequired[float]
 
 
 def main() -> None:
@@ -172,7 +172,7 @@ class Spawner:
     def _reap(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, _, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
@@ -180,7 +180,7 @@ class Spawner:
             ident = self._running.pop(pid, None)
             if ident is not None:
                 self._adopt_entered()  # its bubblewrap ends before its own end is reported
-                self._report({"id": ident, "exit": os.waitstatus_to_exitcode(status)})
+                self._report({"id": ident, "cpu_s": usage.ru_utime + usage.ru_stime})  # of all that PID 1 has reaped
 
     def _adopt_entered(self) -> None:
         """Adopt each PID 1 that has entered its root, or has ended."""
@@ -207,7 +207,7 @@ class Spawner:
             os.waitid(os.P_PID, first, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # it ended, and bubblewrap, its parent until now, has reaped it
             if (ident := self._running.pop(first, None)) is not None:
-                self._report({"id": ident, "exit": -signal.SIGKILL})
+                self._report({"id": ident, "cpu_s": -1})
 
     def end_all(self) -> None:
         """Kill every child: the server is gone."""

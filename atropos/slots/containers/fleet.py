@@ -1,6 +1,11 @@
 """Which waiting acquire gets room in which container: plain data and no awaits, O(log n) a decision for leases of one slot.
 
-Room is what leases take of a container: each a slot's, a large one more (`SandboxSettings.room`). A large lease that fits nowhere has one container kept for it: what comes free there waits for it, while those behind it go on
+Acquires of one share are served in the order in which they came. Between shares, the one that holds least memory by its
+weight goes first, so that each gets its part of a full pool however many of another's wait, and for however long that one
+keeps what it gets.
+
+Room is what leases take of a container: each a slot's, a large one more (`SandboxSettings.room`). A large lease that fits
+nowhere has one container kept for it: what comes free there waits for it, while those behind it go on
 in the others. So it is passed only by leases that could not have helped it, and for as long as that container's leases last.
 
 Counts are what this pool knows: its own leases exactly, other clients' by the containers' answers. A container that
@@ -18,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from atropos.resources import NOTHING, Resources
+from atropos.slots.containers.share import BASE, Share
 
 
 @dataclass(eq=False, slots=True)
@@ -93,19 +99,33 @@ class Seat:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One waiting acquire, whose lease takes `room`.
+    """One acquire, and its lease, which takes `room`.
 
     Attributes:
+        share: whose it is.
         pin: the only container that can serve it, since it has the snapshot; None: any.
         waited: whether room was not there at once.
+        image, cpu, disk_mib, network: what the lease starts from, and what it may use.
+        granted_at: when the lease began, on the pool's clock; None: there is none yet.
     """
 
     seq: int
     room: Resources
+    share: Share
     pin: Seat | None = None
     waiting: bool = False
     seat: Seat | None = None
     waited: bool = False
+    image: str = BASE
+    cpu: float = 0.0
+    disk_mib: int = 0
+    network: bool = False
+    granted_at: float | None = None
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Whose turn it is: the lowest first."""
+        return self.share.load, self.seq
 
     def comes_after(self, other: Ticket) -> bool:
         """Whether it gives way to the other one; a pinned one doesn't, as it can be served nowhere else."""
@@ -114,9 +134,10 @@ class Ticket:
 
 @dataclass(eq=False)
 class Fleet:
-    """All containers and all waiting acquires, first come, first served.
+    """All containers and all waiting acquires.
 
     Attributes:
+        share: of acquires that name none.
         expected: containers that are connected to, or being connected to.
         seats: of these, the ones that have joined, by their ids.
         ready: of these, the ones that take new leases.
@@ -127,6 +148,7 @@ class Fleet:
     """
 
     slot_room: Resources
+    share: Share = field(default_factory=Share)
     expected: set[Seat] = field(default_factory=set[Seat])
     seats: dict[str, Seat] = field(default_factory=dict[str, Seat])
     ready: int = 0
@@ -137,8 +159,9 @@ class Fleet:
     _grown: set[Seat] = field(default_factory=set[Seat])
     """Containers that got more room while some were kept, and those that are kept no more."""
     _open: list[tuple[int, str, int, Seat]] = field(default_factory=list[tuple[int, str, int, Seat]])
-    _line: list[tuple[int, Ticket]] = field(default_factory=list[tuple[int, Ticket]])
-    _pinned: dict[Seat, list[tuple[int, Ticket]]] = field(default_factory=dict[Seat, list[tuple[int, Ticket]]])
+    _lines: dict[Share, list[tuple[int, Ticket]]] = field(default_factory=dict[Share, "list[tuple[int, Ticket]]"])
+    """Acquires of each share that any container could serve: heaps by their numbers, which the withdrawn leave later."""
+    _pinned: dict[Seat, list[Ticket]] = field(default_factory=dict[Seat, "list[Ticket]"])
     _seq: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -191,7 +214,7 @@ class Fleet:
             seat.open = False
             self.ready -= 1
         self._put_back(seat)
-        stranded = [ticket for _, ticket in self._pinned.pop(seat, [])]
+        stranded = self._pinned.pop(seat, [])
         for ticket in stranded:
             self._served(ticket)
         return stranded
@@ -207,9 +230,9 @@ class Fleet:
 
     # --------------------------------------------------------------------------------------------------- waiting
 
-    def ticket(self, pin: Seat | None = None, room: Resources | None = None) -> Ticket:
+    def ticket(self, pin: Seat | None = None, room: Resources | None = None, share: Share | None = None) -> Ticket:
         """A place in the line, for a slot's room or `room`; `ask` puts it there."""
-        return Ticket(next(self._seq), room or self.slot_room, pin)
+        return Ticket(next(self._seq), room or self.slot_room, share or self.share, pin)
 
     def ask(self, ticket: Ticket) -> None:
         """Wait for a slot. Asking again, after a refusal, keeps the ticket's place."""
@@ -217,17 +240,17 @@ class Fleet:
             raise ValueError("the ticket is already waiting")
         ticket.waiting = True
         ticket.seat = None
+        ticket.share.let_go(ticket)
         if ticket.pin is None:
             self.waiting += 1
             self.waiting_room += ticket.room
-            heapq.heappush(self._line, (ticket.seq, ticket))
+            self._put_in_line(ticket)
         else:
-            heapq.heappush(self._pinned.setdefault(ticket.pin, []), (ticket.seq, ticket))
+            self._pinned.setdefault(ticket.pin, []).append(ticket)
 
     def missed(self, seat: Seat) -> Resources:
         """What this container's next waiter wants, where the container is thought to have less free."""
-        pinned = self._pinned.get(seat)
-        line = [seat.kept_for, pinned[0][1] if pinned else None, self._longest()]
+        line = [seat.kept_for, self._first_pinned(seat), self._next()]
         room = next((ticket.room for ticket in line if ticket is not None), NOTHING)
         return NOTHING if room.fits(seat.free) else room
 
@@ -258,12 +281,14 @@ class Fleet:
             self._unkeep(seat)
         if ticket.pin is not None:
             self._unpin(ticket, ticket.pin)
-        elif len(self._line) > 2 * self.waiting + 64:  # the withdrawn leave the heap in bulk: O(1) amortised
-            self._line = [entry for entry in self._line if entry[1].waiting]
-            heapq.heapify(self._line)
+        elif (
+            len(line := self._lines.get(ticket.share, [])) > 2 * self.waiting + 64
+        ):  # they leave in bulk: O(1) amortised
+            line[:] = [entry for entry in line if entry[1].waiting]
+            heapq.heapify(line)
 
     def match(self) -> Iterator[Ticket]:
-        """Give free room to the longest waiting; each yielded ticket has its `seat`, and its room is reserved there."""
+        """Give free room to those whose turn it is; each yielded ticket has its `seat`, and its room is reserved there."""
         if self._grown:
             yield from self._match_kept()
         yield from self._match_others()
@@ -286,29 +311,29 @@ class Fleet:
     def _match_others(self, *, before: float = math.inf) -> Iterator[Ticket]:
         """Serve those for whom no container is kept, and whose number is lower than `before`."""
         unplaced: list[Ticket] = []
-        while (ticket := self._longest()) is not None and ticket.seq < before:
+        while (ticket := self._next(before)) is not None:
             if (seat := self._place(ticket)) is None:
                 if self._lowest() is None:
                     break
-                heapq.heappop(self._line)
+                heapq.heappop(self._lines[ticket.share])
                 unplaced.append(ticket)  # no container can be kept for it now, which is no reason for others to wait
                 continue
             if seat.kept_for is not None:
                 self._put_back(seat)
-            pinned = self._pinned.get(seat)
-            if pinned and pinned[0][0] < ticket.seq:
-                ticket = pinned[0][1]
+            pinned = self._first_pinned(seat)
+            if pinned is not None and pinned.rank < ticket.rank:
+                ticket = pinned
             else:
-                heapq.heappop(self._line)
+                heapq.heappop(self._lines[ticket.share])
             if ticket.room.fits(seat.free):
                 yield self._reserve(ticket, seat)
             else:
                 self._keep(seat, ticket)
         for ticket in unplaced:
-            heapq.heappush(self._line, (ticket.seq, ticket))
+            self._put_in_line(ticket)
         for seat in [seat for seat in self._pinned if seat.free]:
-            while seat.kept_for is None and (line := self._pinned.get(seat)) and line[0][0] < before and seat.free:
-                if (ticket := line[0][1]).room.fits(seat.free):
+            while seat.kept_for is None and seat.free and (ticket := self._first_pinned(seat, before)) is not None:
+                if ticket.room.fits(seat.free):
                     yield self._reserve(ticket, seat)
                 else:
                     self._keep(seat, ticket)
@@ -328,6 +353,7 @@ class Fleet:
         if seat is not None:
             seat.leased += 1
             seat.leased_room += ticket.room
+        ticket.share.hold(ticket)
 
     def refused(self, ticket: Ticket, *, free: Resources) -> None:
         """A reservation was refused: the container says what it has free."""
@@ -378,6 +404,7 @@ class Fleet:
         if ticket.pin is not None:
             self._unpin(ticket, seat)
         ticket.seat = seat
+        ticket.share.hold(ticket)
         seat.reserved += 1
         seat.reserved_room += ticket.room
         self._set_free(seat, seat.free - ticket.room)
@@ -385,6 +412,7 @@ class Fleet:
 
     def _unreserve(self, ticket: Ticket) -> Seat | None:
         """End a reservation. Returns its container, unless that is gone."""
+        ticket.share.let_go(ticket)
         seat = ticket.seat
         if seat is None or self.seats.get(seat.key) is not seat:
             return None
@@ -408,7 +436,7 @@ class Fleet:
     def _put_back(self, seat: Seat) -> None:
         """The large lease that this container was kept for, if any, waits for another one."""
         if (ticket := self._unkeep(seat)) is not None and ticket.pin is None:
-            heapq.heappush(self._line, (ticket.seq, ticket))
+            self._put_in_line(ticket)
 
     def _served(self, ticket: Ticket) -> None:
         ticket.waiting = False
@@ -416,23 +444,33 @@ class Fleet:
             self.waiting -= 1
             self.waiting_room -= ticket.room
 
+    def _put_in_line(self, ticket: Ticket) -> None:
+        heapq.heappush(self._lines.setdefault(ticket.share, []), (ticket.seq, ticket))
+
     def _unpin(self, ticket: Ticket, seat: Seat) -> None:
         line = self._pinned[seat]
-        line.remove((ticket.seq, ticket))
-        heapq.heapify(line)
+        line.remove(ticket)
         if not line:
             del self._pinned[seat]
 
-    def _longest(self) -> Ticket | None:
-        while self._line:
-            ticket = self._line[0][1]
-            if ticket.waiting:
-                return ticket
-            heapq.heappop(self._line)
-        return None
+    def _first_pinned(self, seat: Seat, before: float = math.inf) -> Ticket | None:
+        line = (ticket for ticket in self._pinned.get(seat, ()) if ticket.seq < before)
+        return min(line, key=lambda ticket: ticket.rank, default=None)
+
+    def _next(self, before: float = math.inf) -> Ticket | None:
+        """Whose turn it is, of those whose number is lower than `before`."""
+        first: list[Ticket] = []
+        for share, line in list(self._lines.items()):
+            while line and not line[0][1].waiting:
+                heapq.heappop(line)
+            if not line:
+                del self._lines[share]
+            elif line[0][0] < before:
+                first.append(line[0][1])
+        return min(first, key=lambda ticket: ticket.rank, default=None)
 
     def _place(self, ticket: Ticket) -> Seat | None:
-        """The container for the longest waiting ticket; for a large one that fits nowhere, the one to keep for it.
+        """The container for the ticket whose turn it is; for a large one that fits nowhere, the one to keep for it.
 
         That may be one which is kept for a later ticket.
         """

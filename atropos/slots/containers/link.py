@@ -14,7 +14,7 @@ from atropos.errors import IsolationUnavailable, LeaseExpired, SandboxError, Slo
 from atropos.resources import Resources
 from atropos.slots.backends.base import Container
 from atropos.slots.client import SandboxClient
-from atropos.slots.containers.fleet import Seat
+from atropos.slots.containers.fleet import Seat, Ticket
 from atropos.slots.containers.state import SharedState
 
 log = logging.getLogger("atropos.slots")
@@ -41,8 +41,8 @@ class LeasedSlot(Protocol):
         ...
 
     @property
-    def room(self) -> Resources:
-        """What it takes of its container."""
+    def ticket(self) -> Ticket:
+        """The acquire that it came of: what it takes of its container, and whose it is."""
         ...
 
     def end(self, reason: SandboxError) -> None:
@@ -172,6 +172,7 @@ class ContainerLink:
         state.trust(self.container.id)
         for slot in self.slots.values():
             slot.end(SlotLost(f"slot {slot.name} of container {self.container.id} is lost: {reason}"))
+            slot.ticket.share.end(slot.ticket, state.now())
         state.counters.lost_leases(len(self.slots))
         if self.seat.key in state.fleet.seats and state.phase == "running":
             state.counters.lost_container()
@@ -191,31 +192,33 @@ class ContainerLink:
 
     # --------------------------------------------------------------------------------------------------- releases
 
-    async def release(self, lease: wire.Lease, room: Resources) -> None:
-        """Release a slot that takes `room`, retrying until the server confirms it; one that never does is replaced."""
+    async def release(self, lease: wire.Lease) -> None:
+        """Release a slot, retrying until the server confirms it; one that never does is replaced."""
         for attempt in range(RELEASE_TRIES):
             if self.gone is not None:
                 return
             try:
                 result = await self.client.release(lease)
             except (LeaseExpired, SlotLost):
-                self._returned(lease, room, clean=False)
+                self._returned(lease, None)
                 return
             except SandboxError as error:
                 log.info("slot %s could not be released yet: %s", lease.slot, error)
                 await asyncio.sleep(backoff_s(attempt, first_s=0.1, longest_s=3.2))
                 continue
             self.state.counters.released(result)
-            self._returned(lease, room, clean=result.clean and result.released)
+            self._returned(lease, result)
             return
         await self.condemn(f"slot {lease.slot} could not be given back")
 
-    def _returned(self, lease: wire.Lease, room: Resources, *, clean: bool) -> None:
+    def _returned(self, lease: wire.Lease, result: wire.ReleaseResult | None) -> None:
         state = self.state
-        if self.slots.pop(lease.lease_id, None) is None:
+        if (slot := self.slots.pop(lease.lease_id, None)) is None:
             return  # counted as lost
+        clean = result is not None and result.released and result.clean
         state.counters.returned()
-        state.fleet.returned(self.seat, room, clean=clean, now=state.now())
+        slot.ticket.share.end(slot.ticket, state.now(), result)
+        state.fleet.returned(self.seat, slot.ticket.room, clean=clean, now=state.now())
         if not clean:
             self.recount()
         if not self.seat.open:
@@ -231,7 +234,8 @@ class ContainerLink:
             return
         slot.end(from_code(message.code, message.message))
         self.state.counters.lost_leases(1)
-        self.state.fleet.returned(self.seat, slot.room, clean=False, now=self.state.now())
+        slot.ticket.share.end(slot.ticket, self.state.now())
+        self.state.fleet.returned(self.seat, slot.ticket.room, clean=False, now=self.state.now())
         self.recount()
 
     def _capacity(self, room: Resources) -> None:

@@ -1,4 +1,4 @@
-"""Grants leases to waiting acquires, first come, first served. A cancelled acquire leaks nothing."""
+"""Grants leases to waiting acquires, in the order of `fleet`. A cancelled acquire leaks nothing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from atropos.errors import ImageUnavailable, PoolFull, SandboxError, SlotLost
 from atropos.resources import NOTHING, Resources
 from atropos.slots.containers.fleet import Seat, Ticket
 from atropos.slots.containers.link import ContainerLink
+from atropos.slots.containers.share import BASE, Share
 from atropos.slots.containers.state import SharedState
 from atropos.slots.pool.images import PoolImages
 from atropos.slots.slot import Slot
@@ -40,6 +41,7 @@ class LeaseTerms:
     base: str | None
     network: bool
     limits: wire.LeaseLimits | None
+    share: Share | None
 
     def request(self, image: str | None) -> wire.LeaseRequest:
         """To one container, under a new id."""
@@ -74,29 +76,45 @@ class Grants:
         Raises:
             TimeoutError: no slot came free in time.
         """
+        ticket = self._ticket(wanted, image)
+        ticket.share.claim(ticket)
+        try:
+            return await self._on_image(wanted, image, ticket, timeout_s)
+        except BaseException:
+            ticket.share.end(ticket, self._state.now())
+            raise
+
+    def _ticket(self, wanted: LeaseTerms, image: str | None) -> Ticket:
+        config = self._state.config
+        limits = config.limits if wanted.limits is None else config.limits_of(wanted.limits)
+        ticket = self._state.fleet.ticket(room=config.room(wanted.limits), share=wanted.share)
+        ticket.image = wanted.snapshot.ticket.image if wanted.snapshot is not None else image or wanted.base or BASE
+        ticket.cpu, ticket.disk_mib, ticket.network = limits.cpu_quota or 0.0, limits.disk_mib, wanted.network
+        return ticket
+
+    async def _on_image(self, wanted: LeaseTerms, image: str | None, ticket: Ticket, timeout_s: float) -> Slot:
+        """Acquire once the image is there."""
         if image is None:
-            return await self._acquire(wanted, None, timeout_s)
-        room = self._state.config.room(wanted.limits)
+            return await self._acquire(wanted, None, ticket, timeout_s)
         before: set[str] = set()
         while True:
             known = {*self._links}
             try:
-                name = await self._images.ready(image, room)
+                name = await self._images.ready(image, ticket.room)
             except SlotLost:  # by others, which the lease waits for
-                name = await self._images.ready(image, room)
+                name = await self._images.ready(image, ticket.room)
             try:
-                return await self._acquire(wanted, name, timeout_s)
+                return await self._acquire(wanted, name, ticket, timeout_s)
             except ImageUnavailable:  # removed there for others, or in a container that came since
                 if known == before:
                     raise
                 before = known
                 self._images.forget(name)
 
-    async def _acquire(self, wanted: LeaseTerms, image: str | None, timeout_s: float) -> Slot:
+    async def _acquire(self, wanted: LeaseTerms, image: str | None, ticket: Ticket, timeout_s: float) -> Slot:
         """`image`: its name in leases."""
         state, snapshot = self._state, wanted.snapshot
         started = state.now()
-        ticket = state.fleet.ticket(room=state.config.room(wanted.limits))
         async with self._measured(ticket, snapshot, timeout_s):
             while True:
                 state.require_running()
@@ -182,11 +200,12 @@ class Grants:
         if link.gone is not None:
             return None
         state.fleet.granted(ticket)
+        ticket.granted_at = state.now()
         state.counters.granted()
         if lease.limit_note not in (None, self._limits_noted):
             self._limits_noted = lease.limit_note
             log.warning("slots of container %s lack %s", link.container.id, lease.limit_note)
-        slot = link.slots[lease.lease_id] = Slot(link, lease, request, ticket.room)
+        slot = link.slots[lease.lease_id] = Slot(link, lease, request, ticket)
         return slot
 
     async def _bring_snapshot(self, snapshot: Snapshot, link: ContainerLink, ticket: Ticket) -> bool:

@@ -26,6 +26,7 @@ from atropos.slots.client.call_stream import FrameLimit
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.containers.keeper import Keeper
 from atropos.slots.containers.link import ClientFactory, ContainerLink
+from atropos.slots.containers.share import Share
 from atropos.slots.containers.state import SharedState
 from atropos.slots.pool.grants import Grants, LeaseTerms
 from atropos.slots.pool.images import PoolImages, Progress
@@ -236,9 +237,10 @@ class SlotPool:
         *,
         image: str | None = None,
         limits: LeaseLimits | None = None,
+        share: Share | None = None,
         timeout_s: float | None = None,
     ) -> Slot:
-        """Lease a slot; first come, first served. Cancelling leaks nothing: a lease granted late is given back.
+        """Lease a slot; within a share first come, first served. Cancelling leaks nothing: a lease granted late is given back.
 
         Args:
             trajectory_id: for the server's status and logs; one trajectory may hold several slots.
@@ -249,12 +251,15 @@ class SlotPool:
                 for which `prepare_timeout_s` is the time. None: the pool's `slot_image`.
             limits: what the slot has instead of the pool's `limits`, up to a whole container; None: those, or the
                 snapshot's.
+            share: whose lease it is, where several clients with quotas share the pool: a `Share` that is kept for each. None:
+                they are one client.
             timeout_s: None: `acquire_timeout_s`.
 
         Raises:
             AcquireTimeout: no slot came free; says how many containers, slots and waiters there are, and why.
             ImageUnavailable: the image can't be prepared; says which phase failed.
             LimitTooLarge: no container has so much.
+            QuotaReached: the share has used up one of its quotas.
             SlotLost: the snapshot is gone.
             NotSupported, ConfigError: the container can't give what was asked for.
             BackendUnavailable: the pool is not running, or was stopped.
@@ -269,18 +274,20 @@ class SlotPool:
         if limits is not None:
             self.config.check_room(limits, self.config.slots_per_container)
         wanted = LeaseTerms(
-            self.client_id, trajectory_id[:500], self.config.lease_ttl_s, snapshot, base, network, limits
+            self.client_id, trajectory_id[:500], self.config.lease_ttl_s, snapshot, base, network, limits, share
         )
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
         try:
             return await self._grants.acquire(wanted, image, timeout_s)
         except TimeoutError:
-            raise self._timed_out(snapshot, timeout_s) from None
+            raise self._timed_out(snapshot, share, timeout_s) from None
 
     lease = for_a_block(acquire)
 
-    def _timed_out(self, snapshot: Snapshot | None, timeout_s: float) -> AcquireTimeout:
+    def _timed_out(self, snapshot: Snapshot | None, share: Share | None, timeout_s: float) -> AcquireTimeout:
         self._state.counters.timed_out()
+        if share not in {None, self.share}:  # whose client isn't told what others hold
+            return AcquireTimeout(f"no slot came free within {timeout_s:g} s")
         why = self._situation()
         if snapshot is not None and snapshot.stays_because:
             why = f"{why}; the snapshot can't be copied to another container: {snapshot.stays_because}"
@@ -387,6 +394,11 @@ class SlotPool:
                 state = "connecting" if seat is None else "ready" if seat.open else "draining"
             states[state] += 1
         return states
+
+    @property
+    def share(self) -> Share:
+        """The share of leases that name none."""
+        return self._state.fleet.share
 
     @property
     def links(self) -> Mapping[str, ContainerLink]:

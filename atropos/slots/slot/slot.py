@@ -14,6 +14,7 @@ from atropos.errors import ConfigError, LeaseExpired, NotSupported, SandboxError
 from atropos.net.egress_policy import parse
 from atropos.resources import Resources
 from atropos.slots.containers.counters import Outcome
+from atropos.slots.containers.fleet import Ticket
 from atropos.slots.containers.link import ContainerLink
 from atropos.slots.slot.arguments import named_if_wrong
 from atropos.slots.slot.files import SlotFiles
@@ -50,11 +51,11 @@ class Slot(SlotFiles):
         "link",
         "network",
         "profile",
-        "room",
+        "ticket",
         "trajectory_id",
     )
 
-    def __init__(self, link: ContainerLink, lease: wire.Lease, request: wire.LeaseRequest, room: Resources) -> None:
+    def __init__(self, link: ContainerLink, lease: wire.Lease, request: wire.LeaseRequest, ticket: Ticket) -> None:
         self.link = link
         """The container that it is in; for the pool alone."""
         self.lease = lease
@@ -65,8 +66,8 @@ class Slot(SlotFiles):
         """What it has instead of the pool's limits."""
         self.limits_reached: set[wire.Limit] = set()
         """What stopped its programs, or kept a file from being written, up to now."""
-        self.room = room
-        """What it takes of its container."""
+        self.ticket = ticket
+        """The acquire that it came of; for the pool alone."""
         self._over: SandboxError | None = None
         self._releasing: asyncio.Task[None] | None = None
         self._due = 0
@@ -79,6 +80,11 @@ class Slot(SlotFiles):
     def name(self) -> str:
         """The slot's name on its server."""
         return self.lease.slot
+
+    @property
+    def room(self) -> Resources:
+        """What it takes of its container."""
+        return self.ticket.room
 
     @property
     def image(self) -> wire.ImageInfo | None:
@@ -115,9 +121,7 @@ class Slot(SlotFiles):
         """Give the slot back in the background; for the pool alone. None: there is nothing to give back."""
         if self._releasing is None and self._over is None:
             self.end(LeaseExpired(f"slot {self.name} was released"))
-            self._releasing = self.link.state.give_back(
-                self.link.release(self.lease, self.room), f"release {self.name}"
-            )
+            self._releasing = self.link.state.give_back(self.link.release(self.lease), f"release {self.name}")
         return self._releasing
 
     async def capabilities(self) -> wire.Capabilities:
@@ -345,7 +349,9 @@ class Slot(SlotFiles):
         Raises:
             SandboxError: a writer was left, so that it can't be trusted; the slot is then lost.
             NotSupported: the server makes none.
+            QuotaReached: its share may keep no more.
         """
+        self.ticket.share.check_snapshot(stays=keep_running)
         if not keep_running or (await self._signal_all("STOP")).exit_code != 0:
             return await self._snapshot(beside=False)
         taken: list[Snapshot] = []
@@ -426,7 +432,7 @@ class Slot(SlotFiles):
 
     async def _freeze(self, *, beside: bool) -> Snapshot:
         info = await self.link.client.snapshot(self.lease, beside=beside)
-        return Snapshot(self.link, info, self.limits)
+        return Snapshot(self.link, info, self.limits, self.ticket)
 
     async def keep(self, key: str, settings: wire.ImageSettings | None = None) -> wire.ImageInfo:
         """Keep the workspace as an image of the host, a layer on the lease's; then release the slot.

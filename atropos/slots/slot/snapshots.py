@@ -9,7 +9,7 @@ from typing import Self
 from atropos import wire
 from atropos.errors import SandboxError, SlotLost
 from atropos.resources import Resources
-from atropos.slots.containers.fleet import Seat
+from atropos.slots.containers.fleet import Seat, Ticket
 from atropos.slots.containers.link import ContainerLink
 
 
@@ -19,13 +19,18 @@ class Snapshot:
     It is in one container at first; a fork that lands in another one brings it there, once.
     """
 
-    __slots__ = ("_bringing", "_dropped", "_places", "info", "limits", "state", "stays_because")
+    __slots__ = ("_bringing", "_dropped", "_places", "info", "limits", "state", "stays_because", "ticket")
 
-    def __init__(self, link: ContainerLink, info: wire.SnapshotInfo, limits: wire.LeaseLimits | None = None) -> None:
+    def __init__(
+        self, link: ContainerLink, info: wire.SnapshotInfo, limits: wire.LeaseLimits | None, ticket: Ticket
+    ) -> None:
         self.state = link.state
         self.info = info
         self.limits = limits
         """Of the slot that it was taken of; forks have them, too, unless their lease says otherwise."""
+        self.ticket = ticket
+        """The acquire of that slot: whose it is, and what it started from; for the pool alone."""
+        ticket.share.snapshots.add(self)
         self._places: list[ContainerLink] = []
         self._bringing: dict[ContainerLink, asyncio.Task[None]] = {}
         self._dropped = False
@@ -64,6 +69,7 @@ class Snapshot:
         """Delete it in the background; for the pool alone."""
         if not self._dropped:
             self._dropped = True
+            self.ticket.share.snapshots.discard(self)
             self.state.give_back(self._drop(), f"drop {self.id}")
 
     async def _drop(self) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos.api.cli import read_file
+from atropos.api.settings import read_file
 from atropos.errors import ConfigError
 
 

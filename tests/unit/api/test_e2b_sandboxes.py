@@ -11,6 +11,7 @@ from pydantic import SecretStr
 from atropos.api.e2b.sandboxes import Sandboxes
 from atropos.api.executor.models import ExecutorServerSettings
 from atropos.slots import SlotPool, SlotPoolConfig
+from tests.unit.api.account import own_account
 
 
 @pytest.mark.slow("starts servers")
@@ -18,7 +19,7 @@ async def test_a_step_of_the_clock_ends_no_sandbox_and_moves_no_end(monkeypatch:
     clock = time.time
     config = SlotPoolConfig(backend="local", slots_per_container=2, max_containers=1)
     async with SlotPool(config) as pool:
-        sandboxes = Sandboxes(pool, ExecutorServerSettings(token=SecretStr("x"), pool=config))
+        sandboxes = Sandboxes(pool, ExecutorServerSettings(token=SecretStr("x"), pool=config), own_account())
         for step_s in (7200, -7200):
             monkeypatch.setattr(time, "time", clock)
             made = await sandboxes.create("base", timeout_s=600, metadata={}, env={}, hosts=None)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import tracemalloc
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from pydantic import SecretStr, ValidationError
 from atropos.api.executor.models import CallBody, ExecutorServerSettings, OpenTrajectory
 from atropos.api.executor.trajectories import Trajectories
 from atropos.api.executor_api import create_executor_app, drain
+from atropos.api.tenants import Tenant
 from atropos.errors import (
     AcquireTimeout,
     BackendUnavailable,
@@ -25,9 +27,11 @@ from atropos.errors import (
     SlotLost,
     ToolServerUnavailable,
 )
+from atropos.slots import Share
 from atropos.tools import ToolExecutor
 from atropos.tools.models import ToolCall, ToolResult
 from atropos.tools.registry import build_tool_registry
+from tests.unit.api.account import own_account
 from tests.unit.tools.fakes import FakePool
 from tests.waiting import until
 
@@ -45,9 +49,9 @@ class HeldExecutor:
         self.error: Exception | None = None
         self.changed = asyncio.Condition()
         self.tools = build_tool_registry()
-        self.pool: Any = None
+        self.pool: Any = SimpleNamespace(share=Share())
 
-    async def slot(self, trajectory_id: str, *, image: str | None = None) -> object:
+    async def slot(self, trajectory_id: str, **_: Any) -> object:
         self.asked += 1
         async with self.changed:
             await self.changed.wait_for(lambda: self.free > 0 or self.error is not None)
@@ -98,6 +102,12 @@ async def serving(executor: Any, **settings: Any) -> AsyncGenerator[httpx.AsyncC
         ) as client:
             client.app = app  # type: ignore[attr-defined]
             yield client
+
+
+def tenant(client: httpx.AsyncClient) -> Tenant:
+    """The only one of a client's server."""
+    (only,) = client.app.state.tenants.all()  # type: ignore[attr-defined]
+    return only
 
 
 @contextlib.asynccontextmanager
@@ -252,7 +262,7 @@ async def test_a_call_of_a_trajectory_that_gets_no_slot_is_answered_as_its_openi
         opening = asyncio.create_task(client.post("/trajectories", json={"trajectory_id": "w"}))
         await until(lambda: executor.asked)
         calling = asyncio.create_task(client.post("/trajectories/w/calls", json=CALL))
-        await until(lambda: client.app.state.trajectories.get("w").running)  # type: ignore[attr-defined]
+        await until(lambda: tenant(client).trajectories.get("w").running)
         await executor.change(error=AcquireTimeout("no slot came free"))
         answers = await asyncio.gather(opening, calling)
         assert [(one.status_code, one.json()["code"]) for one in answers] == [(429, "acquire_timeout")] * 2
@@ -274,7 +284,7 @@ async def test_a_running_call_keeps_its_trajectory_alive(executor: HeldExecutor)
         opening = asyncio.create_task(client.post("/trajectories", json={"trajectory_id": "w"}))
         await until(lambda: executor.asked)
         call = asyncio.create_task(client.post("/trajectories/w/calls", json={"name": "hang"}))
-        await until(lambda: client.app.state.trajectories.get("w").running)  # type: ignore[attr-defined]
+        await until(lambda: tenant(client).trajectories.get("w").running)
         await executor.change(free=2)
         assert (await opening).status_code == 201
         assert (await client.post("/trajectories", json={})).status_code == 201
@@ -332,6 +342,7 @@ async def test_a_client_that_gave_up_before_it_had_the_id_keeps_no_slot(executor
 async def test_a_client_that_waits_for_an_image_is_answered_when_the_server_ends(executor: HeldExecutor):
     class Pulling:
         started = asyncio.Event()
+        share = Share()
 
         async def prepare(self, image: str, **_: Any) -> None:
             self.started.set()
@@ -380,7 +391,8 @@ async def test_long_results_are_remembered_within_a_bound(executor: HeldExecutor
 
 
 async def test_a_finished_calls_arguments_are_not_kept(executor: HeldExecutor):
-    trajectories = Trajectories(executor, ExecutorServerSettings(token=SecretStr("x")))  # type: ignore[arg-type]
+    settings = ExecutorServerSettings(token=SecretStr("x"))
+    trajectories = Trajectories(executor, settings, own_account())  # type: ignore[arg-type]
     trajectory, _ = await trajectories.open(OpenTrajectory())
     tracemalloc.start()
     try:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from atropos.errors import PoolFull, SandboxError
 from atropos.resources import NOTHING, Resources
+from atropos.sandbox.contract import Stopped
 from atropos.sandbox.server.state.lease_table import (
     LARGE_WANT_S,
     MAX_ENDED,
@@ -48,7 +49,7 @@ def end(
     table: LeaseTable, lease: HeldLease, code: str = "released", now: float = 0.0, *, clean: bool = True
 ) -> EndedLease:
     table.begin_end(lease, code, "")
-    return table.finish_end(lease, now, clean=clean, reset_s=0)
+    return table.finish_end(lease, now, Stopped(clean=clean, seconds=0))
 
 
 def test_epochs_grow_and_slots_are_not_shared():

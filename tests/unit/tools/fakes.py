@@ -14,6 +14,7 @@ from pathlib import Path
 from atropos import wire
 from atropos.aio import outlive
 from atropos.errors import SandboxError
+from atropos.slots import Share
 from atropos.slots.slot.profile import PLAIN
 
 
@@ -204,6 +205,7 @@ class FakeSnapshot:
 class FakePool:
     def __init__(self, slots=8):
         self.snapshots = []
+        self.share = Share()
         self.free, self.slots, self.release_s, self.refuse_write = slots, [], 0, ""
         self.acquire_error: Exception | None = None
         self.hold_acquire: asyncio.Event | None = None

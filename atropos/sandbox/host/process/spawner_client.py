@@ -27,12 +27,12 @@ class SpawnerClient:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock, self._readable)
         self._numbers = itertools.count(1)
-        self._slots: dict[int, tuple[asyncio.Future[int], asyncio.Future[int]]] = {}
+        self._slots: dict[int, tuple[asyncio.Future[int], asyncio.Future[float]]] = {}
         """What `start` returned, of the slots that have not ended."""
         self.broken: str | None = None
 
-    async def start(self, request: StartRequest, fds: list[int]) -> tuple[asyncio.Future[int], asyncio.Future[int]]:
-        """Ask for a slot; futures of its PID 1's number here and of its end. Call from the event loop's thread.
+    async def start(self, request: StartRequest, fds: list[int]) -> tuple[asyncio.Future[int], asyncio.Future[float]]:
+        """Ask for a slot; futures of its PID 1's number here, and of its CPU time (-1: unknown) at its end. Call from the event loop's thread.
 
         Raises:
             HostBroken: the spawner is gone.
@@ -80,8 +80,8 @@ class SpawnerClient:
         if "error" in report:
             ended.cancel()
             started.set_exception(SandboxError(f"a sandbox could not be started: {report['error']}"))
-        elif "exit" in report:
-            ended.set_result(report["exit"])
+        elif "cpu_s" in report:
+            ended.set_result(report["cpu_s"])
 
     def _broke(self, why: str) -> None:
         if self.broken is not None:
@@ -91,7 +91,7 @@ class SpawnerClient:
         for started, ended in self._slots.values():
             if not started.done():
                 started.set_exception(HostBroken(self.broken))
-            ended.set_result(-9)
+            ended.set_result(-1)
         self._slots.clear()
 
     async def aclose(self) -> None:

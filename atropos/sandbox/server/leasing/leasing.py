@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 from atropos.errors import (
     BackendUnavailable,
@@ -209,7 +210,13 @@ class Leasing:
             return ReleaseResult(released=False)
         if isinstance(found, HeldLease):
             found = await asyncio.shield(self.end(found, "released", "the lease was released"))
-        return ReleaseResult(released=found.code == "released", clean=found.clean, reset_s=found.reset_s)
+        return ReleaseResult(
+            released=found.code == "released",
+            clean=found.clean,
+            reset_s=found.reset_s,
+            cpu_s=found.cpu_s,
+            egress_bytes=found.egress_bytes,
+        )
 
     def end(self, held: HeldLease, code: str, message: str) -> asyncio.Task[EndedLease]:
         """End a lease, whatever runs in it. Returns the task that resets its slot; the same one when asked again."""
@@ -235,11 +242,11 @@ class Leasing:
             await asyncio.wait(changing)
         stopped = await run.stop()
         self._layers.leave(run)
-        return self._finish(run, Stopped(stopped.clean, time.monotonic() - began, stopped.detail))
+        return self._finish(run, replace(stopped, seconds=time.monotonic() - began))
 
     def _finish(self, run: LeaseRun, stopped: Stopped) -> EndedLease:
         held = run.held
-        ended = self._table.finish_end(held, self._state.now(), clean=stopped.clean, reset_s=stopped.seconds)
+        ended = self._table.finish_end(held, self._state.now(), stopped)
         del self._runs[held.lease_id]
         self._state.clients.of(held.client_id).journal.trim_lease(held.lease_id)
         self._state.counters["resets"] += 1

@@ -87,12 +87,14 @@ class Workspaces:
             if not (stopped := await stop(run.sandbox)).clean:  # the end of the lease retires the slot
                 self._leasing.end(run.held, SlotLost.code, f"the view could not be confirmed gone: {stopped.detail}")
                 raise SlotLost(f"the view could not be confirmed gone: {stopped.detail}")
+            run.count(stopped)
             run.sandbox, run.viewed = run.viewed, None
         request, old, below = run.held.request, run.sandbox, run.layers
         run.sandbox = None  # from here on the freeze ends it, so its death is expected
         began = time.monotonic()
         try:
             layer = await old.freeze()
+            run.count(await old.stop())  # which has ended it
         except BaseException as error:
             self._state.meters.snapshot.observe(time.monotonic() - began, "error")
             run.sandbox = old  # so that the end of the lease stops it, or retires the slot

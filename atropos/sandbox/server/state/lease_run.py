@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from atropos.config import SlotLimits
 from atropos.errors import LeaseExpired
@@ -34,6 +34,10 @@ class LeaseRun:
     starting: asyncio.Task[Lease] | None = None
     ending: asyncio.Task[EndedLease] | None = None
     viewing: asyncio.Task[ViewInfo] | None = None
+    cpu_s: float = 0.0
+    """CPU time of its sandboxes that have ended."""
+    egress_bytes: int = 0
+    """What they moved through the egress proxy."""
     freezing: dict[str, asyncio.Task[SnapshotInfo]] = field(default_factory=dict[str, "asyncio.Task[SnapshotInfo]"])
 
     def check_active(self) -> None:
@@ -46,7 +50,15 @@ class LeaseRun:
             raise LeaseExpired(f"lease {self.held.lease_id!r} is over")
 
     async def stop(self) -> Stopped:
-        """Stop its sandboxes; `clean` when all are confirmed gone."""
+        """Stop its sandboxes; `clean` when all are confirmed gone. With what all sandboxes of the lease have used."""
         held = [sandbox for sandbox in (self.sandbox, self.viewed) if sandbox is not None]
         found = await asyncio.gather(*map(stop, held))
-        return next((each for each in found if not each.clean), Stopped(clean=True, seconds=0))
+        for each in found:
+            self.count(each)
+        first = next((each for each in found if not each.clean), Stopped(clean=True, seconds=0))
+        return replace(first, cpu_s=self.cpu_s, egress_bytes=self.egress_bytes)
+
+    def count(self, stopped: Stopped) -> None:
+        """Add what a sandbox of the lease has used that has ended."""
+        self.cpu_s += stopped.cpu_s or 0.0
+        self.egress_bytes += stopped.egress_bytes

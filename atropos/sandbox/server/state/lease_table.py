@@ -22,6 +22,7 @@ from typing import Literal
 
 from atropos.errors import BackendUnavailable, LeaseExpired, PoolFull, from_code
 from atropos.resources import NOTHING, Resources
+from atropos.sandbox.contract import Stopped
 from atropos.wire import LeaseRequest
 
 WANT_S = 1.0
@@ -76,6 +77,8 @@ class EndedLease:
     at: float
     clean: bool = True
     reset_s: float = 0.0
+    cpu_s: float | None = None
+    egress_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -307,15 +310,26 @@ class LeaseTable:
         held.state, held.code, held.message = "ending", code, message
         return True
 
-    def finish_end(self, held: HeldLease, now: float, *, clean: bool, reset_s: float) -> EndedLease:
+    def finish_end(self, held: HeldLease, now: float, stopped: Stopped) -> EndedLease:
         """Its sandbox is gone (or, not `clean`, could not be confirmed gone: the slot is retired)."""
         del self.held[held.lease_id]
         self._counts[held.client_id] -= 1
         self._held_room[held.client_id] -= held.room
         self.retired[held.slot] = held.room
-        if clean:
+        if stopped.clean:
             self.restore(held.slot)
-        ended = EndedLease(held.lease_id, held.client_id, held.epoch, held.code, held.message, now, clean, reset_s)
+        ended = EndedLease(
+            held.lease_id,
+            held.client_id,
+            held.epoch,
+            held.code,
+            held.message,
+            now,
+            stopped.clean,
+            stopped.seconds,
+            stopped.cpu_s,
+            stopped.egress_bytes,
+        )
         self._remember(ended)
         return ended
 

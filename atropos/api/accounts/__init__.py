@@ -1,0 +1,1 @@
+"""Who uses an executor server: keys, what each of them may use and has used, and the audit log."""

@@ -1,0 +1,52 @@
+"""One key's account: its share of the pool, the rate of its requests, and what is noted of it."""
+
+from __future__ import annotations
+
+import logging
+
+from atropos.api.accounts.audit import AuditLog
+from atropos.api.accounts.keys import KeySettings
+from atropos.api.http import Refusal, TokenBucket
+from atropos.slots import Share
+
+_log = logging.getLogger(__name__)
+FREQUENT = frozenset({"call", "command"})
+"""Events that the audit log has, and the server's log has not."""
+
+
+class Account:
+    """What the holder of one key may use, and does.
+
+    Args:
+        name: the key's.
+        key: its settings.
+        share: its leases' share of the pool.
+        audit: where its doings are noted.
+    """
+
+    def __init__(self, name: str, key: KeySettings, share: Share, audit: AuditLog) -> None:
+        self.name = name
+        self.share = share
+        self._audit = audit
+        self.change(key)
+
+    def change(self, key: KeySettings) -> None:
+        """Its settings are others from now on; leases that it has go on."""
+        self.key = key
+        self.share.quotas = key
+        self._bucket = TokenBucket(key.rate_per_s, key.burst)
+
+    def refused(self) -> Refusal | None:
+        """Count a request; why it is refused, if it is."""
+        if (wait_s := self._bucket.take()) == 0:
+            return None
+        text = f"at most {self.key.rate_per_s:g} requests a second of this key; retry later"
+        return Refusal(429, "rate_limited", text, retry_after_s=wait_s)
+
+    def note(self, event: str, subject: str, **what: object) -> None:
+        """Note what was done to a sandbox, trajectory or image (its id): in the audit log, and rare events in the server's log."""
+        self._audit.write(key=self.name, event=event, id=subject, **what)
+        if event not in FREQUENT:
+            _log.info(
+                "%s: %s %s %s", self.name, event, subject, " ".join(f"{name}={each}" for name, each in what.items())
+            )

@@ -1,0 +1,234 @@
+"""Tenants of an executor server: each key has trajectories, sandboxes and images of its own, and finds no others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from atropos.aio import cancel_and_wait
+from atropos.api.accounts.account import Account
+from atropos.api.accounts.audit import AuditLog
+from atropos.api.accounts.keys import KeySettings, digest, read_keys
+from atropos.api.e2b.sandboxes import Sandboxes
+from atropos.api.executor.images import PreparedImages
+from atropos.api.executor.models import ExecutorServerSettings, KeyUsage
+from atropos.api.executor.trajectories import Trajectories
+from atropos.api.http import NO_TOKEN, Refusal
+from atropos.errors import ConfigError
+from atropos.metrics import Family
+from atropos.slots import Share
+
+if TYPE_CHECKING:
+    from atropos.tools import ToolExecutor
+
+_log = logging.getLogger(__name__)
+TOKEN_NAME = "token"
+"""Name of the key that the server's own token is: an admin's, without quotas."""
+RELOAD_S = 1.0
+"""Interval of looks at the keys file."""
+
+
+class Tenant:
+    """Everything that belongs to one key."""
+
+    def __init__(self, account: Account, executor: ToolExecutor, settings: ExecutorServerSettings) -> None:
+        self.account = account
+        self.trajectories = Trajectories(executor, settings, account)
+        self.sandboxes = Sandboxes(executor.pool, settings, account)
+        self.images = PreparedImages(executor.pool, account)
+        self._reapers = [asyncio.create_task(self.trajectories.reap()), asyncio.create_task(self.sandboxes.reap())]
+
+    def refuse_new(self) -> None:
+        """Take no new work."""
+        self.trajectories.draining = self.sandboxes.draining = True
+
+    async def aclose(self) -> None:
+        """End all that it has."""
+        await cancel_and_wait(self._reapers)
+        await asyncio.gather(self.trajectories.aclose(), self.sandboxes.aclose(), self.images.aclose())
+
+
+class Tenants:
+    """The tenants of a server, by the keys of its file and its own token.
+
+    Raises:
+        ConfigError: the keys file or the audit log can't be opened.
+    """
+
+    def __init__(self, settings: ExecutorServerSettings) -> None:
+        self._settings = settings
+        self._file = None if settings.keys_file is None else Path(settings.keys_file)
+        self._audit = AuditLog(settings.audit_file)
+        self._executor: ToolExecutor | None = None
+        self._tenants: dict[str, Tenant] = {}
+        self._keys: dict[str, KeySettings] = {}
+        self._names: dict[str, str] = {}
+        """Names by digest: a digest says nothing of how far a guess is off, so that it can be looked up."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self._draining = False
+        self._seen = self._state_of_file()
+        self._adopt(self._read())
+
+    def __repr__(self) -> str:
+        return f"<Tenants {len(self._keys)} keys, {len(self._tenants)} seen>"
+
+    # --------------------------------------------------------------------------------------------------------- keys
+
+    def _read(self) -> dict[str, KeySettings]:
+        keys = {} if self._file is None else read_keys(self._file, self._settings.pool.limits)
+        if self._settings.token is not None:
+            if TOKEN_NAME in keys:
+                raise ConfigError(f"keys_file: {self._file}: {TOKEN_NAME!r} is the name of the server's own token")
+            own = self._settings.token.get_secret_value().encode()
+            keys[TOKEN_NAME] = KeySettings(sha256=(digest(own),), admin=True)
+        return keys
+
+    def _adopt(self, keys: dict[str, KeySettings]) -> None:
+        self._keys = keys
+        self._names = {each: name for name, key in keys.items() for each in key.sha256}
+        for name, tenant in list(self._tenants.items()):
+            if name in keys:
+                tenant.account.change(keys[name])
+            else:
+                del self._tenants[name]
+                self._close(tenant)
+
+    def _close(self, tenant: Tenant) -> None:
+        tenant.refuse_new()
+        task = asyncio.create_task(tenant.aclose(), name=f"close {tenant.account.name}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _state_of_file(self) -> tuple[int, int, int] | None:
+        if self._file is None:
+            return None
+        with contextlib.suppress(OSError):
+            found = os.stat(self._file)
+            return found.st_ino, found.st_size, found.st_mtime_ns
+        return None
+
+    async def reload(self) -> None:
+        """Follow the keys file until cancelled: a key that is gone is refused at once, and what it had ends.
+
+        A file that is missing or wrong changes nothing, and is an error in the log.
+        """
+        while True:
+            await asyncio.sleep(RELOAD_S)
+            now = self._state_of_file()
+            if now == self._seen:
+                continue
+            self._seen = now
+            try:
+                self._adopt(self._read())
+            except ConfigError as error:
+                _log.error("the keys stay as they were: %s", error)
+            else:
+                _log.info("%s: %d keys", self._file, len(self._keys))
+
+    # -------------------------------------------------------------------------------------------------------- doors
+
+    def is_token(self, value: bytes) -> bool:
+        """Whether it is a key, or the server's token."""
+        return digest(value) in self._names
+
+    def enter(self, scope: Scope, given: bytes) -> Refusal | None:
+        """Let a request in as its tenant's, which `tenant_of` finds; or say why not."""
+        name = self._names.get(digest(given))
+        if name is None:
+            return NO_TOKEN
+        tenant = self._tenants.get(name) or self._made(name)
+        scope["atropos.tenant"] = tenant
+        return tenant.account.refused()
+
+    def _made(self, name: str) -> Tenant:
+        assert self._executor is not None
+        share = self._executor.pool.share if name == TOKEN_NAME else Share()
+        account = Account(name, self._keys[name], share, self._audit)
+        tenant = self._tenants[name] = Tenant(account, self._executor, self._settings)
+        if self._draining:
+            tenant.refuse_new()
+        return tenant
+
+    # --------------------------------------------------------------------------------------------------------- life
+
+    def open(self, executor: ToolExecutor) -> None:
+        """Tenants have slots of this executor's pool from now on."""
+        self._executor = executor
+
+    def all(self) -> Iterable[Tenant]:
+        """Those that have sent a request."""
+        return self._tenants.values()
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is taken."""
+        return self._draining
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse what is new, wait for running calls up to the timeout, and end the others, whose clients are told."""
+        self._draining = True
+        for tenant in self.all():
+            tenant.refuse_new()
+        await asyncio.gather(*(tenant.trajectories.drain(timeout_s) for tenant in self.all()))
+        await asyncio.gather(*(each.aclose() for tenant in self.all() for each in (tenant.trajectories, tenant.images)))
+
+    async def aclose(self) -> None:
+        """End all that tenants have."""
+        self._draining = True
+        await asyncio.gather(*(tenant.aclose() for tenant in self.all()), *self._closing)
+        self._audit.close()
+
+    # -------------------------------------------------------------------------------------------------------- usage
+
+    def usage(self, of: Tenant | None = None) -> list[KeyUsage]:
+        """What tenants have used since the server's start, by key and image; of one tenant, or of all."""
+        now = asyncio.get_running_loop().time()
+        chosen = self.all() if of is None else (of,)
+        return [
+            KeyUsage(key=tenant.account.name, image=image, **asdict(used))
+            for tenant in chosen
+            for image, used in sorted(tenant.account.share.usage(now).items())
+        ]
+
+    def metrics(self) -> list[Family]:
+        """The same for Prometheus."""
+        rows = self.usage()
+
+        def family(name: str, text: str, values: Iterable[float]) -> Family:
+            labels: Iterable[Mapping[str, str]] = ({"key": row.key, "image": row.image} for row in rows)
+            return Family(
+                name, "counter", text, tuple(("", each, value) for each, value in zip(labels, values, strict=True))
+            )
+
+        return [
+            family("atropos_key_leases_total", "Leases of a key.", (row.leases for row in rows)),
+            family("atropos_key_slot_seconds_total", "Seconds that they held slots.", (row.slot_s for row in rows)),
+            family("atropos_key_cpu_seconds_total", "CPU time of those given back.", (row.cpu_s for row in rows)),
+            family("atropos_key_egress_bytes_total", "Egress of those given back.", (row.egress_bytes for row in rows)),
+        ]
+
+
+def tenant_of(request: Request) -> Tenant:
+    """Whose request it is."""
+    return cast("Tenant", request.scope["atropos.tenant"])
+
+
+def admin_of(request: Request) -> Tenant:
+    """Whose request it is, of those that may see the whole server.
+
+    Raises:
+        Refusal: 403, it is none of them.
+    """
+    tenant = tenant_of(request)
+    if not tenant.account.key.admin:
+        raise Refusal(403, "forbidden", "this is for admin keys: set admin in the key's settings")
+    return tenant

@@ -1,0 +1,222 @@
+"""One client's share of a pool: what it may use, and what it uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from atropos.errors import QuotaReached
+from atropos.slots.config import Quotas
+
+if TYPE_CHECKING:
+    from atropos.resources import Resources
+    from atropos.wire import ReleaseResult, SnapshotInfo
+
+BASE = "(base)"
+"""What usage is counted under where a slot started from no image."""
+OTHERS = "(others)"
+"""What usage is counted under once a share has used `MAX_IMAGES`."""
+MAX_IMAGES = 100
+_DAY_S = 86_400
+_MIB = 1 << 20
+
+
+@dataclass
+class Usage:
+    """What leases used. CPU time and bytes are of those that were given back: a lost container takes its counts with it.
+
+    Attributes:
+        slot_s: seconds for which they held their slots.
+        egress_bytes: moved through the egress proxy, both ways.
+    """
+
+    leases: int = 0
+    slot_s: float = 0.0
+    cpu_s: float = 0.0
+    egress_bytes: int = 0
+
+
+@dataclass
+class _Day:
+    """What counts towards the quotas of a day (UTC)."""
+
+    number: int
+    images: set[str] = field(default_factory=set[str])
+    egress_bytes: int = 0
+
+
+class Claim(Protocol):
+    """An acquire and then its lease (`fleet.Ticket`), as its share sees them."""
+
+    room: Resources
+    image: str
+    cpu: float
+    disk_mib: int
+    network: bool
+    granted_at: float | None
+
+
+class Kept(Protocol):
+    """A snapshot, as its share sees it."""
+
+    @property
+    def info(self) -> SnapshotInfo:
+        """Its size."""
+        ...
+
+    @property
+    def places(self) -> Iterable[object]:
+        """Living containers that have it."""
+        ...
+
+
+class Share:
+    """One client's share of a pool. Where several wait, the next free slot goes to the one that holds least by its weight.
+
+    Args:
+        quotas: what it may use.
+
+    Attributes:
+        quotas: may be replaced at any time; leases that it has go on.
+        held_mib: memory of its leases and of grants under way.
+        snapshots: that it keeps.
+    """
+
+    def __init__(self, quotas: Quotas | None = None) -> None:
+        self.quotas = quotas or Quotas()
+        self.held_mib = 0
+        self.snapshots: set[Kept] = set()
+        self._held: set[Claim] = set()
+        self._claims: set[Claim] = set()
+        self._used: dict[str, Usage] = {}
+        self._day = _Day(0)
+
+    def __repr__(self) -> str:
+        return f"<Share {len(self._claims)} acquires and leases, {self.held_mib} MiB held>"
+
+    @property
+    def load(self) -> float:
+        """What it holds by its weight: the least goes first."""
+        return self.held_mib / self.quotas.weight
+
+    @property
+    def slots(self) -> int:
+        """Acquires and leases that count towards its quotas."""
+        return len(self._claims)
+
+    # ------------------------------------------------------------------------------------------------------- quotas
+
+    def claim(self, claim: Claim) -> None:
+        """Count an acquire towards the quotas, from before it waits until its lease ends.
+
+        Raises:
+            QuotaReached: one is used up.
+        """
+        _check("slots", self.quotas.slots, (1 for _ in self._claims), 1)
+        _check(
+            "memory_mib",
+            self.quotas.memory_mib,
+            (each.room.memory_mib for each in self._claims),
+            claim.room.memory_mib,
+        )
+        _check("cpu", self.quotas.cpu, (each.cpu for each in self._claims), claim.cpu)
+        if self.quotas.disk_mib is not None:
+            disks = [self._kept_mib(), *(each.disk_mib for each in self._claims)]
+            _check("disk_mib", self.quotas.disk_mib, disks, claim.disk_mib)
+        if claim.network:
+            self._check_egress()
+        self.use_image(claim.image)
+        self._claims.add(claim)
+
+    def use_image(self, image: str) -> None:
+        """Count an image towards those of today.
+
+        Raises:
+            QuotaReached: there have been too many.
+        """
+        images = self._today().images
+        if self.quotas.images is not None and image != BASE and image not in images:
+            _check("images (a day)", self.quotas.images, (1 for _ in images), 1)
+            images.add(image)
+
+    def check_snapshot(self, *, stays: bool = True) -> None:
+        """Check that one more snapshot may be kept. `stays`: the slot that it is taken of goes on beside it.
+
+        Raises:
+            QuotaReached: too many are, or they hold too much.
+        """
+        kept = self._living()
+        _check("snapshots", self.quotas.snapshots, (1 for _ in kept), 1)
+        if stays and self.quotas.disk_mib is not None:
+            _check("disk_mib", self.quotas.disk_mib, [self._kept_mib(), *(each.disk_mib for each in self._claims)], 1)
+
+    def _check_egress(self) -> None:
+        most = self.quotas.egress_mib
+        if most is not None and self._today().egress_bytes >= most * _MIB:
+            raise QuotaReached(f"quota egress_mib (a day): {most} of {most} MiB are used")
+
+    def _living(self) -> set[Kept]:
+        self.snapshots = {each for each in self.snapshots if each.places}
+        return self.snapshots
+
+    def _kept_mib(self) -> int:
+        return -(-sum(each.info.bytes for each in self._living()) // _MIB)
+
+    def _today(self) -> _Day:
+        number = int(time.time() // _DAY_S)
+        if self._day.number != number:
+            self._day = _Day(number)
+        return self._day
+
+    # ------------------------------------------------------------------------------------------------------- leases
+
+    def hold(self, claim: Claim) -> None:
+        """Room is reserved for an acquire."""
+        if claim not in self._held:
+            self._held.add(claim)
+            self.held_mib += claim.room.memory_mib
+
+    def let_go(self, claim: Claim) -> None:
+        """An acquire or lease holds no room any more. Idempotent."""
+        if claim in self._held:
+            self._held.discard(claim)
+            self.held_mib -= claim.room.memory_mib
+
+    def end(self, claim: Claim, now: float, result: ReleaseResult | None = None) -> None:
+        """An acquire failed or its lease ended (`result`: as the server said). Idempotent."""
+        self.let_go(claim)
+        if claim not in self._claims:
+            return
+        self._claims.discard(claim)
+        if claim.granted_at is None:
+            return
+        used = self._used_under(claim.image)
+        used.leases += 1
+        used.slot_s += now - claim.granted_at
+        if result is not None:
+            used.cpu_s += result.cpu_s or 0.0
+            used.egress_bytes += result.egress_bytes
+            self._today().egress_bytes += result.egress_bytes
+
+    def _used_under(self, image: str) -> Usage:
+        if image not in self._used and len(self._used) >= MAX_IMAGES:
+            image = OTHERS
+        return self._used.setdefault(image, Usage())
+
+    def usage(self, now: float) -> dict[str, Usage]:
+        """What it has used so far, by image; the seconds of its present leases among it."""
+        found = {image: replace(used) for image, used in self._used.items()}
+        for claim in self._claims:
+            if claim.granted_at is not None:
+                image = claim.image if claim.image in found or len(found) < MAX_IMAGES else OTHERS
+                used = found.setdefault(image, Usage())
+                used.leases += 1
+                used.slot_s += now - claim.granted_at
+        return found
+
+
+def _check(name: str, most: float | None, used: Iterable[float], more: float) -> None:
+    if most is not None and (total := sum(used)) + more > most:
+        raise QuotaReached(f"quota {name}: {total:.15g} of {most:.15g} are used, and {more:.15g} more asked for")

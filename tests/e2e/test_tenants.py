@@ -1,0 +1,238 @@
+"""Several keys on one executor server: nothing of one is another's, quotas hold, and each gets its share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from atropos.metrics import percentiles
+from atropos.slots import Quotas, Share, SlotPool, SlotPoolConfig
+from tests.e2e.servers import TOKEN, running
+from tests.security.tenants import (
+    ADMIN,
+    ALICE,
+    BOB,
+    SECRET,
+    World,
+    alice_and_bob,
+    ask,
+    attack,
+    check_alice,
+    key,
+    serving,
+)
+from tests.waiting import until
+
+REQUESTS = 1000 * int(os.environ.get("ATROPOS_FAULTS", "1"))
+"""Drawn requests of an attack; 10^5 by `python -m tests.security.tenants 100000`."""
+
+
+async def get(world: World, who: str, target: str) -> Any:
+    status, _, content = await ask(world.app, who, "GET", target)
+    assert status == 200, (status, content)
+    return json.loads(content)
+
+
+async def test_no_request_of_one_key_finds_anything_of_another(tmp_path: Path):
+    async with alice_and_bob(tmp_path) as world:
+        statuses = await attack(world, REQUESTS)
+        assert statuses[404] > 0.1 * REQUESTS, statuses
+        assert statuses[502] > 0.1 * REQUESTS, "the daemon's routes were asked for no sandbox of another"
+        for target, field in (("/trajectories", "trajectories"), ("/usage", "usage")):
+            assert SECRET not in json.dumps(await get(world, BOB, target))
+            assert {each.get("key", "bob") for each in (await get(world, BOB, target))[field]} <= {"bob"}
+        assert len(await get(world, BOB, "/e2b/v2/sandboxes")) == 1
+        assert await get(world, BOB, "/e2b/snapshots") == []
+        assert (await get(world, BOB, "/health")) == {"status": "ok"}
+        await check_alice(world)
+
+
+async def test_a_name_is_each_keys_own(tmp_path: Path):
+    async with serving(tmp_path, {"alice": key(ALICE), "bob": key(BOB)}, acquire_s=20) as world:
+        made: dict[str, str] = {}
+        for who in (ALICE, BOB):
+            assert (await ask(world.app, who, "POST", "/trajectories", {"trajectory_id": "one"}))[0] == 201
+            call = {"name": "terminal", "arguments": {"command": f"echo {who} >> note; cat note"}, "id": "same"}
+            status, _, content = await ask(world.app, who, "POST", "/trajectories/one/calls", call)
+            assert (status, json.loads(content)["result"]["output"]) == (200, f"{who}\n")
+            made[who] = json.loads((await ask(world.app, who, "POST", "/e2b/sandboxes", {"templateID": "base"}))[2])[
+                "sandboxID"
+            ]
+            status, _, _ = await ask(world.app, who, "POST", f"/e2b/sandboxes/{made[who]}/snapshots", {"name": "mine"})
+            assert status == 201
+        await ask(world.app, BOB, "DELETE", "/e2b/templates/mine")
+        assert [each["names"] for each in await get(world, ALICE, "/e2b/snapshots")] == [["mine"]]
+        status, _, content = await ask(world.app, BOB, "POST", "/e2b/sandboxes", {"templateID": "mine"})
+        assert (status, b"mine" in content) == (400, True), content  # an image of no registry, as any other word
+
+
+async def test_only_an_admins_key_sees_the_whole_server(tmp_path: Path):
+    async with alice_and_bob(tmp_path) as world:
+        assert (await ask(world.app, BOB, "GET", "/metrics"))[0] == 403
+        status, _, content = await ask(world.app, ADMIN, "GET", "/metrics")
+        assert status == 200
+        assert 'atropos_key_leases_total{key="alice",image="(base)"} 3' in content.decode()
+        assert {each["key"] for each in (await get(world, ADMIN, "/usage"))["usage"]} == {"alice", "bob"}
+        assert (await get(world, ADMIN, "/trajectories"))["trajectories"] == []
+
+
+async def test_keys_change_without_a_restart(tmp_path: Path):
+    async with serving(tmp_path, {"alice": key(ALICE)}, acquire_s=20) as world:
+        assert (await ask(world.app, BOB, "GET", "/tools"))[0] == 401
+        status, _, content = await ask(world.app, ALICE, "POST", "/e2b/sandboxes", {"templateID": "base"})
+        sandbox = json.loads(content)["sandboxID"]
+        assert (await ask(world.app, ALICE, "POST", "/trajectories", {}))[0] == 201
+
+        async def answers(who: str, status: int) -> None:
+            async with asyncio.timeout(30):
+                while (await ask(world.app, who, "GET", f"/e2b/sandboxes/{sandbox}"))[0] != status:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+
+        world.keys_file.write_text(json.dumps({"alice": key(ALICE, slots=2), "bob": key(BOB)}))
+        await answers(BOB, 404)
+        status, _, content = await ask(world.app, ALICE, "POST", "/trajectories", {})
+        assert (status, json.loads(content)["code"]) == (429, "quota"), "its new quota holds, and what it has goes on"
+        world.keys_file.write_text('{"alice": ')
+        await asyncio.sleep(2)  # a file that is half written is read, and nothing becomes of it
+        await answers(ALICE, 200)
+        world.keys_file.write_text(json.dumps({"bob": key(BOB)}))
+        await answers(ALICE, 401)
+        pool = world.app.state.executor.pool
+        await until(lambda: pool.stats().leased == 0, "what the removed key had has ended")
+
+
+@pytest.mark.parametrize(
+    ("quota", "what"),
+    [
+        ({"slots": 1}, "slots: 1 of 1"),
+        ({"memory_mib": 1500}, "memory_mib: 1024 of 1500"),
+        ({"disk_mib": 600}, "disk_mib: 512 of 600"),
+        ({"cpu": 1.5, "limits": {"cpu_quota": 1}}, "cpu: 1 of 1.5"),
+    ],
+)
+async def test_a_quota_that_is_used_up_is_named_in_both_apis_and_comes_back(tmp_path: Path, quota: Any, what: str):
+    async with serving(tmp_path, {"alice": key(ALICE, **quota), "bob": key(BOB)}, acquire_s=20) as world:
+        status, heads, _ = await ask(world.app, ALICE, "POST", "/trajectories", {})
+        assert status == 201
+        status, _, content = await ask(world.app, ALICE, "POST", "/trajectories", {})
+        assert (status, json.loads(content)["code"]) == (429, "quota")
+        assert what in json.loads(content)["message"]
+        status, _, content = await ask(world.app, ALICE, "POST", "/e2b/sandboxes", {"templateID": "base"})
+        assert status == 429
+        assert what in json.loads(content)["message"]
+        assert (await ask(world.app, BOB, "POST", "/trajectories", {}))[0] == 201
+        await ask(world.app, ALICE, "DELETE", heads["location"])
+        assert (await ask(world.app, ALICE, "POST", "/e2b/sandboxes", {"templateID": "base"}))[0] == 201
+
+
+async def test_quotas_of_snapshots_images_and_requests(tmp_path: Path):
+    keys = {"alice": key(ALICE, snapshots=1, images=1), "bob": key(BOB, rate_per_s=0.001, burst=2)}
+    async with serving(tmp_path, keys, acquire_s=20) as world:
+        content = (await ask(world.app, ALICE, "POST", "/e2b/sandboxes", {"templateID": "base"}))[2]
+        sandbox = json.loads(content)["sandboxID"]
+        assert (await ask(world.app, ALICE, "POST", f"/e2b/sandboxes/{sandbox}/snapshots", {"name": "one"}))[0] == 201
+        for path in ("snapshots", "pause"):
+            status, _, content = await ask(world.app, ALICE, "POST", f"/e2b/sandboxes/{sandbox}/{path}", {})
+            assert (status, b"quota snapshots" in content) == (429, True), content
+        assert (await get(world, ALICE, f"/e2b/sandboxes/{sandbox}"))["state"] == "running"
+        await ask(world.app, ALICE, "DELETE", "/e2b/templates/one")
+        assert (await ask(world.app, ALICE, "POST", f"/e2b/sandboxes/{sandbox}/pause", {}))[0] == 204
+        for image, refused in (("a.invalid/one", False), ("a.invalid/one", False), ("a.invalid/two", True)):
+            status, _, content = await ask(world.app, ALICE, "POST", "/prepare", {"image": image, "wait_s": 0})
+            assert (status == 429) == refused, content
+        assert [(await ask(world.app, BOB, "GET", "/tools"))[0] for _ in range(3)] == [200, 200, 429]
+        status, heads, _ = await ask(world.app, BOB, "GET", "/e2b/sandboxes")
+        assert (status, heads["retry-after"]) == (429, "1")
+
+
+async def test_what_was_done_by_whom_is_in_the_audit_log_and_in_usage(tmp_path: Path):
+    async with serving(tmp_path, {"alice": key(ALICE)}, acquire_s=20) as world:
+        opened = json.loads((await ask(world.app, ALICE, "POST", "/trajectories", {}))[2])["trajectory_id"]
+        busy = "python3 -c 'import time\nwhile time.process_time() < 0.3: pass'"
+        for name, command in (("terminal", busy), ("terminal", "exit 3"), ("no-such-tool", "")):
+            call = {"name": name, "arguments": {"command": command}}
+            assert (await ask(world.app, ALICE, "POST", f"/trajectories/{opened}/calls", call))[0] == 200
+        world.audit_file.rename(tmp_path / "rotated")
+        await ask(world.app, ALICE, "DELETE", f"/trajectories/{opened}")
+        lines = [json.loads(line) for line in (tmp_path / "rotated").read_text().splitlines()]
+        lines += [json.loads(line) for line in world.audit_file.read_text().splitlines()]
+        assert {line["key"] for line in lines} == {"alice"}
+        assert {line["id"] for line in lines} == {opened}
+        assert [(line["event"], line.get("tool"), line.get("outcome")) for line in lines] == [
+            ("trajectory.open", None, None),
+            ("call", "terminal", "ok"),
+            ("call", "terminal", "error"),
+            ("call", "(unknown)", "error"),
+            ("trajectory.end", None, "ended"),
+        ]
+        assert busy not in world.audit_file.read_text()
+        (row,) = (await get(world, ALICE, "/usage"))["usage"]
+        assert (row["key"], row["image"], row["leases"]) == ("alice", "(base)", 1)
+        assert row["cpu_s"] >= 0.3
+        assert row["slot_s"] >= row["cpu_s"] / os.cpu_count()  # type: ignore[operator]
+
+
+async def test_a_server_with_keys_by_the_command_line(tmp_path: Path):
+    async def atropos(*words: str) -> str:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "atropos.cli", *words, stdout=asyncio.subprocess.PIPE, cwd=tmp_path
+        )
+        out, _ = await process.communicate()
+        assert process.returncode == 0
+        return out.decode()
+
+    secret = (await atropos("keys", "add", "alice", "--set", "slots=1")).strip()
+    assert secret not in (tmp_path / "keys.json").read_text()
+    flags = ("--backend", "local", "--slots-per-container", "1", "--max-containers", "1")
+    files = ("--keys-file", str(tmp_path / "keys.json"), "--audit-file", str(tmp_path / "audit"))
+    async with (
+        running("executor-server", *flags, *files) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
+    ):
+        alice = {"Authorization": f"Bearer {secret}"}
+        assert (await client.get("/tools", headers={"Authorization": "Bearer wrong"})).status_code == 401
+        opened = await client.post("/trajectories", json={}, headers=alice)
+        assert opened.status_code == 201
+        assert (await client.get("/metrics", headers=alice)).status_code == 403
+        assert (await client.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})).status_code == 200
+        await client.delete(opened.headers["Location"], headers=alice)
+        told = json.loads(await atropos("usage", server.url, "--token", TOKEN, "--json"))
+        assert [(row["key"], row["leases"]) for row in told["usage"]] == [("alice", 1)]
+    assert "alice: trajectory.open" in server.log
+    assert "alice: trajectory.end" in server.log
+
+
+async def test_a_client_of_one_slot_waits_no_longer_beside_one_of_two_hundred():
+    """Half a second a lease: the wait for the next slot that comes free, with and without 200 that came before."""
+    config = SlotPoolConfig(backend="local", slots_per_container=4, max_containers=1, acquire_timeout_s=300)
+    waits: dict[str, float] = {}
+    async with SlotPool(config) as pool:
+        big, small = Share(), Share(Quotas())
+
+        async def hold(share: Share | None, seconds: float) -> None:
+            async with pool.lease("big", share=share):
+                await asyncio.sleep(seconds)
+
+        for crowd in ("four that hold the slots", "two hundred"):
+            tasks = [asyncio.create_task(hold(big, 0.5)) for _ in range(4 if crowd.startswith("four") else 200)]
+            found: list[float] = []
+            for _ in range(8):
+                while pool.stats().free:  # those of the crowd of four are followed by others, so that nothing is free
+                    tasks += [asyncio.create_task(hold(big, 0.5)) for _ in range(pool.stats().free)]
+                    await asyncio.sleep(0.01)
+                asked = asyncio.get_running_loop().time()
+                async with pool.lease("small", share=small):
+                    found.append(asyncio.get_running_loop().time() - asked)
+            waits[crowd] = percentiles(found, 0.95)[0]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    alone, beside = waits.values()
+    assert beside <= 2 * alone, waits
