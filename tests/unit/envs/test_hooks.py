@@ -407,7 +407,15 @@ async def test_a_hermes_prompt_that_is_no_text_is_no_empty_prompt(policy):
 
 
 async def test_a_hermes_set_up_that_fails_is_a_fault_of_the_task(policy, tmp_path, caplog):
-    ways = ["terminal", "read_file", "call_tool", "search", "download", "given up"]
+    ways = {
+        "terminal": "terminal 'echo no; exit 4' ended with exit code 4: no",
+        "read_file": "read_file missing failed: No such file or directory: missing",
+        "call_tool": "nosuch '{}' failed: there is no tool 'nosuch'",
+        "search": "search '(' failed: the pattern is not a regular expression",
+        "download": "download missing failed: No such file or directory",
+        "given up": "a call was given up, or was not awaited",
+    }
+    unchecked = []
 
     class Env(HermesAgentBaseEnv):
         name = "h"
@@ -421,7 +429,7 @@ async def test_a_hermes_set_up_that_fails_is_a_fault_of_the_task(policy, tmp_pat
         async def setup_rollout(self, item, ctx):
             way = item["name"]
             if way == "terminal":
-                assert ctx.terminal("exit 1", check=False)["exit_code"] == 1
+                unchecked.append(ctx.terminal("exit 1", check=False)["exit_code"])
                 ctx.terminal("echo no; exit 4")
             elif way == "read_file":
                 ctx.read_file("missing")
@@ -448,7 +456,10 @@ async def test_a_hermes_set_up_that_fails_is_a_fault_of_the_task(policy, tmp_pat
     env.left = [{"name": way} for way in ways]
     with pytest.raises(GroupsDropped, match=f"{len(ways)} x task_fault"):
         await env.process_manager()
-    assert "setup_rollout" in caplog.text
+    assert set(unchecked) == {1}
+    for way, why in ways.items():  # and not for an error of the hook itself
+        [line] = [each for each in caplog.messages if f"group {way} dropped" in each]
+        assert f"setup_rollout: {why}" in line
 
 
 @pytest.mark.parametrize("hook", ["build_task", "verify"])
