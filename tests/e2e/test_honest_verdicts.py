@@ -182,8 +182,9 @@ VERIFIERS, AT_ONCE, HOGS = 20, 4, 12 * (os.cpu_count() or 1)
 
 @contextlib.contextmanager
 def busy_host():
-    """Programs beside the server that compute without end."""
-    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(HOGS)]
+    """Programs beside the server that compute for as long as the tests run, and for ten minutes at most."""
+    endless = "import time\nwhile time.process_time() < 600: pass"
+    hogs = [subprocess.Popen([sys.executable, "-c", endless]) for _ in range(HOGS)]
     try:
         yield
     finally:

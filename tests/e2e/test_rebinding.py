@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from atropos.api.settings import BrowserSettings
 from tests.e2e.names import AAAA, asking_us, missing, serving
 from tests.e2e.servers import TOKEN, running
 from tests.unit.api.site import Site
+from tests.waiting import SLOWNESS
 
 MISSING = browser_available(BrowserSettings()) or missing()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"no browser or no resolver of its own: {MISSING}")
@@ -68,10 +70,11 @@ async def test_a_name_that_changes_its_mind_leads_nowhere_else(tmp_path: Path):
 
             site = f"turns.test:{allowed.port}"
             await both_come("page: Insist", "browser_navigate", url=f"http://{site}/insist")
-            while "page: Insist" not in (page := await use("browser_navigate", url=f"http://{site}/insist")):
-                pass
-            while "over:" not in page:
-                page = await use("browser_snapshot")
+            async with asyncio.timeout(120 * SLOWNESS):
+                while "page: Insist" not in (page := await use("browser_navigate", url=f"http://{site}/insist")):
+                    pass
+                while "over:" not in page:
+                    page = await use("browser_snapshot")
             statuses = page.partition("over: ")[2].split('"')[0].split()
             assert {"200", "403"} <= set(statuses), page
             await both_come("leased, used, reset", "web_extract", urls=[f"http://{site}/article"])

@@ -171,8 +171,8 @@ async def test_every_item_is_accounted_for_and_none_is_scored_by_a_fault(tmp_pat
         env.terminate()
         async with asyncio.timeout(60):
             assert await env.wait() == 128 + signal.SIGTERM
-        while await take():
-            pass
+            while await take():
+                pass
         async with aiohttp.ClientSession() as session, session.get(f"{api.url}/status") as answer:
             queued = (await answer.json())["queue_size"]  # a batch is two groups: an odd one stays
     log = (tmp_path / "env.log").read_text()

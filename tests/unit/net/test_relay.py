@@ -142,3 +142,74 @@ async def test_a_tunnel_whose_bytes_are_used_up_is_reset_and_gets_no_answer():
             while data := await reader.read(100):
                 got += data
         assert got == b"piece" * 4
+
+
+async def exchanged(request: bytes, answer: bytes) -> tuple[bytes, bytes]:
+    """What an origin got of a program's request, and the program of the origin's answer."""
+    got = asyncio.get_running_loop().create_future()
+
+    async def origin(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        got.set_result(head + (await reader.readuntil(b"0\r\n\r\n") if b"chunked" in head else b""))
+        writer.write(answer)
+
+    async with through(origin) as (reader, writer):
+        writer.write(request)
+        answered = await reader.read()
+        return await got, answered
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+async def test_a_message_has_one_length_whatever_it_came_with():
+    request = (
+        b"POST http://origin/ HTTP/1.1\r\nHost: origin\r\nContent-Length: 44\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"2\r\nhi\r\n0\r\n\r\nGET http://origin/smuggled HTTP/1.1\r\n"
+    )
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"
+    got, answered = await exchanged(request, answer)
+    for message, body in ((got, b"2\r\nhi\r\n0\r\n\r\n"), (answered, b"2\r\nok\r\n0\r\n\r\n")):
+        assert b"transfer-encoding: chunked" in message.lower()
+        assert b"content-length" not in message.lower()
+        assert message.partition(b"\r\n\r\n")[2] == body
+
+
+async def test_headers_of_one_connection_do_not_travel_on_and_those_of_the_message_do():
+    request = (
+        b"GET http://origin/ HTTP/1.1\r\nHost: origin\r\nConnection: X-One, Host,x-two\r\nX-One: 1\r\nX-Two: 2\r\nX-Three: 3\r\n"
+        b"Proxy-Authorization: Basic x\r\nTE: trailers\r\n\r\n"
+    )
+    got, answered = await exchanged(
+        request, OK.replace(b"Content", b"Keep-Alive: 5\r\nX-Atropos-Refused: mine\r\nContent")
+    )
+    head = got.lower()
+    assert b"host: origin\r\n" in head
+    assert b"x-three: 3" in head
+    assert not any(name in head for name in (b"x-one", b"x-two", b"proxy-authorization", b"te: trailers"))
+    assert b"keep-alive" not in answered.lower()
+    assert b"x-atropos-refused" not in answered.lower()
+    assert answered.endswith(b"\r\n\r\nok")
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("http://origin/", "origin"),
+        ("http://origin:81/", "origin:81"),
+        ("http://[::1]/", "[::1]"),
+        ("http://[::1]:81/", "[::1]:81"),
+    ],
+)
+async def test_an_origin_is_named_with_its_port_where_that_is_not_the_usual_one(url, host):
+    got, _ = await exchanged(f"GET {url} HTTP/1.1\r\nHost: other\r\n\r\n".encode(), OK)
+    assert f"host: {host}\r\n" in got.decode().lower()
+
+
+async def test_an_origin_that_goes_before_it_answers_is_at_fault():
+    async def origin(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+
+    async with through(origin) as (reader, writer):
+        writer.write(b"GET http://origin/ HTTP/1.1\r\nHost: origin\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 502 ")
