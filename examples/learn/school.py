@@ -58,11 +58,13 @@ class School:
             self.misjudged[pupil] += sum(
                 (score == 1.0) != solved(text) for score, text in zip(group["scores"], said, strict=True)
             )
-            self.unlike[pupil] += self._unlike(pupil, group)
             policy = self.policies[pupil]
+            if self.shift[pupil] == AS_SENT:
+                self.unlike[pupil] += self._unlike(pupil, group)
             self.steps[pupil].append(learn(policy, group, self.shift[pupil]))
             self.versions[pupil] = len(self.steps[pupil])
-            self._earlier[pupil][str(self.versions[pupil])] = policy.copy()
+            if self.shift[pupil] == AS_SENT:
+                self._earlier[pupil][str(self.versions[pupil])] = policy.copy()
 
     def _unlike(self, pupil: str, group: dict[str, Any]) -> int:
         temperature, wrong = temperature_of(group), 0

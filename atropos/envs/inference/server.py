@@ -46,6 +46,10 @@ class Refused(Exception):
         self.headers = headers
 
 
+class _NoToken(InferenceError):
+    """The server speaks the API, and sampled nothing: it was told to break off what it did."""
+
+
 class InferenceServer:
     """What is known of a server, found out at its first use.
 
@@ -134,7 +138,7 @@ class InferenceServer:
                 first = await self._top_logprob(api, prompt, TEMPERATURES[0])
                 break
             except (Refused, InferenceError) as error:
-                if error.status is not None and error.status not in ELSEWHERE:
+                if isinstance(error, _NoToken) or (error.status is not None and error.status not in ELSEWHERE):
                     raise
                 failures.append(error)
         else:
@@ -149,6 +153,10 @@ class InferenceServer:
         while True:
             try:
                 [completion] = await self._complete(api, prompt, sampling, top=TOP)
+                if not completion.logprobs:
+                    raise _NoToken(
+                        f"the inference server sampled no token (finish reason {completion.finish_reason!r})"
+                    )
             except (Refused, InferenceError, aiohttp.ClientError) as error:
                 attempt += 1
                 if getattr(error, "status", None) in ELSEWHERE or attempt == TRIES:

@@ -125,6 +125,28 @@ async def test_the_api_and_whose_logprobs_it_gives_are_found_out(name, raw):
     assert list(found.weights) == ([WeightSpan(0, 1, "7")] if name in {"vllm, scale-out", "sglang"} else [])
 
 
+@pytest.mark.parametrize("name", ["vllm", "vllm, scale-out"])
+async def test_a_probe_that_the_server_breaks_off_is_asked_again(name):
+    """As at the start of an env while weights change."""
+    kind, api, answer = SERVERS[name]
+    asked = []
+
+    def aborting(body, told):
+        asked.append(body)
+        found = answer(body, told)
+        if len(asked) % 2:
+            [choice] = found["choices"]
+            choice |= {"token_ids": [], "finish_reason": "abort"}
+            choice["logprobs"] = {"content": [], "token_logprobs": [], "top_logprobs": []}
+        return found
+
+    async with server(api, aborting) as (url, _):
+        one = InferenceServer(url, kind, "tiny", "x", 20)
+        await one.find([1, 2])
+        await one.close()
+    assert (type(one.api), one.raw_logprobs, len(asked)) == (type(api), False, 4)
+
+
 @pytest.mark.parametrize("name", SERVERS)
 async def test_every_request_asks_for_the_whole_distribution(name):
     kind, api, answer = SERVERS[name]
