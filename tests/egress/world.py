@@ -484,7 +484,9 @@ async def names() -> dict:
                 found[name] = [result.exit_code, result.output.strip()]
             connection = await slot.start(DIRECT + GET + "-N http://files.example.org/hang")
             assert await connection.read(wait_s=15) == b"abc"
-        address = found["both"][0][1]
+            address = found["both"][0][1]
+            result = await slot.exec(GET + f"http://{address}/x; " + GET + f"-p http://{address}:80/x")
+            found["proxied"] = [result.exit_code, result.output]
         async with pool.lease("next") as slot:
             result = await slot.exec(DIRECT + GET + f"-H 'Host: files.example.org' http://{address}/")
             found["next"] = [result.exit_code, result.output]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import os
 import resource
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from atropos.net.egress_policy import Address, EgressRefused, Narrowed, Policy, literal, own_addresses, plain
+from atropos.net.egress_policy import Address, EgressRefused, Narrowed, Policy, literal, own_addresses
 from atropos.net.relay import CHUNK_BYTES, CONNECT_S, OutOfBytes, connect, look_up, relay, tunnel
 from atropos.sandbox.linux import syscalls
 from atropos.sandbox.programs.gateway import SOCKETS
@@ -219,7 +218,10 @@ class Proxy:
         return own_addresses().union(*(self._denied.get(each, ()) for each in self.policy.denied_names(port)))
 
     async def _dial(self, account: SlotTraffic, host: str, port: int) -> tuple[str, *Streams]:
-        rules = account.rules
+        """Connect to a name, or to an address, which may stand for a name."""
+        rules, address = account.rules, literal(host)
+        if address is not None and account.resolver is not None:
+            host = account.resolver.addresses.name_of(address) or host
         name = rules.judge_name(host, port)
         found = await self._resolve(account.lookups, name, port)
         return name, *await connect(name, rules.judge_addresses(name, port, found, self._own(port)), port)
@@ -231,13 +233,10 @@ class Proxy:
         await relay(*streams, dial, spend=account.spend, admit=account.admit)
 
     async def _serve_taken(self, account: SlotTraffic, streams: Streams) -> None:
-        """Serve a connection that a program made to an address, which may stand for a name."""
-        text, port = streams[1].get_extra_info("sockname")[:2]
-        address = plain(ipaddress.ip_address(text))
-        assert account.resolver is not None
-        host = account.resolver.addresses.name_of(address) or str(address)
+        """Serve a connection that a program made without the proxy."""
+        address, port = streams[1].get_extra_info("sockname")[:2]
         dial = partial(self._dial, account)
-        await tunnel(*streams, dial, host, port, spend=account.spend, admit=account.admit)
+        await tunnel(*streams, dial, address, port, spend=account.spend, admit=account.admit)
 
     async def _serve_names(self, account: SlotTraffic, streams: Streams) -> None:
         writer = streams[1]

@@ -127,7 +127,7 @@ class Resolver:
         if question.kind not in (dns.A, dns.AAAA):
             return question.answer(dns.NOT_IMPLEMENTED)
         try:
-            name = await self._known(question.name)
+            name = await self._known(question.name.lower())
         except EgressRefused:
             return question.answer(dns.NO_SUCH_NAME)
         except OSError as error:
