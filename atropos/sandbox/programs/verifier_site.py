@@ -32,7 +32,8 @@ _library = os.path.dirname(os.__file__)
 _stdlib = [_library, os.path.join(_library, "lib-dynload")]
 _here = os.path.dirname(os.path.abspath(__file__))
 _site = list(sys.path)
-"""Where installed code is: nothing was put before it yet."""
+"""What the image put on the path: nothing was put before it yet."""
+_installed = [path for path in _site if os.path.realpath(path) not in _listed("PYTHONPATH")]
 _last = [each for each in os.environ.get("ATROPOS_PYTHON_LAST", "").split(":") if each]
 _known = {}
 
@@ -66,7 +67,7 @@ def _installed_code_imports():
     if frame is None or frame.f_lasti < 0 or frame.f_code.co_code[frame.f_lasti] != opmap["IMPORT_NAME"]:
         return False
     path = frame.f_code.co_filename
-    return os.path.isabs(path) and not _is_the_agents(path) and _is_in(path, [each for each in _site if each != _here])
+    return os.path.isabs(path) and not _is_the_agents(path) and _is_in(path, _installed)
 
 
 def _is_a_copy(name, origin):
