@@ -16,7 +16,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,7 +27,8 @@ import typer
 from atropos.config import SlotLimits
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks.attempt import Run
-from atropos.tasks.fit import Room, fit
+from atropos.tasks.check import LEAST
+from atropos.tasks.fit import fit
 from atropos.tasks.folder import load_task
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import TaskImages
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from atropos.envs.humaneval_env import HumanEvalProblem
 
 HOGS, STORMS, LONGEST_S = 30, 3, 2.0
-LIMITS = SlotLimits(memory_mib=1024, disk_mib=512)
+LIMITS = SlotLimits(memory_mib=LEAST.slot.memory_mib, disk_mib=LEAST.slot.disk_mib)
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples/tasks"
 Program = Callable[[], Awaitable[float | None]]
 """Does honest work and has it judged."""
@@ -164,6 +166,20 @@ async def measure(
     return found
 
 
+def fitting_tasks(paths: Sequence[Path], at_once: int) -> list[Task]:
+    """The tasks in folders, each with the size that it asks for; one that asks for more than there is is named and left out."""
+    folders = sorted(toml.parent for path in paths for each in ("task.toml", "*/task.toml") for toml in path.glob(each))
+    room = replace(LEAST, most_mib=at_once * LIMITS.memory_mib)
+    found: list[Task] = []
+    for task in map(load_task, folders):
+        size = fit(task, room)
+        if size.refused:
+            typer.echo(f"{task.name} is left out: {size.refused[0]}")
+        else:
+            found.append(size.sized(task))
+    return found
+
+
 def main(
     tasks: Annotated[
         list[Path] | None, typer.Argument(help="folders of tasks, or with tasks in them; the examples")
@@ -175,18 +191,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="where the JSON goes")] = None,
 ) -> None:
     """Print false zeros and drops of each condition."""
-    folders = sorted(
-        toml.parent
-        for path in tasks or [EXAMPLES]
-        for pattern in ("task.toml", "*/task.toml")
-        for toml in path.glob(pattern)
-    )
-    room = Room(LIMITS.memory_mib, LIMITS.disk_mib, most_mib=at_once * LIMITS.memory_mib)
-    loaded = [(task, fit(task, room)) for task in map(load_task, folders[:most])]
-    for task, found in loaded:
-        if found.refused:
-            typer.echo(f"{task.name} is left out: {found.refused[0]}")
-    fitting = [found.sized(task) for task, found in loaded if not found.refused]
+    fitting = fitting_tasks(tasks or [EXAMPLES], at_once)[:most]
     problems: list[HumanEvalProblem] = []
     if humaneval is not None:
         from atropos.envs.humaneval_env import load_problems

@@ -15,9 +15,8 @@ from atropos.errors import NotSupported
 from atropos.tasks import workspace
 from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.fit import Room, fit
-from atropos.tasks.folder import load_task
 from atropos.tasks.verifier import services
-from benchmarks.honest import EXAMPLES, Condition, measure
+from benchmarks.honest import EXAMPLES, Condition, fitting_tasks, measure
 from tests.e2e.test_humaneval import DATA
 from tests.e2e.test_tasks import Attempt, make_task, pool, working_on
 from tests.processes import descendants
@@ -171,7 +170,7 @@ async def test_a_limit_as_large_as_the_task_asks_for_is_the_agent_s_matter(pool,
 
 
 async def test_right_solutions_score_1_while_processes_of_the_pool_are_stopped_at_random():
-    tasks = [load_task(EXAMPLES / name) for name in ("fix-ledger", "notes-server")]
+    tasks = fitting_tasks([EXAMPLES / "fix-ledger", EXAMPLES / "notes-server"], at_once=4)
     found = await measure(tasks, load_problems(DATA)[:6], [Condition.STORMS], at_once=4)
     assert (found["storms"]["false_zeros"], found["storms"]["dropped"]) == ({}, {})
 
