@@ -40,7 +40,7 @@ KILL_SUSPENDED = "sh -c 'kill -9 -$1; while kill -0 -$1; do sleep 0.02; done' sh
 
 
 @dataclass(frozen=True)
-class Match:
+class PromptMatch:
     """Why waiting ended.
 
     Attributes:
@@ -198,7 +198,7 @@ class BashSession:
 
     async def _expect(
         self, patterns: Sequence[str], timeout_s: float | None, command: str, *, line: int | None = None
-    ) -> Match:
+    ) -> PromptMatch:
         """Read until a pattern or a prompt comes.
 
         Args:
@@ -240,7 +240,7 @@ class BashSession:
         self._dropped += max(0, len(text) - MAX_OUTPUT_CHARS)
         return text[-MAX_OUTPUT_CHARS:]
 
-    def _matched(self, patterns: Sequence[str]) -> Match | None:
+    def _matched(self, patterns: Sequence[str]) -> PromptMatch | None:
         """The first match in what is pending, which is taken from it."""
         start = min(1, self._searched.tell())  # so that `^` is the beginning of all output
         found = [(self._prompt.search(self._pending, start), None)]
@@ -253,7 +253,7 @@ class BashSession:
         if dropped := self._dropped + self._process.dropped_bytes:
             before = f"[{dropped} characters of output were dropped here]\n{before}"
             self._dropped = self._process.dropped_bytes = 0
-        return Match(before, pattern or at[0], None if pattern is not None else int(at[2]))
+        return PromptMatch(before, pattern or at[0], None if pattern is not None else int(at[2]))
 
 
 def clean(output: str) -> str:

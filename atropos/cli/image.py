@@ -64,7 +64,7 @@ def prepare(
             typer.echo(f"{image['image']}  {image['lease_as']}  {image['bytes'] / 2**20:,.0f} MiB")
 
 
-class Prepared(TypedDict):
+class PreparedSource(TypedDict):
     """An image as asked for, the name to lease it by, and its size."""
 
     image: str
@@ -91,7 +91,7 @@ async def _place(backend: object) -> dict[str, object]:
     return {"slots_per_container": 1, "min_containers": count, "max_containers": count, **own}
 
 
-async def _prepare(images: list[str], settings: dict[str, object]) -> list[Prepared]:
+async def _prepare(images: list[str], settings: dict[str, object]) -> list[PreparedSource]:
     from atropos.slots import SlotPool, SlotPoolConfig
 
     async with SlotPool(SlotPoolConfig.model_validate(settings | await _place(settings["backend"]))) as pool:

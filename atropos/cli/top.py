@@ -109,7 +109,7 @@ def _split(url: str, token: str | None) -> tuple[str, str]:
 async def _show(look: Asked, interval_s: float, *, once: bool) -> None:
     console = Console()
     if once:
-        console.print(Screen(await look(), rows=10_000))
+        console.print(LookScreen(await look(), rows=10_000))
         return
     shown = asyncio.timeout(None)
     try:
@@ -126,12 +126,12 @@ async def _follow(look: Asked, interval_s: float, console: Console, show: Callab
     while True:
         try:
             seen = await look()
-            show(Screen(seen, rows=console.height))
+            show(LookScreen(seen, rows=console.height))
         except BackendUnavailable as error:
             if seen is None:
                 raise
             said = Text(f"{error}; these are the last numbers", "red", no_wrap=True, overflow="ellipsis")
-            show(Group(said, Screen(seen, rows=console.height - 1)))
+            show(Group(said, LookScreen(seen, rows=console.height - 1)))
         await asyncio.sleep(interval_s)
 
 
@@ -223,7 +223,7 @@ def _leases(status: Status) -> list[InFlight]:
 # ------------------------------------------------------------------------------------------------------------- drawing
 
 
-class Screen:
+class LookScreen:
     """A look, drawn for the available width in at most `rows` lines."""
 
     def __init__(self, look: Look, rows: int) -> None:

@@ -18,7 +18,7 @@ from atropos.cli.options import AsJson
 from atropos.dashboard.export import atif
 from atropos.dashboard.records import as_text
 from atropos.dashboard.replay import asciicast
-from atropos.dashboard.store import Details, Entry, Query, entry_of, item_of, members, read_groups
+from atropos.dashboard.store import Details, Query, StoredTrajectory, entry_of, item_of, members, read_groups
 from atropos.dashboard.text import number
 from atropos.errors import ConfigError
 from atropos.terminal import visible
@@ -32,7 +32,7 @@ Error = Annotated[str, typer.Option(help="a stop reason, or `tools`: with failed
 Tool = Annotated[str, typer.Option(help="called this tool")]
 
 
-def _chosen(jsonl: Path, query: Query) -> Iterator[tuple[dict[str, object], Entry, Details]]:
+def _chosen(jsonl: Path, query: Query) -> Iterator[tuple[dict[str, object], StoredTrajectory, Details]]:
     """Each matching trajectory, as in the file and parsed; lines that hold no group are reported at the end."""
     left_out: list[int] = []
     for group in read_groups(jsonl, left_out.append):
@@ -77,7 +77,9 @@ def export(
     raise typer.Exit(0 if done else 1)
 
 
-def _export(chosen: Iterator[tuple[dict[str, object], Entry, Details]], form: str, to: Path | None) -> tuple[int, int]:
+def _export(
+    chosen: Iterator[tuple[dict[str, object], StoredTrajectory, Details]], form: str, to: Path | None
+) -> tuple[int, int]:
     """Write the chosen; how many were written, and how many left out for want of messages."""
     done = left_out = 0
     with contextlib.ExitStack() as stack:

@@ -38,7 +38,7 @@ class FileState:
 
 
 @dataclass(frozen=True)
-class FileChange:
+class ChangedFile:
     """One file that differs.
 
     Attributes:
@@ -67,7 +67,7 @@ class Changes:
     """
 
     folder: str = ""
-    files: tuple[FileChange, ...] = ()
+    files: tuple[ChangedFile, ...] = ()
     more: int = 0
     note: str = ""
 
@@ -82,9 +82,9 @@ def changes_of(record: Mapping[str, object]) -> Changes:
     )
 
 
-def _change_of(record: Mapping[str, object]) -> FileChange:
+def _change_of(record: Mapping[str, object]) -> ChangedFile:
     path, change, note, diff = (_word(record, name) for name in ("path", "change", "note", "diff"))
-    return FileChange(path, change, _count(record, "added"), _count(record, "removed"), note, diff)
+    return ChangedFile(path, change, _count(record, "added"), _count(record, "removed"), note, diff)
 
 
 def _word(record: Mapping[str, object], name: str) -> str:
@@ -107,7 +107,7 @@ def compare(folder: str, before: bytes, after: bytes) -> Changes:
     except (tarfile.TarError, OSError, EOFError, ArithmeticError, RecursionError) as error:
         raise ValueError(str(error)) from error
     paths = sorted(path for path in old.keys() | new.keys() if old.get(path) != new.get(path))
-    found: list[FileChange] = []
+    found: list[ChangedFile] = []
     chars, pairs = MAX_CHARS, MAX_PAIRS
     for path in paths[:MAX_FILES]:
         change, used = _change(path, old.get(path), new.get(path), pairs, min(chars, MAX_DIFF_CHARS))
@@ -139,7 +139,7 @@ def _text(name: str) -> str:
     return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
-def _change(path: str, old: FileState | None, new: FileState | None, pairs: int, chars: int) -> tuple[FileChange, int]:
+def _change(path: str, old: FileState | None, new: FileState | None, pairs: int, chars: int) -> tuple[ChangedFile, int]:
     """One file's change, and the pairs of lines that finding it looked at."""
     kind = "added" if old is None else "removed" if new is None else "changed"
     there = [state for state in (old, new) if state is not None]
@@ -150,11 +150,11 @@ def _change(path: str, old: FileState | None, new: FileState | None, pairs: int,
     if before is None or after is None:
         size = len(there[-1].data)
         notes.append(f"{'too long to compare' if size > MAX_TEXT_BYTES else 'binary'}, {size:,} bytes")
-        return FileChange(path, kind, note=", ".join(notes)), 0
+        return ChangedFile(path, kind, note=", ".join(notes)), 0
     lines, used = _unified(before, after, pairs)
     added = sum(line.startswith("+") for line in lines)
     removed = sum(line.startswith("-") for line in lines)
-    return FileChange(path, kind, added, removed, ", ".join(notes), _cut(lines, chars)), used
+    return ChangedFile(path, kind, added, removed, ", ".join(notes), _cut(lines, chars)), used
 
 
 def _lines(state: FileState | None) -> list[str] | None:

@@ -14,7 +14,7 @@ CALL, RESULT = "tool_call", "tool_response"
 
 
 @dataclass(frozen=True)
-class Part:
+class MessagePart:
     """A piece of a message.
 
     Attributes:
@@ -39,7 +39,7 @@ class Message:
     """One message of a conversation."""
 
     role: str
-    parts: tuple[Part, ...]
+    parts: tuple[MessagePart, ...]
 
 
 def conversation(messages: object) -> list[Message]:
@@ -58,12 +58,12 @@ def plain(value: object) -> str:
     return f"\n{text}" if "\n" in text.rstrip("\n") else text
 
 
-def _parts(role: str, message: Mapping[str, object]) -> Iterator[Part]:
+def _parts(role: str, message: Mapping[str, object]) -> Iterator[MessagePart]:
     content = message.get("content")
     text = "" if content is None else as_text(content)  # none: the message is its calls
     thought = message.get("reasoning_content")
     if thought:
-        yield Part("thought", str(thought))
+        yield MessagePart("thought", str(thought))
     if role == "tool":
         yield _result("".join(piece for piece, _ in _pieces(text, RESULT)), str(message.get("tool_call_id") or ""))
     else:
@@ -72,19 +72,19 @@ def _parts(role: str, message: Mapping[str, object]) -> Iterator[Part]:
         yield _openai_call(call)
 
 
-def _tagged(role: str, text: str) -> Iterator[Part]:
+def _tagged(role: str, text: str) -> Iterator[MessagePart]:
     if role == "assistant":
         for stretch, thought in split_thinking(text):
             if thought:
-                yield Part("thought", stretch)
+                yield MessagePart("thought", stretch)
             else:
                 for piece, tagged in _pieces(stretch, CALL):
-                    yield _hermes_call(piece) if tagged else Part("text", piece)
+                    yield _hermes_call(piece) if tagged else MessagePart("text", piece)
     elif role == "user":
         for piece, tagged in _pieces(text, RESULT):
-            yield _result(piece) if tagged else Part("text", piece)
+            yield _result(piece) if tagged else MessagePart("text", piece)
     else:
-        yield Part("text", text)
+        yield MessagePart("text", text)
 
 
 def _pieces(text: str, tag: str) -> Iterator[tuple[str, bool]]:
@@ -101,42 +101,46 @@ def _pieces(text: str, tag: str) -> Iterator[tuple[str, bool]]:
     yield text[at:], False
 
 
-def _hermes_call(block: str) -> Part:
+def _hermes_call(block: str) -> MessagePart:
     value = _object(block) or {}
     arguments = value.get("arguments")
     if not isinstance(arguments, dict):
-        return Part("call", block.strip())
+        return MessagePart("call", block.strip())
     return _call(str(value.get("name")), as_dict(arguments))
 
 
-def _openai_call(call: object) -> Part:
+def _openai_call(call: object) -> MessagePart:
     """Arguments that are no object, and calls that are none, as they are."""
     value = as_dict(call)
     function = as_dict(value.get("function"))
     raw = function.get("arguments")
     if not isinstance(raw, str):
-        return Part("call", json.dumps(call, indent=1, ensure_ascii=False, default=str))
+        return MessagePart("call", json.dumps(call, indent=1, ensure_ascii=False, default=str))
     name, call_id = str(function.get("name")), str(value.get("id") or "")
     arguments = _object(raw)
     if arguments is None:
-        return Part("call", raw, name, raw, call_id)
+        return MessagePart("call", raw, name, raw, call_id)
     return _call(name, arguments, call_id)
 
 
-def _call(name: str, arguments: dict[str, object], call_id: str = "") -> Part:
-    return Part("call", "\n".join(f"{key}: {plain(item)}" for key, item in arguments.items()), name, arguments, call_id)
+def _call(name: str, arguments: dict[str, object], call_id: str = "") -> MessagePart:
+    return MessagePart(
+        "call", "\n".join(f"{key}: {plain(item)}" for key, item in arguments.items()), name, arguments, call_id
+    )
 
 
-def _result(block: str, call_id: str = "") -> Part:
+def _result(block: str, call_id: str = "") -> MessagePart:
     """The output as the program wrote it, then what else there is to say."""
     value = _object(block)
     if value is None:
-        return Part("result", block.strip(), call_id=call_id)
+        return MessagePart("result", block.strip(), call_id=call_id)
     rest = {key: item for key, item in value.items() if key not in {"output", "success"}}
     facts = "  ".join(f"{key}: {plain(item)}" for key, item in rest.items())
     shown = (str(value.get("output", "")).rstrip("\n"), f"[{facts}]" if facts else "")
     text = "\n".join(part for part in shown if part)
-    return Part("result", text, call_id=call_id, failed=value.get("success") is False or bool(value.get("exit_code")))
+    return MessagePart(
+        "result", text, call_id=call_id, failed=value.get("success") is False or bool(value.get("exit_code"))
+    )
 
 
 def _object(block: str) -> dict[str, object] | None:

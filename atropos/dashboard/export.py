@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
-from atropos.dashboard.conversation import Part
-from atropos.dashboard.store import Details, Entry
+from atropos.dashboard.conversation import MessagePart
+from atropos.dashboard.store import Details, StoredTrajectory
 
 ATIF_VERSION = "ATIF-v1.8"
 
@@ -38,7 +38,7 @@ class _Step(TypedDict, total=False):
     observation: _Observation
 
 
-def atif(entry: Entry, details: Details, *, agent: str, version: str) -> dict[str, object]:
+def atif(entry: StoredTrajectory, details: Details, *, agent: str, version: str) -> dict[str, object]:
     """A trajectory as an ATIF document. A message with results belongs to the step of the calls before it."""
     steps: list[_Step] = []
     call_ids: list[str | None] = []
@@ -62,13 +62,13 @@ def atif(entry: Entry, details: Details, *, agent: str, version: str) -> dict[st
     }
 
 
-def _call_ids(parts: Sequence[Part], number: int) -> list[str | None]:
+def _call_ids(parts: Sequence[MessagePart], number: int) -> list[str | None]:
     """The id of each call of a step; None where it could not be read: then its text belongs to the step's message."""
     calls = [part for part in parts if part.kind == "call"]
     return [(part.call_id or f"call_{number}_{at}") if part.name else None for at, part in enumerate(calls, 1)]
 
 
-def _step(role: str, parts: Sequence[Part], number: int, call_ids: Sequence[str | None]) -> _Step:
+def _step(role: str, parts: Sequence[MessagePart], number: int, call_ids: Sequence[str | None]) -> _Step:
     if role != "assistant":
         said = _text(part for part in parts if part.kind in {"text", "result"})
         return {"step_id": number, "source": "system" if role == "system" else "user", "message": said}
@@ -82,12 +82,12 @@ def _step(role: str, parts: Sequence[Part], number: int, call_ids: Sequence[str 
     return step
 
 
-def _call(part: Part, call_id: str) -> _Call:
+def _call(part: MessagePart, call_id: str) -> _Call:
     arguments: object = part.arguments if isinstance(part.arguments, dict) else {"raw": part.arguments}
     return {"tool_call_id": call_id, "function_name": part.name, "arguments": arguments}
 
 
-def _observe(step: _Step, call_ids: Sequence[str | None], results: Sequence[Part]) -> None:
+def _observe(step: _Step, call_ids: Sequence[str | None], results: Sequence[MessagePart]) -> None:
     """Add results to a step: each to the call that it names, else to the call at its place."""
     found = step.setdefault("observation", {"results": []})["results"]
     for part in results:
@@ -96,5 +96,5 @@ def _observe(step: _Step, call_ids: Sequence[str | None], results: Sequence[Part
         found.append({"content": part.text, "source_call_id": call_id} if call_id else {"content": part.text})
 
 
-def _text(parts: Iterable[Part]) -> str:
+def _text(parts: Iterable[MessagePart]) -> str:
     return "\n".join(part.text.strip("\n") for part in parts)

@@ -34,7 +34,7 @@ class InFlight:
 
 
 @dataclass(frozen=True)
-class Sample:
+class LiveSample:
     """The numbers of one interval.
 
     Attributes:
@@ -71,6 +71,6 @@ class LiveView:
     waiting: int = 0
     faults: Sequence[tuple[str, str, int]] = ()
     recent: Sequence[tuple[float, str, str]] = ()
-    history: Sequence[Sample] = ()
+    history: Sequence[LiveSample] = ()
     every_s: float = 5.0
     trouble: str = ""

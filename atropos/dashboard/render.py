@@ -17,11 +17,11 @@ from typing import TextIO, cast
 
 import jinja2
 
-from atropos.dashboard.changes import Changes, FileChange
+from atropos.dashboard.changes import ChangedFile, Changes
 from atropos.dashboard.conversation import Message
 from atropos.dashboard.records import as_text
 from atropos.dashboard.replay import events
-from atropos.dashboard.store import Details, Entry, entry_of, item_of, members, read_groups, scores_of
+from atropos.dashboard.store import Details, StoredTrajectory, entry_of, item_of, members, read_groups, scores_of
 from atropos.dashboard.text import duration, number, short
 from atropos.terminal import visible
 
@@ -44,7 +44,7 @@ def colour(score: float) -> str:
     return "good" if score >= 0.999 else "bad" if score <= 0.001 else "mid"
 
 
-def facts(entry: Entry) -> str:
+def facts(entry: StoredTrajectory) -> str:
     """What there is to say about a trajectory in a line."""
     found = [number(entry.steps, "step"), number(entry.calls, "call"), duration(entry.seconds)]
     found += [number(entry.tool_errors, "failed call")] if entry.tool_errors else []
@@ -81,7 +81,7 @@ def spark(values: Sequence[float]) -> str:
     return " ".join(f"{at * step:.1f},{39 - value / top * 38:.1f}" for at, value in enumerate(values))
 
 
-def bars(entry: Entry) -> list[tuple[str, float, float, float]]:
+def bars(entry: StoredTrajectory) -> list[tuple[str, float, float, float]]:
     """A trajectory's phases as (name, seconds, offset, width), the last two as shares of 100."""
     total = sum(entry.phases.get(name, 0.0) for name in PHASES) or 1.0
     found: list[tuple[str, float, float, float]] = []
@@ -93,7 +93,7 @@ def bars(entry: Entry) -> list[tuple[str, float, float, float]]:
     return found
 
 
-def aligned(siblings: Sequence[tuple[Entry, Details]]) -> list[tuple[bool, list[Message | None]]]:
+def aligned(siblings: Sequence[tuple[StoredTrajectory, Details]]) -> list[tuple[bool, list[Message | None]]]:
     """Siblings' messages row by row; whether a row is the same in all of them."""
     longest = max((len(details.messages) for _, details in siblings), default=0)
     rows = [[d.messages[at] if at < len(d.messages) else None for _, d in siblings] for at in range(longest)]
@@ -105,7 +105,7 @@ def _without_ids(message: Message | None) -> Message | None:
     return message and Message(message.role, tuple(replace(part, call_id="") for part in message.parts))
 
 
-def verdicts(siblings: Sequence[tuple[Entry, Details]]) -> list[tuple[str, bool, list[str]]]:
+def verdicts(siblings: Sequence[tuple[StoredTrajectory, Details]]) -> list[tuple[str, bool, list[str]]]:
     """What the siblings' verifiers said, key by key, and the files that they changed; and whether these differ."""
     keys = dict.fromkeys(key for _, details in siblings for key in details.info)
     rows = [("files changed", [files_changed(d.changes) for _, d in siblings])]
@@ -120,7 +120,7 @@ def files_changed(changes: Changes) -> str:
     return "\n".join(lines) or changes.note or ("none" if changes.folder else "not recorded")
 
 
-def lines_changed(change: FileChange) -> str:
+def lines_changed(change: ChangedFile) -> str:
     """How a file changed, in a few words."""
     counts = [f"+{change.added}"] * bool(change.added) + [f"\u2212{change.removed}"] * bool(change.removed)
     return ", ".join(part for part in (change.change, " ".join(counts), change.note) if part)

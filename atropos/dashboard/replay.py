@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from atropos.dashboard.conversation import Message, Part
+from atropos.dashboard.conversation import Message, MessagePart
 from atropos.dashboard.records import as_dict, as_list
-from atropos.dashboard.store import Details, Entry
+from atropos.dashboard.store import Details, StoredTrajectory
 from atropos.dashboard.text import MAX_MESSAGE_CHARS, short
 from atropos.terminal import visible
 
@@ -42,7 +42,7 @@ def events(details: Details, *, most: int = MAX_MESSAGE_CHARS) -> list[Event]:
     return found
 
 
-def asciicast(entry: Entry, details: Details) -> str:
+def asciicast(entry: StoredTrajectory, details: Details) -> str:
     """A file that asciinema plays; it holds no control sequences but colours and the erasure of lines."""
     title = visible(f"{entry.trajectory_id} ({entry.score:.2f})")
     header = {"version": 2, "width": COLUMNS, "height": ROWS, "idle_time_limit": 2.0, "title": title}
@@ -75,21 +75,21 @@ def _events(details: Details, most: int) -> Iterator[Event]:
         started = asked + (tools_s if calls else 0.0)
 
 
-def _turns(messages: Sequence[Message]) -> Iterator[tuple[Message, dict[str, Part]]]:
+def _turns(messages: Sequence[Message]) -> Iterator[tuple[Message, dict[str, MessagePart]]]:
     """Each message of the model, and the results that follow it by their call's id, else by their place."""
     at = 0
     while at < len(messages):
         message, at = messages[at], at + 1
         if message.role != "assistant":
             continue
-        results: list[Part] = []
+        results: list[MessagePart] = []
         while at < len(messages) and messages[at].role != "assistant":
             results += [part for part in messages[at].parts if part.kind == "result"]
             at += 1
         yield message, {part.call_id or str(number): part for number, part in enumerate(results)}
 
 
-def _called(call: Part) -> str:
+def _called(call: MessagePart) -> str:
     command = as_dict(call.arguments).get("command")
     if call.name == "terminal" and isinstance(command, str):
         return _lines(f"{BOLD}$ ", command, MAX_MESSAGE_CHARS)

@@ -20,7 +20,7 @@ from aiohttp import web
 from atropos.dashboard.live import LiveView
 from atropos.dashboard.render import PLAYER, SCRIPT, STYLE, aligned, render, verdicts
 from atropos.dashboard.replay import asciicast
-from atropos.dashboard.store import Details, Entry, Query, TrajectoryStore
+from atropos.dashboard.store import Details, Query, StoredTrajectory, TrajectoryStore
 from atropos.net.admission import Admission, BearerToken
 from atropos.net.site import Site
 from atropos.net.sockets import listen
@@ -239,7 +239,7 @@ class DashboardServer:
         name = f'attachment; filename="trajectory-{entry.number}.cast"'
         return web.Response(body=body, content_type="application/x-asciicast", headers={"Content-Disposition": name})
 
-    async def _found(self, request: web.Request) -> tuple[Entry, Details]:
+    async def _found(self, request: web.Request) -> tuple[StoredTrajectory, Details]:
         found = await asyncio.to_thread(self._store.get, int(request.match_info["number"]))
         if found is None:
             raise web.HTTPNotFound(reason="This trajectory is not kept.")
@@ -251,7 +251,7 @@ class DashboardServer:
             raise web.HTTPNotFound(reason="This group is not kept.")
         return await asyncio.to_thread(self._group_page, siblings[:SIBLINGS], len(siblings[SIBLINGS:]))
 
-    def _group_page(self, siblings: list[tuple[Entry, Details]], more: int) -> web.Response:
+    def _group_page(self, siblings: list[tuple[StoredTrajectory, Details]], more: int) -> web.Response:
         rows, said = aligned(siblings), verdicts(siblings)
         return self._page("group.html", siblings=siblings, more=more, rows=rows, verdicts=said)
 

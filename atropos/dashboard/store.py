@@ -22,7 +22,7 @@ MAX_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTrajectory:
     """One trajectory in a list.
 
     Attributes:
@@ -76,7 +76,7 @@ class Query:
     least: float | None = None
     most: float | None = None
 
-    def admits(self, entry: Entry) -> bool:
+    def admits(self, entry: StoredTrajectory) -> bool:
         """Whether an entry matches all but the text."""
         return (
             self.item.lower() in entry.item.lower()
@@ -96,7 +96,7 @@ class TrajectoryStore:
 
     def __init__(self, max_trajectories: int = MAX_TRAJECTORIES, max_bytes: int = MAX_BYTES) -> None:
         self._max, self._max_bytes = max_trajectories, max_bytes
-        self._rows: deque[tuple[Entry, bytes]] = deque()
+        self._rows: deque[tuple[StoredTrajectory, bytes]] = deque()
         self._bytes = self._next = self._groups = self.forgotten = 0
         self._lock = threading.Lock()
 
@@ -124,7 +124,7 @@ class TrajectoryStore:
             self._rows.clear()
             self._bytes = self.forgotten = 0
 
-    def find(self, query: Query, *, first: int = 0, limit: int = 50) -> tuple[list[Entry], int]:
+    def find(self, query: Query, *, first: int = 0, limit: int = 50) -> tuple[list[StoredTrajectory], int]:
         """A page of the matching entries, the latest first, and how many match in all."""
         with self._lock:
             rows = list(self._rows)
@@ -139,14 +139,14 @@ class TrajectoryStore:
         ]
         return found[first : first + limit], len(found)
 
-    def get(self, number: int) -> tuple[Entry, Details] | None:
+    def get(self, number: int) -> tuple[StoredTrajectory, Details] | None:
         """A trajectory; None: there is none, or it is forgotten."""
         with self._lock:
             at = number - self._rows[0][0].number if self._rows else -1
             row = self._rows[at] if 0 <= at < len(self._rows) else None
         return None if row is None else (row[0], _unpacked(row[1]))
 
-    def group(self, number: int) -> list[tuple[Entry, Details]]:
+    def group(self, number: int) -> list[tuple[StoredTrajectory, Details]]:
         """The trajectories of a group that are still kept."""
         with self._lock:
             rows = [row for row in self._rows if row[0].group == number]
@@ -235,11 +235,11 @@ def members(group: Mapping[str, object]) -> Iterator[dict[str, object]]:
         yield {**named, "score": score, "messages": as_list(messages)}
 
 
-def entry_of(trajectory: Mapping[str, object], *, item: str) -> tuple[Entry, Details]:
+def entry_of(trajectory: Mapping[str, object], *, item: str) -> tuple[StoredTrajectory, Details]:
     """A trajectory of `members`, parsed; the entry is not numbered yet."""
     details = _details(trajectory)
     parts = [part for message in details.messages for part in message.parts]
-    entry = Entry(
+    entry = StoredTrajectory(
         number=0,
         group=0,
         item=item,

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from atropos.api.e2b import connect, files, messages, processes, transfers, watching
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.rest import gone, problem
-from atropos.api.e2b.sandbox import Sandbox, user_named
+from atropos.api.e2b.sandbox import E2bSandbox, user_named
 from atropos.api.e2b.sandboxes import sandboxes_of
 from atropos.errors import SandboxError
 
@@ -22,8 +22,8 @@ PING_S = 30.0
 """Interval of keep-alive messages in a silent stream, if the client names none."""
 
 
-_Handler = Callable[[Request, Sandbox], Awaitable[Response]]
-_UNARY: dict[str, tuple[type[messages.Message], Callable[..., Awaitable[Json]], bool]] = {
+_Handler = Callable[[Request, E2bSandbox], Awaitable[Response]]
+_UNARY: dict[str, tuple[type[messages.ConnectMessage], Callable[..., Awaitable[Json]], bool]] = {
     "process.Process/List": (messages.Empty, processes.list_all, False),
     "process.Process/SendInput": (messages.SendInput, processes.send_input, False),
     "process.Process/CloseStdin": (messages.Selected, processes.close_stdin, False),
@@ -39,7 +39,7 @@ _UNARY: dict[str, tuple[type[messages.Message], Callable[..., Awaitable[Json]], 
     "filesystem.Filesystem/RemoveWatcher": (messages.OfWatcher, watching.remove_watcher, False),
 }
 """Calls with one answer: the message, who answers it, and whether as a user."""
-_STREAMS: dict[str, tuple[type[messages.Message], Callable[..., AsyncGenerator[Json]], bool]] = {
+_STREAMS: dict[str, tuple[type[messages.ConnectMessage], Callable[..., AsyncGenerator[Json]], bool]] = {
     "process.Process/Start": (messages.Start, processes.start, True),
     "process.Process/Connect": (messages.Selected, processes.connect, False),
     "filesystem.Filesystem/WatchDir": (messages.Watch, watching.watch_dir, True),
@@ -61,7 +61,7 @@ def _inside(path: str, handler: _Handler, method: str = "POST") -> Route:
     return Route(path, answered, methods=[method])
 
 
-async def _health(_: Request, __: Sandbox) -> Response:
+async def _health(_: Request, __: E2bSandbox) -> Response:
     return Response(status_code=204)
 
 
@@ -77,8 +77,8 @@ def _user_of(request: Request) -> str | None:
     return user_named(name)
 
 
-def _unary(kind: type[messages.Message], handler: Callable[..., Awaitable[Json]], as_user: bool) -> _Handler:
-    async def answered(request: Request, sandbox: Sandbox) -> Response:
+def _unary(kind: type[messages.ConnectMessage], handler: Callable[..., Awaitable[Json]], as_user: bool) -> _Handler:
+    async def answered(request: Request, sandbox: E2bSandbox) -> Response:
         async def handle(data: bytes) -> Json:
             message = messages.parse(kind, data)
             return await (handler(sandbox, message, _user_of(request)) if as_user else handler(sandbox, message))
@@ -93,8 +93,10 @@ def _ping_s(request: Request) -> float:
     return max(1.0, float(given)) if given.isdecimal() and len(given) < 6 else PING_S
 
 
-def _streamed(kind: type[messages.Message], handler: Callable[..., AsyncGenerator[Json]], as_user: bool) -> _Handler:
-    async def answered(request: Request, sandbox: Sandbox) -> Response:
+def _streamed(
+    kind: type[messages.ConnectMessage], handler: Callable[..., AsyncGenerator[Json]], as_user: bool
+) -> _Handler:
+    async def answered(request: Request, sandbox: E2bSandbox) -> Response:
         try:
             message = messages.parse(kind, await connect.first_message(request))
             user = {"user": _user_of(request)} if as_user else {}
@@ -106,7 +108,7 @@ def _streamed(kind: type[messages.Message], handler: Callable[..., AsyncGenerato
     return answered
 
 
-async def _stream_input(request: Request, sandbox: Sandbox) -> Response:
+async def _stream_input(request: Request, sandbox: E2bSandbox) -> Response:
     try:
         async with asyncio.timeout(connect.deadline_s(request)):
             await processes.stream_input(sandbox, connect.messages(request))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
-from atropos.api.e2b.sandbox import Sandbox, iso
+from atropos.api.e2b.sandbox import E2bSandbox, iso
 from atropos.slots.slot.results import ExecResult
 
 _FIELDS = ("%i", "%y", "%Y", "%m", "%s", "%u", "%g", "%T@", "%l", "%p")
@@ -22,7 +22,7 @@ _REASONS = {
 """How `find` and others say why they failed."""
 
 
-class Entry:
+class FileEntry:
     """What `find` says about a path."""
 
     __slots__ = ("group", "inode", "kind", "link", "mode", "modified", "owner", "path", "size", "target")
@@ -34,7 +34,7 @@ class Entry:
             raise ValueError(f"mode {mode[:20]}, path {self.path[:200]!r}")
 
     @classmethod
-    def read(cls, printed: str) -> list[Entry]:
+    def read(cls, printed: str) -> list[FileEntry]:
         """Those that `find` printed; names and targets of links hold any character but the one that ends a field."""
         fields = printed.split("\0")[:-1]
         return [cls(fields[start : start + len(_FIELDS)]) for start in range(0, len(fields), len(_FIELDS))]
@@ -62,7 +62,7 @@ def _permissions(kind: str, mode: int) -> str:
     return {"d": "d", "l": "L"}.get(kind, "-") + bits
 
 
-def path_of(sandbox: Sandbox, path: str) -> str:
+def path_of(sandbox: E2bSandbox, path: str) -> str:
     """An absolute path: relative ones and `~` begin at the sandbox's home.
 
     Raises:
@@ -76,13 +76,13 @@ def path_of(sandbox: Sandbox, path: str) -> str:
     return posixpath.normpath(posixpath.join(home, path))
 
 
-async def _run(sandbox: Sandbox, command: Sequence[str], user: str | None) -> ExecResult:
+async def _run(sandbox: E2bSandbox, command: Sequence[str], user: str | None) -> ExecResult:
     """Run one of the slot's programs, whatever variables the sandbox was created with, and whether its home is there."""
     env = {"LC_ALL": "C"}
     return await sandbox.slot.exec(command, workdir="/", user=user, split=True, clean_env=True, env=env)
 
 
-async def find(sandbox: Sandbox, path: str, depth: int, user: str | None, *, follow: bool = True) -> list[Entry]:
+async def find(sandbox: E2bSandbox, path: str, depth: int, user: str | None, *, follow: bool = True) -> list[FileEntry]:
     """A path (with `follow`, what it leads to, where it is a link), and what is below it, down to a depth.
 
     Raises:
@@ -94,7 +94,7 @@ async def find(sandbox: Sandbox, path: str, depth: int, user: str | None, *, fol
         raise RpcError("out_of_range", f"there is too much below {path} for one list")
     failure = _failure(result)
     try:
-        entries = Entry.read(result.stdout or "")
+        entries = FileEntry.read(result.stdout or "")
     except ValueError:  # the slot's programs may have put another `find` there
         raise RpcError("internal", f"find printed what can't be read: {(result.stdout or '')[:200]!r}") from None
     if not entries or (failure.code == "permission_denied" and len(entries) == 1) or result.exit_code not in {0, 1}:
@@ -111,17 +111,17 @@ def _failure(result: ExecResult) -> RpcError:
     return RpcError(code, said[:1000] or f"a program of the sandbox ended with {result.exit_code}")
 
 
-async def _at(sandbox: Sandbox, path: str, user: str | None) -> Json:
+async def _at(sandbox: E2bSandbox, path: str, user: str | None) -> Json:
     entry, *_ = await find(sandbox, path, 0, user, follow=False)
     return {"entry": entry.info()}
 
 
-async def stat(sandbox: Sandbox, message: messages.AtPath, user: str | None) -> Json:
+async def stat(sandbox: E2bSandbox, message: messages.AtPath, user: str | None) -> Json:
     """`Stat`."""
     return await _at(sandbox, path_of(sandbox, message.path), user)
 
 
-async def list_dir(sandbox: Sandbox, message: messages.ListDir, user: str | None) -> Json:
+async def list_dir(sandbox: E2bSandbox, message: messages.ListDir, user: str | None) -> Json:
     """`ListDir`."""
     folder, *entries = await find(sandbox, path_of(sandbox, message.path), message.depth or 1, user)
     if folder.kind != "d":
@@ -129,7 +129,7 @@ async def list_dir(sandbox: Sandbox, message: messages.ListDir, user: str | None
     return {"entries": [entry.info() for entry in sorted(entries, key=lambda entry: entry.path)]}
 
 
-async def make_dir(sandbox: Sandbox, message: messages.AtPath, user: str | None) -> Json:
+async def make_dir(sandbox: E2bSandbox, message: messages.AtPath, user: str | None) -> Json:
     """`MakeDir`."""
     path = path_of(sandbox, message.path)
     script = f'[ -d "$1" ] && exit {_EXISTS}; [ -e "$1" ] && exit {_NO_FOLDER}; mkdir -p -- "$1"'
@@ -142,7 +142,7 @@ async def make_dir(sandbox: Sandbox, message: messages.AtPath, user: str | None)
     return await _at(sandbox, path, user)
 
 
-async def move(sandbox: Sandbox, message: messages.Move, user: str | None) -> Json:
+async def move(sandbox: E2bSandbox, message: messages.Move, user: str | None) -> Json:
     """`Move`."""
     source, target = path_of(sandbox, message.source), path_of(sandbox, message.destination)
     await _at(sandbox, source, user)
@@ -151,7 +151,7 @@ async def move(sandbox: Sandbox, message: messages.Move, user: str | None) -> Js
     return await _at(sandbox, target, user)
 
 
-async def remove(sandbox: Sandbox, message: messages.AtPath, user: str | None) -> Json:
+async def remove(sandbox: E2bSandbox, message: messages.AtPath, user: str | None) -> Json:
     """`Remove`; a missing path is no error."""
     _check(await _run(sandbox, ["rm", "-rf", "--", path_of(sandbox, message.path)], user))
     return {}

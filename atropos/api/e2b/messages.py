@@ -10,13 +10,13 @@ from pydantic.alias_generators import to_camel
 from atropos.api.e2b.connect import RpcError
 
 
-class Message(BaseModel):
+class ConnectMessage(BaseModel):
     """Base of all: frozen, with names as the protocol's JSON writes them; what isn't known is ignored, as E2B does."""
 
     model_config = ConfigDict(frozen=True, alias_generator=to_camel, populate_by_name=True)
 
 
-AnyMessage = TypeVar("AnyMessage", bound=Message)
+AnyMessage = TypeVar("AnyMessage", bound=ConnectMessage)
 EVERYWHERE = frozenset({"0.0.0.0/0", "::/0"})
 """Networks that are all addresses."""
 
@@ -35,11 +35,11 @@ def parse(kind: type[AnyMessage], data: bytes) -> AnyMessage:
         raise RpcError("invalid_argument", f"{field or 'message'}: {first['msg'][:200]}") from None
 
 
-class Empty(Message):
+class Empty(ConnectMessage):
     """A message whose fields don't matter."""
 
 
-class Network(Message):
+class Network(ConnectMessage):
     """`PUT /sandboxes/{id}/network`: what is not supported here is refused, as ignoring it would open what it closes."""
 
     model_config = ConfigDict(extra="forbid")
@@ -65,13 +65,13 @@ class Network(Message):
         return None
 
 
-class AutoResume(Message):
+class AutoResume(ConnectMessage):
     """Whether a request to a paused sandbox resumes it."""
 
     enabled: bool = False
 
 
-class NewSandbox(Message):
+class NewSandbox(ConnectMessage):
     """`POST /sandboxes`."""
 
     template_id: str = Field(alias="templateID", min_length=1, max_length=1000)
@@ -86,52 +86,52 @@ class NewSandbox(Message):
     iam: None = None
 
 
-class NewTimeout(Message):
+class NewTimeout(ConnectMessage):
     """`POST /sandboxes/{id}/timeout` and `/connect`."""
 
     timeout: float | None = None
 
 
-class NewFork(Message):
+class NewFork(ConnectMessage):
     """`POST /sandboxes/{id}/fork`."""
 
     timeout: float | None = None
     count: int = Field(default=1, ge=1, le=100)
 
 
-class NewSnapshot(Message):
+class NewSnapshot(ConnectMessage):
     """`POST /sandboxes/{id}/snapshots`."""
 
     name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9._:/-]{0,127}$")
 
 
-class Selector(Message):
+class Selector(ConnectMessage):
     """A process, by its id or its tag."""
 
     pid: int | None = None
     tag: str | None = None
 
 
-class Selected(Message):
+class Selected(ConnectMessage):
     """`CloseStdin`, `Connect`, and the start of a `StreamInput`."""
 
     process: Selector
 
 
-class TerminalSize(Message):
+class TerminalSize(ConnectMessage):
     """Of a terminal."""
 
     rows: int = Field(default=24, ge=1, le=1000)
     cols: int = Field(default=80, ge=1, le=1000)
 
 
-class Terminal(Message):
+class ProcessTerminal(ConnectMessage):
     """That a process is on a terminal."""
 
     size: TerminalSize = TerminalSize()
 
 
-class ProcessConfig(Message):
+class ProcessConfig(ConnectMessage):
     """What a process is started as."""
 
     cmd: str = Field(min_length=1)
@@ -140,57 +140,57 @@ class ProcessConfig(Message):
     cwd: str | None = None
 
 
-class Start(Message):
+class Start(ConnectMessage):
     """`Start`."""
 
     process: ProcessConfig
-    pty: Terminal | None = None
+    pty: ProcessTerminal | None = None
     tag: str | None = None
     stdin: bool = True
 
 
-class Input(Message):
+class Input(ConnectMessage):
     """What a process reads, from its pipe or its terminal."""
 
     stdin: Base64Bytes | None = None
     pty: Base64Bytes | None = None
 
 
-class SendInput(Message):
+class SendInput(ConnectMessage):
     """`SendInput`."""
 
     process: Selector
     input: Input
 
 
-class InputData(Message):
+class InputData(ConnectMessage):
     """A piece of a `StreamInput`."""
 
     input: Input
 
 
-class StreamInput(Message):
+class StreamInput(ConnectMessage):
     """`StreamInput`: its first message names the process, the others bring the input."""
 
     start: Selected | None = None
     data: InputData | None = None
 
 
-class SendSignal(Message):
+class SendSignal(ConnectMessage):
     """`SendSignal`."""
 
     process: Selector
     signal: Literal["SIGNAL_SIGTERM", "SIGNAL_SIGKILL"]
 
 
-class Update(Message):
+class Update(ConnectMessage):
     """`Update`."""
 
     process: Selector
-    pty: Terminal | None = None
+    pty: ProcessTerminal | None = None
 
 
-class AtPath(Message):
+class AtPath(ConnectMessage):
     """`Stat`, `MakeDir` and `Remove`."""
 
     path: str = Field(max_length=4096)
@@ -202,7 +202,7 @@ class ListDir(AtPath):
     depth: int = Field(default=1, ge=0, le=1000)
 
 
-class Move(Message):
+class Move(ConnectMessage):
     """`Move`."""
 
     source: str = Field(max_length=4096)
@@ -215,7 +215,7 @@ class Watch(AtPath):
     recursive: bool = False
 
 
-class OfWatcher(Message):
+class OfWatcher(ConnectMessage):
     """`GetWatcherEvents` and `RemoveWatcher`."""
 
     watcher_id: str

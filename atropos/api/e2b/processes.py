@@ -14,7 +14,7 @@ from atropos.aio import cancel_and_wait
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.files import path_of
-from atropos.api.e2b.sandbox import Command, Sandbox
+from atropos.api.e2b.sandbox import E2bCommand, E2bSandbox
 from atropos.errors import SandboxError
 from atropos.slots.slot.processes import Process
 
@@ -31,7 +31,7 @@ _REFUSED = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EFBIG)
 """Failures to start that no retry mends; EFBIG: arguments that are too long."""
 
 
-async def running(sandbox: Sandbox) -> dict[int, Command]:
+async def running(sandbox: E2bSandbox) -> dict[int, E2bCommand]:
     """The sandbox's processes that have not ended; the others are forgotten."""
     known = dict(sandbox.commands)
     alive = {process.pid for process in await sandbox.slot.processes() if process.exit_code is None}
@@ -40,12 +40,12 @@ async def running(sandbox: Sandbox) -> dict[int, Command]:
     return {pid: command for pid, command in known.items() if pid in alive}
 
 
-async def list_all(sandbox: Sandbox, _: messages.Empty) -> Json:
+async def list_all(sandbox: E2bSandbox, _: messages.Empty) -> Json:
     """`List`."""
     return {"processes": [command.info() for command in (await running(sandbox)).values()]}
 
 
-async def _selected(sandbox: Sandbox, selector: messages.Selector) -> Command:
+async def _selected(sandbox: E2bSandbox, selector: messages.Selector) -> E2bCommand:
     for pid, command in (await running(sandbox)).items():
         if selector.pid == pid or (selector.tag is not None and selector.tag == command.start.tag):
             return command
@@ -53,7 +53,7 @@ async def _selected(sandbox: Sandbox, selector: messages.Selector) -> Command:
 
 
 async def start(
-    sandbox: Sandbox, message: messages.Start, *, user: str | None, deadline_s: float | None, ping_s: float
+    sandbox: E2bSandbox, message: messages.Start, *, user: str | None, deadline_s: float | None, ping_s: float
 ) -> AsyncGenerator[Json]:
     """`Start`: the process's events. It continues when the client disconnects, and is killed at its deadline."""
     command = await _started(sandbox, message, user)
@@ -74,7 +74,7 @@ async def _kill_after(process: Process, deadline_s: float) -> None:
         _log.debug("%r was not killed at its deadline: %s", process, error)
 
 
-async def _started(sandbox: Sandbox, message: messages.Start, user: str | None) -> Command:
+async def _started(sandbox: E2bSandbox, message: messages.Start, user: str | None) -> E2bCommand:
     config, pty = message.process, message.pty
     try:
         process = await sandbox.slot.start(
@@ -94,11 +94,11 @@ async def _started(sandbox: Sandbox, message: messages.Start, user: str | None) 
     if pty is None and not message.stdin:
         with contextlib.suppress(OSError):  # it has ended already
             await process.close_stdin()
-    return Command(process, message)
+    return E2bCommand(process, message)
 
 
 async def connect(
-    sandbox: Sandbox, message: messages.Selected, *, deadline_s: float | None, ping_s: float
+    sandbox: E2bSandbox, message: messages.Selected, *, deadline_s: float | None, ping_s: float
 ) -> AsyncGenerator[Json]:
     """`Connect`: what a process prints from now on."""
     command = await _selected(sandbox, message.process)
@@ -112,7 +112,7 @@ async def connect(
 
 
 @contextlib.contextmanager
-def _following(sandbox: Sandbox, process: Process, command: Command) -> Generator[None]:
+def _following(sandbox: E2bSandbox, process: Process, command: E2bCommand) -> Generator[None]:
     """Around reading a command's output; the last follower leaves a task that discards what comes later."""
     if command.draining is not None:
         command.draining.cancel()
@@ -128,7 +128,7 @@ def _following(sandbox: Sandbox, process: Process, command: Command) -> Generato
             command.draining = sandbox.tasks.spawn(_drain(sandbox, command, process), f"output of {process.pid}")
 
 
-async def _drain(sandbox: Sandbox, command: Command, process: Process) -> None:
+async def _drain(sandbox: E2bSandbox, command: E2bCommand, process: Process) -> None:
     outputs = [one for one in (process, process.errors) if one is not None]
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -146,7 +146,7 @@ async def _discard(output: Process) -> None:
 
 
 async def _events(
-    sandbox: Sandbox, process: Process, command: Command, deadline_s: float | None, ping_s: float
+    sandbox: E2bSandbox, process: Process, command: E2bCommand, deadline_s: float | None, ping_s: float
 ) -> AsyncGenerator[Json]:
     """A process's events: its start, its output as it comes, its end.
 
@@ -228,15 +228,15 @@ def _ending(code: int) -> Json:
 # ------------------------------------------------------------------------------------------------------------- input
 
 
-async def send_input(sandbox: Sandbox, message: messages.SendInput) -> Json:
+async def send_input(sandbox: E2bSandbox, message: messages.SendInput) -> Json:
     """`SendInput`."""
     await _give(await _selected(sandbox, message.process), message.input)
     return {}
 
 
-async def stream_input(sandbox: Sandbox, given: AsyncIterator[bytes]) -> None:
+async def stream_input(sandbox: E2bSandbox, given: AsyncIterator[bytes]) -> None:
     """`StreamInput`: pieces as the client sends them, each after the process had room for the last."""
-    command: Command | None = None
+    command: E2bCommand | None = None
     async for data in given:
         message = messages.parse(messages.StreamInput, data)
         if message.start is not None:
@@ -247,14 +247,14 @@ async def stream_input(sandbox: Sandbox, given: AsyncIterator[bytes]) -> None:
             await _give(command, message.data.input)
 
 
-async def _give(command: Command, given: messages.Input) -> None:
+async def _give(command: E2bCommand, given: messages.Input) -> None:
     data = given.pty if command.pty else given.stdin
     if data is None:
         raise RpcError("invalid_argument", f"the process has {'a terminal' if command.pty else 'no terminal'}")
     await command.process.write(data)
 
 
-async def close_stdin(sandbox: Sandbox, message: messages.Selected) -> Json:
+async def close_stdin(sandbox: E2bSandbox, message: messages.Selected) -> Json:
     """`CloseStdin`."""
     command = await _selected(sandbox, message.process)
     if command.pty:
@@ -263,7 +263,7 @@ async def close_stdin(sandbox: Sandbox, message: messages.Selected) -> Json:
     return {}
 
 
-async def send_signal(sandbox: Sandbox, message: messages.SendSignal) -> Json:
+async def send_signal(sandbox: E2bSandbox, message: messages.SendSignal) -> Json:
     """`SendSignal`; answered when a killed process is gone."""
     process = (await _selected(sandbox, message.process)).process
     if message.signal == "SIGNAL_SIGTERM":
@@ -274,7 +274,7 @@ async def send_signal(sandbox: Sandbox, message: messages.SendSignal) -> Json:
     return {}
 
 
-async def update(sandbox: Sandbox, message: messages.Update) -> Json:
+async def update(sandbox: E2bSandbox, message: messages.Update) -> Json:
     """`Update`: another size of a terminal."""
     command = await _selected(sandbox, message.process)
     if message.pty is not None:

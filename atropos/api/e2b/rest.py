@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from atropos.api.e2b import connect, messages
 from atropos.api.e2b.connect import Json, RpcError
-from atropos.api.e2b.sandbox import ENVD_VERSION, Sandbox
+from atropos.api.e2b.sandbox import ENVD_VERSION, E2bSandbox
 from atropos.api.e2b.sandboxes import NoCapacity, sandboxes_of
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, NotSupported, QuotaReached, SandboxError
@@ -36,17 +36,17 @@ def gone(sandbox_id: str) -> Response:
     return problem(502, f"The sandbox {sandbox_id[:100]} was not found")
 
 
-def _found(request: Request, sandbox: Sandbox | None) -> Sandbox:
+def _found(request: Request, sandbox: E2bSandbox | None) -> E2bSandbox:
     if sandbox is None:
         raise RpcError("not_found", f"sandbox {request.path_params['sandbox_id'][:100]!r} was not found")
     return sandbox
 
 
-def _running(request: Request) -> Sandbox:
+def _running(request: Request) -> E2bSandbox:
     return _found(request, sandboxes_of(request).find(request.path_params["sandbox_id"]))
 
 
-def _known(request: Request) -> Sandbox:
+def _known(request: Request) -> E2bSandbox:
     """One that runs or is paused."""
     return _found(request, sandboxes_of(request).known(request.path_params["sandbox_id"]))
 
@@ -90,7 +90,7 @@ async def _fork(request: Request) -> Response:
     return JSONResponse(
         [
             {"sandbox": _opened(request, one)}
-            if isinstance(one, Sandbox)
+            if isinstance(one, E2bSandbox)
             else {"error": {"code": 503, "message": str(one)}}
             for one in made
         ],
@@ -168,7 +168,7 @@ def _answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
     return answered
 
 
-def _opened(request: Request, sandbox: Sandbox) -> Json:
+def _opened(request: Request, sandbox: E2bSandbox) -> Json:
     return {
         "sandboxID": sandbox.id,
         "templateID": sandbox.template,
@@ -179,7 +179,7 @@ def _opened(request: Request, sandbox: Sandbox) -> Json:
     }
 
 
-def _page(request: Request, sandboxes: list[Sandbox], limits: SlotLimits) -> Response:
+def _page(request: Request, sandboxes: list[E2bSandbox], limits: SlotLimits) -> Response:
     """The sandboxes that a query asks for, a page at a time: each begins after the last one of the page before it."""
     query = request.query_params
     metadata = {

@@ -29,7 +29,7 @@ Listing = dict[str, tuple[int, str, int, int, float]]
 
 
 @dataclass(eq=False)
-class Command:
+class E2bCommand:
     """A process, and what it was started as.
 
     Attributes:
@@ -66,7 +66,7 @@ class Watcher:
 
 
 @dataclass(eq=False)
-class Sandbox:
+class E2bSandbox:
     """A slot on lease to clients of the E2B API; while it is paused, a snapshot of it.
 
     Attributes:
@@ -91,14 +91,14 @@ class Sandbox:
     frozen: asyncio.Task[Snapshot] | None = None
     started: float = field(default_factory=lambda: round(time.time(), 6))  # as clients see it
     began: float = field(default_factory=time.monotonic)
-    commands: dict[int, Command] = field(default_factory=dict[int, Command])
+    commands: dict[int, E2bCommand] = field(default_factory=dict[int, E2bCommand])
     watchers: dict[str, Watcher] = field(default_factory=dict[str, Watcher])
     tasks: Tasks = field(default_factory=lambda: Tasks("E2B sandbox"))
     """What goes on for clients: it ends with the sandbox at the latest."""
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while it is resumed or ended."""
 
-    def forget(self, command: Command) -> None:
+    def forget(self, command: E2bCommand) -> None:
         """A command has ended."""
         if self.commands.pop(command.process.pid, None) is not None:
             self.account.note("command", self.id, pid=command.process.pid, outcome=command.process.exit_code)

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from atropos.aio import set_within
 from atropos.api.accounts.account import Account
 from atropos.api.e2b.connect import Json
-from atropos.api.e2b.sandbox import Sandbox
+from atropos.api.e2b.sandbox import E2bSandbox
 from atropos.api.executor.models import ExecutorServerSettings
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, QuotaReached, SandboxError, SlotLost
@@ -47,7 +47,7 @@ class Root(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeptSnapshot:
+class NamedSnapshot:
     """A snapshot that new sandboxes name as their template."""
 
     id: str
@@ -67,11 +67,11 @@ class Sandboxes:
         self._pool = pool
         self.account = account
         self._settings = settings
-        self._open: dict[str, Sandbox] = {}
-        self._paused: dict[str, Sandbox] = {}
+        self._open: dict[str, E2bSandbox] = {}
+        self._paused: dict[str, E2bSandbox] = {}
         self._starting = 0
         self._moved = asyncio.Event()
-        self.snapshots: dict[str, KeptSnapshot] = {}
+        self.snapshots: dict[str, NamedSnapshot] = {}
         self.draining = False
 
     def __repr__(self) -> str:
@@ -83,11 +83,11 @@ class Sandboxes:
         config, own = self._pool.config, self.account.key.limits
         return config.limits if own is None else config.limits_of(own)
 
-    def list(self) -> list[Sandbox]:
+    def list(self) -> list[E2bSandbox]:
         """All that run or are paused."""
         return [*(one for one in list(self._open.values()) if self.find(one.id) is not None), *self._paused.values()]
 
-    def find(self, sandbox_id: str) -> Sandbox | None:
+    def find(self, sandbox_id: str) -> E2bSandbox | None:
         """A running sandbox; None: it ended, is paused, lost its slot, or never existed."""
         found = self._open.get(sandbox_id)
         if found is not None and (found.slot.lost is not None or found.end <= time.monotonic()):
@@ -95,11 +95,11 @@ class Sandboxes:
             return None
         return found
 
-    def known(self, sandbox_id: str) -> Sandbox | None:
+    def known(self, sandbox_id: str) -> E2bSandbox | None:
         """A running or a paused sandbox."""
         return self.find(sandbox_id) or self._paused.get(sandbox_id)
 
-    async def awake(self, sandbox_id: str) -> Sandbox | None:
+    async def awake(self, sandbox_id: str) -> E2bSandbox | None:
         """A running sandbox, or one that was paused and resumes by itself.
 
         Raises:
@@ -120,7 +120,7 @@ class Sandboxes:
         hosts: Sequence[str] | None,
         on_timeout: Literal["kill", "pause"] = "kill",
         auto_resume: bool = False,
-    ) -> Sandbox:
+    ) -> E2bSandbox:
         """Lease a slot.
 
         Args:
@@ -148,7 +148,7 @@ class Sandboxes:
         slot.profile = Profile(HOME, {"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, **env}, _USER)
         self.account.note("sandbox.create", sandbox_id, image=template)
         return self._opened(
-            Sandbox(
+            E2bSandbox(
                 sandbox_id,
                 template,
                 slot,
@@ -161,7 +161,7 @@ class Sandboxes:
             )
         )
 
-    async def fork(self, sandbox: Sandbox, count: int, timeout_s: float | None) -> list[Sandbox | BaseException]:
+    async def fork(self, sandbox: E2bSandbox, count: int, timeout_s: float | None) -> list[E2bSandbox | BaseException]:
         """Start copies of a sandbox's files as they are; its programs go on, and are not in the copies.
 
         Returns:
@@ -173,19 +173,19 @@ class Sandboxes:
         """
         end = time.monotonic() + self._allowed(timeout_s)
 
-        async def copy(snapshot: Snapshot) -> Sandbox:
+        async def copy(snapshot: Snapshot) -> E2bSandbox:
             sandbox_id = _new_id("i")
             slot = await self._started(sandbox_id, Root(snapshot), sandbox.hosts)
             env = {**sandbox.slot.profile.env, "E2B_SANDBOX_ID": sandbox_id}
             slot.profile = replace(sandbox.slot.profile, env=env)
-            made = Sandbox(sandbox_id, sandbox.template, slot, sandbox.metadata, sandbox.hosts, end, self.account)
+            made = E2bSandbox(sandbox_id, sandbox.template, slot, sandbox.metadata, sandbox.hosts, end, self.account)
             self.account.note("sandbox.fork", sandbox_id, of=sandbox.id)
             return self._opened(made)
 
         async with await sandbox.slot.snapshot(keep_running=True) as snapshot:
             return await asyncio.gather(*(copy(snapshot) for _ in range(count)), return_exceptions=True)
 
-    def _opened(self, sandbox: Sandbox) -> Sandbox:
+    def _opened(self, sandbox: E2bSandbox) -> E2bSandbox:
         self._open[sandbox.id] = sandbox
         self._moved.set()
         return sandbox
@@ -248,7 +248,7 @@ class Sandboxes:
             raise ConfigError(f"timeout: from 0 to {MAX_TIMEOUT_S} seconds, not {timeout_s:g}")
         return timeout_s
 
-    def set_timeout(self, sandbox: Sandbox, timeout_s: float | None, *, later: bool = False) -> None:
+    def set_timeout(self, sandbox: E2bSandbox, timeout_s: float | None, *, later: bool = False) -> None:
         """Move a sandbox's end to so many seconds (None: the server's `ttl_s`) from now; `later`: only where that is later.
 
         Raises:
@@ -260,7 +260,7 @@ class Sandboxes:
 
     # ------------------------------------------------------------------------------------------- pause and snapshots
 
-    async def pause(self, sandbox: Sandbox) -> None:
+    async def pause(self, sandbox: E2bSandbox) -> None:
         """Keep a sandbox's files as a snapshot and give its slot back; its programs end.
 
         Raises:
@@ -275,7 +275,7 @@ class Sandboxes:
         sandbox.frozen = asyncio.create_task(self._freeze(sandbox), name=f"pause {sandbox.id}")
         await asyncio.shield(sandbox.frozen)
 
-    async def _freeze(self, sandbox: Sandbox) -> Snapshot:
+    async def _freeze(self, sandbox: E2bSandbox) -> Snapshot:
         try:
             return await sandbox.slot.snapshot()
         except BaseException:
@@ -284,7 +284,7 @@ class Sandboxes:
         finally:
             await sandbox.slot.release()
 
-    async def resume(self, sandbox_id: str, timeout_s: float | None) -> Sandbox | None:
+    async def resume(self, sandbox_id: str, timeout_s: float | None) -> E2bSandbox | None:
         """Let a paused sandbox go on in another slot, for so many seconds (None: the server's `ttl_s`); a running one goes on.
 
         Returns:
@@ -316,7 +316,7 @@ class Sandboxes:
             await snapshot.drop()
             return fresh
 
-    async def keep_snapshot(self, sandbox: Sandbox, name: str | None) -> KeptSnapshot:
+    async def keep_snapshot(self, sandbox: E2bSandbox, name: str | None) -> NamedSnapshot:
         """Keep a sandbox's files as they are, as a template; its programs go on. A name that is taken moves to it.
 
         Raises:
@@ -326,7 +326,7 @@ class Sandboxes:
         if name == "base" or name in self._pool.config.bases:
             raise ConfigError(f"name: {name!r} is a base of the pool")
         snapshot = await sandbox.slot.snapshot(keep_running=True)
-        kept = KeptSnapshot(name or _new_id("s"), (name,) if name else (), sandbox.id, snapshot)
+        kept = NamedSnapshot(name or _new_id("s"), (name,) if name else (), sandbox.id, snapshot)
         await self.drop_snapshot(kept.id)
         self.snapshots[kept.id] = kept
         self.account.note("snapshot.keep", kept.id, of=sandbox.id)
@@ -370,7 +370,7 @@ class Sandboxes:
                 if isinstance(error, Exception):
                     _log.error("ending a sandbox failed", exc_info=error)
 
-    async def _end(self, sandbox: Sandbox) -> None:
+    async def _end(self, sandbox: E2bSandbox) -> None:
         """What becomes of a sandbox at its end."""
         lost = sandbox.slot.lost
         if sandbox.on_timeout == "pause" and lost is None:

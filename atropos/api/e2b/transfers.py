@@ -18,7 +18,7 @@ from atropos.api.e2b import connect
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.files import path_of
 from atropos.api.e2b.rest import gone, problem
-from atropos.api.e2b.sandbox import Sandbox, user_named
+from atropos.api.e2b.sandbox import E2bSandbox, user_named
 from atropos.errors import SandboxError
 from atropos.slots.slot.results import answered, file_error
 
@@ -32,7 +32,7 @@ _GZIP = 16 + zlib.MAX_WBITS
 _log = logging.getLogger(__name__)
 
 
-def _file_problem(error: Exception, sandbox: Sandbox) -> Response:
+def _file_problem(error: Exception, sandbox: E2bSandbox) -> Response:
     refused = connect.rpc_error(error)
     if sandbox.slot.lost is not None:
         return gone(sandbox.id)
@@ -43,7 +43,7 @@ def _file_problem(error: Exception, sandbox: Sandbox) -> Response:
     return problem(refused.status, str(refused))
 
 
-async def download(request: Request, sandbox: Sandbox) -> Response:
+async def download(request: Request, sandbox: E2bSandbox) -> Response:
     """`GET /files`: a file's content."""
     query = request.query_params
     try:
@@ -71,7 +71,7 @@ class _Download(StreamingResponse):
             _log.warning("a download broke off: %s", error)
 
 
-async def upload(request: Request, sandbox: Sandbox) -> Response:
+async def upload(request: Request, sandbox: E2bSandbox) -> Response:
     """`POST /files`: a file as the body, or several as a multipart form."""
     query = request.query_params
     path = query.get("path")
@@ -99,7 +99,7 @@ async def _bounded(request: Request) -> AsyncGenerator[bytes]:
         yield chunk
 
 
-async def read(sandbox: Sandbox, path: str, user: str | None) -> AsyncGenerator[bytes]:
+async def read(sandbox: E2bSandbox, path: str, user: str | None) -> AsyncGenerator[bytes]:
     """A file's content in pieces, each read when the last one has gone.
 
     Raises:
@@ -115,7 +115,7 @@ async def read(sandbox: Sandbox, path: str, user: str | None) -> AsyncGenerator[
         offset += len(result.data)
 
 
-async def write(sandbox: Sandbox, path: str, content: AsyncIterable[bytes], user: str | None) -> Json:
+async def write(sandbox: E2bSandbox, path: str, content: AsyncIterable[bytes], user: str | None) -> Json:
     """Write a file as its content comes, making its parents.
 
     Raises:
@@ -162,7 +162,7 @@ async def unzipped(content: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:
 
 
 async def write_parts(
-    sandbox: Sandbox, content_type: str, body: AsyncIterator[bytes], path: str | None, user: str | None
+    sandbox: E2bSandbox, content_type: str, body: AsyncIterator[bytes], path: str | None, user: str | None
 ) -> list[Json]:
     """Write the files of a multipart body as it comes: each at its filename, or at `path`.
 

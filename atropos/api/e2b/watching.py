@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 
 from atropos.api.e2b import files, messages
 from atropos.api.e2b.connect import Json, RpcError
-from atropos.api.e2b.sandbox import Listing, Sandbox, Watcher
+from atropos.api.e2b.sandbox import E2bSandbox, Listing, Watcher
 
 MAX_WATCHERS = 64
 MAX_DEPTH = 100
@@ -43,7 +43,7 @@ def changes(before: Listing, after: Listing) -> list[tuple[str, str]]:
     return events
 
 
-async def _added(sandbox: Sandbox, message: messages.Watch, user: str | None) -> str:
+async def _added(sandbox: E2bSandbox, message: messages.Watch, user: str | None) -> str:
     """Begin to watch; the watcher's id.
 
     Raises:
@@ -62,7 +62,7 @@ async def _added(sandbox: Sandbox, message: messages.Watch, user: str | None) ->
     return watcher_id
 
 
-async def _look(sandbox: Sandbox, watcher: Watcher) -> list[Json]:
+async def _look(sandbox: E2bSandbox, watcher: Watcher) -> list[Json]:
     """The events since the last listing; none at the first.
 
     Raises:
@@ -84,7 +84,7 @@ async def _look(sandbox: Sandbox, watcher: Watcher) -> list[Json]:
 
 
 async def watch_dir(
-    sandbox: Sandbox, message: messages.Watch, *, user: str | None, deadline_s: float | None, ping_s: float
+    sandbox: E2bSandbox, message: messages.Watch, *, user: str | None, deadline_s: float | None, ping_s: float
 ) -> AsyncGenerator[Json]:
     """`WatchDir`: events until the client goes away, or its deadline."""
     watcher_id = await _added(sandbox, message, user)
@@ -104,12 +104,12 @@ async def watch_dir(
         del sandbox.watchers[watcher_id]
 
 
-async def create_watcher(sandbox: Sandbox, message: messages.Watch, user: str | None) -> Json:
+async def create_watcher(sandbox: E2bSandbox, message: messages.Watch, user: str | None) -> Json:
     """`CreateWatcher`."""
     return {"watcherId": await _added(sandbox, message, user)}
 
 
-async def get_watcher_events(sandbox: Sandbox, message: messages.OfWatcher) -> Json:
+async def get_watcher_events(sandbox: E2bSandbox, message: messages.OfWatcher) -> Json:
     """`GetWatcherEvents`."""
     watcher = sandbox.watchers.get(message.watcher_id)
     if watcher is None:
@@ -117,7 +117,7 @@ async def get_watcher_events(sandbox: Sandbox, message: messages.OfWatcher) -> J
     return {"events": await _look(sandbox, watcher)}
 
 
-async def remove_watcher(sandbox: Sandbox, message: messages.OfWatcher) -> Json:
+async def remove_watcher(sandbox: E2bSandbox, message: messages.OfWatcher) -> Json:
     """`RemoveWatcher`."""
     sandbox.watchers.pop(message.watcher_id, None)
     return {}

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from itertools import islice
 
 from atropos.aio import cancel_and_wait
-from atropos.dashboard.live import ContainerSlots, InFlight, LiveView, Sample
+from atropos.dashboard.live import ContainerSlots, InFlight, LiveSample, LiveView
 from atropos.dashboard.server import DashboardServer
 from atropos.dashboard.store import TrajectoryStore
 from atropos.dashboard.text import duration
@@ -41,7 +41,7 @@ class EnvDashboard:
     def __init__(self, config: SandboxEnvConfig, title: str, metrics: EnvMetrics, backend: ToolBackend) -> None:
         self._metrics, self._backend = metrics, backend
         self._store = TrajectoryStore()
-        self._history: deque[Sample] = deque(maxlen=SAMPLES)
+        self._history: deque[LiveSample] = deque(maxlen=SAMPLES)
         self._recent: deque[tuple[float, str, str]] = deque(maxlen=RECENT)
         self._finished: asyncio.Queue[tuple[str, tuple[Rollout, ...]]] = asyncio.Queue(QUEUED)
         self._tasks: list[asyncio.Task[None]] = []
@@ -116,7 +116,7 @@ class EnvDashboard:
             call_p50_s, call_p99_s = percentiles([*islice(reversed(found.call_s), new)], 0.5, 0.99)
             stats = self._stats()
             self._history.append(
-                Sample(
+                LiveSample(
                     trajectories_per_min=60 * (found.trajectories - trajectories) / took,
                     calls_per_s=new / took,
                     call_p50_s=call_p50_s,

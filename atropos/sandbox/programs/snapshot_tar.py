@@ -74,12 +74,12 @@ def pack(layers: list[str], out: IO[bytes]) -> None:
     with tarfile.open(
         fileobj=out, mode="w|", bufsize=_BUFFER, format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape"
     ) as tar:
-        packer = Packer(tar, Folders(layers))
+        packer = SnapshotPacker(tar, Folders(layers))
         for layer in range(len(layers)):
             packer.pack(layer)
 
 
-class Packer:
+class SnapshotPacker:
     """Writes layers as members of an archive."""
 
     def __init__(self, tar: tarfile.TarFile, folders: Folders) -> None:

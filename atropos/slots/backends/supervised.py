@@ -31,7 +31,7 @@ STOP_S, STOP_SLOT_S = 1.5, 0.05
 """How long a server may take to end in order when the pool stops: a constant, and the time for each slot."""
 
 
-class Server(Protocol):
+class SupervisedServer(Protocol):
     """One run of a sandbox server."""
 
     @property
@@ -82,7 +82,7 @@ class SupervisedBackend(Backend):
         self._failure: Exception | None = None
 
     @abstractmethod
-    async def launch(self, index: int, token: str) -> Server:
+    async def launch(self, index: int, token: str) -> SupervisedServer:
         """Start a server, which need not be ready.
 
         Raises:
@@ -241,7 +241,7 @@ class _Place:
                 self._backend.news()
                 await outlive(server.tidy())
 
-    async def _serve(self, server: Server, container: Container) -> None:
+    async def _serve(self, server: SupervisedServer, container: Container) -> None:
         """Wait until a server is ready, and then until it has ended; raises why."""
         await server.ready(self._backend.config.start_timeout_s)
         self._backend.ever_ready = True

@@ -18,7 +18,7 @@ KEPT = 2048
 
 
 @dataclass
-class Outcome:
+class Measured:
     """How something measured ended."""
 
     result: str = "ok"
@@ -83,12 +83,12 @@ class Counters:
         self.timeouts += 1
 
     @contextlib.contextmanager
-    def measure(self, observe: Callable[[float, str], None]) -> Generator[Outcome]:
+    def measure(self, observe: Callable[[float, str], None]) -> Generator[Measured]:
         """Context that measures its block, and calls `observe` with the seconds and the result.
 
         The result is the outcome's, which the block may set, or the code of the failure, which is counted.
         """
-        started, outcome = time.perf_counter(), Outcome()
+        started, outcome = time.perf_counter(), Measured()
         try:
             yield outcome
         except BaseException as error:
@@ -97,7 +97,7 @@ class Counters:
         finally:
             observe(time.perf_counter() - started, outcome.result)
 
-    def measure_operation(self, name: str) -> contextlib.AbstractContextManager[Outcome]:
+    def measure_operation(self, name: str) -> contextlib.AbstractContextManager[Measured]:
         """Context that measures an operation in a slot."""
         return self.measure(lambda seconds, result: self.operation.observe(seconds, name, result))
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from atropos import wire
 from atropos.slots.client import file_streams
-from atropos.slots.containers.counters import Outcome
+from atropos.slots.containers.counters import Measured
 from atropos.slots.containers.link import ContainerLink
 from atropos.slots.slot.arguments import named_if_wrong
 from atropos.slots.slot.profile import Profile
@@ -68,7 +68,7 @@ class SlotFiles(ABC):
         """Run one operation."""
 
     @abstractmethod
-    def _measured(self, op: str) -> AbstractContextManager[Outcome]:
+    def _measured(self, op: str) -> AbstractContextManager[Measured]:
         """Context of one operation, which sets its outcome."""
 
     @named_if_wrong

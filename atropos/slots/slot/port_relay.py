@@ -21,7 +21,7 @@ RESET = (1).to_bytes(4, sys.byteorder) + bytes(4)
 """SO_LINGER of no seconds: to close is to reset."""
 
 
-class Connection:
+class RelayedConnection:
     """One of the slot's, and what waits to be written to it.
 
     Attributes:
@@ -40,8 +40,8 @@ class Relay:
 
     def __init__(self, port: int, listener: "_socket.socket | None") -> None:
         self.port, self.listener, self.heard, self.last = port, listener, bytearray(), 0
-        self.by_number: dict[int, Connection] = {}
-        self.by_file: dict[int, Connection] = {}
+        self.by_number: dict[int, RelayedConnection] = {}
+        self.by_file: dict[int, RelayedConnection] = {}
 
     def emit(self, kind: bytes, number: int, data: bytes = b"") -> None:
         """Write a frame; waits while nobody reads."""
@@ -53,9 +53,9 @@ class Relay:
         """Take a connection."""
         peer.setblocking(False)
         peer.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)  # as asyncio does at the other end
-        self.by_number[number] = self.by_file[peer.fileno()] = Connection(number, peer)
+        self.by_number[number] = self.by_file[peer.fileno()] = RelayedConnection(number, peer)
 
-    def drop(self, connection: Connection, *, tell: bool = True) -> None:
+    def drop(self, connection: RelayedConnection, *, tell: bool = True) -> None:
         """Close a connection, at the other end as well; one that is not over is reset, there too."""
         del self.by_number[connection.number], self.by_file[connection.peer.fileno()]
         if not (connection.ended_here and connection.shut):
@@ -72,11 +72,11 @@ class Relay:
         self.add(self.last, _socket.socket(fileno=file))
         self.emit(b"O", self.last)
 
-    def may_read(self, connection: Connection) -> bool:
+    def may_read(self, connection: RelayedConnection) -> bool:
         """Whether the far end takes more of what it has."""
         return not connection.ended_here and connection.sent < WINDOW_BYTES
 
-    def read(self, connection: Connection) -> None:
+    def read(self, connection: RelayedConnection) -> None:
         """Pass what a connection has to the other end."""
         try:
             data = connection.peer.recv(min(READ_BYTES, WINDOW_BYTES - connection.sent))
@@ -93,7 +93,7 @@ class Relay:
             self.emit(b"E", connection.number)
             self.finish(connection)
 
-    def write(self, connection: Connection) -> None:
+    def write(self, connection: RelayedConnection) -> None:
         """Give a connection what waits for it."""
         try:
             count = connection.peer.send(connection.waiting)
@@ -109,7 +109,7 @@ class Relay:
             connection.passed = 0
         self.finish(connection)
 
-    def finish(self, connection: Connection) -> None:
+    def finish(self, connection: RelayedConnection) -> None:
         """Shut down the direction that the far end has ended, and drop a connection once both have."""
         if connection.ended_there and not connection.waiting and not connection.shut:
             connection.shut = True

@@ -13,7 +13,7 @@ from atropos.aio import cancel_and_wait, done_within
 from atropos.errors import ConfigError, LeaseExpired, NotSupported, SandboxError, SlotLost
 from atropos.net.egress_policy import parse
 from atropos.resources import Resources
-from atropos.slots.containers.counters import Outcome
+from atropos.slots.containers.counters import Measured
 from atropos.slots.containers.fleet import Ticket
 from atropos.slots.containers.link import ContainerLink
 from atropos.slots.slot.arguments import named_if_wrong
@@ -163,7 +163,7 @@ class Slot(SlotFiles):
             raise type(self._over)(*self._over.args)
 
     @contextlib.contextmanager
-    def _measured(self, op: str) -> Generator[Outcome]:
+    def _measured(self, op: str) -> Generator[Measured]:
         self._check_held()
         self._due += 1
         with self.link.state.counters.measure_operation(op) as outcome:

@@ -30,7 +30,7 @@ _FROM_HARNESS = re.compile(r"\$\w+|\$\{\w+\}")
 _LOGS = re.compile(r"LOGS|_PATH\}|/logs\b")
 
 
-class _Build(BaseModel):
+class _ComposeBuild(BaseModel):
     """`build`, where it says more than a folder."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -44,7 +44,7 @@ class _ServiceTable(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    build: _Build | str | None = None
+    build: _ComposeBuild | str | None = None
     image: str | None = None
     entrypoint: str | list[str] | None = None
     command: str | list[str] | None = None
@@ -158,7 +158,7 @@ def _service(given: object, where: str) -> _ServiceTable:
         service = _ServiceTable.model_validate(given or {})
     except ValidationError as error:
         raise ConfigError(explained(where, error, loc=1)) from None
-    build = service.build.model_extra if isinstance(service.build, _Build) else None
+    build = service.build.model_extra if isinstance(service.build, _ComposeBuild) else None
     unknown = [key for key in service.model_extra or {} if key not in _WITHOUT_EFFECT and not key.startswith("x-")]
     unknown += [f"build.{key}" for key, value in (build or {}).items() if value and key not in _OF_THE_BUILDER]
     if unknown:
@@ -171,9 +171,9 @@ def dockerfile_in(folder: Path, service: Service | None) -> Path:
     return (service and service.dockerfile) or folder / "Dockerfile"
 
 
-def _dockerfile(build: _Build | str, folder: Path, where: str) -> Path:
+def _dockerfile(build: _ComposeBuild | str, folder: Path, where: str) -> Path:
     """The Dockerfile that `build` names, as seen from the compose file's folder."""
-    build = _Build(context=build) if isinstance(build, str) else build
+    build = _ComposeBuild(context=build) if isinstance(build, str) else build
     found = folder if build.context.startswith("$") else (folder / build.context).resolve()
     if found not in {folder, folder.resolve()}:
         raise ConfigError(f"{where}.build.context: {build.context} is not the Dockerfile's own folder; use .")

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 import pytest
 
-from atropos.dashboard.live import ContainerSlots, InFlight, LiveView, Sample
+from atropos.dashboard.live import ContainerSlots, InFlight, LiveSample, LiveView
 from atropos.dashboard.server import DashboardServer
 from atropos.dashboard.store import TrajectoryStore
 from atropos.slots.client import SandboxClient
@@ -38,7 +38,7 @@ def view() -> LiveView:
         ],
         waiting=2,
         faults=[("retry", HOSTILE, 11)],
-        history=[Sample(calls_per_s=float(n)) for n in range(100)],
+        history=[LiveSample(calls_per_s=float(n)) for n in range(100)],
         trouble=f"no node {HOSTILE}",
     )
 

@@ -18,7 +18,7 @@ from pydantic import SecretStr
 
 from atropos.api.external.browser import browser_available
 from atropos.api.settings import BrowserSettings
-from atropos.dashboard.live import ContainerSlots, InFlight, LiveView, Sample
+from atropos.dashboard.live import ContainerSlots, InFlight, LiveSample, LiveView
 from atropos.dashboard.render import write_page
 from atropos.dashboard.server import DashboardServer
 from atropos.dashboard.store import GroupFile, Query, TrajectoryStore
@@ -63,7 +63,7 @@ def view() -> LiveView:
         waiting=4,
         faults=[("group dropped", EVIL, 2)],
         recent=[(0.0, "dropped", EVIL)],
-        history=[Sample(at, at * 2, 0.1, 0.4, at % 5, 0) for at in range(50)],
+        history=[LiveSample(at, at * 2, 0.1, 0.4, at % 5, 0) for at in range(50)],
         trouble=EVIL,
     )
 

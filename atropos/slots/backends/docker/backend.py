@@ -59,7 +59,7 @@ SETTLE_S = 10.0
 
 
 @dataclass
-class _Member:
+class _DockerMember:
     """A container of the pool."""
 
     container: Container
@@ -92,7 +92,7 @@ class DockerBackend(Backend):
         self._engine = DockerEngine(self._pool, config.of(DockerSettings).docker_host)
         self._calls = BlockingCalls("docker", at_once=8)
         self._http = ServerHttp()
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, _DockerMember] = {}
         self._strangers: set[str] = set()
         self._target = 0
         self._image_id = ""
@@ -189,14 +189,14 @@ class DockerBackend(Backend):
 
     # --------------------------------------------------------------------------------------------------- reconciliation
 
-    def _live(self) -> list[_Member]:
+    def _live(self) -> list[_DockerMember]:
         return [member for member in self._members.values() if member.container.state != "ending"]
 
-    def _put(self, member: _Member, **changes: Any) -> None:
+    def _put(self, member: _DockerMember, **changes: Any) -> None:
         member.container = replace(member.container, **changes)
         self._changed.set()
 
-    def _forget(self, member: _Member) -> None:
+    def _forget(self, member: _DockerMember) -> None:
         if self._members.pop(member.container.id, None) is not None:
             self._changed.set()
             self._wake.set()
@@ -261,14 +261,14 @@ class DockerBackend(Backend):
         for name in self._unremoved:
             self._tasks.spawn(self._remove(name), f"remove {name}")
 
-    def _lost(self, member: _Member, item: ListedContainer | None) -> None:
+    def _lost(self, member: _DockerMember, item: ListedContainer | None) -> None:
         """A container ended by itself: its leases end now; its diagnosis and removal may take a while."""
         self._crashes.failed()
         self._forget(member)
         self._tasks.spawn(self._diagnose_and_remove(member, item), f"remove {member.container.id}")
 
     async def _diagnose_and_remove(
-        self, member: _Member, item: ListedContainer | None, ending: Ending = REMOVED
+        self, member: _DockerMember, item: ListedContainer | None, ending: Ending = REMOVED
     ) -> None:
         """Log why a container ended, and remove it."""
         name = member.container.id
@@ -289,7 +289,7 @@ class DockerBackend(Backend):
         live = self._live()
         if len(live) < self._target and not self._crashes.left_s:
             for index in missing((member.container.index for member in live), self._target):
-                member = _Member(self._fresh(index), busy=True)
+                member = _DockerMember(self._fresh(index), busy=True)
                 self._members[member.container.id] = member
                 self._changed.set()
                 self._tasks.spawn(self._bring_up(member), f"start {member.container.id}")
@@ -299,7 +299,7 @@ class DockerBackend(Backend):
                 member.busy = True
                 self._tasks.spawn(self._drain(member), f"drain {member.container.id}")
 
-    def _is_twin(self, member: _Member) -> bool:
+    def _is_twin(self, member: _DockerMember) -> bool:
         """Whether it is the one to go of two with the same index, which two processes started at once.
 
         It goes once the other runs: with none left, its process would start a third.
@@ -311,7 +311,7 @@ class DockerBackend(Backend):
         name = f"{self._pool}-{index}-{secrets.token_hex(3)}"
         return Container(id=name, index=index, url=None, token=secrets.token_hex(32), state="starting")
 
-    async def _bring_up(self, member: _Member) -> None:
+    async def _bring_up(self, member: _DockerMember) -> None:
         """Create a container and wait until its server answers."""
         container = member.container
         try:
@@ -350,7 +350,7 @@ class DockerBackend(Backend):
                 "the image of pool %s was removed; new containers use what %s is now", self._pool, self._spec.image
             )
 
-    async def _until_ready(self, member: _Member) -> bool:
+    async def _until_ready(self, member: _DockerMember) -> bool:
         """Whether the server answered in time; a container that ended instead is removed."""
         name = member.container.id
         deadline = asyncio.get_running_loop().time() + self._ready_s
@@ -376,7 +376,7 @@ class DockerBackend(Backend):
         )
         return False
 
-    async def _drain(self, member: _Member) -> None:
+    async def _drain(self, member: _DockerMember) -> None:
         """End a surplus container once its last lease has ended.
 
         One that another process is connected to is kept, and not drained: that process, or this one, may soon use it. But
@@ -397,7 +397,7 @@ class DockerBackend(Backend):
             await self._http.until_idle(container.url, container.token)
         await self._end(member, within_s=self._spec.stop_s)
 
-    async def _end(self, member: _Member, *, within_s: float) -> None:
+    async def _end(self, member: _DockerMember, *, within_s: float) -> None:
         member.busy = True
         await self._remove(member.container.id, within_s=within_s)
         self._forget(member)
@@ -425,7 +425,7 @@ class DockerBackend(Backend):
         same = item.spec == self._spec.fingerprint(self._image_id)
         if token and item.url and same and await self._http.healthy(item.url):
             container = Container(item.name, item.index, item.url, token, "running", "adopted")
-            self._members[item.name] = _Member(container)
+            self._members[item.name] = _DockerMember(container)
             self._changed.set()
         elif token and item.url and await self._http.used_by_others(item.url, token, self.client_id):
             if item.name not in self._strangers:

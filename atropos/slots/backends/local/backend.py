@@ -15,7 +15,7 @@ from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable
 from atropos.images.locks import is_still, try_lock
 from atropos.slots.backends.local.server_process import COMMAND, ServerProcess
-from atropos.slots.backends.supervised import DRAIN_S, Server, SupervisedBackend
+from atropos.slots.backends.supervised import DRAIN_S, SupervisedBackend, SupervisedServer
 from atropos.slots.config import SlotPoolConfig
 
 
@@ -34,7 +34,7 @@ class LocalBackend(SupervisedBackend):
         remove_stale_scratch()
         self.scratch = make_scratch()
 
-    async def launch(self, index: int, token: str) -> Server:
+    async def launch(self, index: int, token: str) -> SupervisedServer:
         """A subprocess with a scratch folder below ours."""
         del index
         assert self.scratch is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from atropos.errors import ConfigError
 from atropos.slots.backends.modal.server import ModalServer
 from atropos.slots.backends.server_http import ServerHttp
-from atropos.slots.backends.supervised import Server, SupervisedBackend
+from atropos.slots.backends.supervised import SupervisedBackend, SupervisedServer
 from atropos.slots.config import SlotPoolConfig
 
 
@@ -27,7 +27,7 @@ class ModalBackend(SupervisedBackend):
                 "push what `make image` builds, and give its name there"
             )
 
-    async def launch(self, index: int, token: str) -> Server:
+    async def launch(self, index: int, token: str) -> SupervisedServer:
         """A server in a new sandbox, which ends with it."""
         del index
         return ModalServer(self.config, self.remote_config(token), self._http)

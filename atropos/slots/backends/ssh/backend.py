@@ -5,7 +5,7 @@ from __future__ import annotations
 from atropos.errors import ConfigError
 from atropos.slots.backends.ssh.server import SshServer, place
 from atropos.slots.backends.ssh.settings import SshSettings
-from atropos.slots.backends.supervised import Server, SupervisedBackend
+from atropos.slots.backends.supervised import SupervisedBackend, SupervisedServer
 
 
 class SshBackend(SupervisedBackend):
@@ -25,7 +25,7 @@ class SshBackend(SupervisedBackend):
                 "name more hosts (one may be named twice), or lower max_containers"
             )
 
-    async def launch(self, index: int, token: str) -> Server:
+    async def launch(self, index: int, token: str) -> SupervisedServer:
         """A server on the host of this index."""
         own = self.config.of(SshSettings)
         return SshServer(own.ssh_hosts[index], own.ssh_python, own.ssh_config, self.remote_config(token))

@@ -79,7 +79,7 @@ def walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
         pending += reversed(folders)
 
 
-class Found:
+class Matches:
     """Matches in path and line order, up to a bound of their number and one of their size."""
 
     def __init__(self, max_matches: int) -> None:
@@ -101,7 +101,7 @@ def search(path: str, wanted: Pattern[bytes] | None, glob: str | None, max_match
     """The files of a name, or the lines of files that match."""
     if os.path.islink(path):
         path = os.path.realpath(path)
-    found = Found(max_matches)
+    found = Matches(max_matches)
     files, budget, cut = 0, MAX_SEARCH_BYTES, False
     for name, status in walk(path):
         shown = os.path.relpath(name, path) if name != path else name
@@ -135,7 +135,7 @@ def searchable(name: str, size: int) -> bytes:
         os.close(fd)
 
 
-def search_lines(found: Found, name: str, data: bytes, wanted: Pattern[bytes], context: int) -> bool:
+def search_lines(found: Matches, name: str, data: bytes, wanted: Pattern[bytes], context: int) -> bool:
     """Add a file's matching lines, and `context` lines around them; True when a bound was reached."""
     if not wanted.search(data):
         return False
