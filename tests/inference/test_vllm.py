@@ -87,7 +87,7 @@ UPDATES = {
 async def test_every_trajectory_goes_on_exactly_while_weights_change(processed, tmp_path, monkeypatch, name, how, api):
     monkeypatch.setitem(server.APIS, "vllm", (APIS[api],))
     path, done = tmp_path / "g.jsonl", asyncio.Event()
-    env = make(name, processed.url, path, groups=8, agent_temperature=0.7, max_token_length=2000)
+    env = make(name, processed.url, path, groups=4, agent_temperature=0.7, max_token_length=2000)
 
     async def update() -> int:
         for count in itertools.count():
