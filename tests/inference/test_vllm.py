@@ -119,7 +119,7 @@ async def test_the_time_in_which_a_server_is_paused_is_not_the_agents(processed,
     path = tmp_path / "g.jsonl"
     env = make("agent", processed.url, path, groups=1, agent_temperature=0.7, max_token_length=2000)
     running = asyncio.create_task(env.process_manager())
-    await until(lambda: calls.silence()[0], "a turn is asked for")
+    await until(lambda: env.backend.running and calls.silence()[0] == 4, "turns are asked for")
     await asyncio.to_thread(processed.post, "/pause?mode=keep")
     await until(lambda: " is paused; each call waits" in caplog.text, "the log says that it is paused")
     await asyncio.sleep(15)
