@@ -10,7 +10,8 @@ from typing import Any
 LIMITS = {"MemoryLimit": "memory", "PidsLimit": "processes"}
 """Limits of a container that an engine may lack, by their names in its `info`."""
 _DENIED = re.compile(
-    r"\b(40[134]|unauthorized|authentication required|authorization failed|denied|forbidden|(manifest|name) unknown|not found)\b",
+    r"\b(40[134]|unauthorized|authentication required|authorization failed|no basic auth credentials|denied|forbidden|"
+    r"(manifest|name) unknown|not found)\b",
     re.IGNORECASE,
 )
 """In what an engine says of a pull whose registry answered 401, 403 or 404."""
