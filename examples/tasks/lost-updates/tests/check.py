@@ -12,10 +12,14 @@ import json, random, subprocess, sys, threading, time
 script, kill, rounds = sys.argv[1], sys.argv[2] == "kill", int(sys.argv[3])
 seen, torn, done = [], [], threading.Event()
 def reader():
+    whole = None
     while not done.is_set():
         try:
             with open("c.json") as file:
-                json.load(file)
+                text = file.read()
+            if text != whole:
+                json.loads(text)
+            whole = text
         except FileNotFoundError:
             pass
         except ValueError as problem:
@@ -43,7 +47,7 @@ print(json.dumps({"seen": seen, "torn": torn}))
 
 
 # Reading and writing this many takes long enough for the four to meet.
-OTHERS = {f"other{number}": number for number in range(20_000)}
+OTHERS = {f"other{number}": number for number in range(5_000)}
 
 
 def contend(work, kill, rounds):
