@@ -371,6 +371,8 @@ async def test_a_lease_has_the_size_that_it_asks_for_and_the_next_is_plain(pool:
     command = f"exec python3 -c \"x = b'x' * ({memory * 3 // 2} << 20); print('lives')\""
     async with pool.lease("large", limits=LeaseLimits(memory_mib=2 * memory)) as slot:
         assert (await slot.exec(command)).output == "lives\n"
+        if "memory_limit" in (slot.lease.limit_note or ""):
+            pytest.skip(f"the slots of this backend lack {slot.lease.limit_note}")
     for n in range(4):
         async with pool.lease(f"plain{n}") as slot:
             assert (await slot.exec(command)).limit == "memory"
