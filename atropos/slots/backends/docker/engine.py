@@ -308,7 +308,7 @@ class DockerEngine:
         with self._failures():
             try:
                 state = self._client.api.inspect_container(container_id)["State"]
-                text = self._log(container_id, stdout=False) or self._log(container_id, stdout=True)
+                text = self._last_words(container_id)
             except APIError as error:
                 if error.status_code not in {404, 409}:  # 409: a removal is in progress
                     raise
@@ -317,9 +317,13 @@ class DockerEngine:
         killed = ", killed for memory" if state.get("OOMKilled") else ""
         return Ending(state.get("ExitCode"), f"exit code {state.get('ExitCode')}{killed}: {state.get('Error') or line}")
 
-    def _log(self, container_id: str, *, stdout: bool) -> str:
-        text: bytes = self._client.api.logs(container_id, stdout=stdout, stderr=True, tail=5)
-        return text.decode(errors="replace").strip()
+    def _last_words(self, container_id: str) -> str:
+        """What a container printed last, errors first; of a line that was written in parts, Podman 4's tail has the last alone."""
+        for stdout, tail in ((False, 5), (True, 5), (False, "all")):
+            said: bytes = self._client.api.logs(container_id, stdout=stdout, stderr=True, tail=tail)
+            if text := said.decode(errors="replace").strip():
+                return text
+        return ""
 
     def end(self, container_id: str, *, within_s: float) -> None:
         """Stop a container (SIGTERM, then SIGKILL after `within_s` seconds) and remove it, if it is still there."""
