@@ -39,12 +39,14 @@ class Between:
         asking = asyncio.create_task(up())
         with contextlib.suppress(ConnectionError):
             while data := await back.read(65_536):
+                acts = False
                 if self.left is not None:
                     data, self.left = data[: self.left], max(0, self.left - len(data))
+                    acts = not self.left
                 writer.write(data)
                 await writer.drain()
                 await asyncio.sleep(self.pause_s)
-                if self.left == 0:
+                if acts:
                     await asyncio.sleep(0 if self.cuts else 60)
                     break
         asking.cancel()
