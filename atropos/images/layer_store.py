@@ -46,6 +46,9 @@ class LayerStore:
         self.quota = settings.quota_mib << 20
         self._held: dict[str, tuple[int, int]] = {}
         """Of layers in use: the descriptor that locks it, and how many use it."""
+        self._syncing = asyncio.Lock()
+        self._written = self._on_disk = 0
+        """How often something was to be on the disk, and how many of these times it is."""
         for name in ("layers", "work", "locks"):
             root.joinpath(name).mkdir(exist_ok=True)
 
@@ -118,12 +121,22 @@ class LayerStore:
         if self.hold(layer):
             return
         (place / BYTES).write_text(str(size), encoding="ascii")
-        # the disk has all of it before its name leads there, whenever the power fails
-        await run(["sync", "-f", str(place)], what, folder=self.root, deadline_s=self._settings.unpack_timeout_s)
+        await self._sync(what)  # before its name leads there, whenever the power fails
         while not self.hold(layer):
             await asyncio.to_thread(self._drop, layer)  # it is damaged
             with contextlib.suppress(FileExistsError):
                 os.rename(place, self._path(layer))
+
+    async def _sync(self, what: str) -> None:
+        """Have the disk hold what was written until now; those who ask while it writes share the next time."""
+        self._written += 1
+        asked = self._written
+        async with self._syncing:
+            if self._on_disk < asked:
+                written = self._written
+                command, deadline_s = ["sync", "-f", str(self.root)], self._settings.unpack_timeout_s
+                await run(command, what, folder=self.root, deadline_s=deadline_s)
+                self._on_disk = written
 
     def locked(
         self, name: str, waiting: Callable[[], None] = lambda: None
