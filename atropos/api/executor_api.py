@@ -23,6 +23,7 @@ from atropos.api.executor.models import (
     ExecutorServerSettings,
     OpenTrajectory,
     PrepareImage,
+    ServerStatus,
     ToolSchemas,
     TrajectoryInfo,
     TrajectoryList,
@@ -135,6 +136,12 @@ def _add_service(app: FastAPI) -> None:
         tenant = tenant_of(request)
         of = None if tenant.account.key.admin else tenant
         return UsageReport(usage=tuple(request.app.state.tenants.usage(of)))
+
+    @app.get("/status", responses=problems(401, 403))
+    async def status(request: Request) -> ServerStatus:
+        """The pool, and what all keys have open. For admin keys."""
+        admin_of(request)
+        return request.app.state.tenants.status()
 
     @app.get("/tools", responses=problems(401))
     async def tools(request: Request) -> ToolSchemas:

@@ -20,7 +20,7 @@ from atropos.api.accounts.audit import AuditLog
 from atropos.api.accounts.keys import KeySettings, digest, read_keys
 from atropos.api.e2b.sandboxes import Sandboxes
 from atropos.api.executor.images import PreparedImages
-from atropos.api.executor.models import ExecutorServerSettings, KeyUsage
+from atropos.api.executor.models import ExecutorServerSettings, KeyUsage, ServerStatus
 from atropos.api.executor.trajectories import Trajectories
 from atropos.api.http import NO_TOKEN, Refusal
 from atropos.errors import ConfigError
@@ -187,7 +187,23 @@ class Tenants:
         await asyncio.gather(*(tenant.aclose() for tenant in self.all()), *self._closing)
         self._audit.close()
 
-    # -------------------------------------------------------------------------------------------------------- usage
+    # -------------------------------------------------------------------------------------------------------- looks
+
+    def status(self) -> ServerStatus:
+        """The pool, and what all tenants have open."""
+        assert self._executor is not None
+        stats = self._executor.pool.stats()
+        opened = [each for tenant in self.all() for each in [*tenant.trajectories.opened(), *tenant.sandboxes.opened()]]
+        return ServerStatus(
+            containers=stats.containers,
+            slots=stats.slots,
+            free=stats.free,
+            leased=stats.leased,
+            retired=stats.retired,
+            waiting=stats.waiting,
+            trouble=stats.trouble,
+            opened=tuple(opened),
+        )
 
     def usage(self, of: Tenant | None = None) -> list[KeyUsage]:
         """What tenants have used since the server's start, by key and image; of one tenant, or of all."""

@@ -1,4 +1,4 @@
-"""`atropos top`: what runs now, in a terminal: an env by its dashboard's URL, a sandbox server by its own, or a whole pool."""
+"""`atropos top`: what runs now, in a terminal: an env by its dashboard's URL, a sandbox or executor server by its own, or a whole pool."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from atropos.api.executor.models import ServerStatus
 from atropos.cli.options import DEFAULT_JOB, Address, Job
 from atropos.cli.redraw import redrawn
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveView
@@ -60,7 +61,9 @@ Asked = Callable[[], Awaitable[Look]]
 def top(
     url: Annotated[
         str | None,
-        typer.Argument(help="an env's dashboard (as it printed it) or a sandbox server; default: the pool of --job-id"),
+        typer.Argument(
+            help="an env's dashboard (as it printed it), a sandbox server or an executor server; default: the pool of --job-id"
+        ),
     ] = None,
     token: Annotated[
         str | None, typer.Option(envvar="ATROPOS_DASHBOARD_TOKEN", help="where the URL doesn't carry it")
@@ -166,7 +169,7 @@ def _quit_key(shown: asyncio.Timeout, *, wanted: bool) -> Generator[None]:
 
 
 async def _remote(client: httpx.AsyncClient) -> Look:
-    """An env's dashboard, or a sandbox server's status.
+    """An env's dashboard, or the status of a sandbox server or executor server.
 
     Raises:
         BackendUnavailable: nobody answers there.
@@ -180,14 +183,20 @@ async def _remote(client: httpx.AsyncClient) -> Look:
             answer = await client.get("/v1/status")
             if answer.status_code == 200:
                 return _server(str(client.base_url), Status.model_validate_json(answer.content))
+        if answer.status_code == 404:
+            answer = await client.get("/status")
+            if answer.status_code == 200:
+                return _executor_server(str(client.base_url), ServerStatus.model_validate_json(answer.content))
     except httpx.TransportError as error:
         raise BackendUnavailable(f"{client.base_url} does not answer: {error or type(error).__name__}") from None
     except ValidationError as error:
         raise ConfigError(f"{client.base_url}: {error.errors()[0]['msg']}; is it of another version?") from None
     if answer.status_code == 401:
         raise ConfigError(f"{client.base_url} refuses the token")
+    if answer.status_code == 403:
+        raise ConfigError(f"{client.base_url} shows itself to admin keys alone")
     raise ConfigError(
-        f"{client.base_url} is neither the dashboard of a running env nor a sandbox server ({answer.status_code})"
+        f"{client.base_url} is neither the dashboard of a running env nor a sandbox or executor server ({answer.status_code})"
     )
 
 
@@ -195,6 +204,18 @@ def _server(name: str, status: Status) -> Look:
     return Look(
         name, LiveView(uptime_s=status.uptime_s, containers=[_container("server", status)], in_flight=_leases(status))
     )
+
+
+def _executor_server(name: str, status: ServerStatus) -> Look:
+    others = max(0, status.slots - status.leased - status.free - status.retired)
+    pool = ContainerSlots(
+        f"{status.containers} containers", status.leased, status.free, status.retired, others, ready=not status.trouble
+    )
+    opened = [
+        InFlight(f"{each.key} {each.id}", each.image or "", each.age_s, each.state, 0.0, each.calls)
+        for each in status.opened
+    ]
+    return Look(name, LiveView(containers=[pool], in_flight=opened, waiting=status.waiting, trouble=status.trouble))
 
 
 async def _pool(survey: Survey, job_id: str) -> Look:

@@ -203,8 +203,14 @@ async def test_a_server_with_keys_by_the_command_line(tmp_path: Path):
         assert (await client.get("/metrics", headers=alice)).status_code == 403
         assert (await client.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})).status_code == 200
         await client.delete(opened.headers["Location"], headers=alice)
+        opened = await client.post("/trajectories", json={"trajectory_id": "alices"}, headers=alice)
+        seen = await atropos("top", server.url, "--token", TOKEN, "--once")
+        assert "1 of 1 slots leased" in seen
+        assert "alice alices" in seen
+        assert (await client.get("/status", headers=alice)).status_code == 403
+        await client.delete(opened.headers["Location"], headers=alice)
         told = json.loads(await atropos("usage", server.url, "--token", TOKEN, "--json"))
-        assert [(row["key"], row["leases"]) for row in told["usage"]] == [("alice", 1)]
+        assert [(row["key"], row["leases"]) for row in told["usage"]] == [("alice", 2)]
     assert "alice: trajectory.open" in server.log
     assert "alice: trajectory.end" in server.log
 

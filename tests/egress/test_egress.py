@@ -71,6 +71,12 @@ def test_programs_reach_public_hosts_without_variables(direct: dict, what: str, 
     assert direct[what] == [0, output]
 
 
+@pytest.mark.parametrize("how", ["public", "direct"])
+def test_a_lease_is_told_what_it_moved(request: pytest.FixtureRequest, how: str) -> None:
+    moved, _ = request.getfixturevalue(how)["used"]
+    assert 3_300_000 + (8 << 20) < moved < 16 << 20
+
+
 def test_what_concerns_one_connection_goes_no_further_than_the_proxy(public: dict) -> None:
     assert public["hop"] == [0, "hello from files.example.org to /"]
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from atropos.errors import ConfigError, NotSupported
 from atropos.slots import Slot, SlotPool, SlotPoolConfig
+from atropos.slots.containers.share import BASE
 from atropos.tasks import workspace
 from atropos.tasks.folder import load_task
 
@@ -177,7 +178,7 @@ async def direct() -> dict:
 
 async def public(before: str = "") -> dict:
     async with slots() as pool:
-        return await run(
+        found = await run(
             pool,
             {
                 "http": GET + "http://files.example.org/path?q=1",
@@ -219,6 +220,7 @@ async def public(before: str = "") -> dict:
             },
             before,
         )
+        return found | {"used": [pool.share.usage(0)[BASE].egress_bytes, ""]}
 
 
 async def listed() -> dict:

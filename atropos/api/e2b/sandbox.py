@@ -106,7 +106,7 @@ class E2bSandbox:
             command.killing.cancel()
 
     @property
-    def state(self) -> str:
+    def state(self) -> Literal["running", "paused"]:
         """As clients filter by it."""
         return "running" if self.frozen is None else "paused"
 

@@ -17,7 +17,7 @@ from atropos.aio import set_within
 from atropos.api.accounts.account import Account
 from atropos.api.e2b.connect import Json
 from atropos.api.e2b.sandbox import E2bSandbox
-from atropos.api.executor.models import ExecutorServerSettings
+from atropos.api.executor.models import ExecutorServerSettings, Opened
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, QuotaReached, SandboxError, SlotLost
 from atropos.images.reference import ImageSource
@@ -86,6 +86,21 @@ class Sandboxes:
     def list(self) -> list[E2bSandbox]:
         """All that run or are paused."""
         return [*(one for one in list(self._open.values()) if self.find(one.id) is not None), *self._paused.values()]
+
+    def opened(self) -> list[Opened]:
+        """All that run or are paused, as an admin sees them."""
+        now = time.monotonic()
+        return [
+            Opened(
+                key=self.account.name,
+                id=each.id,
+                image=each.template,
+                state=each.state,
+                age_s=now - each.began,
+                calls=len(each.commands),
+            )
+            for each in self.list()
+        ]
 
     def find(self, sandbox_id: str) -> E2bSandbox | None:
         """A running sandbox; None: it ended, is paused, lost its slot, or never existed."""

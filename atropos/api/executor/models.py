@@ -144,6 +144,30 @@ class UsageReport(ApiMessage):
     usage: tuple[KeyUsage, ...]
 
 
+class Opened(ApiMessage):
+    """A trajectory or an E2B sandbox of a key."""
+
+    key: str
+    id: str
+    image: str | None
+    state: Literal["open", "broken", "running", "paused"]
+    age_s: float
+    calls: int = Field(description="calls or commands that run or wait")
+
+
+class ServerStatus(ApiMessage):
+    """`GET /status`: the pool, and what all keys have open."""
+
+    containers: int
+    slots: int
+    free: int
+    leased: int
+    retired: int
+    waiting: int
+    trouble: str = Field(description="why containers are not coming; empty when all is well")
+    opened: tuple[Opened, ...]
+
+
 class EndTrajectoryReply(ApiMessage):
     """`DELETE /trajectories/{id}`."""
 

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from atropos.api.accounts.account import Account
 from atropos.api.executor.images import checked_source
-from atropos.api.executor.models import CallAnswer, CallBody, ExecutorServerSettings, OpenTrajectory, TrajectoryInfo
+from atropos.api.executor.models import (
+    CallAnswer,
+    CallBody,
+    ExecutorServerSettings,
+    Opened,
+    OpenTrajectory,
+    TrajectoryInfo,
+)
 from atropos.api.http import Refusal
 from atropos.errors import (
     AcquireTimeout,
@@ -116,6 +123,7 @@ class Trajectory:
     opening: asyncio.Task[None]
     image: str | None = None
     touched: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=time.monotonic)
     calls: OrderedDict[str, OpenCall] = field(default_factory=OrderedDict[str, OpenCall])
     finished: int = 0
     broken: SandboxError | None = None
@@ -156,6 +164,21 @@ class Trajectories:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def opened(self) -> list[Opened]:
+        """All open ones, as an admin sees them."""
+        now = time.monotonic()
+        return [
+            Opened(
+                key=self._account.name,
+                id=each.id,
+                image=each.image,
+                state="open" if each.broken is None else "broken",
+                age_s=now - each.began,
+                calls=each.running,
+            )
+            for each in self._open.values()
+        ]
 
     def list(self) -> list[TrajectoryInfo]:
         """All open ones."""
