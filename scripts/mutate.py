@@ -49,11 +49,16 @@ class Mistake:
 
 def mistakes(tree: ast.AST) -> Iterator[Mistake]:
     """All that are made here, in the order of the lines."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.arg | ast.AnnAssign):
-            for part in ast.walk(node.annotation) if node.annotation is not None else ():
-                part.in_annotation = True  # type: ignore[attr-defined]
-    found = [each for node in ast.walk(tree) if not hasattr(node, "in_annotation") for each in _of(node)]
+    found: list[Mistake] = []
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        found += _of(node)
+        for name, value in ast.iter_fields(node):
+            if name not in {"annotation", "returns", "decorator_list"}:
+                pending += [
+                    each for each in (value if isinstance(value, list) else [value]) if isinstance(each, ast.AST)
+                ]
     yield from sorted(found, key=lambda each: each.line)
 
 
