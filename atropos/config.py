@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
-from atropos.errors import LimitTooLarge
+from atropos.errors import ConfigError, LimitTooLarge
 from atropos.resources import Resources
 from atropos.wire import LeaseLimits
 
@@ -125,6 +126,22 @@ class SlotSettings(BaseModel):
         gt=0,
         description="docker and local: a container without any client or lease for so long ends by itself; None: never",
     )
+    gpus: int = Field(default=0, ge=0, le=1000, description="GPUs of a container, which leases ask for (docs/gpu.md)")
+    gpu_devices: HostNames = Field(
+        default=("nvidia.com/gpu",),
+        description="CDI devices that these are: KIND=NAME, or KIND for those that the machine has of it",
+    )
+    gpu_type: str | None = Field(
+        default=None,
+        min_length=1,
+        description="what they are, as tasks name it: H100; None: no lease may ask for a type",
+    )
+    slots_per_gpu: int = Field(
+        default=1, ge=1, le=1000, description="leases that share a GPU's time, and its memory without any isolation"
+    )
+    cdi_folders: tuple[WholePath, ...] = Field(
+        default=("/etc/cdi", "/var/run/cdi"), min_length=1, description="where the machine's CDI specifications are"
+    )
     require_sandbox: bool = Field(default=False, description="refuse containers that lack any isolation feature")
     require_stateful_sandbox: bool = Field(default=False, description="refuse containers without lasting sessions")
 
@@ -139,7 +156,7 @@ class SandboxSettings(SlotSettings):
 
     def limits_of(self, lease: LeaseLimits) -> SlotLimits:
         """What a slot of this lease may use."""
-        return self.limits.model_copy(update=lease.model_dump(exclude_none=True))
+        return self.limits.model_copy(update=lease.model_dump(exclude_none=True, exclude={"gpus", "gpu_types"}))
 
     @property
     def slot_room(self) -> Resources:
@@ -149,18 +166,28 @@ class SandboxSettings(SlotSettings):
         """
         return Resources(memory_mib=self.limits.memory_mib, pids=self.limits.pids)
 
+    @property
+    def devices(self) -> Resources:
+        """What a container has beside the room of its slots."""
+        return Resources(gpus=self.gpus * self.slots_per_gpu)
+
     def room(self, limits: LeaseLimits | None) -> Resources:
         """What a lease takes of its container: of nothing less than a slot, so that what fits by room fits by slots."""
         if limits is None:
             return self.slot_room
-        return self.slot_room.most(Resources(memory_mib=limits.memory_mib or 0, pids=limits.pids or 0))
+        return self.slot_room.most(
+            Resources(memory_mib=limits.memory_mib or 0, pids=limits.pids or 0, gpus=limits.gpus or 0)
+        )
 
     def check_room(self, limits: LeaseLimits, slots: int) -> None:
         """Compare what a lease asks for with a whole container.
 
         Raises:
             LimitTooLarge: no container of this many slots has that.
+            ConfigError: nor GPUs of such a type.
         """
+        if refused := self.gpu_refusal(limits.gpus or 0, limits.gpu_types):
+            raise ConfigError(f"limits.{refused}")
         slot, whole = self.limits, self.slot_room * slots
         largest = {
             "memory_mib": (whole.memory_mib, f"{slots} slots of {slot.memory_mib}"),
@@ -174,6 +201,17 @@ class SandboxSettings(SlotSettings):
             asked = getattr(limits, name)
             if asked is not None and asked > most:
                 raise LimitTooLarge(name, asked, most, why)
+
+    def gpu_refusal(self, gpus: int, types: Sequence[str]) -> str:
+        """Why no lease can have so many GPUs of one of these types (empty: any), as `field: reason; cure`; empty: it can."""
+        most = self.gpus if self.slots_per_gpu == 1 else min(self.gpus, 1)
+        if gpus > most:
+            shared = ", and a lease one, since slots_per_gpu has leases share it" if most < self.gpus else ""
+            return f"gpus: {gpus} wanted, a container has {self.gpus}{shared}; set gpus (docs/gpu.md)"
+        if not gpus or not types or (self.gpu_type or "").casefold() in {each.casefold() for each in types}:
+            return ""
+        has = "they are not said to be any" if self.gpu_type is None else f"they are {self.gpu_type}"
+        return f"gpu_types: {' or '.join(types)} wanted, {has}; set gpu_type"
 
 
 class ServerConfig(SandboxSettings):

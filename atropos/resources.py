@@ -11,16 +11,18 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Amounts of memory, files, processes and cores; what isn't named is none. A GPU or another device would be a field here.
+    """Amounts of memory, files, processes, cores and GPUs; what isn't named is none.
 
     Attributes:
         pids: processes and threads.
+        gpus: GPUs, or shares of them where slots share one.
     """
 
     memory_mib: int = 0
     disk_mib: int = 0
     pids: int = 0
     cpus: float = 0
+    gpus: int = 0
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
@@ -31,11 +33,12 @@ class Resources:
             amount(self.disk_mib, other.disk_mib),
             amount(self.pids, other.pids),
             amount(self.cpus, other.cpus),
+            amount(self.gpus, other.gpus),
         )
 
     @property
     def _amounts(self) -> tuple[float, ...]:
-        return self.memory_mib, self.disk_mib, self.pids, self.cpus
+        return self.memory_mib, self.disk_mib, self.pids, self.cpus, self.gpus
 
     def __add__(self, other: Resources) -> Resources:
         return self._each(operator.add, other)
@@ -45,10 +48,18 @@ class Resources:
         return self._each(_less, other)
 
     def __mul__(self, times: int) -> Resources:
-        return Resources(self.memory_mib * times, self.disk_mib * times, self.pids * times, self.cpus * times)
+        return Resources(
+            self.memory_mib * times, self.disk_mib * times, self.pids * times, self.cpus * times, self.gpus * times
+        )
 
     def __floordiv__(self, shares: int) -> Resources:
-        return Resources(self.memory_mib // shares, self.disk_mib // shares, self.pids // shares, self.cpus / shares)
+        return Resources(
+            self.memory_mib // shares,
+            self.disk_mib // shares,
+            self.pids // shares,
+            self.cpus / shares,
+            self.gpus // shares,
+        )
 
     def __bool__(self) -> bool:
         return any(self._amounts)
@@ -60,6 +71,7 @@ class Resources:
             and self.pids <= room.pids
             and self.disk_mib <= room.disk_mib
             and self.cpus <= room.cpus
+            and self.gpus <= room.gpus
         )
 
     def most(self, *others: Resources) -> Resources:
@@ -90,6 +102,7 @@ class Resources:
             f"{self.disk_mib} MiB of files": self.disk_mib,
             f"{self.pids} processes": self.pids,
             f"{self.cpus:g} cores": self.cpus,
+            f"{self.gpus} GPU{'s' * (self.gpus > 1)}": self.gpus,
         }
         return ", ".join(text for text, amount in texts.items() if amount) or "nothing"
 

@@ -140,6 +140,24 @@ variable "image_volume" {
   default     = ""
 }
 
+variable "gpus" {
+  description = "GPUs of a container, by the client's device plug-in."
+  type        = number
+  default     = 0
+}
+
+variable "gpu_device" {
+  description = "What the plug-in calls them: a type, vendor/type, or vendor/type/model."
+  type        = string
+  default     = "nvidia/gpu"
+}
+
+variable "cdi_volume" {
+  description = "A host volume of the clients with their CDI specifications, such as /etc/cdi; only with gpus."
+  type        = string
+  default     = "cdi"
+}
+
 variable "constraints" {
   description = "Further placement constraints: [{attribute = \"$${node.class}\", operator = \"=\", value = \"sandbox\"}]."
   type        = list(object({ attribute = string, operator = string, value = string }))
@@ -239,6 +257,16 @@ job "sandbox" {
       }
     }
 
+    dynamic "volume" {
+      for_each = var.gpus > 0 ? [var.cdi_volume] : []
+      labels   = ["cdi"]
+      content {
+        type      = "host"
+        source    = volume.value
+        read_only = true
+      }
+    }
+
     task "server" {
       driver       = "docker"
       kill_signal  = "SIGTERM"
@@ -273,6 +301,16 @@ job "sandbox" {
         }
       }
 
+      # The device plug-in puts the GPUs in; by these files the server gives each slot its own.
+      dynamic "volume_mount" {
+        for_each = var.gpus > 0 ? ["/etc/cdi"] : []
+        content {
+          volume      = "cdi"
+          destination = volume_mount.value
+          read_only   = true
+        }
+      }
+
       # The bearer token: `nomad var put nomad/jobs/<job_id> token=...`, or the backend makes it.
       template {
         data        = "{{ with nomadVar \"nomad/jobs/${var.job_id}\" }}{{ .token }}{{ end }}"
@@ -297,6 +335,14 @@ job "sandbox" {
       resources {
         cpu    = var.cpu_mhz
         memory = var.memory_mib > 0 ? var.memory_mib : 256 + var.slots * var.slot_memory_mib
+
+        dynamic "device" {
+          for_each = var.gpus > 0 ? [var.gpu_device] : []
+          labels   = [device.value]
+          content {
+            count = var.gpus
+          }
+        }
       }
     }
   }

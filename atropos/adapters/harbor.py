@@ -79,6 +79,7 @@ class AtroposEnvironment(BaseEnvironment):
     @override
     def capabilities(self) -> EnvironmentCapabilities:
         return EnvironmentCapabilities(
+            gpus=self._config.gpus > 0,
             disable_internet=True,
             network_allowlist=True,
             network_allowlist_hostnames=True,
@@ -163,6 +164,8 @@ class AtroposEnvironment(BaseEnvironment):
             memory_mb=self._effective_memory_mb,
             storage_mb=self._effective_storage_mb,
             build_timeout_sec=LONGEST_BUILD_S,
+            gpus=self._effective_gpus,
+            gpu_types=tuple(wants.gpu_types or ()),
         )
         service = read_compose(folder)
         section = machines.with_compose(service, section)
@@ -191,7 +194,8 @@ class AtroposEnvironment(BaseEnvironment):
         memory = memory if memory != OLD_MEMORY_MB else 0
         room = max(memory, slot.memory_mib)
         files = min(storage, room) if storage != OLD_STORAGE_MB and self._config.volume == "memory" else 0
-        return Room(slot.resources).beyond(Resources(memory_mib=memory, disk_mib=files, cpus=wants.cpus or 0))
+        wanted = Resources(memory_mib=memory, disk_mib=files, cpus=wants.cpus or 0, gpus=wants.wanted_gpus)
+        return Room(slot.resources).beyond(wanted, wants.gpu_types)
 
     @override
     async def _apply_network_policy(self, network_policy: NetworkPolicy) -> None:

@@ -61,8 +61,7 @@ class AtroposProvider:
         Raises:
             SandboxCreateError: there is none, or the spec asks for what a slot can't have.
         """
-        self._check(spec)
-        request = self._request if spec.image is None else self._request.model_copy(update={"image": spec.image})
+        request = self._requested(spec)
         try:
             async with asyncio.timeout(spec.ready_timeout_s):
                 with infrastructure(SandboxCreateError):
@@ -85,12 +84,15 @@ class AtroposProvider:
             raise
         return handle
 
-    def _check(self, spec: SandboxSpec) -> None:
-        """Refuse what a slot can't have."""
+    def _requested(self, spec: SandboxSpec) -> SlotRequest:
+        """The slot for a spec; what it can't have is refused."""
         resources = cast("SandboxResources", spec.resources)
-        refused = self._request.refusal(resources.memory_mib, (resources.disk_gib or 0) * 1024, gpu=bool(resources.gpu))
+        request = self._request if spec.image is None else self._request.model_copy(update={"image": spec.image})
+        request = request.with_gpus(resources.gpu or 0)
+        refused = request.refusal(resources.memory_mib, (resources.disk_gib or 0) * 1024)
         if refused is not None:
             raise SandboxCreateError(f"resources: {refused}")
+        return request
 
     async def exec(
         self,

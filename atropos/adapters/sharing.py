@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.event_loop import event_loop
-from atropos.slots import ExecResult, PortForward, Slot, SlotPool, SlotPoolConfig
+from atropos.slots import ExecResult, LeaseLimits, PortForward, Slot, SlotPool, SlotPoolConfig
 
 WAIT_FOR_SLOT_S = 3600.0
 """How long an environment waits for a slot, where `acquire_timeout_s` doesn't say."""
@@ -101,6 +101,8 @@ class SlotRequest(BaseModel):
         image: root file system: `python:3.12-slim`, `oci-archive:FILE` …; None: the pool's base.
         user: who commands run as and files belong to where the host names nobody; None: the image's user, else root.
         network: whether commands have (filtered) egress.
+        gpus: GPUs of the slot's own (docs/gpu.md).
+        gpu_types: what these may be; empty: anything.
         pool: settings of `SlotPoolConfig`; an environment waits an hour for a slot, and a command has a day and 10 MiB of
             output, unless these say otherwise.
     """
@@ -110,6 +112,8 @@ class SlotRequest(BaseModel):
     image: str | None = None
     user: str | None = None
     network: bool = False
+    gpus: int = Field(default=0, ge=0)
+    gpu_types: tuple[str, ...] = ()
     pool: dict[str, object] = Field(default_factory=dict)
 
     @field_validator("pool")
@@ -122,11 +126,16 @@ class SlotRequest(BaseModel):
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
 
-    def refusal(self, memory_mib: float | None, disk_mib: float | None, *, gpu: bool = False) -> str | None:
+    def with_gpus(self, gpus: int, types: Sequence[str] = ()) -> Self:
+        """The same with GPUs that a task asks for, if it does."""
+        return self.model_copy(update={"gpus": gpus, "gpu_types": tuple(types)}) if gpus else self
+
+    def refusal(self, memory_mib: float | None, disk_mib: float | None) -> str | None:
         """Why a slot can't meet a task's requests, naming the setting; None: it can."""
-        limits = SlotLimits.model_validate(self.pool.get("limits", {}))
-        if gpu:
-            return "gpu: slots have none"
+        config = SlotPoolConfig(**self.pool)
+        limits = config.limits
+        if refused := config.gpu_refusal(self.gpus, self.gpu_types):
+            return f"gpu: {refused}, in pool"
         if (memory_mib or 0) > limits.memory_mib:
             return f"memory ({memory_mib:g} MiB): a slot has {limits.memory_mib}; raise pool.limits.memory_mib"
         if (disk_mib or 0) > limits.disk_mib:
@@ -174,7 +183,8 @@ class HeldSlot:
         async with AsyncExitStack() as undo:
             pool = await shared.enter()
             undo.push_async_callback(shared.leave)
-            slot = await pool.acquire(name, image=request.image, network=request.network)
+            limits = LeaseLimits(gpus=request.gpus, gpu_types=request.gpu_types) if request.gpus else None
+            slot = await pool.acquire(name, image=request.image, network=request.network, limits=limits)
             undo.push_async_callback(slot.release)
             image = slot.image
             folder = "/workspace" if image is None else image.workdir or "/"

@@ -18,6 +18,7 @@ from typing_extensions import override
 from verifiers.v1.configs.runtime import parse_network_rule
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import DockerConfig, ProgramResult, Runtime, RuntimeProcess
+from verifiers.v1.runtimes.base import parse_gpu
 from verifiers.v1.runtimes.docker import DockerRuntimeInfo
 from verifiers.v1.utils.compile import resolve_runtime_config
 
@@ -108,7 +109,9 @@ class AtroposRuntime(Runtime):
             config = resolve_runtime_config(config, task)
             self.env = dict(task.runtime_env())
         assert isinstance(config, DockerConfig)
-        if (refused := request.refusal(_mib(config.memory), _mib(config.disk), gpu=bool(config.gpu))) is not None:
+        kind, gpus = parse_gpu(config.gpu)
+        request = request.with_gpus(gpus, [] if kind is None else [kind])
+        if (refused := request.refusal(_mib(config.memory), _mib(config.disk))) is not None:
             raise ValueError(refused)
         if config.block and config.allow:
             raise ValueError(

@@ -448,6 +448,7 @@ def _room(config: TaskEnvConfig) -> Room:
         network=config.allow_network,
         egress=tuple(config.egress_allow),
         most_mib=(pool.slot_room * pool.slots_per_container).memory_mib,
+        gpu_refusal=pool.gpu_refusal,
     )
 
 

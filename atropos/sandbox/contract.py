@@ -116,6 +116,14 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def add_gpus(self, gpus: Sequence[int]) -> None:
+        """Before the first operation, once the root is its last, add GPUs of the server, by their numbers.
+
+        Raises:
+            RootUnchanged: it failed; the sandbox must be stopped.
+        """
+        ...
+
     async def stop(self) -> Stopped:
         """Kill everything in it, confirm, detach its mounts, remove its cgroups. Bounded in time.
 
@@ -152,7 +160,14 @@ class Host(Protocol):
         ...
 
     async def view(
-        self, of: Sandbox, name: str, layers: Sequence[Layer], base: str | None, folders: ViewFolders
+        self,
+        of: Sandbox,
+        name: str,
+        layers: Sequence[Layer],
+        base: str | None,
+        folders: ViewFolders,
+        *,
+        gpus: Sequence[int] = (),
     ) -> tuple[Sandbox, ViewInfo]:
         """Start a sandbox beside one that runs: in its network, on a root of its own, and with some of its folders.
 
@@ -165,6 +180,7 @@ class Host(Protocol):
             layers: the layers of its root, topmost first.
             base: the lowest one.
             folders: what is shown.
+            gpus: numbers of the GPUs that it has too.
 
         Returns:
             The sandbox, and what it shows.

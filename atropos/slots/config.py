@@ -178,6 +178,18 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
                     )
         return self
 
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Self:
+        most = BACKEND_SETTINGS.get(self.backend, BackendSettings).gpu_containers
+        if self.gpus and most is not None:
+            if "max_containers" not in self.model_fields_set and self.min_containers <= most:
+                object.__setattr__(self, "max_containers", most)  # a frozen model takes no other way
+            if self.max_containers > most:
+                raise ValueError(
+                    f"max_containers: of backend {self.backend!r}, {most} can have GPUs; set it to that, and slots_per_container higher"
+                )
+        return self
+
     def of(self, kind: type[S]) -> S:
         """These settings as a backend's own; its defaults where it came after `atropos.slots` was imported."""
         return self if isinstance(self, kind) else kind()

@@ -28,11 +28,13 @@ class BackendSettings(BaseModel):
 
     Attributes:
         takes_image: whether its containers have an image, which the pool's `image` names.
+        gpu_containers: how many containers can have GPUs: those of one machine would all have the same; None: as many as there are.
         never_ignored: fields that a pool of another backend refuses, since it would be less safe than they promise.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     takes_image: ClassVar[bool] = True
+    gpu_containers: ClassVar[int | None] = None
     never_ignored: ClassVar[tuple[str, ...]] = ()
 
 

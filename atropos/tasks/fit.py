@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from atropos.config import SandboxSettings
 from atropos.errors import ConfigError
 from atropos.net import egress_policy
 from atropos.net.egress_policy import WEB_PORTS, EgressRefused, Rule, parse
@@ -30,6 +31,7 @@ class Room:
     Attributes:
         slot: of a plain slot; no cores: a share of the machine's.
         most_mib: memory of the largest lease, a whole container's; None: a slot's.
+        gpu_refusal: of the pool's settings.
         volume: where its files live; in memory they count against that.
         network: whether programs have egress at all.
         egress: hosts that they may reach.
@@ -40,19 +42,22 @@ class Room:
     network: bool = True
     egress: tuple[str, ...] = ("public",)
     most_mib: int | None = None
+    gpu_refusal: Callable[[int, Sequence[str]], str] = SandboxSettings().gpu_refusal
 
     @property
     def most(self) -> int:
         """Memory of the largest lease, in MiB."""
         return self.most_mib or self.slot.memory_mib
 
-    def beyond(self, wanted: Resources) -> LeaseLimits | None:
-        """What a lease asks for that wants so much; None: a plain slot has it."""
+    def beyond(self, wanted: Resources, gpu_types: Sequence[str] = ()) -> LeaseLimits | None:
+        """What a lease asks for that wants so much, and GPUs of one of these types; None: a plain slot has it."""
         slot = self.slot
         found = LeaseLimits(
             memory_mib=wanted.memory_mib if wanted.memory_mib > slot.memory_mib else None,
             disk_mib=wanted.disk_mib if wanted.disk_mib > slot.disk_mib else None,
             cpu_quota=wanted.cpus if wanted.cpus > (slot.cpus or 1) else None,
+            gpus=wanted.gpus or None,
+            gpu_types=tuple(gpu_types) if wanted.gpus else (),
         )
         return None if found == LeaseLimits() else found
 
@@ -94,9 +99,12 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
         policy: what becomes of sizes that don't fit.
     """
     sizes = _Sizes(room, policy)
-    limits = room.beyond(sizes.wanted(task, "environment"))
+    limits = room.beyond(sizes.wanted(task, "environment"), task.config.environment.gpu_types)
     refused, clamped, notes = sizes.refused, sizes.clamped, list[str]()
-    verifier = room.beyond(NOTHING.most(*(sizes.wanted(one, "verifier.environment") for one in task.verifiers)))
+    verifier = room.beyond(
+        NOTHING.most(*(sizes.wanted(one, "verifier.environment") for one in task.verifiers)),
+        sorted({each for one in task.verifiers for each in one.config.environment.gpu_types}),
+    )
     for one in (task, *task.verifiers):
         image = one.image
         if image is not None and any(fnmatch.fnmatch(image, pattern) for pattern in images):
@@ -124,7 +132,7 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
 
 @dataclass
 class _Sizes:
-    """Memory, files and cores of one task, and what became of its wishes."""
+    """Memory, files, cores and GPUs of one task, and what became of its wishes."""
 
     room: Room
     policy: Policy
@@ -144,7 +152,9 @@ class _Sizes:
             memory = room.slot.memory_mib if written_out else room.most
         own = 0 if written_out else memory
         files, needed = self._files(storage, own, memory, table, old=old and storage == OLD_STORAGE_MB)
-        return Resources(memory_mib=max(memory, needed), disk_mib=files, cpus=wants.cpus or 0)
+        if refused := room.gpu_refusal(wants.wanted_gpus, wants.gpu_types):
+            self.refused.append(f"{table}.{refused}")
+        return Resources(memory_mib=max(memory, needed), disk_mib=files, cpus=wants.cpus or 0, gpus=wants.wanted_gpus)
 
     def _files(self, storage: int, own: int, memory: int, table: str, *, old: bool) -> tuple[int, int]:
         """Room for files, and the memory of a lease that has it beside what programs have of their own.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
-from pydantic import Field, Json
+from pydantic import Field, Json, model_validator
 
 from atropos.resources import Resources
 from atropos.wire.base import VERSION, ChosenId, WireMessage
@@ -22,6 +22,14 @@ class LeaseLimits(WireMessage):
     disk_mib: int | None = Field(default=None, ge=8, le=1 << 30)
     inodes: int | None = Field(default=None, ge=1000)
     wall_s: float | None = Field(default=None, gt=0)
+    gpus: int | None = Field(default=None, ge=1, le=1000)
+    gpu_types: tuple[str, ...] = Field(default=(), max_length=64, description="any of these will do; empty: every type")
+
+    @model_validator(mode="after")
+    def _check_types(self) -> LeaseLimits:
+        if self.gpu_types and self.gpus is None:
+            raise ValueError("gpu_types: say in gpus how many of them")
+        return self
 
 
 class LeaseRequest(WireMessage):

@@ -46,6 +46,11 @@ ELSEWHERE = {
     "unattended_s": "unit/server/test_serve.py"
     "::test_a_server_whose_clients_were_killed_ends_by_itself_and_one_in_use_does_not",
     "idle_container_s": "unit/pool/test_pool.py::test_demand_opens_containers_up_to_the_maximum_and_idleness_closes_them",
+    "gpus": "e2e/test_gpus.py::test_what_no_container_has_is_refused_at_once_by_name",
+    "gpu_devices": "e2e/test_gpus.py::test_each_lease_has_its_own_gpu_with_library_and_variables_and_others_have_none",
+    "gpu_type": "e2e/test_gpus.py::test_what_no_container_has_is_refused_at_once_by_name",
+    "slots_per_gpu": "e2e/test_gpus.py::test_shared_gpus_have_as_many_leases_as_they_are_said_to",
+    "cdi_folders": "e2e/test_gpus.py::test_each_lease_has_its_own_gpu_with_library_and_variables_and_others_have_none",
     "travel_mib": "unit/pool/test_pool.py::test_a_fork_that_may_not_travel_waits_for_the_container_of_its_snapshot",
     "bases": "unit/pool/test_pool.py::test_unknown_bases_and_networks_are_the_programmers_mistake",
     "reconnect_s": "truths/test_truth_02_a_call_runs_at_most_once.py",

@@ -14,6 +14,7 @@ from atropos.errors import ConfigError, IsolationUnavailable, NotSupported
 from atropos.sandbox.boot.root_phase import Entered
 from atropos.sandbox.contract import Layer, Sandbox
 from atropos.sandbox.host import egress_supervisor, kernel_bounds
+from atropos.sandbox.host.cdi import find
 from atropos.sandbox.host.files import added, skeleton, sysfs, volumes
 from atropos.sandbox.host.files.disk_cells import DiskCells
 from atropos.sandbox.host.files.root_changer import RootChanger
@@ -55,10 +56,11 @@ class HostState:
         ceilings: a folder for what each slot reads of its ceiling of CPU time.
         bwrap: path of bubblewrap.
         gateway: a family of addresses (`gateway.usable_family`); None: slots reach hosts by their proxy's variables alone.
+        gpus: what a slot gets with each.
 
     Raises:
         IsolationUnavailable: this machine can't make slots; the message says what to change.
-        ConfigError: a base is not there; or a slot is larger than the machine.
+        ConfigError: a base is not there, or GPUs are not; or a slot is larger than the machine.
     """
 
     def __init__(self, config: ServerConfig, entered: Entered, prestarted: prestart.Prestarted) -> None:
@@ -84,6 +86,7 @@ class HostState:
             empty_file=f"{self.scratch}/runtime/{runtime.EMPTY}",
             empty_folder=f"{self.scratch}/empty",
         )
+        self.gpus = find(config.cdi_folders, config.gpu_devices, config.gpus) if config.gpus else []
         self.ceilings = f"{self.scratch}/ceilings"
         self.bwrap = shutil.which("bwrap") or ""
         self.cells = DiskCells(config, entered)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import math
 import os
 import signal
@@ -18,6 +19,7 @@ from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxErr
 from atropos.sandbox.contract import Layer, RootUnchanged, Stopped
 from atropos.sandbox.host import egress_supervisor
 from atropos.sandbox.host.files import skeleton, views, volumes
+from atropos.sandbox.host.gpus import SlotGpus
 from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.host.limit_watch import LimitWatch
 from atropos.sandbox.host.process.spawner_client import pidfd_of
@@ -25,7 +27,18 @@ from atropos.sandbox.host.runner_link import RunnerLink
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.linux import host_limits, memory_files, slot_cgroup, stopped_children
 from atropos.slot_python import INSIDE
-from atropos.wire import Done, Exec, ImageInfo, Operation, OpError, OpResult, SetNetwork, StartOperation, ViewFolders
+from atropos.wire import (
+    CommandResult,
+    Done,
+    Exec,
+    ImageInfo,
+    Operation,
+    OpError,
+    OpResult,
+    SetNetwork,
+    StartOperation,
+    ViewFolders,
+)
 
 if TYPE_CHECKING:
     from atropos.sandbox.contract import OnResult
@@ -62,6 +75,7 @@ class SlotSandbox:
         self._joined = joins is not None
         self._base: str | None = None
         self._image: ImageInfo | None = None
+        self._gpus: SlotGpus | None = None
         self._root: dict[str, str] = {}
         """What programs of the image's root have beneath the image's own variables."""
         self.limits = limits
@@ -147,6 +161,8 @@ class SlotSandbox:
             if arguments["user"]:  # whose own home the runner knows
                 below = {name: value for name, value in below.items() if name != "HOME"}
             arguments["env"] = below | self._image.env | arguments["env"]
+        if isinstance(operation, StartOperation) and self._gpus is not None:
+            arguments["env"] = self._gpus.env | arguments["env"]
         return arguments
 
     def _change_network(self, hosts: tuple[str, ...] | None, done: OnResult) -> None:
@@ -316,6 +332,22 @@ class SlotSandbox:
         self._base = base
         self._image, self._root = root.image, root.root
 
+    async def add_gpus(self, gpus: Sequence[int]) -> None:
+        """Add GPUs; see `contract.Sandbox.add_gpus`."""
+        if self._init_fd < 0 or self.died.done():
+            raise SlotLost(f"slot {self.name} is gone: {self._why()}")
+        self._gpus = SlotGpus(self._host.gpus[number] for number in gpus)
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                await self._gpus.mount(self._host.roots, self._init_fd)
+        except (OSError, TimeoutError) as error:
+            if error.errno == errno.EROFS:
+                raise NotSupported(f"gpus: this root can't hold what they need: {error}; lease an image") from error
+            raise RootUnchanged(f"slot {self.name}: no GPU: {error or type(error).__name__}") from error
+        done = await self.run("gpus", self._gpus.make_links())
+        if not isinstance(done, CommandResult) or done.exit_code:
+            raise NotSupported(f"gpus: their libraries could not be made known in this root: {done}")
+
     def view_of(self, folders: ViewFolders, layers: Sequence[Layer], base: str | None) -> views.View:
         """Its folders for a view to show that stands on layers and a base."""
         own, root = self._host.base(self._base), self._host.base(base)
@@ -423,6 +455,8 @@ class SlotSandbox:
         if self._init_fd >= 0:
             os.close(self._init_fd)
         self._init_fd = -1
+        if self._gpus is not None:
+            self._gpus.leave(self.upper)
         return problem
 
     async def _remove_cgroup(self) -> str:

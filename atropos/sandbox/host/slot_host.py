@@ -101,7 +101,14 @@ class SlotHost:
         return sandbox
 
     async def view(
-        self, of: Sandbox, name: str, layers: Sequence[Layer], base: str | None, folders: ViewFolders
+        self,
+        of: Sandbox,
+        name: str,
+        layers: Sequence[Layer],
+        base: str | None,
+        folders: ViewFolders,
+        *,
+        gpus: Sequence[int] = (),
     ) -> tuple[SlotSandbox, ViewInfo]:
         """Start a view of a slot; see `contract.Host.view`."""
         assert isinstance(of, SlotSandbox)
@@ -109,6 +116,8 @@ class SlotHost:
         try:
             view = of.view_of(folders, layers, base)
             await sandbox.change_root(layers, base, view=view)
+            if gpus:
+                await sandbox.add_gpus(gpus)
         except BaseException:
             await asyncio.shield(sandbox.stop())
             raise

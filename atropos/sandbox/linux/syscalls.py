@@ -29,6 +29,7 @@ PR_CAP_AMBIENT_RAISE, PR_CAP_AMBIENT_CLEAR_ALL = 2, 4
 KEYCTL_JOIN_SESSION_KEYRING = 1
 _CAP_VERSION_3 = 0x2008_0522
 _KEYCTL = {"x86_64": 250, "aarch64": 219}
+_AT_FDCWD = -100
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 # <linux/capability.h>
 CAPABILITIES = {
@@ -91,19 +92,29 @@ def remount_read_only(path: str, more: int = 0) -> None:
 
 def idmapped_mount(path: str, namespace: int) -> None:
     """Mount a folder over itself with owners mapped by a user namespace (Linux 5.12, and support of the file system)."""
-    open_tree, move_mount, mount_setattr = 428, 429, 442
-    at_fdcwd, clone, empty_path, idmap = -100, 1 | os.O_CLOEXEC, 0x1000, 0x0010_0000
-    name = os.fsencode(path)
-    tree = _check(libc.syscall(open_tree, at_fdcwd, name, clone), f"open_tree {path}")
+    mount_setattr, empty_path, idmap = 442, 0x1000, 0x0010_0000
+    tree = detached_mount(path)
     try:
         attributes = (ctypes.c_uint64 * 4)(idmap, 0, 0, namespace)
         _check(
             libc.syscall(mount_setattr, tree, b"", empty_path, attributes, ctypes.sizeof(attributes)),
             f"idmapped mount of {path}",
         )
-        _check(libc.syscall(move_mount, tree, b"", at_fdcwd, name, 4), f"move_mount {path}")
+        attach_mount(tree, path)
     finally:
         os.close(tree)
+
+
+def detached_mount(path: str) -> int:
+    """A mount of a file or folder, with those below it, that is nowhere yet; a descriptor of it (Linux 5.2)."""
+    open_tree, clone, recursive = 428, 1 | os.O_CLOEXEC, 0x8000
+    return _check(libc.syscall(open_tree, _AT_FDCWD, os.fsencode(path), clone | recursive), f"open_tree {path}")
+
+
+def attach_mount(tree: int, path: str) -> None:
+    """Mount what `detached_mount` gave on a path of this mount namespace, which may be another one than its own."""
+    move_mount, empty_path = 429, 4
+    _check(libc.syscall(move_mount, tree, b"", _AT_FDCWD, os.fsencode(path), empty_path), f"move_mount {path}")
 
 
 def open_in_root(root: int, path: str) -> int:
@@ -119,6 +130,12 @@ def open_in_root(root: int, path: str) -> int:
         fd: int = libc.syscall(openat2, root, name, how, ctypes.sizeof(how))
         if fd >= 0 or ctypes.get_errno() != errno.EAGAIN:  # a folder was moved meanwhile
             return _check(fd, f"open {path}")
+
+
+def own_files_as_root() -> None:
+    """Have what the calling thread creates belong to uid and gid 0 of this user namespace."""
+    libc.setfsgid(0)
+    libc.setfsuid(0)
 
 
 def umount(target: str | bytes) -> None:

@@ -62,6 +62,15 @@ class ContainerSpec:
         return whole if self.memory_mib is None else replace(whole, memory_mib=self.memory_mib)
 
     @property
+    def gpu_names(self) -> list[str]:
+        """The container's GPUs as an engine is asked for them; those of a kind are numbered, as nvidia-ctk does."""
+        server = self.server
+        names = [
+            name if "=" in name else f"{name}={number}" for name in server.gpu_devices for number in range(server.gpus)
+        ]
+        return list(dict.fromkeys(names))[: server.gpus]
+
+    @property
     def stop_s(self) -> float:
         """How long a container may take to end after it is asked to, in seconds."""
         return self.server.drain_s + STOP_MARGIN_S

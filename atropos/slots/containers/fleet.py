@@ -4,9 +4,10 @@ Acquires of one share are served in the order in which they came. Between shares
 weight goes first, so that each gets its part of a full pool however many of another's wait, and for however long that one
 keeps what it gets.
 
-Room is what leases take of a container: each a slot's, a large one more (`SandboxSettings.room`). A large lease that fits
-nowhere has one container kept for it: what comes free there waits for it, while those behind it go on
-in the others. So it is passed only by leases that could not have helped it, and for as long as that container's leases last.
+Room is what leases take of a container: each a slot's, a large one more (`SandboxSettings.room`). A large lease, or one with
+GPUs, that fits nowhere has one container kept for it: what it needs of what is or comes free there waits for it, while those
+behind it go on in the rest and in the others. So it is passed only by leases that could not have helped it, and for as long
+as that container's leases last.
 
 Counts are what this pool knows: its own leases exactly, other clients' by the containers' answers. A container that
 refuses (409) corrects its count; a count can therefore be wrong for a moment, and never gives a slot to two, since the
@@ -68,7 +69,7 @@ class Seat:
 
     def has_room(self, room: Resources) -> bool:
         """Whether a lease that takes so much may go here now: what is kept for a large one is no room."""
-        return self.kept_for is None and room.fits(self.free)
+        return room.fits(self.free if self.kept_for is None else self.free - self.kept_for.room)
 
     def can_hold(self, room: Resources) -> bool:
         """Whether a lease that takes so much fits here once all others have ended."""
@@ -145,10 +146,12 @@ class Fleet:
         waiting_room: what these ask for.
         unprepared_room: what acquires ask for that are not in line yet, for want of their image.
         slot_room: what a lease of a slot's own size takes.
+        devices: what each container has beside the room of its slots.
     """
 
     slot_room: Resources
     share: Share = field(default_factory=Share)
+    devices: Resources = NOTHING
     expected: set[Seat] = field(default_factory=set[Seat])
     seats: dict[str, Seat] = field(default_factory=dict[str, Seat])
     ready: int = 0
@@ -197,7 +200,7 @@ class Fleet:
         self.seats[seat.key] = seat
         self.expected.add(seat)
         seat.slots = slots
-        seat.capacity = self.slot_room * slots
+        seat.capacity = self.slot_room * slots + self.devices
         seat.idle_since = now
         seat.open = True
         self.ready += 1
@@ -318,13 +321,17 @@ class Fleet:
                 heapq.heappop(self._lines[ticket.share])
                 unplaced.append(ticket)  # no container can be kept for it now, which is no reason for others to wait
                 continue
-            if seat.kept_for is not None:
-                self._put_back(seat)
             pinned = self._first_pinned(seat)
-            if pinned is not None and pinned.rank < ticket.rank:
+            if (
+                pinned is not None
+                and pinned.rank < ticket.rank
+                and (seat.kept_for is None or seat.has_room(pinned.room))
+            ):
                 ticket = pinned
             else:
                 heapq.heappop(self._lines[ticket.share])
+            if seat.kept_for is not None and not seat.has_room(ticket.room):
+                self._put_back(seat)
             if ticket.room.fits(seat.free):
                 yield self._reserve(ticket, seat)
             else:
@@ -332,11 +339,13 @@ class Fleet:
         for ticket in unplaced:
             self._put_in_line(ticket)
         for seat in [seat for seat in self._pinned if seat.free]:
-            while seat.kept_for is None and seat.free and (ticket := self._first_pinned(seat, before)) is not None:
-                if ticket.room.fits(seat.free):
+            while seat.free and (ticket := self._first_pinned(seat, before)) is not None:
+                if seat.has_room(ticket.room):
                     yield self._reserve(ticket, seat)
-                else:
+                elif seat.kept_for is None:
                     self._keep(seat, ticket)
+                else:
+                    break
 
     def _room_for_kept(self, ticket: Ticket, seat: Seat) -> Seat | None:
         """Where a large one for whom `seat` is kept has room by now: there, or in another container that got some."""

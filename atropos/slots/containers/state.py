@@ -32,7 +32,7 @@ class SharedState:
         self.config = config
         self.backend = backend
         self.phase: Phase = "new"
-        self.fleet = Fleet(config.slot_room)
+        self.fleet = Fleet(config.slot_room, devices=config.devices)
         self.counters = Counters()
         self.tasks = Tasks("pool")
         self.news = asyncio.Event()

@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, Protocol, Self
 from atropos import wire
 from atropos.aio import Tasks, cancel_and_wait, set_within
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
-from atropos.metrics import Family
+from atropos.metrics import Family, gauge
 from atropos.resources import Resources
 from atropos.sandbox.linux import host_limits
 from atropos.slots.backends.base import Backend, Container
@@ -382,7 +382,12 @@ class SlotPool:
 
     def metrics(self) -> list[Family]:
         """The pool's metrics; `atropos.metrics.exposition` writes them for Prometheus."""
-        return [*gauges(self._counts(), self._containers()), *self._state.counters.families()]
+        families = [*gauges(self._counts(), self._containers()), *self._state.counters.families()]
+        if self.config.gpus:
+            leased = sum(seat.leased_room.gpus for seat in self._state.fleet.seats.values())
+            text = "GPUs that this pool has leased, by type."
+            families.append(gauge("atropos_pool_gpus_leased", text, {self.config.gpu_type or "": leased}, "type"))
+        return families
 
     def _containers(self) -> dict[str, int]:
         """How many containers there are in each state, the same states each time."""

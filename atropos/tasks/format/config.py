@@ -147,12 +147,15 @@ class EnvironmentSection(_Table):
 
     _listed = model_validator(mode="after")(_check_hosts)
 
+    @property
+    def wanted_gpus(self) -> int:
+        """How many GPUs it asks for: one where it says their type alone."""
+        return self.gpus if self.gpus is not None else int(bool(self.gpu_types))
+
     def refusals(self, table: str) -> Iterator[str]:
         """What no slot can honour, each as `field: reason; cure`; `table`: the name of this one."""
         if self.os != "linux":
             yield f"{table}.os: {self.os!r}: slots run Linux; leave the task out"
-        if self.gpus or (self.gpus is None and self.gpu_types):
-            yield f"{table}.gpus: a slot has no GPU; leave the task out"
         if self.tpu is not None:
             yield f"{table}.tpu: a slot has no TPU; leave the task out"
 

@@ -160,6 +160,25 @@ def test_a_large_lease_is_not_starved_by_small_ones_and_they_go_on_elsewhere():
     assert behind.waiting
 
 
+def test_a_lease_that_waits_for_a_gpu_keeps_the_gpu_and_its_own_slot_alone():
+    fleet, seat = Fleet(SLOT, devices=Resources(gpus=1)), Seat("one", 0)
+    fleet.join(seat, slots=4, free=SLOT * 4 + Resources(gpus=1), now=0)
+    gpu = SLOT + Resources(gpus=1)
+    has = asked(fleet, gpu)
+    settle(fleet)
+    waits, behind = asked(fleet, gpu), asked(fleet, gpu)
+    plain = [asked(fleet, SLOT) for _ in range(3)]
+    assert list(fleet.match()) == plain[:2]  # the third slot is kept for the GPU's
+    for ticket in plain[:2]:
+        fleet.granted(ticket)
+    fleet.returned(seat, gpu, clean=True, now=0)
+    assert list(fleet.match()) == [waits]  # and the last slot is kept for the next one's
+    fleet.granted(waits)
+    fleet.returned(seat, gpu, clean=True, now=0)
+    assert list(fleet.match()) == [behind, plain[2]]
+    assert has.seat is seat
+
+
 def asked(fleet, room):
     fleet.ask(ticket := fleet.ticket(room=room))
     return ticket

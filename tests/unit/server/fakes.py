@@ -55,6 +55,9 @@ class FakeSandbox:
         self.stopped: Stopped | None = None
         self.at_once = 0
 
+    async def add_gpus(self, gpus: Sequence[int]) -> None:
+        self.gpus = tuple(gpus)
+
     def begin(
         self, call_id: str, operation: Operation, done: Callable[[OpResult | Exception], None], *, stream: int = -1
     ) -> None:
@@ -232,10 +235,18 @@ class FakeHost:
         return sandbox
 
     async def view(
-        self, of: FakeSandbox, name: str, layers: Sequence[Layer], base: str | None, folders: ViewFolders
+        self,
+        of: FakeSandbox,
+        name: str,
+        layers: Sequence[Layer],
+        base: str | None,
+        folders: ViewFolders,
+        *,
+        gpus: Sequence[int] = (),
     ) -> tuple[FakeSandbox, ViewInfo]:
         view = await self.start(name, network=of.network)
         await view.change_root(layers, base)
+        await view.add_gpus(gpus)
         return view, ViewInfo()
 
     def add_layer(self, files: dict[str, bytes]) -> Layer:

@@ -112,6 +112,25 @@ def test_an_older_epoch_finds_what_is_over():
         assert found.code == "lease_expired"
 
 
+def test_gpus_are_leased_alone_stay_with_a_retired_slot_and_are_shared_evenly():
+    one, both = SLOT + Resources(gpus=1), SLOT + Resources(gpus=2)
+    table = LeaseTable(4, SLOT, Resources(gpus=2), 2)
+    first, second = held(sized(table, "1", one)), held(sized(table, "2", one))
+    assert {first.gpus, second.gpus} == {(0,), (1,)}
+    assert "no room for 10 MiB, 4 processes, 1 GPU" in str(sized(table, "3", one))
+    assert held(ask(table, "plain", now=10)).gpus == ()  # which the wish for a GPU keeps from nobody
+    end(table, first, now=10, clean=False)
+    end(table, second, now=10)
+    assert isinstance(sized(table, "4", both, now=20), SandboxError)
+    third = held(sized(table, "5", one, now=20))
+    assert third.gpus == second.gpus
+    table.restore(first.slot)
+    end(table, third, now=20)
+    assert sorted(held(sized(table, "6", both, now=30)).gpus) == [0, 1]
+    shared = LeaseTable(4, SLOT, Resources(gpus=4), 2)
+    assert sorted(held(sized(shared, str(n), one)).gpus[0] for n in range(4)) == [0, 0, 1, 1]
+
+
 def test_a_slot_in_doubt_is_retired_until_it_is_confirmed():
     table = LeaseTable(1, SLOT)
     lease = held(ask(table, "x"))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from atropos.config import SandboxSettings
 from atropos.errors import ConfigError
 from atropos.resources import Resources
 from atropos.tasks.builder.archive import LargeFile, changed_mode, pack, unpack_steps
@@ -486,8 +487,6 @@ def test_what_a_dockerfile_asks_in_vain_is_refused_by_name(folder, line, named):
         ("[agent]\nallowed_hosts = ['a.b']", "agent: allowed_hosts needs network_mode"),
         ("[verifier]\nnetwork_mode = 'no-network'\nallowed_hosts = ['a.b']", "verifier: allowed_hosts needs"),
         ("[[steps]]\nname = 'a'\n[steps.verifier]\nallowed_hosts = ['a.b']", "steps.0.verifier: allowed_hosts needs"),
-        ("[environment]\ngpus = 1", "environment.gpus"),
-        ("[environment]\ngpu_types = ['H100']", "environment.gpus"),
         ("[environment]\nmemory_mb = 'much'", "environment.memory_mb"),
         ("[environment]\nworkdir = 'app'", "environment.workdir"),
         ("[environment.tpu]\ntype = 'v5'", "environment.tpu"),
@@ -505,6 +504,44 @@ def test_a_bad_task_toml_is_refused_by_field(folder, text, named):
     assert "task.toml" in str(refused.value)
     assert named in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("toml", "pool", "limits", "said"),
+    [
+        ("gpus = 1", {}, None, "environment.gpus: 1 wanted, a container has 0; set gpus"),
+        ("gpu_types = ['H100']", {}, None, "environment.gpus: 1 wanted"),
+        ("gpus = 0\ngpu_types = ['H100']", {}, None, ""),
+        ("gpus = 2", {"gpus": 2}, LeaseLimits(gpus=2), ""),
+        ("gpus = 2", {"gpus": 2, "slots_per_gpu": 4}, None, "a lease one, since slots_per_gpu"),
+        (
+            "gpus = 1\ngpu_types = ['H100']",
+            {"gpus": 2},
+            None,
+            "environment.gpu_types: H100 wanted, they are not said to be any",
+        ),
+        (
+            "gpus = 1\ngpu_types = ['H100']",
+            {"gpus": 2, "gpu_type": "A100"},
+            None,
+            "H100 wanted, they are A100; set gpu_type",
+        ),
+        (
+            "gpu_types = ['h100', 'A100']",
+            {"gpus": 1, "gpu_type": "H100"},
+            LeaseLimits(gpus=1, gpu_types=("h100", "A100")),
+            "",
+        ),
+    ],
+)
+def test_a_task_s_gpus_reach_its_lease_or_are_refused_by_name(folder, toml, pool, limits, said):
+    (folder / "task.toml").write_text(f"[environment]\n{toml}\n")
+    settings = SandboxSettings(**pool)
+    room = Room(Resources(memory_mib=1024, disk_mib=512), gpu_refusal=settings.gpu_refusal)
+    found = fit(load_task(folder), room, images=())
+    assert bool(found.refused) == bool(said)
+    assert said in "".join(found.refused)
+    assert said or found.limits == limits
 
 
 @pytest.mark.parametrize("name", ["task.toml", "instruction.md", "tests/test.sh", "environment"])

@@ -1,12 +1,25 @@
-"""Changes the root of a running slot, from a server thread that enters the slot's mount namespace and returns."""
+"""Changes the root of a running slot, and mounts in it, from a server thread that enters the slot's mount namespace and returns."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import stat
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from atropos.sandbox.linux import syscalls
+
+
+@dataclass(frozen=True)
+class Bind:
+    """A file, folder or device node of the server's to mount in a slot, read-only."""
+
+    source: str
+    target: str
+    device: bool = False
 
 
 class RootChanger:
@@ -14,7 +27,7 @@ class RootChanger:
 
     def __init__(self) -> None:
         self._home = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-        self._thread = ThreadPoolExecutor(1, "roots", initializer=syscalls.unshare, initargs=(syscalls.CLONE_FS,))
+        self._thread = ThreadPoolExecutor(1, "roots", initializer=_prepare_thread)
 
     async def change(self, slot: int, new_root: str) -> None:
         """Make the folder `new_root`, as a slot sees it, the root of the slot.
@@ -35,10 +48,42 @@ class RootChanger:
         finally:
             syscalls.setns(self._home, syscalls.CLONE_NEWNS)
 
+    async def bind(self, slot: int, binds: Sequence[Bind]) -> list[str]:
+        """Mount files and device nodes in a slot, in this order.
+
+        Args:
+            slot: pidfd of its PID 1, the only process in it.
+            binds: what to mount.
+
+        Returns:
+            The files and folders in the slot's root that were made to mount on.
+
+        Raises:
+            OSError: it could not be done; the slot must be stopped.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._bind, slot, binds)
+
+    def _bind(self, slot: int, binds: Sequence[Bind]) -> list[str]:
+        with contextlib.ExitStack() as opened:
+            trees = [syscalls.detached_mount(bind.source) for bind in binds]
+            for tree in trees:
+                opened.callback(os.close, tree)
+            syscalls.setns(slot, syscalls.CLONE_NEWNS)
+            try:
+                return _bind_all(binds, trees)
+            finally:
+                syscalls.setns(self._home, syscalls.CLONE_NEWNS)
+
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown()
         os.close(self._home)
+
+
+def _prepare_thread() -> None:
+    """Give the thread a root of its own, and have what it makes belong to the root of slots: theirs hold no other owner."""
+    syscalls.unshare(syscalls.CLONE_FS)
+    syscalls.own_files_as_root()
 
 
 def _pivot(new_root: str) -> None:
@@ -62,3 +107,35 @@ def _pivot(new_root: str) -> None:
         found = os.stat(path)
         if (found.st_dev, found.st_ino) != (wanted.st_dev, wanted.st_ino):
             raise OSError(f"{path} is not the new root")
+
+
+def _bind_all(binds: Sequence[Bind], trees: Sequence[int]) -> list[str]:
+    """In the slot's mount namespace, where no path leads out of its root."""
+    made: list[str] = []
+    writable = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_NOSUID | syscalls.MS_NODEV
+    syscalls.mount(None, "/dev", None, writable)
+    for bind, tree in zip(binds, trees, strict=True):
+        made += _make_mount_point(bind.target, folder=stat.S_ISDIR(os.fstat(tree).st_mode))
+        syscalls.attach_mount(tree, bind.target)
+        flags = os.statvfs(bind.target).f_flag & os.ST_NOEXEC
+        if bind.device:  # what is sent to a device is no write to this mount; its node stays as it is
+            flags |= syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID
+            syscalls.mount(None, bind.target, None, flags)
+        else:
+            syscalls.remount_read_only(bind.target, flags)
+    syscalls.remount_read_only("/dev")
+    return made
+
+
+def _make_mount_point(path: str, *, folder: bool) -> list[str]:
+    """Make what something is to be mounted on; the paths of what was missing, the outermost first."""
+    if os.path.exists(path):
+        return []
+    made = _make_mount_point(os.path.dirname(path), folder=True)
+    if os.path.islink(path):  # to nothing
+        os.unlink(path)
+    if folder:
+        os.mkdir(path, 0o755)
+    else:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+    return [*made, os.path.realpath(path)]

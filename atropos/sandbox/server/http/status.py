@@ -78,6 +78,10 @@ def metrics_text(core: Core) -> str:
         counter("atropos_leases_ended_total", "Leases that ended, by reason.", ended, "reason"),
         *state.meters.families(),
     ]
+    if state.config.gpus:
+        leased = sum(len(held.gpus) for held in state.table.held.values())
+        text = "GPUs leased, by type; those that leases share once for each."
+        families.append(gauge("atropos_gpus_leased", text, {state.config.gpu_type or "": leased}, "type"))
     for name, value in counters.items():
         if not name.startswith(_ENDED):
             families.append(counter(f"atropos_{name}_total", f"{name.replace('_', ' ').capitalize()}.", value))

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from atropos.errors import (
     BackendUnavailable,
+    ConfigError,
     LeaseExpired,
-    LimitTooLarge,
     NotSupported,
     SandboxError,
     SlotLost,
@@ -96,7 +96,7 @@ class Leasing:
         if request.limits is not None:
             try:
                 self._config.check_room(request.limits, self._config.slots)
-            except LimitTooLarge as error:
+            except ConfigError as error:
                 raise NotSupported(str(error)) from None
         return self._images.base_of(request)
 
@@ -147,7 +147,7 @@ class Leasing:
         return await self.take(run)
 
     async def take(self, run: LeaseRun, hosts: tuple[str, ...] | None = None) -> Sandbox:
-        """A sandbox with the lease's limits, layers, base and network."""
+        """A sandbox with the lease's limits, layers, base, network and GPUs."""
         try:
             return await self._take_one(run, hosts)
         except RootUnchanged as error:  # for example, its PID 1 was killed
@@ -163,6 +163,8 @@ class Leasing:
                 await sandbox.change_root(run.layers, run.base)
             if hosts is not None:
                 await sandbox.set_network(hosts)
+            if run.held.gpus:
+                await sandbox.add_gpus(run.held.gpus)
         except BaseException:
             self.warm_pool.drop(sandbox, "it could not be set up for its lease")
             raise

@@ -155,7 +155,8 @@ class Workspaces:
     async def _start_view(self, run: LeaseRun, sandbox: Sandbox, folders: ViewFolders) -> tuple[Sandbox, ViewInfo]:
         def start() -> Awaitable[tuple[Sandbox, ViewInfo]]:
             layers = run.view_layers or run.layers
-            return self._state.host.view(sandbox, f"view of {sandbox.name}", layers, run.base, folders)
+            name = f"view of {sandbox.name}"
+            return self._state.host.view(sandbox, name, layers, run.base, folders, gpus=run.held.gpus)
 
         try:
             return await start()

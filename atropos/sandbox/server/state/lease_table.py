@@ -45,6 +45,8 @@ class HeldLease:
     epoch: int
     granted_at: float
     renewed_at: float
+    gpus: tuple[int, ...] = ()
+    """The numbers of its GPUs."""
     state: Literal["starting", "active", "ending"] = "starting"
     code: str = ""
     message: str = ""
@@ -114,10 +116,14 @@ class LeaseTable:
     Args:
         slots: how many slots there are, retired ones included.
         slot_room: what a lease of a slot's own size takes.
+        devices: what there is beside the slots' room.
+        gpus: how many GPUs these are, each with the same number of leases.
     """
 
     slots: int
     slot_room: Resources
+    devices: Resources = NOTHING
+    gpus: int = 0
     draining: str = ""
     held: dict[str, HeldLease] = field(default_factory=dict[str, HeldLease])
     ended: OrderedDict[str, EndedLease] = field(default_factory=OrderedDict[str, EndedLease])
@@ -133,10 +139,20 @@ class LeaseTable:
     _held_room: dict[str, Resources] = field(default_factory=dict[str, Resources])
     """What they take."""
     _wants: dict[str, _Want] = field(default_factory=dict[str, _Want])
+    _free_gpus: Counter[int] = field(default_factory=Counter[int])
+    """How many leases each can still be given to."""
+    _retired_gpus: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """Those of retired slots."""
 
     def __post_init__(self) -> None:
         self._free.extend(range(self.slots))
-        self.room = self.slot_room * self.slots
+        self.room = self._capacity
+        if self.gpus:
+            self._free_gpus.update(dict.fromkeys(range(self.gpus), self.devices.gpus // self.gpus))
+
+    @property
+    def _capacity(self) -> Resources:
+        return self.slot_room * self.slots + self.devices
 
     # ------------------------------------------------------------------------------------------------------- granting
 
@@ -178,7 +194,9 @@ class LeaseTable:
             raise PoolFull(self._full_message(room), room=left)
         self._satisfy(request)
         self.epoch += 1
-        held = HeldLease(request, self._free.popleft(), room, self.epoch, now, now)
+        gpus = tuple(number for number, _ in self._free_gpus.most_common(room.gpus)) if room.gpus else ()
+        self._free_gpus.subtract(gpus)
+        held = HeldLease(request, self._free.popleft(), room, self.epoch, now, now, gpus)
         self.held[request.lease_id] = held
         self.room -= room
         self._counts[request.client_id] += 1
@@ -197,7 +215,7 @@ class LeaseTable:
         if not wanting:
             return NOTHING
         sharing = {client_id, *wanting, *(name for name, count in self._counts.items() if count)}
-        share = (self.slot_room * self.slots - self.retired_room) // len(sharing)
+        share = (self._capacity - self.retired_room) // len(sharing)
         mine = self._wants.get(client_id)
         rank = (self._counts[client_id], mine.first if mine else now)
         kept = (
@@ -315,7 +333,7 @@ class LeaseTable:
         del self.held[held.lease_id]
         self._counts[held.client_id] -= 1
         self._held_room[held.client_id] -= held.room
-        self.retired[held.slot] = held.room
+        self.retired[held.slot], self._retired_gpus[held.slot] = held.room, held.gpus
         if stopped.clean:
             self.restore(held.slot)
         ended = EndedLease(
@@ -352,4 +370,5 @@ class LeaseTable:
         """A retired slot was confirmed clean after all."""
         if slot in self.retired:
             self.room += self.retired.pop(slot)
+            self._free_gpus.update(self._retired_gpus.pop(slot))
             self._free.append(slot)

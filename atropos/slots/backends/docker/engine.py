@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import docker
 import requests
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
-from docker.types import CancellableStream
+from docker.types import CancellableStream, DeviceRequest
 
 from atropos.archives import WholeTar
 from atropos.errors import BackendUnavailable, ConfigError
@@ -250,6 +250,9 @@ class DockerEngine:
         """
         memory = f"{spec.room.memory_mib}m"
         shared = spec.server.image_store.folder
+        volumes = {shared: {"bind": IMAGE_FOLDER, "mode": "rw"}} if shared else {}
+        if gpus := spec.gpu_names:  # their specifications, by which the server gives each slot its own
+            volumes |= {folder: {"bind": folder, "mode": "ro"} for folder in spec.server.cdi_folders}
         with self._failures():
             try:
                 container = self._client.containers.create(
@@ -267,7 +270,8 @@ class DockerEngine:
                     memswap_limit=memory,
                     log_config={"Type": "json-file", "Config": {"max-size": "5m", "max-file": "2"}},
                     ports=self._ports(),
-                    volumes={shared: {"bind": IMAGE_FOLDER, "mode": "rw"}} if shared else None,
+                    volumes=volumes or None,
+                    device_requests=[DeviceRequest(driver="cdi", device_ids=gpus)] if gpus else None,
                 )
             except APIError as error:
                 if isinstance(error, ImageNotFound) or error.status_code not in REFUSALS:

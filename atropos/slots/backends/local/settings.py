@@ -11,3 +11,4 @@ class LocalSettings(BackendSettings):
     """The local backend has no settings of its own."""
 
     takes_image: ClassVar[bool] = False
+    gpu_containers: ClassVar[int | None] = 1

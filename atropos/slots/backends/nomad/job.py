@@ -26,6 +26,7 @@ OWN = {
     "slot_memory_mib": "limits (slot_memory_mib)",
     "slot_pids": "limits (slot_pids)",
     "memory_mib": "container_memory_mib",
+    "gpus": "gpus",
 }
 """Variables that a setting of the pool sets, and its name: they can't be set twice."""
 
@@ -72,6 +73,7 @@ def variables(
         "memory_mib": str(spec.room.memory_mib),
         "pids": str(spec.room.pids),
         "config": hcl(json.dumps(config)),
+        "gpus": str(spec.server.gpus),
     }
     if access.region:
         chosen["region"] = hcl(access.region)
@@ -113,6 +115,7 @@ def differences(job: Json, spec: ContainerSpec) -> str:
         "slots_per_container": (server.get("slots"), spec.server.slots),
         "slot_memory_mib": ((server.get("limits") or {}).get("memory_mib"), limits.memory_mib),
         "container_memory_mib": ((task.get("Resources") or {}).get("MemoryMB"), spec.room.memory_mib),
+        "gpus": (server.get("gpus", 0), spec.server.gpus),
     }
     found = [f"its {name} is {has}, not {own}" for name, (has, own) in pairs.items() if has is not None and has != own]
     return "; ".join(found)

@@ -1,0 +1,72 @@
+"""The GPUs of one slot: what `cdi` says of each is mounted in it, and taken out of what is left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import stat
+from collections.abc import Iterable
+
+from atropos.images import stack
+from atropos.sandbox.host.cdi import Device
+from atropos.sandbox.host.files.root_changer import RootChanger
+from atropos.sandbox.linux import sockets
+from atropos.wire import Exec
+
+_LIBRARIES = "/etc/ld.so.conf.d/00-atropos-gpus.conf"
+_LINK = 'mkdir -p "${2%/*}"; [ "$(readlink "$2")" = "$1" ] || [ ! -w "${2%/*}" ] || ln -sfn "$1" "$2"'
+_CACHE = f'mkdir -p /etc/ld.so.conf.d; printf "%s\\n" "$@" > {_LIBRARIES}; PATH=$PATH:/sbin; ! command -v ldconfig || ldconfig'
+
+
+class SlotGpus:
+    """The GPUs of a slot.
+
+    Attributes:
+        env: variables of its programs.
+    """
+
+    def __init__(self, devices: Iterable[Device]) -> None:
+        self._devices = tuple(devices)
+        self.env = {name: value for device in self._devices for name, value in device.env}
+        self._made: list[str] = []
+
+    async def mount(self, roots: RootChanger, slot: int) -> None:
+        """Mount their nodes and files in a slot (pidfd of its PID 1).
+
+        Raises:
+            OSError: it could not be done; the slot must be stopped.
+        """
+        binds = {bind.target: bind for device in self._devices for bind in device.binds}
+        self._made = await roots.bind(slot, [binds[target] for target in sorted(binds)])
+
+    def make_links(self) -> Exec:
+        """The command that makes links and the cache of libraries, by the slot's own programs, as its root.
+
+        A root that is the host's /usr can't be written, and has them.
+        """
+        links = dict.fromkeys(link for device in self._devices for link in device.links)
+        lines = [f"set -- {shlex.join(link)}; {_LINK}" for link in links]
+        if folders := dict.fromkeys(folder for device in self._devices for folder in device.libraries):
+            lines.append(f"set -- {shlex.join(folders)}; {_CACHE}")
+        return Exec(command="\n".join(lines) or ":", workdir="/", user="0", timeout_s=60)
+
+    def leave(self, upper: str) -> None:
+        """Close what the slot's processes sent and nobody received, and remove what was made to mount on; once they have ended.
+
+        Args:
+            upper: the upper folder of the slot's root, which may become a snapshot.
+        """
+        sockets.collect_garbage()
+        made, self._made = self._made, []
+        for path in reversed(made):
+            if path.startswith("/dev/"):
+                continue
+            folder, name = os.path.split(path)
+            with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+                for part in stack.find([upper], folder, opened).parts:
+                    found = os.stat(name, dir_fd=part.fd, follow_symlinks=False)
+                    if stat.S_ISDIR(found.st_mode):
+                        os.rmdir(name, dir_fd=part.fd)
+                    elif stat.S_ISREG(found.st_mode) and not found.st_size:
+                        os.unlink(name, dir_fd=part.fd)

@@ -1,0 +1,145 @@
+"""A lease gets the GPUs that it asks for, alone; on harmless devices that a CDI specification calls GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from atropos.errors import AcquireTimeout, ConfigError, NotSupported
+from atropos.metrics import exposition
+from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
+from atropos.testing.waiting import until
+from tests.gpus import GpuMachine, gpu_machine
+
+ONE, BOTH = LeaseLimits(gpus=1), LeaseLimits(gpus=2)
+SEEN = "echo /dev/test-*"
+LOADS = 'python3 -c "import ctypes; print(ctypes.CDLL(\\"libgpu-test.so.1\\").gpus())"'
+
+
+@pytest.fixture
+def machine() -> Generator[GpuMachine]:
+    with gpu_machine() as made:
+        yield made
+
+
+@asynccontextmanager
+async def running(machine: GpuMachine, **more: object) -> AsyncGenerator[SlotPool]:
+    async with SlotPool(SlotPoolConfig(slots_per_container=4, **machine.settings(**more))) as pool:
+        yield pool
+
+
+async def output(slot: Slot, command: str) -> str:
+    return (await slot.exec(command)).output.strip()
+
+
+def nodes(*gpus: int) -> str:
+    return " ".join(f"/dev/test-gpu{name}" for name in (*gpus, "ctl"))
+
+
+async def test_each_lease_has_its_own_gpu_with_library_and_variables_and_others_have_none(machine):
+    async with running(machine) as pool, pool.lease("plain") as plain:
+        async with pool.lease("a", limits=ONE) as one, pool.lease("b", limits=ONE) as two:
+            assert [await output(slot, SEEN) for slot in (one, two)] == [nodes(0), nodes(1)]
+            assert await output(one, f"{LOADS}; echo $GPU $GPU_LIBRARY; ls /run/gpu-shared") == (
+                "42\n0 yes\nls: cannot access '/run/gpu-shared': No such file or directory"
+            )
+            read = "head -c 3 /dev/test-gpu$GPU | od -An -tx1; echo x > /dev/test-gpu$GPU"
+            assert await output(one, read) == "00 00 00"
+            assert "No space left on device" in await output(two, read)  # as /dev/full says
+            assert await output(plain, f"{SEEN}; echo $GPU") == "/dev/test-*"
+            assert 'atropos_pool_gpus_leased{type="T1000"} 2' in exposition(pool.metrics())
+        async with pool.lease("both", limits=LeaseLimits(gpus=2, gpu_types=("H100", "t1000"))) as slot:
+            assert await output(slot, SEEN) == nodes(0, 1)
+
+
+async def test_a_lease_waits_for_a_gpu_and_those_that_want_none_pass_it(machine):
+    async with running(machine) as pool:
+        first = await pool.acquire("first", limits=BOTH)
+        waiting = asyncio.create_task(pool.acquire("second", limits=ONE))
+        await until(lambda: pool.stats().waiting == 1, "it waits")
+        async with pool.lease("plain", timeout_s=20) as slot:
+            assert await output(slot, "echo ok") == "ok"
+        assert not waiting.done()
+        with pytest.raises(AcquireTimeout):
+            await pool.acquire("late", limits=ONE, timeout_s=0.2)
+        await first.release()
+        second = await waiting
+        assert await output(second, SEEN) in {nodes(0), nodes(1)}
+        await second.release()
+
+
+async def test_what_no_container_has_is_refused_at_once_by_name(machine):
+    async with running(machine) as pool:
+        with pytest.raises(ConfigError, match=r"limits\.gpus: 3 wanted, a container has 2; set gpus"):
+            await pool.acquire("many", limits=LeaseLimits(gpus=3))
+        with pytest.raises(ConfigError, match=r"limits\.gpu_types: H100 or A100 wanted, they are T1000"):
+            await pool.acquire("other", limits=LeaseLimits(gpus=1, gpu_types=("H100", "A100")))
+    with pytest.raises(
+        ConfigError, match=r"gpus: 3 wanted; of gpu_devices \(atropos.test/gpu\) this machine has .*=0, .*=1"
+    ):
+        async with running(machine, gpus=3):
+            pass
+    with pytest.raises(ConfigError, match=r"max_containers: of backend .local., 1 can have GPUs"):
+        SlotPoolConfig(**machine.settings(max_containers=2))
+    assert SlotPoolConfig(gpus=1).max_containers == 1
+
+
+async def test_shared_gpus_have_as_many_leases_as_they_are_said_to(machine):
+    async with running(machine, slots_per_gpu=2) as pool:
+        with pytest.raises(ConfigError, match="a lease one, since slots_per_gpu"):
+            await pool.acquire("both", limits=BOTH)
+        slots = [await pool.acquire(f"t{number}", limits=ONE) for number in range(4)]
+        seen = sorted([await output(slot, SEEN) for slot in slots])
+        assert seen == [nodes(0), nodes(0), nodes(1), nodes(1)]
+        for slot in slots:
+            await slot.release()
+
+
+async def test_snapshots_forks_and_views_keep_the_gpu_and_nothing_of_its_files(machine):
+    async with running(machine) as pool, pool.lease("a", limits=ONE) as slot:
+        await slot.exec("echo kept > /workspace/file")
+        snapshot = await slot.snapshot()
+        assert await output(slot, f"{SEEN}; {LOADS}") == f"{nodes(0)}\n42"
+        async with pool.lease("fork", snapshot=snapshot) as fork:  # asks for what its snapshot's lease had
+            assert await output(fork, f"{SEEN}; cat /workspace/file; {LOADS}") == f"{nodes(1)}\nkept\n42"
+        async with pool.lease("without", snapshot=snapshot, limits=LeaseLimits()) as plain:
+            assert await output(plain, f"{SEEN}; find /opt -type f") == "/dev/test-*"
+        await slot.view(["/workspace"])
+        assert await output(slot, f"{SEEN}; cat /workspace/file; {LOADS}") == f"{nodes(0)}\nkept\n42"
+
+
+async def test_a_lease_that_ends_while_a_program_uses_its_gpu_leaves_it_to_the_next(machine):
+    async with running(machine, gpus=1) as pool:
+        for number in range(3):
+            slot = await pool.acquire(f"t{number}", limits=ONE)
+            assert await output(slot, SEEN) == nodes(0)
+            await slot.start("exec cat /dev/test-gpu0 > /dev/null")
+            await until(lambda: holders(machine), "a program reads the device")
+            await slot.release()
+            assert not holders(machine)
+
+
+def holders(machine: GpuMachine) -> list[str]:
+    """Descriptors of this machine's processes on its first GPU."""
+    gpu = (machine.folder / "dev" / "gpu0").stat()
+    found: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            each = path.stat()
+        except OSError:
+            continue
+        if (each.st_dev, each.st_ino) == (gpu.st_dev, gpu.st_ino):
+            found.append(str(path))
+    return found
+
+
+async def test_a_root_that_can_t_hold_a_library_is_refused_with_the_cure(machine):
+    (machine.specs / "gpu-test.json").write_text(json.dumps(machine.spec("/usr/lib/no-such-folder")))
+    async with running(machine) as pool:
+        with pytest.raises(NotSupported, match=r"gpus: this root can't hold .*lease an image"):
+            await pool.acquire("host-usr", limits=ONE)

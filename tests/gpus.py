@@ -1,0 +1,113 @@
+"""A machine with two GPUs, by a CDI specification in the form that nvidia-ctk writes: harmless device nodes, a library, links."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+KIND = "atropos.test/gpu"
+LIBRARY = "libgpu-test.so.1"
+NUMBERS = (os.makedev(1, 5), os.makedev(1, 7))
+"""As /dev/zero and /dev/full: the one reads as zeros, and so does the other, which takes nothing."""
+
+
+@dataclass(frozen=True)
+class GpuMachine:
+    """The files of such a machine, in a folder that every user may enter.
+
+    Attributes:
+        folder: where they are.
+        specs: where the specification is.
+    """
+
+    folder: Path
+
+    @property
+    def specs(self) -> Path:
+        return self.folder / "cdi"
+
+    def settings(self, **more: object) -> dict[str, object]:
+        """Those of a pool with both GPUs."""
+        return {
+            "gpus": 2,
+            "gpu_devices": (KIND,),
+            "gpu_type": "T1000",
+            "cdi_folders": (str(self.specs),),
+            "max_containers": 1,
+            **more,
+        }
+
+    def make(self, *, inside: str = "/opt/gpu-test", mode: int = 0o666) -> GpuMachine:
+        """Make the files. `inside`: where a container has the library."""
+        for path in (self.folder, self.folder / "dev", self.folder / "lib", self.specs):
+            path.mkdir(exist_ok=True)
+            path.chmod(0o755)
+        for name, number in (("gpu0", NUMBERS[0]), ("gpu1", NUMBERS[1]), ("gpuctl", os.makedev(1, 3))):
+            os.mknod(self.folder / "dev" / name, stat.S_IFCHR | mode, number)
+            os.chmod(self.folder / "dev" / name, mode)
+        source = self.folder / "lib" / "gpu.c"
+        source.write_text("int gpus(void) { return 42; }\n")
+        library = self.folder / "lib" / f"{LIBRARY}.2.3"
+        subprocess.run(["cc", "-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}", "-o", library, source], check=True)
+        (self.specs / "gpu-test.json").write_text(json.dumps(self.spec(inside)))
+        return self
+
+    def spec(self, inside: str = "/opt/gpu-test") -> dict[str, object]:
+        """The specification, in the shape of one of nvidia-ctk's."""
+        tool = "/usr/bin/nvidia-cdi-hook"
+
+        def node(name: str) -> dict[str, str]:
+            return {"path": f"/dev/test-{name}", "hostPath": f"{self.folder}/dev/{name}"}
+
+        def hook(*arguments: str) -> dict[str, object]:
+            return {
+                "hookName": "createContainer",
+                "path": tool,
+                "args": ["nvidia-cdi-hook", *arguments],
+                "env": ["NVIDIA_CTK_DEBUG=false"],
+            }
+
+        each = [
+            {"name": str(n), "containerEdits": {"deviceNodes": [node(f"gpu{n}")], "env": [f"GPU={n}"]}} for n in (0, 1)
+        ]
+        return {
+            "cdiVersion": "0.5.0",
+            "kind": KIND,
+            "devices": [*each, {"name": "all", "containerEdits": {"deviceNodes": [node("gpu0"), node("gpu1")]}}],
+            "containerEdits": {
+                "env": ["GPU_LIBRARY=yes"],
+                "deviceNodes": [node("gpuctl")],
+                "mounts": [
+                    {
+                        "hostPath": f"{self.folder}/lib/{LIBRARY}.2.3",
+                        "containerPath": f"{inside}/lib/{LIBRARY}.2.3",
+                        "options": ["ro", "nosuid", "nodev", "rbind", "rprivate"],
+                    },
+                    {
+                        "hostPath": str(self.folder),
+                        "containerPath": "/run/gpu-shared",
+                        "options": ["nosuid", "nodev", "rbind", "rprivate", "noexec"],
+                    },
+                ],
+                "hooks": [
+                    hook("create-symlinks", "--link", f"{LIBRARY}::{inside}/lib/libgpu-test.so"),
+                    hook("enable-cuda-compat", "--host-driver-version=999.88.77"),
+                    hook("update-ldcache", "--folder", f"{inside}/lib"),
+                    hook("disable-device-node-modification"),
+                ],
+            },
+        }
+
+
+@contextmanager
+def gpu_machine() -> Generator[GpuMachine]:
+    """Context with the files, in a folder that every user may enter, as pytest's own can't be."""
+    with tempfile.TemporaryDirectory(prefix="atropos-gpus-", dir="/tmp") as folder:
+        yield GpuMachine(Path(folder)).make()
