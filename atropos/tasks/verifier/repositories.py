@@ -36,7 +36,7 @@ command -v git >/dev/null || exit 0
 export GIT_CONFIG_NOSYSTEM=1 HOME=/nonexistent PATTERN HOOKS
 find -L "$@" -type f \( -name config -o -name config.worktree \) -exec sh -c '
   for file; do
-    [ -e "${file%/*}/objects" ] || [ -e "${file%/*}/HEAD" ] || [ -e "${file%/*}/refs" ] || continue
+    [ -d "${file%/*}/objects" ] && [ -d "${file%/*}/refs" ] || [ -e "${file%/*}/HEAD" ] || continue
     chmod u+r "$file"
     [ "$HOOKS" = wanted ] || rm -rf -- "${file%/*}/hooks" 2>&1
     git config -f "$file" --name-only --list 2>/dev/null | grep -ixE "$PATTERN" | sort -u | while IFS= read -r key; do
