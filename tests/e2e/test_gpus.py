@@ -13,6 +13,7 @@ import pytest
 from atropos.errors import AcquireTimeout, ConfigError, NotSupported
 from atropos.metrics import exposition
 from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
+from atropos.slots.backends.spec import ContainerSpec
 from atropos.testing.waiting import until
 from tests.gpus import GpuMachine, gpu_machine
 
@@ -143,3 +144,16 @@ async def test_a_root_that_can_t_hold_a_library_is_refused_with_the_cure(machine
     async with running(machine) as pool:
         with pytest.raises(NotSupported, match=r"gpus: this root can't hold .*lease an image"):
             await pool.acquire("host-usr", limits=ONE)
+
+
+@pytest.mark.parametrize(
+    ("devices", "names"),
+    [
+        (("nvidia.com/gpu",), ["nvidia.com/gpu=0", "nvidia.com/gpu=1"]),
+        (("nvidia.com/gpu=3", "nvidia.com/gpu=1"), ["nvidia.com/gpu=3", "nvidia.com/gpu=1"]),
+    ],
+)
+def test_an_engine_is_asked_for_devices_by_name(devices, names):
+    pool = SlotPoolConfig(backend="docker", gpus=2, gpu_devices=devices)
+    assert ContainerSpec.from_pool(pool).gpu_names == names
+    assert ContainerSpec.from_pool(SlotPoolConfig(backend="docker")).gpu_names == []
