@@ -246,3 +246,11 @@ def test_a_container_that_was_restarted_in_place_has_a_seat_beside_its_old_one()
         fleet.leave(seat)
     fleet.ask(fleet.ticket())
     assert list(fleet.match()) == []
+
+
+def test_a_container_joins_once():
+    fleet = Fleet(SLOT)
+    fleet.join(seat := Seat("one", 0), slots=2, free=SLOT * 2, now=0)
+    with pytest.raises(ValueError, match="container one is already in the fleet"):
+        fleet.join(seat, slots=2, free=SLOT * 2, now=0)
+    assert (fleet.ready, fleet.free) == (1, 2)
