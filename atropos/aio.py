@@ -64,6 +64,9 @@ class Tasks:
         self._owner = owner
         self._tasks: set[asyncio.Task[object]] = set()
 
+    def __len__(self) -> int:
+        return len(self._tasks)
+
     def spawn(self, work: Coroutine[object, object, T], name: str, *, awaited: bool = False) -> asyncio.Task[T]:
         """Start a task. Unless its caller awaits it (`awaited`), a failure is logged with its traceback."""
         task = asyncio.create_task(work, name=f"{self._owner}: {name}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
 
 from starlette.requests import Request
 
-from atropos.aio import set_within
+from atropos.aio import Tasks, set_within
 from atropos.api.accounts.account import Account
 from atropos.api.e2b.connect import Json
 from atropos.api.e2b.sandbox import E2bSandbox
@@ -324,7 +324,9 @@ class Sandboxes:
                 return None
             slot.profile = paused.slot.profile
             end = time.monotonic() + timeout_s
-            fresh = replace(paused, slot=slot, end=end, frozen=None, commands={}, watchers={}, tasks=set())
+            fresh = replace(
+                paused, slot=slot, end=end, frozen=None, commands={}, watchers={}, tasks=Tasks("E2B sandbox")
+            )
             del self._paused[sandbox_id]
             self._opened(fresh)
             self.account.note("sandbox.resume", sandbox_id)
