@@ -21,9 +21,20 @@ from tests.processes import running
 from tests.waiting import until
 
 INTERNAL = {
-    "Slot": {"end", "start_release", "lease", "limits", "limits_reached", "link", "mib", "network", "trajectory_id"},
-    "Snapshot": {"add", "bring", "pin", "places", "start_drop", "info", "limits", "state", "stays_because"},
-    "SlotPool": {"bound_frames", "building", "links"},
+    "Slot": {
+        "end",
+        "start_release",
+        "lease",
+        "limits",
+        "limits_reached",
+        "link",
+        "network",
+        "room",
+        "ticket",
+        "trajectory_id",
+    },
+    "Snapshot": {"add", "bring", "pin", "places", "start_drop", "info", "limits", "state", "stays_because", "ticket"},
+    "SlotPool": {"bound_frames", "building", "links", "share"},
     "Process": set[str](),
     "PortForward": set[str](),
 }

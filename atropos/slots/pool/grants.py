@@ -119,10 +119,11 @@ class Grants:
             while True:
                 state.require_running()
                 ticket.pin = self._pin(ticket.room, snapshot, image)
+                request = wanted.request(image)  # what can't be asked reserves nothing
                 link = await self._seat(ticket)
                 if link is None:
                     continue
-                if (slot := await self._finish(link, ticket, wanted.request(image), snapshot)) is not None:
+                if (slot := await self._finish(link, ticket, request, snapshot)) is not None:
                     state.counters.acquired(state.now() - started)
                     return slot
 

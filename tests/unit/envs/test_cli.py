@@ -68,7 +68,7 @@ def run(capsys, *argv: str) -> tuple[int, str]:
         (["proces"], "Did you mean 'process'?"),
         (
             ["process", "--env.grop_size", "3"],
-            "No such option '--env.grop_size'. (Did you mean one of: '--env.batch_size', '--env.group_size'",
+            "No such option '--env.grop_size'. (Did you mean one of: '--env.batch_size', '--env.gpus', '--env.group_size'",
         ),
         (["process", "--env.group_size"], "'--env.group_size' requires an argument"),
         (

@@ -387,7 +387,13 @@ async def test_close_outlives_cancellation(pool):
 
 async def test_start_from_a_snapshot(executor, pool):
     await executor.start_from("t", "frozen")
-    assert pool.slots[0].options == {"snapshot": "frozen", "network": None, "image": None, "limits": None}
+    assert pool.slots[0].options == {
+        "snapshot": "frozen",
+        "network": None,
+        "image": None,
+        "limits": None,
+        "share": None,
+    }
     with pytest.raises(RuntimeError, match="has a slot"):
         await executor.start_from("t", "frozen")
     assert await executor.slot("t") is pool.slots[0]
@@ -396,7 +402,7 @@ async def test_start_from_a_snapshot(executor, pool):
 async def test_the_networks_setting_reaches_the_pool(pool):
     async with make(pool, allow_network=False) as executor:
         await executor.execute("t", terminal("true"))
-    assert pool.slots[0].options == {"snapshot": None, "network": False, "image": None, "limits": None}
+    assert pool.slots[0].options == {"snapshot": None, "network": False, "image": None, "limits": None, "share": None}
 
 
 async def test_the_bound_of_a_frame_reaches_the_pool(pool):
