@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iter
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+from atropos.errors import first_of
+
 T = TypeVar("T")
 log = logging.getLogger("atropos")
 TICK_S = 1.0
@@ -25,6 +27,19 @@ def receive_small(transport: asyncio.BaseTransport | None) -> None:
     """Have a transport of asyncio's own read at most `RECEIVE_BYTES` at once, instead of 256 KiB; others stay."""
     if hasattr(transport, "max_size"):
         transport.max_size = RECEIVE_BYTES  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+
+
+@contextlib.asynccontextmanager
+async def task_group(
+    last: type[BaseException] | tuple[type[BaseException], ...] = (),
+) -> AsyncGenerator[asyncio.TaskGroup]:
+    """asyncio's, which raises its first error as it is; one of the kinds `last` only where there is no other."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as errors:
+        _, others = errors.split(last)
+        raise first_of(others or errors) from None
 
 
 async def outlive(work: Coroutine[object, None, None]) -> None:

@@ -9,11 +9,12 @@ import io
 import os
 import stat
 import tarfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
+from atropos.aio import task_group
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
 from atropos.images import flatten, settle, stack, unpack
@@ -78,7 +79,7 @@ class Stacking:
         lacking = [path for path, diff_id in layers if not self._store.has([diff_id])]
         await self.claim(UNPACKED_RATIO * sum(os.path.getsize(path) for path in lacking))
         keys: list[asyncio.Task[str]] = []
-        async with _group() as tasks:
+        async with task_group() as tasks:
             for path, _ in layers:
                 diff_ids = [diff_id for _, diff_id in layers[: len(keys) + 1]]
                 keys.append(tasks.create_task(self._layer(path, diff_ids, keys[:])))
@@ -184,16 +185,6 @@ class Stacking:
         return await run_module(
             module, self._what, *arguments, folder=self._store.root, deadline_s=self._deadline_s, stdin=stdin
         )
-
-
-@contextlib.asynccontextmanager
-async def _group() -> AsyncGenerator[asyncio.TaskGroup]:
-    """A task group whose first error is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            yield tasks
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
 
 
 def _digest(*parts: str) -> str:

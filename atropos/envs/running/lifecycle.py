@@ -15,13 +15,14 @@ import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from types import FrameType
 from typing import Any
 
+from atropos import aio
 from atropos.aio import cancel_and_wait, outlive
 from atropos.envs.running.hooks import Interrupted, in_hook
 from atropos.envs.running.rollout import GroupDropped
-from atropos.errors import first_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BLOCKED_S = 1.0
@@ -155,15 +156,9 @@ async def beside(work: Coroutine[object, object, None]) -> AsyncGenerator[None]:
         await cancel_and_wait([task])
 
 
-@contextlib.asynccontextmanager
-async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
+def task_group() -> AbstractAsyncContextManager[asyncio.TaskGroup]:
     """asyncio's, which raises one of its errors: a fatal one before a dropped group."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            yield tasks
-    except BaseExceptionGroup as errors:
-        _, fatal = errors.split(GroupDropped)
-        raise first_of(fatal or errors) from None
+    return aio.task_group(last=GroupDropped)
 
 
 async def bounded(what: str, work: Awaitable[object], seconds: float) -> None:
