@@ -12,8 +12,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iter
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from atropos.errors import first_of
-
 T = TypeVar("T")
 log = logging.getLogger("atropos")
 TICK_S = 1.0
@@ -27,6 +25,13 @@ def receive_small(transport: asyncio.BaseTransport | None) -> None:
     """Have a transport of asyncio's own read at most `RECEIVE_BYTES` at once, instead of 256 KiB; others stay."""
     if hasattr(transport, "max_size"):
         transport.max_size = RECEIVE_BYTES  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The first error in a group, however deep it is; another error is returned as it is."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 @contextlib.asynccontextmanager

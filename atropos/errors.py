@@ -170,13 +170,6 @@ def code_of(error: BaseException) -> str:
     return "config_error" if isinstance(error, ConfigError) else "error"
 
 
-def first_of(error: BaseException) -> BaseException:
-    """The first error in a group, however deep it is; another error is returned as it is."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def from_code(code: str, message: str) -> SandboxError:
     """The exception that a code on the wire stands for; an unknown code is a plain `SandboxError`."""
     return BY_CODE.get(code, SandboxError)(message)

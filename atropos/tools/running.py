@@ -8,8 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 
-from atropos.aio import Allowance, cancelled_from_outside
-from atropos.errors import OutcomeUnknown, SandboxError, first_of
+from atropos.aio import Allowance, cancelled_from_outside, first_of
+from atropos.errors import OutcomeUnknown, SandboxError
 from atropos.tools.base import Tool, ToolError, ToolScope, as_result, tool_states
 from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed.text import clip_result

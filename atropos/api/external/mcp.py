@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from pydantic import BaseModel, ConfigDict
 
-from atropos.aio import Allowance, cancel_and_wait, done_within
+from atropos.aio import Allowance, cancel_and_wait, done_within, first_of
 from atropos.api.settings import McpServerSettings
-from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable, first_of
+from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
 from atropos.tools.base import Tool, ToolScope
 from atropos.tools.models import ToolResult, ToolSchema
 

@@ -13,10 +13,10 @@ from typing import TypeVar, cast
 
 from atropos import tracing
 from atropos.agent import ExecuteTool, PromptTooLong
-from atropos.aio import Allowance, cancelled_from_outside
+from atropos.aio import Allowance, cancelled_from_outside, first_of
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import HookError, TaskFault, VerifierError
-from atropos.errors import ConfigError, InferenceError, SandboxError, code_of, first_of
+from atropos.errors import ConfigError, InferenceError, SandboxError, code_of
 from atropos.tools import ToolCall, ToolExecutor, ToolResult
 
 KNOWN = (SandboxError, InferenceError, ConfigError, HookError, PromptTooLong)
