@@ -20,11 +20,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from atropos.config import SlotLimits
+from atropos.envs.humaneval_problems import HumanEvalProblem, judge, load_problems
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks.attempt import Run
 from atropos.tasks.check import LEAST
@@ -35,9 +36,6 @@ from atropos.tasks.prepare import TaskImages
 from atropos.tasks.verifier.layers import VerifierLayers
 
 from . import machine
-
-if TYPE_CHECKING:
-    from atropos.envs.humaneval_env import HumanEvalProblem
 
 HOGS, STORMS, LONGEST_S = 30, 3, 2.0
 LIMITS = SlotLimits(memory_mib=LEAST.slot.memory_mib, disk_mib=LEAST.slot.disk_mib)
@@ -111,7 +109,6 @@ def of_task(pool: SlotPool, task: Task) -> Program:
 
 def of_problem(pool: SlotPool, problem: HumanEvalProblem) -> Program:
     """HumanEval's own solution of a problem."""
-    from atropos.envs.humaneval_env import judge  # with a trainer's packages, which a machine of tasks may lack
 
     async def play() -> float | None:
         async with pool.lease(problem.name) as slot:
@@ -182,9 +179,9 @@ def fitting_tasks(paths: Sequence[Path], at_once: int) -> list[Task]:
 
 def main(
     tasks: Annotated[
-        list[Path] | None, typer.Argument(help="folders of tasks, or with tasks in them; the examples")
+        list[Path] | None, typer.Argument(exists=True, help="folders of tasks, or with tasks in them; the examples")
     ] = None,
-    humaneval: Annotated[Path | None, typer.Option(help="HumanEval.jsonl.gz")] = None,
+    humaneval: Annotated[Path | None, typer.Option(exists=True, help="HumanEval.jsonl.gz")] = None,
     condition: Annotated[list[Condition] | None, typer.Option(help="what the host does meanwhile; all of them")] = None,
     at_once: Annotated[int, typer.Option(help="programs at a time")] = 8,
     most: Annotated[int | None, typer.Option(help="programs of each kind")] = None,
@@ -192,11 +189,7 @@ def main(
 ) -> None:
     """Print false zeros and drops of each condition."""
     fitting = fitting_tasks(tasks or [EXAMPLES], at_once)[:most]
-    problems: list[HumanEvalProblem] = []
-    if humaneval is not None:
-        from atropos.envs.humaneval_env import load_problems
-
-        problems = load_problems(humaneval)
+    problems = load_problems(humaneval) if humaneval is not None else []
     measured = asyncio.run(measure(fitting, problems[:most], condition or list(Condition), at_once))
     if out is not None:
         out.write_text(json.dumps({"machine": machine.describe(), "conditions": measured}, indent=2))

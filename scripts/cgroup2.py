@@ -33,7 +33,7 @@ CACHE = Path(
 )
 MIRROR = os.environ.get("ATROPOS_DEBIAN_MIRROR", "http://deb.debian.org/debian")
 PROGRAMS = {"qemu-system-x86_64": "qemu-system-x86", "debootstrap": "debootstrap", "mke2fs": "e2fsprogs"}
-PACKAGES = "bubblewrap busybox-static e2fsprogs gcc git libc6-dev libseccomp2 procps python3 uidmap xz-utils"
+PACKAGES = "bubblewrap busybox-static e2fsprogs gcc git libc6-dev libseccomp2 make procps python3 uidmap xz-utils"
 KERNELS = {"new": "trixie", "old": "bookworm"}  # 6.12 and 6.1
 MODULES = (
     "virtio",

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from atropos.envs.humaneval_env import load_problems
+from atropos.envs.humaneval_problems import load_problems
 from atropos.errors import NotSupported
 from atropos.tasks import workspace
 from atropos.tasks.errors import VerifierFailed

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos.envs import humaneval_check, humaneval_env
+from atropos.envs import humaneval_check, humaneval_problems
 from atropos.envs.adapter import APIServerConfig
 from atropos.envs.humaneval_env import (
     MAX_SOLUTION_BYTES,
@@ -20,9 +20,8 @@ from atropos.envs.humaneval_env import (
     HumanEvalEnv,
     HumanEvalEnvConfig,
     answer_in,
-    judge,
-    load_problems,
 )
+from atropos.envs.humaneval_problems import judge, load_problems
 from atropos.envs.running.rollout import TaskFault
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
@@ -118,9 +117,9 @@ def made(tmp_path):
 @pytest.mark.asyncio(loop_scope="module")
 async def test_solutions_that_cheat_fail(executor, made, monkeypatch):
     # for so long the endless ones take a core
-    checker = humaneval_env.CHECKER.replace("\nCALL_S = 10.0\n", "\nCALL_S = 1.0\n")
-    assert checker != humaneval_env.CHECKER
-    monkeypatch.setattr(humaneval_env, "CHECKER", checker)
+    checker = humaneval_problems.CHECKER.replace("\nCALL_S = 10.0\n", "\nCALL_S = 1.0\n")
+    assert checker != humaneval_problems.CHECKER
+    monkeypatch.setattr(humaneval_problems, "CHECKER", checker)
     cheats = {
         "ends the process": "import os\nos._exit(0)\n",
         "exits": "import sys\nsys.exit(0)\n",
@@ -152,8 +151,8 @@ async def test_tests_that_can_not_run_judge_no_solution(executor, made, tests):
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_call_has_cpu_time_and_not_the_hosts(executor, made, monkeypatch):
     """A solution that runs for a small part of the time, as on a host that is busy, is as good as ever."""
-    checker = humaneval_env.CHECKER.replace("\nCALL_S = 10.0\n", "\nCALL_S = 1.0\n")
-    monkeypatch.setattr(humaneval_env, "CHECKER", checker)
+    checker = humaneval_problems.CHECKER.replace("\nCALL_S = 10.0\n", "\nCALL_S = 1.0\n")
+    monkeypatch.setattr(humaneval_problems, "CHECKER", checker)
     slow = "import time\ntime.sleep(2.5)\n" + PROBLEM["prompt"] + PROBLEM["canonical_solution"]
     assert await judged(executor, made, slow, timeout_s=60) == (True, "")
 
@@ -216,7 +215,7 @@ async def test_a_slot_with_few_user_ids_judges_as_well(tmp_path):
 
 RIGGED = """
 import asyncio, json, sys
-from atropos.envs.humaneval_env import HumanEvalProblem, judge
+from atropos.envs.humaneval_problems import HumanEvalProblem, judge
 from atropos.slots import SlotPool, SlotPoolConfig
 
 async def main(problem, solution):

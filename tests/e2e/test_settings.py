@@ -15,7 +15,8 @@ from aiohttp.http_websocket import WebSocketWriter
 
 from atropos.envs import AgentEnvConfig, HermesAgentEnvConfig
 from atropos.envs.adapter import BaseEnvConfig
-from atropos.envs.humaneval_env import HumanEvalEnvConfig, HumanEvalProblem, judge
+from atropos.envs.humaneval_env import HumanEvalEnvConfig
+from atropos.envs.humaneval_problems import HumanEvalProblem, judge
 from atropos.envs.task_env import TaskEnvConfig
 from atropos.errors import AcquireTimeout, ConfigError, ToolServerUnavailable
 from atropos.tools import ToolCall

@@ -18,7 +18,7 @@ from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED, WeightSpan
 from atropos.config import SlotLimits
 from atropos.envs import AgentEnvConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
 from atropos.envs.hermes.data import load_rows
-from atropos.envs.humaneval_env import load_problems
+from atropos.envs.humaneval_problems import load_problems
 from atropos.envs.running.backend import ToolBackend
 from atropos.envs.running.rollout import GroupsDropped
 from atropos.errors import ConfigError, SlotLost
