@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH:$HOME/.local/bin" # where pip puts uv for a user, which some tests run
 # Container images often set it; then each of some hundred processes compiles its libraries anew, two seconds of CPU an env.
 unset PYTHONDONTWRITEBYTECODE
+unset PYTHONUNBUFFERED # nor do users have that one, without which a pipe gets what was printed at the end
 PATH=$PATH:/usr/sbin:/sbin # where some programs are, which an ordinary user may not have
 needed=()
 for one in curl:curl ip:iproute2 less:less mke2fs:e2fsprogs node:nodejs ps:procps xz:xz-utils zstd:zstd; do

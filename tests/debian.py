@@ -1,7 +1,7 @@
 """A minimal Debian in namespaces of its own, as a machine with no more on it than the README asks for.
 
-What debootstrap makes is kept in ~/.cache/atropos/debian, and so is what apt, pip and uv fetch there (2 GB a release); each machine
-is a fresh copy. Its network is this machine's, and so are its package sources.
+What debootstrap makes is kept in ~/.cache/atropos/debian, and so is what apt, pip and uv fetch there (2 GB a release);
+each machine is a fresh copy. Its network is this machine's, and so are its package sources.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ exec unshare --mount --pid --ipc --uts --fork --kill-child --propagation private
   cd "$1"
   mount -t proc proc proc
   mount --rbind /sys sys
+  mount --rbind /dev dev
   mount -t devpts -o newinstance,ptmxmode=666 pts dev/pts
   mount -t tmpfs -o mode=1777 shm dev/shm
   mount -t tmpfs -o mode=1777 tmp tmp

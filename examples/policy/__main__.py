@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -60,7 +61,8 @@ async def serve(server: PolicyServer, host: str, port: int) -> int:
         real = runner.addresses[0][1]
         ready = {"ready": True, "port": real, "base_url": f"http://{host}:{real}/v1", "model": MODEL}
         try:
-            print(json.dumps({**ready, "tokenizer": str(FOLDER)}), flush=True)
+            line = json.dumps({**ready, "tokenizer": str(FOLDER)})
+            os.write(sys.stdout.fileno(), f"{line}\n".encode())  # what a buffer kept would fail once more at the end
         except BrokenPipeError:  # who started it has ended meanwhile
             return 1
         await stop.wait()

@@ -169,6 +169,7 @@ async def test_a_limit_as_large_as_the_task_asks_for_is_the_agent_s_matter(pool,
         assert (await run.verify("shared")).reward == 0
 
 
+@pytest.mark.skipif(not DATA.exists(), reason=f"HumanEval is not at {DATA}")
 async def test_right_solutions_score_1_while_processes_of_the_pool_are_stopped_at_random():
     tasks = fitting_tasks([EXAMPLES / "fix-ledger", EXAMPLES / "notes-server"], at_once=4)
     found = await measure(tasks, load_problems(DATA)[:6], [Condition.STORMS], at_once=4)

@@ -478,7 +478,7 @@ async def names() -> dict:
                 **{
                     name: command
                     for name, command in PROGRAMS.items()
-                    if shutil.which(command.split()[0]) or name == "sockets"
+                    if shutil.which(command.splitlines()[-1].split()[0]) or name == "sockets"
                 },
             }
             for name, command in commands.items():

@@ -26,7 +26,10 @@ def shown(layers: Sequence[str | Path], at: Path) -> Iterator[Path]:
     nothing = at.with_name(f"{at.name}-nothing")  # an overlay needs two
     nothing.mkdir(exist_ok=True)
     lower = ":".join(map(str, (*layers, nothing)))
-    subprocess.run(["mount", "-t", "overlay", "-o", f"ro,userxattr,lowerdir={lower}", "overlay", str(at)], check=True)
+    # by mount(2): the newer calls, which util-linux 2.39 and later prefer, take no option beyond 255 bytes
+    env = os.environ | {"LIBMOUNT_FORCE_MOUNT2": "always"}
+    options = f"ro,userxattr,lowerdir={lower}"
+    subprocess.run(["mount", "-t", "overlay", "-o", options, "overlay", str(at)], env=env, check=True)
     try:
         yield at
     finally:

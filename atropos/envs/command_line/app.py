@@ -185,10 +185,11 @@ def _drive(env: CommandEnv, command: str) -> int:
 def _report(env: CommandEnv) -> None:
     metrics = env.metrics
     mean = "" if metrics.mean_score is None else f", mean score {metrics.mean_score:.3f}"
-    print(f"{metrics.groups} groups, {metrics.trajectories} trajectories, {metrics.calls} calls{mean}")
+    lines = [f"{metrics.groups} groups, {metrics.trajectories} trajectories, {metrics.calls} calls{mean}"]
     path = env.config.data_path_to_save_groups
     if path and Path(path).exists():
-        print(f"groups: {path}\npage:   {Path(path).with_suffix('.html')}")
+        lines += [f"groups: {path}", f"page:   {Path(path).with_suffix('.html')}"]
+    print(*lines, sep="\n", flush=True)  # an error comes after it, also where both go into one pipe
 
 
 def _fail(line: str, code: int) -> int:
