@@ -17,8 +17,8 @@ log = logging.getLogger("atropos")
 TICK_S = 1.0
 """How often an `Allowance` looks at the clock; what passes in between without a look is not counted."""
 RECEIVE_BYTES = 65_536
-"""Most bytes of one read. glibc maps a buffer of 128 KiB or more anew for each read and gives it back: on Linux 6.18 in a
-virtual machine that takes 17 µs, ten times the read of a small frame."""
+"""Most bytes of one read. glibc maps a buffer of 128 KiB or more anew for each read and gives it back: on Linux 6.18 in
+a virtual machine that takes 17 µs, ten times the read of a small frame."""
 
 
 def receive_small(transport: asyncio.BaseTransport | None) -> None:
@@ -148,7 +148,10 @@ async def done_within(future: asyncio.Future[Any], seconds: float) -> bool:
 
 
 async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
-    """Wait for an event, at most this long (None: without end); whether it came. `wait_for` may swallow a cancellation."""
+    """Wait for an event, at most this long (None: without end); whether it came.
+
+    `wait_for` may swallow a cancellation.
+    """
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -20,12 +20,15 @@ TOP, REST = "atropos", "rest"
 """The one folder for all servers, which they may write to, so that each can remove its own when it ends; and on cgroup
 v2 the leaf in it for processes that must not stay where they were."""
 PREFIX = "atropos-"
-"""A server's own folder is named so, then by its `server_name`; its groups that were made ahead, beside `TOP`, by a number
-after that."""
+"""A server's own folder is named so, then by its `server_name`; its groups that were made ahead, beside `TOP`, by a
+number after that."""
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; unique together with its pid. None: there is no such process."""
+    """When a process started, in clock ticks since boot; unique together with its pid.
+
+    None: there is no such process.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[19])

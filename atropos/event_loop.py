@@ -156,7 +156,10 @@ def event_loop() -> EventLoop:
 
 
 def release(held: object) -> Future[None] | None:
-    """Give something back in the background. None: it was, or it is that of the process that this one was forked from."""
+    """Give something back in the background.
+
+    None: it was, or it is that of the process that this one was forked from.
+    """
     return None if _process.loop is None else _process.loop.release(held)
 
 

@@ -6,7 +6,8 @@ import logging
 import re
 
 HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, those that turn the direction of what follows, scores included, and lone surrogates, which no output takes."""
+"""Control characters, those that turn the direction of what follows, scores included, and lone surrogates, which no
+output takes."""
 
 
 def visible(text: object) -> str:

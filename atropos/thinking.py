@@ -13,7 +13,8 @@ _THINKING_OR_CALL = re.compile(
     r"|(?:^|(?<=</think>))[ \t]*(?:(?:\[\s*)?\{\s*\"|\[\s*[\w.-]+\().*",
     re.DOTALL | re.MULTILINE,
 )
-"""Of calls in the formats of `atropos.tools.parsers`; where a format has no end, all that follows belongs to the call."""
+"""Of calls in the formats of `atropos.tools.parsers`; where a format has no end, all that follows belongs to the
+call."""
 _OPENED = re.compile(r"<think>\s*\Z")
 
 

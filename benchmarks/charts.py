@@ -1,4 +1,7 @@
-"""Runs as a picture: `python -m benchmarks.charts RUN.json... [--out docs/benchmarks]`. Each case in units of our own median."""
+"""Runs as a picture: `python -m benchmarks.charts RUN.json... [--out docs/benchmarks]`.
+
+Each case in units of our own median.
+"""
 
 from __future__ import annotations
 

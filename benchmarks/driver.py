@@ -1,8 +1,8 @@
 """Runs calls of one checkout in a process of its own and says what they took. Started by `against.py` and `cases.cpu`.
 
-Usage: PYTHONPATH=CHECKOUT python -P driver.py SLOTS < one JSON order a line > one JSON answer a line
-An order: {"parallel": N, "n": N}. The answer: the samples and seconds of all calls, and the CPU seconds that they took in
-each kind of process, as the kernel counts them. It uses nothing of the `benchmarks` package, since the checkout that it
+Usage: PYTHONPATH=CHECKOUT python -P driver.py SLOTS < one JSON order a line > one JSON answer a line An order:
+{"parallel": N, "n": N}. The answer: the samples and seconds of all calls, and the CPU seconds that they took in each
+kind of process, as the kernel counts them. It uses nothing of the `benchmarks` package, since the checkout that it
 measures may have another one, or none.
 """
 

@@ -1,8 +1,9 @@
 """256 trajectories at once in one env process: what the event loop suffers, and where the time goes.
 
-A whole `process` run on real slots: the scripted policy is another process and takes `MODEL_S` for each answer, tools are
-terminal calls. Two clocks watch the loop: how late a timer fires (on a machine with more work than cores that is the
-machine's lateness as well), and how much CPU the loop's thread spent between two turns of the timer (which is ours alone).
+A whole `process` run on real slots: the scripted policy is another process and takes `MODEL_S` for each answer, tools
+are terminal calls. Two clocks watch the loop: how late a timer fires (on a machine with more work than cores that is
+the machine's lateness as well), and how much CPU the loop's thread spent between two turns of the timer (which is ours
+alone).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`python -m benchmarks.fleet`: what an acquire and a reconcile cost in fleets of up to 10,000 containers x 32 slots.
 
 Containers and servers are simulated in memory; the pool's own code is what runs. Each row is one fleet size with churn:
-acquires and releases in a nearly full fleet, and containers that die and are replaced. Printed as a curve in n.
-With `--live N` instead: N real slots on this machine at once (`live`). With `--job N`: env processes that share one Nomad job
-of N containers (`fleet_decisions`).
+acquires and releases in a nearly full fleet, and containers that die and are replaced. Printed as a curve in n. With
+`--live N` instead: N real slots on this machine at once (`live`). With `--job N`: env processes that share one Nomad
+job of N containers (`fleet_decisions`).
 """
 
 from __future__ import annotations

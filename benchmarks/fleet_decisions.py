@@ -1,8 +1,8 @@
 """Several env processes on one Nomad job of many containers: `python -m benchmarks.fleet --job CONTAINERS`.
 
-Real: each process's pool and Nomad backend, and every request to Nomad over HTTP. Not real: Nomad and the containers, which
-`nomad_cluster` and `fleet_member` stand in for. What is measured: acquires before and during churn, requests to Nomad by
-phase, and how long a pool lacks containers after half of the nodes vanished.
+Real: each process's pool and Nomad backend, and every request to Nomad over HTTP. Not real: Nomad and the containers,
+which `nomad_cluster` and `fleet_member` stand in for. What is measured: acquires before and during churn, requests to
+Nomad by phase, and how long a pool lacks containers after half of the nodes vanished.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """One env process of `fleet_decisions`: a real pool on the real Nomad backend, its servers stood in for in memory.
 
-Usage: python -m benchmarks.fleet_member PORT CONTAINERS; a line of JSON in, one out: {"acquires": N} or {"whole": SECONDS}.
+Usage: python -m benchmarks.fleet_member PORT CONTAINERS; a line of JSON in, one out: {"acquires": N} or {"whole":
+SECONDS}.
 """
 
 from __future__ import annotations

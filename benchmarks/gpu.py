@@ -1,7 +1,8 @@
 """`python -m benchmarks.gpu`: a real NVIDIA GPU in slots of the local backend, in a minute or two.
 
-`nvidia-smi` and a matrix product (`gpu_program`) in each of two slots that share the first GPU, the product's time inside and outside of a slot
-by turns, and a slot that is released while it multiplies. A specification is written for this run, by nvidia-ctk where it is installed.
+`nvidia-smi` and a matrix product (`gpu_program`) in each of two slots that share the first GPU, the product's time
+inside and outside of a slot by turns, and a slot that is released while it multiplies. A specification is written for
+this run, by nvidia-ctk where it is installed.
 """
 
 from __future__ import annotations

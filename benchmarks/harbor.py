@@ -1,7 +1,8 @@
 """The same tasks by the published `harbor`, whose oracle agent runs their solutions: on Docker, and on slots.
 
-Needs `scripts/peers.sh` and Docker: `scripts/engines.py docker python -m benchmarks --only harbor`. Docker's images are built
-ahead, outside of the time; ours are built within it. Where `docker compose` is missing, `plain_docker` stands in and is named.
+Needs `scripts/peers.sh` and Docker: `scripts/engines.py docker python -m benchmarks --only harbor`. Docker's images are
+built ahead, outside of the time; ours are built within it. Where `docker compose` is missing, `plain_docker` stands in
+and is named.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A process that speaks as much of Nomad's protocol as the backend uses, for fleets that no machine here could hold.
 
-Its nodes are addresses in 127.0.0.0/8, all served by one listener that answers health checks as sandbox servers do. Nodes
-vanish at once, are noticed after `HEARTBEAT_S`, and what they had is placed on the others, `PLACED_A_S` a second. Started by
-`fleet_decisions`; prints its port, then takes a line of JSON at a time: {"vanish": share}, {"churn": containers, "pause_s": seconds}
-or {}, and answers how often what was asked since the last one.
+Its nodes are addresses in 127.0.0.0/8, all served by one listener that answers health checks as sandbox servers do.
+Nodes vanish at once, are noticed after `HEARTBEAT_S`, and what they had is placed on the others, `PLACED_A_S` a second.
+Started by `fleet_decisions`; prints its port, then takes a line of JSON at a time: {"vanish": share}, {"churn":
+containers, "pause_s": seconds} or {}, and answers how often what was asked since the last one.
 """
 
 from __future__ import annotations

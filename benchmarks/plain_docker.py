@@ -1,8 +1,9 @@
 """Harbor's own Docker environment without the compose plugin: runs inside Harbor's environment (.peers), by `harbor`.
 
-`harbor run --env benchmarks.plain_docker:PlainDocker`: every step is Harbor's, but where it calls `docker compose up`, `exec`,
-`cp` and `down` for a project of one service, this calls `docker run`, `exec`, `cp` and `rm --force` for one container. That is
-less work than compose does: no network of its own, no files to parse, no 10 s of grace for a PID 1 that ignores SIGTERM.
+`harbor run --env benchmarks.plain_docker:PlainDocker`: every step is Harbor's, but where it calls `docker compose up`,
+`exec`, `cp` and `down` for a project of one service, this calls `docker run`, `exec`, `cp` and `rm --force` for one
+container. That is less work than compose does: no network of its own, no files to parse, no 10 s of grace for a PID 1
+that ignores SIGTERM.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs inside SWE-ReX's own environment, with SWE-ReX's own client: prints JSON samples. Started by `swe_rex.py`.
 
-Usage: python swe_rex_driver.py PORT TOKEN COMMAND < one JSON order a line > one JSON answer a line
-An order: {"parallel": N, "n": N, "bash": bool}. With `bash` the command runs in bash, as ours does; else as SWE-ReX runs a
-shell command by itself, in sh, which starts faster. Or {"upload": PATH, "target": PATH}: a file or folder, once.
+Usage: python swe_rex_driver.py PORT TOKEN COMMAND < one JSON order a line > one JSON answer a line An order:
+{"parallel": N, "n": N, "bash": bool}. With `bash` the command runs in bash, as ours does; else as SWE-ReX runs a shell
+command by itself, in sh, which starts faster. Or {"upload": PATH, "target": PATH}: a file or folder, once.
 """
 
 import asyncio

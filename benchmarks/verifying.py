@@ -1,7 +1,8 @@
 """`python -m benchmarks.verifying`: what verification costs in each mode, taken in turn on one pool.
 
-Each round leases a slot, does a task's solution in it, and, once what that set off in the pool is over, times `workspace.verify`; a
-separate verifier's slot is leased and prepared within that time. The order changes from round to round.
+Each round leases a slot, does a task's solution in it, and, once what that set off in the pool is over, times
+`workspace.verify`; a separate verifier's slot is leased and prepared within that time. The order changes from round to
+round.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """A machine with cgroup v2 alone, and the tests of limits in it: `cgroup2.py [--kernel old] [PYTEST ARGUMENTS]`.
 
-A Debian cloud kernel boots under qemu (by emulation where the host gives no KVM) on a root file system of Debian packages.
-Both are made once and kept in ~/.cache/atropos; the kernel's package is unpacked, never installed. The working tree goes
-in as a tar, pytest runs on it, what it prints comes out here, and its exit status is this program's. `--kernel old` boots
-Linux 6.1, whose tmpfs has no user xattrs: there, start must refuse by name, or keep volumes on disk.
+A Debian cloud kernel boots under qemu (by emulation where the host gives no KVM) on a root file system of Debian
+packages. Both are made once and kept in ~/.cache/atropos; the kernel's package is unpacked, never installed. The
+working tree goes in as a tar, pytest runs on it, what it prints comes out here, and its exit status is this program's.
+`--kernel old` boots Linux 6.1, whose tmpfs has no user xattrs: there, start must refuse by name, or keep volumes on
+disk.
 
 Needs root (debootstrap) and apt for qemu-system-x86, debootstrap and e2fsprogs where they are missing.
 """

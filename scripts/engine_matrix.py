@@ -1,9 +1,9 @@
 """The Docker backend on engines of three Debian releases: `engine_matrix.py [--only NAME,...] [PYTEST ARGUMENTS]`.
 
 dockerd and Podman are Debian's packages, in a root of each release that is made once (debootstrap) and kept in
-~/.cache/atropos. An engine runs in its root and in mount, PID and network namespaces of its own, as root or as an ordinary
-user, on a store that is empty. `make image` builds the sandbox image in it, and pytest runs beside it on the working tree. A table
-comes at the end; the exit status is 0 where every engine started and no test failed.
+~/.cache/atropos. An engine runs in its root and in mount, PID and network namespaces of its own, as root or as an
+ordinary user, on a store that is empty. `make image` builds the sandbox image in it, and pytest runs beside it on the
+working tree. A table comes at the end; the exit status is 0 where every engine started and no test failed.
 
 Needs root, and apt for debootstrap where that is missing.
 """
@@ -221,7 +221,8 @@ def daemon(engine: Engine, kept: Path, folder: Path) -> Iterator[dict[str, str]]
 
 
 AS_ROOT = 'cd "$1"; shift; mkdir -p old; pivot_root . old; cd /; umount -l old; exec "$@"'
-"""Runs a command in a root. In one that is only chroot'ed the kernel makes no user namespaces, so containers had none."""
+"""Runs a command in a root. In one that is only chroot'ed the kernel makes no user namespaces, so containers had
+none."""
 
 
 def mounted(kept: Path, folder: Path) -> Path:

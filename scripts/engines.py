@@ -4,11 +4,11 @@ What already runs is used (DOCKER_HOST or the default socket, NOMAD_ADDR or loca
 a folder of its own, with the sandbox image in it, and is stopped and removed when the command has ended, whatever ended
 it: by the process ids started here, nothing else. The command finds the engines in DOCKER_HOST and NOMAD_ADDR, and in
 ATROPOS_BACKENDS the backends that there are. One that can't be had is left out with its reason printed; with
-ATROPOS_REQUIRE_BACKENDS=1, or where none is left, the command isn't run. What the command has started and left, daemons of
-its own too, ends before the engines do.
+ATROPOS_REQUIRE_BACKENDS=1, or where none is left, the command isn't run. What the command has started and left, daemons
+of its own too, ends before the engines do.
 
-`engines.py --ahead` starts nothing that stays: it makes what a fresh machine lacks and what takes minutes, Nomad's binary
-and the slow half of the image, both kept.
+`engines.py --ahead` starts nothing that stays: it makes what a fresh machine lacks and what takes minutes, Nomad's
+binary and the slow half of the image, both kept.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ PR_SET_PDEATHSIG = 1
 MARK = "ATROPOS_ENGINES"
 """In the environment of the command, and so of all that it starts, with the folder of this run."""
 GRACE_S = 20.0
-"""Until what the command left is killed. execnet has a worker of pytest clean up for 15 s after its controller has gone."""
+"""Until what the command left is killed. execnet has a worker of pytest clean up for 15 s after its controller has
+gone."""
 STARTED = time.monotonic()
 
 

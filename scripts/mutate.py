@@ -4,8 +4,8 @@ python scripts/mutate.py atropos/net/relay.py tests/unit/net/test_relay.py      
 python scripts/mutate.py atropos/net/relay.py tests/unit/net -k head --lines 280-320 # some
 python scripts/mutate.py MODULE TESTS --most 40 --seed 7                             # drawn
 
-The module's file stays as it is: a process of its own is given each mistake as it imports the module. So only tests that run the module in
-their own process can notice; what runs in a sandbox server's process is mutated by nothing here.
+The module's file stays as it is: a process of its own is given each mistake as it imports the module. So only tests
+that run the module in their own process can notice; what runs in a sandbox server's process is mutated by nothing here.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ ONE_AT_A_TIME = {
     "a cluster": re.compile(r"tests/e2e/cluster/"),
     "Nomad": re.compile(r"tests/(e2e/test_nomad\w*\.py|(?!unit/).*\[[^\]]*\bnomad\b)"),
 }
-"""Units of many modules, the longest first: tests in one cluster, and tests that share one Nomad client's memory or start
-agents under fixed names."""
+"""Units of many modules, the longest first: tests in one cluster, and tests that share one Nomad client's memory or
+start agents under fixed names."""
 SPREAD = (
     "tests/unit/agent/test_agent.py",
     "tests/unit/client/test_client.py",

@@ -37,7 +37,8 @@ class AloneLast(LoadScopeScheduling):
         if not self.workqueue:
             node.shutdown()
         elif not self._only_last_is_left or len(self.nodes) == 1:
-            # a worker that has just crashed reads no more; its end is reported next, and its units go back into the queue
+            # a worker that has just crashed reads no more; its end is reported next, and its units go back into the
+            # queue
             with contextlib.suppress(OSError):
                 super()._assign_work_unit(node)
 

@@ -281,7 +281,10 @@ class AtroposEnvironment(BaseEnvironment):
 
 
 def _extract(archive: Path, target: Path) -> list[str]:
-    """Unpack an archive. Returns why files were left out: links that lead out of the folder, one of which an agent may have made."""
+    """Unpack an archive.
+
+    Returns why files were left out: links that lead out of the folder, one of which an agent may have made.
+    """
     left_out: list[str] = []
 
     def kept(member: tarfile.TarInfo, where: str) -> tarfile.TarInfo | None:

@@ -22,7 +22,8 @@ WAIT_FOR_SLOT_S = 3600.0
 MAX_OUTPUT_BYTES = 10 * 1024**2
 """Output kept of a command, where `limits` has no `output_bytes`."""
 LONGEST_COMMAND_S = 24 * 3600.0
-"""Longest a command may run, where `limits` has no `wall_s`: an agent may be one, and the host has its own time limits."""
+"""Longest a command may run, where `limits` has no `wall_s`: an agent may be one, and the host has its own time
+limits."""
 
 SLEEP = ("sleep", "infinity")
 """What hosts start an image's containers with, so that they go on until they are removed."""
@@ -103,8 +104,8 @@ class SlotRequest(BaseModel):
         network: whether commands have (filtered) egress.
         gpus: GPUs of the slot's own (docs/gpu.md).
         gpu_types: what these may be; empty: anything.
-        pool: settings of `SlotPoolConfig`; an environment waits an hour for a slot, and a command has a day and 10 MiB of
-            output, unless these say otherwise.
+        pool: settings of `SlotPoolConfig`; an environment waits an hour for a slot, and a command has a day and 10 MiB
+            of output, unless these say otherwise.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
@@ -172,8 +173,8 @@ class HeldSlot:
         Args:
             request: which one.
             name: for the server's status and logs.
-            waits: what the image's ENTRYPOINT is started with, in the place of its CMD, as hosts keep a container running; its
-                services may be part of the task. None: it isn't started.
+            waits: what the image's ENTRYPOINT is started with, in the place of its CMD, as hosts keep a container
+                running; its services may be part of the task. None: it isn't started.
 
         Raises:
             SandboxError: there is none, or its image's ENTRYPOINT can't be started.

@@ -63,7 +63,8 @@ class BashSession:
         self._key = secrets.token_hex(8)
         self._file = f"/tmp/.atropos-session-{self._key}"
         self._prompt = re.compile(rf"<{self._key}:(\d*):(\d+)>")
-        # a command may leave the terminal as it likes (`reset`, a killed editor): the next line that is typed shall show nowhere
+        # a command may leave the terminal as it likes (`reset`, a killed editor): the next line that is typed shall
+        # show nowhere
         prompt = f"{{ command -p stty sane -echo; PS1='<{self._key}:$ATROPOS_LINE:${{ATROPOS_CODE-$?}}>' PS2= PS0=; }} 2>/dev/null"
         self._set_prompt = f"unset PROMPT_COMMAND; export PROMPT_COMMAND={shlex.quote(prompt)}"
         self._line = 0
@@ -182,8 +183,8 @@ class BashSession:
     async def _enter(self, line: str) -> int:
         """Type a line; returns the number that the prompt after it has.
 
-        The prompt is set before it, for one that an interrupt ends, and after it, since it may have set another; `set -x`
-        shows neither.
+        The prompt is set before it, for one that an interrupt ends, and after it, since it may have set another;
+        `set -x` shows neither.
         """
         self._line += 1
         before = f"{{ export ATROPOS_LINE={self._line}; unset ATROPOS_CODE; {self._set_prompt}; }} 2>/dev/null"

@@ -88,8 +88,8 @@ async def _output(process: Process) -> AsyncIterator[bytes]:
 class AtroposRuntime(Runtime):
     """One slot, from the first use until `stop`. Every method raises verifiers' `SandboxError` when it is gone.
 
-    Programs of the slot reach verifiers' own endpoints (the model, tool servers) through the lease, so that a slot needs
-    no network for them.
+    Programs of the slot reach verifiers' own endpoints (the model, tool servers) through the lease, so that a slot
+    needs no network for them.
 
     Args:
         task: whose image, folder, environment and network policy the slot gets; None: none of them.

@@ -76,9 +76,9 @@ class AtroposAgent:
 
         Args:
             task: the user's message.
-            after: an earlier run, whose conversation and transcript continue with the task as the next message, after the
-                results of a last turn whose bound kept the model from reading them. The bounds on steps and time start
-                again. If the context has no room for the message, the run ends there.
+            after: an earlier run, whose conversation and transcript continue with the task as the next message, after
+                the results of a last turn whose bound kept the model from reading them. The bounds on steps and time
+                start again. If the context has no room for the message, the run ends there.
 
         Raises:
             InferenceError: the server gave no usable answer.
@@ -206,8 +206,8 @@ class AtroposAgent:
     async def _chat(self, transcript: Transcript, limit: int) -> tuple[Turn, Generation]:
         """A turn from a server that reports text, with placeholder ids; it is cut off at the limit.
 
-        A server whose context is shorter than the env's, or that has another name for the limit, refuses it by its name,
-        and is asked without.
+        A server whose context is shorter than the env's, or that has another name for the limit, refuses it by its
+        name, and is asked without.
         """
         options = {**self._sampling(), **self._dialect.chat_options(self.config, limit)}
         if self._limit_refused:

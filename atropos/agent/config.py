@@ -37,8 +37,8 @@ class AgentConfig:
         max_calls_per_turn: calls beyond it are answered with an error and not run.
         max_result_chars: of each tool result in the conversation; the middle of a longer one is left out.
         seed: sent with every request where set, so that a sampling server can repeat itself.
-        timeout_s: time after which a call that runs is ended, no further one run, and no further turn begun; None: no limit.
-            What requests that the inference server failed or broke off take is not counted.
+        timeout_s: time after which a call that runs is ended, no further one run, and no further turn begun; None: no
+            limit. What requests that the inference server failed or broke off take is not counted.
     """
 
     max_steps: int = 50
@@ -96,8 +96,8 @@ class AgentStep:
         content: the text without its calls.
         calls: of the turn, in order.
         unread: calls that could not be parsed.
-        outcomes: of calls and unread ones, in order, as far as the time let them run. Those of a last turn are not in the
-            conversation: the model never reads them.
+        outcomes: of calls and unread ones, in order, as far as the time let them run. Those of a last turn are not in
+            the conversation: the model never reads them.
         reasoning: the model's thinking, if the dialect separates it from the answer.
         model_s, tools_s: seconds spent in generation and in tools.
     """

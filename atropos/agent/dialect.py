@@ -1,8 +1,8 @@
 """The format of a conversation with tools, the only part in which agent loops differ.
 
-The loop (`AtroposAgent`) samples turns, runs calls and keeps the transcript. A dialect defines the messages, their token
-ids, and how a model's turn is parsed. `AgentEnv` uses `XmlDialect`; `HermesAgentBaseEnv` uses OpenAI's tool messages
-(`atropos.envs.hermes.dialect`).
+The loop (`AtroposAgent`) samples turns, runs calls and keeps the transcript. A dialect defines the messages, their
+token ids, and how a model's turn is parsed. `AgentEnv` uses `XmlDialect`; `HermesAgentBaseEnv` uses OpenAI's tool
+messages (`atropos.envs.hermes.dialect`).
 """
 
 from __future__ import annotations

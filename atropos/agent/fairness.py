@@ -1,8 +1,8 @@
 """Keeps the iterations of the event loop short while hundreds of trajectories run.
 
-An iteration runs everything that is ready. When 256 answers arrive together and each costs a millisecond or two (tokenizing,
-parsing, building the next request), one iteration takes half a second, in which no I/O is done. So such pieces of work share
-one lock, and the loop does I/O between them.
+An iteration runs everything that is ready. When 256 answers arrive together and each costs a millisecond or two
+(tokenizing, parsing, building the next request), one iteration takes half a second, in which no I/O is done. So such
+pieces of work share one lock, and the loop does I/O between them.
 """
 
 from __future__ import annotations

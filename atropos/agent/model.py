@@ -49,8 +49,8 @@ _UNREADABLE_CALL = re.compile(
 
 Answer = TypeVar("Answer")
 _Sampled = tuple[Sequence[int], Sequence[Sequence[object]], Sequence[Sequence[float]], Sequence[object]]
-"""The prompt's ids; then the sampled ids, their logprobs and the finish reason of each completion. A fifth part, where there
-is one, has the `WeightSpan`s of each."""
+"""The prompt's ids; then the sampled ids, their logprobs and the finish reason of each completion. A fifth part, where
+there is one, has the `WeightSpan`s of each."""
 
 asking: contextvars.ContextVar[Model | None] = contextvars.ContextVar("asking", default=None)
 """Whose call the current one is; it wants failures as `ModelFailure` values."""
@@ -128,8 +128,8 @@ class Model:
         self._timeout_s = timeout_s
         self._retries = retries
         self.lost_s = 0.0
-        """Seconds that are no time of the model's: of requests that failed and until the next try, and those in which the server
-        was away, paused or asleep."""
+        """Seconds that are no time of the model's: of requests that failed and until the next try, and those in which
+        the server was away, paused or asleep."""
         self.asked_at = 0.0
         """When the current request was handed over, by `time.perf_counter`."""
         kind = server_type(server)
@@ -143,7 +143,9 @@ class Model:
         """What the server calls a request's seed; SGLang refuses names that it doesn't know."""
 
     async def generate(self, ids: Sequence[int], **sampling: object) -> Generation:
-        """Continue a prompt of token ids. What the server had sampled when it broke a generation off is kept, and continued.
+        """Continue a prompt of token ids.
+
+        What the server had sampled when it broke a generation off is kept, and continued.
 
         Args:
             ids: the prompt.

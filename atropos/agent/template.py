@@ -1,15 +1,16 @@
 """Turns as token ids: each is rendered once with the tokenizer's chat template, and never again.
 
-A template renders a whole conversation. Rendering it again at each turn would re-tokenize what the model sampled. So only
-the *suffix* that follows an assistant's turn is rendered: the text after a marker that takes the place of the assistant's
-text in a small conversation. This works for every template that concatenates turns (ChatML, Llama 3, Mistral, DeepSeek …).
+A template renders a whole conversation. Rendering it again at each turn would re-tokenize what the model sampled. So
+only the *suffix* that follows an assistant's turn is rendered: the text after a marker that takes the place of the
+assistant's text in a small conversation. This works for every template that concatenates turns (ChatML, Llama 3,
+Mistral, DeepSeek …).
 
 Tokens can differ from those of the whole text tokenized at once only where an answer starts: white space at the end of
 the prompt is not merged with the model's text. A server gets the prompt in exactly this form.
 
 Text from a sandbox may contain the spelling of a special token. Each is rendered as a placeholder and then encoded as
-plain text, so that no output can end a turn or start another. Placeholders and the marker have a random key, new for each
-rendering, so that text can't imitate them.
+plain text, so that no output can end a turn or start another. Placeholders and the marker have a random key, new for
+each rendering, so that text can't imitate them.
 """
 
 from __future__ import annotations
@@ -66,10 +67,14 @@ class TurnRenderer:
         """Special tokens after which nothing of the turn comes, so that a server can be asked to stop there."""
         self.end_ids |= self.stop_ids
         self.thinking_opening = opening_of(self._apply([{"role": "user", "content": "x"}]))
-        """What the prompt already has of the turn's thinking: `<think>`, which the model then doesn't write; or empty."""
+        """What the prompt already has of the turn's thinking: `<think>`, which the model then doesn't write; or
+        empty."""
 
     def _after_a_call(self) -> list[int]:
-        """The token after a turn with a call. GLM's template closes no turn, so its models sample the next one's opening."""
+        """The token after a turn with a call.
+
+        GLM's template closes no turn, so its models sample the next one's opening.
+        """
         try:
             return self.following([{"role": "tool", "tool_call_id": "a", "name": "t", "content": "x"}])[:1]
         except Exception:  # templates raise errors of any kind

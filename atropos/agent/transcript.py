@@ -23,8 +23,8 @@ _untrack.argtypes, _untrack.restype = [ctypes.py_object], None
 def numbers(values: Iterable[Number]) -> list[Number]:
     """A list of numbers that the garbage collector doesn't traverse; numbers can form no cycle.
 
-    A full collection visits each element of every list: with 256 trajectories of 5,000 tokens it blocked the event loop for
-    a sixth of a second.
+    A full collection visits each element of every list: with 256 trajectories of 5,000 tokens it blocked the event loop
+    for a sixth of a second.
     """
     made = list(values)
     _untrack(made)

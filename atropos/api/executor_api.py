@@ -169,7 +169,8 @@ def _add_trajectories(app: FastAPI) -> None:
     ) -> TrajectoryInfo:
         """Open a trajectory with a slot of its own. 200 instead of 201: it was already open under this id or key.
 
-        With `image` the slot starts from that image, which is prepared first if it isn't, within the pool's own timeout.
+        With `image` the slot starts from that image, which is prepared first if it isn't, within the pool's own
+        timeout.
         """
         if wanted.trajectory_id is None and idempotency_key is not None:
             named = f"k-{hashlib.sha256(idempotency_key.encode()).hexdigest()[:32]}"

@@ -37,7 +37,10 @@ def dashboard(
         str | None, typer.Option(envvar="ATROPOS_DASHBOARD_TOKEN", help="default: a new one, printed with the URL")
     ] = None,
 ) -> None:
-    """Serve pages over a JSONL of groups until Ctrl-C; what is appended meanwhile is shown. An env has live pages of its own."""
+    """Serve pages over a JSONL of groups until Ctrl-C; what is appended meanwhile is shown.
+
+    An env has live pages of its own.
+    """
     from atropos.dashboard.server import DashboardServer
     from atropos.dashboard.store import GroupFile, TrajectoryStore
 

@@ -39,7 +39,10 @@ def add(
         bool, typer.Option(help="A further key of a name that has one; `drop-old` ends the others.")
     ] = False,
 ) -> None:
-    """Make a key and print it, once: the file has its SHA-256. An existing name needs --rotate, and keeps its settings."""
+    """Make a key and print it, once: the file has its SHA-256.
+
+    An existing name needs --rotate, and keeps its settings.
+    """
     before = read_keys(file).get(name) if file.exists() else None
     if before is not None and not rotate:
         raise ConfigError(f"{name} has a key in {file}; --rotate gives it a further one")

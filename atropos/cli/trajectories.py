@@ -157,7 +157,10 @@ def grep(
     error: Error = "",
     tool: Tool = "",
 ) -> None:
-    """Print lines of messages and verifier output that match; with --json, an object a line. Ends with 1 when none does."""
+    """Print lines of messages and verifier output that match; with --json, an object a line.
+
+    Ends with 1 when none does.
+    """
     try:
         wanted = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
     except re.error as wrong:

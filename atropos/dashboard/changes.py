@@ -21,7 +21,8 @@ MAX_CHARS = 100_000
 MAX_TEXT_BYTES = 1 << 18
 """Longest file that is compared line by line."""
 MAX_PAIRS = 250_000
-"""Pairs of lines that a trajectory's comparisons may look at; beyond, a changed region is shown as removed and added whole."""
+"""Pairs of lines that a trajectory's comparisons may look at; beyond, a changed region is shown as removed and added
+whole."""
 CONTEXT = 3
 """Unchanged lines around a change."""
 SKIPPED = re.compile(r"(^|/)\.git(/|$)")

@@ -1,6 +1,7 @@
 """A trajectory's calls as a terminal session: what was called, what came back and when, as asciicast v2.
 
-Made from the messages, so it shows what the model read. Source of the format: the asciicast v2 page of asciinema's docs.
+Made from the messages, so it shows what the model read. Source of the format: the asciicast v2 page of asciinema's
+docs.
 """
 
 from __future__ import annotations

@@ -170,7 +170,9 @@ class GroupFile:
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
-        """Read what was appended; a last line without its end stays for later. Of a file that shrank or is another one, all is read.
+        """Read what was appended; a last line without its end stays for later.
+
+        Of a file that shrank or is another one, all is read.
 
         While there is no file, as before a run that writes it anew, what was read stays.
         """

@@ -1,8 +1,8 @@
 """All contact with atroposlib (0.4.0): its classes, and workarounds for them.
 
-Its traps, each worked around here: root logging that turns on DEBUG output of whole items; retries of retries (27 requests
-for one 503) and endless waits for an unhealthy server; health checks that never end; an unknown tokenizer that costs
-49 s; servers that need a loadable model name.
+Its traps, each worked around here: root logging that turns on DEBUG output of whole items; retries of retries (27
+requests for one 503) and endless waits for an unhealthy server; health checks that never end; an unknown tokenizer that
+costs 49 s; servers that need a loadable model name.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ _log = logging.getLogger(__name__)
 
 _HISTORIES = ("request_timings", "attempts_list", "eval_request_timings", "eval_attempts_list")
 HISTORY_KEPT = 1000
-"""Latest requests of a server that its statistics are made of. atroposlib would keep all, and read them for each group."""
+"""Latest requests of a server that its statistics are made of. atroposlib would keep all, and read them for each
+group."""
 _WRAPPERS = ("_tokens_and_logprobs_completion_wrapper", "_chat_completion_wrapper", "_completion_wrapper")
 
 
@@ -208,7 +209,8 @@ def prepare_server_configs(
 ) -> list[APIServerConfig]:
     """The servers as the list that atroposlib needs: it prints a single config and then ignores it.
 
-    Servers that load a tokenizer of their own get the env's where they name none; the tokenizers are added to those loaded.
+    Servers that load a tokenizer of their own get the env's where they name none; the tokenizers are added to those
+    loaded.
 
     Raises:
         ConfigError: no server, servers of several types, a URL is missing, or a tokenizer can't be loaded.

@@ -27,8 +27,8 @@ from atropos.tools import ToolRegistry, build_tool_registry
 class AgentEnv(SandboxEnv):
     """Implement `build_task`, `get_next_item` and `score_trajectory` or `verify_and_score_trajectory`.
 
-    A trajectory is `setup_trajectory_workspace`, the agent's work, and `verify_and_score_trajectory` in the same workspace;
-    then the slot is reset.
+    A trajectory is `setup_trajectory_workspace`, the agent's work, and `verify_and_score_trajectory` in the same
+    workspace; then the slot is reset.
     """
 
     name = "agent_env"

@@ -1,7 +1,7 @@
 """Groups for trainers beside atroposlib's: TRL, verl, SkyRL and tinker; and an env's groups for programs without an event loop.
 
-A bridge takes groups as an env collects them, as run-api hands them out, or as the JSONL has them, one a line. It needs none of
-these packages but tinker. See docs/trainers.md.
+A bridge takes groups as an env collects them, as run-api hands them out, or as the JSONL has them, one a line. It needs
+none of these packages but tinker. See docs/trainers.md.
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ class DatasetEnv(AgentEnv):
         """Run every item once; the mean score goes to the log, to wandb, and to `data_dir_to_save_evals`.
 
         Raises:
-            GroupsDropped: some items could not be completed; they are not in the mean. Nor are those that were left out.
+            GroupsDropped: some items could not be completed; they are not in the mean. Nor are those that were left
+                out.
         """
         room = asyncio.Semaphore(self.config.capacity)
         scored: list[tuple[str, Rollout]] = []

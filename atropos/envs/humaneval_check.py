@@ -169,7 +169,10 @@ def limits() -> None:
 
 
 def judge(problem: dict[str, str], source: str) -> dict[str, object]:
-    """Run the problem's tests against a solution. The verdict has `broken` where they can't be run, which judges none."""
+    """Run the problem's tests against a solution.
+
+    The verdict has `broken` where they can't be run, which judges none.
+    """
     # The prompt's own helpers (and imports) belong to the tests; its unfinished function gets an empty body.
     space: dict[str, object] = {"__name__": "tests"}
     try:

@@ -2,8 +2,8 @@
 
     python -m atropos.envs.humaneval_env evaluate --env.humaneval_path HumanEval.jsonl.gz --env.tool_pool_mode local ...
 
-Only the solution is copied into a fresh slot and judged there (`humaneval_check.py`), so that nothing else that the model
-left has an effect.
+Only the solution is copied into a fresh slot and judged there (`humaneval_check.py`), so that nothing else that the
+model left has an effect.
 """
 
 from __future__ import annotations

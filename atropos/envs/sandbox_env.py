@@ -311,7 +311,8 @@ class SandboxEnv(BaseEnv):
     ) -> None:
         """As atroposlib's, but groups that are left out are logged, and the file is complete after each group.
 
-        The JSON is encoded in a thread: atroposlib does so on the event loop, a third of a second for eight long trajectories.
+        The JSON is encoded in a thread: atroposlib does so on the event loop, a third of a second for eight long
+        trajectories.
         """
         self._unsent.discard(asyncio.current_task())
         several = isinstance(scored_data, list)

@@ -2,10 +2,10 @@
 
     python -m atropos.envs.task_env process --env.tasks_path examples/tasks --env.tool_pool_mode local ...
 
-The tests are uploaded and run after the agent has ended. A verifier that gives no reward (it timed out, was killed, or wrote
-none) is run once on the task's untouched workspace. If it gives a reward there, the agent is the cause, and the score is 0;
-otherwise the task is at fault, and the group is dropped. A later step that can't be prepared is judged in the same way.
-`--env.verifier_failure drop` or `zero` decides all cases alike.
+The tests are uploaded and run after the agent has ended. A verifier that gives no reward (it timed out, was killed, or
+wrote none) is run once on the task's untouched workspace. If it gives a reward there, the agent is the cause, and the
+score is 0; otherwise the task is at fault, and the group is dropped. A later step that can't be prepared is judged in
+the same way. `--env.verifier_failure drop` or `zero` decides all cases alike.
 
 A task with a solution is played only where that scores 1, which is tried when the task first comes up (`check_tasks`).
 """
@@ -156,7 +156,8 @@ class TaskEnv(DatasetEnv):
         """Pull the tasks' images before any task runs; with `check_tasks` all, try whether they can be solved.
 
         Raises:
-            ConfigError: an image is unavailable and `skip_bad_tasks` is off, or no task is left; or a verifier layer is.
+            ConfigError: an image is unavailable and `skip_bad_tasks` is off, or no task is left; or a verifier layer
+                is.
         """
         try:
             await self._layers.prepare(self._task_images)
@@ -288,7 +289,9 @@ class TaskEnv(DatasetEnv):
         return combined(item, attempt.verdicts), {"steps": attempt.details}
 
     async def act(self, agent: AtroposAgent, item: Task, task: str, trajectory_id: str) -> AgentResult:
-        """The agent's work. The steps of a task share one workspace and one conversation; each is verified after its turns.
+        """The agent's work.
+
+        The steps of a task share one workspace and one conversation; each is verified after its turns.
 
         Raises:
             HookError: a step could not be prepared, or its verifier gave no reward.

@@ -2,11 +2,12 @@
 
     extract TRANSPORT ARCHIVE NAME FOLDER MAX_BYTES
 
-FOLDER gets what `layout.read_folder` reads: `manifest.json`, and configuration and layers, each named by its SHA-256. NAME may be
-empty where the archive has one image. Nothing of the archive becomes a path: its members are read where they lie, by name.
-For exit codes see `untrusted.program`.
+FOLDER gets what `layout.read_folder` reads: `manifest.json`, and configuration and layers, each named by its SHA-256.
+NAME may be empty where the archive has one image. Nothing of the archive becomes a path: its members are read where
+they lie, by name. For exit codes see `untrusted.program`.
 
-Sources: OCI image specification 1.1, image layout; Docker image specification 1.2, combined archive; containers-transports(5).
+Sources: OCI image specification 1.1, image layout; Docker image specification 1.2, combined archive;
+containers-transports(5).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     flatten PLACE LAYER…
 
-PLACE gets `files/`; the layers are those of one stack, topmost first and down to the lowest. The last line on stdout is JSON: bytes
-of the folders. For exit codes see `untrusted.program`.
+PLACE gets `files/`; the layers are those of one stack, topmost first and down to the lowest. The last line on stdout is
+JSON: bytes of the folders. For exit codes see `untrusted.program`.
 """
 
 from __future__ import annotations

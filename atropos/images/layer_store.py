@@ -1,12 +1,13 @@
 """The layers of one host: each once, whole or not at all, shared read-only by every sandbox server that uses the folder.
 
-    layers/ID/        files/, as overlay keeps them, and `bytes`, how many those are; there from the moment in which it is whole
-    work/RANDOM/      what is being pulled, unpacked or removed, and skopeo's temporary files; locked as long as that goes
+    layers/ID/        files/, as overlay keeps them, and `bytes`, how many those are; there from the moment in which it
+    is whole work/RANDOM/      what is being pulled, unpacked or removed, and skopeo's temporary files; locked as long
+    as that goes
                       on, and removed by whoever finds it unlocked
     locks/NAME        who pulls a source or unpacks a layer
 
-A layer appears by a rename, once it is on the disk, so that a kill or a power cut at any moment leaves a whole one or none. One
-in use is locked (flock, shared) by each server that uses it, and the lock ends with the server.
+A layer appears by a rename, once it is on the disk, so that a kill or a power cut at any moment leaves a whole one or
+none. One in use is locked (flock, shared) by each server that uses it, and the lock ends with the server.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ BYTES = "bytes"
 FORMER = "trees"
 """Where earlier versions kept images."""
 LET_GO_S = 12.0
-"""How long a layer stays after it was made, asked for or in use, whatever room is needed: until its lease, or the next one,
-begins. A little more than a server takes to let go of an image that nothing stands on."""
+"""How long a layer stays after it was made, asked for or in use, whatever room is needed: until its lease, or the next
+one, begins. A little more than a server takes to let go of an image that nothing stands on."""
 ROOM_POLL_S = 0.5
 
 
@@ -90,7 +91,10 @@ class LayerStore:
             os.close(fd)
 
     def touch(self, layers: Iterable[str]) -> None:
-        """Mark layers as those used last. Of a stack, topmost first: what is above makes room before what it stands on."""
+        """Mark layers as those used last.
+
+        Of a stack, topmost first: what is above makes room before what it stands on.
+        """
         for layer in layers:
             if layer not in self._held:
                 now = time.time_ns()  # the kernel's own clock for this stands still for milliseconds
@@ -211,7 +215,8 @@ class LayerStore:
         Those used within `LET_GO_S` stay.
 
         Returns:
-            Bytes that may be added; less than `wanted`, or below zero, when layers in use, and those being made, take the rest.
+            Bytes that may be added; less than `wanted`, or below zero, when layers in use, and those being made, take
+            the rest.
         """
         used_at = self._used_at()
         sizes: dict[str, int] = {}

@@ -1,6 +1,7 @@
 """Which image is meant, by manifests and indices from strangers. Plain data, no I/O; standard library only.
 
-Sources: OCI image specification 1.1, index and manifest; Docker image manifest V2, schema 2; containerd, platforms.Normalize.
+Sources: OCI image specification 1.1, index and manifest; Docker image manifest V2, schema 2; containerd,
+platforms.Normalize.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ def _rank(platform: object) -> int | None:
 
 
 def named(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The entries of a layout's index that a name means: several are one image for several machines. Without a name: all.
+    """The entries of a layout's index that a name means: several are one image for several machines.
+
+    Without a name: all.
 
     Raises:
         ValueError: none has it, or there are several images and no name; lists the names.
@@ -126,8 +129,8 @@ def _names(entry: dict[str, Any]) -> list[str]:
 def is_plain(text: str) -> bool:
     """Whether skopeo's `copy` takes all parts of a manifest from the registry, and knows what to do with them.
 
-    It takes a part from its `urls` instead, wherever they lead; it reads a key in any case, and of one that is there twice
-    both values. So what isn't plain is anything but the known keys, each once.
+    It takes a part from its `urls` instead, wherever they lead; it reads a key in any case, and of one that is there
+    twice both values. So what isn't plain is anything but the known keys, each once.
     """
     try:
         manifest = json.loads(text, object_pairs_hook=_each_once)

@@ -1,11 +1,13 @@
-"""Completes a layer that was unpacked with what it takes from the layers below it. A program of its own, without site-packages.
+"""Completes a layer that was unpacked with what it takes from the layers below it.
+
+A program of its own, without site-packages.
 
     settle PLACE MAX_BYTES LOWER…
 
-PLACE is as `unpack` leaves it; LOWER are the files of the layers below, topmost first. A folder that
-the layer has something in, but doesn't describe, is as it is there; whiteouts hide what is there, and nothing else; a hard link to a
-file there is one, as containerd has it: the file becomes this layer's. The last line on stdout is JSON: bytes that were added. For
-exit codes see `untrusted.program`.
+PLACE is as `unpack` leaves it; LOWER are the files of the layers below, topmost first. A folder that the layer has
+something in, but doesn't describe, is as it is there; whiteouts hide what is there, and nothing else; a hard link to a
+file there is one, as containerd has it: the file becomes this layer's. The last line on stdout is JSON: bytes that were
+added. For exit codes see `untrusted.program`.
 """
 
 from __future__ import annotations

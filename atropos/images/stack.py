@@ -1,4 +1,7 @@
-"""What a stack of layers shows, as overlay would: found in the layers themselves, through no link. Standard library only."""
+"""What a stack of layers shows, as overlay would: found in the layers themselves, through no link.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 

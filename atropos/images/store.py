@@ -1,10 +1,10 @@
 """The images of one host: stacks of layers, which are kept once whatever images have them (`layer_store`).
 
-    names/HASH        what a source last meant: one line, the image's id; none for a built image, whose source has its id
-    images/ID         an image (`StoredImage`); it is here as long as all of its layers are
+    names/HASH        what a source last meant: one line, the image's id; none for a built image, whose source has its
+    id images/ID         an image (`StoredImage`); it is here as long as all of its layers are
 
-An image is written by a rename, once its layers are there, so that a kill or a power cut at any moment leaves a whole image
-or none.
+An image is written by a rename, once its layers are there, so that a kill or a power cut at any moment leaves a whole
+image or none.
 """
 
 from __future__ import annotations
@@ -195,7 +195,8 @@ class ImageStore:
                 raise ImageUnavailable(f"{what}: more than {self._settings.quota_mib} MiB")
 
         if is_plain(text):
-            # its own retries are for what fails in the middle: what can't be reached at all is told at once, by `inspect` before it
+            # its own retries are for what fails in the middle: what can't be reached at all is told at once, by
+            # `inspect` before it
             arguments = ["copy", "--retry-times", "2", "--dest-compress", origin, f"dir:{pulled}"]
         else:  # by their digests alone, one after the other, into a folder that it names
             arguments = ["layers", "--retry-times", "2", origin]

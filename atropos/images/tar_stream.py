@@ -17,7 +17,8 @@ AHEAD = 8
 class TarStream:
     """A file that is read once, from its beginning to its end, and at most `limit` bytes of it.
 
-    What writers of layers leave out at its end is filled up with zeros: the last block, and all of a layer with no members.
+    What writers of layers leave out at its end is filled up with zeros: the last block, and all of a layer with no
+    members.
     """
 
     def __init__(self, file: int, limit: int) -> None:

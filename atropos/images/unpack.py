@@ -2,13 +2,14 @@
 
     unpack PLACE MAX_BYTES MAX_MEMBERS IDS DIFF_ID < LAYER
 
-PLACE gets `files/`, and `needs` where the layer does not stand alone: what `settle` does once the layers below it are here.
+PLACE gets `files/`, and `needs` where the layer does not stand alone: what `settle` does once the layers below it are
+here.
 
 Layers come from strangers. A member is opened below its parent's descriptor and no link is ever followed, so nothing
 reaches outside PLACE; names that try are refused. What a whiteout hides is a lower layer's (OCI image layout, "Layer
-Filesystem Changeset"). Device nodes are left out. Owners are those of the running user namespace, of which slots have the
-ids 0 to IDS-1; with IDS 1 everything belongs to root. The last line on stdout is JSON: bytes, whether it `stands_alone`, and
-whether it `has_root`, the attributes of the image's root. For exit codes see `untrusted.program`.
+Filesystem Changeset"). Device nodes are left out. Owners are those of the running user namespace, of which slots have
+the ids 0 to IDS-1; with IDS 1 everything belongs to root. The last line on stdout is JSON: bytes, whether it
+`stands_alone`, and whether it `has_root`, the attributes of the image's root. For exit codes see `untrusted.program`.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ def program(work: Callable[[], object]) -> int:
     """Do the work of a program, and print its result as JSON.
 
     Returns:
-        Exit code: 0 done, 1 the image is refused (the reason is one line on stderr), 2 the machine failed, 28 the disk is full.
+        Exit code: 0 done, 1 the image is refused (the reason is one line on stderr), 2 the machine failed, 28 the disk
+            is full.
     """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     os.umask(0)

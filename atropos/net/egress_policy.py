@@ -38,8 +38,8 @@ _NEVER: tuple[Network, ...] = tuple(
         *("fd00:ec2::254/128", "fd20:ce::254/128", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32"),
     )
 )
-"""No rule opens these: link-local and multicast addresses, and what clouds answer with credentials at (AWS, Google, Alibaba,
-Azure, Oracle)."""
+"""No rule opens these: link-local and multicast addresses, and what clouds answer with credentials at (AWS, Google,
+Alibaba, Azure, Oracle)."""
 _NAME = re.compile(
     r"(?=.{1,253}\Z)(?:[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?\Z"
 )

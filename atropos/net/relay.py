@@ -115,8 +115,8 @@ async def tunnel(
 ) -> None:
     """Serve one connection of a program that believes it is connected to a host: all bytes, both ways, unread.
 
-    Where the host can't be reached, or no more bytes may be moved, the program's connection is reset. `dial`, `spend` and `admit` as
-    in `relay`.
+    Where the host can't be reached, or no more bytes may be moved, the program's connection is reset. `dial`, `spend`
+    and `admit` as in `relay`.
     """
     upstream: asyncio.StreamWriter | None = None
     try:
@@ -255,7 +255,10 @@ async def _splice(
 
 @dataclass(frozen=True)
 class _Forwarding:
-    """One request and its answer; the connection ends with it. `spend` as in `relay`, `remote` and `upstream` the origin's."""
+    """One request and its answer; the connection ends with it.
+
+    `spend` as in `relay`, `remote` and `upstream` the origin's.
+    """
 
     spend: Callable[[int], None]
     client: h11.Connection
@@ -353,7 +356,10 @@ def _authority(name: str, port: int) -> bytes:
 
 
 async def _answer(connection: h11.Connection, writer: asyncio.StreamWriter, status: int, text: str) -> None:
-    """Answer the program with an error. In the middle of an answer or a tunnel, reset: an end would look like theirs."""
+    """Answer the program with an error.
+
+    In the middle of an answer or a tunnel, reset: an end would look like theirs.
+    """
     if writer.is_closing():
         return
     if connection.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:

@@ -34,7 +34,10 @@ async def send(socket: aiohttp.ClientWebSocketResponse, text: bytes) -> None:
 
 
 def send_now(socket: aiohttp.ClientWebSocketResponse, text: bytes) -> None:
-    """Send a text frame as a client without a turn of the event loop; nobody waits for room. Raises `SENDING_FAILURES`."""
+    """Send a text frame as a client without a turn of the event loop; nobody waits for room.
+
+    Raises `SENDING_FAILURES`.
+    """
     sending = socket.send_frame(text, aiohttp.WSMsgType.TEXT)
     try:
         sending.send(None)

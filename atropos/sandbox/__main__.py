@@ -1,9 +1,10 @@
 """`python -m atropos.sandbox --config FILE`: the sandbox server.
 
-FILE (or `-` for stdin) is a `ServerConfig` in JSON. Prints one line of JSON on stdout when ready. Exit codes: 0 ended as
-asked, 1 failed, 2 the configuration is wrong, 3 the isolation is not available; the reason is one line on stderr.
+FILE (or `-` for stdin) is a `ServerConfig` in JSON. Prints one line of JSON on stdout when ready. Exit codes: 0 ended
+as asked, 1 failed, 2 the configuration is wrong, 3 the isolation is not available; the reason is one line on stderr.
 
-It runs twice: see `boot.root_phase`. What only the second run needs is imported there, since loading it takes most of a start.
+It runs twice: see `boot.root_phase`. What only the second run needs is imported there, since loading it takes most of a
+start.
 """
 
 from __future__ import annotations

@@ -29,7 +29,10 @@ class RootUnchanged(SandboxError):
 
 @dataclass(frozen=True)
 class Layer:
-    """A frozen volume. `path` is its upper directory, ready to be a lower one; no other layer of a server ever has it."""
+    """A frozen volume.
+
+    `path` is its upper directory, ready to be a lower one; no other layer of a server ever has it.
+    """
 
     path: str
     bytes: int
@@ -81,9 +84,9 @@ class Sandbox(Protocol):
     def begin(self, call_id: str, operation: Operation, done: OnResult, *, stream: int = -1) -> None:
         """Start an operation; one with a stream gets a copy of the descriptor of its far end.
 
-        `done` is called once, and not before this returns: with the result; with `OutcomeUnknown` when the sandbox ended
-        while the operation ran; or with `SlotLost` when the host killed programs of the slot for want of memory, with
-        which the sandbox ends.
+        `done` is called once, and not before this returns: with the result; with `OutcomeUnknown` when the sandbox
+        ended while the operation ran; or with `SlotLost` when the host killed programs of the slot for want of memory,
+        with which the sandbox ends.
 
         Raises:
             SlotLost: the sandbox has ended, or broke its protocol; `done` is not called.

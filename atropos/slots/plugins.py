@@ -1,7 +1,7 @@
 """Which backends there are, and their settings: the built-in ones, and those that installed packages register as entry points.
 
-A backend's settings are a model beside it. A pool, and so an env, has the fields of all of them; what is installed later than
-`atropos.slots` is imported has none.
+A backend's settings are a model beside it. A pool, and so an env, has the fields of all of them; what is installed
+later than `atropos.slots` is imported has none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class BackendSettings(BaseModel):
 
     Attributes:
         takes_image: whether its containers have an image, which the pool's `image` names.
-        gpu_containers: how many containers can have GPUs: those of one machine would all have the same; None: as many as there are.
+        gpu_containers: how many containers can have GPUs: those of one machine would all have the same; None: as many
+            as there are.
         never_ignored: fields that a pool of another backend refuses, since it would be less safe than they promise.
     """
 

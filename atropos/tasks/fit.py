@@ -1,4 +1,7 @@
-"""Whether a slot has what a task asks for: sizes, the base image, the network. A pure decision, made before anything runs."""
+"""Whether a slot has what a task asks for: sizes, the base image, the network.
+
+A pure decision, made before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from atropos.tasks.format.task import Task
 from atropos.wire import MAX_HOSTS, LeaseLimits, Limit
 
 STAND_INS = ("debian*", "ubuntu*", "python:3*", "buildpack-deps*", "ghcr.io/laude-institute/*", "*t-bench/*")
-"""Images whose place a slot's own base takes, a Debian-like system with bash, Python 3, git and a C compiler. All others
-are pulled."""
+"""Images whose place a slot's own base takes, a Debian-like system with bash, Python 3, git and a C compiler. All
+others are pulled."""
 Policy = Literal["old", "clamp", "refuse"]
 """What becomes of a wish beyond a slot's size: sizes that an old schema wrote out as its defaults are lowered to what
 there is (`old`), every size is, or none."""

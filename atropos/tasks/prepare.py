@@ -1,8 +1,8 @@
 """Prepares tasks: pulls their images, builds their Dockerfiles step by step, and keeps each step as an image.
 
-A step's key is the SHA-256 of what it starts from, its instruction and what it copies. The image store of the host keeps
-its result under that key, so that a step runs once a host, also for other tasks and other runs; a build that is there
-already is one look-up. Every trajectory then leases the last step's image.
+A step's key is the SHA-256 of what it starts from, its instruction and what it copies. The image store of the host
+keeps its result under that key, so that a step runs once a host, also for other tasks and other runs; a build that is
+there already is one look-up. Every trajectory then leases the last step's image.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class TaskImages:
         self._scratch_turn = asyncio.Lock()
         self._starting = asyncio.Lock()
         self._before: dict[int, _PreparedBefore] = {}
-        """By the identity of the task that was given: for each trajectory on it, nothing is read and no file hashed again."""
+        """By the identity of the task that was given: for each trajectory on it, nothing is read and no file hashed
+        again."""
         self.counters: Counter[str] = Counter()
         """`steps`: carried out; `hits`: tasks that were there already."""
 
@@ -164,7 +165,8 @@ class TaskImages:
         Raises:
             TaskBroken: a step failed, or no image has such a name; says which, with the last lines of its output.
             ConfigError: a file of the task can't be packed.
-            ImageUnavailable: an image that the task names can't be had, which may be the registry's or the host's fault.
+            ImageUnavailable: an image that the task names can't be had, which may be the registry's or the host's
+                fault.
             SandboxError: the infrastructure failed otherwise.
         """
         prepared, image = await self._reported(task, progress, self._prepare)

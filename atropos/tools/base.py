@@ -79,8 +79,8 @@ class ToolScope:
         trajectory_id: whose call this is.
         call_id: the call's id.
         limits: the executor's bounds.
-        state: kept from call to call, dropped with the lease; keyed by the tool's own name. The executor calls the hooks
-            of values that are `ToolState`.
+        state: kept from call to call, dropped with the lease; keyed by the tool's own name. The executor calls the
+            hooks of values that are `ToolState`.
     """
 
     trajectory_id: str

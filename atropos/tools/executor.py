@@ -286,8 +286,8 @@ class ToolExecutor:
     async def fork(self, trajectory_id: str, fork_id: str) -> Slot:
         """Lease trajectory `fork_id`'s slot as a fork of this trajectory's, which ends.
 
-        If this trajectory makes another call, it gets a slot that starts from the same snapshot: it holds none while it waits
-        for the fork's, else those of a full pool would wait for each other.
+        If this trajectory makes another call, it gets a slot that starts from the same snapshot: it holds none while it
+        waits for the fork's, else those of a full pool would wait for each other.
 
         Raises:
             SandboxError: the slot was lost, or none could be leased.

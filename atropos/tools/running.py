@@ -15,7 +15,8 @@ from atropos.tools.models import ToolResult
 from atropos.tools.sandboxed.text import clip_result
 
 _NOTES = 2000
-"""Characters beyond `max_output_bytes` that a tool which keeps to it may use for notes, such as where it left out some."""
+"""Characters beyond `max_output_bytes` that a tool which keeps to it may use for notes, such as where it left out
+some."""
 
 _log = logging.getLogger(__name__)
 

@@ -22,11 +22,15 @@ ChosenId = Annotated[str, Field(min_length=8, max_length=100, pattern=r"^[A-Za-z
 """An id that the client chooses, so that a repeated request is seen to be one."""
 
 DEFERRED = ConfigDict(defer_build=True)
-"""Builds a validator at its first use: no process uses all of them, and building them all takes a tenth of a server's start."""
+"""Builds a validator at its first use: no process uses all of them, and building them all takes a tenth of a server's
+start."""
 
 
 class WireMessage(BaseModel):
-    """Base of all messages: frozen, unknown fields refused. An endless time is `Infinity`, which both ends read as JSON."""
+    """Base of all messages: frozen, unknown fields refused.
+
+    An endless time is `Infinity`, which both ends read as JSON.
+    """
 
     model_config = ConfigDict(
         frozen=True,

@@ -114,7 +114,10 @@ class ReadFile(PathOperation):
 
 
 class WriteFile(PathOperation):
-    """Write a file and create its folders; replaced atomically unless `append`. `if_sha256`: only if it is unchanged."""
+    """Write a file and create its folders; replaced atomically unless `append`.
+
+    `if_sha256`: only if it is unchanged.
+    """
 
     op: Literal["write_file"] = "write_file"
     data: bytes

@@ -2,13 +2,13 @@
 
     python -m examples.envs.swe_env process --env.tokenizer_name ... --openai.base_url ... --openai.server_type vllm
 
-Rows (`--env.dataset_name FILE.jsonl`) have `issue`, `files` (name to text) and `checks`: calls of the solution with what
-they must give. Without a dataset, one small built-in bug is used.
+Rows (`--env.dataset_name FILE.jsonl`) have `issue`, `files` (name to text) and `checks`: calls of the solution with
+what they must give. Without a dataset, one small built-in bug is used.
 
 How not to be cheated, which is what this example is about:
 - Tests that import the solution share a process with it, and the solution can end that process with 0, patch
-  `assertEqual` or bring its own `unittest.py`. So the solution only *answers*: it is called in the slot, and its answers
-  are compared here, in the env's process. What they should be is never in any slot.
+  `assertEqual` or bring its own `unittest.py`. So the solution only *answers*: it is called in the slot, and its
+  answers are compared here, in the env's process. What they should be is never in any slot.
 - The agent's slot is not trusted either (`sitecustomize.py`, another `git`, a daemon): its work is taken as a diff and
   applied to the original files in a fresh slot. A diff is data, whoever wrote it.
 """

@@ -1,8 +1,9 @@
 """The pupils, the groups that each learns from, and the checks of the proof.
 
-Two things must hold of what is trained on as it was sent. The trainer can use it: every token that the policy chose is a
-label, nothing else is, nearly every label has the probability that the server drew it with, and exactly that one by the
-weights and the temperature that the group names, and the scores follow from what the tokens show. And the policy learns. A wrong mask, logprob or score breaks the first at once.
+Two things must hold of what is trained on as it was sent. The trainer can use it: every token that the policy chose is
+a label, nothing else is, nearly every label has the probability that the server drew it with, and exactly that one by
+the weights and the temperature that the group names, and the scores follow from what the tokens show. And the policy
+learns. A wrong mask, logprob or score breaks the first at once.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ START = 3
 """Groups at the beginning, when next to nothing is learned yet."""
 CLIMBED, FAILED = 0.9, 0.3
 USABLE = 0.98
-"""Least share of the labels whose probability is still what it was when they were drawn. Not all: a group in flight while
-the policy is updated is a little off-policy."""
+"""Least share of the labels whose probability is still what it was when they were drawn. Not all: a group in flight
+while the policy is updated is a little off-policy."""
 AS_SENT = "as sent"
 
 

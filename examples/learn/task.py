@@ -1,8 +1,8 @@
 """The task: open one of several notes in the slot, and write the word in it to the file `door`.
 
 Everything is checked in the slot. The score is 1 when the right note was opened and its word was then written, 0.2 when
-another word was, else 0. A policy that chooses at random gets about 0.02; one that looks first and copies what it saw is
-always right.
+another word was, else 0. A policy that chooses at random gets about 0.02; one that looks first and copies what it saw
+is always right.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """GRPO from a batch's tokens, masks, scores, inference logprobs and temperature; nothing else of the environment is known here.
 
-`masks` are the labels, as atroposlib means them: -100 where nothing was sampled, else the token that was. For each label
-the policy's probability now is compared with the one the server drew it with. Labels for which the two differ by more
-than `MATCH` are left out (masked importance sampling, as IcePop and others do it against engines that disagree); the
-others move the weights along the group's advantages, clipped as PPO clips.
+`masks` are the labels, as atroposlib means them: -100 where nothing was sampled, else the token that was. For each
+label the policy's probability now is compared with the one the server drew it with. Labels for which the two differ by
+more than `MATCH` are left out (masked importance sampling, as IcePop and others do it against engines that disagree);
+the others move the weights along the group's advantages, clipped as PPO clips.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Step:
 
     Attributes:
         score: mean of the group.
-        spoken: positions at which the policy chose a token, as the tokens alone show; that of a turn's lost end included.
-        labels / used: positions that count, and those whose two probabilities agree.
+        spoken: positions at which the policy chose a token, as the tokens alone show; that of a turn's lost end
+        included. labels / used: positions that count, and those whose two probabilities agree.
     """
 
     score: float

@@ -1,8 +1,8 @@
 """`make serve-demo`: run-api, env processes in `serve` on sandbox slots, and a trainer process that checks its batches.
 
 Five programs or more, as in a real run: atroposlib's run-api, the scripted policy behind a vLLM-style API, one or more
-env processes (`python -m atropos.envs.task_env serve`, all on one pool with Docker and Nomad, each on its own containers
-with the local backend), and the trainer. When one of them ends, all do; after Ctrl-C nothing is left.
+env processes (`python -m atropos.envs.task_env serve`, all on one pool with Docker and Nomad, each on its own
+containers with the local backend), and the trainer. When one of them ends, all do; after Ctrl-C nothing is left.
 """
 
 from __future__ import annotations

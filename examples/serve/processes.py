@@ -22,7 +22,8 @@ PR_SET_PDEATHSIG = 1
 START_S = 60.0
 """How long run-api may take to answer (it imports much)."""
 END_S = 90.0
-"""How long a program may take from SIGTERM to its end; then it is killed. An env waits up to 80 s for its engine to remove containers."""
+"""How long a program may take from SIGTERM to its end; then it is killed. An env waits up to 80 s for its engine to
+remove containers."""
 
 _libc = ctypes.CDLL(None)
 

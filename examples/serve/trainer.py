@@ -1,7 +1,7 @@
 """A trainer that trains nothing and checks everything: `python -m examples.serve.trainer --api URL --truth LOG`.
 
-It registers, fetches batches, and compares each sequence with the inference server's log, position by position: what the
-masks call sampled must be an entry of the log, tokens and logprobs, under exactly the prompt that stands before it.
+It registers, fetches batches, and compares each sequence with the inference server's log, position by position: what
+the masks call sampled must be an entry of the log, tokens and logprobs, under exactly the prompt that stands before it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A generation that the inference server broke off is no turn of the model: continued or asked for again, never scored.
 
-Real HTTP, in all three protocols and both envs. An inference server aborts what it is generating when weights are updated; vLLM
-then answers `abort`, SGLang `{"type": "abort"}`, with what it had so far.
+Real HTTP, in all three protocols and both envs. An inference server aborts what it is generating when weights are
+updated; vLLM then answers `abort`, SGLang `{"type": "abort"}`, with what it had so far.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What is special about Docker: the container's privileges, what an earlier run left, sharing. The rest is in conformance."""
+"""What is special about Docker: the container's privileges, what an earlier run left, sharing.
+
+The rest is in conformance.
+"""
 
 from __future__ import annotations
 

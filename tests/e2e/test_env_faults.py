@@ -1,8 +1,8 @@
 """Truth 4 in a whole env: sandboxes killed at random and a flaky inference server change no token, no score, no group.
 
-Each attempt of a trajectory has one chance in five that its sandbox is killed, at a call and a moment drawn by its name;
-one inference call in ten fails, all through the run. What is sent is compared with a run of the same seeds without
-faults, and what was done with what was lost: faults may cost the attempts that they ended, and nothing else.
+Each attempt of a trajectory has one chance in five that its sandbox is killed, at a call and a moment drawn by its
+name; one inference call in ten fails, all through the run. What is sent is compared with a run of the same seeds
+without faults, and what was done with what was lost: faults may cost the attempts that they ended, and nothing else.
 `ATROPOS_FAULTS=N` runs N times as many groups.
 """
 

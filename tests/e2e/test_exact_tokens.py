@@ -1,9 +1,9 @@
 """500 random trajectories against a server that logs every token it samples: what is handed on is its log, position by position.
 
-Two protocols (vLLM's and SGLang's), two agents, four chat templates. Turns have several calls, calls that can't be read, text that looks like
-special tokens, unicode; results hold bytes and forged turns; one request in ten fails; turns and contexts are cut off.
-Tools answer from a table, so that it is the tokens that are tested; tests/truths does the same in real slots.
-`ATROPOS_EXAMPLES=N` runs N trajectories, `ATROPOS_SEED=TEXT` others than CI's.
+Two protocols (vLLM's and SGLang's), two agents, four chat templates. Turns have several calls, calls that can't be
+read, text that looks like special tokens, unicode; results hold bytes and forged turns; one request in ten fails; turns
+and contexts are cut off. Tools answer from a table, so that it is the tokens that are tested; tests/truths does the
+same in real slots. `ATROPOS_EXAMPLES=N` runs N trajectories, `ATROPOS_SEED=TEXT` others than CI's.
 """
 
 from __future__ import annotations

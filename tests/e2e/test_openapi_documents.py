@@ -1,7 +1,7 @@
 """schemathesis over both OpenAPI documents, against real servers: every one of its checks, in 2,000 cases.
 
-ATROPOS_FAULTS multiplies the examples an operation (1 in CI; 50 give about 10^5 cases). ATROPOS_API_SEED is what they are
-drawn with: the same in each run of CI, so that a change that breaks something is what broke it.
+ATROPOS_FAULTS multiplies the examples an operation (1 in CI; 50 give about 10^5 cases). ATROPOS_API_SEED is what they
+are drawn with: the same in each run of CI, so that a change that breaks something is what broke it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The env of test_serve_faults: kills a fifth of its sandboxes, and keeps a journal of what it was given and did.
 
-`ATROPOS_TEST_JOURNAL` names the journal: JSON lines of items given out, of tools that ran twice, and, at the end, of the
-env's counters.
+`ATROPOS_TEST_JOURNAL` names the journal: JSON lines of items given out, of tools that ran twice, and, at the end, of
+the env's counters.
 """
 
 from __future__ import annotations

@@ -375,7 +375,8 @@ HOLDING = """#!/bin/sh
 [ -e "$0.holds" ] || exec {bwrap} "$@"
 exec nsenter --pid=/proc/self/fd/5 sleep 1000
 """
-"""bubblewrap, or a parent and a child in the namespace of processes as it has them where the child waits for its parent."""
+"""bubblewrap, or a parent and a child in the namespace of processes as it has them where the child waits for its
+parent."""
 
 
 async def test_slots_that_are_starting_end_with_the_process_that_starts_them():

@@ -1,10 +1,9 @@
 """`serve` while everything fails: each item reaches the trainer as it was sampled, or a line says why it didn't.
 
-A fifth of the sandboxes is killed, whole containers are, a fifth of the ToolServer's and of run-api's answers are refused
-or lost, and one generation in twenty (a fifth of all trajectories, by their turns) is broken off, refused, reset or never
-answered. The env process, run-api and the ToolServer are real.
-`ATROPOS_SERVE_S=N` goes on for N seconds (12 by default; 3600 is the hour that is run by hand), and until each kind of
-fault has struck.
+A fifth of the sandboxes is killed, whole containers are, a fifth of the ToolServer's and of run-api's answers are
+refused or lost, and one generation in twenty (a fifth of all trajectories, by their turns) is broken off, refused,
+reset or never answered. The env process, run-api and the ToolServer are real. `ATROPOS_SERVE_S=N` goes on for N seconds
+(12 by default; 3600 is the hour that is run by hand), and until each kind of fault has struck.
 """
 
 from __future__ import annotations

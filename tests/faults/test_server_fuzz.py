@@ -1,8 +1,8 @@
 """A sandbox server under requests that nobody would send: HTTP, WebSocket frames and raw bytes, by its own token.
 
-It may refuse what it likes with a 4xx, and never answers 5xx (but 501 to a transfer coding that it doesn't know, as RFC 9112
-says), logs a traceback, ends, or gives a slot that doesn't work.
-ATROPOS_FAULTS multiplies the examples (1 in CI), each of some requests.
+It may refuse what it likes with a 4xx, and never answers 5xx (but 501 to a transfer coding that it doesn't know, as RFC
+9112 says), logs a traceback, ends, or gives a slot that doesn't work. ATROPOS_FAULTS multiplies the examples (1 in CI),
+each of some requests.
 """
 
 from __future__ import annotations

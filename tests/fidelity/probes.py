@@ -1,7 +1,7 @@
 """Small programs, by group, whose output shall be the same in a slot as in `docker run` of the same image.
 
-Each is a command line for bash, or (with `py`) for Python. They run in one process after the other, as root, in an empty
-folder, without a terminal. What may differ by nature (pids, times, ids of containers) is not printed.
+Each is a command line for bash, or (with `py`) for Python. They run in one process after the other, as root, in an
+empty folder, without a terminal. What may differ by nature (pids, times, ids of containers) is not printed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Dockerfiles for the comparison with `docker build`, a few lines for each instruction, over one build context.
 
-`@BASE@` is an image of busybox with the users root and app (1000) and an environment, `@BUSYBOX@` the same under another name.
+`@BASE@` is an image of busybox with the users root and app (1000) and an environment, `@BUSYBOX@` the same under
+another name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Stock `vllm serve` with the tiny model: every logprob is what float32 gives for its token, every token what the server's log says.
 
-vLLM 0.32 logs the tokens of `/inference/v1/generate` alone; in the other API the logprobs tell tokens that were not sampled.
+vLLM 0.32 logs the tokens of `/inference/v1/generate` alone; in the other API the logprobs tell tokens that were not
+sampled.
 """
 
 from __future__ import annotations

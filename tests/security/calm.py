@@ -4,8 +4,8 @@ Neighbours call on a fixed schedule; a call's latency counts from the moment it 
 hung count as late too, so that one long stall is not one sample. A round is a quiet stretch and an attacked one, one
 after the other. What both stretches are compared with:
 
-- a *control*, an ordinary process outside the slots that starts a program on the same schedule. It gets its fair share of
-  the CPU and no more, so what slows it as well is that share (up to what a fair scheduler may take) or the machine;
+- a *control*, an ordinary process outside the slots that starts a program on the same schedule. It gets its fair share
+  of the CPU and no more, so what slows it as well is that share (up to what a fair scheduler may take) or the machine;
 - the CPU time that others on the machine used. In a round where it was much, a bad ratio says half as much; a good one
   says that neighbours did well even so.
 
@@ -33,7 +33,8 @@ QUIET_S, STRETCH_S = 0.35, 0.75
 KEPT_QUIET = 3
 """Quiet stretches, the latest, that make up the quiet value."""
 FAIR = 3.0
-"""Most that a fair share explains: an attacker's slot, the server and the neighbour compete, each with the same weight."""
+"""Most that a fair share explains: an attacker's slot, the server and the neighbour compete, each with the same
+weight."""
 FOREIGN_CORES = 0.3
 MOST_ROUNDS = 10
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -75,7 +75,10 @@ time.sleep(100000)
         assert result.exit_code == 0, result
 
     async def _call(self, command: str) -> ExecResult:
-        """A call in time. The loop stands still while a module uses another one: a time that ran out then says nothing."""
+        """A call in time.
+
+        The loop stands still while a module uses another one: a time that ran out then says nothing.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
                 return await self.slot.exec(command)

@@ -1,6 +1,7 @@
 """Attacks through the egress proxy, each run in a slot. What they may not reach counts every connection that it gets.
 
-Those of `ATTACKS` that ask for a host run once more without the proxy, by the names and addresses alone (`PRELUDE_DIRECT`).
+Those of `ATTACKS` that ask for a host run once more without the proxy, by the names and addresses alone
+(`PRELUDE_DIRECT`).
 """
 
 PRELUDE = r'''

@@ -1,4 +1,7 @@
-"""What attack programs begin with, inside the slot. An attack prints BREACH for anything it achieved, and HELD at its end."""
+"""What attack programs begin with, inside the slot.
+
+An attack prints BREACH for anything it achieved, and HELD at its end.
+"""
 
 PRELUDE = r'''
 import ctypes, errno, fcntl, os, resource, signal, socket, struct, sys, threading, time

@@ -201,7 +201,10 @@ except OSError as error:
 
 
 async def test_counters_that_no_namespace_divides_touch_no_call_of_a_neighbour(pool, beside):
-    """One slot takes all that it can of what the kernel counts per user. Others: calls, files, terminals, forks as ever."""
+    """One slot takes all that it can of what the kernel counts per user.
+
+    Others: calls, files, terminals, forks as ever.
+    """
     async with pool.lease("victim") as victim:
         async with pool.lease("greedy") as greedy:
             begun = await greedy.run(wire.ProcStart(command='exec python3 -c "$CODE"', env={"CODE": GREEDY}))

@@ -37,7 +37,8 @@ FEW = (
     "orphans_and_zombies_without_end",
 )
 BOMBS = programs.BOMBS if int(os.environ.get("ATROPOS_FAULTS", "1")) > 1 else FEW
-"""Each takes about five seconds: CI times one of each kind, `ATROPOS_FAULTS=2` all (what they can do is tried in any case)."""
+"""Each takes about five seconds: CI times one of each kind, `ATROPOS_FAULTS=2` all (what they can do is tried in any
+case)."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

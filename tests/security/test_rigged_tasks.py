@@ -28,7 +28,8 @@ TASKS = SURROUNDINGS | PROGRAMS
 TRICKS = {(name, trick): command for name, task in TASKS.items() for trick, command in task.tricks.items()}
 HONEST = {(name, kind): command for name, task in TASKS.items() for kind, command in task.honest.items()}
 DAEMON = "; (sleep 1000 >/dev/null 2>&1 &)"
-"""A program of the agent's that is left running, beside which a view shows its folders in another way: so hooks verify."""
+"""A program of the agent's that is left running, beside which a view shows its folders in another way: so hooks
+verify."""
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """What an agent leaves behind to be scored higher than it earned: the verifier says 0, or that it can't say, and never 1.
 
-By default tests run in a view of the agent's slot, `separate` in a fresh one: both withstand every trick. `shared` verifies
-where the agent worked; what it doesn't withstand stands apart.
+By default tests run in a view of the agent's slot, `separate` in a fresh one: both withstand every trick. `shared`
+verifies where the agent worked; what it doesn't withstand stands apart.
 """
 
 from __future__ import annotations

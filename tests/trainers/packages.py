@@ -1,6 +1,7 @@
 """Groups of real trajectories in the own functions of TRL, verl, SkyRL and tinker: `make test-trainers`.
 
-No part of `make test`: the packages want torch, and gigabytes. Trajectories are played by the scripted policy, in no slots.
+No part of `make test`: the packages want torch, and gigabytes. Trajectories are played by the scripted policy, in no
+slots.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ async def main():
 
 asyncio.run(main())
 """
-"""Ends its event loop on SIGTERM as Harbor does: asyncio then cancels all tasks, the pool's own too, and waits for them."""
+"""Ends its event loop on SIGTERM as Harbor does: asyncio then cancels all tasks, the pool's own too, and waits for
+them."""
 
 
 async def trainer(mark: str) -> asyncio.subprocess.Process:

@@ -93,7 +93,9 @@ def _checked(path: Path, values: Mapping[str, object], pool: SlotLimits | None =
 
 
 def change_keys(path: Path, changed: Mapping[str, KeySettings | None]) -> None:
-    """Write a JSON file anew with other settings of these names; None: without the name. Readers find the old or the new one.
+    """Write a JSON file anew with other settings of these names; None: without the name.
+
+    Readers find the old or the new one.
 
     Raises:
         ConfigError: it is no JSON file, a setting is wrong, or it can't be written.

@@ -128,7 +128,10 @@ class ExecutorHealth(ApiMessage):
 
 
 class KeyUsage(ApiMessage):
-    """What a key has used since the server's start, of one image. CPU time and bytes are of slots that were given back."""
+    """What a key has used since the server's start, of one image.
+
+    CPU time and bytes are of slots that were given back.
+    """
 
     key: str
     image: str = Field(description="(base) where slots start from none; (others) after the first hundred")

@@ -205,8 +205,8 @@ class Trajectories:
             The trajectory, and whether it is new.
 
         Raises:
-            Refusal: 429, no slot came free in time; 503, the server is shutting down or its backend failed; 404, the image
-                is unavailable; 422, it may not be named; 409, the trajectory is open on another image.
+            Refusal: 429, no slot came free in time; 503, the server is shutting down or its backend failed; 404, the
+                image is unavailable; 422, it may not be named; 409, the trajectory is open on another image.
         """
         known = self._open.get(wanted.trajectory_id or "")
         if known is None:

@@ -65,8 +65,8 @@ async def fetch(client: httpx.AsyncClient, guard: Guard, url: str, *, max_bytes:
 class _Unpacker:
     """Decompresses an answer's body, up to a limit.
 
-    httpx decompresses without a limit: 64 kB of zstd, or of two layers of gzip, can expand to gigabytes. So one layer of
-    gzip is requested, and anything else is refused.
+    httpx decompresses without a limit: 64 kB of zstd, or of two layers of gzip, can expand to gigabytes. So one layer
+    of gzip is requested, and anything else is refused.
     """
 
     def __init__(self, encoding: str) -> None:

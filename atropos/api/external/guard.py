@@ -22,7 +22,8 @@ RESOLVE_S = 10.0
 _TIMEOUT_S = 20.0
 _MAX_ADDRESSES = 8
 _MAX_RESOLVERS = 128
-"""Threads that look names up, at most; not asyncio's few, which a page with dead name servers would take from all others."""
+"""Threads that look names up, at most; not asyncio's few, which a page with dead name servers would take from all
+others."""
 PAGE_PORTS = frozenset({80, 443, 8000, 8080, 8443})
 """Ports of web pages. Others (mail, databases, management) need an entry in the allow-list."""
 

@@ -33,7 +33,8 @@ _MAX_TOOLS = 500
 PING_S = 5.0
 """Timeout of the check whether a server hangs; one that does is reconnected."""
 _CLOSE_S = 10.0
-"""Timeout of closing a connection: the SDK takes up to 6.5 s to end a server that hangs, and cancelled before leaves it running."""
+"""Timeout of closing a connection: the SDK takes up to 6.5 s to end a server that hangs, and cancelled before leaves it
+running."""
 _HTTP_ERROR = "Server returned an error response"
 """The SDK's message for an HTTP status of 400 and above that no MCP server wrote, as of a proxy before it."""
 

@@ -9,7 +9,8 @@ from atropos.api.http import Refusal, TokenBucket
 from atropos.api.settings import Bounds
 
 Place = asyncio.Future[None]
-"""In a turnstile; done when it is its turn. To be awaited shielded: a cancelled one would count as a turn that was taken."""
+"""In a turnstile; done when it is its turn. To be awaited shielded: a cancelled one would count as a turn that was
+taken."""
 
 
 class Turnstile:

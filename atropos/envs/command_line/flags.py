@@ -1,7 +1,7 @@
 """From a command line and a YAML file to an env's config and servers.
 
-atroposlib's own parsing lets raw strings override parsed values, ignores unknown YAML keys and turns `--env.n -1` into 1.
-Here every setting is an option of click, and an error is one line with the remedy.
+atroposlib's own parsing lets raw strings override parsed values, ignores unknown YAML keys and turns `--env.n -1` into
+1. Here every setting is an option of click, and an error is one line with the remedy.
 """
 
 from __future__ import annotations

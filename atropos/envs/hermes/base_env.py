@@ -15,9 +15,9 @@
         async def compute_reward(self, item, result, ctx):
             return float(ctx.terminal("pytest -q")["exit_code"] == 0)
 
-Groups, retries, admission, `process`, `serve` and `evaluate` are those of `SandboxEnv`, as for `AgentEnv`. It is stricter
-than its forerunner: an unknown parser is refused, a reward function that raises drops the group instead of scoring 0,
-and an answer without any message is an inference failure.
+Groups, retries, admission, `process`, `serve` and `evaluate` are those of `SandboxEnv`, as for `AgentEnv`. It is
+stricter than its forerunner: an unknown parser is refused, a reward function that raises drops the group instead of
+scoring 0, and an answer without any message is an inference failure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Sync calls inside async code: within `await bridged(f)`, sync code called by `f` can wait for awaitables.
 
-The technique is that of SQLAlchemy's asyncio extension. The function runs in a greenlet. To wait, it switches to the event
-loop's greenlet with the awaitable, which is awaited there as in any coroutine; its result is switched back. The loop is
-never blocked. Unlike SQLAlchemy's bridge, this one also drives a coroutine function, whose own awaits pass through.
+The technique is that of SQLAlchemy's asyncio extension. The function runs in a greenlet. To wait, it switches to the
+event loop's greenlet with the awaitable, which is awaited there as in any coroutine; its result is switched back. The
+loop is never blocked. Unlike SQLAlchemy's bridge, this one also drives a coroutine function, whose own awaits pass
+through.
 """
 
 from __future__ import annotations

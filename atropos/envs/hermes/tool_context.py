@@ -199,7 +199,10 @@ class ToolContext(HookCalls):
 
     @_either
     async def read_file(self, path: str, max_bytes: int = MAX_READ_BYTES) -> AwaitableDict:
-        """A text file's `content`, or an `error` (also when it is longer than `max_bytes`). Undecodable bytes are replaced."""
+        """A text file's `content`, or an `error` (also when it is longer than `max_bytes`).
+
+        Undecodable bytes are replaced.
+        """
         try:
             data = await (await self._slot()).read_file(path, max_bytes=max_bytes)
             return AwaitableDict(content=data.decode("utf-8", "replace"))
@@ -211,7 +214,8 @@ class ToolContext(HookCalls):
         """Write a file, making its parents.
 
         Args:
-            path: a module (`*.py`) of a reward function's is the one that Python runs, whatever the agent compiled beside it.
+            path: a module (`*.py`) of a reward function's is the one that Python runs, whatever the agent compiled
+                beside it.
             content: the file's.
             check: whether a failure is a fault; None: yes.
 
@@ -262,8 +266,8 @@ class ToolContext(HookCalls):
     async def download(self, path: str, target: str | Path, max_bytes: int = MAX_READ_BYTES) -> AwaitableDict:
         """Copy a file or folder out of the slot to a local path: `success`, or an `error`, also above `max_bytes`.
 
-        What a hostile slot packs can't leave the target: links that lead out of it, devices and `..` are refused; before
-        Python 3.11.4, every link.
+        What a hostile slot packs can't leave the target: links that lead out of it, devices and `..` are refused;
+        before Python 3.11.4, every link.
 
         Raises:
             OSError: the local path can't be written, which is no fault of the slot's.
@@ -291,8 +295,8 @@ class ToolContext(HookCalls):
     async def fork(self) -> AsyncGenerator[ToolContext]:
         """A slot with this one's files and none of its processes, for verification; given back at the end.
 
-        This one is given back before. If it is used again, within or after, it continues from the same files in another slot;
-        within, that one must come free within the pool's acquire timeout.
+        This one is given back before. If it is used again, within or after, it continues from the same files in another
+        slot; within, that one must come free within the pool's acquire timeout.
         """
         name = f"{self.trajectory_id}-fork-{uuid.uuid4().hex[:8]}"
         context = ToolContext(self._executor, name, limit=self._limit, setup=self._setup)
@@ -312,7 +316,10 @@ class ToolContext(HookCalls):
 
     @_either
     async def web_search(self, query: str) -> AwaitableDict:
-        """Search the web, through the ToolServer. This and the next three raise a `HookError` where the env has no such tool."""
+        """Search the web, through the ToolServer.
+
+        This and the next three raise a `HookError` where the env has no such tool.
+        """
         return await self._tool("web_search", {"query": query})
 
     @_either

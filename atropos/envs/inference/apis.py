@@ -180,7 +180,10 @@ class SglangGenerate(TokenApi):
 
 
 class LlamaCompletion(TokenApi):
-    """llama.cpp's native completion. With the temperature as its only sampler, the probabilities after sampling are the policy's."""
+    """llama.cpp's native completion.
+
+    With the temperature as its only sampler, the probabilities after sampling are the policy's.
+    """
 
     path = "/completion"
 

@@ -20,8 +20,8 @@ KEEP_S = 2.0
 TEMPERATURES = (1.0, 2.0)
 """Of the two tokens by which a server shows whether its logprobs follow the temperature. vLLM takes none above 2."""
 SAME, LEAST = 0.1, 1e-6
-"""Logprobs of the likeliest token that differ by less, as a part of the first and in nats, are of one distribution. Twice the
-temperature takes the square root of the odds against that token; bfloat16 moves a logprob by a hundredth."""
+"""Logprobs of the likeliest token that differ by less, as a part of the first and in nats, are of one distribution.
+Twice the temperature takes the square root of the odds against that token; bfloat16 moves a logprob by a hundredth."""
 NAMES_CHECKED = frozenset({"vllm", "sglang"})
 """Servers, by what they write as their models' owner, that refuse a model's name that they don't know."""
 TOP = 2
@@ -30,9 +30,11 @@ TRIES = 3
 """Of each request at the start: one that fails now and then would hardly ever pass all of them."""
 ABSENT = frozenset({403, 404, 405})
 ELSEWHERE = ABSENT | {400, 415, 422, 501}
-"""Statuses with which a server may answer a request in an API that it doesn't speak, or (`ABSENT`) that it doesn't have."""
+"""Statuses with which a server may answer a request in an API that it doesn't speak, or (`ABSENT`) that it doesn't
+have."""
 HALTS = {"/is_paused": "paused", "/is_sleeping": "asleep"}
-"""Where vLLM tells that it takes requests and answers none, by its development endpoints. Its /health says 200 meanwhile."""
+"""Where vLLM tells that it takes requests and answers none, by its development endpoints. Its /health says 200
+meanwhile."""
 HALT_TIMEOUT = aiohttp.ClientTimeout(total=5)
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 
@@ -110,7 +112,10 @@ class InferenceServer:
         return self._halted_s + (time.monotonic() - self._halted_at if self.halted else 0.0)
 
     async def look(self, since_s: float) -> None:
-        """Ask whether it is paused or asleep. What it says holds for the last `since_s` seconds, and until the next look."""
+        """Ask whether it is paused or asleep.
+
+        What it says holds for the last `since_s` seconds, and until the next look.
+        """
         began, halted = time.monotonic() - since_s, ""
         for path, state in [*self._halts.items()]:
             try:

@@ -114,10 +114,10 @@ def _packed(groups: Sequence[Mapping[str, object]], listed: bool) -> bytes:
 class TrajectoryApi:
     """Sends groups to the trajectory API, one request at a time.
 
-    run-api queues whatever it is sent, so a group whose answer was lost and that is sent again would be trained on twice.
-    It has an endpoint for the newest group that it took: if that is the group in question, it arrived. This env sends one
-    request at a time, so that only another env's group can have come in between. If the group before was the same (one item,
-    seeded), the answer proves nothing, and the group is sent again.
+    run-api queues whatever it is sent, so a group whose answer was lost and that is sent again would be trained on
+    twice. It has an endpoint for the newest group that it took: if that is the group in question, it arrived. This env
+    sends one request at a time, so that only another env's group can have come in between. If the group before was the
+    same (one item, seeded), the answer proves nothing, and the group is sent again.
     """
 
     def __init__(self, url: str) -> None:

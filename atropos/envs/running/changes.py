@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 class WorkspaceChanges:
     """Compares an agent's working folder with what it was before the agent's first call in it.
 
-    A failure of the comparison is noted in its result and fails nothing else. Where it isn't `wanted`, nothing is recorded.
+    A failure of the comparison is noted in its result and fails nothing else. Where it isn't `wanted`, nothing is
+    recorded.
     """
 
     def __init__(self, executor: ToolExecutor, trajectory_id: str, *, wanted: bool) -> None:

@@ -144,7 +144,8 @@ class GroupCollector:
         """One whole scored group, or None when it can't be completed or its item is left out.
 
         Raises:
-            Exception: the run can't continue, and is ended: a `ConfigError`, or what an env's own code raises outside of hooks.
+            Exception: the run can't continue, and is ended: a `ConfigError`, or what an env's own code raises outside
+                of hooks.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -220,8 +221,8 @@ class GroupCollector:
     async def rollouts(self, item: object, size: int) -> list[Rollout]:
         """All trajectories of a group at once; the first that can't be completed cancels the others.
 
-        A group whose prepared workspace is lost with its container starts again as a whole, so that all its members start
-        from the same workspace.
+        A group whose prepared workspace is lost with its container starts again as a whole, so that all its members
+        start from the same workspace.
 
         Raises:
             GroupDropped: it can't be completed.
@@ -327,8 +328,8 @@ class GroupCollector:
     async def _persist(self, what: str, once: Callable[[int], Awaitable[Value]]) -> Value:
         """Call `once` with the number of earlier attempts: again in a fresh slot after each infrastructure failure.
 
-        Failures while Nomad or Docker is away with all containers are not counted: the engine is awaited (`outage_s`). Nor
-        is a wait for slots that are all at work.
+        Failures while Nomad or Docker is away with all containers are not counted: the engine is awaited (`outage_s`).
+        Nor is a wait for slots that are all at work.
 
         Raises:
             GroupDropped: it can't be completed.

@@ -47,7 +47,8 @@ for path; do
   done
 done
 """
-"""For sh: removes what Python would load in the place of modules, compiled before, and fails where a package is in their place."""
+"""For sh: removes what Python would load in the place of modules, compiled before, and fails where a package is in
+their place."""
 
 
 class HookCalls:
@@ -89,7 +90,8 @@ class HookCalls:
     def own_file_fault(self, what: str) -> HookError:
         """The fault of a file of the hook's own that could not be written: no tests are run without it.
 
-        In a verifying hook it may be the agent's doing, as of a folder with the file's name, so it counts as a verifier's.
+        In a verifying hook it may be the agent's doing, as of a folder with the file's name, so it counts as a
+        verifier's.
         """
         return (
             TaskFault(what)

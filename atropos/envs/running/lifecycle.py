@@ -1,8 +1,8 @@
 """Start and shutdown of `process`, `serve` and `evaluate`: signals cancel, cleanup outlives cancellation.
 
-atroposlib runs no `finally` on SIGTERM, and on Ctrl-C in `serve` runs that of env_manager before it cancels its workers.
-Here both signals cancel the main task once. Workers are cancelled and awaited, then executor, pool and files are closed.
-A second signal changes nothing.
+atroposlib runs no `finally` on SIGTERM, and on Ctrl-C in `serve` runs that of env_manager before it cancels its
+workers. Here both signals cancel the main task once. Workers are cancelled and awaited, then executor, pool and files
+are closed. A second signal changes nothing.
 """
 
 from __future__ import annotations

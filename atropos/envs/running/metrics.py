@@ -22,7 +22,8 @@ class EnvMetrics:
             Hermes env adds up to the same.
         groups / dropped: groups completed; dropped whole, by the failure's code.
         items_left_out: on which no trajectory could score here.
-        unsent: complete groups that are left out, by reason (same_scores, too_long, wrong_size, bad_scores, bad_lengths).
+        unsent: complete groups that are left out, by reason (same_scores, too_long, wrong_size, bad_scores,
+            bad_lengths).
         maybe_sent_twice: groups that the trajectory API may have taken more than once.
         verifier_zeros: trajectories scored 0 because they left their verifier without a reward.
         retries: new attempts of trajectories, by the failure's code.

@@ -74,10 +74,11 @@ class Rollout:
     Attributes:
         trajectory_id: of the attempt that was scored.
         info: what the verifying hook returned beside the score; kept in the JSONL.
-        phases: seconds by phase: setup, model, tools, verify, reset; `acquire` is the wait for the slot, within whichever
-            of setup, tools and verify used it first, and `agent` is model, tools and what is between them.
+        phases: seconds by phase: setup, model, tools, verify, reset; `acquire` is the wait for the slot, within
+            whichever of setup, tools and verify used it first, and `agent` is model, tools and what is between them.
         turns: seconds by turn, as `AgentStep.timing` gives them.
-        changes: files that the agent changed, as `WorkspaceChanges.since_start` gives them; empty: they were not recorded.
+        changes: files that the agent changed, as `WorkspaceChanges.since_start` gives them; empty: they were not
+            recorded.
     """
 
     trajectory_id: str
@@ -174,10 +175,11 @@ def checked_text(value: object, hook: str) -> str:
 class ScoredGroup(TypedDict, total=False):
     """atroposlib's `ScoredDataGroup`; `group_overrides` is always a dict.
 
-    `generation_params` has the temperature, by which a trainer divides its logits, and whose the logprobs are: `policy` (of
-    the policy that sampled), `raw` (of temperature 1) or `placeholder`. `overrides` has for each member its `stop_reason`, the
-    `weight_versions` that sampled it where the server tells them, as [begin, end, version], `set_advantage_to_zero` where it is
-    masked, and its own temperature where those differ, which comes first in atroposlib's trainer.
+    `generation_params` has the temperature, by which a trainer divides its logits, and whose the logprobs are: `policy`
+    (of the policy that sampled), `raw` (of temperature 1) or `placeholder`. `overrides` has for each member its
+    `stop_reason`, the `weight_versions` that sampled it where the server tells them, as [begin, end, version],
+    `set_advantage_to_zero` where it is masked, and its own temperature where those differ, which comes first in
+    atroposlib's trainer.
 
     The key `atropos`, its item and its trajectories' summaries, is for people and files; the trajectory API ignores it.
     """
@@ -203,8 +205,8 @@ def scored_group(
 ) -> ScoredGroup:
     """The scored group of complete rollouts.
 
-    With `mask_cut`, nothing is learned from one that a bound ended: its labels are masked, and its score is the mean of the
-    others', so that it counts in no baseline; at least one must be whole.
+    With `mask_cut`, nothing is learned from one that a bound ended: its labels are masked, and its score is the mean of
+    the others', so that it counts in no baseline; at least one must be whole.
     """
     for rollout in rollouts:
         rollout.transcript.check()

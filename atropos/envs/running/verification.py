@@ -1,7 +1,7 @@
 """Where hooks verify: in a view of the trajectory's slot, or in the slot itself.
 
-Files that set-up hooks made must be part of a view's root, so they are settled before the agent starts. Programs that the
-hooks left running continue.
+Files that set-up hooks made must be part of a view's root, so they are settled before the agent starts. Programs that
+the hooks left running continue.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Drops privileges before the server listens, starts a thread or reads a request.
 
 As root, this process does what only root can: a /proc without masks, cgroup directories, access to files below closed
-folders. It then enters a user namespace that maps an unused range of ids, and executes itself again. To the kernel it is now
-an ordinary uid without a capability over the host or the container. As an ordinary user: the same with the ids of
-/etc/subuid, or with the user's own id alone.
+folders. It then enters a user namespace that maps an unused range of ids, and executes itself again. To the kernel it
+is now an ordinary uid without a capability over the host or the container. As an ordinary user: the same with the ids
+of /etc/subuid, or with the user's own id alone.
 
 The second stage finds its configuration and what the first one prepared in an inherited memory file.
 """

@@ -1,8 +1,8 @@
 """Devices as the Container Device Interface describes them, in files that vendors' tools write (`nvidia-ctk cdi generate`).
 
-Fields and rules are those of its specification 1.1.0. Of what a device wants, a slot gets the nodes, the files that it wants
-read-only, the variables, the links and the cache of libraries. No hook is run: those of NVIDIA's tool are read, and what they
-would do is done inside the slot, by its own programs. What can't be had is refused by name.
+Fields and rules are those of its specification 1.1.0. Of what a device wants, a slot gets the nodes, the files that it
+wants read-only, the variables, the links and the cache of libraries. No hook is run: those of NVIDIA's tool are read,
+and what they would do is done inside the slot, by its own programs. What can't be had is refused by name.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ALL = "all"
 NEEDLESS_HOOKS = frozenset(
     ("chmod", "disable-device-node-modification", "enable-cuda-compat", "update-application-profile")
 )
-"""Hooks of NVIDIA's tool that a slot does without: its nodes can't be changed; the others are for graphics, and for images
-whose CUDA is newer than the driver."""
+"""Hooks of NVIDIA's tool that a slot does without: its nodes can't be changed; the others are for graphics, and for
+images whose CUDA is newer than the driver."""
 
 
 def _absolute(path: str) -> str:

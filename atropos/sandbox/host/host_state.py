@@ -55,7 +55,8 @@ class HostState:
         files: what all slots see.
         ceilings: a folder for what each slot reads of its ceiling of CPU time.
         bwrap: path of bubblewrap.
-        gateway: a family of addresses (`gateway.usable_family`); None: slots reach hosts by their proxy's variables alone.
+        gateway: a family of addresses (`gateway.usable_family`); None: slots reach hosts by their proxy's variables
+            alone.
         gpus: what a slot gets with each.
 
     Raises:

@@ -25,8 +25,8 @@ def counters(shares: int) -> dict[str, int]:
 def ipc_bounds(limits: SlotLimits) -> dict[str, int | str]:
     """Bounds of System V objects.
 
-    These outlive the programs that made them, and what they hold is the slot's memory: without bounds, one bomb leaves none
-    to the programs after it.
+    These outlive the programs that made them, and what they hold is the slot's memory: without bounds, one bomb leaves
+    none to the programs after it.
     """
     return {
         "shmall": (limits.memory_mib << 20) // 4 // os.sysconf("SC_PAGESIZE"),

@@ -1,8 +1,8 @@
 """The server's end of a runner's socket. Every byte that comes from it is untrusted.
 
-A slot's PID 1 shares a machine with programs that a model wrote; if one ever took it over, what it sends must not do more
-than end its own slot. So an answer is accepted only for an open call, of the kind that was asked for, within bounds, and
-if the wire's own models validate it.
+A slot's PID 1 shares a machine with programs that a model wrote; if one ever took it over, what it sends must not do
+more than end its own slot. So an answer is accepted only for an open call, of the kind that was asked for, within
+bounds, and if the wire's own models validate it.
 """
 
 from __future__ import annotations

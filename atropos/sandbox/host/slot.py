@@ -189,8 +189,8 @@ class SlotSandbox:
         """Run one operation. Cancelling this task kills what it started.
 
         Raises:
-            SlotLost: the sandbox ended, or broke its protocol, before the operation was handed to it; or the host killed
-                programs of the slot for want of memory.
+            SlotLost: the sandbox ended, or broke its protocol, before the operation was handed to it; or the host
+                killed programs of the slot for want of memory.
             OutcomeUnknown: it ended while the operation ran.
         """
         future: asyncio.Future[OpResult] = self._loop.create_future()

@@ -1,10 +1,10 @@
 """Volumes on disk: ext4 images on loop devices, created and mounted while the server is root.
 
 A user namespace can't mount a disk's file system or set a quota. So all that will be needed at once are mounted before
-privilege is dropped: each is a *cell* with its own size and number of inodes. A volume is a new folder in an empty cell; a
-cell that could not be emptied is not used again. The image files are unlinked and the loop devices clear themselves, so
-that nothing of them is left however the server ends. Images are sparse until a cell is first used; then all blocks are
-reserved, because writes without room behind a loop device are lost silently. Standard library only.
+privilege is dropped: each is a *cell* with its own size and number of inodes. A volume is a new folder in an empty
+cell; a cell that could not be emptied is not used again. The image files are unlinked and the loop devices clear
+themselves, so that nothing of them is left however the server ends. Images are sparse until a cell is first used; then
+all blocks are reserved, because writes without room behind a loop device are lost silently. Standard library only.
 """
 
 from __future__ import annotations

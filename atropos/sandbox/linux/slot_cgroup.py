@@ -28,9 +28,9 @@ _LEAST_QUOTA_US = 1000
 def ceiling(limits: SlotLimits, slots: int) -> float | None:
     """Most cores that one slot may use; None: all of them.
 
-    Without a configured quota, half of them where there are other slots. Programs that compute need no ceiling for a fair
-    share, but the kernel (EEVDF, Linux 6.18) is unfair to them where others only wake each other: the pipes of one slot
-    kept another from its core for 5 s. For measurements see docs/decisions/0011-a-slot-has-a-cpu-ceiling.md.
+    Without a configured quota, half of them where there are other slots. Programs that compute need no ceiling for a
+    fair share, but the kernel (EEVDF, Linux 6.18) is unfair to them where others only wake each other: the pipes of one
+    slot kept another from its core for 5 s. For measurements see docs/decisions/0011-a-slot-has-a-cpu-ceiling.md.
     """
     cores = len(os.sched_getaffinity(0))
     most = limits.cpu_quota
@@ -95,8 +95,8 @@ _PEAKS = ("memory.memsw.max_usage_in_bytes", "memory.max_usage_in_bytes")
 _PEAK = "peak"
 _CHARGE_BYTES = 64 * 4096
 """The kernel charges memory in pieces of up to this size: a limit is reached when less than that is left."""
-# A slot's oom_kill also counts kills for the limit of the container or for memory of the host. Version 1 has no count of
-# its own limit: failcnt doesn't change on Linux 6.18.
+# A slot's oom_kill also counts kills for the limit of the container or for memory of the host. Version 1 has no count
+# of its own limit: failcnt doesn't change on Linux 6.18.
 _EVENTS = {
     (1, "memory"): _Event("memory", ("memory.oom_control", b"oom_kill "), (_PEAK, b"")),
     (2, "memory"): _Event("memory", ("memory.events", b"oom_kill "), ("memory.events", b"oom ")),

@@ -1,8 +1,8 @@
 """A bound on a slot's open sockets, whose queues use kernel memory that cgroups count only in part.
 
-Unread answers of the kernel (netlink) and errors (ICMP, time stamps) are charged to no cgroup: 60 sockets held 400 MiB in
-a slot of 256. A socket holds as much as its receive buffer, which the slot's seccomp filter keeps at the kernel's default
-(`net.core.rmem_default`), and a process may open `open_files` sockets.
+Unread answers of the kernel (netlink) and errors (ICMP, time stamps) are charged to no cgroup: 60 sockets held 400 MiB
+in a slot of 256. A socket holds as much as its receive buffer, which the slot's seccomp filter keeps at the kernel's
+default (`net.core.rmem_default`), and a process may open `open_files` sockets.
 """
 
 from __future__ import annotations

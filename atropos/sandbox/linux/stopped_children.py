@@ -1,9 +1,9 @@
 """Children of a slot's PID 1 that are stopped during their start, between vfork and exec, and so block PID 1.
 
 PID 1 starts programs with vfork and waits in the kernel for the exec. A program of the slot that stops all processes
-(SIGSTOP) may stop a child just then, and PID 1, which waits, can't kill it: the program could turn the results of its own
-calls into faults of the infrastructure. So could one with a lease (F_SETLEASE) on the file to be executed: opening it
-sleeps for up to 45 s (`fs.lease-break-time`).
+(SIGSTOP) may stop a child just then, and PID 1, which waits, can't kill it: the program could turn the results of its
+own calls into faults of the infrastructure. So could one with a lease (F_SETLEASE) on the file to be executed: opening
+it sleeps for up to 45 s (`fs.lease-break-time`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Set as AbstractSet
 def kill_stopped_children(pid: int, seen: AbstractSet[int]) -> set[int]:
     """Kill children of a slot's PID 1 that it waits for, and that are stopped or sleep before their exec for a second time.
 
-    Not at the first: it may be over at any moment, and PID 1 takes a child that dies soon after its start for a program that
-    did (`SLOW_START_S` of the runner).
+    Not at the first: it may be over at any moment, and PID 1 takes a child that dies soon after its start for a program
+    that did (`SLOW_START_S` of the runner).
 
     Args:
         pid: PID 1's in this namespace.

@@ -1,9 +1,9 @@
 """The filtering proxy of a container: a process of its own, with a user of its own, that all of the slots' connections go through.
 
-The server hands it the listening sockets of each slot, made inside that slot's network namespaces; so it knows which slot asks
-by the socket alone, and no program in a slot can reach another's. One is a proxy's, on the slot's loopback; at the others, in
-its `gateway`, names are asked for and connections to any address accepted. All is judged by `egress_policy` and relayed by
-`relay`; bytes and connections are bounded per slot.
+The server hands it the listening sockets of each slot, made inside that slot's network namespaces; so it knows which
+slot asks by the socket alone, and no program in a slot can reach another's. One is a proxy's, on the slot's loopback;
+at the others, in its `gateway`, names are asked for and connections to any address accepted. All is judged by
+`egress_policy` and relayed by `relay`; bytes and connections are bounded per slot.
 """
 
 from __future__ import annotations
@@ -166,7 +166,10 @@ class Proxy:
         return account.moved
 
     async def watch_denied(self) -> None:
-        """Know the addresses of denied names, so that no other name leads there. A failed look-up keeps the last ones."""
+        """Know the addresses of denied names, so that no other name leads there.
+
+        A failed look-up keeps the last ones.
+        """
         places = asyncio.Semaphore(LOOKUPS)
         while names := self.policy.denied_names():
             for name in names:

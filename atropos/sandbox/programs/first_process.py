@@ -1,7 +1,8 @@
 """What PID 1 of a slot does between its fork from the spawner and the runner's loop.
 
-It leaves the spawner's namespaces, enters the root that bubblewrap has made meanwhile, and gives up every privilege that a
-slot must not have. Nothing is executed in it: no loader, library or preload of the slot's root ever runs in PID 1.
+It leaves the spawner's namespaces, enters the root that bubblewrap has made meanwhile, and gives up every privilege
+that a slot must not have. Nothing is executed in it: no loader, library or preload of the slot's root ever runs in PID
+1.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1  # <linux/sockios.h>, <linux/if.h>
 class FirstProcessRequest(TypedDict):
     """What PID 1 needs to know.
 
-    `proxy_port` is for a slot with egress; `gateway` what its gateway is made of (`gateway.enter_network`), where this machine has any.
+    `proxy_port` is for a slot with egress; `gateway` what its gateway is made of (`gateway.enter_network`), where this
+    machine has any.
     """
 
     proxy_port: int | None

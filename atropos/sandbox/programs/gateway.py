@@ -1,8 +1,8 @@
 """What a slot's network device leads to: a namespace of its own, where the egress proxy accepts every address.
 
-The slot has `eth0` and a default route. At the other end all addresses are local, so that sockets which are bound to none accept
-each connection to their ports and know by `getsockname` which address was meant; the kernel refuses every other port.
-Nothing leads on from there, and none of its ports is one that the slot's own programs listen on
+The slot has `eth0` and a default route. At the other end all addresses are local, so that sockets which are bound to
+none accept each connection to their ports and know by `getsockname` which address was meant; the kernel refuses every
+other port. Nothing leads on from there, and none of its ports is one that the slot's own programs listen on
 (docs/decisions/0022).
 """
 
@@ -16,12 +16,14 @@ from atropos.sandbox.linux import syscalls
 from atropos.sandbox.linux.sysctl import tell_kernel
 
 ADDRESS, OWN_ADDRESS = "198.18.0.1", "198.18.0.2"
-"""Of the gateway, where names are asked for, and of the slot: in the range for tests of networks (RFC 2544), which nobody routes."""
+"""Of the gateway, where names are asked for, and of the slot: in the range for tests of networks (RFC 2544), which
+nobody routes."""
 PREFIX6 = "fd61:7472:6f70:6f73::"
 """The same in IPv6: this prefix (RFC 4193) and the IPv4 address."""
 DNS_PORT = 53
 SOCKETS = 67
-"""Most that a slot has in the egress proxy: the proxy's own, two for names, and one for each of 64 ports (`egress_policy.MOST_PORTS`)."""
+"""Most that a slot has in the egress proxy: the proxy's own, two for names, and one for each of 64 ports
+(`egress_policy.MOST_PORTS`)."""
 _LO_INDEX, _INDEX = 1, 2
 DEVICE = "eth0"
 _MAC, OWN_MAC = b"\x02atro\x01", b"\x02atro\x02"
@@ -181,4 +183,5 @@ _BOTH_UP = _message(_NEWLINK, _link(_LO_INDEX, flags=_IFF_UP)) + _message(
     _NEWLINK, _link(_INDEX, _NO_LINK_LOCAL, flags=_IFF_UP)
 )
 _LAST = _message(_NEWLINK, _link(_INDEX), flags=_ACK)
-"""Asks for nothing. The kernel answers a request that fails, and this one: the first answer says whether all were carried out."""
+"""Asks for nothing. The kernel answers a request that fails, and this one: the first answer says whether all were
+carried out."""

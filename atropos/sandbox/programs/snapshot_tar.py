@@ -3,10 +3,11 @@
     python -I -S snapshot_tar.py pack [--zstd] LAYER...     layers, topmost first, to standard output
     python -I -S snapshot_tar.py unpack [--zstd] LAYER...   from standard input into empty folders
 
-The *raw* folders travel, as overlay keeps them: ownership, modes, times, links, `user.*` attributes, whiteouts (character
-device 0:0). Read through a mounted overlay, attributes that a slot planted would come back un-escaped. Attributes of other
-kinds (security.capability) do not travel. Holes of sparse files don't either: those files have the form "GNU sparse 1.0".
-Names are relative to a folder of the archive once they would be long: whole paths of 20,000 nested folders take 400 MB.
+The *raw* folders travel, as overlay keeps them: ownership, modes, times, links, `user.*` attributes, whiteouts
+(character device 0:0). Read through a mounted overlay, attributes that a slot planted would come back un-escaped.
+Attributes of other kinds (security.capability) do not travel. Holes of sparse files don't either: those files have the
+form "GNU sparse 1.0". Names are relative to a folder of the archive once they would be long: whole paths of 20,000
+nested folders take 400 MB.
 
 What is unpacked was written by programs in a slot, and sent by a client: so a name never leaves its layer, no symbolic
 link is followed, no other device is made, and nothing is taken that `pack` can't have written. Exit codes, each but the
@@ -39,9 +40,11 @@ from atropos.sandbox.programs.runner.opening import write_all
 
 _XATTR = "SCHILY.xattr."
 _XATTR_HEX = "ATROPOS.xattr."
-"""Followed by the attribute's name in hexadecimal, where it holds what a header's keyword can't: `=`, line breaks, other bytes."""
+"""Followed by the attribute's name in hexadecimal, where it holds what a header's keyword can't: `=`, line breaks,
+other bytes."""
 _UNDER = "ATROPOS.under"
-"""The folder that a member's name starts from: which one of the archive's folders, counted from 0. Else: the archive."""
+"""The folder that a member's name starts from: which one of the archive's folders, counted from 0. Else: the
+archive."""
 _LINK_UNDER = "ATROPOS.link-under"
 """The same of a hard link's target."""
 _SHORT_DEPTH = 32

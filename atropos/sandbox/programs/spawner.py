@@ -1,7 +1,7 @@
 """The process that PID 1 of each slot is forked from: small, single-threaded and kept apart, with the runner loaded.
 
-It is the parent of every PID 1, makes each slot's user namespace, and reports ends. It takes requests of the server over an
-inherited socket and ends with it. Standard library only: what it holds in memory, every slot shares
+It is the parent of every PID 1, makes each slot's user namespace, and reports ends. It takes requests of the server
+over an inherited socket and ends with it. Standard library only: what it holds in memory, every slot shares
 (docs/decisions/0013).
 """
 
@@ -115,8 +115,8 @@ class Spawner:
         self._running: dict[int, int] = {}
         """The number of the request, by PID 1."""
         self._makers: dict[int, tuple[int, int, int]] = {}
-        """By a pipe that PID 1 keeps open until it has entered its root: the bubblewrap that makes the root (pidfd), the pipe
-        that tells PID 1 that this process is its parent, and PID 1."""
+        """By a pipe that PID 1 keeps open until it has entered its root: the bubblewrap that makes the root (pidfd),
+        the pipe that tells PID 1 that this process is its parent, and PID 1."""
         self._poll = select.poll()
         self._wake, notify = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(notify, warn_on_full_buffer=False)

@@ -2,8 +2,8 @@
 """Start-up of every Python that a verifier runs beside an agent's folders: `sitecustomize.py` in `/.atropos/verifier`.
 
 What is installed comes before what lies in the agent's folders, and what installed code imports is never found there by
-chance of the working folder; folders of the image's PYTHONPATH that are the agent's come last. For Python 3.5 and later, and
-without effect in Python 2: so it has no annotations.
+chance of the working folder; folders of the image's PYTHONPATH that are the agent's come last. For Python 3.5 and
+later, and without effect in Python 2: so it has no annotations.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Sandboxes started ahead, so that a lease takes one from here instead of waiting for it.
 
-The pool is kept filled to a target: the free slots and some spare ones, so that a slot can be leased again before its next
-sandbox has started. There are two kinds, with a network and without, kept in the proportion of the last requests. Starts run a
-few at a time; failures back off, and too many in a row are reported.
+The pool is kept filled to a target: the free slots and some spare ones, so that a slot can be leased again before its
+next sandbox has started. There are two kinds, with a network and without, kept in the proportion of the last requests.
+Starts run a few at a time; failures back off, and too many in a row are reported.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PARALLEL_STARTS = 4
 RECENT = 16
 """Latest requests, whose kinds decide which sandboxes are started ahead."""
 BACKOFF_S = (0.05, 0.2, 1.0, 2.0, 5.0)
-"""Pauses after failed starts, in seconds. When one fails that began after the last pause, the pool is broken; a broken host has
-none."""
+"""Pauses after failed starts, in seconds. When one fails that began after the last pause, the pool is broken; a broken
+host has none."""
 STOP_S = 30.0
 """Longest stop of a sandbox before it counts as not clean, in seconds."""
 

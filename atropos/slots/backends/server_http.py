@@ -79,7 +79,8 @@ class ServerHttp:
     ) -> bytes | None:
         """The answer to a request; None: there is none, or it is a refusal.
 
-        The request is retried for `patience_s` where the server is too busy to answer within `ANSWER_S`: it may hold leases.
+        The request is retried for `patience_s` where the server is too busy to answer within `ANSWER_S`: it may hold
+        leases.
         """
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         until = time.monotonic() + patience_s

@@ -1,8 +1,8 @@
 """Files and archives between here and a slot, as streams of their own beside the calls.
 
 The call says what is read or written and how that ended; its bytes travel in HTTP requests, in both directions with
-back-pressure to the file. A write goes in pieces that are sent again when a connection breaks: the server knows how much
-it has. A read that breaks off is read again from where its caller says.
+back-pressure to the file. A write goes in pieces that are sent again when a connection breaks: the server knows how
+much it has. A read that breaks off is read again from where its caller says.
 """
 
 from __future__ import annotations

@@ -186,7 +186,8 @@ class ServerRequests:
                         raise BackendUnavailable(f"{self.url} can't be reached: {error}") from error
                     raise BackendUnavailable(f"{self.url}{path} did not answer within {REQUEST_S:g} s") from error
             except (aiohttp.ClientError, OSError) as error:
-                # From the first failure on: an answer that took long to come, and was cut off, is asked for again as well.
+                # From the first failure on: an answer that took long to come, and was cut off, is asked for again as
+                # well.
                 until = until or time.monotonic() + patience_s
                 if time.monotonic() + pause > until:
                     raise BackendUnavailable(f"{self.url} can't be reached: {error}") from error

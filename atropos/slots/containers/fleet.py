@@ -1,13 +1,13 @@
 """Which waiting acquire gets room in which container: plain data and no awaits, O(log n) a decision for leases of one slot.
 
 Acquires of one share are served in the order in which they came. Between shares, the one that holds least memory by its
-weight goes first, so that each gets its part of a full pool however many of another's wait, and for however long that one
-keeps what it gets.
+weight goes first, so that each gets its part of a full pool however many of another's wait, and for however long that
+one keeps what it gets.
 
-Room is what leases take of a container: each a slot's, a large one more (`SandboxSettings.room`). A large lease, or one with
-GPUs, that fits nowhere has one container kept for it: what it needs of what is or comes free there waits for it, while those
-behind it go on in the rest and in the others. So it is passed only by leases that could not have helped it, and for as long
-as that container's leases last.
+Room is what leases take of a container: each a slot's, a large one more (`SandboxSettings.room`). A large lease, or one
+with GPUs, that fits nowhere has one container kept for it: what it needs of what is or comes free there waits for it,
+while those behind it go on in the rest and in the others. So it is passed only by leases that could not have helped it,
+and for as long as that container's leases last.
 
 Counts are what this pool knows: its own leases exactly, other clients' by the containers' answers. A container that
 refuses (409) corrects its count; a count can therefore be wrong for a moment, and never gives a slot to two, since the
@@ -40,7 +40,8 @@ class Seat:
         reserved, reserved_room: grants under way, and what they take.
         leased, leased_room: leases that this pool holds.
         retired, retired_room: slots that the container has retired.
-        pins: snapshots that are kept there, and images that are being prepared; while there are any the container is in use.
+        pins: snapshots that are kept there, and images that are being prepared; while there are any the container is in
+            use.
         idle_since: when it was last in use (or it joined), on the caller's monotonic clock, seconds.
         kept_for: the large lease that gets what comes free here.
     """
@@ -163,7 +164,8 @@ class Fleet:
     """Containers that got more room while some were kept, and those that are kept no more."""
     _open: list[tuple[int, str, int, Seat]] = field(default_factory=list[tuple[int, str, int, Seat]])
     _lines: dict[Share, list[tuple[int, Ticket]]] = field(default_factory=dict[Share, "list[tuple[int, Ticket]]"])
-    """Acquires of each share that any container could serve: heaps by their numbers, which the withdrawn leave later."""
+    """Acquires of each share that any container could serve: heaps by their numbers, which the withdrawn leave
+    later."""
     _pinned: dict[Seat, list[Ticket]] = field(default_factory=dict[Seat, "list[Ticket]"])
     _seq: Iterator[int] = field(default_factory=itertools.count)
 
@@ -379,7 +381,10 @@ class Fleet:
         self._unreserve(ticket)
 
     def returned(self, seat: Seat, room: Resources, *, clean: bool, now: float) -> None:
-        """A lease that took `room` ended. Unless its slot is `clean`, its room counts as taken until the container says otherwise."""
+        """A lease that took `room` ended.
+
+        Unless its slot is `clean`, its room counts as taken until the container says otherwise.
+        """
         if self.seats.get(seat.key) is not seat:
             return
         seat.leased -= 1

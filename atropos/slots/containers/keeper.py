@@ -42,7 +42,8 @@ class Keeper:
         self._backend = state.backend
         self._links = links
         self._condemned: dict[str, float] = {}
-        """Containers that are not connected to, and until when, by the pool's clock: the backend may be unable to replace them."""
+        """Containers that are not connected to, and until when, by the pool's clock: the backend may be unable to
+        replace them."""
         self._left: dict[str, set[str]] = {}
         """Snapshots that containers may still have from before they were lost, by the container's id."""
         self._worn: set[str] = set()

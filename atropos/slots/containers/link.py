@@ -29,7 +29,8 @@ RELEASE_TRIES = 6
 """Attempts to release a slot before its container counts as broken."""
 
 ClientFactory = Callable[[Container, Callable[[wire.LeaseEnded], None], Callable[[Resources], None]], SandboxClient]
-"""Makes the client of a container, from callbacks for ended leases and for free room; tests put a model in its place."""
+"""Makes the client of a container, from callbacks for ended leases and for free room; tests put a model in its
+place."""
 
 
 class LeasedSlot(Protocol):

@@ -27,8 +27,8 @@ class PoolState:
         ready: of these, the ones whose slots can be leased.
         closing: of these, the ones that take no new leases any more.
         waiting: slots that acquires wait for which any container could serve, a large lease counting as several; those
-            bound to a snapshot's container are not among them. No free slot serves any of them, or it would be theirs. Those
-            whose image is being prepared are among them as far as more of them wait than slots are free.
+            bound to a snapshot's container are not among them. No free slot serves any of them, or it would be theirs.
+            Those whose image is being prepared are among them as far as more of them wait than slots are free.
         needed: how many containers reach up to the highest-index one that is in use, or was within `idle_s`.
         late: requested containers that have not appeared although no acquire has waited for `idle_s`: the engine has no
             place for them, and shrinking does not wait for them.

@@ -25,7 +25,9 @@ _MIB = 1 << 20
 
 @dataclass
 class Usage:
-    """What leases used. CPU time and bytes are of those that were given back: a lost container takes its counts with it.
+    """What leases used.
+
+    CPU time and bytes are of those that were given back: a lost container takes its counts with it.
 
     Attributes:
         slot_s: seconds for which they held their slots.
@@ -73,7 +75,9 @@ class Kept(Protocol):
 
 
 class Share:
-    """One client's share of a pool. Where several wait, the next free slot goes to the one that holds least by its weight.
+    """One client's share of a pool.
+
+    Where several wait, the next free slot goes to the one that holds least by its weight.
 
     Args:
         quotas: what it may use.

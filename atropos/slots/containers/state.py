@@ -19,7 +19,9 @@ Phase = Literal["new", "starting", "running", "stopping", "stopped"]
 
 
 class SharedState:
-    """A pool's shared state. Parts change it, its fleet and its counters through their methods, and never call each other upwards.
+    """A pool's shared state.
+
+    Parts change it, its fleet and its counters through their methods, and never call each other upwards.
 
     Attributes:
         tasks: all background work but the pool's own loops.

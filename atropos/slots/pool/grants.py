@@ -149,7 +149,10 @@ class Grants:
                 yield
 
     async def _seat(self, ticket: Ticket) -> ContainerLink | None:
-        """Wait for a container with a slot for this ticket; one slot is reserved there then. None: it is gone, or ending."""
+        """Wait for a container with a slot for this ticket; one slot is reserved there then.
+
+        None: it is gone, or ending.
+        """
         state = self._state
         with state.in_line(ticket) as served:
             state.serve()
@@ -232,7 +235,10 @@ class Grants:
     async def _finish(
         self, link: ContainerLink, ticket: Ticket, request: wire.LeaseRequest, snapshot: Snapshot | None
     ) -> Slot | None:
-        """Turn a reservation into a lease; None: try elsewhere. When cancelled, a slot that is still granted is released."""
+        """Turn a reservation into a lease; None: try elsewhere.
+
+        When cancelled, a slot that is still granted is released.
+        """
         before = self._last.get(link) if snapshot is None else None
 
         async def in_turn() -> Slot | None:

@@ -33,7 +33,8 @@ class LocalImage:
 
     Args:
         source: where it comes from.
-        name: its name for servers: `docker-archive:` or `oci-archive:`, a digest, and `:` with the image's name in a file of several.
+        name: its name for servers: `docker-archive:` or `oci-archive:`, a digest, and `:` with the image's name in a
+            file of several.
         file: the file, of its owner or made for good; or what writes it, which blocks.
         turns: taken for each file that is made.
     """

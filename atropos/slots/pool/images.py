@@ -1,4 +1,6 @@
-"""Images in the pool's containers: prepared in all of them. A lease waits until all have its image, or one that has room.
+"""Images in the pool's containers: prepared in all of them.
+
+A lease waits until all have its image, or one that has room.
 
 A lease that finds its image missing in one container (it came later, or the image was removed there) prepares it then,
 in `SandboxClient.acquire`.

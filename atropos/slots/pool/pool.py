@@ -123,7 +123,8 @@ class SlotPool:
         Raises:
             ConfigError: a setting is wrong.
             IsolationUnavailable: the host or the containers can't isolate; says what is missing.
-            BackendUnavailable: no container came within `start_timeout_s`; says why. Or `stop` was called. Nothing is left then.
+            BackendUnavailable: no container came within `start_timeout_s`; says why. Or `stop` was called. Nothing is
+                left then.
         """
         if self._state.phase != "new":
             raise RuntimeError(f"the pool is {self._state.phase}: make a new pool")
@@ -240,19 +241,21 @@ class SlotPool:
         share: Share | None = None,
         timeout_s: float | None = None,
     ) -> Slot:
-        """Lease a slot; within a share first come, first served. Cancelling leaks nothing: a lease granted late is given back.
+        """Lease a slot; within a share first come, first served.
+
+        Cancelling leaks nothing: a lease granted late is given back.
 
         Args:
             trajectory_id: for the server's status and logs; one trajectory may hold several slots.
             snapshot: start from this frozen workspace, in a container that has it or can get a copy.
             base: another root file system, by its name in `bases`.
             network: whether the slot gets filtered egress; None: as the pool's `allow_network`.
-            image: an image as the root file system: `python:3.13-slim`, `oci-archive:FILE` …; prepared first if need be,
-                for which `prepare_timeout_s` is the time. None: the pool's `slot_image`.
+            image: an image as the root file system: `python:3.13-slim`, `oci-archive:FILE` …; prepared first if need
+                be, for which `prepare_timeout_s` is the time. None: the pool's `slot_image`.
             limits: what the slot has instead of the pool's `limits`, up to a whole container; None: those, or the
                 snapshot's.
-            share: whose lease it is, where several clients with quotas share the pool: a `Share` that is kept for each. None:
-                they are one client.
+            share: whose lease it is, where several clients with quotas share the pool: a `Share` that is kept for each.
+                None: they are one client.
             timeout_s: None: `acquire_timeout_s`.
 
         Raises:
@@ -320,8 +323,8 @@ class SlotPool:
     def building(self, key: str, waiting: Callable[[], None]) -> AbstractAsyncContextManager[ImageInfo | None]:
         """Context in which a builder makes and keeps (`Slot.keep`) the image of a key.
 
-        Yields the image if it exists; else None to one builder at a time, over all processes of this machine. `waiting` is
-        called repeatedly while another one builds it; it may raise to end the wait.
+        Yields the image if it exists; else None to one builder at a time, over all processes of this machine. `waiting`
+        is called repeatedly while another one builds it; it may raise to end the wait.
         """
         self._state.require_running()
         return self._images.building(key, waiting)

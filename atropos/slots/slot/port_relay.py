@@ -1,9 +1,9 @@
 """Runs in a slot: TCP connections of its loopback as frames on stdin and stdout; `atropos.slots.slot.ports` is the other end.
 
 A frame is a kind, the connection's number, the payload's length and the payload. `O` opens, `D` has data, `E` ends one
-direction, `C` ends both; `L` says that the port listens. `A` says how many more bytes of data its sender has passed on: at
-most `WINDOW_BYTES` of each direction of a connection are under way, so that one whose reader pauses holds up no other.
-It runs in the runner's own Python, which has few modules.
+direction, `C` ends both; `L` says that the port listens. `A` says how many more bytes of data its sender has passed on:
+at most `WINDOW_BYTES` of each direction of a connection are under way, so that one whose reader pauses holds up no
+other. It runs in the runner's own Python, which has few modules.
 """
 
 import _socket

@@ -26,7 +26,8 @@ Signal = Literal["TERM", "KILL", "INT", "HUP", "QUIT", "USR1", "USR2"]
 class Process:
     """A background process of a slot, perhaps on a terminal; `Slot.start` and `Slot.processes` give one.
 
-    Methods raise what the slot's do, and `OSError` when the slot refuses: the process is forgotten, its input is closed.
+    Methods raise what the slot's do, and `OSError` when the slot refuses: the process is forgotten, its input is
+    closed.
 
     Attributes:
         id: its name in the slot.

@@ -27,8 +27,8 @@ from atropos.slots.slot.uploads import PIECE_BYTES
 RELEASE_WAIT_S = 10.0
 """How long `Slot.release` waits for the server's confirmation; the release itself goes on behind it."""
 ALIVE_S = 5.0
-"""Longest a slot may take to answer a liveness check. 2 ms are usual; hundreds of busy programs in it on a machine with a
-load of ten times its cores made it 0.9 s."""
+"""Longest a slot may take to answer a liveness check. 2 ms are usual; hundreds of busy programs in it on a machine with
+a load of ten times its cores made it 0.9 s."""
 
 
 class Slot(SlotFiles):
@@ -206,8 +206,8 @@ class Slot(SlotFiles):
         """Run a command in its own session and wait for its main process.
 
         Args:
-            command: a line for bash, or a program and its arguments, which run without a shell; for a program that isn't
-                there or may not be executed the result's `error` starts with `not_found` or `permission`.
+            command: a line for bash, or a program and its arguments, which run without a shell; for a program that
+                isn't there or may not be executed the result's `error` starts with `not_found` or `permission`.
             timeout_s: then the whole session is killed; None: the slot's wall-time limit.
             workdir: None: the profile's, else /workspace.
             env: added to the slot's environment.
@@ -219,8 +219,8 @@ class Slot(SlotFiles):
             clean_env: start from the slot's first environment and PATH alone.
             max_output_bytes: keep less output than the slot's limit.
             concurrent: run it now, beside the slot's other calls, which don't wait for it; after those before it where
-                `stdin` is longer than 4 MiB. The slot runs 64 of these at once; further ones wait. A `snapshot` or `view`
-                waits until none runs.
+                `stdin` is longer than 4 MiB. The slot runs 64 of these at once; further ones wait. A `snapshot` or
+                `view` waits until none runs.
         """
         data = stdin.encode() if isinstance(stdin, str) else stdin
         operation = wire.Exec(
@@ -280,8 +280,8 @@ class Slot(SlotFiles):
             user: as for `exec`.
             pty: (rows, columns) of a terminal of its own; None: pipes, its output and errors in one.
             split: on pipes, its errors are read apart, from `Process.errors`.
-            hold: it is kept until it is read to its end, or killed; on pipes it waits while half of `buffer_bytes` waits to
-                be read: then nothing falls out.
+            hold: it is kept until it is read to its end, or killed; on pipes it waits while half of `buffer_bytes`
+                waits to be read: then nothing falls out.
             buffer_bytes: output kept until it is read; older output falls out and is counted.
 
         Raises:
@@ -315,8 +315,8 @@ class Slot(SlotFiles):
         """Change what the slot's programs reach, at once and until the lease ends; open connections are cut.
 
         Args:
-            hosts: of what the pool allows (`egress_allow`), only these: names, `*.suffixes`, addresses and networks, each
-                with `:PORT` or not. Empty: nothing. None: all that the pool allows.
+            hosts: of what the pool allows (`egress_allow`), only these: names, `*.suffixes`, addresses and networks,
+                each with `:PORT` or not. Empty: nothing. None: all that the pool allows.
 
         Raises:
             ConfigError: an entry is none of these, or there are more than 256.
@@ -341,7 +341,8 @@ class Slot(SlotFiles):
     async def snapshot(self, *, keep_running: bool = False) -> Snapshot:
         """Freeze the workspace as it is; this slot and any number of others go on above it.
 
-        The snapshot lives in this slot's container until it is dropped, and is copied to another one when a fork lands there.
+        The snapshot lives in this slot's container until it is dropped, and is copied to another one when a fork lands
+        there.
 
         Args:
             keep_running: the slot's processes only stop for as long as what was written is copied; else they end.
@@ -394,18 +395,18 @@ class Slot(SlotFiles):
         """Run later operations in a view of this slot: a sandbox with processes, mounts and a root of its own.
 
         Its root is what the lease started from, or its last `snapshot`: nothing that was written since is in it but
-        `folders` and those top-level folders of the root that no usual system has (`/app`, `/data` …), as they are and, while
-        programs of the slot run, as they change. What is written in the view, the slot's own programs never see. They go on,
-        with the CPU time that others leave, and their servers answer on the loopback that both share. A `snapshot` ends the
-        view and freezes the slot itself.
+        `folders` and those top-level folders of the root that no usual system has (`/app`, `/data` …), as they are and,
+        while programs of the slot run, as they change. What is written in the view, the slot's own programs never see.
+        They go on, with the CPU time that others leave, and their servers answer on the loopback that both share. A
+        `snapshot` ends the view and freezes the slot itself.
 
         Args:
             folders: absolute; one that the slot lacks is an empty one.
             optional: folders that are shown where the slot has them.
             programs: folders below these that stay as the root has them, where it has programs there (`.venv` …).
             home: a folder that the view has at `wire.VIEW_HOME`, too, as its root has it.
-            as_layer: renames across the edge of a folder work also while programs of the slot run, whose new files are then
-                not shown.
+            as_layer: renames across the edge of a folder work also while programs of the slot run, whose new files are
+                then not shown.
 
         Returns:
             The folders that the view shows, and those of `programs` that are as the root has them.

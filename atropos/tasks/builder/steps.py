@@ -96,7 +96,9 @@ async def _mode_of(slot: Slot, folder: str) -> int:
 
 
 async def end_mount(slot: Slot, mount: Mount, made: tuple[str, ...]) -> None:
-    """Remove what a mount showed, and put back what was set aside. Folders that were made for it stay where they hold something.
+    """Remove what a mount showed, and put back what was set aside.
+
+    Folders that were made for it stay where they hold something.
 
     Raises:
         TaskBroken: the slot can't.

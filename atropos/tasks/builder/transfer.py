@@ -219,7 +219,10 @@ def _pieces_of(
     owner: tuple[int, int] | None,
     exclude: Sequence[str],
 ) -> Iterator[bytes | tuple[tarfile.TarInfo, IO[bytes]]]:
-    """Archives that a message holds, and files (with their content) that none does. Blocking: it may be packed tightly."""
+    """Archives that a message holds, and files (with their content) that none does.
+
+    Blocking: it may be packed tightly.
+    """
     excluded = PatternMatcher(list(exclude))
     with tarfile.open(fileobj=archive, tarinfo=WholeTar) as source:
         piece = TarPiece()

@@ -42,8 +42,8 @@ def parse_yaml(text: str) -> object:
     """The value that a YAML text holds.
 
     Raises:
-        ValueError: it is no YAML, or holds what is no value: a thirteenth month, brackets a thousand deep, or aliases of
-            aliases that are gigabytes when they are written out.
+        ValueError: it is no YAML, or holds what is no value: a thirteenth month, brackets a thousand deep, or aliases
+            of aliases that are gigabytes when they are written out.
     """
     if len(text) > MAX_YAML_CHARS:
         raise ValueError(f"it is longer than {MAX_YAML_CHARS:,} characters")

@@ -57,13 +57,15 @@ class Copy:
         target: absolute; ends in `/` when it names a folder.
         mode: of the files: a number, or words as chmod takes them; None keeps theirs.
         keep_folder_name: a folder goes in under its own name; else, as Docker has it, its content does.
-        owner: `user`, `user:group` or numbers; None: root, and whoever owns them where they come from a stage or archive.
+        owner: `user`, `user:group` or numbers; None: root, and whoever owns them where they come from a stage or
+            archive.
         stage: index of the stage that the sources are in; None: the build context. Negative: an image, which is a stage
             without steps.
         files: (name, content) of here-documents.
         exclude: patterns of files that stay behind, by their names in the source.
         unpack: the sources are archives, and their members go into the target.
-        parents: the sources keep the folders above them, from the context on or from what is behind `/./` in their name.
+        parents: the sources keep the folders above them, from the context on or from what is behind `/./` in their
+            name.
     """
 
     sources: tuple[str, ...]

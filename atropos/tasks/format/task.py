@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from atropos.slots import SlotPool
 
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?:\}|:-([^}]*)(?:\}|\Z))")
-"""`${NAME}` or `${NAME:-default}` in a task's variables; or a default that has no end, which is text, and in which none is looked for."""
+"""`${NAME}` or `${NAME:-default}` in a task's variables; or a default that has no end, which is text, and in which none
+is looked for."""
 Hosts = tuple[str, ...] | None
 """What a phase may reach of what the pool allows; None: all of it."""
 

@@ -198,11 +198,13 @@ def _inside(name: str, links: _Links) -> str | None:
 async def carry_in(slot: Slot, path: str, carried: CarriedArtifact | None) -> None:
     """Put an artifact in the place of what is there."""
     quoted = shlex.quote(path)
-    # Links may be the agent's (a view shows its folders, another artifact may hold this one), and lead into the machine.
+    # Links may be the agent's (a view shows its folders, another artifact may hold this one), and lead into the
+    # machine.
     parts = _parts(path)
     ways = " ".join(shlex.quote("/" + "/".join(parts[:count])) for count in range(2, len(parts) + 1))
     unlink = f'for f in {ways}; do [ ! -L "$f" ] || rm -f -- "$f" || exit; done'
-    # A folder is emptied rather than removed: it may be the one that commands start in. Few images have a `find -delete`.
+    # A folder is emptied rather than removed: it may be the one that commands start in. Few images have a
+    # `find -delete`.
     every = "* .[!.]* ..?*"
     each = f'for f in {every}; do rm -rf -- "$f" || exit; done'  # where these are too many for one command
     empty = f"cd -- {quoted} && {{ rm -rf -- {every} 2>/dev/null || {each}; }}"

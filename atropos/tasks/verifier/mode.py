@@ -1,7 +1,8 @@
 """Where a task's tests run, and why.
 
-A task that says nothing is verified in a view: its folders and servers on a clean machine. Where its solution changes the
-machine itself (packages, users, files of the system), a view would not show that, so the tests run in the agent's slot.
+A task that says nothing is verified in a view: its folders and servers on a clean machine. Where its solution changes
+the machine itself (packages, users, files of the system), a view would not show that, so the tests run in the agent's
+slot.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Repositories in the agent's folders: a verifier's git runs no hook, and no program that their settings name.
 
-git takes filters, converters, drivers, helpers and more from a repository's own settings, some of them under names of the
-agent's choice, so that no variable turns them off. They are taken out of the files where the tests run.
+git takes filters, converters, drivers, helpers and more from a repository's own settings, some of them under names of
+the agent's choice, so that no variable turns them off. They are taken out of the files where the tests run.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ find -L "$@" -type f \( -name config -o -name config.worktree \) -exec sh -c '
   done
 ' sh {} + 2>/dev/null
 """
-"""For sh, with folders; prints what failed. Hooks go with the setting for their folder, since a server that a push starts
-doesn't get the client's variables. The change of mode has a view keep each file as it is now."""
+"""For sh, with folders; prints what failed. Hooks go with the setting for their folder, since a server that a push
+starts doesn't get the client's variables. The change of mode has a view keep each file as it is now."""
 
 
 def named_programs(text: str) -> str:

@@ -4,8 +4,8 @@ A task may ask for a server, and its tests then talk to it. So by default proces
 their children and the shell of the terminal that they run on; everything else ends. A hostile agent can listen as well:
 `environment_mode = "separate"` is for that.
 
-A server that was started in the agent's last moment does not listen yet. So what is younger than `YOUNG_S` is given the time to,
-up to that age.
+A server that was started in the agent's last moment does not listen yet. So what is younger than `YOUNG_S` is given the
+time to, up to that age.
 """
 
 from __future__ import annotations

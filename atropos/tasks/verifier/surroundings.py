@@ -1,8 +1,8 @@
 """What a task's tests start with where the agent's work lies beside them: variables and a home by which none of it is run.
 
 An image's variables may lead into folders that the agent wrote in. Programs look there for other programs, libraries,
-modules and settings: so the tests search the agent's folders last, and don't get variables that name one of its files. What
-`[verifier.env]` of a task sets is what its author wants, and stays.
+modules and settings: so the tests search the agent's folders last, and don't get variables that name one of its files.
+What `[verifier.env]` of a task sets is what its author wants, and stays.
 """
 
 from __future__ import annotations

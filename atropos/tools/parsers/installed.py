@@ -1,7 +1,8 @@
 """vLLM's own parsers, where vLLM is installed: calls are then parsed as vLLM's server would parse them.
 
-They are loaded by name from vLLM's registry, which has moved between its releases (both places are tried). Rendering, the
-bound on calls, error messages (vLLM takes a malformed call for plain text) and parsers that a user registers stay ours.
+They are loaded by name from vLLM's registry, which has moved between its releases (both places are tried). Rendering,
+the bound on calls, error messages (vLLM takes a malformed call for plain text) and parsers that a user registers stay
+ours.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Qwen3-Coder and GLM-4.5: each argument between tags of its own, as plain text.
 
-Plain text has no types, so every value is a string here. The executor parses it where the tool's schema has another type.
+Plain text has no types, so every value is a string here. The executor parses it where the tool's schema has another
+type.
 
 Source: the chat templates that Qwen and Zhipu publish with Qwen3-Coder and GLM-4.5.
 """

@@ -103,7 +103,8 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
 class KimiK2Parser(TokenParser):
     """Kimi K2: the id `functions.name:index` takes the name's place.
 
-    Kimi's template names a result by it. Models may repeat it from turn to turn; the agent runs each call under an id of its own.
+    Kimi's template names a result by it. Models may repeat it from turn to turn; the agent runs each call under an id
+    of its own.
     """
 
     name = "kimi_k2"

@@ -1,7 +1,7 @@
 """A terminal's screen, computed from the bytes that programs wrote to it. Without I/O.
 
-pyte emulates the terminal. What programs write is untrusted: here no sequence raises, characters without width don't hide
-the text after them, and nothing grows without bound.
+pyte emulates the terminal. What programs write is untrusted: here no sequence raises, characters without width don't
+hide the text after them, and nothing grows without bound.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ _COUNT = re.compile(r"(\)?)\{(\d+)")
 _VERBOSE = re.compile(r"\(\?[A-Za-z0-9-]*x")
 """Where white space and comments may stand within a count."""
 MAX_UNROLLED = 20_000
-"""Nodes of a pattern. `regex` makes one for each repetition that must be there: `x{999999999}` would take all memory."""
+"""Nodes of a pattern. `regex` makes one for each repetition that must be there: `x{999999999}` would take all
+memory."""
 MATCH_S = 0.5
 """Longest search for a pattern on the screen."""
 
@@ -268,7 +269,10 @@ async def _wait(arguments: SessionArguments, scope: ToolScope, session: _Session
 
 
 async def _matches(wanted: regex.Pattern[str], text: str) -> bool:
-    """Whether the pattern is on the screen. It is a model's and may backtrack for ever, so the search has a deadline."""
+    """Whether the pattern is on the screen.
+
+    It is a model's and may backtrack for ever, so the search has a deadline.
+    """
     try:
         return await asyncio.to_thread(wanted.search, text, timeout=MATCH_S, concurrent=True) is not None
     except TimeoutError:

@@ -61,8 +61,8 @@ class Life:
 class ToolServerClient:
     """One ToolServer, over HTTP or in this process.
 
-    A call is sent again only where that can't run it twice: it was not sent, or the server refused it (429, 503), or the
-    connection broke and the server is asked for the same id, which it runs at most once.
+    A call is sent again only where that can't run it twice: it was not sent, or the server refused it (429, 503), or
+    the connection broke and the server is asked for the same id, which it runs at most once.
     """
 
     def __init__(

@@ -46,11 +46,10 @@ class ExternalCall(Request):
     `call_id` is the idempotency key: while the server remembers it, the same id attaches to the running call or gets
     the finished call's answer, and nothing is run again. `boot_id` is set when a call is *sent again*: a server that
     was restarted since can't know whether the call ran, and answers 409 `outcome_unknown` instead of running it.
-    `state_id` names the server's last known state of the trajectory (a browser): where that is gone, by a restart or its
-    TTL, the call is not run and the answer is 409 `state_lost`.
-    `life` distinguishes successive trajectories of one name: the client chooses it and sends it with every call and with
-    the end. A call that arrives after the end of its life is answered 410 `trajectory_ended`. Without it, such a call
-    starts a new trajectory.
+    `state_id` names the server's last known state of the trajectory (a browser): where that is gone, by a restart or
+    its TTL, the call is not run and the answer is 409 `state_lost`. `life` distinguishes successive trajectories of one
+    name: the client chooses it and sends it with every call and with the end. A call that arrives after the end of its
+    life is answered 410 `trajectory_ended`. Without it, such a call starts a new trajectory.
     """
 
     trajectory_id: str = Field(min_length=1, max_length=500)

@@ -181,9 +181,9 @@ class Cluster:
     def in_touch(self, steady_s: float) -> None:
         """Wait until every client is heard of by the server, and has been for so long without a break.
 
-        Heard of is `ready`, or `initializing`: Nomad 1.11.3 leaves a node there for good if its heartbeat was missed and
-        came before the scheduler could do anything about it. Its allocations have no news then, and the server waits for
-        some before it places more there. They run on; `ready` comes with the next change of one of them.
+        Heard of is `ready`, or `initializing`: Nomad 1.11.3 leaves a node there for good if its heartbeat was missed
+        and came before the scheduler could do anything about it. Its allocations have no news then, and the server
+        waits for some before it places more there. They run on; `ready` comes with the next change of one of them.
         """
         for name in self.clients:
             _wait(lambda name=name: self._in_touch(name), f"{name}'s first word with the server", 60)

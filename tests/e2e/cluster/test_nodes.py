@@ -24,8 +24,8 @@ LEADER_GONE_S = float(os.environ.get("ATROPOS_LEADER_GONE_S", VALID_S + 1))
 """Longer than the clients' heartbeats are valid: when the leader is back it believes that every node is gone."""
 DRAIN_S = 2
 STEADY_S = 3
-"""A leader that was stopped finds out, when it goes on, that heartbeats are missing, but perhaps not in its first moment:
-nodes count as back when they have been for this long."""
+"""A leader that was stopped finds out, when it goes on, that heartbeats are missing, but perhaps not in its first
+moment: nodes count as back when they have been for this long."""
 
 
 def config_for(cluster, **changes):

@@ -1,7 +1,7 @@
 """Suffixes with tools and with thinking: equal to the whole conversation's rendering, or different as documented.
 
-The templates are shortened from what Qwen3, Llama 3.1, Mistral v3 and DeepSeek R1 publish: tools told at the place and in
-the form that each uses, tool results in its own role, thinking of earlier turns removed where it removes it.
+The templates are shortened from what Qwen3, Llama 3.1, Mistral v3 and DeepSeek R1 publish: tools told at the place and
+in the form that each uses, tool results in its own role, thinking of earlier turns removed where it removes it.
 """
 
 from __future__ import annotations

@@ -254,7 +254,8 @@ async def test_ctrl_c_while_it_loads_is_no_traceback(tmp_path: Path) -> None:
     await until(lambda: "pydantic_core" in maps.read_text(), "pydantic, in the middle of what it loads")
     process.send_signal(signal.SIGINT)
     _, errors = await asyncio.wait_for(process.communicate(), 30)
-    # of an interrupt within `exec`, as dataclasses use it, `python -m` dies by the signal itself: to a shell that is 130
+    # of an interrupt within `exec`, as dataclasses use it, `python -m` dies by the signal itself: to a shell that is
+    # 130
     assert process.returncode in {130, -signal.SIGINT}
     assert errors == b""
 

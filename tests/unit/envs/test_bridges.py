@@ -1,4 +1,7 @@
-"""What trainers beside atroposlib's get of a group. The packages' own functions take it in tests/e2e/test_trainers.py."""
+"""What trainers beside atroposlib's get of a group.
+
+The packages' own functions take it in tests/e2e/test_trainers.py.
+"""
 
 from __future__ import annotations
 

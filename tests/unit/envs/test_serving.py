@@ -31,8 +31,8 @@ from tests.web_app import serving
 async def trajectory_api(*statuses: int, batch_size: int = 8, delay_s: float = 0.0, latest: bool = True):
     """An API that answers what it is sent with these, one after the other, and then with 200.
 
-    0 stands for a group that is taken and whose answer is lost, -1 for one that is lost; `latest`: whether it can be asked for
-    the newest group.
+    0 stands for a group that is taken and whose answer is lost, -1 for one that is lost; `latest`: whether it can be
+    asked for the newest group.
     """
     answers, taken = list(statuses), []
 

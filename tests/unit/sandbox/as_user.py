@@ -1,7 +1,7 @@
 """Run a command as an ordinary user with this very Python, wherever it is installed: `python -m ...as_user CMD ARGS`.
 
-Root's Python often lies below a closed folder (/root). A private mount namespace opens just the paths that are needed, and has a home
-for this command alone.
+Root's Python often lies below a closed folder (/root). A private mount namespace opens just the paths that are needed,
+and has a home for this command alone.
 """
 
 import os

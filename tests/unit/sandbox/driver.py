@@ -1,7 +1,7 @@
 """Runs scenarios against a real host, in a process that has been through the root phase.
 
-The root phase changes the process for good, so pytest's own can't go through it. One driver serves a whole test session:
-a line of JSON in (module, function), a line out (None or a traceback).
+The root phase changes the process for good, so pytest's own can't go through it. One driver serves a whole test
+session: a line of JSON in (module, function), a line out (None or a traceback).
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """What a container's runtime adds to an image: the names of this machine in /etc, as far as the image says nothing of them.
 
-They are a layer of their own above the image's: nothing is written when a slot starts, and no snapshot or built image holds them.
+They are a layer of their own above the image's: nothing is written when a slot starts, and no snapshot or built image
+holds them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ HOSTS = (
     "ff02::2\tip6-allrouters\n"
     f"127.0.1.1\t{HOSTNAME}\n"
 )
-"""The own name has an address of its own, as Debian's installer gives it: the name of 127.0.0.1 is `localhost` alone."""
+"""The own name has an address of its own, as Debian's installer gives it: the name of 127.0.0.1 is `localhost`
+alone."""
 FILES = {"hosts": HOSTS, "hostname": f"{HOSTNAME}\n", "resolv.conf": f"nameserver {gateway.ADDRESS}\n"}
 MTAB = "/proc/mounts"
 _MAX_BYTES = 1 << 20

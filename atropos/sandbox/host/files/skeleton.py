@@ -1,7 +1,7 @@
 """The default base, used when no root file system is given: the host's programs over a small /etc of its own.
 
-/usr is seen read-only (each slot through an overlay of its own, so that neither locks nor inotify watches reach the host
-or a neighbour); /etc holds copies of what programs look up, and none of the host's users or secrets.
+/usr is seen read-only (each slot through an overlay of its own, so that neither locks nor inotify watches reach the
+host or a neighbour); /etc holds copies of what programs look up, and none of the host's users or secrets.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ _BASHRC = "# ~/.bashrc\nexport PS1='\\u@\\h:\\w\\$ '\n"
 class Base:
     """The base of slots: a lower folder, and read-only folders of the host.
 
-    `layers` lie above the folder, topmost first. `image` says what commands in it start with, where it is an image, and `root` what
-    those of its root have beneath that. `addition` is the layer of `added`, where it needs one.
+    `layers` lie above the folder, topmost first. `image` says what commands in it start with, where it is an image, and
+    `root` what those of its root have beneath that. `addition` is the layer of `added`, where it needs one.
     """
 
     lower: str

@@ -1,8 +1,8 @@
 """Which links of a slot a view of it may follow.
 
-A link that the slot's programs made is taken away unless it leads, when the view opens, to something in the folders shown, or
-to a file or folder of the view's root where no test writes: what does not exist yet, or lies where things are put for a
-moment, may be the test's own expected answer a moment later.
+A link that the slot's programs made is taken away unless it leads, when the view opens, to something in the folders
+shown, or to a file or folder of the view's root where no test writes: what does not exist yet, or lies where things are
+put for a moment, may be the test's own expected answer a moment later.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from atropos.sandbox.linux import syscalls
 from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
 
 MAX_REMOVED = 10_000
-"""Most links that are taken away, with the folders above them. A slot with more: none is followed in its view, which keeps
-half of its inodes."""
+"""Most links that are taken away, with the folders above them. A slot with more: none is followed in its view, which
+keeps half of its inodes."""
 NO_TARGETS = (
     "/tests",
     "/logs",

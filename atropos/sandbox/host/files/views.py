@@ -1,14 +1,14 @@
 """What a view shows of another slot: its folders, as they are, under a root that the slot's programs never wrote.
 
-While programs of the slot run, each folder is an overlay of the same layers that the slot's root has, with an upper folder of
-the view's own on top: later changes show through, and nothing that the view writes is seen by the slot. A slot without
-programs changes no more: then its folders become a layer of the view's root, made of hard links, so that renames and links
-between a folder and the rest of the root work as they do in the slot.
+While programs of the slot run, each folder is an overlay of the same layers that the slot's root has, with an upper
+folder of the view's own on top: later changes show through, and nothing that the view writes is seen by the slot. A
+slot without programs changes no more: then its folders become a layer of the view's root, made of hard links, so that
+renames and links between a folder and the rest of the root work as they do in the slot.
 
-A link in such a folder resolves in the view's root, where tests and expected answers will lie: `view_links` has the rules.
-Where no link is needed, the mount follows none. Elsewhere the slot's programs can make another link at any time: so the view
-then gets a copy of the topmost layer, made of hard links. What is written into its files shows through; files made or renamed
-later don't.
+A link in such a folder resolves in the view's root, where tests and expected answers will lie: `view_links` has the
+rules. Where no link is needed, the mount follows none. Elsewhere the slot's programs can make another link at any time:
+so the view then gets a copy of the topmost layer, made of hard links. What is written into its files shows through;
+files made or renamed later don't.
 """
 
 from __future__ import annotations

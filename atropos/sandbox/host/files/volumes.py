@@ -50,7 +50,8 @@ class SharedFiles:
         sys_network: what those with a gateway have above it.
         system: what the kernel has there about CPUs and memory nodes.
         empty_file: covers /etc/ld.so.preload.
-        empty_folder: covers it where it is a folder; and is the second lower one that an overlay without an upper one needs.
+        empty_folder: covers it where it is a folder; and is the second lower one that an overlay without an upper one
+            needs.
     """
 
     runtime: str

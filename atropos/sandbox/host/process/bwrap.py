@@ -17,8 +17,8 @@ def command(bwrap: str, volume: Volume, base: Base, preload: str) -> list[str]:
         base: which of the host's folders it sees.
         preload: what covers /etc/ld.so.preload.
 
-    Whoever runs it is root of the slot's user namespace, has forked the first process of its PID namespace, and adds the
-    descriptors of that namespace and of bubblewrap's reports.
+    Whoever runs it is root of the slot's user namespace, has forked the first process of its PID namespace, and adds
+    the descriptors of that namespace and of bubblewrap's reports.
     """
     hosts = [part for name in base.host_folders for part in ("--ro-bind", f"{volume.folder}/host-{name}", f"/{name}")]
     return [

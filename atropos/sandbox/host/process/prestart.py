@@ -28,9 +28,9 @@ _FOLDERS = ("empty", "slots", "own", "runtime", "bases")
 class Prestarted:
     """The process that starts sandboxes, our end of its socket, and the one that prepares what all slots share.
 
-    /proc/self/exe leads PID 1, which the spawner forks, out of its slot, to the spawner's Python; a program may put a link to it in
-    the place of a shell. So the spawner is executed from a mount of its own, which is read-only, and where nothing can be
-    executed once it runs.
+    /proc/self/exe leads PID 1, which the spawner forks, out of its slot, to the spawner's Python; a program may put a
+    link to it in the place of a shell. So the spawner is executed from a mount of its own, which is read-only, and
+    where nothing can be executed once it runs.
     """
 
     spawner: subprocess.Popen[bytes]
@@ -43,8 +43,8 @@ class Prestarted:
         """Wait for what all slots share; once.
 
         Returns:
-            The seccomp filter; the base over the host's folders, where no root file system is given; and the family of addresses of
-            slots' gateways, where there are any.
+            The seccomp filter; the base over the host's folders, where no root file system is given; and the family of
+            addresses of slots' gateways, where there are any.
 
         Raises:
             IsolationUnavailable: it could not be made.

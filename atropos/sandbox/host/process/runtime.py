@@ -1,8 +1,8 @@
 """A private copy of the server's own Python for our own programs in a slot, so that any base works and none is trusted.
 
-The interpreter, its libraries, its dynamic loader and the few modules that these programs import are copied to one folder,
-which each slot sees read-only at `/.atropos`. Search paths written into the binaries are blanked: they would name folders
-that a program in the slot could make and fill.
+The interpreter, its libraries, its dynamic loader and the few modules that these programs import are copied to one
+folder, which each slot sees read-only at `/.atropos`. Search paths written into the binaries are blanked: they would
+name folders that a program in the slot could make and fill.
 """
 
 from __future__ import annotations

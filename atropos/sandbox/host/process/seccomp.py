@@ -1,7 +1,8 @@
 """The seccomp filter of every slot, as a BPF program.
 
-Built with libseccomp, in front of which stand a few instructions of our own: for calls above the last one that was judged here or that
-this libseccomp has a name for, and for the x32 numbers, the kernel's answer is ENOSYS, so that programs fall back as on an older kernel.
+Built with libseccomp, in front of which stand a few instructions of our own: for calls above the last one that was
+judged here or that this libseccomp has a name for, and for the x32 numbers, the kernel's answer is ENOSYS, so that
+programs fall back as on an older kernel.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ ABSENT = (  # noqa: SIM905
 ).split()
 """Answered with ENOSYS, as by a kernel that was built without them: programs then take another way, or say so."""
 LAST_CALL = 456
-"""futex_requeue, of Linux 6.7. Whoever raises it says for each call above it whether slots may make it: a newer libseccomp doesn't."""
+"""futex_requeue, of Linux 6.7. Whoever raises it says for each call above it whether slots may make it: a newer
+libseccomp doesn't."""
 SOCKET_FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (and there NETLINK_ROUTE alone)."""
 _FAMILIES = 64
 """More than there are."""
 _PROTOCOLS = (0, 1, 6, 17, 58)
-"""Of internet sockets, what slots have use for: the type's own, ICMP, TCP, UDP, ICMPv6. For others, each call has the kernel look for
-a module: a program of the host's, and at no slot's cost."""
+"""Of internet sockets, what slots have use for: the type's own, ICMP, TCP, UDP, ICMPv6. For others, each call has the
+kernel look for a module: a program of the host's, and at no slot's cost."""
 _MORE_PROTOCOLS = 64
 """None of `_PROTOCOLS` is as large."""
 _NO_TYPES = ((0xF, 0), (0xC, 4), (0x8, 8))
@@ -54,7 +56,8 @@ _NO_TYPES = ((0xF, 0), (0xC, 4), (0x8, 8))
 _NEW_NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 _TIOCSTI, _TIOCLINUX, _TIOCSETD = 0x5412, 0x541C, 0x5423
 _BRIDGES = (0x8940, 0x8982, 0x89A0)
-"""Each with the number above it: requests about bridges and VLANs, for which the kernel looks for a module before it refuses them."""
+"""Each with the number above it: requests about bridges and VLANs, for which the kernel looks for a module before it
+refuses them."""
 _NSFS_TYPE = 0xB700
 """Second byte of all requests to namespaces: they hand out parents and owners (<linux/nsfs.h>)."""
 _RLIMIT_CORE = 4
@@ -213,16 +216,18 @@ def _guard_shared(made: _Filter) -> None:
     made.add(done, "setsockopt", same(1, _SOL_SOCKET), same(2, _SO_RCVBUF))
     # advice to forget files is no order to: their pages may be those of all slots' programs
     made.add(done, "fadvise64", same(3, _FADV_DONTNEED))
-    # where the host looks for equal pages (KSM), how long a write takes would say what others have in memory, as its virtual machines
+    # where the host looks for equal pages (KSM), how long a write takes would say what others have in memory, as its
+    # virtual machines
     for advice in (_MADV_MERGEABLE, _MADV_COLD, _MADV_PAGEOUT):
         made.add(made.error(errno.EINVAL), "madvise", same(2, advice))
     # a host's huge pages are set aside for somebody, and in no limit of a slot's
     made.add(made.error(errno.ENOMEM), "mmap", has(3, _MAP_HUGETLB))
     made.add(made.error(errno.EINVAL), "memfd_create", has(1, _MFD_HUGETLB))
     made.add(refuse, "shmget", has(2, _SHM_HUGETLB))
-    # Filters of programs' own are compiled into memory of which the whole machine has one bounded piece, and each is taken
-    # out of it under one lock: when a few slots were released with all that they may have, no sandbox and no container
-    # could start on the host any more (Linux 6.18, a deadlock). The errors are those of a kernel built without them.
+    # Filters of programs' own are compiled into memory of which the whole machine has one bounded piece, and each is
+    # taken out of it under one lock: when a few slots were released with all that they may have, no sandbox and no
+    # container could start on the host any more (Linux 6.18, a deadlock). The errors are those of a kernel built
+    # without them.
     for option in (_SO_ATTACH_FILTER, _SO_ATTACH_REUSEPORT_CBPF):
         made.add(made.error(errno.ENOPROTOOPT), "setsockopt", same(1, _SOL_SOCKET), same(2, option))
     no_filter = made.error(errno.EINVAL)
@@ -232,8 +237,9 @@ def _guard_shared(made: _Filter) -> None:
     made.add(made.error(errno.EINVAL), "prctl", same(0, _PR_SCHED_CORE))
     for name in ("sched_setscheduler", "sched_setparam", "sched_setattr"):
         made.add(refuse, name, same(0, 1))
-    # Which core a program runs on stays the kernel's to choose: each move is made by a thread of the kernel's that comes
-    # before everything else, and a few programs that moved to and fro took nearly all of the CPU from their neighbours.
+    # Which core a program runs on stays the kernel's to choose: each move is made by a thread of the kernel's that
+    # comes before everything else, and a few programs that moved to and fro took nearly all of the CPU from their
+    # neighbours.
     made.add(refuse, "sched_setaffinity")
     for name in ("setpriority", "ioprio_set"):
         made.add(refuse, name, same(1, 1))

@@ -32,7 +32,9 @@ class SpawnerClient:
         self.broken: str | None = None
 
     async def start(self, request: StartRequest, fds: list[int]) -> tuple[asyncio.Future[int], asyncio.Future[float]]:
-        """Ask for a slot; futures of its PID 1's number here, and of its CPU time (-1: unknown) at its end. Call from the event loop's thread.
+        """Ask for a slot; futures of its PID 1's number here, and of its CPU time (-1: unknown) at its end.
+
+        Call from the event loop's thread.
 
         Raises:
             HostBroken: the spawner is gone.

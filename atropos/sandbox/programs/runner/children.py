@@ -175,7 +175,10 @@ def leftovers() -> list[int]:
 
 
 def end_leftovers() -> bool:
-    """Kill what ended commands left running, even a fork bomb; keep the children of calls. Whether there was anything."""
+    """Kill what ended commands left running, even a fork bomb; keep the children of calls.
+
+    Whether there was anything.
+    """
     if not children.running:
         kill_all()
         return True

@@ -108,7 +108,8 @@ def main() -> None:
     signals.signal(signals.SIGCHLD, ignore_signal)
     os.umask(0o022)
     os.chdir("/")
-    # before the server's socket, as the loop goes by this order: a command shall not find processes that ended before it
+    # before the server's socket, as the loop goes by this order: a command shall not find processes that ended before
+    # it
     loop.watch(children.wake, children.reap)
     link.open()
     children.reap()  # what ended before there was a handler: the program that paused, on a busy machine

@@ -62,7 +62,8 @@ class Identity:
 def identity_of(user: str) -> Identity:
     """The identity of `name`, `uid`, `name:group`, `uid:gid` or `:group`, which is root's, as under Docker.
 
-    A uid that /etc/passwd doesn't list has `/` as its home and, without a group, 0 as its group. Who names a group has no other.
+    A uid that /etc/passwd doesn't list has `/` as its home and, without a group, 0 as its group. Who names a group has
+    no other.
 
     Raises:
         OpFailed: /etc/passwd or /etc/group doesn't have the name, or the number is no id.

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 WORK_DEADLINE_S = 30.0
 NAME = b"atropos-files"
-"""What these children are called: one with PID 1's name is taken for one that it waits for (`linux.stopped_children`)."""
+"""What these children are called: one with PID 1's name is taken for one that it waits for
+(`linux.stopped_children`)."""
 STREAM = 1
 """The descriptor of the child's stream from or to the server."""
 

@@ -4,12 +4,12 @@ A call id is taken once. Sent again it finds its entry: the answer, or the run t
 
 - Answers that wait for their acknowledgement are bounded in number and bytes. At a bound the oldest answer of the lease
   that holds most is dropped; whoever asks for it again gets `OutcomeUnknown`. It never runs again.
-- Ids whose answer is gone are remembered, `MAX_GONE` a lease. Beyond that the oldest id is forgotten. A client never sends
-  again what it has acknowledged, so only where a *dropped* answer's id was forgotten does a call marked `resent` that isn't
-  known end as `OutcomeUnknown`: it might be that one.
+- Ids whose answer is gone are remembered, `MAX_GONE` a lease. Beyond that the oldest id is forgotten. A client never
+  sends again what it has acknowledged, so only where a *dropped* answer's id was forgotten does a call marked `resent`
+  that isn't known end as `OutcomeUnknown`: it might be that one.
 - Cancels that arrive before their call are remembered, `MAX_EARLY` a client.
-- Answers that were given by HTTP under an id of the caller's are acknowledged by nobody. The latest are kept, `KEPT_BYTES` a
-  client; older ones are dropped.
+- Answers that were given by HTTP under an id of the caller's are acknowledged by nobody. The latest are kept,
+  `KEPT_BYTES` a client; older ones are dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ MAX_ANSWER_BYTES = 256 * 1024 * 1024
 GATE_BYTES = 32 * 1024 * 1024
 """With more than this waiting to be acknowledged, no further call of the client is started until it is less."""
 KEPT_BYTES = 16 * 1024 * 1024
-"""Answers kept for one client that it got by HTTP and may ask for again: below the gate, which waits for acknowledgements."""
+"""Answers kept for one client that it got by HTTP and may ask for again: below the gate, which waits for
+acknowledgements."""
 MAX_GONE = 10_000
 """Ids remembered of one lease after their answer was acknowledged or dropped."""
 MAX_EARLY = 4096
@@ -161,7 +162,10 @@ class Journal:
                 self._drop(oldest)
 
     def give_up(self, lease_id: str) -> list[JournalEntry]:
-        """Drop all answers of a lease that nobody will acknowledge. Returns its entries, which may still have waiters."""
+        """Drop all answers of a lease that nobody will acknowledge.
+
+        Returns its entries, which may still have waiters.
+        """
         log = self._logs.get(lease_id)
         entries = list(log.done.values()) if log is not None else []
         for entry in entries:

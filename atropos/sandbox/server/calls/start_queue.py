@@ -17,7 +17,8 @@ from typing import Protocol
 PER_CPU = 2
 """Commands that start at the same time, for each CPU. With three, the kernel's order shows again."""
 STARTING_S = 0.01
-"""Longest that a command counts as starting, in seconds. On a machine with nothing else to do, a short one takes 2 ms."""
+"""Longest that a command counts as starting, in seconds. On a machine with nothing else to do, a short one takes 2
+ms."""
 
 
 class Starter(Protocol):

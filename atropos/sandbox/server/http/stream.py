@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 HELLO_S = 10.0
 """Longest a new connection may take to say hello, in seconds."""
 SHARE, FRAME_S = 8, 0.006
-"""A frame waits for one answer from every `SHARE` open calls, for at most `FRAME_S` seconds, and only while answers come at
-that rate: then a call takes several times as long as its answer waits."""
+"""A frame waits for one answer from every `SHARE` open calls, for at most `FRAME_S` seconds, and only while answers
+come at that rate: then a call takes several times as long as its answer waits."""
 MAX_BATCH = 200
 """Most messages in one frame to a client."""
 FULL_S = 0.005

@@ -140,8 +140,8 @@ class ClientTable:
     def connect(self, hello: Hello, connection: Connection) -> ClientState | None:
         """Register the stream of a client, and report the leases that it lost.
 
-        The stream replaces an older one of the same client; None: it is the older one itself. What a replaced connection
-        still delivers must be ignored: its calls were sent again on the newer one.
+        The stream replaces an older one of the same client; None: it is the older one itself. What a replaced
+        connection still delivers must be ignored: its calls were sent again on the newer one.
         """
         client = self.of(hello.client_id)
         if hello.connection < client.number:

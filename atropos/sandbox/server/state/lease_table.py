@@ -3,14 +3,15 @@
 The table is the only authority on a server's leases. Every method takes `now` (seconds of a monotonic clock, so that a
 stepped wall clock changes nothing), decides at once and returns what is to be done; `Leasing` does it.
 
-Room is what leases take of the container (`SandboxSettings.room`): every lease at least a slot's, a large one more, so that
-what fits by room fits by the number of slots as well.
+Room is what leases take of the container (`SandboxSettings.room`): every lease at least a slot's, a large one more, so
+that what fits by room fits by the number of slots as well.
 
-Fairness between clients that share a container: a refused request is remembered as wanted until a slot comes free, and for
-`WANT_S` seconds from then on, in which its client is notified and asks again. Slots that come free go to the wanting clients
-in the order (fewest leases, longest wanting), as many as each asked for but no more than its equal share; a client further
-back is refused although a slot is free. So nobody starves, and a client that stopped asking costs the others at most `WANT_S`.
-For a lease of several slots' room what comes free is kept while its client asks again within `LARGE_WANT_S`.
+Fairness between clients that share a container: a refused request is remembered as wanted until a slot comes free, and
+for `WANT_S` seconds from then on, in which its client is notified and asks again. Slots that come free go to the
+wanting clients in the order (fewest leases, longest wanting), as many as each asked for but no more than its equal
+share; a client further back is refused although a slot is free. So nobody starves, and a client that stopped asking
+costs the others at most `WANT_S`. For a lease of several slots' room what comes free is kept while its client asks
+again within `LARGE_WANT_S`.
 """
 
 from __future__ import annotations

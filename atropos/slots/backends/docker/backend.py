@@ -1,7 +1,7 @@
 """Containers in a Docker engine or Podman's service, the local one or the one that DOCKER_HOST names.
 
-Containers of an earlier run are known by the labels `atropos.pool` and `atropos.spec`. A running one of the same spec is
-adopted, a stopped one is removed, a running one of another spec is removed unless a live client uses it. Several
+Containers of an earlier run are known by the labels `atropos.pool` and `atropos.spec`. A running one of the same spec
+is adopted, a stopped one is removed, a running one of another spec is removed unless a live client uses it. Several
 processes may share a pool: a container that another process is connected to is never removed.
 """
 
@@ -50,8 +50,8 @@ CREATION_S = 120.0
 """A container that was created and not started within this time was abandoned by a killed process, in seconds."""
 LONGEST_DRAIN_S = 3600.0
 PURGE_RETRY_S, PURGE_AWAY_S = 20.0, 2.0
-"""How long a purge is retried when the engine doesn't answer, in seconds, and how long where it hadn't answered for a while
-before; then the containers are left, and logged."""
+"""How long a purge is retried when the engine doesn't answer, in seconds, and how long where it hadn't answered for a
+while before; then the containers are left, and logged."""
 PURGE_S = 45.0
 """Longest purge in all, in seconds: an engine that hangs must not delay the end for longer."""
 SETTLE_S = 10.0
@@ -379,8 +379,8 @@ class DockerBackend(Backend):
     async def _drain(self, member: _DockerMember) -> None:
         """End a surplus container once its last lease has ended.
 
-        One that another process is connected to is kept, and not drained: that process, or this one, may soon use it. But
-        not a twin, or each would keep it for the other.
+        One that another process is connected to is kept, and not drained: that process, or this one, may soon use it.
+        But not a twin, or each would keep it for the other.
         """
         container = member.container
         used = (

@@ -46,11 +46,11 @@ REMOVAL_S = 20
 ANSWER_S = 60
 """How long Docker may take to answer, in seconds; starting a container on a busy disk is the slowest request."""
 LIST_S = 15
-"""How long it may take to list containers, in seconds. Nothing is replaced before they are listed, so that a lost request,
-for example to a daemon that is starting, must not take long."""
+"""How long it may take to list containers, in seconds. Nothing is replaced before they are listed, so that a lost
+request, for example to a daemon that is starting, must not take long."""
 PULL_S = 300.0
-"""How long a pull may get nowhere, in seconds: Docker itself waits for a registry without end. Unpacking a large layer may
-show nothing for a minute."""
+"""How long a pull may get nowhere, in seconds: Docker itself waits for a registry without end. Unpacking a large layer
+may show nothing for a minute."""
 PULL_NOTE_S = 20.0
 """How often the log says that a pull gets nowhere, in seconds."""
 

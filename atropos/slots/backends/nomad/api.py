@@ -92,8 +92,8 @@ class NomadApi:
     async def settled(self, answer_s: float) -> None:
         """Wait for requests whose callers were cancelled, so that their effects can be undone.
 
-        Called at the end, which a Nomad that hangs must not delay: from now on a request may take `answer_s`. Nomad needs
-        more than 5 s to answer without a leader.
+        Called at the end, which a Nomad that hangs must not delay: from now on a request may take `answer_s`. Nomad
+        needs more than 5 s to answer without a leader.
         """
         self._answer_s = answer_s
         await self._calls.settled(answer_s)
@@ -331,7 +331,8 @@ class NomadApi:
         """Yield when the stream is open, then at least once for each change of the job; never ends by itself.
 
         Raises:
-            NomadRefused: Nomad has no event stream, or refuses the token, or the stream stays empty (enable_event_broker).
+            NomadRefused: Nomad has no event stream, or refuses the token, or the stream stays empty
+                (enable_event_broker).
             BackendUnavailable: the stream broke.
         """
         params = [("topic", f"{topic}:{self.job_id}") for topic in ("Job", "Allocation", "Evaluation")]

@@ -1,8 +1,8 @@
 """Containers as allocations of one Nomad job, which any number of processes may share.
 
-The job's `count` is the only shared state: growing is `scale`; shrinking drains the highest index, then lowers the count
-if the job is unchanged. Nomad replaces allocations that end. Requests follow changes (by its event stream, or a blocking
-query), never calls or leases.
+The job's `count` is the only shared state: growing is `scale`; shrinking drains the highest index, then lowers the
+count if the job is unchanged. Nomad replaces allocations that end. Requests follow changes (by its event stream, or a
+blocking query), never calls or leases.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ log = logging.getLogger("atropos.slots.nomad")
 POLL_S = 60.0
 """How often allocations are listed when no change is reported, in seconds."""
 LIST_S, LIST_BURST, LIST_SHARE, LONGEST_LIST_S = 1.0, 10, 4.0, 10.0
-"""Under constant change, the least time between lists after a burst, in seconds; that time in durations of a list, where it is
-longer; and its bound. A job of 10,000 containers changes all the time, and Nomad's servers have other clients."""
+"""Under constant change, the least time between lists after a burst, in seconds; that time in durations of a list,
+where it is longer; and its bound. A job of 10,000 containers changes all the time, and Nomad's servers have other
+clients."""
 STOP_S, STOP_BURST = 0.2, 20
-"""Time between stops of unreachable containers after a burst, in seconds. When nodes vanish, thousands are unreachable seconds
-before Nomad gives them up; those need no stop."""
+"""Time between stops of unreachable containers after a burst, in seconds. When nodes vanish, thousands are unreachable
+seconds before Nomad gives them up; those need no stop."""
 FIRST_ANSWERS = 100
 """Most servers whose first answer is awaited at once: with thousands, requests time out."""
 LASTED_S = 5.0

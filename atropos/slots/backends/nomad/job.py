@@ -44,8 +44,8 @@ def variables(
     The seccomp profile is this checkout's where the agent is on this machine, else the definition's default.
 
     Raises:
-        ConfigError: `extra` has a variable that the definition doesn't declare (Nomad's parser ignores those), or one that
-            a setting of the pool sets.
+        ConfigError: `extra` has a variable that the definition doesn't declare (Nomad's parser ignores those), or one
+            that a setting of the pool sets.
     """
     declared = set(re.findall(r'^variable "(\w+)"', definition(), re.MULTILINE))
     if unknown := extra.keys() - declared:

@@ -1,8 +1,8 @@
 """`python -m atropos.slots.backends.ssh.far_end NAME`: a sandbox server that ends with its ssh connection.
 
-NAME is the container's, for lists of processes. The first line on stdin is a `ServerConfig` in JSON; each later line asks
-the server to end in order, and the end of input kills it: sshd closes stdin when the connection is lost. Prints one line
-of JSON, `{"port": …}`, when the server listens. Exit codes and the last line on stderr are the server's.
+NAME is the container's, for lists of processes. The first line on stdin is a `ServerConfig` in JSON; each later line
+asks the server to end in order, and the end of input kills it: sshd closes stdin when the connection is lost. Prints
+one line of JSON, `{"port": …}`, when the server listens. Exit codes and the last line on stderr are the server's.
 """
 
 from __future__ import annotations

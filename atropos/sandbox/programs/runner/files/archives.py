@@ -78,8 +78,8 @@ def write_archive(out: BoundedBuffer, path: str) -> None:
 class Packer:
     """Writes one archive; tarfile would take ten times as long for a small file.
 
-    Programs of the slot may move things meanwhile: below the top no link is followed, nothing of /proc is read, and what
-    vanishes, or becomes something else, is left out.
+    Programs of the slot may move things meanwhile: below the top no link is followed, nothing of /proc is read, and
+    what vanishes, or becomes something else, is left out.
     """
 
     def __init__(self, out: BoundedBuffer) -> None:

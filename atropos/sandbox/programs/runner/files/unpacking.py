@@ -179,7 +179,10 @@ class Places:
         return fd
 
     def of(self, name: str) -> tuple[int, str]:
-        """(descriptor of the folder that `name` is in, valid until the next call; last part). Folders are made as needed."""
+        """(descriptor of the folder that `name` is in, valid until the next call; last part).
+
+        Folders are made as needed.
+        """
         parts = os.path.normpath(name).split("/")
         if parts[0] in ("", ".."):
             raise OpFailed("bad_path", f"the archive names a path outside its folder: {text(name)}")

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from atropos.sandbox.programs.runner.processes.launch import CommandLine
 
 READ_AFTER_S = (0.004, 0.048)
-"""How long a command's output waits in its pipe (64 KiB) before it is read: most commands are over by then. Twice what the
-last command took, within these bounds: on a busy machine a short command takes long, and each look costs a call. The shorter
-bound after a command that printed more than half a pipe: it may have waited for us."""
+"""How long a command's output waits in its pipe (64 KiB) before it is read: most commands are over by then. Twice what
+the last command took, within these bounds: on a busy machine a short command takes long, and each look costs a call.
+The shorter bound after a command that printed more than half a pipe: it may have waited for us."""
 
 
 class Pipe:

@@ -1,9 +1,9 @@
 """Filters that an ended command left behind, as `tee` in `exec > >(tee log)`: what they still print belongs to it.
 
-A filter is a process that reads a pipe, and whose output is the command's, or a pipe that another filter reads. It comes to
-its end by itself once nobody writes to its pipe any more; a background process such as `sleep 8 &` or a server does not, and
-nothing waits for it. One that writes its output elsewhere (`tee >(gzip > file)`) still has the command's output for its
-errors; it is waited for as well, but not for long.
+A filter is a process that reads a pipe, and whose output is the command's, or a pipe that another filter reads. It
+comes to its end by itself once nobody writes to its pipe any more; a background process such as `sleep 8 &` or a server
+does not, and nothing waits for it. One that writes its output elsewhere (`tee >(gzip > file)`) still has the command's
+output for its errors; it is waited for as well, but not for long.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     """Device and inode, by which one pipe or terminal is told from others."""
 
 QUIET_S = 0.3
-"""How long filters may print nothing while the session doesn't compute; and how long it may compute for filters whose input
-goes on."""
+"""How long filters may print nothing while the session doesn't compute; and how long it may compute for filters whose
+input goes on."""
 PATIENCE_S = 5.0
 """Longest that filters are waited for."""
 PAUSES_S = (0.001, 0.02)
@@ -36,7 +36,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 PF_FORKNOEXEC = 0x40
 """Of a process that has not executed a program since its fork (<linux/sched.h>)."""
 IDLE, OPEN, ENDING = range(3)
-"""What filters do: they wait for input, or there are none; they have input, and may get more; they come to their end."""
+"""What filters do: they wait for input, or there are none; they have input, and may get more; they come to their
+end."""
 
 
 class Filters:

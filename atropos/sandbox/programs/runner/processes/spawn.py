@@ -33,8 +33,9 @@ def spawn(
 ) -> int:
     """Start a program in a session of its own.
 
-    For root and without a terminal by `posix_spawn`, which uses vfork: nothing of this process is copied, and when it returns,
-    the child has become the program, or has failed. Otherwise it forks, and a pipe is closed when the child has done so.
+    For root and without a terminal by `posix_spawn`, which uses vfork: nothing of this process is copied, and when it
+    returns, the child has become the program, or has failed. Otherwise it forks, and a pipe is closed when the child
+    has done so.
     """
     if identity is not None and identity.uid == identity.gid == 0:
         identity = None  # as this process is
