@@ -120,7 +120,7 @@ PROC = {
     "cgroup": "cut -d: -f3 /proc/self/cgroup | sort -u | head -1 | cut -c1",
     "cgroups": "grep -c memory /proc/cgroups",
     "ns": "ls /proc/self/ns | head -3",
-    "children are seen": "sleep 5 & grep -c sleep /proc/$!/comm; kill $!",
+    "children are seen": "sleep 5 & until grep -s sleep /proc/$!/comm; do :; done; kill $!",
     "ps": "ps -e 2>/dev/null | tail -n +2 | awk '{print $NF}' | grep -cx ps",
 }
 SYS = {
@@ -286,6 +286,10 @@ USERS = {
     "perf is refused": py("import ctypes; print(ctypes.CDLL(None).syscall(298,0,0,-1,-1,0) < 0)"),
     "no new privileges": "grep NoNewPrivs /proc/self/status",
 }
+OTHER_USER = "setpriv --reuid 1000 --regid 1000 --clear-groups "
+PING = py(
+    "import socket; s=socket.socket(2,2,1); s.settimeout(3); s.sendto(bytes([8,0,247,255,0,0,0,0]),('127.0.0.1',0)); print(s.recv(99)[0])"
+)
 NETWORK = {
     "interfaces": py("import socket; print(socket.if_nameindex())"),
     "loopback answers": py(
@@ -327,6 +331,9 @@ NETWORK = {
         "import socket; s=socket.socket(); s.setsockopt(6,1,1); s.setsockopt(1,9,1); s.setsockopt(1,15,1); print('ok')"
     ),
     "receive buffer": py("import socket; s=socket.socket(); s.setsockopt(1,8,10000); print(s.getsockopt(1,8))"),
+    "ping": PING,
+    "ping of another user": OTHER_USER + PING,
+    "port 80 of another user": OTHER_USER + py("import socket; s=socket.create_server(('127.0.0.1',80)); print('ok')"),
     "multicast on the loopback": py(
         "import socket; s=socket.socket(2,2); s.setsockopt(0,32,socket.inet_aton('127.0.0.1')); print('ok')"
     ),

@@ -119,6 +119,7 @@ def _own_network(request: FirstProcessRequest, answer: int) -> None:
         control = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
         fcntl.ioctl(control.fileno(), _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
         control.close()
+    _open_to_users()
     handed = [os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)]
     if request["proxy_port"] is not None:
         listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
@@ -130,6 +131,14 @@ def _own_network(request: FirstProcessRequest, answer: int) -> None:
     channel.detach()
     for fd in handed:
         os.close(fd)
+
+
+def _open_to_users() -> None:
+    """Let every user of the slot ping and listen on any port of its network, as containers' runtimes do."""
+    _set("net/ipv4/ip_unprivileged_port_start", 0)
+    mapped = os.open("/proc/self/gid_map", os.O_RDONLY | os.O_CLOEXEC)
+    _set("net/ipv4/ping_group_range", f"0 {int(os.read(mapped, 99).split()[2]) - 1}")
+    os.close(mapped)
 
 
 def _own_objects(bounds: dict[str, int | str]) -> None:
