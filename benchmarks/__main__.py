@@ -22,10 +22,15 @@ async def _compare(revision: str, context: Context) -> list[Row]:
     """This checkout and an older one, taking turns in one run."""
     rows: list[Row] = []
     with against.checkout(revision) as older:
+        checkouts = {"this checkout": against.HERE, revision: older}
+        try:
+            rows += await against.lives(checkouts, leases=context.n(40), rounds=context.n(10, least=3), say=context.say)
+        except (RuntimeError, TimeoutError) as error:
+            context.problems.append(f"against {revision}, leases: {error!r}")
         for parallel in (1, 32):
             try:
                 rows += await against.measure(
-                    {"this checkout": against.HERE, revision: older},
+                    checkouts,
                     parallel=parallel,
                     n=context.n(400 if parallel == 1 else 1600, least=parallel * 4),
                     rounds=context.n(10, least=3),

@@ -36,6 +36,25 @@ class Round:
     cpu: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Life:
+    """What one pool took from its start on.
+
+    Attributes:
+        start: seconds until each slot had answered a call.
+        start_cpu: seconds of CPU until then, of all processes.
+        memory: bytes of all processes then, a slot.
+        leases: seconds of each further lease with one call.
+        lease_cpu: seconds of CPU of one.
+    """
+
+    start: float
+    start_cpu: float
+    memory: float
+    leases: list[float]
+    lease_cpu: float
+
+
 class Driver:
     """A process that runs the calls of one checkout."""
 
@@ -48,16 +67,27 @@ class Driver:
         Raises:
             RuntimeError: the driver ended; the message ends with its last words.
         """
+        return Round(**await self._ask({"parallel": parallel, "n": n}))
+
+    async def live(self, leases: int) -> Life:
+        """A pool from nothing, and that many leases one after the other.
+
+        Raises:
+            RuntimeError: as `measure`.
+        """
+        return Life(**await self._ask({"leases": leases}))
+
+    async def _ask(self, order: dict[str, int]) -> dict[str, Any]:
         stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
         assert stdin is not None
         assert stdout is not None
         assert stderr is not None
-        stdin.write(json.dumps({"parallel": parallel, "n": n}).encode() + b"\n")
+        stdin.write(json.dumps(order).encode() + b"\n")
         line = await asyncio.wait_for(stdout.readline(), 300)
         if not line:
             said = (await stderr.read()).decode(errors="replace").strip()
             raise RuntimeError(f"the driver ended: {said[-400:]}")
-        return Round(**json.loads(line))
+        return json.loads(line)
 
 
 @contextlib.asynccontextmanager
@@ -136,3 +166,25 @@ async def measure(checkouts: dict[str, Path], *, parallel: int, n: int, rounds: 
         for index, (subject, each) in enumerate(taken.items())
     ]
     return [made for group in zip(*parts, strict=True) for made in group]
+
+
+async def lives(checkouts: dict[str, Path], *, leases: int, rounds: int, say: Any) -> list[Row]:
+    """Pools of four slots from nothing in each checkout, taking turns: the start, leases, and the memory of a slot."""
+    taken: dict[str, list[Life]] = {subject: [] for subject in checkouts}
+    async with contextlib.AsyncExitStack() as stack:
+        drivers = {s: await stack.enter_async_context(driver(path, 4)) for s, path in checkouts.items()}
+        for number in range(rounds):
+            for subject, each in drivers.items():
+                say(f"a pool from nothing: {subject}, round {number + 1} of {rounds}")
+                taken[subject].append(await each.live(leases))
+    made: list[Row] = []
+    for index, (subject, found) in enumerate(taken.items()):
+        base = index == 0
+        made += [
+            row("start of four slots", subject, [one.start for one in found], base=base),
+            row("start of four slots, CPU", subject, [one.start_cpu for one in found], base=base),
+            row("lease with a call", subject, [each for one in found for each in one.leases], base=base),
+            row("lease with a call, CPU", subject, [one.lease_cpu for one in found], base=base),
+            row("memory a slot, with the server's", subject, [one.memory / 1e6 for one in found], "MB", base=base),
+        ]
+    return sorted(made, key=lambda one: [each.case for each in made].index(one.case))

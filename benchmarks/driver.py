@@ -1,12 +1,16 @@
 """Runs calls of one checkout in a process of its own and says what they took. Started by `against.py` and `cases.cpu`.
 
-Usage: PYTHONPATH=CHECKOUT python -P driver.py SLOTS < one JSON order a line > one JSON answer a line An order:
-{"parallel": N, "n": N}. The answer: the samples and seconds of all calls, and the CPU seconds that they took in each
-kind of process, as the kernel counts them. It uses nothing of the `benchmarks` package, since the checkout that it
+Usage: PYTHONPATH=CHECKOUT python -P driver.py SLOTS < one JSON order a line > one JSON answer a line
+
+An order: {"parallel": N, "n": N}. The answer: the samples and seconds of all calls, and the CPU seconds that they took in
+each kind of process, as the kernel counts them. Or {"leases": N}: a pool of SLOTS slots from nothing, then N leases with
+a call each, one after the other; the answer has the seconds, and those of CPU, of the start and of each lease, and the
+bytes that a slot takes. It uses nothing of the `benchmarks` package, since the checkout that it
 measures may have another one, or none.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -62,6 +66,59 @@ def spent(processes):
     return total
 
 
+def summed(amount_of, processes):
+    """What `amount_of` finds of all these processes, less those that have ended meanwhile."""
+    total = 0
+    for pid in processes:
+        with contextlib.suppress(OSError):
+            total += amount_of(pid)
+    return total
+
+
+def all_s():
+    """Seconds of CPU of this process and its descendants, those that have ended included."""
+    return summed(lambda pid: own_s(pid) + reaped_s(pid), [os.getpid(), *children(os.getpid())])
+
+
+def pss_bytes(pid):
+    """Memory of a process: its pages, each divided by the number of those that have it."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+
+
+async def lives(slots, leases):
+    from atropos.slots import SlotPool, SlotPoolConfig
+
+    samples = []
+    config = SlotPoolConfig(backend="local", slots_per_container=slots, min_containers=1, max_containers=1)
+    before, others, cpu = time.perf_counter(), summed(pss_bytes, children(os.getpid())), all_s()
+    async with SlotPool(config) as pool:
+        held = [await pool.acquire(f"start-{index}") for index in range(slots)]
+        for slot in held:
+            await slot.exec(COMMAND)
+        start, start_cpu = time.perf_counter() - before, all_s() - cpu
+        memory = summed(pss_bytes, children(os.getpid())) - others
+        for slot in held:
+            await slot.release()
+        await asyncio.sleep(1)
+        cpu = all_s()
+        for index in range(leases):
+            begun = time.perf_counter()
+            slot = await pool.acquire(f"lease-{index}")
+            await slot.exec(COMMAND)
+            await slot.release()
+            samples.append(time.perf_counter() - begun)
+            await asyncio.sleep(0.05)  # the next sandbox is started ahead
+        lease_cpu = all_s() - cpu
+    return {
+        "start": start,
+        "start_cpu": start_cpu,
+        "memory": memory / slots,
+        "leases": samples,
+        "lease_cpu": lease_cpu / leases,
+    }
+
+
 async def main():
     from atropos.slots import SlotPool, SlotPoolConfig
     from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry
@@ -95,6 +152,9 @@ async def main():
         loop = asyncio.get_running_loop()
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             order = json.loads(line)
+            if "leases" in order:
+                print(json.dumps(await lives(slots, order["leases"])), flush=True)
+                continue
             before = spent(processes)
             samples, seconds = await closed_loop(order["parallel"], order["n"])
             after = spent(processes)
