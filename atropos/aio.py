@@ -1,4 +1,4 @@
-"""What asyncio leaves to its users: owners of tasks, work that outlives a cancellation, waits between attempts, cheap reads."""
+"""What asyncio leaves to its users: owners of tasks, work that outlives a cancellation, retries, cheap reads."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
 
 
 class Allowance:
-    """A time limit of which a stop of the event loop takes a second: this process was stopped or had no CPU, or some code blocked.
+    """A time limit that counts at most a second of a stall, in which this process had no CPU or some code blocked.
 
     What the body waits for may have come meanwhile, and nobody could see it.
 
@@ -231,7 +231,7 @@ class Allowance:
 
 
 async def off_loop(size: int, most: int, work: Callable[..., T], *arguments: object) -> T:
-    """Call `work` on an input of this size: in a thread where that is more than `most`, so that no other task waits for it."""
+    """Call `work` on an input of this size: in a thread if it is larger than `most`, so that no other task waits."""
     return work(*arguments) if size <= most else await asyncio.to_thread(work, *arguments)
 
 

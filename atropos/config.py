@@ -72,8 +72,8 @@ class ImageStoreSettings(BaseModel):
 
     folder: WholePath | None = Field(
         default=None,
-        description="local: None is /var/cache/atropos/images as root, else ~/.cache/atropos/images. docker: a folder of "
-        "the host that containers share; None: each keeps its own, gone with it",
+        description="local: None is /var/cache/atropos/images as root, else ~/.cache/atropos/images. docker: a folder "
+        "of the host that containers share; None: each keeps its own, gone with it",
     )
     quota_mib: int = Field(default=51_200, ge=16, description="unpacked images; unused ones are removed for new ones")
     auth_file: WholePath | None = Field(default=None, description="registry credentials, as `docker login` writes them")
@@ -160,7 +160,7 @@ class SandboxSettings(SlotSettings):
 
     @property
     def slot_room(self) -> Resources:
-        """What a lease of a slot's own size takes of its container: memory, which its files are in or beside, and processes.
+        """What a lease of a slot's own size takes of its container: memory, which also holds its files, and processes.
 
         Cores are shared, and a container's places for files on disk are as many as its slots.
         """
@@ -203,7 +203,7 @@ class SandboxSettings(SlotSettings):
                 raise LimitTooLarge(name, asked, most, why)
 
     def gpu_refusal(self, gpus: int, types: Sequence[str]) -> str:
-        """Why no lease can have so many GPUs of one of these types (empty: any), as `field: reason; cure`; empty: it can."""
+        """Why no lease can have so many GPUs of these types (empty: any), as `field: reason; cure`; empty: one can."""
         most = self.gpus if self.slots_per_gpu == 1 else min(self.gpus, 1)
         if gpus > most:
             shared = ", and a lease one, since slots_per_gpu has leases share it" if most < self.gpus else ""

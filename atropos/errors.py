@@ -92,7 +92,7 @@ class NotSupported(SandboxError):
 
 
 class ImageUnavailable(SandboxError):
-    """An image can't be a slot's root: it can't be pulled, is refused, or finds no room; the message names the phase."""
+    """An image can't be a slot's root: its pull failed, it is refused or finds no room; the message says where."""
 
     code = "image_unavailable"
     retryable = False

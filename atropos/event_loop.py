@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for programs that have none or start one for each call, and what they hold in it."""
+"""An event loop in a thread of its own, for programs that have none or start one for each call, and its objects."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class EventLoop:
 
 
 def started_executor() -> ThreadPoolExecutor:
-    """An executor that has all its threads: a process that ends can start none, and pools end their containers in them."""
+    """An executor with all its threads started: an exiting process can start none, and pools need them to close."""
     executor = ThreadPoolExecutor(WORKERS, "atropos-pools")
     started = threading.Barrier(WORKERS + 1)
     for _ in range(WORKERS):

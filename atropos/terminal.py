@@ -21,7 +21,7 @@ def _symbol(found: re.Match[str]) -> str:
 
 
 class LogLines(logging.Formatter):
-    """Records as visible text, lines after a record's first indented: what a program printed can't pass for a record."""
+    """Records as visible text, a record's later lines indented: a program's output can't pass for a record."""
 
     def format(self, record: logging.LogRecord) -> str:
         """A record's lines."""

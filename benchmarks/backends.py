@@ -1,4 +1,4 @@
-"""The same calls, starts and growth on each backend: what a container around the server costs, and what the engines take.
+"""The same calls, starts and growth on each backend: what a container around the server, and the engine, cost.
 
 Needs engines: `python scripts/engines.py local,docker,nomad python -m benchmarks --only backends`.
 """

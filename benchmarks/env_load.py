@@ -34,7 +34,8 @@ import http.client, sys, time, urllib.request
 url, token = sys.argv[1:]
 while True:
     try:
-        urllib.request.urlopen(urllib.request.Request(url + "/live", headers={"Authorization": "Bearer " + token})).read()
+        request = urllib.request.Request(url + "/live", headers={"Authorization": "Bearer " + token})
+        urllib.request.urlopen(request).read()
     except (OSError, http.client.HTTPException):
         pass  # the env starts, or ends
     time.sleep(2)

@@ -1,4 +1,4 @@
-"""A matrix product by CUDA's driver alone, without a toolkit: prints its time; with `forever`, multiplies until it is killed."""
+"""A matrix product by CUDA's driver alone, without a toolkit: prints its time; with `forever`, repeats it."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.honest TASKS… --humaneval FILE`: how honest work is scored on a host that is idle, is busy, or stalls.
+"""`python -m benchmarks.honest TASKS… --humaneval FILE`: how honest work scores on an idle, a busy and a stalling host.
 
 Each program is a right solution: those of task folders, verified as these say, and HumanEval's own. All run in each
 condition, several at once; one that scores less than 1, or that no score is found for, is named, and the exit code says
@@ -156,7 +156,8 @@ async def measure(
             seconds = round(time.monotonic() - started, 1)
             found[condition] = {"programs": len(programs), "false_zeros": zeros, "dropped": dropped, "seconds": seconds}
             typer.echo(
-                f"{condition:8} {len(programs)} programs: {len(zeros)} false zeros, {len(dropped)} dropped in {seconds} s"
+                f"{condition:8} {len(programs)} programs: {len(zeros)} false zeros, {len(dropped)} dropped in "
+                f"{seconds} s"
             )
             for name, why in (zeros | dropped).items():
                 typer.echo(f"         {name}: {why}")
@@ -164,7 +165,7 @@ async def measure(
 
 
 def fitting_tasks(paths: Sequence[Path], at_once: int) -> list[Task]:
-    """The tasks in folders, each with the size that it asks for; one that asks for more than there is is named and left out."""
+    """The tasks in folders, each with the size that it asks for; one too large for this machine is left out by name."""
     folders = sorted(toml.parent for path in paths for each in ("task.toml", "*/task.toml") for toml in path.glob(each))
     room = replace(LEAST, most_mib=at_once * LIMITS.memory_mib)
     found: list[Task] = []

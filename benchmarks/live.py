@@ -1,4 +1,4 @@
-"""`python -m benchmarks.fleet --live N`: N real slots on this machine at once, all doing calls, and nothing left of them."""
+"""`python -m benchmarks.fleet --live N`: N real slots on this machine at once, all doing calls; none is left."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Cluster:
 
 
 class Health(asyncio.Protocol):
-    """The health of each node's sandbox servers; without an HTTP library, as tens of thousands are asked for at once."""
+    """The health of each node's sandbox servers; without an HTTP library, as there are tens of thousands."""
 
     BODY = json.dumps({"status": "ok", "boot_id": "b"}).encode()
     ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)

@@ -1,4 +1,4 @@
-"""Uploads and downloads of one large file and of a folder of 10,000 small ones, beside `docker cp` and SWE-ReX's upload.
+"""Transfers of one large file and of a folder of 10,000 small ones, beside `docker cp` and SWE-ReX's upload.
 
 `docker cp` is measured where an engine answers: `python scripts/engines.py docker python -m benchmarks --only files`.
 SWE-ReX has no download but that of a text file as JSON. Downloads are tar streams written to a local file, with

@@ -50,7 +50,10 @@ ROOM_MIB = 2048
 """What the root file system has free: volumes on disk take their whole size."""
 PTH = "/repo\n/repo/.cgroup2-site\n"
 TEST_PACKAGES = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis")
-TESTS = "tests/limits tests/unit/sandbox tests/truths/test_truth_03* tests/truths/test_truth_06* tests/truths/test_truth_08* tests/conformance/test_slots.py"
+TESTS = (
+    "tests/limits tests/unit/sandbox tests/truths/test_truth_03* tests/truths/test_truth_06* "
+    "tests/truths/test_truth_08* tests/conformance/test_slots.py"
+)
 OLD_TESTS = "tests/limits/test_old_kernel.py"
 SLOWNESS = os.environ.get("ATROPOS_SLOWNESS", "10")
 """How much longer than on a machine of its own anything may take: emulation is 10 to 20 times as slow."""
@@ -175,7 +178,8 @@ for module in MODULES; do /bin/busybox insmod /$module.ko; done
 for i in 1 2 3 4 5 6 7 8 9 10; do [ -b /dev/vda ] && [ -b /dev/vdb ] && break; /bin/busybox sleep 1; done
 /bin/busybox mount -t ext4 /dev/vda /new || exec /bin/busybox poweroff -f
 /bin/busybox mkdir -p /new/repo
-exec /bin/busybox switch_root /new /bin/sh -c 'mount -t devtmpfs dev /dev && tar -C /repo -xf /dev/vdb && exec sh /repo/.cgroup2-run'
+exec /bin/busybox switch_root /new /bin/sh -c '
+  mount -t devtmpfs dev /dev && tar -C /repo -xf /dev/vdb && exec sh /repo/.cgroup2-run'
 """
 
 
@@ -208,8 +212,9 @@ def packages(made: Path, folder: Path) -> Path:
     (folder / "versions").write_text(quietly(*export, cwd=ROOT))
     runtime = quietly(*export, "--no-dev", "--prune", "atroposlib", cwd=ROOT)
     (folder / "wanted").write_text("\n".join((runtime, *TEST_PACKAGES)))
-    quietly(*uv, "pip", "install", "--quiet", "--target", folder / "site", "--python-version", (made / "python").read_text(),
-            "--python-platform", "x86_64-manylinux_2_28", "--only-binary", ":all:", "--no-binary", "pyseccomp",
+    quietly(*uv, "pip", "install", "--quiet", "--target", folder / "site",
+            "--python-version", (made / "python").read_text(), "--python-platform", "x86_64-manylinux_2_28",
+            "--only-binary", ":all:", "--no-binary", "pyseccomp",
             "-r", folder / "wanted", "-c", folder / "versions")  # fmt: skip
     return folder / "site"
 
@@ -245,10 +250,12 @@ def boot(made: Path, kind: str, disk: Path, folder: Path) -> int | None:
     told = folder / "told"
     told.touch()
     argv = [
-        "nice", "-n", "5", "qemu-system-x86_64", *accelerator(), "-smp", "1", "-m", "3072", "-no-reboot", "-nodefaults", "-display", "none",
+        "nice", "-n", "5", "qemu-system-x86_64", *accelerator(), "-smp", "1", "-m", "3072",
+        "-no-reboot", "-nodefaults", "-display", "none",
         "-kernel", str(made / f"vmlinuz-{kind}"), "-initrd", str(folder / "initrd"),
         "-append", "console=ttyS0 quiet loglevel=1 panic=1 no_timer_check random.trust_cpu=on",
-        "-drive", f"file={made}/root.img,format=raw,if=virtio,snapshot=on", "-drive", f"file={disk},format=raw,if=virtio,readonly=on",
+        "-drive", f"file={made}/root.img,format=raw,if=virtio,snapshot=on",
+        "-drive", f"file={disk},format=raw,if=virtio,readonly=on",
         "-serial", "stdio", "-serial", f"file:{told}",
     ]  # fmt: skip
     with ended(

@@ -35,8 +35,8 @@ CACHE = Path(
 )
 MIRROR = os.environ.get("ATROPOS_DEBIAN_MIRROR", "http://deb.debian.org/debian")
 PACKAGES = (
-    "docker.io podman crun iptables iproute2 nftables uidmap slirp4netns fuse-overlayfs rootlesskit netavark aardvark-dns "
-    "containernetworking-plugins catatonit procps ca-certificates"
+    "docker.io podman crun iptables iproute2 nftables uidmap slirp4netns fuse-overlayfs rootlesskit netavark "
+    "aardvark-dns containernetworking-plugins catatonit procps ca-certificates"
 )
 NEWER_PACKAGES = f"{PACKAGES} docker-cli passt"
 """Since trixie the client is a package of its own, and passt connects a rootless Podman's network."""
@@ -69,7 +69,10 @@ ENGINES = [
     Engine("podman", "bookworm"),
     Engine("podman", "trixie"),
     Engine("podman", "sid"),
-    *(Engine(program, suite, rootless=True) for program in ("docker", "podman") for suite in ("bookworm", "trixie", "sid")),
+    *(
+        Engine(program, suite, rootless=True)
+        for program in ("docker", "podman") for suite in ("bookworm", "trixie", "sid")
+    ),
 ]  # fmt: skip
 
 
@@ -163,13 +166,15 @@ def inside(engine: Engine, root: Path, folder: Path, tests: list[str]) -> int:
     try:
         with daemon(engine, root, folder) as env:
             result.version = subprocess.run(
-                ["docker", "version", "--format", "{{.Server.Version}}"], env=env, capture_output=True, text=True, check=True
+                ["docker", "version", "--format", "{{.Server.Version}}"],
+                env=env, capture_output=True, text=True, check=True
             ).stdout.strip()  # fmt: skip
             say(f"{engine.name}: version {result.version}; making its image")
             subprocess.run(["bash", "docker/sandbox/build.sh"], cwd=ROOT, env=env, check=True)
             report = folder / "report.xml"
             subprocess.run(
-                [sys.executable, "-m", "pytest", "-m", "docker", "-p", "no:cacheprovider", f"--junitxml={report}", *tests],
+                [sys.executable, "-m", "pytest", "-m", "docker", "-p", "no:cacheprovider",
+                 f"--junitxml={report}", *tests],
                 cwd=ROOT, env=env, check=False,
             )  # fmt: skip
             (suite,) = ET.parse(report).getroot()
@@ -226,7 +231,7 @@ none."""
 
 
 def mounted(kept: Path, folder: Path) -> Path:
-    """A view of the kept root that can be written, with the kernel's file systems, the working tree and the run's folder."""
+    """A writable view of the kept root, with the kernel's file systems, the working tree and the run's folder."""
     root = folder / "root"
     for name in ("root", "upper", "scratch"):
         (folder / name).mkdir()
@@ -248,14 +253,14 @@ def mounted(kept: Path, folder: Path) -> Path:
 
 
 def configure(engine: Engine, root: Path, work: Path) -> None:
-    """What an engine needs where no systemd is and root may not raise its limits, and plain HTTP on loopback for tests."""
+    """What an engine needs without systemd and where root can't raise its limits, and plain HTTP on loopback."""
     store = {"features": {"containerd-snapshotter": True}} if engine.containerd_store else {}
     (work / "daemon.json").write_text(json.dumps(store))
     etc = root / "etc/containers"
     files, processes = (resource.getrlimit(limit)[1] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     (etc / "containers.conf").write_text(
         f'[containers]\ndefault_ulimits = ["nofile={files}:{files}", "nproc={processes}:{processes}"]\n'
-        '[engine]\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\nruntime = "runc"\n'  # crun refuses hybrid cgroups
+        '[engine]\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\nruntime = "runc"\n'  # crun: no hybrid cgroups
     )
     (etc / "registries.conf.d/loopback.conf").write_text('[[registry]]\nlocation = "127.0.0.1"\ninsecure = true\n')
 
@@ -275,7 +280,8 @@ def command_of(engine: Engine, work: Path) -> list[str]:
         return [*start, "podman", *stores, "system", "service", "--time", "0", f"unix://{work}/engine.sock"]
     program = "/usr/share/docker.io/contrib/dockerd-rootless.sh" if engine.rootless else "dockerd"
     return [
-        *start, program, "-H", f"unix://{work}/engine.sock", "--data-root", f"{work}/data", "--exec-root", f"{work}/exec",
+        *start, program, "-H", f"unix://{work}/engine.sock",
+        "--data-root", f"{work}/data", "--exec-root", f"{work}/exec",
         "--pidfile", f"{work}/pid", "--config-file", f"{work}/daemon.json",
     ]  # fmt: skip
 

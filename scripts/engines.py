@@ -133,7 +133,8 @@ class Engines:
         if reason := self.docker_fails():
             if os.geteuid() != 0:
                 raise Unavailable(
-                    f"no Docker engine answers ({reason}), and starting one needs root; start dockerd or set DOCKER_HOST"
+                    f"no Docker engine answers ({reason}), and starting one needs root; start dockerd or set "
+                    "DOCKER_HOST"
                 )
             self.install()
             self.mount_cgroups()

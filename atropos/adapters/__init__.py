@@ -1,1 +1,1 @@
-"""Slots for other evaluation stacks: one module for each, an extra of the same name, nothing imported before it is used."""
+"""Slots for other evaluation stacks: a module and an extra for each; nothing is imported before it is used."""

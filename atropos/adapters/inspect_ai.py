@@ -79,7 +79,7 @@ _begun: dict[Path, AtroposSandboxConfig] = {}
 
 
 def settings_of(given: BaseModel | str | None) -> AtroposSandboxConfig:
-    """As `read_settings`; a file's as they were when its evaluation began: it may be edited meanwhile, for the next one."""
+    """As `read_settings`; a file's settings as they were when the evaluation began: it may be edited meanwhile."""
     known = _begun.get(Path(given).absolute()) if isinstance(given, str) else None
     return known or read_settings(given)
 
@@ -198,7 +198,7 @@ class AtroposSandbox(SandboxEnvironment):
     async def _run_into_file(
         self, run: Callable[[list[str]], Awaitable[SlotResult]], cmd: list[str], limit: int
     ) -> SlotResult:
-        """Run a program whose stdout may be longer than an answer of the slot, as inspect_ai reads its agents' requests."""
+        """Run a program whose stdout may exceed the slot's bound, as inspect_ai reads its agents' requests."""
         slot, path = self._held.slot, f"/tmp/.stdout-{secrets.token_hex(8)}"
         try:
             result = await run(["/bin/sh", "-c", f'exec "$@" >{path}', "sh", *cmd])

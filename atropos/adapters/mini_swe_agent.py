@@ -137,7 +137,7 @@ def not_ended(kind: str, reason: str) -> dict[str, object]:
 
 
 def main() -> None:
-    """`mini-extra` with slots in the place of Docker: it gives the images of tasks to environments that it knows alone."""
+    """`mini-extra` with slots in place of Docker: it passes images only to environment classes that it knows."""
     known = minisweagent.environments._ENVIRONMENT_MAPPING  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     known["docker"] = "atropos.adapters.mini_swe_agent.AtroposEnvironment"
     mini_extra.main()

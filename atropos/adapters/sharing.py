@@ -254,7 +254,7 @@ async def lease_until_exit(request: SlotRequest, name: str) -> HeldSlot:
 
 
 async def upload_file(slot: Slot, source: Path, target: str) -> str:
-    """Copy a file, as root, to a path or into a folder: one that is there, or a path that ends in a slash, as `docker cp`.
+    """Copy a file, as root, to a path or into a folder (one that exists, or a path with a final slash), as `docker cp`.
 
     Returns:
         Where it is.

@@ -65,7 +65,8 @@ class BashSession:
         self._prompt = re.compile(rf"<{self._key}:(\d*):(\d+)>")
         # a command may leave the terminal as it likes (`reset`, a killed editor): the next line that is typed shall
         # show nowhere
-        prompt = f"{{ command -p stty sane -echo; PS1='<{self._key}:$ATROPOS_LINE:${{ATROPOS_CODE-$?}}>' PS2= PS0=; }} 2>/dev/null"
+        shown = f"<{self._key}:$ATROPOS_LINE:${{ATROPOS_CODE-$?}}>"
+        prompt = f"{{ command -p stty sane -echo; PS1='{shown}' PS2= PS0=; }} 2>/dev/null"
         self._set_prompt = f"unset PROMPT_COMMAND; export PROMPT_COMMAND={shlex.quote(prompt)}"
         self._line = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")

@@ -1,4 +1,4 @@
-"""Slots as runtimes of verifiers: `AtroposRuntime`, a live object for `Agent.run(runtime=…)`, and an env that uses it."""
+"""Slots as runtimes of verifiers: `AtroposRuntime`, for `Agent.run(runtime=…)`, and an env that uses it."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class AtroposAgent:
         return self.config.context_tokens - len(transcript)
 
     async def _continue(self, transcript: Transcript, last: AgentStep, task: str | None = None) -> bool:
-        """Append what the model reads after its last turn, if the context has room: its calls' results, and a further task."""
+        """Append what the model reads after its turn, if there is room: the calls' results and a further task."""
         sampled = transcript.tokens[len(transcript) - last.tokens :]
 
         def write(outcomes: Sequence[Outcome]) -> Written:
@@ -232,7 +232,7 @@ class AtroposAgent:
         return {"temperature": self.config.temperature, **seed}
 
     async def _run_calls(self, step: AgentStep, allowance: Allowance) -> None:
-        """Run the turn's calls in order, while there is time; a call that could not be parsed gets an error in its place."""
+        """Run the turn's calls in order, while there is time; a call that could not be parsed gets an error instead."""
         started = time.perf_counter()
         for index, call in enumerate([*step.calls, None]):  # errors may stand after the last call too
             if allowance.left_s <= 0:

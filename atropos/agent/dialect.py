@@ -64,7 +64,7 @@ class Dialect(ABC):
         """Tokens that end an assistant's turn: nothing is sampled after one."""
 
     def _parsed(self, whole: str, reasoning: str = "") -> Parsed:
-        """The answer and the calls of a turn, of which none is in its thinking: one that ended there with a call is no answer.
+        """The answer and the calls of a turn, none from its thinking: a call there without an answer is an error.
 
         `reasoning`: its thinking, where the server has parsed it out.
         """

@@ -64,7 +64,7 @@ class ModelFailure:
 
 
 class _Aborted(InferenceError):
-    """The server broke the generation off; nothing is wrong with it, so it is asked again however often that happens."""
+    """The server broke the generation off; it is healthy, so the call is repeated however often that happens."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """What an OpenAI-compatible server answered; `unreadable`: why it could not read the model's call, if it couldn't."""
+    """The answer of an OpenAI-compatible server; `unreadable`: why it could not parse the model's call, if so."""
 
     content: str
     reasoning: str
@@ -106,7 +106,10 @@ def _each_server(server: object) -> Sequence[object]:
 
 
 def server_type(server: object) -> str:
-    """`vllm`, `sglang`, `openai`, `trl`, of all servers of a manager; a stand-in without a config counts as exact if it gives tokens."""
+    """The kind of a manager's servers: `vllm`, `sglang`, `openai` or `trl`.
+
+    A stand-in without a config counts as exact if it gives tokens.
+    """
     first = _each_server(server)[0]
     kind = getattr(getattr(first, "config", None), "server_type", None)
     if kind is None:

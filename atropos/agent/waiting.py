@@ -1,4 +1,4 @@
-"""Model calls that wait for an answer: what shows a server that takes requests and answers none, as while it is paused."""
+"""Model calls that wait for an answer: they show a server that accepts requests and answers none, as when paused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`atropos tool-server` and `atropos executor-server`: settings from a file, flags and the environment, in one place."""
+"""`atropos tool-server` and `atropos executor-server`: settings from a file, flags and the environment."""
 
 from __future__ import annotations
 

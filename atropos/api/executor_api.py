@@ -150,7 +150,7 @@ def _add_service(app: FastAPI) -> None:
 
     @app.post("/prepare", responses=_ERRORS)
     async def prepared(request: Request, wanted: PrepareImage) -> ImageState:
-        """Pull and unpack an image where slots run; the answer is its progress: `ready`, `failed`, or a phase under way.
+        """Pull and unpack an image where slots run. The answer is its progress: `ready`, `failed` or the current phase.
 
         Trajectories that name a ready image open at once. Ask again to wait longer, or to try again after a failure.
         """

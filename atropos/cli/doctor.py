@@ -100,7 +100,8 @@ def room_for(slots: int, limits: Sequence[HostLimit]) -> list[DoctorFinding]:
             limit.name,
             ok=limit.slots >= slots,
             needed=False,
-            detail=f"room for {limit.slots} slots: {limit.used} of {limit.value} are used, a slot takes {limit.per_slot:g}",
+            detail=f"room for {limit.slots} slots: {limit.used} of {limit.value} are used, "
+            f"a slot takes {limit.per_slot:g}",
             fix=limit.fix,
         )
         for limit in (lowest, *(one for one in others if one.slots < slots))

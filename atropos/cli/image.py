@@ -85,7 +85,8 @@ async def _place(backend: object) -> dict[str, object]:
         count = sum(each.status is not None for each in seen)
         if not count:
             raise ConfigError(
-                f"--backend nomad: no container of {DEFAULT_JOB} answers, to prepare images in; {trouble or 'start an env'}"
+                f"--backend nomad: no container of {DEFAULT_JOB} answers, to prepare images in; "
+                f"{trouble or 'start an env'}"
             )
         own = {"job_id": DEFAULT_JOB, "purge_job_on_shutdown": False}
     return {"slots_per_container": 1, "min_containers": count, "max_containers": count, **own}

@@ -89,7 +89,7 @@ def drain(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let containers finish their leases and end them; a live pool, or Nomad, replaces each (so images are upgraded)."""
+    """Let containers finish their leases and end them; a live pool, or Nomad, replaces each (to upgrade images)."""
     if bool(index) == everything:
         raise typer.BadParameter("give the indexes of containers, or --all")
 

@@ -1,4 +1,4 @@
-"""`atropos top`: what runs now, in a terminal: an env by its dashboard's URL, a sandbox or executor server by its own, or a whole pool."""
+"""`atropos top`: what runs now, in a terminal: an env, a sandbox or executor server by its URL, or a whole pool."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def top(
     url: Annotated[
         str | None,
         typer.Argument(
-            help="an env's dashboard (as it printed it), a sandbox server or an executor server; default: the pool of --job-id"
+            help="an env's dashboard (as it printed it), a sandbox server or an executor server; default: the pool of "
+            "--job-id"
         ),
     ] = None,
     token: Annotated[
@@ -140,7 +141,7 @@ async def _follow(look: Asked, interval_s: float, console: Console, show: Callab
 
 @contextlib.contextmanager
 def _quit_key(shown: asyncio.Timeout, *, wanted: bool) -> Generator[None]:
-    """`q` ends what is shown, whatever it waits for; meanwhile the terminal passes on each key at once and shows none."""
+    """`q` ends the display, whatever it waits for; meanwhile the terminal passes on each key at once, without echo."""
     if not wanted or not sys.stdin.isatty():
         yield
         return
@@ -196,7 +197,8 @@ async def _remote(client: httpx.AsyncClient) -> Look:
     if answer.status_code == 403:
         raise ConfigError(f"{client.base_url} shows itself to admin keys alone")
     raise ConfigError(
-        f"{client.base_url} is neither the dashboard of a running env nor a sandbox or executor server ({answer.status_code})"
+        f"{client.base_url} is neither the dashboard of a running env nor a sandbox or executor server "
+        f"({answer.status_code})"
     )
 
 

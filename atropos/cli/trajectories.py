@@ -59,7 +59,10 @@ def export(
     error: Error = "",
     tool: Tool = "",
 ) -> None:
-    """Write trajectories as ATIF or as replays for asciinema, a file each, or as JSONL of messages for SFT. Those without messages are left out."""
+    """Write trajectories as ATIF or as replays for asciinema, a file each, or as JSONL of messages for SFT.
+
+    Those without messages are left out.
+    """
     if form != "sft" and to is None:
         raise typer.BadParameter(f"{form} writes a file per trajectory: name a folder with --to")
     if form == "sft" and to is not None and to.exists() and to.samefile(jsonl):

@@ -1,4 +1,4 @@
-"""Templates to HTML. Everything is escaped, and characters that act on a terminal or turn text around are made visible."""
+"""Templates to HTML. All values are escaped; characters that control a terminal or reverse text are made visible."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def render(template: str, **values: object) -> str:
 
 
 def write_page(jsonl: Path, *, title: str = "") -> Path:
-    """Render the groups of a JSONL file into one file beside it, with no script but the player; lines that aren't JSON are left out.
+    """Render the groups of a JSONL file as one file beside it, whose only script is the player; skips invalid lines.
 
     Args:
         jsonl: as `process` writes it.

@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class Readers(Admission):
-    """Lets browsers in, which show the token in the address or in a cookie; who shows none reads a 401 and sends no body."""
+    """Admits browsers that send the token in the address or a cookie; others get a 401, and their body is not read."""
 
     def __init__(self, token: str, cookie: str) -> None:
         self._value, self._cookie = BearerToken(token), cookie

@@ -102,7 +102,7 @@ def quiet_logging() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-# ------------------------------------------------------------------------------------------------------------ tokenizers
+# ----------------------------------------------------------------------------------------------------------- tokenizers
 
 
 def check_tokenizer(name: str, *, field: str) -> None:
@@ -201,7 +201,7 @@ def _on_hub(name: str, field: str, cure: str) -> bool:
     return False
 
 
-# --------------------------------------------------------------------------------------------------------------- servers
+# -------------------------------------------------------------------------------------------------------------- servers
 
 
 def prepare_server_configs(
@@ -266,7 +266,7 @@ def servers_of(server: ServerManager) -> list[APIServer]:
 
 
 def prepare_servers(server: ServerManager) -> None:
-    """Let our own model calls see a failure at once, and decide about retries themselves; bound the history of requests.
+    """Let our own model calls see failures at once and decide about retries; bound the history of requests.
 
     An env's own use of the server sees failures and retries as ever.
     """
@@ -291,7 +291,7 @@ def prepare_servers(server: ServerManager) -> None:
 
 
 def _completions(one: Any, own: InferenceServer) -> Callable[..., Awaitable[object]]:
-    """Atroposlib's wrapper, in whichever API the server speaks; our own calls get the versions of the weights as well."""
+    """Atroposlib's wrapper, for whichever API the server speaks; our own calls also get the versions of the weights."""
 
     async def call(*, input_ids: Sequence[int] | None = None, prompt: str = "", **sampling: object) -> object:
         sampling.pop("model", None)  # the config's, which `own` has
@@ -355,7 +355,8 @@ async def probe_servers(
                 await model.probe_chat(**(chat_options or {}))
         except InferenceError as error:
             raise InferenceError(
-                f"openai.base_url: {config.base_url} ({config.server_type}): {error}; {_cure(error, config.server_type)}",
+                f"openai.base_url: {config.base_url} ({config.server_type}): {error}; "
+                f"{_cure(error, config.server_type)}",
                 status=error.status,
                 retryable=error.retryable,
             ) from error
@@ -377,8 +378,8 @@ def _cure(error: InferenceError, kind: str) -> str:
     if kind in EXACT:
         those = "`vllm serve`, llama.cpp's or atroposlib's own" if kind == "vllm" else "SGLang's"
         return (
-            f"{kind} means a server that reports token ids ({those}; docs/inference.md); correct --openai.base_url, or set "
-            "--openai.server_type"
+            f"{kind} means a server that reports token ids ({those}; docs/inference.md); correct --openai.base_url, or "
+            "set --openai.server_type"
         )
     asked = "start the server with what its answer asks for, or " if status == 400 else ""
     return f"{asked}correct --openai.base_url, --openai.model_name or --openai.server_type"

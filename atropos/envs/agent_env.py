@@ -101,8 +101,8 @@ class AgentEnv(SandboxEnv):
             renderer.prompt([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
         except Exception as error:  # templates raise errors of any kind
             raise ConfigError(
-                f"env.tokenizer_name: the chat template of {self.config.tokenizer_name!r} takes no system message, in which "
-                f"tools are described ({error}); name another model's tokenizer, or use HermesAgentBaseEnv"
+                f"env.tokenizer_name: the chat template of {self.config.tokenizer_name!r} takes no system message, in "
+                f"which tools are described ({error}); name another model's tokenizer, or use HermesAgentBaseEnv"
             ) from error
         await super().setup()
 

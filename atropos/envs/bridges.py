@@ -1,4 +1,4 @@
-"""Groups for trainers beside atroposlib's: TRL, verl, SkyRL and tinker; and an env's groups for programs without an event loop.
+"""Groups for trainers other than atroposlib's (TRL, verl, SkyRL, tinker), and for programs without an event loop.
 
 A bridge takes groups as an env collects them, as run-api hands them out, or as the JSONL has them, one a line. It needs
 none of these packages but tinker. See docs/trainers.md.
@@ -134,7 +134,7 @@ def skyrl(groups: Iterable[Group]) -> dict[str, Any]:
 
 
 def tinker(groups: Iterable[Group]) -> list[Any]:
-    """A `Datum` of tinker for each trajectory, for its loss `importance_sampling`; advantages are centred in each group."""
+    """A tinker `Datum` for each trajectory, for its loss `importance_sampling`; advantages are centred by group."""
     package = import_module("tinker")  # the caller's own
     made: list[Any] = []
     for group in groups:
@@ -158,7 +158,7 @@ def tinker(groups: Iterable[Group]) -> list[Any]:
 
 @contextlib.contextmanager
 def collecting(env: SandboxEnv) -> Generator[Callable[[int], list[Group]]]:
-    """Run an env in a thread, without run-api: within, a function waits for its next groups, which are collected at once.
+    """Run an env in a thread, without run-api. In the body, a function waits for its next groups.
 
         with collecting(env) as next_groups:
             two = next_groups(2)

@@ -126,13 +126,13 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     )
     verifier_mode: Literal["view", "shared"] = Field(
         default="view",
-        description="where hooks verify: view (a clean root with the agent's folders and network; its programs can't reach it) "
-        "or shared (the agent's own slot, its programs ended)",
+        description="where hooks verify: view (a clean root with the agent's folders and network; its programs can't "
+        "reach it) or shared (the agent's own slot, its programs ended)",
     )
     verifier_folders: Names = Field(
         default_factory=lambda: ["/workspace"],
-        description="folders that a view shows, besides those at the top that no system has (/app, /data) and that the image has "
-        "or the prompt names",
+        description="folders that a view shows, besides those at the top that no system has (/app, /data) and that the "
+        "image has or the prompt names",
     )
     verifier_quiesce: bool = Field(default=False, description="end the agent's programs before a view is opened")
     agent_temperature: float = Field(default=0.7, ge=0, description="sampling temperature")
@@ -147,8 +147,8 @@ class SandboxEnvConfig(PoolSettings, BaseEnvConfig):
     )
     cut_trajectories: Literal["keep", "mask", "drop"] = Field(
         default="keep",
-        description="those that a bound ended before the model's answer: keep (scored as they are), mask (nothing is learned "
-        "from them, and they count in no baseline) or drop (their group)",
+        description="those that a bound ended before the model's answer: keep (scored as they are), mask (nothing is "
+        "learned from them, and they count in no baseline) or drop (their group)",
     )
     allow_placeholder_tokens: bool = Field(
         default=False, description="let `serve` send groups whose tokens are not the model's own (openai, trl)"

@@ -71,7 +71,7 @@ class DatasetEnv(AgentEnv):
         return self.items[self._order[place]]
 
     def save_checkpoint(self, step: int, data: dict[str, object] | None = None) -> None:
-        """As atroposlib's, with the items given: an env that is started again begins with the unfinished ones and goes on.
+        """As atroposlib's, with the items that were taken: a restarted env begins with the unfinished ones and goes on.
 
         The folder is the trainer's, which may be on another machine: one that can't be written to is reported.
         """

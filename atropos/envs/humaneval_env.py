@@ -58,8 +58,8 @@ class HumanEvalEnv(DatasetEnv):
     def build_task(self, item: HumanEvalProblem) -> str:
         """The problem, and where the answer goes."""
         return (
-            f"Complete this Python function. Write the whole module, imports and helpers included, to {SOLUTION}, and try "
-            f"it with python3 before you finish.\n\n```python\n{item.prompt.rstrip()}\n```"
+            f"Complete this Python function. Write the whole module, imports and helpers included, to {SOLUTION}, and "
+            f"try it with python3 before you finish.\n\n```python\n{item.prompt.rstrip()}\n```"
         )
 
     async def verify_and_score_trajectory(

@@ -223,8 +223,8 @@ class SandboxEnv(BaseEnv):
             return
         if "max_token_length" in self.config.model_fields_set:
             raise ConfigError(
-                f"env.max_token_length: {wanted} is more than the inference server's context of {held} tokens: set {held} "
-                "or less, or serve the model with a longer one"
+                f"env.max_token_length: {wanted} is more than the inference server's context of {held} tokens: set "
+                f"{held} or less, or serve the model with a longer one"
             )
         _log.info("trajectories have at most %d tokens, which the inference server's context holds", held)
 
@@ -236,9 +236,9 @@ class SandboxEnv(BaseEnv):
         """
         if temperature != 1 and not self.config.allow_raw_logprobs and Model(self.server).raw_logprobs:
             raise ConfigError(
-                f"env.agent_temperature: {temperature:g}, but the inference server's logprobs are of temperature 1, so that a "
-                "trainer's ratios would be wrong: start the server with `--logprobs-mode processed_logprobs` (vLLM), sample "
-                "with --env.agent_temperature 1, or set --env.allow_raw_logprobs true"
+                f"env.agent_temperature: {temperature:g}, but the inference server's logprobs are of temperature 1, so "
+                "that a trainer's ratios would be wrong: start the server with `--logprobs-mode processed_logprobs` "
+                "(vLLM), sample with --env.agent_temperature 1, or set --env.allow_raw_logprobs true"
             )
 
     async def start_tool_backend(self, tools: ToolRegistry | None = None) -> None:
@@ -253,7 +253,7 @@ class SandboxEnv(BaseEnv):
     async def frozen_workspace(
         self, group: str, hook: str, prepare: Callable[[], Awaitable[object]], calls: HookCalls | None = None
     ) -> Snapshot:
-        """A snapshot of the workspace that `prepare`, a call of the `hook`, leaves in the slot of trajectory `group`."""
+        """A snapshot of the workspace that `prepare`, a call of `hook`, leaves in the slot of trajectory `group`."""
         async with self.backend.admission:
             try:
                 with self.backend.awaiting_slot(group):
@@ -453,7 +453,7 @@ class SandboxEnv(BaseEnv):
         self._trainer.queue(self.status_dict, self.derived_batch_size)
 
     async def add_train_workers(self) -> None:
-        """As atroposlib's; an error of `get_next_item` ends the run with its message, and the end of the items is reported."""
+        """As atroposlib's; an error of `get_next_item` ends the run with its message; the end of items is reported."""
         idle = not self.workers and not self.backlog and (self.eval_runner is None or self.eval_runner.done())
         with self.hooks.guard("get_next_item"):  # the only code of the env in it
             await super().add_train_workers()

@@ -69,8 +69,8 @@ class TaskEnvConfig(DatasetEnvConfig):
     )
     task_limits: Policy = Field(
         default="old",
-        description="tasks larger than slots: `old` lowers sizes that old schemas wrote out as defaults and refuses the "
-        "rest, `clamp` lowers all, `refuse` none",
+        description="tasks larger than slots: `old` lowers sizes that old schemas wrote out as defaults and refuses "
+        "the rest, `clamp` lowers all, `refuse` none",
     )
     task_variables: Names = Field(
         default_factory=list[str], description="variables of this process that ${NAME} in task files may stand for"
@@ -81,11 +81,13 @@ class TaskEnvConfig(DatasetEnvConfig):
     )
     keep_processes: Literal["task"] | Keep = Field(
         default="task",
-        description="the agent's processes that are left when tests run: as each task says, those that listen, all, or none",
+        description="the agent's processes that are left when tests run: as each task says, those that listen, all, or "
+        "none",
     )
     verifier_failure: Literal["blame", "drop", "zero"] = Field(
         default="blame",
-        description="a verifier without a reward: 0 where it gives one on the untouched workspace, else dropped; or drop, zero",
+        description="a verifier without a reward: 0 where it gives one on the untouched workspace, else dropped; or "
+        "drop, zero",
     )
     verifier_layers: Names = Field(
         default_factory=list[str],
@@ -321,7 +323,7 @@ class TaskEnv(DatasetEnv):
         return result
 
     async def _prepare_step(self, item: Task, step: Task, trajectory_id: str) -> _Judged | None:
-        """Prepare the agent's slot for the next step; where what the agent did before makes that impossible, the step's verdict.
+        """Prepare the agent's slot for the next step, or return the step's verdict if the agent's work prevents that.
 
         Raises:
             VerifierError: it is impossible, and the agent is not known to be the cause.

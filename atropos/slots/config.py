@@ -72,7 +72,8 @@ class PoolSettings(AllBackendSettings, SlotSettings):
     container_memory_mib: int | None = Field(
         default=None,
         ge=64,
-        description="docker, modal and nomad: memory of a container; None: the server's and all slots' limits. Less is over-commit",
+        description="docker, modal and nomad: memory of a container; None: the server's and all slots' limits. Less is "
+        "over-commit",
     )
     privileged: bool = Field(default=False, description="kept for compatibility; True is refused")
     purge_job_on_start: bool = Field(default=False, description="remove the job of an earlier run first")
@@ -174,7 +175,8 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
             for field in kind.never_ignored:
                 if name != self.backend and getattr(self, field) != kind.model_fields[field].default:
                     raise ValueError(
-                        f"{field}: a setting of {name!r}, which backend {self.backend!r} lacks; remove it, or use {name!r}"
+                        f"{field}: a setting of {name!r}, which backend {self.backend!r} lacks; remove it, or use "
+                        f"{name!r}"
                     )
         return self
 
@@ -186,7 +188,8 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
                 object.__setattr__(self, "max_containers", most)  # a frozen model takes no other way
             if self.max_containers > most:
                 raise ValueError(
-                    f"max_containers: of backend {self.backend!r}, {most} can have GPUs; set it to that, and slots_per_container higher"
+                    f"max_containers: of backend {self.backend!r}, {most} can have GPUs; set it to that, and "
+                    "slots_per_container higher"
                 )
         return self
 

@@ -1,4 +1,4 @@
-"""Which backends there are, and their settings: the built-in ones, and those that installed packages register as entry points.
+"""The backends and their settings: the built-in ones, and those that installed packages register as entry points.
 
 A backend's settings are a model beside it. A pool, and so an env, has the fields of all of them; what is installed
 later than `atropos.slots` is imported has none.

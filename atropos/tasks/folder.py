@@ -147,7 +147,7 @@ def _loaded(root: Path, variables: Mapping[str, str]) -> Task:
 
 
 def _check_links(root: Path) -> None:
-    """Refuse a task that takes in, by a link, what lies outside its folder: another's task could name the host's files."""
+    """Refuse a task whose links lead out of its folder, as another's task could name files of the host."""
     top = root.resolve()
     for path in (folder / name for folder in (root, *root.glob("steps/*")) for name in _PARTS):
         found = Path(os.path.realpath(path))
@@ -175,7 +175,7 @@ def _dockerfile_task(path: Path) -> Task:
 
 
 def _checked(task: Task) -> Task:
-    """The task, whose folders hold nothing that no slot can be given, and whose machines have the files that they copy."""
+    """The task, once its folders hold only what slots can be given, and its machines the files that they copy."""
     for each in (task, *task.steps):
         for folder in (*each.tests, each.solution, each.files):
             if folder is not None:

@@ -128,7 +128,8 @@ class _Build:
         def waiting() -> None:
             if time.monotonic() - asked > most_s:
                 raise ImageUnavailable(
-                    f"{self.task.name}: {_text(planned.step)}: another builder on this machine is not done after {most_s:g} s"
+                    f"{self.task.name}: {_text(planned.step)}: another builder on this machine is not done after "
+                    f"{most_s:g} s"
                 )
             self.progress(ImageState(source=self.task.name, phase="waiting"))
 
@@ -264,8 +265,8 @@ class TaskImages:
             folder = Path(name.removeprefix("dir:"))
             if not os.path.lexists(folder / "bin/sh") or folder.samefile("/"):
                 raise TaskBroken(
-                    f"{task.name}: {name}: a task takes no folder of this machine, unless it is another root file system, "
-                    "with /bin/sh; COPY from the build context"
+                    f"{task.name}: {name}: a task takes no folder of this machine, unless it is another root file "
+                    "system, with /bin/sh; COPY from the build context"
                 )
         if name != "scratch":
             source = POOL_BASE if name is None or self._stands_in(name) else name

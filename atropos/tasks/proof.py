@@ -94,7 +94,7 @@ class Proofs:
             await asyncio.to_thread(self._keep, kept)
 
     async def _key(self, images: TaskImages, task: Task) -> str:
-        """A digest of all that a proof depends on: what the slots start from, the task's files, and how it is judged."""
+        """A digest of all that a proof depends on: what slots start from, the task's files, and how it is judged."""
         machines = [(await images.prepare(one)).image for one in (task, *task.verifiers)]
         files = await asyncio.to_thread(_digests, task)
         layers = await asyncio.to_thread(self._layers.digest)

@@ -35,7 +35,7 @@ WAITS = ("sh", "-c", "sleep infinity")
 
 
 async def enter(slot: Slot, task: Task) -> None:
-    """Set up a prepared workspace for the agent: the network, folders for logs, and the folder, variables and user of its commands.
+    """Set up a prepared workspace for the agent: its network, log folders, and commands' folder, variables and user.
 
     Raises:
         TaskBroken: there is no such user, or no such folder.

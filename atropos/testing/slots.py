@@ -397,7 +397,10 @@ async def test_forks_land_in_any_container_and_are_the_same_there(pool: SlotPool
         "mkdir /etc/ssl; rm /etc/hosts; head -c 3000000 /dev/urandom > big; touch d/$(printf 'bad\\xff'); umask 0; "
         "mkdir -m 1777 sticky; touch -d 2001-02-03T04:05:06.789 old; (setsid sleep 1000 >/dev/null 2>&1 &)"
     )
-    look = "ls -lAR --time-style=full-iso . /etc/ssl | grep -av total; sha256sum big; ls /etc/hosts; stat -c %h d/f; cat two"
+    look = (
+        "ls -lAR --time-style=full-iso . /etc/ssl | grep -av total; "
+        "sha256sum big; ls /etc/hosts; stat -c %h d/f; cat two"
+    )
     async with pool.lease("origin") as origin:
         assert (await origin.exec(make)).ok
         first = await origin.snapshot()

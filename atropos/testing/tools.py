@@ -360,8 +360,8 @@ class TestSessions:
     async def test_git_rebase_interactive(self, use: Use) -> None:
         await require(use, "vi")
         script = (
-            "git init -q r && cd r && git config user.name n && git config user.email e@x && git config core.editor vi\n"
-            "for i in 1 2 3; do echo $i > f$i; git add .; git commit -qm commit$i; done"
+            "git init -q r && cd r && git config user.name n && git config user.email e@x && git config core.editor "
+            "vi\nfor i in 1 2 3; do echo $i > f$i; git add .; git commit -qm commit$i; done"
         )
         assert (await use("terminal", command=script)).success
         await use("session", action="start", command="git rebase -i HEAD~2", workdir="r")
@@ -468,9 +468,11 @@ async def test_random_calls_cancellations_and_releases_leave_every_slot_free(poo
     await until(lambda: not pool.stats().leased, "the return of every slot")
 
 
-WILD: list[object] = [None, 0, -1, 1e308, float("nan"), "", " ", "a" * 1000, "\x00", "\ud800", "../../../etc/passwd", "/proc/1/mem",
-        "/dev/full", [], {}, [1], {"a": 1}, True, "*", "[", "(a+)+$", "-rf", "$(id)", "'; id; '", "\n", "😀", "/" * 5000,
-        "proc-1", ["C-c", "Enter"], 10**20, "1e400", ".", "/proc", "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"]  # fmt: skip
+WILD: list[object] = [
+    None, 0, -1, 1e308, float("nan"), "", " ", "a" * 1000, "\x00", "\ud800", "../../../etc/passwd", "/proc/1/mem",
+    "/dev/full", [], {}, [1], {"a": 1}, True, "*", "[", "(a+)+$", "-rf", "$(id)", "'; id; '", "\n", "😀", "/" * 5000,
+    "proc-1", ["C-c", "Enter"], 10**20, "1e400", ".", "/proc", "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -12,7 +12,7 @@ SLOWNESS = float(os.environ.get("ATROPOS_SLOWNESS", "1"))
 
 
 async def until(condition: Callable[[], object], what: str = "the condition", seconds: float = 30) -> None:
-    """Poll until `condition()` is true, on a tenth of a CPU at most; an AssertionError that says `what` after `seconds`."""
+    """Poll until `condition()` is true, on a tenth of a CPU at most; after `seconds`, an AssertionError with `what`."""
     seconds *= SLOWNESS
     deadline = asyncio.get_running_loop().time() + seconds
     while True:

@@ -238,7 +238,7 @@ class ToolExecutor:
         return None if trajectory is None else trajectory.broken
 
     async def check_alive(self, trajectory_id: str) -> None:
-        """Check who has left calls of a trajectory unanswered: a frozen or unreachable container is no fault of a model.
+        """Check why calls of a trajectory have no answer: a frozen or unreachable container is no fault of a model.
 
         Raises:
             SandboxError: the slot or the ToolServer does not answer, or no slot had come free.

@@ -26,7 +26,7 @@ MAX_CALL_ID = 200
 
 
 def escape_framing(text: str) -> str:
-    r"""Escape JSON text for a frame: `<` becomes `\u003c` before `|` (also the wide one), `tool_call` and `tool_response`."""
+    r"""Escape JSON text for a frame: `<` becomes `\u003c` before `|` (also wide), `tool_call` and `tool_response`."""
     return _FRAMING.sub(lambda _: "\\u003c", text)
 
 
@@ -97,7 +97,7 @@ class ToolResult(FrozenModel):
         return len(self.__pydantic_serializer__.to_json(self))
 
     def encodable(self) -> ToolResult:
-        """The result as UTF-8 JSON can hold it: '?' for half of a surrogate pair, and no data that is nested too deeply.
+        """The result as UTF-8 JSON can hold it: '?' for lone surrogates, and no data that is nested too deeply.
 
         Bytes in `data` become base64, and what else JSON has no type for becomes text.
         """

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckedCall:
-    """A call's tool, its arguments as that tool's model (None for an external tool), and as the object that was given."""
+    """A call's tool, and its arguments as the tool's model (None: an external tool) and as they were given."""
 
     tool: Tool
     arguments: BaseModel | None

@@ -106,7 +106,7 @@ class LeaseEnded(WireMessage):
 
 
 class Draining(WireMessage):
-    """The server takes no new leases and will end; what runs may finish until `deadline_s` from now (None: not said)."""
+    """The server takes no new leases and will end; leases may finish until `deadline_s` from now (None: not known)."""
 
     kind: Literal["draining"] = "draining"
     deadline_s: float | None = None

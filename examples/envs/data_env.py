@@ -56,9 +56,9 @@ class DataEnv(HermesAgentBaseEnv):
     def format_prompt(self, item: Any) -> str:
         """The question."""
         return (
-            "A service at http://127.0.0.1:8000/PAGE (PAGE from 0 to 9) gives measurements as JSON lists. Find the median "
-            f'of celsius over all pages for the sensor {item["sensor"]!r} and write {{"median": NUMBER}}, rounded to two '
-            "decimals, to /workspace/answer.json."
+            "A service at http://127.0.0.1:8000/PAGE (PAGE from 0 to 9) gives measurements as JSON lists. Find the "
+            f'median of celsius over all pages for the sensor {item["sensor"]!r} and write {{"median": NUMBER}}, '
+            "rounded to two decimals, to /workspace/answer.json."
         )
 
     async def setup_rollout(self, item: Any, ctx: ToolContext) -> None:

@@ -66,7 +66,7 @@ async def lesson(args: argparse.Namespace, school: School) -> None:
                 "agent_max_steps": 3,
                 "allow_network": "false",
                 "slot_memory_mib": 128,
-                "verifier_mode": "shared",  # the grammar has no cheat, and a view is a second sandbox for each trajectory
+                "verifier_mode": "shared",  # the grammar has no cheat, and a view is a second sandbox
                 "sandbox_job_id": "atropos-learn",
                 "use_wandb": "false",
             }
@@ -103,7 +103,8 @@ def report(args: argparse.Namespace, school: School, seconds: float) -> int:
     facts = {"seconds": round(seconds, 1), "as_expected": not wrong, "wrong": wrong, "rows": rows, "curves": curves}
     (args.out / "curve.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(
-        f"{'trained on':<14}{'updates':>8}{'reward: first ' + str(START):>18}{'last ' + str(WINDOW):>10}{'positions used':>16}"
+        f"{'trained on':<14}{'updates':>8}{'reward: first ' + str(START):>18}{'last ' + str(WINDOW):>10}"
+        f"{'positions used':>16}"
     )
     for name, row in rows.items():
         print(f"{name:<14}{row['updates']:>8}{row['first']:>18.2f}{row['last']:>10.2f}{row['positions_used']:>16.0%}")

@@ -1,4 +1,4 @@
-"""GRPO from a batch's tokens, masks, scores, inference logprobs and temperature; nothing else of the environment is known here.
+"""GRPO from a batch's tokens, masks, scores, inference logprobs and temperature; knows nothing else of the env.
 
 `masks` are the labels, as atroposlib means them: -100 where nothing was sampled, else the token that was. For each
 label the policy's probability now is compared with the one the server drew it with. Labels for which the two differ by

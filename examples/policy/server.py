@@ -1,4 +1,4 @@
-"""The policy over HTTP: OpenAI chat completions, vLLM's completions of token ids, and the /generate of atroposlib and SGLang.
+"""The policy over HTTP: OpenAI chat completions, vLLM's completions of token ids, /generate of atroposlib and SGLang.
 
 Stateless: an answer follows from its prompt and seed. The tokens are *sampled*: the text is cut into tokens in one of
 many valid ways, with made-up logprobs, so that a client that tokenizes the text again gets other tokens, and a test

@@ -29,7 +29,7 @@ class Truth:
         return self._holds(*entry)
 
     def _holds(self, prompt: tuple[int, ...], ids: tuple[int, ...], logprobs: tuple[float, ...]) -> bool:
-        """Whether they are an answer to the prompt; or one that was broken off, and answers to it and what it had so far."""
+        """Whether the tokens answer the prompt; or were broken off, and answer it together with those before."""
         return any(
             (ids[: len(had)], logprobs[: len(had)]) == (had, told)
             and (had == ids or self._holds(prompt + had, ids[len(had) :], logprobs[len(had) :]))

@@ -200,7 +200,7 @@ def how(code: int) -> str:
 
 
 def run(work: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """The exit code of a program: its own, 1 after a RuntimeError or OSError, which is one line, or 128 + N after signal N.
+    """The exit code of a program: its own, 1 after a RuntimeError or OSError (one line), or 128 + N after signal N.
 
     SIGTERM and Ctrl-C cancel the work once, and its clean-up is waited for; a second one changes nothing.
     """

@@ -44,7 +44,7 @@ class Account:
         return Refusal(429, "rate_limited", text, retry_after_s=wait_s)
 
     def note(self, event: str, subject: str, **what: object) -> None:
-        """Note what was done to a sandbox, trajectory or image (its id): in the audit log, and rare events in the server's log."""
+        """Write what was done to a sandbox, trajectory or image (its id) to the audit log; log rare events, too."""
         self._audit.write(key=self.name, event=event, id=subject, **what)
         if event not in FREQUENT:
             _log.info(

@@ -27,7 +27,8 @@ class ExecutorServerSettings(SettingsModel):
     token: SecretStr | None = Field(
         default=None,
         min_length=1,
-        description="bearer token of the only user, or of the admin beside a keys file; else --token-file, or ATROPOS_EXECUTOR_TOKEN",
+        description="bearer token of the only user, or of the admin beside a keys file; else --token-file, or "
+        "ATROPOS_EXECUTOR_TOKEN",
     )
     keys_file: str | None = Field(
         default=None, description="keys of several users, with quotas: `atropos keys`; followed while the server runs"

@@ -207,7 +207,7 @@ class McpTool(Tool):
 
     @cached_property
     def schema(self) -> ToolSchema:
-        """The server's own schema, with the `properties` that inference servers insist on where the tool takes nothing."""
+        """The server's own schema, with the `properties` that inference servers require of a tool without arguments."""
         given = self._described.input_schema
         parameters = {**given, "properties": given.get("properties") or {}}
         return ToolSchema(name=self.name, description=self.description, parameters=parameters)

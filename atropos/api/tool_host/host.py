@@ -197,7 +197,7 @@ class ToolHost:
     async def _in_turn(
         self, call: ExternalCall, tool: Tool, arguments: object, trajectory: HostedTrajectory, turn: Place
     ) -> ToolResult:
-        """Run a call at its trajectory's turn, then the tool's: while it waits for the first it takes no place of the tool."""
+        """Run a call in its trajectory's order, then the tool's; while it waits for the first, it holds no place."""
         with contextlib.ExitStack() as places:
             try:
                 async with asyncio.timeout(_QUEUE_S):

@@ -10,7 +10,7 @@ from typing import cast
 
 from atropos.errors import ConfigError
 
-HOW = "give a .jsonl or .parquet file, a folder of data files, a JSON list of objects, or the name of a dataset on the hub"
+HOW = "give a .jsonl or .parquet file, a folder of data files, a JSON list of objects, or a dataset's name on the hub"
 
 
 def load_rows(name: str, split: str = "train") -> list[dict[str, object]]:
@@ -66,7 +66,8 @@ def _from_library(name: str, split: str) -> list[dict[str, object]]:
     except Exception as error:  # the library raises anything, from network errors to ValueError
         detail = str(error).partition("\n")[0]
         raise ConfigError(
-            f"dataset_name: {name!r:.200} (split {split!r}) can't be loaded: {type(error).__name__}: {detail[:300]}; {HOW}"
+            f"dataset_name: {name!r:.200} (split {split!r}) can't be loaded: {type(error).__name__}: {detail[:300]}; "
+            f"{HOW}"
         ) from error
 
 

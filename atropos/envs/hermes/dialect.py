@@ -173,7 +173,7 @@ def _assistant(content: str, calls: Sequence[ToolCall]) -> Message:
 
 
 def _with_object(call: ToolCall) -> ToolCall:
-    """The call with an object as arguments: vLLM refuses a conversation, and with it the trajectory, that has others."""
+    """The call with an object as arguments; vLLM refuses a conversation, and so the trajectory, with other types."""
     try:
         arguments = parse_object(call.name, call.arguments)
     except BadArguments:

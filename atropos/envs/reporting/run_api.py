@@ -46,8 +46,8 @@ async def check_run_api(url: str) -> None:
                 if answer.status == 404:
                     raise ConfigError(
                         f"env.rollout_server_url: the server at {url} is no trajectory API; run-api and many inference "
-                        "servers use port 8000 by default: start `run-api --port 8001` and set --env.rollout_server_url "
-                        "http://localhost:8001"
+                        "servers use port 8000 by default: start `run-api --port 8001` and set "
+                        "--env.rollout_server_url http://localhost:8001"
                     )
                 return
         except (aiohttp.ClientError, TimeoutError) as error:

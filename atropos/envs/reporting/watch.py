@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class TrainerWatch:
-    """Refuses settings with which a trainer never gets a group, and reports, once each, why an env has nothing to do."""
+    """Refuses settings with which a trainer never gets a group, and reports, once each, why an env is idle."""
 
     def __init__(self, config: SandboxEnvConfig) -> None:
         self._config = config
@@ -69,8 +69,8 @@ class TrainerWatch:
             )
         if config.group_size == 1 and config.ensure_scores_are_not_same:
             raise ConfigError(
-                "env.group_size: a group of 1 always has equal scores, and such groups are dropped; use 2 or more, or set "
-                "--env.ensure_scores_are_not_same false"
+                "env.group_size: a group of 1 always has equal scores, and such groups are dropped; use 2 or more, or "
+                "set --env.ensure_scores_are_not_same false"
             )
 
     def check_batch(self, batch: int) -> None:
@@ -159,7 +159,7 @@ class _Silence:
         self._next_s, self._longest_s = SILENT_S, 0.0
 
     def look(self, count: int, seconds: float, states: Sequence[str]) -> None:
-        """Log it after `SILENT_S`, and again after each time twice as long, with what servers say; then, that it answers again."""
+        """Log it after `SILENT_S`, with what servers say, then at doubling intervals; and log when it answers again."""
         if seconds < self._longest_s:
             if self._longest_s >= SILENT_S:
                 _log.info("the inference server answers again, after %.0f s", self._longest_s)
@@ -167,8 +167,8 @@ class _Silence:
         elif seconds >= self._next_s:
             self._next_s *= 2
             _log.warning(
-                "the inference server passes its health check, but none of %d calls was answered for %.0f s: %s; each call "
-                "waits up to model_timeout_s (%g s)",
+                "the inference server passes its health check, but none of %d calls was answered for %.0f s: %s; each "
+                "call waits up to model_timeout_s (%g s)",
                 count,
                 seconds,
                 ", ".join(states) or "it is paused or asleep, or its turns take so long",

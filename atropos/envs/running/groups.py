@@ -1,4 +1,4 @@
-"""Groups of trajectories: members run at once, are retried after infrastructure failures, and are complete or dropped."""
+"""Groups of trajectories: members run at once, with retries of infrastructure failures; groups end whole or dropped."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class GroupCollector:
         self.observers: list[Callable[[Event], None]] = []
 
     def take_over(self, worker_timeout: float) -> float:
-        """Bound groups from now on, -1: not; returns -1. atroposlib's own bound loses an item without its name or a count."""
+        """Bound groups from now on, -1: not; returns -1. atroposlib's own bound loses an item without naming it."""
         if worker_timeout > 0:
             self._group_s = worker_timeout
         return -1

@@ -32,7 +32,7 @@ class GroupDropped(Exception):
 
 
 class ItemLeftOut(Exception):
-    """No trajectory on an item could score here, whatever the agent did: it is left out, which is no failure of the run."""
+    """No trajectory on an item could score, whatever the agent did: the item is left out, and the run goes on."""
 
 
 class WorkspaceLost(Exception):
@@ -42,7 +42,7 @@ class WorkspaceLost(Exception):
 
 
 class NoSlotYet(AcquireTimeout):
-    """A trajectory without a slot waits for one of those at work: one was retired, or its container is being replaced."""
+    """A trajectory waits for one of the slots in use: its own was retired, or a container is being replaced."""
 
 
 class GroupsDropped(Exception):

@@ -27,7 +27,7 @@ async def settle(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvC
 
 
 async def begin(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvConfig, prompt: str) -> None:
-    """Switch later calls to where the agent's work is verified; a view shows the folders at the top that `prompt` names, too.
+    """Switch later calls to where the agent's work is verified; a view also shows top-level folders named in `prompt`.
 
     Raises:
         SandboxError: the slot was lost.

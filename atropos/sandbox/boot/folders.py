@@ -1,4 +1,4 @@
-"""Folders of the host that a server needs: created, or made accessible to an ordinary uid, before privileges are dropped."""
+"""Folders of the host that a server needs: created, or made accessible to an ordinary uid, as root."""
 
 from __future__ import annotations
 
@@ -133,7 +133,10 @@ def image_folder(wanted: str | None, owner: int) -> tuple[str | None, str]:
             if not os.access(part, os.W_OK | os.X_OK):  # of an earlier user's, such as root
                 raise PermissionError(errno.EACCES, f"this user may not write to {part}")
     except OSError as error:
-        why = f"image_store.folder: {folder} can't be used: {error.strerror}; give it to this user, or name another folder"
+        why = (
+            f"image_store.folder: {folder} can't be used: {error.strerror}; "
+            "give it to this user, or name another folder"
+        )
         if wanted is not None:
             raise ConfigError(why) from error
         return None, why

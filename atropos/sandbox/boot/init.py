@@ -1,4 +1,4 @@
-"""The container's init: where the server would be PID 1, it serves in a child; PID 1 reaps orphans and forwards signals.
+"""The container's init: a server that would be PID 1 runs in a child; PID 1 reaps orphans and forwards signals.
 
 The fork follows the root phase, so that init is as unprivileged as the server, and may signal it.
 """

@@ -35,14 +35,14 @@ def free_range() -> tuple[int, int]:
     room = inside + count - max(inside, 1000)
     if room < 4096:
         raise IsolationUnavailable(
-            f"this container maps only {count} user ids; {wanted} from {ID_BASE} on are needed (user namespace remapping "
-            "of the container engine: widen its range in /etc/subuid, or turn it off for this container)"
+            f"this container maps only {count} user ids; {wanted} from {ID_BASE} on are needed (user namespace "
+            "remapping of the container engine: widen its range in /etc/subuid, or turn it off for this container)"
         )
     return max(inside, 1000), room - 1 - CREATORS
 
 
 def subordinate(file: str) -> tuple[int, int]:
-    """The largest range of ids that /etc/subuid or /etc/subgid gives to this user: (first, count), (0, 0) without one."""
+    """The largest range of ids of this user in /etc/subuid or /etc/subgid: (first, count), (0, 0) without one."""
     import pwd
 
     names = {str(os.getuid())}
@@ -131,8 +131,8 @@ def why_no_userns(error: OSError) -> str:
         return "user namespaces are for root alone here: sysctl -w kernel.unprivileged_userns_clone=1"
     if sysctl("kernel/apparmor_restrict_unprivileged_userns", -1) == 1:
         return (
-            "AppArmor restricts user namespaces: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or a profile "
-            "for this Python that allows 'userns'"
+            "AppArmor restricts user namespaces: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or a "
+            "profile for this Python that allows 'userns'"
         )
     if error.errno == errno.ENOSPC:
         return "too many user namespaces, or nested too deep: raise sysctl user.max_user_namespaces"

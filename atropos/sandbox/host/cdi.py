@@ -1,4 +1,4 @@
-"""Devices as the Container Device Interface describes them, in files that vendors' tools write (`nvidia-ctk cdi generate`).
+"""Devices as the Container Device Interface describes them, in files of vendors' tools (`nvidia-ctk cdi generate`).
 
 Fields and rules are those of its specification 1.1.0. Of what a device wants, a slot gets the nodes, the files that it
 wants read-only, the variables, the links and the cache of libraries. No hook is run: those of NVIDIA's tool are read,
@@ -177,7 +177,7 @@ def find(folders: Sequence[str], wanted: Sequence[str], count: int) -> list[Devi
 
 
 def _alone(devices: Sequence[Device]) -> list[Device]:
-    """Those that are no part of another: a second name of the same one goes, and a whole card of which there are parts."""
+    """Devices that are no part of another: second names of the same one go, and cards that are also there in parts."""
     return [
         each
         for number, each in enumerate(devices)
@@ -272,14 +272,15 @@ def _node(name: str, node: _Node) -> Bind:
         raise ConfigError(f"gpus: {name}: {node.host_path or node.path} is no device node of this machine")
     if not os.access(source, os.R_OK | os.W_OK):
         raise ConfigError(
-            f"gpus: {name}: {source} has mode {stat.S_IMODE(mode):o}: a slot's users, who are none of the host's, can't open it; "
+            f"gpus: {name}: {source} has mode {stat.S_IMODE(mode):o}: a slot's users, who are none of the host's, "
+            "can't open it; "
             'give it MODE="0666" in a udev rule'
         )
     return Bind(source, node.path, device=True)
 
 
 def _file(name: str, mount: _Mount) -> Iterator[Bind]:
-    """What a slot gets of a mount: nothing that can be written, which all slots and the host would share (NVIDIA's sockets)."""
+    """What a slot gets of a mount: nothing writable, which all slots and the host would share (NVIDIA's sockets)."""
     if "ro" not in mount.options:
         return
     source = _source(mount.host_path, mount.container_path)
@@ -299,8 +300,8 @@ def _read_hook(name: str, hook: _Hook, links: list[tuple[str, str]], libraries: 
         libraries += values
     elif NEEDLESS_HOOKS.isdisjoint(given):
         raise ConfigError(
-            f"gpus: {name}: the hook {' '.join([hook.path, *given])} is not run for a slot; take it out of the file if the "
-            "device works without"
+            f"gpus: {name}: the hook {' '.join([hook.path, *given])} is not run for a slot; take it out of the file if "
+            "the device works without"
         )
 
 

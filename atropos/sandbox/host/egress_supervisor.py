@@ -1,4 +1,4 @@
-"""The server's side of the egress proxy (`programs/egress_proxy`): starts it, gives it the slots' sockets, and replaces it if it dies."""
+"""The server's side of `programs/egress_proxy`: starts it, passes it slots' sockets, and replaces it if it dies."""
 
 from __future__ import annotations
 

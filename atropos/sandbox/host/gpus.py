@@ -16,7 +16,10 @@ from atropos.wire import Exec
 
 _LIBRARIES = "/etc/ld.so.conf.d/00-atropos-gpus.conf"
 _LINK = 'mkdir -p "${2%/*}"; [ "$(readlink "$2")" = "$1" ] || [ ! -w "${2%/*}" ] || ln -sfn "$1" "$2"'
-_CACHE = f'mkdir -p /etc/ld.so.conf.d; printf "%s\\n" "$@" > {_LIBRARIES}; PATH=$PATH:/sbin; ! command -v ldconfig || ldconfig'
+_CACHE = (
+    f'mkdir -p /etc/ld.so.conf.d; printf "%s\\n" "$@" > {_LIBRARIES}; '
+    "PATH=$PATH:/sbin; ! command -v ldconfig || ldconfig"
+)
 
 
 class SlotGpus:
@@ -52,7 +55,7 @@ class SlotGpus:
         return Exec(command="\n".join(lines) or ":", workdir="/", user="0", timeout_s=60)
 
     def leave(self, upper: str) -> None:
-        """Close what the slot's processes sent and nobody received, and remove what was made to mount on; once they have ended.
+        """After the slot's processes have ended: close what they sent and nobody received, and remove mount points.
 
         Args:
             upper: the upper folder of the slot's root, which may become a snapshot.

@@ -130,8 +130,8 @@ class HostState:
             if os.stat(path).st_uid == sysctl("kernel/overflowuid", 65_534):
                 root = Path("/proc/self/uid_map").read_text(encoding="ascii").split()[1]
                 raise ConfigError(
-                    f"{field}: {path} belongs to a user that slots don't have; give it to theirs (chown -R to uid {root}), "
-                    "or keep it on a file system that can be mounted with other ids"
+                    f"{field}: {path} belongs to a user that slots don't have; give it to theirs (chown -R to uid "
+                    f"{root}), or keep it on a file system that can be mounted with other ids"
                 )
             # bound to a short path of ours: overlay options have their own meaning for ':' and ','
             target = f"{self.scratch}/bases/{index}"

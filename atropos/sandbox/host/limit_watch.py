@@ -139,8 +139,8 @@ class LimitWatch:
         stops = self._cgroup.stops(before, after)
         if not all(stops.values()):
             raise SlotLost(
-                f"programs of slot {self._slot} were killed though it kept its limits: its container, or the host, ran out "
-                "of memory (container_memory_mib is less than its slots may use together)"
+                f"programs of slot {self._slot} were killed though it kept its limits: its container, or the host, ran "
+                "out of memory (container_memory_mib is less than its slots may use together)"
             )
         return next(iter(stops), None)
 

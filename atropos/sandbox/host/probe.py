@@ -84,20 +84,22 @@ def own_of_sys(fields):
     return own and "ro" in fields[5].split(",")
 strange = [fields[4] for fields in mounts
            if not fields[4].startswith(("/proc", "/dev", "/usr", "/bin", "/sbin", "/lib", "/.atropos"))
-           and fields[4] not in ("/", "/etc/ld.so.preload") and not (fields[4].startswith("/sys") and own_of_sys(fields))]
+           and fields[4] not in ("/", "/etc/ld.so.preload")
+           and not (fields[4].startswith("/sys") and own_of_sys(fields))]
 check("mount_namespace", not strange, f"mounts of the host: {strange[:5]}")
 status = dict(line.split(b":\t", 1) for line in read("/proc/self/status").splitlines() if b":\t" in line)
 bounding = int(status[b"CapBnd"], 16)
 check("capabilities", not bounding & (1 << 21 | 1 << 12 | 1 << 19 | 1 << 16) and status[b"NoNewPrivs"].strip() == b"1",
       f"bounding set {bounding:x}")
-check("seccomp", status.get(b"Seccomp", b"").strip() == b"2" and all(refused("syscall", n, 0, 0, 0, 0) for n in calls.values())
+check("seccomp", status.get(b"Seccomp", b"").strip() == b"2"
+      and all(refused("syscall", n, 0, 0, 0, 0) for n in calls.values())
       and refused("socket", 40, 1, 0) and refused("mount", 0, 0, 0, 0, 0), "a refused call went through")
 check("runner_protected", not can(os.readlink, "/proc/1/exe") and not can(open, "/proc/1/mem", "rb")
       and read("/proc/1/environ") == b"", "PID 1 can be read")
 check("no_inherited_descriptors", len(descriptors) <= 4, f"open at start: {sorted(descriptors)}")
 check("no_inherited_environment", set(os.environ) <= set(WANTED), sorted(set(os.environ) - set(WANTED)))
-known = {"null", "zero", "full", "random", "urandom", "tty", "console", "ptmx", "pts", "shm", "fd", "stdin", "stdout", "stderr",
-         "core"}
+known = {"null", "zero", "full", "random", "urandom", "tty", "console", "ptmx", "pts", "shm", "fd",
+         "stdin", "stdout", "stderr", "core"}
 check("devices", set(os.listdir("/dev")) <= known and not can(os.mknod, "/workspace/node", 0o020666, 0x103),
       sorted(set(os.listdir("/dev")) - known))
 def whiteout():
@@ -190,7 +192,8 @@ if GATEWAY:
         answer = str(error).encode()
     if answer != question[:2] + b"\x81\x83" + question[4:]:
         wrong.append(f"the resolver answered {answer!r} when asked for localhost")
-for line in ("GET http://169.254.169.254/", "GET http://127.0.0.1/", "CONNECT 168.63.129.16:443", "CONNECT [::1]:443", "CONNECT [::ffff:127.0.0.1]:80"):
+for line in ("GET http://169.254.169.254/", "GET http://127.0.0.1/",
+             "CONNECT 168.63.129.16:443", "CONNECT [::1]:443", "CONNECT [::ffff:127.0.0.1]:80"):
     answer = ask(line + " HTTP/1.1")
     if not answer.startswith("HTTP/1.1 403 ") or "egress refused" not in answer:
         wrong.append(f"the proxy answered {line!r} with {answer[:80]!r}")
@@ -225,8 +228,8 @@ _KNOWN = {
     "devices": _Known(True, "bubblewrap 0.8 or later"),
     "overlay": _Known(
         True,
-        "Linux 6.6 or later (tmpfs needs user xattrs under an overlay), or volume='disk'; and the overlay module loaded on "
-        "the host",
+        "Linux 6.6 or later (tmpfs needs user xattrs under an overlay), or volume='disk'; and the overlay module "
+        "loaded on the host",
     ),
     "disk_limit": _Known(True, "volume='memory', and a kernel whose tmpfs takes size="),
     "inode_limit": _Known(True, "volume='memory', and a kernel whose tmpfs takes nr_inodes="),
@@ -243,8 +246,8 @@ _KNOWN = {
     ),
     "gateway": _Known(
         False,
-        "a kernel with veth devices (CONFIG_VETH; modprobe veth on the host): without, hosts are reached by programs that read "
-        "HTTPS_PROXY alone",
+        "a kernel with veth devices (CONFIG_VETH; modprobe veth on the host): without, hosts are reached by programs "
+        "that read HTTPS_PROXY alone",
     ),
     "files": _Known(True, "report this: the runner's file operations failed"),
     "forks": _Known(True, "Linux 5.8 or later, and a seccomp profile that allows setns and pivot_root, as shipped"),
@@ -324,7 +327,7 @@ def _shown(result: OpResult) -> str:
 
 
 async def _egress(start: Start, *, gateway: bool) -> tuple[bool, str]:
-    """A slot with a network has a loopback, on it a proxy, and a device that leads to its gateway; both refuse what they must."""
+    """A slot with a network has a loopback with a proxy, and a device to its gateway; both refuse what they must."""
     sandbox = await start("probe-egress", limits=_LIMITS, network=True)
     try:
         code = _EGRESS.replace("PORT", str(egress_supervisor.PORT)).replace("GATEWAY", str(gateway))

@@ -76,7 +76,7 @@ class RunnerLink:
 
     @property
     def alone(self) -> bool:
-        """Whether no other process is left in the slot: the latest answer said so, and no call is open that may start one."""
+        """Whether the slot has no other process: the latest answer said so, and no open call may start one."""
         return self._alone and not self._open
 
     def start(self, environment: dict[str, str], output_bytes: int, wall_s: float, oom_fd: int) -> None:

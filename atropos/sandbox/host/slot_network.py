@@ -58,7 +58,7 @@ class SlotNetwork:
         self.hosts = hosts
 
     def close(self) -> asyncio.Future[int] | None:
-        """Close the slot's connections and the namespace; how many bytes they moved, as soon as the proxy has said so."""
+        """Close the slot's connections and the namespace; returns how many bytes they moved, once the proxy tells."""
         if self.namespace >= 0:
             os.close(self.namespace)
             self.namespace = -1

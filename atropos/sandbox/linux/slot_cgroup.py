@@ -209,7 +209,7 @@ class SlotCgroup:
         return found
 
     def stops(self, before: Counts, after: Counts) -> dict[Limit, bool]:
-        """What stopped programs between two `counts`: the slot's own limit, or (False) that of its container or host."""
+        """What killed programs between two `counts`: the slot's own limit, or (False) that of its container or host."""
         if after == before:
             return {}
         return {

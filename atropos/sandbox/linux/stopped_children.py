@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 
 
 def kill_stopped_children(pid: int, seen: AbstractSet[int]) -> set[int]:
-    """Kill children of a slot's PID 1 that it waits for, and that are stopped or sleep before their exec for a second time.
+    """Kill children of a slot's PID 1 that block it: stopped, or asleep before their exec, for a second time.
 
     Not at the first: it may be over at any moment, and PID 1 takes a child that dies soon after its start for a program
     that did (`SLOW_START_S` of the runner).

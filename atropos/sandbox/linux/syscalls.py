@@ -91,7 +91,7 @@ def remount_read_only(path: str, more: int = 0) -> None:
 
 
 def idmapped_mount(path: str, namespace: int) -> None:
-    """Mount a folder over itself with owners mapped by a user namespace (Linux 5.12, and support of the file system)."""
+    """Mount a folder over itself with owners mapped by a user namespace (needs Linux 5.12 and the file system)."""
     mount_setattr, empty_path, idmap = 442, 0x1000, 0x0010_0000
     tree = detached_mount(path)
     try:

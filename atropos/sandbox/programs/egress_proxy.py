@@ -1,4 +1,4 @@
-"""The filtering proxy of a container: a process of its own, with a user of its own, that all of the slots' connections go through.
+"""The filtering proxy of a container: a process and a user of its own; all connections of slots pass through it.
 
 The server hands it the listening sockets of each slot, made inside that slot's network namespaces; so it knows which
 slot asks by the socket alone, and no program in a slot can reach another's. One is a proxy's, on the slot's loopback;
@@ -114,7 +114,7 @@ class Proxy:
         return account
 
     async def serve(self, account: SlotTraffic, listeners: Sequence[socket.socket]) -> None:
-        """Serve a slot from now on: its proxy's socket, and those of its gateway, if it has one (`gateway.enter_network`)."""
+        """Serve a slot from now on: its proxy's socket, and those of its gateway, if any (`gateway.enter_network`)."""
         if account.closed:
             return
         proxied, *more = listeners
@@ -151,7 +151,7 @@ class Proxy:
         return self.policy if hosts is None else Narrowed.to(self.policy, hosts)
 
     def narrow(self, number: int, hosts: Sequence[str] | None) -> None:
-        """From now on a slot reaches these hosts of what the policy allows (None: all of it); its connections are cut."""
+        """Restrict a slot to these of the hosts that the policy allows (None: all of them); its connections are cut."""
         account = self._accounts.get(number)
         if account is not None:
             account.rules = self._within(hosts)

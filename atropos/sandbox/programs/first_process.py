@@ -142,7 +142,7 @@ def _open_to_users() -> None:
 
 
 def _own_objects(bounds: dict[str, int | str]) -> None:
-    """Namespaces for a host name, cgroup paths, and System V objects with bounds of its own, where Linux lets us (6.9)."""
+    """Namespaces for a host name, cgroup paths, and System V objects with own bounds, if Linux allows it (6.9)."""
     syscalls.unshare(syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP)
     for name, value in bounds.items():
         try:

@@ -104,7 +104,7 @@ def _listeners(family: int, ports: list[int]) -> list[_socket.socket]:
 
 
 class _Routes:
-    """The devices, addresses and routes of the network namespace that this process is in now, also once it is in another one."""
+    """The devices, addresses and routes of this process's current network namespace, even after it enters another."""
 
     def __init__(self) -> None:
         self._sock = _socket.socket(_socket.AF_NETLINK, _socket.SOCK_RAW, 0)
@@ -151,7 +151,7 @@ def _packed(family: int, address: str) -> bytes:
 
 
 def _end(family: int, own: str, other: str, others_mac: bytes) -> bytes:
-    """An end's address, and how it finds the other's: for good, since those that it learned count towards a bound of the whole host."""
+    """Set one end's address, and a permanent entry for the other's: learned ones count towards a bound of the host."""
     bits = 30 if family == _socket.AF_INET else 126
     mine, theirs = _packed(family, own), _packed(family, other)
     address = struct.pack("=BBBBi", family, bits, _IFA_F_NODAD, _UNIVERSE, _INDEX)

@@ -1,4 +1,4 @@
-"""Names in one slot: each that its programs ask for gets an address of its own, which stands for it in their connections."""
+"""Names in one slot: each that its programs look up gets an address of its own, which stands for it in connections."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class NumberedRequest(StartRequest):
 
 
 class Report(TypedDict):
-    """What became of a request: a pid or an error first; at its end the CPU time of its processes, -1 where that is unknown."""
+    """The result of a request: first a pid or an error; at its end the CPU time of its processes, -1 if unknown."""
 
     id: int
     pid: NotRequired[int]
@@ -327,7 +327,7 @@ def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
 
 
 def _own_mounts(volume: bytes, seen: bytes, slots: bytes) -> None:
-    """A mount namespace without the mounts of other slots: bubblewrap reads the whole list for each mount that it makes.
+    """A mount namespace without other slots' mounts, since bubblewrap reads the whole list for each mount it makes.
 
     Args:
         volume: where this slot's mounts are.

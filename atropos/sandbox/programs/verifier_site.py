@@ -71,7 +71,7 @@ def _installed_code_imports():
 
 
 def _is_a_copy(name, origin):
-    """Whether an installed module was built from an agent's folder, as by `pip install .`: then that one's is the newer."""
+    """Whether an installed module was built from an agent's folder (`pip install .`), whose own copy is the newer."""
     site = os.path.dirname(origin)
     if os.path.basename(origin).startswith("__init__."):
         site = os.path.dirname(site)

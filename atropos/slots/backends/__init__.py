@@ -1,1 +1,1 @@
-"""Backends, which make containers: local processes, ssh, Docker, Modal, Singularity, Nomad, and those of other packages."""
+"""Backends, which make containers: local, ssh, Docker, Modal, Singularity, Nomad, and those of other packages."""

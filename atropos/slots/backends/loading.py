@@ -24,7 +24,8 @@ def make_backend(config: SlotPoolConfig) -> Backend:
     backend = _load("backend", config.backend)(config)
     if not isinstance(backend, Backend):
         raise ConfigError(
-            f"backend: {config.backend!r} ({find(config.backend).value}) makes a {type(backend).__name__}, not a Backend"
+            f"backend: {config.backend!r} ({find(config.backend).value}) makes a {type(backend).__name__}, not a "
+            "Backend"
         )
     return backend
 

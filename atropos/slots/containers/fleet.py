@@ -1,4 +1,4 @@
-"""Which waiting acquire gets room in which container: plain data and no awaits, O(log n) a decision for leases of one slot.
+"""Which waiting acquire gets room in which container: plain data, no awaits, O(log n) for leases of one slot.
 
 Acquires of one share are served in the order in which they came. Between shares, the one that holds least memory by its
 weight goes first, so that each gets its part of a full pool however many of another's wait, and for however long that
@@ -293,7 +293,7 @@ class Fleet:
             heapq.heapify(line)
 
     def match(self) -> Iterator[Ticket]:
-        """Give free room to those whose turn it is; each yielded ticket has its `seat`, and its room is reserved there."""
+        """Give free room to those whose turn it is; each yielded ticket has its `seat`, where its room is reserved."""
         if self._grown:
             yield from self._match_kept()
         yield from self._match_others()

@@ -144,7 +144,7 @@ class Keeper:
         self._state.replan()
 
     async def _drop_old_snapshots(self, link: ContainerLink) -> None:
-        """Drop this pool's old snapshots on a server that came back: it has ended the old leases, but keeps snapshots."""
+        """Drop this pool's old snapshots on a server that came back: it has ended its leases, but keeps snapshots."""
         left = self._left.get(link.container.id, set())
         for snapshot_id in list(left):
             await link.client.drop_snapshot(snapshot_id)
@@ -215,7 +215,7 @@ class Keeper:
         return max(busy, default=0)
 
     async def scale(self) -> None:
-        """Scale the backend as `plan` decides, until cancelled; a refusal is logged and retried with exponential back-off."""
+        """Scale the backend as `plan` decides, until cancelled; refusals are logged and retried with back-off."""
         backoff = Backoff(*REFUSED_S)
         while True:
             self._state.demand.clear()

@@ -111,7 +111,7 @@ class ContainerLink:
     # ------------------------------------------------------------------------------------------------------- life
 
     async def connect(self) -> None:
-        """Connect, retrying what is retryable, and check that the server isolates what the pool's configuration requires.
+        """Connect, with retries, and check that the server isolates what the pool's configuration requires.
 
         Raises:
             SandboxError: trying again would change nothing.

@@ -121,7 +121,7 @@ class SharedState:
         self.room.set()
 
     def wake(self, ticket: Ticket) -> None:
-        """An acquire waits no more: room is reserved for it, or the only container that could serve it takes no leases."""
+        """An acquire stops waiting: room is reserved for it, or its only possible container takes no leases."""
         future = self._waiters[ticket]
         if not future.done():
             future.set_result(None)

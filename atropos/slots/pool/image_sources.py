@@ -123,7 +123,7 @@ class LocalImage:
 
 
 def local_image(source: ImageSource, docker_host: str | None, turns: asyncio.Semaphore) -> LocalImage:
-    """The image of a local source: `oci-archive:`, `docker-archive:`, `oci:`, `docker-daemon:` or `dir:`, a root file system.
+    """The image of a local source: `oci-archive:`, `docker-archive:`, `oci:`, `docker-daemon:`, or `dir:` with a root.
 
     Blocking. The file of a root file system is made at once and kept: a later one would have another digest.
 

@@ -118,7 +118,7 @@ class SlotPool:
         await self.stop()
 
     async def start(self) -> None:
-        """Start the backend and wait for `min_containers`, or for one where the backend reports trouble with the others.
+        """Start the backend and wait for `min_containers`, or for one if the backend reports trouble with the others.
 
         Raises:
             ConfigError: a setting is wrong.

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def named_if_wrong(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, CoroutineType[Any, Any, T]]:
-    """A method that raises `ConfigError`, with the argument's name, where the operation that it builds takes no such value."""
+    """A method that raises `ConfigError`, with the argument's name, if its operation refuses an argument's value."""
 
     @wraps(method)
     async def checked(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -45,7 +45,7 @@ def _with_holes(file: BinaryIO, data: bytes) -> None:
 
 @contextlib.asynccontextmanager
 async def _whole(target: str | Path) -> AsyncGenerator[BinaryIO]:
-    """A local file to write, which takes its place at the end of the body; where that fails, nothing is changed there."""
+    """A local file to write, which replaces the old one at the end of the body; on failure nothing is changed."""
     partial = Path(f"{target}.{secrets.token_hex(4)}.part")
     try:
         with await asyncio.to_thread(open, partial, "wb") as file:

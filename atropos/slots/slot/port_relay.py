@@ -1,4 +1,4 @@
-"""Runs in a slot: TCP connections of its loopback as frames on stdin and stdout; `atropos.slots.slot.ports` is the other end.
+"""Runs in a slot: TCP connections of its loopback as frames on stdin and stdout; `slots.slot.ports` is the other end.
 
 A frame is a kind, the connection's number, the payload's length and the payload. `O` opens, `D` has data, `E` ends one
 direction, `C` ends both; `L` says that the port listens. `A` says how many more bytes of data its sender has passed on:

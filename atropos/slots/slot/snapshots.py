@@ -90,7 +90,7 @@ class Snapshot:
             link.seat.pin()
 
     def pin(self, room: Resources) -> Seat | None:
-        """The one container that a fork that takes `room` must go to; None: any, since the snapshot will be copied there.
+        """The only container for a fork that takes `room`; None: any, since the snapshot will be copied to it.
 
         Raises:
             SlotLost: it was dropped, or no container has it any more.

@@ -76,7 +76,7 @@ def _members(context: Context, copy: Copy, *, into_folder: bool) -> tuple[str, l
 
 
 def _with_parents(context: Context, copy: Copy) -> list[tuple[str, Path]]:
-    """What --parents copies: each source by its path in the context, or by the part of it behind `/./`, with the folders above."""
+    """What --parents copies: each source by its path in the context, or its part behind `/./`, with its parents."""
     members: dict[str, Path] = {}
     for source in copy.sources:
         start, cut, _ = source.partition("/./")

@@ -114,7 +114,7 @@ async def _as_root(slot: Slot, script: str, path: str) -> None:
 
 
 def _mode_above(step: Copy) -> int:
-    """The mode of folders that are made for a copy: with BuildKit that of --chmod in digits, too, but not one in words."""
+    """The mode of folders made for a copy: under BuildKit that of --chmod too, if in digits and not symbolic."""
     return step.mode if isinstance(step.mode, int) else 0o755
 
 

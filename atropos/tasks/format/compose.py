@@ -146,8 +146,8 @@ def _only_service(path: Path) -> tuple[str, object]:
     if len(services) > 1:
         names = ", ".join(sorted(map(str, services)))
         raise ConfigError(
-            f"{path}: several services ({names}) can't be honoured: a task is one slot, and slots have no network in common "
-            "on which services would find each other by name; start them all in one image, or leave the task out"
+            f"{path}: several services ({names}) can't be honoured: a task is one slot, and slots have no network in "
+            "common on which services would find each other by name; start them all in one image, or leave the task out"
         )
     [service] = services.items()
     return service

@@ -111,7 +111,7 @@ class Context:
                 ignored[name] = path
 
     def _kept(self, exclude: Sequence[str]) -> Callable[[Path, str], bool]:
-        """Whether a path is copied: the ignore file speaks of its name in the context, `exclude` of that in its source."""
+        """Whether a path is copied: the ignore file judges its name in the context, `exclude` that in its source."""
         ignored, excluded = PatternMatcher(list(self.ignored)), PatternMatcher(list(exclude))
         return lambda path, name: (
             not (ignored.matches(path.relative_to(self.folder).as_posix()) or excluded.matches(name))
@@ -119,7 +119,7 @@ class Context:
 
 
 def _refuse(error: OSError) -> None:
-    """Raise what would make a folder that is there look empty; one that is missing, or may not be read, counts as empty."""
+    """Raise what would make an existing folder look empty; a missing or forbidden one counts as empty."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
         raise error
 

@@ -271,7 +271,7 @@ class _Reader:
 
     @staticmethod
     def _is_program(instruction: DockerfileInstruction) -> bool:
-        """Whether a here-document, and nothing else, is a program of its own, as its first line says; not one that is indented."""
+        """Whether a line is a here-document alone, run by the program that its first line names; not if indented."""
         alone = len(instruction.heredocs) == 1 and parse_heredoc(instruction.args[0]) is not None
         return alone and instruction.heredocs[0].content.startswith("#!")
 

@@ -34,7 +34,8 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build) -
     conversation = (root if not config.steps else root / "steps" / config.steps[0].name) / "trajectory.json"
     if conversation.exists():
         raise ConfigError(
-            f"{conversation}: no agent is given an earlier conversation; tell it in the instruction, or leave the task out"
+            f"{conversation}: no agent is given an earlier conversation; tell it in the instruction, or leave the task "
+            "out"
         )
     if not config.steps:
         instruction = read_instruction(root / "instruction.md")

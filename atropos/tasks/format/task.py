@@ -112,7 +112,7 @@ class Task:
 
     @property
     def artifacts(self) -> tuple[Artifact, ...]:
-        """What a separate verifier gets: the paths that task.toml names; else, on a machine like the agent's, WORKDIR."""
+        """What a separate verifier gets: the paths in task.toml; else WORKDIR, if its machine is like the agent's."""
         named = (*self.config.artifacts, *(self.step.artifacts if self.step else ()))
         if not named and self.recipe.workdir != "/" and (self.verifier is None or not self.verifier.bundled):
             named = (Artifact(source=self.recipe.workdir),)
@@ -194,7 +194,7 @@ class Task:
 
 
 def first_recipe(make: Make, wants: EnvironmentSection) -> tuple[Recipe, str | None]:
-    """A recipe before any image is pulled, by the Dockerfile; where that can't be built but an image is named: the image's, and why.
+    """A recipe before any image is pulled, by the Dockerfile; or, if that can't be built, the named image's, and why.
 
     Raises:
         ConfigError: it can't be built, and no image is named.

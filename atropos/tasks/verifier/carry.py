@@ -87,7 +87,7 @@ async def _read(slot: Slot, read: Callable[[], Awaitable[bytes]]) -> bytes:
 
 
 def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> bytes:
-    """The same archive without what leads out of the folder it is unpacked in: absolute names, `..`, ways through links.
+    """The archive without what leads out of its folder: absolute names, `..`, paths through links.
 
     The archive comes from a slot that the agent owned: it may hold anything, a link to the expected answers among it.
     Links that stay are those within the folder, and to programs and libraries of the verifier's own machine.
@@ -134,7 +134,7 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
 
 
 def _excluded(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a pattern matches a name or a folder above it, from any of its parts on: in one pass, however deep it is."""
+    """Whether a pattern matches a name or a parent of it, from any of its parts: in one pass, at any depth."""
     found: list[str] = []
     for pattern in (pattern.removeprefix("./").rstrip("/") for pattern in patterns):
         rest = pattern.lstrip("*")  # a star matches all that is before, slashes too
@@ -148,7 +148,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _stays(name: str, target: str, folder: str, links: set[str]) -> bool:
-    """Whether a link ends inside its folder or in a place of programs, if the links that it passes, which only it descends from, do."""
+    """Whether a link stays in its folder or leads to programs, if the links that it passes do: no `..` after one."""
     at = posixpath.dirname(name)
     if target.startswith("/"):
         below = posixpath.normpath(target)
@@ -177,7 +177,7 @@ def _note(links: _Links, name: str) -> None:
 
 
 def _passes(links: _Links, parts: Sequence[str]) -> bool:
-    """Whether these parts name a link, or something on the way through one: a look-up for each part, however deep it is."""
+    """Whether these parts name a link, or something on the way through one: a look-up for each part, at any depth."""
     for part in parts:
         if part not in links:
             return False

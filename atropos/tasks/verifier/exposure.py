@@ -15,11 +15,15 @@ _START = r"(?:^|[;&|(]|\b(?:then|do|else|exec|time|timeout \S+))\s*"
 _BEFORE = " \t\n;&|("
 _INTERPRETER = r"\b(?:python[\d.]*|node|deno run|bun|ruby|perl|php|java|Rscript|lua|bash|sh|source)\s+(?:-[\w=-]+\s+)*"
 _BUILDS = (
-    r"(?:make|npm (?:test|run|start|ci|install)|npx|yarn|pnpm|cargo (?:test|run|build|bench)|go (?:test|run|build)|mvn|gradle|"
-    r"dotnet (?:test|run|build)|cmake|bundle exec|python[\d.]* -m (?:pytest|unittest)|pytest(?![^\n]*/tests))(?![\w/-])"
+    r"(?:make|npm (?:test|run|start|ci|install)|npx|yarn|pnpm|cargo (?:test|run|build|bench)|go (?:test|run|build)|mvn|"
+    r"gradle|dotnet (?:test|run|build)|cmake|bundle exec|python[\d.]* -m (?:pytest|unittest)|pytest(?![^\n]*/tests))"
+    r"(?![\w/-])"
 )
 _UNPICKLES = r"\b(?:pickle|dill|cloudpickle|joblib|torch|marshal)\.loads?\(|\ballow_pickle\s*=\s*True"
-_CALLS = r"\b(?:subprocess\.\w+|os\.(?:system|popen|exec\w+|spawn\w+)|Popen|check_output|check_call|execSync|spawnSync|spawn)\(\s*[\[(]?"
+_CALLS = (
+    r"\b(?:subprocess\.\w+|os\.(?:system|popen|exec\w+|spawn\w+)|Popen|check_output|check_call|execSync|spawnSync|spawn)"
+    r"\(\s*[\[(]?"
+)
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,12 @@ def exposure(task: Task) -> Exposure | None:
 
 
 def _pattern(workdir: str) -> re.Pattern[str]:
-    """What runs something in a folder: a program there or a relative one, an interpreter on a file, a build, an import."""
+    """What runs code of a folder: a program there, a relative one, an interpreter on a file, a build, an import."""
     inside = rf"{re.escape(workdir)}/[\w./*-]+"
     program = rf"(?:{inside}|\./[\w./-]+)"
     return re.compile(
         rf"{_START}{program}|{_INTERPRETER}(?:{inside}|(?![/-])[\w./-]+\.\w+)|{_START}{_BUILDS}|"
-        rf"{_UNPICKLES}|{_CALLS}\s*[^\n]*?(?:{inside}|[\"']\./)|sys\.path\.(?:insert|append)\([^\n]*{re.escape(workdir)}(?![\w-])",
+        rf"{_UNPICKLES}|{_CALLS}\s*[^\n]*?(?:{inside}|[\"']\./)|"
+        rf"sys\.path\.(?:insert|append)\([^\n]*{re.escape(workdir)}(?![\w-])",
         re.MULTILINE,
     )

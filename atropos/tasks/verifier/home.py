@@ -1,4 +1,4 @@
-"""A verifier's home and programs that stay as the image has them, though they lie in folders that the agent wrote in."""
+"""A verifier's home and programs that stay as the image has them, in folders that the agent wrote in."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ async def _run_tests(slot: Slot, task: Task, found: Surroundings) -> tuple[ExecR
 
 
 async def _make_room(slot: Slot, task: Task) -> tuple[int, float, bool]:
-    """Make the tests' folder and that of their reward anew: `_state`, and whether the machine's image has the tests already."""
+    """Recreate the tests' folder and the reward's. Returns `_state`, and whether the image already has the tests."""
     # links and files where folders belong would send the tests, or the reward, to a place of the agent's choice
     plain = "for d in /logs /tmp; do if [ -L $d ] || [ ! -d $d ]; then rm -f $d && mkdir -m 1777 $d; fi; done"
     held = task.bundled and not await is_missing(slot, f"/tests/{task.test_script}")
@@ -95,12 +95,13 @@ async def _watch_company(slot: Slot, task: Task) -> None:
     done = await exec_plain(slot, f"{script}; sleep {WATCHED_S}; cat /logs/verifier/*")
     if done.output.split() != ["0"]:
         raise VerifierFailed(
-            f"{task.name}: a process that its tests did not start writes to /logs/verifier: {done.output[-300:].strip()}"
+            f"{task.name}: a process that its tests did not start writes to /logs/verifier: "
+            f"{done.output[-300:].strip()}"
         )
 
 
 def _state(printed: ExecResult) -> tuple[int, float]:
-    """Of `_STATE`: hundredths of a second since the machine's start, and seconds that all which has ended computed for."""
+    """Of `_STATE`: hundredths of a second since the machine's start, and CPU seconds of all ended processes."""
     words = printed.output.rstrip().rpartition("\n")[2].split()
     try:
         return int(float(words[0]) * 100), sum(map(int, words[-37:-35])) / 100  # cutime and cstime, 16 and 17 of 52

@@ -1,4 +1,4 @@
-"""Verifier layers: programs and caches that tests would download, laid over the machine where they run; no agent sees them."""
+"""Verifier layers: programs and caches that tests would download, mounted where they run; no agent sees them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class VerifierLayers:
 
 
 def _write_layer(archive: IO[bytes], to: Path) -> None:
-    """Write the files and links of an archive, and only folders that hold some: an empty one would change an existing folder."""
+    """Write the files and links of an archive, and no empty folders, which would change existing ones."""
     with tarfile.open(fileobj=archive, mode="r:", tarinfo=WholeTar) as source:
         full = {parent for member in source if not member.isdir() for parent in _parents(member.name)}
         with tarfile.open(to, "w", format=tarfile.PAX_FORMAT) as target:

@@ -16,10 +16,12 @@ from atropos.tasks.verifier.texts import solution_texts
 
 Mode = Literal["view", "shared", "separate"]
 _MACHINE = re.compile(
-    r"\b(?:apt-get|apt|apk|dnf|yum|zypper|pip[\d.]*|npm|gem|conda|mamba|uv pip|cargo)\s+(?:-\S+\s+){,20}(?:install|add|i)\b"
-    r"|\b(?:make|go|pipx|luarocks|R CMD|uv tool|dotnet tool)\s+(?:-\S+\s+){,20}(?:install|INSTALL)\b|\b(?:pacman\s+-S|dpkg\s+-i|cpanm?\s)"
-    r"|\b(?:useradd|adduser|groupadd|usermod|userdel|chpasswd|chsh|visudo|systemctl|update-rc\.d|update-alternatives|ldconfig|crontab|locale-gen"
-    r"|dpkg-reconfigure|update-ca-certificates|hostnamectl|timedatectl|sysctl|a2en(?:mod|site)|ssh-keygen)\b"
+    r"\b(?:apt-get|apt|apk|dnf|yum|zypper|pip[\d.]*|npm|gem|conda|mamba|uv pip|cargo)\s+(?:-\S+\s+){,20}"
+    r"(?:install|add|i)\b"
+    r"|\b(?:make|go|pipx|luarocks|R CMD|uv tool|dotnet tool)\s+(?:-\S+\s+){,20}(?:install|INSTALL)\b"
+    r"|\b(?:pacman\s+-S|dpkg\s+-i|cpanm?\s)"
+    r"|\b(?:useradd|adduser|groupadd|usermod|userdel|chpasswd|chsh|visudo|systemctl|update-rc\.d|update-alternatives"
+    r"|ldconfig|crontab|locale-gen|dpkg-reconfigure|update-ca-certificates|hostnamectl|timedatectl|sysctl|a2en(?:mod|site)|ssh-keygen)\b"
     r"|(?:^|[;&|]|\bsudo)\s*service\s+[\w.@-]+\s+(?:re)?start\b"
     r"|\bgit\s+config\s+(?:-\S+\s+)*--(?:global|system)\b|\b(?:npm|pip|yarn)\s+config\s+set\b"
     r"|(?<![\w.$}/-])(?:/(?:etc|usr|var|opt|root|home|tmp|run|bin|sbin|lib\w*|media)/[\w.-]+[\w./-]*|~/|\$\{?HOME\b"

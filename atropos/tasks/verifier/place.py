@@ -100,13 +100,13 @@ async def _disarm(slot: Slot, found: Surroundings) -> None:
 
 
 def _read(task: Task, folders: Sequence[str]) -> tuple[list[str], bool, Wishes]:
-    """Of a task's texts: the folders that they name, whether its tests rename across these folders, and what is wanted."""
+    """Of a task's texts: the folders that they name, whether its tests rename across them, and what is wanted."""
     texts = read_texts(task)
     return named_folders(texts.whole), renames_across(texts.tests, folders), Wishes.of(texts)
 
 
 async def _home_within(slot: Slot, task: Task, folders: Sequence[str]) -> str | None:
-    """The home of a view's programs, if it is in folders that the view shows: by the agent's word, who gains nothing by a lie."""
+    """The home of a view's programs, if the view shows it: by the agent's word, who gains nothing by a lie."""
     try:
         home = home_of(await profile_of(slot, task, task.verifier_settings))
     except TaskBroken:

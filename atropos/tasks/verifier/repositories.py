@@ -18,17 +18,23 @@ _HOOKS = r"core\.hookspath"
 _PROGRAMS = {
     _HOOKS: r"\bhooks?\b",
     r"core\.fsmonitor": r"fsmonitor",
-    r"core\.(editor|pager)|sequence\.editor|pager\..*|interactive\.difffilter": r"\bcore\.(editor|pager)|sequence\.editor",
+    r"core\.(editor|pager)|sequence\.editor|pager\..*|interactive\.difffilter": (
+        r"\bcore\.(editor|pager)|sequence\.editor"
+    ),
     r"core\.(sshcommand|gitproxy|askpass|alternaterefscommand)|protocol\..*": r"sshcommand|gitproxy|askpass|protocol\.",
     r"remote\..*\.(uploadpack|receivepack|vcs)|uploadpack\..*hook": r"uploadpack|receivepack",
     r"diff\.external|diff\..*\.(command|textconv)|(difftool|mergetool)\..*": r"\b(diff|difftool|mergetool)\.|textconv",
     r"merge\..*\.driver": r"\bmerge[.=]",
     r"filter\..*": r"\bfilter[.=]|\blfs\b",
-    r"(user|commit|tag|gpg|log)\.(.*\.)?(program|gpgsign|showsignature|defaultkeycommand)": r"\bgpg|\bsign(ed|ing|ature)\b",
+    r"(user|commit|tag|gpg|log)\.(.*\.)?(program|gpgsign|showsignature|defaultkeycommand)": (
+        r"\bgpg|\bsign(ed|ing|ature)\b"
+    ),
     r"credential\..*": r"credential",
     r"include(if\..*)?\.path": r"\bincludeif\b|include\.path",
     r"submodule\..*\.update": r"submodule\.\S*update",
-    r"(tar|trailer|browser|man|sendemail|gc|imap)\..*(command|cmd|path|hook|tunnel)": r"\b(tar|trailer|browser|man|sendemail|gc)\.\w",
+    r"(tar|trailer|browser|man|sendemail|gc|imap)\..*(command|cmd|path|hook|tunnel)": (
+        r"\b(tar|trailer|browser|man|sendemail|gc)\.\w"
+    ),
 }
 """Settings by which git runs programs or reads further settings, and what shows that a task is about these."""
 _TAKE_OUT = r"""

@@ -104,8 +104,8 @@ async def _written(slot: Slot, task: Task, result: ExecResult) -> tuple[float, d
         beside = await _read(slot, task, REWARD_TEXT, _number)
     if beside is not None and abs(beside - reward) > ROUNDED:
         raise VerifierFailed(
-            f"{task.name}: {REWARD_JSON} says {reward:g} and {REWARD_TEXT} {beside:g}; a verifier writes one of them, or the "
-            "same to both"
+            f"{task.name}: {REWARD_JSON} says {reward:g} and {REWARD_TEXT} {beside:g}; a verifier writes one of them, "
+            "or the same to both"
         )
     return reward, named
 
@@ -128,8 +128,8 @@ def _summary(task: Task, result: ExecResult) -> tuple[float, dict[str, float]]:
     """terminal-bench 1: every test in pytest's short summary passed, was skipped or failed as expected."""
     if result.truncated:
         raise VerifierFailed(
-            f"{task.name}: {task.test_script} printed so much that {result.dropped_bytes} bytes in its middle were dropped, "
-            "failed tests perhaps among them; let it print less"
+            f"{task.name}: {task.test_script} printed so much that {result.dropped_bytes} bytes in its middle were "
+            "dropped, failed tests perhaps among them; let it print less"
         )
     summary = _SUMMARY.search(_COLOUR.sub("", result.output))
     outcomes = _OUTCOME.findall(summary[1]) if summary else []

@@ -1,4 +1,4 @@
-"""Ends the processes that an agent left running before its work is judged, except servers; and those that its tests left.
+"""Ends what an agent left running before its work is judged, except servers; and what its tests left.
 
 A task may ask for a server, and its tests then talk to it. So by default processes that listen on a socket stay, with
 their children and the shell of the terminal that they run on; everything else ends. A hostile agent can listen as well:
@@ -119,7 +119,7 @@ async def end_processes(slot: Slot, task: Task, keep: Keep) -> bool:
 
 
 async def end_tests(slot: Slot, task: Task, since: int | None) -> None:
-    """End the tests and what they left: all that started later than `since`, except by what was there; None: everything.
+    """End the tests and what they left: all that started after `since`, except by older processes; None: everything.
 
     Args:
         slot: where they ran.

@@ -1,4 +1,4 @@
-"""What a task's tests start with where the agent's work lies beside them: variables and a home by which none of it is run.
+"""What a task's tests start with beside the agent's work: variables and a home by which none of it is run.
 
 An image's variables may lead into folders that the agent wrote in. Programs look there for other programs, libraries,
 modules and settings: so the tests search the agent's folders last, and don't get variables that name one of its files.
@@ -30,11 +30,12 @@ LIBRARIES = (
 _SEARCHED = {"PATH": PATH, "LD_LIBRARY_PATH": LIBRARIES, "PYTHONPATH": "", "CLASSPATH": "", "NODE_PATH": ""}
 """Lists of folders in which the agent's can be the last; and what comes before these anyway."""
 _LOADS = re.compile(
-    r"(?:LD|DYLD|PYTHON|PYTEST|PIP|UV|NODE|NPM|npm|YARN|PNPM|PERL|RUBY|GEM|BUNDLE|JAVA|_JAVA|JDK|MAVEN|GRADLE|CARGO|RUST|GIT"
-    r"|XDG|LUA|R|JULIA|PHP|DOTNET|OPENSSL|SSL|GCONV|GCC|CMAKE|PKG_CONFIG|VIRTUAL|CONDA|CURL|ERL|OCAML|GHC|GUILE|PG|MYSQL|LESS)"
-    r"[A-Z\d]*(?:_\w*)?"
-    r"|BASH_ENV|ENV|SHELL|GO(?:BIN|FLAGS|ENV|ROOT)|LOCPATH|MAKEFILES|MAKEFLAGS|C(?:PLUS)?_INCLUDE_PATH|CPATH|LIBRARY_PATH"
-    r"|CC|CXX|AR|TMPDIR|TMP|TEMP|ZDOTDIR|WGETRC|INPUTRC|PSQLRC|EDITOR|PAGER|TERMINFO|GNUPGHOME|ACLOCAL_PATH|TCLLIBPATH|HOME"
+    r"(?:LD|DYLD|PYTHON|PYTEST|PIP|UV|NODE|NPM|npm|YARN|PNPM|PERL|RUBY|GEM|BUNDLE|JAVA|_JAVA|JDK|MAVEN|GRADLE|CARGO|RUST"
+    r"|GIT|XDG|LUA|R|JULIA|PHP|DOTNET|OPENSSL|SSL|GCONV|GCC|CMAKE|PKG_CONFIG|VIRTUAL|CONDA|CURL|ERL|OCAML|GHC|GUILE|PG"
+    r"|MYSQL|LESS)[A-Z\d]*(?:_\w*)?"
+    r"|BASH_ENV|ENV|SHELL|GO(?:BIN|FLAGS|ENV|ROOT)|LOCPATH|MAKEFILES|MAKEFLAGS|C(?:PLUS)?_INCLUDE_PATH|CPATH"
+    r"|LIBRARY_PATH|CC|CXX|AR|TMPDIR|TMP|TEMP|ZDOTDIR|WGETRC|INPUTRC|PSQLRC|EDITOR|PAGER|TERMINFO|GNUPGHOME|ACLOCAL_PATH"
+    r"|TCLLIBPATH|HOME"
 )
 """Variables by which programs find code and settings, beside those lists."""
 _SYSTEM = ("/usr/", "/bin", "/sbin", "/lib")
@@ -77,7 +78,7 @@ class Wishes:
 
 
 def _modules(text: str) -> list[str]:
-    """Names of Python files and folders in a text; of Python's own modules, where the text can't mean `json/yaml` as a choice."""
+    """Names of Python files and folders in a text; standard modules only if it can't mean a choice, as `json/yaml`."""
     named = set(_MODULE.findall(text)) - sys.stdlib_module_names
     own = {name for names in _OWN_MODULE.findall(text) for name in names} & sys.stdlib_module_names
     return sorted(name for name in named | own if name.isidentifier())[:MAX_MODULES]
@@ -207,7 +208,8 @@ def notes(task: Task) -> list[str]:
         name for name, value in image_variables(task).items() if task.recipe.workdir != "/" and found.leads(name, value)
     ]
     return [
-        f"{name} of the image leads into the agent's folders: tests search these last, or don't get it; [verifier.env] sets it"
+        f"{name} of the image leads into the agent's folders: tests search these last, or don't get it; [verifier.env] "
+        "sets it"
         for name in sorted(names)
     ]
 

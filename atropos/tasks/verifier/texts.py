@@ -12,7 +12,8 @@ from atropos.tasks.format.task import Task
 MAX_BYTES = 1 << 20
 """Most that is read of one file."""
 _RENAMES = re.compile(
-    r"\b(?:os\.(?:renames?|replace|link)|fs\.(?:rename|link)(?:Sync)?|File\.(?:rename|link)|Path\([^()\n]*\)\.(?:rename|replace|hardlink_to))"
+    r"\b(?:os\.(?:renames?|replace|link)|fs\.(?:rename|link)(?:Sync)?|File\.(?:rename|link)"
+    r"|Path\([^()\n]*\)\.(?:rename|replace|hardlink_to))"
     r"\s*\([^\n]*|(?:^|[;&|]\s*)\s*(?:ln|link)\s+(?!-\w*s)[^\n;&|]*",
     re.MULTILINE,
 )

@@ -1,4 +1,4 @@
-"""What looks like a tool call in any format: what a turn that its own format finds no call in may still have meant as one."""
+"""What looks like a tool call in any format, in a turn in which its own format finds none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHAPES = re.compile(
     r"|^```tool_(?:call|code)s?\b"  # Gemma
     r"|^Action:[ \t]*[\w.-]+[ \t]*\n[ \t]*Action Input:"  # ReAct
     r"|\{\s*\"(?:name|tool|tool_name|function)\"\s*:\s*\"[^\"\s]{1,64}\"\s*,\s*"
-    r"\"(?:arguments|parameters|args|tool_input)\"\s*:(?!\s*\{\s*\"type\"\s*:\s*\"object\")",  # JSON; not a tool's schema
+    r"\"(?:arguments|parameters|args|tool_input)\"\s*:(?!\s*\{\s*\"type\"\s*:\s*\"object\")",  # JSON, no schema
     re.MULTILINE | re.IGNORECASE,
 )
 _LIST = re.compile(r"^[ \t]*\[\s*[A-Za-z_][\w.-]*\((?:\s*[A-Za-z_]\w*\s*=(?!=)|\s*\)\s*\]\s*\Z)", re.MULTILINE)

@@ -293,7 +293,8 @@ def near_miss(lines: list[str], wanted: list[str]) -> str:
     squeezed = [" ".join(one.split()) for one in lines]
     target = [" ".join(one.split()) for one in wanted]
     for at in _places(squeezed, target):
-        return f"lines {at + 1} to {at + len(wanted)} differ in white space only; the file has:\n{_show(lines, at, len(wanted))}"
+        shown = _show(lines, at, len(wanted))
+        return f"lines {at + 1} to {at + len(wanted)} differ in white space only; the file has:\n{shown}"
     at, ratio = _closest(squeezed[:MAX_COMPARED], target)
     if ratio < _NEAR:
         return "the file has nothing similar; read it again, it may have changed"

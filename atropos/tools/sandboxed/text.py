@@ -40,7 +40,8 @@ def shown(data: bytes) -> str:
     """Output as text; of long binary data only the start, with a note."""
     if is_binary(data) and len(data) > _BINARY_SHOWN:
         start = _CONTROL.sub(".", decode(data[:_BINARY_SHOWN]))
-        return f"[binary output, {len(data):,} bytes; it starts with:]\n{start}\n[… pipe it through xxd or file to see more]"
+        size = f"{len(data):,} bytes"
+        return f"[binary output, {size}; it starts with:]\n{start}\n[… pipe it through xxd or file to see more]"
     return decode(data)
 
 

@@ -81,7 +81,7 @@ class ExecuteAnswer(ApiMessage):
 
 
 class ExecuteRefusal(ApiMessage):
-    """A line of `POST /batch` for a call that was not run, or whose outcome is unknown: an error answer of `/execute`."""
+    """A line of `POST /batch` for a call that was not run, or has an unknown outcome: an error of `/execute`."""
 
     kind: Literal["refusal"] = "refusal"
     call_id: str

@@ -1,4 +1,4 @@
-"""What a container's runtime adds to an image: the names of this machine in /etc, as far as the image says nothing of them.
+"""What a container's runtime adds to an image: this machine's names in /etc, unless the image has its own.
 
 They are a layer of their own above the image's: nothing is written when a slot starts, and no snapshot or built image
 holds them.

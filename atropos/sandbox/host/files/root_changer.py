@@ -1,4 +1,4 @@
-"""Changes the root of a running slot, and mounts in it, from a server thread that enters the slot's mount namespace and returns."""
+"""Changes the root of a running slot, and mounts in it: a server thread enters its mount namespace and returns."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class RootChanger:
 
 
 def _prepare_thread() -> None:
-    """Give the thread a root of its own, and have what it makes belong to the root of slots: theirs hold no other owner."""
+    """Give the thread a root of its own, and make its files belong to the slots' root: theirs hold no other owner."""
     syscalls.unshare(syscalls.CLONE_FS)
     syscalls.own_files_as_root()
 

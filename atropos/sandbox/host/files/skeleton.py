@@ -27,11 +27,12 @@ _FOLDERS = (  # noqa: SIM905
 ).split()
 _TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _COPIED = (  # noqa: SIM905
-    "adduser.conf alternatives bash.bashrc ca-certificates ca-certificates.conf debian_version default/useradd deluser.conf fonts gai.conf "
-    "host.conf inputrc java-17-openjdk java-21-openjdk ld.so.cache ld.so.conf ld.so.conf.d ld.so.hwcap locale.alias localtime "
-    "login.defs magic magic.mime mailcap manpath.config mime.types mke2fs.conf mysql networks os-release pam.conf pam.d perl profile profile.d "
-    "protocols python2.7 python3 python3.9 python3.10 python3.11 python3.12 python3.13 python3.14 R rpc screenrc security services "
-    "shells skel ssl terminfo timezone vim wgetrc xattr.conf"
+    "adduser.conf alternatives bash.bashrc ca-certificates ca-certificates.conf debian_version default/useradd "
+    "deluser.conf fonts gai.conf host.conf inputrc java-17-openjdk java-21-openjdk ld.so.cache ld.so.conf ld.so.conf.d "
+    "ld.so.hwcap locale.alias localtime login.defs magic magic.mime mailcap manpath.config mime.types mke2fs.conf "
+    "mysql networks os-release pam.conf pam.d perl profile profile.d protocols python2.7 python3 python3.9 python3.10 "
+    "python3.11 python3.12 python3.13 python3.14 R rpc screenrc security services shells skel ssl terminfo timezone "
+    "vim wgetrc xattr.conf"
 ).split()
 """What the skeleton has of the host's /etc."""
 _PROGRAMS = (
@@ -57,8 +58,8 @@ _ACCOUNTS = [
     "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin",
 ]
 _GROUPS = (  # noqa: SIM905
-    "root:0 daemon:1 bin:2 sys:3 adm:4 tty:5 disk:6 man:12 mail:8 kmem:15 dialout:20 sudo:27 www-data:33 shadow:42 utmp:43 "
-    "staff:50 users:100 nogroup:65534"
+    "root:0 daemon:1 bin:2 sys:3 adm:4 tty:5 disk:6 man:12 mail:8 kmem:15 dialout:20 sudo:27 www-data:33 shadow:42 "
+    "utmp:43 staff:50 users:100 nogroup:65534"
 ).split()
 _FILES = {
     **added.FILES,
@@ -92,7 +93,7 @@ class Base:
 
 
 def root_of(layers: Sequence[str]) -> dict[str, str]:
-    """HOME and SHELL of an image's root, by its layers, topmost first: as Docker has them, and no bash that isn't there."""
+    """HOME and SHELL of an image's root, by its layers, topmost first: Docker's, and bash only where it is there."""
     has_bash = any(_has(layer, path) for layer in layers for path in ("bin/bash", "usr/bin/bash"))
     home = next((home for layer in layers if (home := _home(layer)) is not None), "/")
     return {"HOME": home, "SHELL": "/bin/bash" if has_bash else "/bin/sh"}
@@ -172,7 +173,7 @@ def _etc(etc: Path) -> None:
 
 
 def _copy(source: str, target: str) -> None:
-    """Copy those parts of a file or folder of the host that all users may read; links stay links, private keys are left out."""
+    """Copy what all users may read of a file or folder of the host; links stay links, private keys are left out."""
     with contextlib.suppress(OSError):
         found = os.lstat(source)
         if stat.S_ISLNK(found.st_mode):

@@ -1,4 +1,4 @@
-"""The /sys of slots: a few folders and files of ours, with the kernel's own about CPUs and memory nodes mounted in them.
+"""The /sys of slots: a few folders and files of ours, with the kernel's about CPUs and memory nodes mounted in them.
 
 A slot's own cgroups are mounted at /sys/fs/cgroup, so that programs size themselves by its limits: the JVM and Node
 choose their heaps by them. On cgroup v1, where each controller has a folder there, the names of cgroup v2 lead to the

@@ -1,4 +1,4 @@
-"""Folders in the layers of a slot's root, which its programs may replace at any time: copied and hidden, through no link."""
+"""Folders in a slot's layers, which its programs may change at any time: copied and hidden, following no link."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def below(folder: LayerFolder, entry: os.DirEntry[str]) -> LayerFolder:
 
 
 def copy_folders(source: int, copy: int, most: int, left_out: frozenset[str] = frozenset()) -> int:
-    """Copy a folder with its subfolders, the files as hard links; how many names that are: above `most` it is not whole.
+    """Copy a folder and its subfolders, with files as hard links. Returns how many; above `most`, the copy is partial.
 
     The slot's programs may replace any part of the source meanwhile, but nothing in the copy.
     """

@@ -55,7 +55,7 @@ class Links:
         self._tops.append((folder, top))
 
     def unfit(self) -> set[str]:
-        """Take away the links that may not be followed, once all folders are in the root; folders that have too many."""
+        """Remove the links that may not be followed, once all folders are in the root; and folders with too many."""
         too_many: set[str] = set()
         room = min(MAX_REMOVED, os.statvfs(self._volume.data).f_favail // 2)
         root = os.open(self._volume.next_root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

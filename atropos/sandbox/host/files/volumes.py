@@ -143,7 +143,7 @@ class Volume:
         return held
 
     def discard(self) -> None:
-        """Undo what was made of a volume that can't be finished; needs no descriptor, of which there may be none left."""
+        """Undo what was made of a volume that can't be finished; needs no descriptor, as there may be none."""
         with contextlib.suppress(OSError):
             if self.mounts:
                 syscalls.umount(self.folder)

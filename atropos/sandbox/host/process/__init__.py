@@ -1,1 +1,1 @@
-"""The processes of a slot: bubblewrap's arguments, the seccomp filter, the private Python, and the spawner that they are forked from."""
+"""The processes of a slot: bubblewrap's arguments, the seccomp filter, the private Python and the spawner."""

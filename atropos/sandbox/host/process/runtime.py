@@ -77,7 +77,7 @@ def build(folder: str) -> None:
 
 
 def _copy_modules(python: str, stdlib: Path) -> list[str]:
-    """Modules as bytecode without source; returns the shared libraries that they and the interpreter were seen to load."""
+    """Modules as bytecode without source; returns the shared libraries that they and the interpreter load."""
     code = _LIST.format(required=_MODULES)
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code], capture_output=True, check=False, stdin=subprocess.DEVNULL

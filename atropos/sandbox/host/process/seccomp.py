@@ -27,16 +27,16 @@ ABSENT = (  # noqa: SIM905
     # its flags lie in memory, where no filter sees them, and the C library then uses clone
     "clone3 "
     # keys of the host's user; memory that others handle; rings and counters of the kernel
-    "keyctl add_key request_key userfaultfd io_uring_setup io_uring_enter io_uring_register io_setup io_submit io_destroy "
-    "io_cancel io_getevents io_pgetevents bpf perf_event_open kcmp pidfd_getfd fanotify_init fanotify_mark "
+    "keyctl add_key request_key userfaultfd io_uring_setup io_uring_enter io_uring_register io_setup io_submit "
+    "io_destroy io_cancel io_getevents io_pgetevents bpf perf_event_open kcmp pidfd_getfd fanotify_init fanotify_mark "
     "name_to_handle_at open_by_handle_at memfd_secret modify_ldt process_madvise "
     # the newer ways to mount; placement in memory; security modules; quotas
     "fsopen fsconfig fsmount fspick move_mount open_tree open_tree_attr mount_setattr listmount statmount "
     "mbind set_mempolicy get_mempolicy set_mempolicy_home_node move_pages migrate_pages "
     "lsm_get_self_attr lsm_set_self_attr lsm_list_modules quotactl quotactl_fd "
     # of the machine's own, what a kernel can be built without, and what Linux has given up
-    "kexec_load kexec_file_load create_module query_module get_kernel_syms nfsservctl uselib lookup_dcookie sysfs ustat "
-    "_sysctl afs_syscall tuxcall security getpmsg putpmsg vserver"
+    "kexec_load kexec_file_load create_module query_module get_kernel_syms nfsservctl uselib lookup_dcookie sysfs "
+    "ustat _sysctl afs_syscall tuxcall security getpmsg putpmsg vserver"
 ).split()
 """Answered with ENOSYS, as by a kernel that was built without them: programs then take another way, or say so."""
 LAST_CALL = 456
@@ -80,8 +80,8 @@ def _binding() -> Any:
             import seccomp as pyseccomp  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise IsolationUnavailable(
-                "libseccomp or its Python binding is missing: apt-get install libseccomp2, and pip install pyseccomp (or "
-                "apt-get install python3-seccomp)"
+                "libseccomp or its Python binding is missing: apt-get install libseccomp2, and pip install pyseccomp "
+                "(or apt-get install python3-seccomp)"
             ) from error
     return pyseccomp
 

@@ -90,7 +90,7 @@ def user_row(wanted: str) -> tuple[str, int, int, str]:
 
 
 def group_ids(member: str, group: str, gid: int) -> tuple[int, set[int]]:
-    """The number of the group that is named, alone; where none is, `gid` and the numbers of those that have this member."""
+    """The gid of the named group, alone; without a name, `gid` and those of the groups that have this member."""
     groups: set[int] = set()
     for row in table("/etc/group"):
         if len(row) >= 4 and is_id(row[2]):

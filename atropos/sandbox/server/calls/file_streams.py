@@ -79,7 +79,7 @@ class FileStream:
         if self._idle_side == "client":
             return SandboxError(f"the stream of {path} broke off: no byte of it came for {IDLE_S:g} s")
         if self._idle_side == "slot":
-            why = f"the process in the slot that has the file moved no byte of it for {IDLE_S:g} s (did a program stop it?)"
+            why = f"the slot's process that has the file moved no byte of it for {IDLE_S:g} s (did a program stop it?)"
             return OpError(error="timeout", message=why, limit="time")
         return error
 

@@ -57,7 +57,7 @@ class JournalEntry:
 
 @dataclass(slots=True)
 class _Log:
-    """The calls of one lease: the finished ones in the order they finished, and the ids without an answer (True: dropped)."""
+    """The calls of one lease: the finished ones in order of completion, and open ids (True: dropped)."""
 
     bytes: int = 0
     done: dict[str, JournalEntry] = field(default_factory=dict[str, JournalEntry])

@@ -82,7 +82,7 @@ class Stream:
         self.heard_at = core.state.now()
         self.paused = False
 
-    # ------------------------------------------------------------------------------------------- what others call: see `Connection`
+    # ------------------------------------------------------------------------------ what others call: see `Connection`
 
     def push(self, entry: JournalEntry) -> None:
         """Send the answer of a finished call."""

@@ -21,7 +21,7 @@ class Layers:
         self._store = state.snapshots
 
     def reserve(self, snapshot_id: str, below: Sequence[Layer]) -> None:
-        """As `SnapshotStore.reserve`; at its bounds, snapshots of dead clients are dropped first, the oldest before others.
+        """As `SnapshotStore.reserve`; at its bounds, snapshots of dead clients are dropped first, oldest first.
 
         Raises:
             NotSupported, PoolFull: as there.

@@ -78,7 +78,7 @@ class SnapshotStore:
         return ""
 
     def reserve(self, snapshot_id: str, below: Sequence[Layer]) -> None:
-        """Check that one more snapshot on `below` may be taken, before anything is frozen; `commit` or `abandon` ends it.
+        """Check that one more snapshot on `below` may be taken, before anything is frozen; then `commit` or `abandon`.
 
         Raises:
             NotSupported: the stack would be too deep, or another snapshot of this id is under way.

@@ -112,7 +112,8 @@ class DockerBackend(Backend):
         """Keeps the containers in line with the target."""
 
     def __repr__(self) -> str:
-        return f"DockerBackend({self._pool}: {len(self._live())} of {self._target} containers; {self.trouble() or 'no trouble'})"
+        trouble = self.trouble() or "no trouble"
+        return f"DockerBackend({self._pool}: {len(self._live())} of {self._target} containers; {trouble})"
 
     # ------------------------------------------------------------------------------------------------------ contract
 
@@ -340,7 +341,7 @@ class DockerBackend(Backend):
         member.busy = False
 
     async def _find_image(self) -> None:
-        """The image was removed from the engine, which can happen while the pool has no container: use what it names now."""
+        """The image was removed from the engine, as may happen while no container runs: use what its name means now."""
         try:
             self._image_id = await self._calls.run(lambda: self._engine.image_id(self._spec.image))
         except (BackendUnavailable, ConfigError) as error:
@@ -409,7 +410,7 @@ class DockerBackend(Backend):
         except BackendUnavailable as error:
             self._unremoved[name] = str(error)
 
-    # ------------------------------------------------------------------------------------- containers of other processes
+    # ------------------------------------------------------------------------------------ containers of other processes
 
     async def _adopt_or_remove(self) -> None:
         """Apply the rules of the module's docstring to the containers that exist at the start."""

@@ -322,7 +322,7 @@ class DockerEngine:
         return Ending(state.get("ExitCode"), f"exit code {state.get('ExitCode')}{killed}: {state.get('Error') or line}")
 
     def _last_words(self, container_id: str) -> str:
-        """What a container printed last, errors first; of a line that was written in parts, Podman 4's tail has the last alone."""
+        """What a container printed last, errors first; Podman 4's tail has only the end of a line written in parts."""
         for stdout, tail in ((False, 5), (True, 5), (False, "all")):
             said: bytes = self._client.api.logs(container_id, stdout=stdout, stderr=True, tail=tail)
             if text := said.decode(errors="replace").strip():

@@ -58,5 +58,5 @@ class EngineFacts:
 
 
 def pull_is_denied(reason: str) -> bool:
-    """Whether a registry answered that there is no such image or no right to it; engines pass that on with any status."""
+    """Whether a registry answered that there is no such image or no access; engines report that with any status."""
     return _DENIED.search(reason) is not None

@@ -268,8 +268,8 @@ class NomadApi:
             if items.get("token"):
                 if pair is not None and items.get("certificate", "").strip() != pair[0].strip():
                     raise ConfigError(
-                        f"tls_certificate: job {self.job_id} runs with another certificate, or without TLS: purge it first "
-                        "(atropos pool purge), or name the files that it was started with"
+                        f"tls_certificate: job {self.job_id} runs with another certificate, or without TLS: purge it "
+                        "first (atropos pool purge), or name the files that it was started with"
                     )
                 return JobSecret(items["token"], items.get("certificate") or None)
             if not make:

@@ -216,7 +216,7 @@ class NomadBackend(Backend):
             await self._api.close()
             self._view.known.clear()
 
-    # -------------------------------------------------------------------------------------------------------------- growing
+    # --------------------------------------------------------------------------------------------------------- growing
 
     async def _grow(self) -> None:
         """Register the job, or raise its count to at least this process's target."""
@@ -289,7 +289,7 @@ class NomadBackend(Backend):
             )
         self._cluster = keys or self._cluster
 
-    # ---------------------------------------------------------------------------------------------------------- watching
+    # --------------------------------------------------------------------------------------------------------- watching
 
     async def _watch(self) -> None:
         """Wake `_follow` at each change that Nomad reports, by its event stream or else by blocking queries."""
@@ -362,14 +362,15 @@ class NomadBackend(Backend):
             if not view.live:
                 return
             raise JobStopped(
-                f"job {self._job_id} was stopped by another hand and stays stopped: `nomad job start {self._job_id}` lets "
-                "it go on, and `atropos pool purge` removes it, after which a pool that still runs registers it anew"
+                f"job {self._job_id} was stopped by another hand and stays stopped: `nomad job start {self._job_id}` "
+                "lets it go on, and `atropos pool purge` removes it, after which a pool that still runs registers it "
+                "anew"
             )
         view.live = True
         if view.lowered(count := nomad_job.count(job)):
             log.warning(
-                "job %s was scaled to %d by another hand, and this pool, which needs %d, raises it again; stop the job to "
-                "pause the pool, or give the pool a lower max_containers",
+                "job %s was scaled to %d by another hand, and this pool, which needs %d, raises it again; stop the job "
+                "to pause the pool, or give the pool a lower max_containers",
                 self._job_id, count, view.target,
             )  # fmt: skip
             await self._grow()

@@ -50,7 +50,8 @@ def variables(
     declared = set(re.findall(r'^variable "(\w+)"', definition(), re.MULTILINE))
     if unknown := extra.keys() - declared:
         raise ConfigError(
-            f"nomad_variables: {DEFINITION} has no variable {', '.join(sorted(unknown))}; it has {', '.join(sorted(declared))}"
+            f"nomad_variables: {DEFINITION} has no variable {', '.join(sorted(unknown))}; "
+            f"it has {', '.join(sorted(declared))}"
         )
     if twice := sorted(extra.keys() & OWN.keys()):
         raise ConfigError(f"nomad_variables: {twice[0]} is set by {OWN[twice[0]]}: change that instead")

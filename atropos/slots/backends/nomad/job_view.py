@@ -104,7 +104,7 @@ class JobView:
         return bool(now.keys() - self.known.keys()) or any(item.state == "starting" for item in now.values())
 
     def apply(self, rows: Sequence[Allocation], now: dict[str, Allocation]) -> bool:
-        """Apply a list of allocations, and its `merge`; whether containers were added, removed, or have another state."""
+        """Apply a list of allocations, then `merge`; returns whether containers came, went, or changed their state."""
         changed = now != self.known
         if changed:
             self.known = now

@@ -22,7 +22,9 @@ CAPABILITIES = {
     "list allocations": "read-job",
     "stop an allocation": "alloc-lifecycle",
     "read evaluations": "read-job",
-    "read the variable": "read on the variable nomad/jobs/<sandbox_job_id>, where nomad/policy.hcl has nomad/jobs/atropos-*",
+    "read the variable": (
+        "read on the variable nomad/jobs/<sandbox_job_id>, where nomad/policy.hcl has nomad/jobs/atropos-*"
+    ),
     "write the variable": "write on the variable nomad/jobs/<sandbox_job_id>",
     "delete the variable": "destroy on the variable nomad/jobs/<sandbox_job_id>",
 }

@@ -41,7 +41,8 @@ class NomadSettings(BackendSettings):
     placement_s: float = Field(
         default=5.0,
         ge=0,
-        description="nomad: how long the first container may be without a place before `start` fails; more where nodes are added on demand",
+        description="nomad: how long the first container may be without a place before `start` fails; more where nodes "
+        "are added on demand",
     )
     tls_certificate: str | None = Field(
         default=None, description="nomad: PEM file with the certificate of the sandbox ports; None: plain HTTP"

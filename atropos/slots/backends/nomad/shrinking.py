@@ -78,8 +78,8 @@ class Shrinker:
         if (job := await self._api.live_job()) is not None:
             if (count := nomad_job.count(job)) > self._view.most:
                 log.warning(
-                    "job %s was scaled to %d by another hand, and this pool, which needs %d, lowers it as its containers "
-                    "become idle; raise min_containers to keep more",
+                    "job %s was scaled to %d by another hand, and this pool, which needs %d, lowers it as its "
+                    "containers become idle; raise min_containers to keep more",
                     self._api.job_id, count, self._view.target,
                 )  # fmt: skip
             self._view.most = max(self._view.most, count)

@@ -130,7 +130,9 @@ CURES = {
     ),
     "Failed to pull": "push sandbox_image to a registry that the clients reach, or `docker load` it on each of them",
     "No such image": "push sandbox_image to a registry that the clients reach, or `docker load` it on each of them",
-    "pids_limit cannot be greater": "its client's Docker plugin bounds pids_limit: set it to 0 there, or `pids` in nomad_variables",
+    "pids_limit cannot be greater": (
+        "its client's Docker plugin bounds pids_limit: set it to 0 there, or `pids` in nomad_variables"
+    ),
 }
 """Messages of a Docker driver that only a change of the set-up cures, and that change."""
 TEMPORARY = ("i/o timeout", "deadline exceeded", "toomanyrequests", "connection reset", "503")

@@ -21,8 +21,8 @@ class SshBackend(SupervisedBackend):
             place(host)
         if len(hosts) < self.config.max_containers:
             raise ConfigError(
-                f"ssh_hosts: {len(hosts)} for max_containers {self.config.max_containers}, and each holds one container: "
-                "name more hosts (one may be named twice), or lower max_containers"
+                f"ssh_hosts: {len(hosts)} for max_containers {self.config.max_containers}, and each holds one "
+                "container: name more hosts (one may be named twice), or lower max_containers"
             )
 
     async def launch(self, index: int, token: str) -> SupervisedServer:

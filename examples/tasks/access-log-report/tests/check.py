@@ -35,7 +35,7 @@ def log_and_report(rng, lines, fail=True):
         size = rng.choice(["-", str(rng.randrange(10**6))])
         query = rng.choice(["", "?q=1", "?a=b?c"])
         text.append(
-            f'{client} - {rng.choice(["-", "bob"])} [01/Jan/2026:00:00:00 +0000] "{rng.choice(["GET", "POST"])} {path}{query} HTTP/1.1" {code} {size} "http://x/?\\"" "ua"'
+            f'{client} - {rng.choice(["-", "bob"])} [01/Jan/2026:00:00:00 +0000] "{rng.choice(["GET", "POST"])} {path}{query} HTTP/1.1" {code} {size} "http://x/?\\"" "ua"'  # noqa: E501
         )
         expected["requests"] += 1
         expected["status"][f"{code // 100}xx"] += 1

@@ -4,8 +4,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from verify import copy_of, main, run, same
 
-LIMITER = "class Limiter:\n    def __init__(self, rate):\n        self.rate = rate\n\n    def allow(self, used):\n        return used < self.rate\n"
-APP = 'from limiter import Limiter\n\n\ndef handle(request):\n    if not Limiter(10).allow(request.count):\n        return "slow down"\n    return "ok"\n'
+LIMITER = "class Limiter:\n    def __init__(self, rate):\n        self.rate = rate\n\n    def allow(self, used):\n        return used < self.rate\n"  # noqa: E501
+APP = 'from limiter import Limiter\n\n\ndef handle(request):\n    if not Limiter(10).allow(request.count):\n        return "slow down"\n    return "ok"\n'  # noqa: E501
 
 
 def git(work, *arguments):

@@ -27,7 +27,8 @@ def reader():
         time.sleep(0.0005)
 def worker(number):
     for _ in range(rounds):
-        child = subprocess.Popen([sys.executable, "-S", script, "c.json", f"k{number % 2}", str(number + 1)], stdout=subprocess.PIPE)
+        command = [sys.executable, "-S", script, "c.json", f"k{number % 2}", str(number + 1)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE)
         if kill and random.random() < 0.4:
             time.sleep(random.random() * 0.03)
             child.kill()

@@ -48,7 +48,7 @@ def expression(pattern: str, *, ignore_case: bool) -> Pattern[bytes] | None:
 
 
 def walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
-    """(path, stat) of the regular files under `top`, in order; links aren't followed, /proc and the like not entered."""
+    """(path, stat) of the regular files under `top`, in order; follows no links, enters no /proc and the like."""
     try:
         found = os.lstat(top)
     except OSError as error:

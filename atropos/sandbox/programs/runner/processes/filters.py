@@ -100,7 +100,7 @@ class Filters:
 
 
 def at_work(session: int, outputs: frozenset[Place], given: Place | None) -> tuple[int, int]:
-    """What the filters of these outputs do, and while the command's session computes, 1 and how many ticks it has computed.
+    """What the filters of these outputs do; if the command's session computes, 1 and its ticks of CPU time.
 
     A process of another user can't be looked into: in the session it counts as a filter while it computes.
     """

@@ -132,7 +132,7 @@ def candidates(program: str, block: dict[bytes, bytes]) -> tuple[bytes, ...]:
 
 
 def first_of(paths: tuple[bytes, ...], start: Callable[[bytes], int]) -> int:
-    """What `start` returns for the first of these programs that is there, passed over those that can't be executed as `execvp` does."""
+    """`start` of the first of these programs that exists; like `execvp`, skips those that can't be executed."""
     failed: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     for path in paths:
         try:
