@@ -2,11 +2,11 @@
 
 Usage: PYTHONPATH=CHECKOUT python -P driver.py SLOTS < one JSON order a line > one JSON answer a line
 
-An order: {"parallel": N, "n": N}. The answer: the samples and seconds of all calls, and the CPU seconds that they took in
-each kind of process, as the kernel counts them. Or {"leases": N}: a pool of SLOTS slots from nothing, then N leases with
-a call each, one after the other; the answer has the seconds, and those of CPU, of the start and of each lease, and the
-bytes that a slot takes. It uses nothing of the `benchmarks` package, since the checkout that it
-measures may have another one, or none.
+An order: {"parallel": N, "n": N}. The answer: the samples and seconds of all calls, and the CPU seconds that they took
+in each kind of process, as the kernel counts them. Or {"leases": N}: a pool of SLOTS slots from nothing, then N leases
+with a call each, one after the other; the answer has the seconds, and those of CPU, of the start and of each lease, and
+the bytes that a slot takes. It uses nothing of the `benchmarks` package, since the checkout that it measures may have
+another one, or none.
 """
 
 import asyncio
