@@ -27,7 +27,7 @@ import typer
 from atropos.config import SlotLimits
 from atropos.envs.humaneval_problems import HumanEvalProblem, judge, load_problems
 from atropos.slots import SlotPool, SlotPoolConfig
-from atropos.tasks.attempt import Run
+from atropos.tasks.attempt import TaskRun
 from atropos.tasks.check import LEAST
 from atropos.tasks.fit import fit
 from atropos.tasks.folder import load_task
@@ -98,7 +98,7 @@ def of_task(pool: SlotPool, task: Task) -> Program:
     """A task's own solution, verified where the task says."""
 
     async def play() -> float | None:
-        run = Run(TaskImages(pool), VerifierLayers(()), task, "oracle")
+        run = TaskRun(TaskImages(pool), VerifierLayers(()), task, "oracle")
         try:
             return (await run.play()).reward
         finally:

@@ -84,13 +84,6 @@ def settings_of(given: BaseModel | str | None) -> AtroposSandboxConfig:
     return known or read_settings(given)
 
 
-class SandboxGoneError(RuntimeError):
-    """The infrastructure failed within a sample: the sample ends as an error, without a score.
-
-    Not SandboxUnavailableError, which inspect_ai turns into a message to the model and then scores.
-    """
-
-
 @sandboxenv(name="atropos")  # pyright: ignore[reportUntypedClassDecorator]
 class AtroposSandbox(SandboxEnvironment):
     """One slot."""
@@ -180,7 +173,8 @@ class AtroposSandbox(SandboxEnvironment):
             max_output_bytes=limit,
             concurrent=True,
         )
-        with infrastructure(SandboxGoneError):
+        # not SandboxUnavailableError, which inspect_ai turns into a message to the model, and then scores
+        with infrastructure():
             result = await (run(cmd) if limit <= MAX_OUTPUT_BYTES else self._run_into_file(run, cmd, limit))
         if result.timed_out:
             late = TimeoutError(f"Command timed out after {time_limit(result, timeout)}")
@@ -214,7 +208,7 @@ class AtroposSandbox(SandboxEnvironment):
 
     @override
     async def write_file(self, file: str, contents: str | bytes) -> None:
-        with infrastructure(SandboxGoneError), named_errors(file):
+        with infrastructure(), named_errors(file):
             await self._held.slot.write_file(self._held.path(file), contents, user=self._held.user)
 
     @overload
@@ -225,7 +219,7 @@ class AtroposSandbox(SandboxEnvironment):
     @override
     async def read_file(self, file: str, text: bool = True) -> str | bytes:
         limit = SandboxEnvironmentLimits.MAX_READ_FILE_SIZE
-        with infrastructure(SandboxGoneError), named_errors(file):
+        with infrastructure(), named_errors(file):
             data = await self._held.slot.read_file(self._held.path(file), max_bytes=limit, user=self._held.user)
         return data.decode() if text else data
 

@@ -18,7 +18,15 @@ from minisweagent.run.utilities import mini_extra
 from minisweagent.utils.serialize import recursive_merge
 from pydantic import Field
 
-from atropos.adapters.sharing import HeldSlot, SlotRequest, infrastructure, lease_until_exit, shell_code, time_limit
+from atropos.adapters.sharing import (
+    HeldSlot,
+    SandboxGoneError,
+    SlotRequest,
+    infrastructure,
+    lease_until_exit,
+    shell_code,
+    time_limit,
+)
 from atropos.errors import ConfigError
 from atropos.event_loop import event_loop, release
 from atropos.slots import ExecResult
@@ -27,10 +35,6 @@ NOT_ENDED = -1
 """Return code of a command that didn't run to its end, as mini-swe-agent's own environments have it."""
 SYSTEM = ("system", "node", "release", "version", "machine")
 """What templates call the fields of `uname`."""
-
-
-class SandboxGoneError(RuntimeError):
-    """The infrastructure failed: the run ends with this as its exit status and nothing submitted."""
 
 
 class AtroposEnvironmentConfig(SlotRequest):
@@ -63,7 +67,7 @@ class AtroposEnvironment(LocalEnvironment):
         """
         self._held: HeldSlot | None = None
         self.config = AtroposEnvironmentConfig(**kwargs)
-        with infrastructure(SandboxGoneError):
+        with infrastructure():
             self._held = event_loop().run(lease_until_exit(self.config, "mini-swe-agent"))
             refused = event_loop().run(self._held.make_folder(self.config.cwd)) if self.config.cwd else None
         if refused is not None:
@@ -103,7 +107,7 @@ class AtroposEnvironment(LocalEnvironment):
             user=held.user,
             concurrent=True,
         )
-        with infrastructure(SandboxGoneError):
+        with infrastructure():
             return event_loop().run(work)
 
     def get_template_vars(self, **kwargs: Any) -> dict[str, Any]:

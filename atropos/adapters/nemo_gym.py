@@ -22,7 +22,15 @@ with extra("nemo-gym"):
         SandboxStatus,
     )
 
-from atropos.adapters.sharing import HeldSlot, SlotRequest, give, infrastructure, shell_code, upload_file
+from atropos.adapters.sharing import (
+    HeldSlot,
+    SandboxGoneError,
+    SlotRequest,
+    give,
+    infrastructure,
+    shell_code,
+    upload_file,
+)
 from atropos.errors import SandboxError
 
 if TYPE_CHECKING:  # of later versions than 0.4
@@ -30,10 +38,6 @@ if TYPE_CHECKING:  # of later versions than 0.4
 
 DID_NOT_RUN = 125
 """`return_code` beside an `error_type`, as NeMo Gym's own providers have it."""
-
-
-class SandboxGoneError(RuntimeError):
-    """The infrastructure failed: nothing is known about the command, and nothing may be concluded about the model."""
 
 
 @dataclass
@@ -110,7 +114,7 @@ class AtroposProvider:
             SandboxGoneError: the slot or its container failed.
         """
         held = self._held(handle)
-        with infrastructure(SandboxGoneError):
+        with infrastructure():
             result = await held.slot.exec(
                 command,
                 timeout_s=timeout_s,
@@ -134,7 +138,7 @@ class AtroposProvider:
             SandboxGoneError: the slot or its container failed.
         """
         held = self._held(handle)
-        with infrastructure(SandboxGoneError):
+        with infrastructure():
             await self._give(
                 held, await upload_file(held.slot, Path(source_path), posixpath.join(held.folder, target_path))
             )
@@ -143,7 +147,7 @@ class AtroposProvider:
         """Copy a file out of the slot as root, making its parents. Raises as `upload_file`."""
         held = self._held(handle)
         Path(target_path).parent.mkdir(parents=True, exist_ok=True)
-        with infrastructure(SandboxGoneError):
+        with infrastructure():
             await held.slot.read_file_to(held.path(source_path), target_path)
 
     async def _give(self, held: HeldSlot, path: str) -> None:
@@ -160,7 +164,7 @@ class AtroposProvider:
         from nemo_gym.sandbox.providers.base import SandboxEndpoint
 
         held = self._held(handle)
-        with infrastructure(SandboxGoneError):
+        with infrastructure():
             return SandboxEndpoint(f"http://127.0.0.1:{await held.expose(port)}")
 
     async def create_pty(self, handle: SandboxHandle, spec: SandboxPtySpec) -> SandboxPtySession:

@@ -35,6 +35,10 @@ BUFFER_BYTES = 4_000_000
 """Output of a terminal that the slot keeps until it is read."""
 
 
+class SandboxGoneError(RuntimeError):
+    """The infrastructure failed: nothing is known about the command, and nothing may be concluded about the model."""
+
+
 @dataclass
 class SharedPool:
     """A pool of one event loop, started for its first holder and stopped with its last."""
@@ -297,7 +301,7 @@ def time_limit(result: ExecResult, timeout_s: float | None) -> str:
 
 
 @contextmanager
-def infrastructure(failure: type[Exception]) -> Generator[None]:
+def infrastructure(failure: type[Exception] = SandboxGoneError) -> Generator[None]:
     """Turn an infrastructure failure into the host's own error for one, which it never scores."""
     try:
         yield

@@ -54,7 +54,7 @@ from atropos.event_loop import in_event_loop, release
 from atropos.slots import ExecResult
 
 
-class SandboxGoneError(SwerexException):
+class DeploymentGoneError(SwerexException):
     """The infrastructure failed: nothing is known about the command, and nothing may be concluded about the model."""
 
 
@@ -69,7 +69,7 @@ class AtroposDeploymentConfig(SlotRequest):
 
 
 class AtroposRuntime(AbstractRuntime):
-    """One slot. Every method raises `SandboxGoneError` when it is gone."""
+    """One slot. Every method raises `DeploymentGoneError` when it is gone."""
 
     def __init__(self, held: HeldSlot, *, logger: logging.Logger | None = None) -> None:
         self.logger = logger or get_logger("rex-runtime")
@@ -95,7 +95,7 @@ class AtroposRuntime(AbstractRuntime):
             raise SessionExistsError(f"session {name!r} already exists")
         self._starting.add(name)
         try:
-            with infrastructure(SandboxGoneError):
+            with infrastructure(DeploymentGoneError):
                 self._sessions[name], output = await BashSession.start(self.held, request)
         finally:
             self._starting.discard(name)
@@ -105,7 +105,7 @@ class AtroposRuntime(AbstractRuntime):
     @in_event_loop
     async def run_in_session(self, action: Action) -> Observation:
         session = self._session(action.session)
-        with infrastructure(SandboxGoneError):
+        with infrastructure(DeploymentGoneError):
             if isinstance(action, BashInterruptAction):
                 return await session.interrupt(action)
             return await session.run(action)
@@ -115,7 +115,7 @@ class AtroposRuntime(AbstractRuntime):
     async def close_session(self, request: CloseSessionRequest) -> CloseSessionResponse:
         session = self._session(request.session)
         del self._sessions[request.session]
-        with infrastructure(SandboxGoneError):
+        with infrastructure(DeploymentGoneError):
             await session.close()
         return CloseBashSessionResponse()
 
@@ -135,7 +135,7 @@ class AtroposRuntime(AbstractRuntime):
             OSError: it can't be started.
         """
         argv = [command.command] if isinstance(command.command, str) else command.command
-        with infrastructure(SandboxGoneError):
+        with infrastructure(DeploymentGoneError):
             result = await self.held.slot.exec(
                 ["/bin/sh", "-c", *argv] if command.shell else argv,
                 timeout_s=command.timeout,
@@ -155,7 +155,7 @@ class AtroposRuntime(AbstractRuntime):
     @override
     @in_event_loop
     async def read_file(self, request: ReadFileRequest) -> ReadFileResponse:
-        with infrastructure(SandboxGoneError):
+        with infrastructure(DeploymentGoneError):
             data = await self.held.slot.read_file(self.held.path(request.path), user=self.held.user)
         reader = io.TextIOWrapper(io.BytesIO(data), encoding=request.encoding or "utf-8", errors=request.errors)
         return ReadFileResponse(content=reader.read())
@@ -163,7 +163,7 @@ class AtroposRuntime(AbstractRuntime):
     @override
     @in_event_loop
     async def write_file(self, request: WriteFileRequest) -> WriteFileResponse:
-        with infrastructure(SandboxGoneError):
+        with infrastructure(DeploymentGoneError):
             await self.held.slot.write_file(self.held.path(request.path), request.content, user=self.held.user)
         return WriteFileResponse()
 
@@ -171,7 +171,7 @@ class AtroposRuntime(AbstractRuntime):
     @in_event_loop
     async def upload(self, request: UploadRequest) -> UploadResponse:
         target = self.held.path(request.target_path)
-        with infrastructure(SandboxGoneError):
+        with infrastructure(DeploymentGoneError):
             await self.held.slot.upload(request.source_path, target)
             if self.held.user is not None:
                 await self.held.slot.exec(["chown", "-R", self.held.user, target], user="0:0")
@@ -182,7 +182,7 @@ class AtroposRuntime(AbstractRuntime):
     async def close(self) -> CloseResponse:
         """End all sessions; the slot is the deployment's."""
         sessions, self._sessions = self._sessions, {}
-        with infrastructure(SandboxGoneError):
+        with infrastructure(DeploymentGoneError):
             for session in sessions.values():
                 await session.close()
         return CloseResponse()

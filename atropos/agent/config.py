@@ -78,7 +78,7 @@ class Outcome(NamedTuple):
     result: ToolResult
 
 
-class Timing(TypedDict):
+class TurnTiming(TypedDict):
     """Seconds of a turn: of its generation, of all its calls, and of each call."""
 
     model_s: float
@@ -125,7 +125,7 @@ class AgentStep:
         late = ToolResult.failure("not run: the agent used all its time")
         return [*self.outcomes, *(Outcome(call, late) for call in self.calls[ran:])]
 
-    def timing(self) -> Timing:
+    def timing(self) -> TurnTiming:
         """The turn's seconds, rounded."""
         calls_s = [round(result.duration_s, 4) for result in self.results]
         return {"model_s": round(self.model_s, 4), "tools_s": round(self.tools_s, 4), "calls_s": calls_s}

@@ -28,7 +28,7 @@ class RootUnchanged(SandboxError):
 
 
 @dataclass(frozen=True)
-class Layer:
+class SnapshotLayer:
     """A frozen volume.
 
     `path` is its upper directory, ready to be a lower one; no other layer of a server ever has it.
@@ -110,7 +110,7 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def change_root(self, layers: Sequence[Layer], base: str | None = None) -> None:
+    async def change_root(self, layers: Sequence[SnapshotLayer], base: str | None = None) -> None:
         """Before the first operation, change the root to `layers` (topmost first) over a base.
 
         Raises:
@@ -134,7 +134,7 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def freeze(self) -> Layer:
+    async def freeze(self) -> SnapshotLayer:
         """End the sandbox and turn its volume into a read-only layer.
 
         Raises:
@@ -166,7 +166,7 @@ class Host(Protocol):
         self,
         of: Sandbox,
         name: str,
-        layers: Sequence[Layer],
+        layers: Sequence[SnapshotLayer],
         base: str | None,
         folders: ViewFolders,
         *,
@@ -194,7 +194,7 @@ class Host(Protocol):
         """
         ...
 
-    async def import_layer(self, fill: Callable[[str], Awaitable[None]]) -> Layer:
+    async def import_layer(self, fill: Callable[[str], Awaitable[None]]) -> SnapshotLayer:
         """Make a layer of what `fill` writes into the folder whose path it is given; nothing is left if it raises."""
         ...
 
@@ -223,7 +223,7 @@ class Host(Protocol):
         """Forget an unused base that `add_base` made."""
         ...
 
-    async def drop_layer(self, layer: Layer) -> None:
+    async def drop_layer(self, layer: SnapshotLayer) -> None:
         """Drop an unused layer."""
         ...
 

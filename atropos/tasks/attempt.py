@@ -48,7 +48,7 @@ class Attempt:
 
 
 @dataclass(eq=False)
-class Run:
+class TaskRun:
     """One agent's attempt at one task: one slot at a time.
 
     Attributes:

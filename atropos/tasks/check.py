@@ -20,7 +20,7 @@ from atropos.config import ImageStoreSettings, SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.resources import Resources
 from atropos.slots import SlotPool, SlotPoolConfig
-from atropos.tasks.attempt import Agent, Attempt, Run
+from atropos.tasks.attempt import Agent, Attempt, TaskRun
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.fit import STAND_INS, Policy, Room, TaskFit, fit
 from atropos.tasks.folder import TaskSet
@@ -128,7 +128,7 @@ async def check(
 
             async def attempt(task: Task, agent: Agent, mode: Literal["task"] | Mode) -> Attempt:
                 async with turn:
-                    run = Run(
+                    run = TaskRun(
                         images,
                         layers,
                         task,
@@ -245,7 +245,7 @@ def _problems(attempts: dict[str, Attempt]) -> list[str]:
     return problems
 
 
-async def _attempt(run: Run, longest_s: float) -> Attempt:
+async def _attempt(run: TaskRun, longest_s: float) -> Attempt:
     try:
         async with asyncio.timeout(longest_s):
             return await run.play()

@@ -16,7 +16,7 @@ from typing import Literal
 
 from atropos.errors import SandboxError
 from atropos.slots import SlotFileError
-from atropos.tasks.attempt import Run
+from atropos.tasks.attempt import TaskRun
 from atropos.tasks.builder.archive import digest_of
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.format.context import Context
@@ -80,7 +80,7 @@ class Proofs:
         if kept.exists():
             self.found[task.name] = None
             return
-        run = Run(images, self._layers, task, "oracle", network=self._network, mode=self._mode)
+        run = TaskRun(images, self._layers, task, "oracle", network=self._network, mode=self._mode)
         try:
             reason = (await run.play()).unsolved
         except (TaskBroken, VerifierFailed, SlotFileError) as error:

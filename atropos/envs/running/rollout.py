@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Required, SupportsFloat, TypedDict, TypeVar
 
 from atropos.agent import AgentResult, Message, Transcript
-from atropos.agent.config import Timing
+from atropos.agent.config import TurnTiming
 from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED
 from atropos.errors import AcquireTimeout
 
@@ -89,7 +89,7 @@ class Rollout:
     stop_reason: str
     info: dict[str, object]
     phases: dict[str, float]
-    turns: list[Timing]
+    turns: list[TurnTiming]
     changes: dict[str, object]
     seconds: float = 0.0
     attempts: int = 1

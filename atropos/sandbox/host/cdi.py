@@ -49,11 +49,11 @@ _Path = Annotated[str, AfterValidator(_absolute)]
 _Variable = Annotated[str, AfterValidator(_variable)]
 
 
-class _Table(BaseModel):
+class _Object(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel)
 
 
-class _Node(_Table):
+class _Node(_Object):
     path: _Path
     host_path: _Path | None = None
     type: str = ""
@@ -65,14 +65,14 @@ class _Node(_Table):
     gid: int | None = None
 
 
-class _Mount(_Table):
+class _Mount(_Object):
     host_path: _Path
     container_path: _Path
     options: tuple[str, ...] = ()
     type: str = ""
 
 
-class _Hook(_Table):
+class _Hook(_Object):
     hook_name: str
     path: _Path
     args: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class _Hook(_Table):
     timeout: int | None = None
 
 
-class _Edits(_Table):
+class _Edits(_Object):
     env: tuple[_Variable, ...] = ()
     device_nodes: tuple[_Node, ...] = ()
     mounts: tuple[_Mount, ...] = ()
@@ -90,13 +90,13 @@ class _Edits(_Table):
     intel_rdt: dict[str, Any] | None = None
 
 
-class _Device(_Table):
+class _Device(_Object):
     name: str = Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?$")
     annotations: dict[str, str] = Field(default_factory=dict)
     container_edits: _Edits
 
 
-class _Spec(_Table):
+class _Spec(_Object):
     cdi_version: str
     kind: str = Field(pattern=r"^[A-Za-z]([\w.-]*[A-Za-z0-9])?/[A-Za-z]([\w.-]*[A-Za-z0-9])?$")
     annotations: dict[str, str] = Field(default_factory=dict)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ConfigError, IsolationUnavailable, NotSupported
 from atropos.sandbox.boot.root_phase import Entered
-from atropos.sandbox.contract import Layer, Sandbox
+from atropos.sandbox.contract import Sandbox, SnapshotLayer
 from atropos.sandbox.host import egress_supervisor, kernel_bounds
 from atropos.sandbox.host.cdi import find
 from atropos.sandbox.host.files import added, skeleton, sysfs, volumes
@@ -75,7 +75,7 @@ class HostState:
         self.scratch = entered.scratch
         self.ready_cgroups = [path for tree in entered.cgroups.trees for path in tree.ready]
         self.live: set[Sandbox] = set()
-        self.layers: dict[Layer, volumes.Volume] = {}
+        self.layers: dict[SnapshotLayer, volumes.Volume] = {}
         self.bases: dict[str | None, skeleton.Base] = {}
         self._serial = itertools.count(1)
         self.environment = _ENVIRONMENT | self.threads(config.limits)

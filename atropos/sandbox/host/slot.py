@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from atropos.aio import done_within
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxError, SlotLost
-from atropos.sandbox.contract import Layer, RootUnchanged, Stopped
+from atropos.sandbox.contract import RootUnchanged, SnapshotLayer, Stopped
 from atropos.sandbox.host import egress_supervisor
 from atropos.sandbox.host.files import skeleton, views, volumes
 from atropos.sandbox.host.gpus import SlotGpus
@@ -70,7 +70,7 @@ class SlotSandbox:
         joins: SlotNetwork | None,
     ) -> None:
         self.name = name
-        self.layers: tuple[Layer, ...] = ()
+        self.layers: tuple[SnapshotLayer, ...] = ()
         self.network = joins or SlotNetwork(host.egress if network else None)
         self._joined = joins is not None
         self._base: str | None = None
@@ -307,7 +307,7 @@ class SlotSandbox:
         self._channel.call("limits", {"environment": host.threads(limits), "wall_s": limits.wall_s}, lambda _: None)
 
     async def change_root(
-        self, layers: Sequence[Layer], base: str | None = None, *, view: views.View | None = None
+        self, layers: Sequence[SnapshotLayer], base: str | None = None, *, view: views.View | None = None
     ) -> None:
         """Change the root, and mount a view's folders in it; see `contract.Sandbox.change_root`."""
         if self._calls or self.volume.restacked:
@@ -348,7 +348,7 @@ class SlotSandbox:
         if not isinstance(done, CommandResult) or done.exit_code:
             raise NotSupported(f"gpus: their libraries could not be made known in this root: {done}")
 
-    def view_of(self, folders: ViewFolders, layers: Sequence[Layer], base: str | None) -> views.View:
+    def view_of(self, folders: ViewFolders, layers: Sequence[SnapshotLayer], base: str | None) -> views.View:
         """Its folders for a view to show that stands on layers and a base."""
         own, root = self._host.base(self._base), self._host.base(base)
         written = (self.upper, *(layer.path for layer in self.layers))
@@ -469,16 +469,16 @@ class SlotSandbox:
             pause *= 2
         return ""
 
-    async def freeze(self) -> Layer:
+    async def freeze(self) -> SnapshotLayer:
         """End the sandbox and keep its volume as a read-only layer; see `contract.Sandbox.freeze`."""
         if self._stopping is not None:
             raise SandboxError(f"slot {self.name} has ended, so it can't be frozen")
-        frozen: asyncio.Future[Layer] = self._loop.create_future()
+        frozen: asyncio.Future[SnapshotLayer] = self._loop.create_future()
         self._stopping = self._loop.create_task(self._freeze(frozen), name=f"freeze {self.name}")
         await asyncio.shield(self._stopping)
         return frozen.result()
 
-    async def _freeze(self, frozen: asyncio.Future[Layer]) -> Stopped:
+    async def _freeze(self, frozen: asyncio.Future[SnapshotLayer]) -> Stopped:
         """End the sandbox, and return how it ended; `frozen` gets the layer, or why there is none."""
         began = time.monotonic()
         moved = self._close_network()
@@ -492,7 +492,7 @@ class SlotSandbox:
             frozen.set_exception(SandboxError(f"the snapshot of slot {self.name} can't be trusted: {error}"))
             problems.append(await self._dispose())
         else:
-            layer = Layer(self.volume.upper, used)
+            layer = SnapshotLayer(self.volume.upper, used)
             self._host.layers[layer] = self.volume
             self._detached = True
             frozen.set_result(layer)

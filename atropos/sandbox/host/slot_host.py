@@ -13,7 +13,7 @@ from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import ImageUnavailable, IsolationUnavailable, NotSupported, SandboxError
 from atropos.images.reference import base_name
 from atropos.sandbox.boot.root_phase import Entered
-from atropos.sandbox.contract import Layer, Sandbox
+from atropos.sandbox.contract import Sandbox, SnapshotLayer
 from atropos.sandbox.host.files import skeleton, volumes
 from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.host.process.prestart import Prestarted
@@ -104,7 +104,7 @@ class SlotHost:
         self,
         of: Sandbox,
         name: str,
-        layers: Sequence[Layer],
+        layers: Sequence[SnapshotLayer],
         base: str | None,
         folders: ViewFolders,
         *,
@@ -177,7 +177,7 @@ class SlotHost:
         """A base of the server; see `contract.Host.base_image`. Its id changes when its programs do."""
         return ImageInfo(id=skeleton.identity(self.state.base(base_name(source))), source=source, bytes=0)
 
-    async def import_layer(self, fill: Callable[[str], Awaitable[None]]) -> Layer:
+    async def import_layer(self, fill: Callable[[str], Awaitable[None]]) -> SnapshotLayer:
         """Make a layer of what `fill` writes into a folder; see `contract.Host.import_layer`."""
         if self.max_layers is not None and len(self.state.layers) + self._importing >= self.max_layers:
             raise SandboxError(f"no cell is free for a layer, with {self.max_layers} layers on disk")
@@ -187,7 +187,7 @@ class SlotHost:
             try:
                 await fill(volume.upper)
                 volumes.remount_read_only(volume)
-                layer = Layer(volume.upper, await asyncio.to_thread(volumes.used_bytes, volume))
+                layer = SnapshotLayer(volume.upper, await asyncio.to_thread(volumes.used_bytes, volume))
             except BaseException:
                 await self.state.disposer.submit(volume.detach(), volume.disk)
                 raise
@@ -205,7 +205,7 @@ class SlotHost:
             self.state.cells.release(disk)
             raise SandboxError(f"a layer could not be created: {error}") from error
 
-    async def drop_layer(self, layer: Layer) -> None:
+    async def drop_layer(self, layer: SnapshotLayer) -> None:
         """Drop an unused layer."""
         volume = self.state.layers.pop(layer, None)
         if volume is not None:

@@ -40,7 +40,7 @@ class LayerFolder:
         return names[::-1]
 
 
-class Folders:
+class LayerFolders:
     """Opens folders of layers, step by step from the one opened before: however deep, and through no link."""
 
     def __init__(self, layers: list[str]) -> None:

@@ -35,7 +35,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
 
 from atropos.archives import IN_ZEROS, WholeTar
-from atropos.sandbox.programs.layer_folders import NOFOLLOW, Folders, LayerFolder
+from atropos.sandbox.programs.layer_folders import NOFOLLOW, LayerFolder, LayerFolders
 from atropos.sandbox.programs.runner.opening import write_all
 
 _XATTR = "SCHILY.xattr."
@@ -77,7 +77,7 @@ def pack(layers: list[str], out: IO[bytes]) -> None:
     with tarfile.open(
         fileobj=out, mode="w|", bufsize=_BUFFER, format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape"
     ) as tar:
-        packer = SnapshotPacker(tar, Folders(layers))
+        packer = SnapshotPacker(tar, LayerFolders(layers))
         for layer in range(len(layers)):
             packer.pack(layer)
 
@@ -85,7 +85,7 @@ def pack(layers: list[str], out: IO[bytes]) -> None:
 class SnapshotPacker:
     """Writes layers as members of an archive."""
 
-    def __init__(self, tar: tarfile.TarFile, folders: Folders) -> None:
+    def __init__(self, tar: tarfile.TarFile, folders: LayerFolders) -> None:
         self._tar = tar
         self._folders = folders
         self._count = 0
@@ -248,8 +248,8 @@ class Unpacker:
     """Unpacks an archive into empty folders, and never writes outside them."""
 
     def __init__(self, layers: list[str]) -> None:
-        self._folders = Folders(layers)
-        self._targets = Folders(layers)
+        self._folders = LayerFolders(layers)
+        self._targets = LayerFolders(layers)
         self._tops = [LayerFolder(layer) for layer in range(len(layers))]
         self._below: dict[tuple[LayerFolder, str], LayerFolder] = {}
         self._made: list[LayerFolder] = []

@@ -19,7 +19,7 @@ FULL_WAIT_S = 0.05
 READ_WAIT_S = 30.0
 """Longest wait of one request while output is followed."""
 
-Run = Callable[[wire.Operation], Awaitable[wire.OpResult]]
+RunOperation = Callable[[wire.Operation], Awaitable[wire.OpResult]]
 Signal = Literal["TERM", "KILL", "INT", "HUP", "QUIT", "USR1", "USR2"]
 
 
@@ -37,7 +37,7 @@ class Process:
         errors: what it prints as errors, where that is kept apart: read like another process's output.
     """
 
-    def __init__(self, run: Run, state: wire.ProcState) -> None:
+    def __init__(self, run: RunOperation, state: wire.ProcState) -> None:
         self._run = run
         self._read, self._total = 0, state.total_bytes
         self.id, self.pid = state.id, state.pid

@@ -19,7 +19,8 @@ from minisweagent.run.utilities import mini_extra
 
 import atropos.adapters.mini_swe_agent as adapter
 from atropos import event_loop
-from atropos.adapters.mini_swe_agent import AtroposEnvironment, AtroposEnvironmentConfig, SandboxGoneError
+from atropos.adapters.mini_swe_agent import AtroposEnvironment, AtroposEnvironmentConfig
+from atropos.adapters.sharing import SandboxGoneError
 from atropos.errors import ConfigError
 
 POOL = {"backend": "local", "slots_per_container": 3, "max_containers": 1}

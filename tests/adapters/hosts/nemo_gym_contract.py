@@ -20,7 +20,8 @@ from nemo_gym.sandbox import (
     list_providers,
 )
 
-from atropos.adapters.nemo_gym import AtroposProvider, SandboxGoneError
+from atropos.adapters.nemo_gym import AtroposProvider
+from atropos.adapters.sharing import SandboxGoneError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.wire import ImageSettings
 

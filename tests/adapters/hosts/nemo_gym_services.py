@@ -17,7 +17,8 @@ from nemo_gym.sandbox.providers.base import (
     SupportsSandboxPty,
 )
 
-from atropos.adapters.nemo_gym import AtroposProvider, SandboxGoneError
+from atropos.adapters.nemo_gym import AtroposProvider
+from atropos.adapters.sharing import SandboxGoneError
 
 LIMITS = {"memory_mib": 192, "pids": 64, "disk_mib": 64}
 POOL = {"backend": "local", "slots_per_container": 1, "max_containers": 1, "limits": LIMITS}

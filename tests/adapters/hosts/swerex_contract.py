@@ -28,7 +28,7 @@ from swerex.runtime.abstract import (
 )
 
 from atropos.adapters import swerex_session
-from atropos.adapters.swerex import AtroposDeployment, AtroposDeploymentConfig, SandboxGoneError
+from atropos.adapters.swerex import AtroposDeployment, AtroposDeploymentConfig, DeploymentGoneError
 from atropos.errors import SandboxError
 
 from .conftest import POOL
@@ -218,11 +218,11 @@ async def test_a_killed_container_is_no_outcome_of_a_command():
     running = asyncio.create_task(say(deployment.runtime, "sleep 60", check="silent", timeout=60))
     await asyncio.sleep(0.5)
     kill_container()
-    with pytest.raises(SandboxGoneError) as gone:
+    with pytest.raises(DeploymentGoneError) as gone:
         await running
     assert isinstance(gone.value.__cause__, SandboxError)
     assert not isinstance(gone.value, (CommandTimeoutError, TimeoutError))
-    with pytest.raises(SandboxGoneError):
+    with pytest.raises(DeploymentGoneError):
         await deployment.runtime.execute(Command(command=["true"]))
     alive = await deployment.is_alive()
     assert not alive

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from atropos.config import ServerConfig, SlotLimits
 from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
-from atropos.sandbox.contract import HostBroken, Layer, Stopped
+from atropos.sandbox.contract import HostBroken, SnapshotLayer, Stopped
 from atropos.sandbox.server.serve import Server
 from atropos.wire import (
     CommandResult,
@@ -42,7 +42,7 @@ from atropos.wire import (
 class FakeSandbox:
     def __init__(self, host: FakeHost, name: str) -> None:
         self.host, self.name = host, name
-        self.layers: tuple[Layer, ...] = ()
+        self.layers: tuple[SnapshotLayer, ...] = ()
         self.base: str | None = None
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.running: dict[str, asyncio.Future[OpResult]] = {}
@@ -168,7 +168,7 @@ class FakeSandbox:
     def resize(self, limits: SlotLimits) -> None:
         self.limits = limits
 
-    async def change_root(self, layers: Sequence[Layer], base: str | None = None) -> None:
+    async def change_root(self, layers: Sequence[SnapshotLayer], base: str | None = None) -> None:
         await asyncio.sleep(self.host.start_s)
         await self.host.may_start.wait()
         if self.host.start_fails:
@@ -187,7 +187,7 @@ class FakeSandbox:
             return self.stopped
         return dataclasses.replace(self.stopped, clean=True)
 
-    async def freeze(self) -> Layer:
+    async def freeze(self) -> SnapshotLayer:
         self._fail(OutcomeUnknown("frozen"))
         await asyncio.sleep(0)
         self.host.live.discard(self)
@@ -203,7 +203,7 @@ class FakeHost:
     def __init__(self) -> None:
         self.live: set[FakeSandbox] = set()
         self.started: list[FakeSandbox] = []
-        self.layers: dict[Layer, dict[str, bytes]] = {}
+        self.layers: dict[SnapshotLayer, dict[str, bytes]] = {}
         self.layer_numbers = itertools.count(1)
         self.ran: Counter[str] = Counter()
         self.dirty: set[str] = set()
@@ -238,7 +238,7 @@ class FakeHost:
         self,
         of: FakeSandbox,
         name: str,
-        layers: Sequence[Layer],
+        layers: Sequence[SnapshotLayer],
         base: str | None,
         folders: ViewFolders,
         *,
@@ -249,18 +249,18 @@ class FakeHost:
         await view.add_gpus(gpus)
         return view, ViewInfo()
 
-    def add_layer(self, files: dict[str, bytes]) -> Layer:
-        layer = Layer(f"/layers/{next(self.layer_numbers)}", sum(map(len, files.values())))
+    def add_layer(self, files: dict[str, bytes]) -> SnapshotLayer:
+        layer = SnapshotLayer(f"/layers/{next(self.layer_numbers)}", sum(map(len, files.values())))
         self.layers[layer] = files
         return layer
 
-    async def import_layer(self, fill: Callable[[str], Awaitable[None]]) -> Layer:
+    async def import_layer(self, fill: Callable[[str], Awaitable[None]]) -> SnapshotLayer:
         with tempfile.TemporaryDirectory() as folder:
             await fill(folder)
             files = {each.name: each.read_bytes() for each in Path(folder).iterdir()}
         return self.add_layer(files)
 
-    async def drop_layer(self, layer: Layer) -> None:
+    async def drop_layer(self, layer: SnapshotLayer) -> None:
         del self.layers[layer]
 
     async def aclose(self) -> None:

@@ -9,7 +9,7 @@ import stat
 
 from atropos.errors import NotSupported
 from atropos.images import stack
-from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
+from atropos.sandbox.programs.layer_folders import LayerFolder, LayerFolders
 
 MAX_DEPTH = 200
 """Folders nested deeper are hidden."""
@@ -28,7 +28,7 @@ def copy_folders(source: int, copy: int, most: int, left_out: frozenset[str] = f
     """
     count, waiting = 0, [(LayerFolder(0), LayerFolder(0))]
     above = {os.path.dirname(path) for path in left_out}
-    with Folders([f"/proc/self/fd/{source}/."]) as theirs, Folders([f"/proc/self/fd/{copy}/."]) as ours:
+    with LayerFolders([f"/proc/self/fd/{source}/."]) as theirs, LayerFolders([f"/proc/self/fd/{copy}/."]) as ours:
         while waiting and count <= most:
             found, made = waiting.pop()
             try:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from atropos.sandbox.host.files.view_layers import MAX_DEPTH, below
 from atropos.sandbox.host.files.volumes import Volume
 from atropos.sandbox.linux import syscalls
-from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
+from atropos.sandbox.programs.layer_folders import LayerFolder, LayerFolders
 
 MAX_REMOVED = 10_000
 """Most links that are taken away, with the folders above them. A slot with more: none is followed in its view, which
@@ -101,7 +101,7 @@ def _is_in(path: str, folder: str) -> bool:
 def walk(top: int) -> Iterator[tuple[LayerFolder, str, bool]]:
     """Links below a folder (True), and folders nested deeper than `MAX_DEPTH` (False): where, and the name."""
     waiting = [LayerFolder(0)]
-    with Folders([f"/proc/self/fd/{top}/."]) as folders:
+    with LayerFolders([f"/proc/self/fd/{top}/."]) as folders:
         while waiting:
             folder = waiting.pop()
             try:

@@ -22,7 +22,7 @@ from atropos.sandbox.host.files.skeleton import Base
 from atropos.sandbox.host.files.sysfs import CGROUP, SYSTEM
 from atropos.sandbox.linux import sockets, syscalls
 from atropos.sandbox.linux.disks import OWN_INODES
-from atropos.sandbox.programs.layer_folders import Folders, LayerFolder
+from atropos.sandbox.programs.layer_folders import LayerFolder, LayerFolders
 from atropos.trees import remove_tree
 
 _RUNTIME = ".atropos"
@@ -434,7 +434,7 @@ def used_bytes(volume: Volume) -> int:
 def _bytes_below(top: str) -> int:
     """Bytes that files take, however deep they are: `os.walk` recurses."""
     used, waiting = 0, [LayerFolder(0)]
-    with Folders([top]) as folders:
+    with LayerFolders([top]) as folders:
         while waiting:
             folder = waiting.pop()
             with os.scandir(folders.open(folder)) as entries:

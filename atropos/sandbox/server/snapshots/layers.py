@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from atropos.sandbox.contract import Layer
+from atropos.sandbox.contract import SnapshotLayer
 from atropos.sandbox.server.state.lease_run import LeaseRun
 from atropos.sandbox.server.state.snapshot_store import StoredSnapshot
 from atropos.sandbox.server.state.state import ServerState
@@ -20,7 +20,7 @@ class Layers:
         self._state = state
         self._store = state.snapshots
 
-    def reserve(self, snapshot_id: str, below: Sequence[Layer]) -> None:
+    def reserve(self, snapshot_id: str, below: Sequence[SnapshotLayer]) -> None:
         """As `SnapshotStore.reserve`; at its bounds, snapshots of dead clients are dropped first, oldest first.
 
         Raises:
@@ -53,20 +53,20 @@ class Layers:
         layers, run.layers, run.view_layers = (*run.layers, *run.view_layers), (), ()
         self.release(layers)
 
-    def hold(self, layers: Sequence[Layer]) -> None:
+    def hold(self, layers: Sequence[SnapshotLayer]) -> None:
         """Keep these layers until `release`."""
         self._store.hold(layers)
 
-    def release(self, layers: Sequence[Layer]) -> None:
+    def release(self, layers: Sequence[SnapshotLayer]) -> None:
         """Undo one `hold` of these layers."""
         self.drop(self._store.release(layers))
 
-    def drop(self, layers: Sequence[Layer]) -> None:
+    def drop(self, layers: Sequence[SnapshotLayer]) -> None:
         """Give layers back to the host on which nothing stands."""
         for layer in layers:
             self._state.tasks.spawn(self._drop(layer), "drop a layer")
 
-    async def _drop(self, layer: Layer) -> None:
+    async def _drop(self, layer: SnapshotLayer) -> None:
         try:
             await self._state.host.drop_layer(layer)
         except Exception:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 from atropos.errors import NotSupported
-from atropos.sandbox.contract import Layer, Sandbox
+from atropos.sandbox.contract import Sandbox, SnapshotLayer
 from atropos.sandbox.server.snapshots.images import Images
 from atropos.sandbox.server.snapshots.layer_tar import packed_layers, unpack_layers
 from atropos.sandbox.server.snapshots.layers import Layers
@@ -68,7 +68,7 @@ class SnapshotTransfer:
         finally:
             self._layers.release(snapshot.layers)
 
-    async def copy(self, sandbox: Sandbox) -> Layer:
+    async def copy(self, sandbox: Sandbox) -> SnapshotLayer:
         """A layer of what a slot has written so far; its programs go on.
 
         Raises:
@@ -119,9 +119,9 @@ class SnapshotTransfer:
         self._state.counters["snapshots_imported"] += 1
         return snapshot.info
 
-    async def _unpack(self, wanted: IncomingSnapshot, chunks: AsyncIterator[bytes]) -> list[Layer]:
+    async def _unpack(self, wanted: IncomingSnapshot, chunks: AsyncIterator[bytes]) -> list[SnapshotLayer]:
         """Feed one program that fills all layers at once: each level of nesting holds one more folder open."""
-        layers: list[Layer] = []
+        layers: list[SnapshotLayer] = []
 
         async def level(folders: list[str]) -> None:
             if len(folders) == wanted.layers:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from atropos.config import SlotLimits
 from atropos.errors import LeaseExpired
-from atropos.sandbox.contract import Layer, Sandbox, Stopped
+from atropos.sandbox.contract import Sandbox, SnapshotLayer, Stopped
 from atropos.sandbox.server.calls.lanes import Lanes
 from atropos.sandbox.server.state.lease_table import EndedLease, HeldLease
 from atropos.sandbox.server.state.snapshot_store import StoredSnapshot
@@ -27,8 +27,8 @@ class LeaseRun:
     viewed: Sandbox | None = None
     """The one that `sandbox` is a view of, while it is one."""
     lanes: Lanes | None = None
-    layers: tuple[Layer, ...] = ()
-    view_layers: tuple[Layer, ...] = ()
+    layers: tuple[SnapshotLayer, ...] = ()
+    view_layers: tuple[SnapshotLayer, ...] = ()
     """The layers of its views instead of `layers`; empty: those."""
     snapshot: StoredSnapshot | None = None
     starting: asyncio.Task[Lease] | None = None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from atropos.errors import NotSupported, PoolFull, SlotLost
-from atropos.sandbox.contract import Layer
+from atropos.sandbox.contract import SnapshotLayer
 from atropos.wire import SnapshotInfo
 
 MAX_LAYERS = 16
@@ -30,7 +30,7 @@ class StoredSnapshot:
     """
 
     id: str
-    layers: tuple[Layer, ...]
+    layers: tuple[SnapshotLayer, ...]
     owner: str
     base: str | None
     users: int = 0
@@ -59,7 +59,7 @@ class SnapshotStore:
     by_id: dict[str, StoredSnapshot] = field(default_factory=dict[str, StoredSnapshot])
     pending: set[str] = field(default_factory=set[str])
     """Ids of snapshots that are being taken or imported."""
-    _references: Counter[Layer] = field(default_factory=Counter[Layer])
+    _references: Counter[SnapshotLayer] = field(default_factory=Counter[SnapshotLayer])
 
     @property
     def bytes(self) -> int:
@@ -77,7 +77,7 @@ class SnapshotStore:
             return f"snapshots hold {self.bytes // MIB} MiB of {self.max_bytes // MIB} (max_snapshot_mib)"
         return ""
 
-    def reserve(self, snapshot_id: str, below: Sequence[Layer]) -> None:
+    def reserve(self, snapshot_id: str, below: Sequence[SnapshotLayer]) -> None:
         """Check that one more snapshot on `below` may be taken, before anything is frozen; then `commit` or `abandon`.
 
         Raises:
@@ -92,7 +92,13 @@ class SnapshotStore:
         self.pending.add(snapshot_id)
 
     def commit(
-        self, snapshot_id: str, top: Layer, below: Sequence[Layer], owner: str, base: str | None, now: float
+        self,
+        snapshot_id: str,
+        top: SnapshotLayer,
+        below: Sequence[SnapshotLayer],
+        owner: str,
+        base: str | None,
+        now: float,
     ) -> StoredSnapshot:
         """Add a snapshot of a frozen layer, and end the reservation."""
         self.pending.discard(snapshot_id)
@@ -116,13 +122,13 @@ class SnapshotStore:
             raise SlotLost(f"snapshot {snapshot_id!r} is not on this server (dropped, or taken on another)")
         return snapshot
 
-    def hold(self, layers: Sequence[Layer]) -> None:
+    def hold(self, layers: Sequence[SnapshotLayer]) -> None:
         """Count one more user of these layers."""
         self._references.update(layers)
 
-    def release(self, layers: Sequence[Layer]) -> list[Layer]:
+    def release(self, layers: Sequence[SnapshotLayer]) -> list[SnapshotLayer]:
         """Count one user less of these layers. Returns the unused ones, topmost first."""
-        unused: list[Layer] = []
+        unused: list[SnapshotLayer] = []
         for layer in layers:
             self._references[layer] -= 1
             if not self._references[layer]:
@@ -130,13 +136,13 @@ class SnapshotStore:
                 unused.append(layer)
         return unused
 
-    def drop(self, snapshot_id: str) -> list[Layer]:
+    def drop(self, snapshot_id: str) -> list[SnapshotLayer]:
         """Drop a snapshot; leases that use it go on. Returns the unused layers."""
         snapshot = self.by_id.pop(snapshot_id, None)
         return [] if snapshot is None else self.release(snapshot.layers)
 
 
-def check_depth(below: Sequence[Layer]) -> None:
+def check_depth(below: Sequence[SnapshotLayer]) -> None:
     """Check that a snapshot on these layers is not too deep.
 
     Raises:
