@@ -60,7 +60,7 @@ class Hierarchy:
 
 def of_this_process() -> list[Hierarchy]:
     """Every hierarchy that may offer one of `CONTROLLERS` or `SHOWN`, that of cgroup v2 as the last of them."""
-    found: list[Hierarchy] = []
+    hierarchies: list[Hierarchy] = []
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # a kernel without cgroups
@@ -69,10 +69,10 @@ def of_this_process() -> list[Hierarchy]:
         number, names, path = line.split(":", 2)
         controllers = tuple(name for name in names.split(",") if name)
         if number == "0":
-            found.append(Hierarchy(2, (), path))
+            hierarchies.append(Hierarchy(2, (), path))
         elif set(controllers) & set(SHOWN):
-            found.append(Hierarchy(1, controllers, path))
-    return found
+            hierarchies.append(Hierarchy(1, controllers, path))
+    return hierarchies
 
 
 def mount_point(hierarchy: Hierarchy) -> Path | None:
@@ -80,10 +80,10 @@ def mount_point(hierarchy: Hierarchy) -> Path | None:
     kind = "cgroup2" if hierarchy.version == 2 else "cgroup"
     with open("/proc/self/mountinfo", encoding="utf-8") as file:
         for line in file:
-            left, _, right = line.partition(" - ")
-            at, (found, _source, options) = left.split()[4], right.split()[:3]
-            wanted = found == kind and (kind == "cgroup2" or set(hierarchy.controllers) <= set(options.split(",")))
-            if wanted and os.path.isdir(f"{at}/{hierarchy.path}"):
+            mount, _, file_system = line.partition(" - ")
+            at, (mounted, _source, options) = mount.split()[4], file_system.split()[:3]
+            matches = mounted == kind and (kind == "cgroup2" or set(hierarchy.controllers) <= set(options.split(",")))
+            if matches and os.path.isdir(f"{at}/{hierarchy.path}"):
                 return Path(at)
     return None
 
@@ -103,8 +103,8 @@ def places(hierarchy: Hierarchy, mount: Path) -> list[Path]:
 
 def own_places() -> list[Path]:
     """All places of a server that this process starts, in every hierarchy that can be seen from here."""
-    found = [(one, mount_point(one)) for one in of_this_process()]
-    return list(dict.fromkeys(place for one, mount in found if mount is not None for place in places(one, mount)))
+    mounted = [(one, mount_point(one)) for one in of_this_process()]
+    return list(dict.fromkeys(place for one, mount in mounted if mount is not None for place in places(one, mount)))
 
 
 def remove_server(places: list[Path], server: str) -> bool:

@@ -76,10 +76,10 @@ class Resources:
 
     def most(self, *others: Resources) -> Resources:
         """The larger amount of each: what has room for any of them."""
-        found = self
+        largest = self
         for other in others:
-            found = found._each(max, other)
-        return found
+            largest = largest._each(max, other)
+        return largest
 
     def least(self, other: Resources) -> Resources:
         """The smaller amount of each."""

@@ -158,14 +158,14 @@ def joined(parent: str, name: str, waited_s: float, ran_s: float) -> None:
 
     end = time.time_ns()
     started = end - int((waited_s + ran_s) * 1e9)
-    made = _tracer.start_span(
+    span = _tracer.start_span(
         name,
         context=_context(parent),
         kind=SpanKind.SERVER,
         start_time=started,
         attributes={"atropos.waited_s": waited_s, "atropos.ran_s": ran_s},
     )
-    made.end(end)
+    span.end(end)
 
 
 @contextlib.contextmanager

@@ -194,8 +194,8 @@ class AtroposEnvironment(BaseEnvironment):
         memory = memory if memory != OLD_MEMORY_MB else 0
         room = max(memory, slot.memory_mib)
         files = min(storage, room) if storage != OLD_STORAGE_MB and self._config.volume == "memory" else 0
-        wanted = Resources(memory_mib=memory, disk_mib=files, cpus=wants.cpus or 0, gpus=wants.wanted_gpus)
-        return Room(slot.resources).beyond(wanted, wants.gpu_types)
+        resources = Resources(memory_mib=memory, disk_mib=files, cpus=wants.cpus or 0, gpus=wants.wanted_gpus)
+        return Room(slot.resources).beyond(resources, wants.gpu_types)
 
     @override
     async def _apply_network_policy(self, network_policy: NetworkPolicy) -> None:

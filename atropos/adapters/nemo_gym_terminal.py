@@ -149,14 +149,14 @@ class Terminal:
         await self.write(line.encode())
         last_line = re.compile(rf"{mark}:(\d+)\r?\n".encode())
         seen, searched = bytearray(), 0
-        while (found := last_line.search(seen, searched)) is None:
+        while (match := last_line.search(seen, searched)) is None:
             if len(seen) > MAX_OUTPUT_BYTES:
                 raise SandboxPtyError(f"{command!r} has printed more than {MAX_OUTPUT_BYTES:,} bytes")
             if not (data := await self.read()):
                 return bytes(seen), None
             searched = max(0, len(seen) - LAST_LINE_BYTES)  # it may come in two parts
             seen += data
-        return bytes(seen[: found.start()]), int(found[1])
+        return bytes(seen[: match.start()]), int(match[1])
 
     async def close(self) -> None:
         """End it, with all that it started. Idempotent."""

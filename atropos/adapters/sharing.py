@@ -210,8 +210,8 @@ class HeldSlot:
             Why it can't be made, if it can't.
         """
         script = '[ -d "$1" ] || { mkdir -p "$1" && chown "$2" "$1"; }'
-        made = await self.slot.exec(["sh", "-c", script, "sh", self.path(path), self.user or "0"], user="0:0")
-        return None if made.exit_code == 0 else made.error or made.output.strip()
+        result = await self.slot.exec(["sh", "-c", script, "sh", self.path(path), self.user or "0"], user="0:0")
+        return None if result.exit_code == 0 else result.error or result.output.strip()
 
     async def release(self) -> None:
         """Give the slot back, with all that runs in it; the pool stops with its last holder. Idempotent."""

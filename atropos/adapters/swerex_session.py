@@ -228,10 +228,10 @@ class BashSession:
                 self._searched.write(end)
             if late:
                 raise CommandTimeoutError(f"timeout after {timeout_s} seconds while running command {command!r}")
-            left = READ_WAIT_S if deadline is None else deadline - loop.time()
-            late = left <= 0  # what came in time may be unread: this process did not run meanwhile
+            wait_s = READ_WAIT_S if deadline is None else deadline - loop.time()
+            late = wait_s <= 0  # what came in time may be unread: this process did not run meanwhile
             ended = self._process.exit_code is not None
-            data = await self._process.read(max_bytes=BUFFER_BYTES, wait_s=max(0.0, min(left, READ_WAIT_S)))
+            data = await self._process.read(max_bytes=BUFFER_BYTES, wait_s=max(0.0, min(wait_s, READ_WAIT_S)))
             if not data and ended:
                 raise SessionNotInitializedError(f"the shell ended in {command!r}: {clean(self._pending)[-2000:]!r}")
             self._pending += self._decoder.decode(data)
@@ -245,9 +245,9 @@ class BashSession:
     def _matched(self, patterns: Sequence[str]) -> PromptMatch | None:
         """The first match in what is pending, which is taken from it."""
         start = min(1, self._searched.tell())  # so that `^` is the beginning of all output
-        found = [(self._prompt.search(self._pending, start), None)]
-        found += [(re.compile(pattern, re.DOTALL).search(self._pending, start), pattern) for pattern in patterns]
-        matches = [(at, pattern) for at, pattern in found if at is not None]
+        candidates = [(self._prompt.search(self._pending, start), None)]
+        candidates += [(re.compile(pattern, re.DOTALL).search(self._pending, start), pattern) for pattern in patterns]
+        matches = [(at, pattern) for at, pattern in candidates if at is not None]
         if not matches:
             return None
         at, pattern = min(matches, key=lambda each: each[0].start())

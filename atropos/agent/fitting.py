@@ -47,8 +47,8 @@ def fitting(
         if len(notes[1]) >= longest:
             break
         share = (longest - len(notes[1])) / (len(written[1]) - len(notes[1]))
-        kept = sum(min(length, limit) for length in lengths)
-        limit = max(0, min(level(lengths, int(kept * share * 0.95)), most - NOTE_CHARS))
+        total = sum(min(length, limit) for length in lengths)
+        limit = max(0, min(level(lengths, int(total * share * 0.95)), most - NOTE_CHARS))
         written = write(_clipped(outcomes, limit))
         if len(written[1]) <= longest:
             return written
@@ -57,12 +57,12 @@ def fitting(
 
 def level(lengths: Sequence[int], total: int) -> int:
     """The limit to which lengths must be cut to have that total: short ones stay whole, long ones become equal."""
-    left = total
+    remaining = total
     for index, length in enumerate(sorted(lengths)):
-        share = left // (len(lengths) - index)
+        share = remaining // (len(lengths) - index)
         if length > share:
             return share
-        left -= length
+        remaining -= length
     return max(lengths, default=0)
 
 

@@ -162,10 +162,10 @@ class Model:
 
         async def once() -> Generation:
             nonlocal sampled
-            given = numbers([*prompt, *sampled.ids])
-            left = self._left(sampling, len(sampled.ids))
-            answer = await self._ask("tokens_and_logprobs_completion", input_ids=given, n=1, **left)
-            sampled = sampled.followed_by(_generation(given, answer))
+            numbered = numbers([*prompt, *sampled.ids])
+            room = self._left(sampling, len(sampled.ids))
+            answer = await self._ask("tokens_and_logprobs_completion", input_ids=numbered, n=1, **room)
+            sampled = sampled.followed_by(_generation(numbered, answer))
             if sampled.finish_reason == ABORTED:
                 raise _Aborted(f"the inference server broke the generation off after {len(sampled.ids)} tokens")
             return sampled
@@ -368,10 +368,10 @@ def _tool_call(call: Any) -> ToolCall:
 
     What is no JSON object, or a deep one, stays text.
     """
-    parsed = given = replace_surrogates(call.function.arguments)
-    if isinstance(given, str):
+    parsed = sent = replace_surrogates(call.function.arguments)
+    if isinstance(sent, str):
         with contextlib.suppress(ValueError, RecursionError):
-            parsed = json.loads(given)
+            parsed = json.loads(sent)
     plain = isinstance(parsed, dict) and not too_deep(parsed)
-    arguments = cast("dict[str, object]", parsed) if plain else str(given or "")
+    arguments = cast("dict[str, object]", parsed) if plain else str(sent or "")
     return call_with_id(str(call.id or ""), replace_surrogates(str(call.function.name)), arguments)

@@ -113,8 +113,8 @@ class TurnRenderer:
 
     def text(self, ids: Sequence[int]) -> str:
         """The model's text, without the token that ended its turn."""
-        kept = list(ids[:-1]) if ids and ids[-1] in self.end_ids else list(ids)
-        return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        shown = list(ids[:-1]) if ids and ids[-1] in self.end_ids else list(ids)
+        return str(self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def whole_turn(self, text: str) -> str:
         """A turn with the opening of its thinking, where the template wrote it."""
@@ -134,8 +134,8 @@ class TurnRenderer:
 
         text = self._apply([self._replaced(replace_surrogates(dict(message)), placeholder) for message in messages])
         if after is not None:
-            _, found, text = text.partition(after)
-            if not found:
+            _, separator, text = text.partition(after)
+            if not separator:
                 raise ConfigError(
                     "tokenizer_name: its chat template changes an assistant's text; it can't be continued"
                 )
@@ -169,7 +169,7 @@ def _key() -> str:
 
 def _special_tokens(tokenizer: Tokenizer) -> list[str]:
     """Spellings of every special token, longest first."""
-    found: set[str] = set(getattr(tokenizer, "all_special_tokens", ()))
+    spellings: set[str] = set(getattr(tokenizer, "all_special_tokens", ()))
     added: Mapping[int, object] = getattr(tokenizer, "added_tokens_decoder", {})
-    found.update(str(token) for token in added.values() if getattr(token, "special", False))
-    return sorted((text for text in found if text), key=lambda text: -len(text))
+    spellings.update(str(token) for token in added.values() if getattr(token, "special", False))
+    return sorted((text for text in spellings if text), key=lambda text: -len(text))

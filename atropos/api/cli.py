@@ -57,8 +57,8 @@ def tool_server(
     from atropos.api.tool_server import create_app
     from atropos.net.admission import BearerToken
 
-    given = {"host": host, "port": port, "only": only or None, "tools": tool or None, "allow_hosts": allow_host or None}
-    values = with_flags(read_file(config), given)
+    flags = {"host": host, "port": port, "only": only or None, "tools": tool or None, "allow_hosts": allow_host or None}
+    values = with_flags(read_file(config), flags)
     if token_file is not None or "token" not in values:
         values["token"] = read_token(token_file, TOKEN_VARIABLE)
     settings = parse_settings(ToolServerSettings, values, "tool server")
@@ -97,7 +97,7 @@ def executor_server(
     from atropos.api.serve import run
     from atropos.api.settings import parse_settings
 
-    given = {
+    flags = {
         "host": host,
         "port": port,
         "keys_file": keys_file,
@@ -105,7 +105,7 @@ def executor_server(
         "enabled_toolsets": toolset or None,
         "tool_server_url": tool_server_url,
     }
-    values = with_flags(read_file(config), given)
+    values = with_flags(read_file(config), flags)
     pool = {"backend": backend, "slots_per_container": slots_per_container, "max_containers": max_containers}
     if isinstance(in_file := values.get("pool", {}), dict):  # anything else is refused with the other settings
         values["pool"] = with_flags(cast("dict[str, object]", in_file), pool)

@@ -219,13 +219,13 @@ def _add_calls(app: FastAPI) -> None:
     @app.get("/trajectories/{trajectory_id}/calls/{call_id}", responses={**_ERRORS, 202: {"model": CallAnswer}})
     async def earlier(request: Request, response: Response, trajectory_id: Id, call_id: Id) -> CallAnswer:
         """A call sent earlier: its result, or 202 while it has none."""
-        found = _of(request).get(trajectory_id).calls.get(call_id)
-        if found is None:
+        call = _of(request).get(trajectory_id).calls.get(call_id)
+        if call is None:
             raise Refusal(404, "not_found", f"there is no call {call_id!r}; only the latest are kept")
-        if not found.task.done():
+        if not call.task.done():
             response.status_code = 202
-            return found.pending()
-        return await found.answer()
+            return call.pending()
+        return await call.answer()
 
 
 async def _events(call: OpenCall) -> AsyncIterator[str]:

@@ -97,8 +97,8 @@ def door_of(token: str | None) -> Door:
 
 def header_of(scope: Scope, *names: bytes) -> bytes:
     """The only one of these headers that a request has; empty: it has none, or several."""
-    given = [value for name, value in scope["headers"] if name in names]
-    return given[0] if len(given) == 1 else b""
+    values = [value for name, value in scope["headers"] if name in names]
+    return values[0] if len(values) == 1 else b""
 
 
 class Gate:

@@ -112,8 +112,8 @@ class Tenants:
         if self._file is None:
             return None
         with contextlib.suppress(OSError):
-            found = os.stat(self._file)
-            return found.st_ino, found.st_size, found.st_mtime_ns
+            status = os.stat(self._file)
+            return status.st_ino, status.st_size, status.st_mtime_ns
         return None
 
     async def reload(self) -> None:

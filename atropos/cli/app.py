@@ -63,11 +63,11 @@ def command_line(*names: str) -> typer.Typer:
     app.callback()(root)
     for name in names or COMMANDS:
         module, _, attribute = COMMANDS[name].partition(":")
-        found = getattr(import_module(module), attribute)
-        if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name)
+        command = getattr(import_module(module), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
         else:
-            app.command(name, context_settings=SETTINGS.get(name))(found)
+            app.command(name, context_settings=SETTINGS.get(name))(command)
     return app
 
 

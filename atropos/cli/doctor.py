@@ -62,15 +62,15 @@ def doctor(
     Ends with 0 when slots start with everything isolated, 1 when they start but something optional is missing,
     3 when they can't start.
     """
-    found = [*programs(), *asyncio.run(isolation(base)), *engines()]
+    features = [*programs(), *asyncio.run(isolation(base)), *engines()]
     if slots is not None:
-        found += room_for(slots, host_limits.read())
-    broken = any(item.needed and not item.ok for item in found)
-    lacking = any(not item.ok and item.name not in OPTIONAL for item in found)
+        features += room_for(slots, host_limits.read())
+    broken = any(item.needed and not item.ok for item in features)
+    lacking = any(not item.ok and item.name not in OPTIONAL for item in features)
     if as_json:
-        typer.echo(json.dumps({"ok": not broken, "findings": [asdict(item) for item in found]}, indent=2))
+        typer.echo(json.dumps({"ok": not broken, "findings": [asdict(item) for item in features]}, indent=2))
     else:
-        show(found, broken=broken, lacking=lacking)
+        show(features, broken=broken, lacking=lacking)
     raise typer.Exit(3 if broken else 1 if lacking else 0)
 
 

@@ -54,13 +54,13 @@ def prepare(
     """Pull or build images where slots will run, so that the first lease on them starts at once."""
     if backend == "docker" and store is None:
         raise ConfigError("--store: without a folder of the host each container keeps its own images, gone with it")
-    kept = image_store(store, auth_file, insecure_registry, mirror)
-    settings: dict[str, object] = {"backend": backend, "image_store": kept}
-    found = asyncio.run(_prepare(images, settings))
+    store_settings = image_store(store, auth_file, insecure_registry, mirror)
+    settings: dict[str, object] = {"backend": backend, "image_store": store_settings}
+    prepared = asyncio.run(_prepare(images, settings))
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(prepared, indent=2))
     else:
-        for image in found:
+        for image in prepared:
             typer.echo(f"{image['image']}  {image['lease_as']}  {image['bytes'] / 2**20:,.0f} MiB")
 
 
@@ -98,13 +98,13 @@ async def _prepare(images: list[str], settings: dict[str, object]) -> list[Prepa
     async with SlotPool(SlotPoolConfig.model_validate(settings | await _place(settings["backend"]))) as pool:
         with progress_display() as progress_of:
             work = [pool.prepare(image_or_task(name), progress=progress_of(name)) for name in images]
-            found = await asyncio.gather(*work)
+            prepared = await asyncio.gather(*work)
     return [
         {
             "image": name,
             "lease_as": info.source if info.source.startswith("atropos-build:") else info.id,
             "bytes": info.bytes,
         }
-        for name, info in zip(images, found, strict=True)
+        for name, info in zip(images, prepared, strict=True)
         if info is not None
     ]

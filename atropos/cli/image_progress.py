@@ -44,9 +44,9 @@ def progress_display() -> Generator[Callable[[str], Report]]:
                         row = rows[container] = bars.add_task("", total=1.0, image=escape(image))
                     done = state.step / state.steps if state.steps else state.done or 0.0
                     bars.update(row, description=str(state), completed=1.0 if state.phase == "ready" else done)
-                elif printed.get(container) != (said := str(state) if state.steps else state.phase):
-                    printed[container] = said
-                    typer.echo(f"{image}: {said}", err=True)
+                elif printed.get(container) != (line := str(state) if state.steps else state.phase):
+                    printed[container] = line
+                    typer.echo(f"{image}: {line}", err=True)
 
             return report
 

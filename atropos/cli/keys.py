@@ -46,15 +46,15 @@ def add(
     before = read_keys(file).get(name) if file.exists() else None
     if before is not None and not rotate:
         raise ConfigError(f"{name} has a key in {file}; --rotate gives it a further one")
-    given: dict[str, object] = {} if before is None else before.model_dump(exclude_defaults=True)
+    fields: dict[str, object] = {} if before is None else before.model_dump(exclude_defaults=True)
     for each in settings or ():
         setting, equals, value = each.partition("=")
         if not equals:
             raise ConfigError(f"--set {each}: write SETTING=VALUE")
-        given[setting] = _value(value)
+        fields[setting] = _value(value)
     key = new_key()
-    given["sha256"] = (*(() if before is None else before.sha256), digest(key.encode()))
-    change_keys(file, {name: parse_settings(KeySettings, given, "key")})
+    fields["sha256"] = (*(() if before is None else before.sha256), digest(key.encode()))
+    change_keys(file, {name: parse_settings(KeySettings, fields, "key")})
     typer.echo(key)
 
 

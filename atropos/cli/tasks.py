@@ -108,11 +108,11 @@ def check_command(
     )
     _check_page(page)
     tasks = _read(paths, name or (), dataset, variable or ())
-    found = _check_with_progress(tasks, config)
+    findings = _check_with_progress(tasks, config)
     if page is not None:
-        page.write_text(_page(found, agents), encoding="utf-8")
-    _print(found, agents, as_json=as_json)
-    raise typer.Exit(0 if all(finding.status == "sound" for finding in found) else 1)
+        page.write_text(_page(findings, agents), encoding="utf-8")
+    _print(findings, agents, as_json=as_json)
+    raise typer.Exit(0 if all(finding.status == "sound" for finding in findings) else 1)
 
 
 def _check_page(page: Path | None) -> None:
@@ -201,13 +201,13 @@ def _summary(found: Sequence[TaskFinding]) -> str:
     counts = {status: sum(finding.status == status for finding in found) for status in _STYLE}
     lowered = sum(len(finding.clamped) for finding in found)
     parts = [f"{count} {status}" for status, count in counts.items() if count]
-    said = f"{len(found)} task{'s' * (len(found) != 1)}: {', '.join(parts)}"
+    text = f"{len(found)} task{'s' * (len(found) != 1)}: {', '.join(parts)}"
     shared = sum(_mode(finding) == "shared" for finding in found)
     if shared:
-        said += (
+        text += (
             f"; {shared} ({shared / len(found):.0%}) judged in the agent's slot (shared), where a reward can be rigged"
         )
-    return f"{said}; {lowered} limits lowered" if lowered else said
+    return f"{text}; {lowered} limits lowered" if lowered else text
 
 
 def _notes(found: Sequence[TaskFinding]) -> list[str]:

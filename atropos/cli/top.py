@@ -79,9 +79,9 @@ def top(
 
     async def run() -> None:
         if url is not None:
-            base, given = _split(url, token)
+            base, secret = _split(url, token)
             async with httpx.AsyncClient(
-                base_url=base, headers={"Authorization": f"Bearer {given}"}, timeout=10, trust_env=False
+                base_url=base, headers={"Authorization": f"Bearer {secret}"}, timeout=10, trust_env=False
             ) as client:
                 await _show(lambda: _remote(client), interval_s, once=once)
         else:
@@ -99,15 +99,15 @@ def _split(url: str, token: str | None) -> tuple[str, str]:
     """
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
-        found = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        found, parts = False, urlsplit("")
-    given = token or next(iter(parse_qs(parts.query).get("token", [])), "")
-    if not found:
+        valid, parts = False, urlsplit("")
+    secret = token or next(iter(parse_qs(parts.query).get("token", [])), "")
+    if not valid:
         raise ConfigError(f"{url!r} is no http URL; write http://127.0.0.1:7580")
-    if not given or not given.isascii():  # as the … of an example is not
+    if not secret or not secret.isascii():  # as the … of an example is not
         raise ConfigError("token: give the URL as the env printed it, --token, or ATROPOS_DASHBOARD_TOKEN")
-    return f"{parts.scheme}://{parts.netloc}", given
+    return f"{parts.scheme}://{parts.netloc}", secret
 
 
 async def _show(look: Asked, interval_s: float, *, once: bool) -> None:
@@ -134,8 +134,8 @@ async def _follow(look: Asked, interval_s: float, console: Console, show: Callab
         except BackendUnavailable as error:
             if seen is None:
                 raise
-            said = Text(f"{error}; these are the last numbers", "red", no_wrap=True, overflow="ellipsis")
-            show(Group(said, LookScreen(seen, rows=console.height - 1)))
+            notice = Text(f"{error}; these are the last numbers", "red", no_wrap=True, overflow="ellipsis")
+            show(Group(notice, LookScreen(seen, rows=console.height - 1)))
         await asyncio.sleep(interval_s)
 
 
@@ -285,7 +285,7 @@ class LookScreen:
         if view.history:
             values = {name: [float(getattr(each, field)) for each in view.history] for name, field in CHARTS}
             each_width = max(8, width // (2 if width < NARROW else 3) - 24)
-            cells = [f"{name:>16} {_spark(found, each_width)} {found[-1]:<6.3g}" for name, found in values.items()]
+            cells = [f"{name:>16} {_spark(series, each_width)} {series[-1]:<6.3g}" for name, series in values.items()]
             across = 1 if width < NARROW else 2 if width < WIDE else 3
             lines += [_line("".join(cells[at : at + across]), width, "cyan") for at in range(0, len(cells), across)]
         if view.trouble:
@@ -302,9 +302,9 @@ def _bar(container: ContainerSlots, width: int) -> Text:
     text = Text(f"{label:<{room}} {container.leased:>4}/{total:<4} ", no_wrap=True, overflow="crop")
     if not container.ready:
         text.append("closed ", "red")
-    left = max(4, width - len(text))
+    cells = max(4, width - len(text))
     for count, colour in counts:
-        text.append("■" * (count if total <= left else -(-count * left // total)), colour)
+        text.append("■" * (count if total <= cells else -(-count * cells // total)), colour)
     return text
 
 

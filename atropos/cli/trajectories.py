@@ -131,7 +131,7 @@ def stats(
         tools.update(part.name for message in details.messages for part in message.parts if part.name)
         for phase, seconds in entry.phases.items():
             phases[phase] += seconds
-    found = {
+    numbers = {
         "trajectories": len(scores),
         "items": len(items),
         "mean_score": sum(scores) / len(scores) if scores else None,
@@ -141,9 +141,9 @@ def stats(
         "seconds_by_phase": {name: round(seconds, 3) for name, seconds in phases.items()},
     }
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(numbers, indent=2))
         return
-    for name, value in found.items():
+    for name, value in numbers.items():
         shown = "  ".join(f"{visible(key)} {n}" for key, n in value.items()) if isinstance(value, dict) else value
         typer.echo(f"{name.replace('_', ' '):<17} {shown if shown not in (None, '') else '-'}")
 
@@ -165,18 +165,18 @@ def grep(
     Ends with 1 when none does.
     """
     try:
-        wanted = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
+        expression = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
     except re.error as wrong:
         raise typer.BadParameter(f"{pattern!r} is no regular expression: {wrong}") from None
-    found = False
+    matched = False
     for _, entry, details in _chosen(jsonl, Query(item=item, least=least, most=most, error=error, tool=tool)):
         for where, line in _lines(details):
-            if wanted.search(line):
-                found = True
+            if expression.search(line):
+                matched = True
                 fields = {"trajectory_id": entry.trajectory_id, "score": entry.score, "where": where, "line": line}
                 shown = f"{entry.trajectory_id} ({entry.score:.2f}) {where}: {line}"
                 typer.echo(json.dumps(fields) if as_json else visible(shown))
-    raise typer.Exit(0 if found else 1)
+    raise typer.Exit(0 if matched else 1)
 
 
 def _lines(details: Details) -> Iterator[tuple[str, str]]:

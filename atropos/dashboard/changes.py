@@ -108,19 +108,19 @@ def compare(folder: str, before: bytes, after: bytes) -> Changes:
     except (tarfile.TarError, OSError, EOFError, ArithmeticError, RecursionError) as error:
         raise ValueError(str(error)) from error
     paths = sorted(path for path in old.keys() | new.keys() if old.get(path) != new.get(path))
-    found: list[ChangedFile] = []
+    changed: list[ChangedFile] = []
     chars, pairs = MAX_CHARS, MAX_PAIRS
     for path in paths[:MAX_FILES]:
         change, used = _change(path, old.get(path), new.get(path), pairs, min(chars, MAX_DIFF_CHARS))
         chars, pairs = chars - len(change.diff), pairs - used
-        found.append(change)
-    return Changes(folder, tuple(found), more=len(paths) - len(found))
+        changed.append(change)
+    return Changes(folder, tuple(changed), more=len(paths) - len(changed))
 
 
 def _files(archive: bytes) -> dict[str, FileState]:
-    found: dict[str, FileState] = {}
+    files: dict[str, FileState] = {}
     if not archive:
-        return found
+        return files
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:", tarinfo=WholeTar) as tar:
         for member in tar:
             name = _text(member.name.removeprefix("./"))
@@ -128,12 +128,12 @@ def _files(archive: bytes) -> dict[str, FileState]:
                 continue
             if member.type in {tarfile.REGTYPE, tarfile.AREGTYPE} and member.sparse is None:
                 content = tar.extractfile(member)
-                found[name] = FileState(content.read() if content else b"", member.mode & 0o7777)
+                files[name] = FileState(content.read() if content else b"", member.mode & 0o7777)
             elif member.issym():
-                found[name] = FileState(member.linkname.encode(errors="surrogateescape"), 0, link=True)
-            elif member.islnk() and (first := found.get(_text(member.linkname.removeprefix("./")))):
-                found[name] = first
-    return found
+                files[name] = FileState(member.linkname.encode(errors="surrogateescape"), 0, link=True)
+            elif member.islnk() and (first := files.get(_text(member.linkname.removeprefix("./")))):
+                files[name] = first
+    return files
 
 
 def _text(name: str) -> str:
@@ -195,13 +195,13 @@ def _shifted(hunks: Iterator[str], by: int) -> Iterator[str]:
 
 def _cut(lines: Sequence[str], chars: int) -> str:
     """As many whole lines as fit, and how many are left out."""
-    left, kept = chars, 0
+    remaining, shown = chars, 0
     for line in lines:
-        left -= len(line) + 1
-        if left < 0:
+        remaining -= len(line) + 1
+        if remaining < 0:
             break
-        kept += 1
-    text = "\n".join(lines[:kept])
-    if kept == len(lines):
+        shown += 1
+    text = "\n".join(lines[:shown])
+    if shown == len(lines):
         return text
-    return f"{text}\n[… {len(lines) - kept} more lines of the diff]".strip("\n")
+    return f"{text}\n[… {len(lines) - shown} more lines of the diff]".strip("\n")

@@ -44,12 +44,12 @@ class Message:
 
 def conversation(messages: object) -> list[Message]:
     """Every message that is one; what is of another shape is shown as its JSON."""
-    found: list[Message] = []
+    readable: list[Message] = []
     for value in as_list(messages):
         message = as_dict(value) if isinstance(value, dict) else {"content": value}
         role = str(message.get("role", ""))
-        found.append(Message(role, tuple(part for part in _parts(role, message) if part.text.strip() or part.name)))
-    return found
+        readable.append(Message(role, tuple(part for part in _parts(role, message) if part.text.strip() or part.name)))
+    return readable
 
 
 def plain(value: object) -> str:

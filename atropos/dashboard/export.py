@@ -70,10 +70,10 @@ def _call_ids(parts: Sequence[MessagePart], number: int) -> list[str | None]:
 
 def _step(role: str, parts: Sequence[MessagePart], number: int, call_ids: Sequence[str | None]) -> _Step:
     if role != "assistant":
-        said = _text(part for part in parts if part.kind in {"text", "result"})
-        return {"step_id": number, "source": "system" if role == "system" else "user", "message": said}
-    said = _text(part for part in parts if part.kind == "text" or (part.kind == "call" and not part.name))
-    step: _Step = {"step_id": number, "source": "agent", "message": said}
+        text = _text(part for part in parts if part.kind in {"text", "result"})
+        return {"step_id": number, "source": "system" if role == "system" else "user", "message": text}
+    text = _text(part for part in parts if part.kind == "text" or (part.kind == "call" and not part.name))
+    step: _Step = {"step_id": number, "source": "agent", "message": text}
     if thought := _text(part for part in parts if part.kind == "thought"):
         step["reasoning_content"] = thought
     asked = zip((part for part in parts if part.kind == "call"), call_ids, strict=True)
@@ -89,11 +89,11 @@ def _call(part: MessagePart, call_id: str) -> _Call:
 
 def _observe(step: _Step, call_ids: Sequence[str | None], results: Sequence[MessagePart]) -> None:
     """Add results to a step: each to the call that it names, else to the call at its place."""
-    found = step.setdefault("observation", {"results": []})["results"]
+    written = step.setdefault("observation", {"results": []})["results"]
     for part in results:
-        at = len(found)
+        at = len(written)
         call_id = part.call_id if part.call_id in call_ids else call_ids[at] if at < len(call_ids) else None
-        found.append({"content": part.text, "source_call_id": call_id} if call_id else {"content": part.text})
+        written.append({"content": part.text, "source_call_id": call_id} if call_id else {"content": part.text})
 
 
 def _text(parts: Iterable[MessagePart]) -> str:

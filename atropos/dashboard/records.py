@@ -25,7 +25,7 @@ def as_text(value: object) -> str:
 def finite(value: object) -> float:
     """A number; 0 for anything else, and for one that no float holds."""
     try:
-        found = float(value) if isinstance(value, int | float) else 0.0
+        number = float(value) if isinstance(value, int | float) else 0.0
     except OverflowError:
         return 0.0
-    return found if math.isfinite(found) else 0.0
+    return number if math.isfinite(number) else 0.0

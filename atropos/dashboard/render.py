@@ -46,12 +46,12 @@ def colour(score: float) -> str:
 
 def facts(entry: StoredTrajectory) -> str:
     """What there is to say about a trajectory in a line."""
-    found = [number(entry.steps, "step"), number(entry.calls, "call"), duration(entry.seconds)]
-    found += [number(entry.tool_errors, "failed call")] if entry.tool_errors else []
-    found += [entry.stop_reason] if entry.stop_reason != "final" else []
-    found += [f"attempt {entry.attempts}"] if entry.attempts > 1 else []
-    found += [", ".join(f"{name} {entry.phases[name]:.1f}" for name in PHASES if entry.phases.get(name, 0) >= 0.05)]
-    return " · ".join(part for part in found if part)
+    parts = [number(entry.steps, "step"), number(entry.calls, "call"), duration(entry.seconds)]
+    parts += [number(entry.tool_errors, "failed call")] if entry.tool_errors else []
+    parts += [entry.stop_reason] if entry.stop_reason != "final" else []
+    parts += [f"attempt {entry.attempts}"] if entry.attempts > 1 else []
+    parts += [", ".join(f"{name} {entry.phases[name]:.1f}" for name in PHASES if entry.phases.get(name, 0) >= 0.05)]
+    return " · ".join(part for part in parts if part)
 
 
 def dumped(value: object) -> str:
@@ -84,13 +84,13 @@ def spark(values: Sequence[float]) -> str:
 def bars(entry: StoredTrajectory) -> list[tuple[str, float, float, float]]:
     """A trajectory's phases as (name, seconds, offset, width), the last two as shares of 100."""
     total = sum(entry.phases.get(name, 0.0) for name in PHASES) or 1.0
-    found: list[tuple[str, float, float, float]] = []
+    result: list[tuple[str, float, float, float]] = []
     at = 0.0
     for name in PHASES:
         seconds = entry.phases.get(name, 0.0)
-        found.append((name, seconds, at, 100 * seconds / total))
+        result.append((name, seconds, at, 100 * seconds / total))
         at += 100 * seconds / total
-    return found
+    return result
 
 
 def aligned(siblings: Sequence[tuple[StoredTrajectory, Details]]) -> list[tuple[bool, list[Message | None]]]:
@@ -133,7 +133,9 @@ def diff_lines(diff: str, most: int) -> list[tuple[str, str]]:
 
 
 def _environment() -> jinja2.Environment:
-    found = jinja2.Environment(autoescape=True, loader=jinja2.FileSystemLoader(HERE / "templates"), trim_blocks=True)
+    environment = jinja2.Environment(
+        autoescape=True, loader=jinja2.FileSystemLoader(HERE / "templates"), trim_blocks=True
+    )
     added: dict[str, Callable[..., object]] = {
         "visible": visible,
         "short": short,
@@ -150,10 +152,10 @@ def _environment() -> jinja2.Environment:
         "diff_lines": diff_lines,
         "replay": functools.partial(events, most=MAX_CELL_CHARS),
     }
-    found.filters.update(added)
-    globals_ = cast("dict[str, object]", found.globals)
+    environment.filters.update(added)
+    globals_ = cast("dict[str, object]", environment.globals)
     globals_ |= {"kinds": KINDS, "cell_chars": MAX_CELL_CHARS}
-    return found
+    return environment
 
 
 _templates = _environment()
@@ -203,9 +205,11 @@ def _write_groups(jsonl: Path, body: TextIO) -> dict[str, object]:
             break
         item, room = item_of(group), PAGE_TRAJECTORIES - len(scores)
         siblings = [entry_of(one, item=item) for one in itertools.islice(members(group), room)]
-        found = [entry.score for entry, _ in siblings]
-        body.write(render("static_group.html", name=item, siblings=siblings, mean=sum(found) / max(1, len(found))))
-        groups, scores = groups + 1, scores + found
+        each_score = [entry.score for entry, _ in siblings]
+        body.write(
+            render("static_group.html", name=item, siblings=siblings, mean=sum(each_score) / max(1, len(each_score)))
+        )
+        groups, scores = groups + 1, scores + each_score
         if more := len(scores_of(group)) > room:
             break
     return {"groups": groups, "trajectories": len(scores), "mean": sum(scores) / max(1, len(scores)), "more": more}

@@ -32,15 +32,15 @@ Event = tuple[float, str]
 
 def events(details: Details, *, most: int = MAX_MESSAGE_CHARS) -> list[Event]:
     """What is printed, and at how many seconds from the first turn's start; a call's output in `most` characters."""
-    found: list[Event] = []
+    result: list[Event] = []
     chars = 0
     for at, text in _events(details, most):
         chars += len(text)
         if chars > MAX_CHARS:
-            found.append((at, f"{DIM}[the rest is left out]{PLAIN}\r\n"))
+            result.append((at, f"{DIM}[the rest is left out]{PLAIN}\r\n"))
             break
-        found.append((round(at, 3), text))
-    return found
+        result.append((round(at, 3), text))
+    return result
 
 
 def asciicast(entry: StoredTrajectory, details: Details) -> str:
@@ -57,9 +57,9 @@ def _events(details: Details, most: int) -> Iterator[Event]:
         turn = next(turns, {})
         model_s, tools_s = _seconds(turn.get("model_s")), _seconds(turn.get("tools_s"))
         asked = started + model_s
-        said = "".join(part.text for part in message.parts if part.kind == "text").strip()
-        if said:
-            yield asked, _lines(f"{DIM}# ", said, MAX_TEXT_CHARS)
+        text = "".join(part.text for part in message.parts if part.kind == "text").strip()
+        if text:
+            yield asked, _lines(f"{DIM}# ", text, MAX_TEXT_CHARS)
         calls = [part for part in message.parts if part.kind == "call"]
         took = turn.get("calls_s")
         if isinstance(took, list):
@@ -101,9 +101,9 @@ def _lines(before: str, text: str, most: int) -> str:
     """A text as a terminal gets it: whole lines, and nothing in it that acts on more than its own line."""
     text = short(text, most)
     shown, at = "", 0
-    for found in KEPT.finditer(text):
-        shown += visible(text[at : found.start()]) + found[0]
-        at = found.end()
+    for match in KEPT.finditer(text):
+        shown += visible(text[at : match.start()]) + match[0]
+        at = match.end()
     shown += visible(text[at:])
     return f"{before}{shown}{PLAIN}\n".replace("\r\n", "\n").replace("\n", "\r\n")
 

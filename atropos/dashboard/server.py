@@ -207,14 +207,14 @@ class DashboardServer:
     async def _list(self, request: web.Request) -> web.Response:
         if self._refresh is not None:
             await asyncio.to_thread(self._refresh)
-        given = {name: request.query.get(name, "").strip()[:500] for name in ("text", "item", "error", "tool")}
-        query = Query(**given, least=_bound(request, "least"), most=_bound(request, "most"))
+        filters = {name: request.query.get(name, "").strip()[:500] for name in ("text", "item", "error", "tool")}
+        query = Query(**filters, least=_bound(request, "least"), most=_bound(request, "most"))
         asked = request.query.get("page", "1")
         page = max(1, int(asked)) if asked.isascii() and asked.isdigit() and len(asked) < 10 else 1
         find = functools.partial(self._store.find, query, first=(page - 1) * PAGE, limit=PAGE)
         entries, total = await asyncio.to_thread(find)
         reasons, tools = await asyncio.to_thread(self._store.facets)
-        kept = {name: value for name, value in request.query.items() if name != "page"}
+        parameters = {name: value for name, value in request.query.items() if name != "page"}
         return self._page(
             "list.html",
             entries=entries,
@@ -226,7 +226,7 @@ class DashboardServer:
             reasons=reasons,
             tools=tools,
             forgotten=self._store.forgotten,
-            link=functools.partial(_link, kept),
+            link=functools.partial(_link, parameters),
         )
 
     async def _trajectory(self, request: web.Request) -> web.Response:
@@ -240,10 +240,10 @@ class DashboardServer:
         return web.Response(body=body, content_type="application/x-asciicast", headers={"Content-Disposition": name})
 
     async def _found(self, request: web.Request) -> tuple[StoredTrajectory, Details]:
-        found = await asyncio.to_thread(self._store.get, int(request.match_info["number"]))
-        if found is None:
+        stored = await asyncio.to_thread(self._store.get, int(request.match_info["number"]))
+        if stored is None:
             raise web.HTTPNotFound(reason="This trajectory is not kept.")
-        return found
+        return stored
 
     async def _group(self, request: web.Request) -> web.Response:
         siblings = await asyncio.to_thread(self._store.group, int(request.match_info["number"]))
@@ -252,8 +252,8 @@ class DashboardServer:
         return await asyncio.to_thread(self._group_page, siblings[:SIBLINGS], len(siblings[SIBLINGS:]))
 
     def _group_page(self, siblings: list[tuple[StoredTrajectory, Details]], more: int) -> web.Response:
-        rows, said = aligned(siblings), verdicts(siblings)
-        return self._page("group.html", siblings=siblings, more=more, rows=rows, verdicts=said)
+        rows, outcomes = aligned(siblings), verdicts(siblings)
+        return self._page("group.html", siblings=siblings, more=more, rows=rows, verdicts=outcomes)
 
 
 def _html(text: str, code: int = 200) -> web.Response:
@@ -276,11 +276,11 @@ def _bound(request: web.Request, name: str) -> float | None:
     Raises:
         web.HTTPBadRequest: it is no number.
     """
-    given = request.query.get(name, "").strip()
-    if not given:
+    text = request.query.get(name, "").strip()
+    if not text:
         return None
     try:
-        value = float(given)
+        value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):

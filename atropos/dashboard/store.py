@@ -129,7 +129,7 @@ class TrajectoryStore:
         with self._lock:
             rows = list(self._rows)
         needle = json.dumps(query.text, ensure_ascii=False)[1:-1].encode(errors="surrogatepass").lower()
-        found = [
+        matching = [
             entry
             for entry, blob in reversed(rows)
             if query.admits(entry)
@@ -137,7 +137,7 @@ class TrajectoryStore:
                 not needle or needle in entry.trajectory_id.lower().encode() or needle in zlib.decompress(blob).lower()
             )
         ]
-        return found[first : first + limit], len(found)
+        return matching[first : first + limit], len(matching)
 
     def get(self, number: int) -> tuple[StoredTrajectory, Details] | None:
         """A trajectory; None: there is none, or it is forgotten."""
@@ -177,10 +177,10 @@ class GroupFile:
         While there is no file, as before a run that writes it anew, what was read stays.
         """
         with self._lock, contextlib.suppress(FileNotFoundError), self._path.open("rb") as lines:
-            found = os.fstat(lines.fileno())
-            if (found.st_dev, found.st_ino) != self._file or found.st_size < self._at:
+            status = os.fstat(lines.fileno())
+            if (status.st_dev, status.st_ino) != self._file or status.st_size < self._at:
                 self._store.clear()
-                self._file, self._at = (found.st_dev, found.st_ino), 0
+                self._file, self._at = (status.st_dev, status.st_ino), 0
             lines.seek(self._at)
             for line in lines:
                 if not line.endswith(b"\n"):
@@ -199,10 +199,10 @@ def read_groups(jsonl: Path, left_out: Callable[[int], object] = lambda _: None)
     """
     with jsonl.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            found = list(groups_of(line))
-            if not found and line.strip():
+            groups = list(groups_of(line))
+            if not groups and line.strip():
                 left_out(number)
-            yield from found
+            yield from groups
 
 
 def groups_of(line: bytes) -> Iterator[dict[str, object]]:
@@ -270,8 +270,8 @@ def _details(trajectory: Mapping[str, object]) -> Details:
 
 def _packed(trajectory: Mapping[str, object]) -> bytes:
     """What `_details` reads of a trajectory, compressed."""
-    kept = {name: trajectory.get(name) for name in ("messages", "info", "turns", "changes")}
-    return zlib.compress(json.dumps(kept, ensure_ascii=False, default=str).encode(errors="surrogatepass"), 1)
+    details = {name: trajectory.get(name) for name in ("messages", "info", "turns", "changes")}
+    return zlib.compress(json.dumps(details, ensure_ascii=False, default=str).encode(errors="surrogatepass"), 1)
 
 
 def _unpacked(blob: bytes) -> Details:

@@ -299,9 +299,9 @@ def _completions(one: Any, own: InferenceServer) -> Callable[..., Awaitable[obje
         for name in ("max_new_tokens", "max_completion_tokens"):
             if name in sampling:
                 sampling["max_tokens"] = sampling.pop(name)
-        found = await own.complete(ids, sampling)
-        answer = (ids, [f.ids for f in found], [f.logprobs for f in found], [f.finish_reason for f in found])
-        return (*answer, [f.weights for f in found]) if asking.get() else answer
+        sampled = await own.complete(ids, sampling)
+        answer = (ids, [s.ids for s in sampled], [s.logprobs for s in sampled], [s.finish_reason for s in sampled])
+        return (*answer, [s.weights for s in sampled]) if asking.get() else answer
 
     return call
 

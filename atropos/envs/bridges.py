@@ -86,14 +86,14 @@ def _sample(group: Group, index: int) -> Sample:
 
 def trl(groups: Iterable[Group]) -> dict[str, list[Any]]:
     """What a `rollout_func` of TRL's GRPOTrainer returns; its reward function is `trl_reward`."""
-    found = samples(groups)
+    drawn = samples(groups)
     return {
-        "prompt_ids": [one.prompt_ids for one in found],
-        "completion_ids": [one.response_ids for one in found],
-        "logprobs": [one.logprobs for one in found],
-        "env_mask": [one.mask for one in found],
-        "score": [one.reward for one in found],
-        "stop_reason": [one.stop_reason for one in found],
+        "prompt_ids": [one.prompt_ids for one in drawn],
+        "completion_ids": [one.response_ids for one in drawn],
+        "logprobs": [one.logprobs for one in drawn],
+        "env_mask": [one.mask for one in drawn],
+        "score": [one.reward for one in drawn],
+        "stop_reason": [one.stop_reason for one in drawn],
     }
 
 
@@ -121,29 +121,29 @@ def verl(groups: Iterable[Group]) -> list[dict[str, Any]]:
 
 def skyrl(groups: Iterable[Group]) -> dict[str, Any]:
     """A `GeneratorOutput` of SkyRL; what a bound cut has the stop reason `length`."""
-    found = samples(groups)
+    drawn = samples(groups)
     return {
-        "prompt_token_ids": [one.prompt_ids for one in found],
-        "response_ids": [one.response_ids for one in found],
-        "rewards": [one.reward for one in found],
-        "loss_masks": [one.mask for one in found],
-        "stop_reasons": ["stop" if one.stop_reason == "final" else "length" for one in found],
+        "prompt_token_ids": [one.prompt_ids for one in drawn],
+        "response_ids": [one.response_ids for one in drawn],
+        "rewards": [one.reward for one in drawn],
+        "loss_masks": [one.mask for one in drawn],
+        "stop_reasons": ["stop" if one.stop_reason == "final" else "length" for one in drawn],
         "rollout_metrics": None,
-        "rollout_logprobs": [one.logprobs for one in found],
+        "rollout_logprobs": [one.logprobs for one in drawn],
     }
 
 
 def tinker(groups: Iterable[Group]) -> list[Any]:
     """A tinker `Datum` for each trajectory, for its loss `importance_sampling`; advantages are centred by group."""
     package = import_module("tinker")  # the caller's own
-    made: list[Any] = []
+    datums: list[Any] = []
     for group in groups:
         mean = fmean(group["scores"])
         for one in samples([group]):
             tokens = [*one.prompt_ids, *one.response_ids]
             context = [0] * len(one.prompt_ids)
             advantages = [(one.reward - mean) * sampled for sampled in [*context, *one.mask]]
-            made.append(
+            datums.append(
                 package.Datum(
                     model_input=package.ModelInput.from_ints(tokens[:-1]),
                     loss_fn_inputs={
@@ -153,7 +153,7 @@ def tinker(groups: Iterable[Group]) -> list[Any]:
                     },
                 )
             )
-    return made
+    return datums
 
 
 @contextlib.contextmanager

@@ -218,12 +218,12 @@ class SandboxEnv(BaseEnv):
         return {}
 
     def _check_context(self) -> None:
-        wanted, held = self.config.max_token_length, context_of(self.server)
-        if held is None or held >= wanted:
+        length, held = self.config.max_token_length, context_of(self.server)
+        if held is None or held >= length:
             return
         if "max_token_length" in self.config.model_fields_set:
             raise ConfigError(
-                f"env.max_token_length: {wanted} is more than the inference server's context of {held} tokens: set "
+                f"env.max_token_length: {length} is more than the inference server's context of {held} tokens: set "
                 f"{held} or less, or serve the model with a longer one"
             )
         _log.info("trajectories have at most %d tokens, which the inference server's context holds", held)
@@ -327,12 +327,12 @@ class SandboxEnv(BaseEnv):
             admitted.append(group)
         if admitted and do_send_to_api:
             self.items_sent_this_step += len(admitted)
-        kept = admitted
+        written = admitted
         if not self.config.include_messages:
-            kept = [cast("ScoredGroup", {**group, "messages": None}) for group in admitted]
+            written = [cast("ScoredGroup", {**group, "messages": None}) for group in admitted]
         # atroposlib no longer has their items: a cancellation of this worker waits
         env_id = getattr(self, "env_id", None)
-        await outlive(self.sink.deliver(kept, sent=do_send_to_api, env_id=env_id, listed=several))
+        await outlive(self.sink.deliver(written, sent=do_send_to_api, env_id=env_id, listed=several))
         for group in admitted:
             with contextlib.suppress(HookError), self.hooks.guard("add_rollouts_for_wandb"):  # which logs it
                 await self.add_rollouts_for_wandb(cast("ScoredDataGroup", group), item)
@@ -492,10 +492,10 @@ class SandboxEnv(BaseEnv):
 
     async def wandb_log(self, wandb_metrics: Mapping[str, object] | None = None) -> None:
         """Add faults, phases and the pool's gauges."""
-        found = {**self.metrics.as_dict(), **(wandb_metrics or {})}
+        metrics = {**self.metrics.as_dict(), **(wandb_metrics or {})}
         if self.pool is not None:
-            found.update(pool_gauges(self.pool.stats()))
-        await super().wandb_log(found)
+            metrics.update(pool_gauges(self.pool.stats()))
+        await super().wandb_log(metrics)
 
     async def setup_wandb(self) -> None:
         """As atroposlib's; if wandb can't start, the error is one line."""

@@ -340,11 +340,11 @@ class TaskEnv(DatasetEnv):
     async def _begin_step(self, step: Task, trajectory_id: str) -> None:
         """Remove what the last verification left, and make what the step adds."""
         attempt = self._attempts[trajectory_id]
-        kept, attempt.kept = attempt.kept, None
-        if kept is not None:
-            async with kept:
+        snapshot, attempt.kept = attempt.kept, None
+        if snapshot is not None:
+            async with snapshot:
                 await self.executor.release_trajectory(trajectory_id)
-                await workspace.start_main_process(await self.executor.start_from(trajectory_id, kept), step)
+                await workspace.start_main_process(await self.executor.start_from(trajectory_id, snapshot), step)
         slot = await self.executor.slot(trajectory_id)
         if attempt.verdicts:
             await workspace.clear(slot, step)
@@ -483,14 +483,14 @@ def _usable(config: TaskEnvConfig) -> list[Task]:
     Raises:
         ConfigError: some task is unusable and `skip_bad_tasks` is off, or none is left.
     """
-    found, room = _read(config), _room(config)
-    fits = {task.name: fit(task, room, images=config.task_images, policy=config.task_limits) for task in found.tasks}
+    read, room = _read(config), _room(config)
+    fits = {task.name: fit(task, room, images=config.task_images, policy=config.task_limits) for task in read.tasks}
     misfits = {
         task.name: f"{task.path / 'task.toml'}: {'; '.join(fits[task.name].refused)}"
-        for task in found.tasks
+        for task in read.tasks
         if fits[task.name].refused
     }
-    chosen = TaskSet(tuple(task for task in found.tasks if task.name not in misfits), {**found.refused, **misfits})
+    chosen = TaskSet(tuple(task for task in read.tasks if task.name not in misfits), {**read.refused, **misfits})
     _leave_out(chosen, config)
     if not chosen.tasks:
         raise ConfigError(f"tasks_path: none of {len(chosen.refused)} tasks can be used; see the log for each")

@@ -89,9 +89,9 @@ def known(name: str) -> str:
 
 def find_settings() -> Mapping[str, type[BackendSettings]]:
     """The settings of each backend that has any. One that can't be used is logged, and its backend refused."""
-    found: dict[str, type[BackendSettings]] = {}
+    models: dict[str, type[BackendSettings]] = {}
     for entry in (*_BUILT_IN_SETTINGS.values(), *entry_points(group=SETTINGS)):
-        if entry.name in found:
+        if entry.name in models:
             continue
         try:
             kind = entry.load()
@@ -100,11 +100,11 @@ def find_settings() -> Mapping[str, type[BackendSettings]]:
         else:
             why = "" if entry.name in _BUILT_IN_SETTINGS else _problem(entry.name, kind)
             if not why:
-                found[entry.name] = kind
+                models[entry.name] = kind
         if why:
             _unusable[entry.name] = f"the settings of backend {entry.name!r} ({entry.value}) {why}"
             log.warning("%s", _unusable[entry.name])
-    return found
+    return models
 
 
 def _problem(name: str, kind: object) -> str:

@@ -136,9 +136,9 @@ class TaskRun:
         """From a separate verifier's slot back to the agent's, where that one is needed again."""
         if self.kept is not None:
             await self._release()
-            async with self.kept as kept:
+            async with self.kept as snapshot:
                 self.kept = None
-                self.slot = await self.images.pool.acquire(self.name, snapshot=kept, limits=self.task.limits)
+                self.slot = await self.images.pool.acquire(self.name, snapshot=snapshot, limits=self.task.limits)
             await workspace.start_main_process(self.slot, self.task)
 
     async def _judged(self, task: Task, *, keep: bool = False) -> Verdict:

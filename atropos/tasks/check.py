@@ -117,9 +117,9 @@ async def check(
         raise ConfigError("--agent script: needs --script FILE")
     room = _room(config)
     fits = {task.name: fit(task, room, images=config.images, policy=config.limits) for task in tasks.tasks}
-    found = [TaskFinding(name, "refused", problems=(reason,)) for name, reason in tasks.refused.items()]
-    found += [_refused(task, fits[task.name]) for task in tasks.tasks if fits[task.name].refused]
-    for finding in found:
+    findings = [TaskFinding(name, "refused", problems=(reason,)) for name, reason in tasks.refused.items()]
+    findings += [_refused(task, fits[task.name]) for task in tasks.tasks if fits[task.name].refused]
+    for finding in findings:
         done(finding)
     runnable = [fits[task.name].sized(task) for task in tasks.tasks if not fits[task.name].refused]
     if runnable:
@@ -142,7 +142,7 @@ async def check(
 
             async def one(task: Task) -> None:
                 finding = await _checked(task, fits[task.name], config, partial(attempt, task))
-                found.append(finding)
+                findings.append(finding)
                 done(finding)
 
             with contextlib.closing(layers):
@@ -153,7 +153,7 @@ async def check(
                 async with asyncio.TaskGroup() as group:
                     for task in runnable:
                         group.create_task(one(task))
-    return sorted(found, key=lambda finding: finding.name)
+    return sorted(findings, key=lambda finding: finding.name)
 
 
 def _room(config: CheckConfig) -> Room:

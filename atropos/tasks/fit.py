@@ -55,14 +55,14 @@ class Room:
     def beyond(self, wanted: Resources, gpu_types: Sequence[str] = ()) -> LeaseLimits | None:
         """What a lease asks for that wants so much, and GPUs of one of these types; None: a plain slot has it."""
         slot = self.slot
-        found = LeaseLimits(
+        limits = LeaseLimits(
             memory_mib=wanted.memory_mib if wanted.memory_mib > slot.memory_mib else None,
             disk_mib=wanted.disk_mib if wanted.disk_mib > slot.disk_mib else None,
             cpu_quota=wanted.cpus if wanted.cpus > (slot.cpus or 1) else None,
             gpus=wanted.gpus or None,
             gpu_types=tuple(gpu_types) if wanted.gpus else (),
         )
-        return None if found == LeaseLimits() else found
+        return None if limits == LeaseLimits() else limits
 
 
 @dataclass(frozen=True)

@@ -150,9 +150,9 @@ def _check_links(root: Path) -> None:
     """Refuse a task whose links lead out of its folder, as another's task could name files of the host."""
     top = root.resolve()
     for path in (folder / name for folder in (root, *root.glob("steps/*")) for name in _PARTS):
-        found = Path(os.path.realpath(path))
-        if not found.is_relative_to(top):
-            raise ConfigError(f"{path}: leads to {found}, outside the task's folder; copy it to there")
+        target = Path(os.path.realpath(path))
+        if not target.is_relative_to(top):
+            raise ConfigError(f"{path}: leads to {target}, outside the task's folder; copy it to there")
 
 
 def _dockerfile_task(path: Path) -> Task:

@@ -42,7 +42,7 @@ async def _skills(slot: Slot, task: Task, folder: str) -> list[str]:
     folder = posixpath.join(task.recipe.workdir, folder)
     script = 'for f in "$D"/*/SKILL.md; do [ -f "$f" ] && printf "%s\\n" "$f"; done; :'
     listed = await exec_plain(slot, script, user="0", D=folder)
-    found: list[str] = []
+    skills: list[str] = []
     for path in listed.output.splitlines()[:MAX_SKILLS]:
         try:
             text = (await slot.read_file(path, max_bytes=MAX_SKILL_BYTES)).decode(errors="replace")
@@ -51,11 +51,11 @@ async def _skills(slot: Slot, task: Task, folder: str) -> list[str]:
         head = await asyncio.to_thread(_front_matter, text)
         if head is not None:
             name, about = head
-            found.append(
+            skills.append(
                 f"<skill><name>{escape(name)}</name><description>{escape(about)}</description>"
                 f"<location>{escape(path)}</location></skill>"
             )
-    return found
+    return skills
 
 
 def _front_matter(text: str) -> tuple[str, str] | None:

@@ -100,10 +100,10 @@ class _Build:
     done: set[str] = field(default_factory=set[str])
 
     def left(self) -> float:
-        left = self.end - time.monotonic()
-        if left <= 0:
+        remaining_s = self.end - time.monotonic()
+        if remaining_s <= 0:
             raise TaskBroken(f"{self.task.name}: its build took longer than environment.build_timeout_sec")
-        return left
+        return remaining_s
 
     @contextlib.asynccontextmanager
     async def lease(
@@ -133,9 +133,9 @@ class _Build:
                 )
             self.progress(ImageState(source=self.task.name, phase="waiting"))
 
-        async with pool.building(planned.key, waiting) as found:
+        async with pool.building(planned.key, waiting) as image:
             self.end += time.monotonic() - asked
-            yield found
+            yield image
 
 
 class TaskImages:
@@ -201,9 +201,9 @@ class TaskImages:
         of = prepared.agent_settings
         settings = ImageSettings(env=dict(of.env), workdir=of.workdir, user=of.user)
         key = _hash(RULES, image.id, "settings", settings.model_dump())
-        async with self.pool.building(key, lambda: None) as found:
-            if found is not None:
-                return prepared, found
+        async with self.pool.building(key, lambda: None) as existing:
+            if existing is not None:
+                return prepared, existing
             async with self.pool.lease(f"build-{task.name}", image=image.source, limits=task.limits) as slot:
                 return prepared, await slot.keep(key, settings)
 
@@ -224,12 +224,12 @@ class TaskImages:
             raise TaskBroken(f"{task.name}: {task.unbuildable}")
         built_from = {task.recipe.image, *(stage.image for stage in task.recipe.stages)}
         names = built_from if prebuilt is None else {prebuilt}
-        found = dict(zip(names, await asyncio.gather(*(self._image(task, n, report) for n in names)), strict=True))
-        pulled = {name: image for name, (image, _) in found.items() if name is not None and not self._stands_in(name)}
+        images = dict(zip(names, await asyncio.gather(*(self._image(task, n, report) for n in names)), strict=True))
+        pulled = {name: image for name, (image, _) in images.items() if name is not None and not self._stands_in(name)}
         if pulled:
             settings = {name: _settings(image) for name, image in pulled.items()}
             task = task.on(settings, prebuilt=prebuilt is not None)
-        return task, found
+        return task, images
 
     async def _prepare(self, given: Task, report: Progress) -> tuple[Task, ImageInfo]:
         before = self._before.get(id(given))
@@ -237,9 +237,9 @@ class TaskImages:
             await _with_verifiers(given, lambda machine: self._ready(machine, report))
             self.counters["hits"] += 1
             return before.task, image
-        task, found = await self._pulled(given, report)
+        task, images = await self._pulled(given, report)
         task = await _with_verifiers(task, lambda machine: self._ready(machine, report))
-        plan = await asyncio.to_thread(self._plan, task, found)
+        plan = await asyncio.to_thread(self._plan, task, images)
         key = plan[_LAST].steps[-1].key
         image = await self.pool.find_built(key)
         if image is None:
@@ -357,22 +357,22 @@ class TaskImages:
                 break
         build.done.update(planned.key for planned in stage.steps[:there])
         for planned in stage.steps[there:]:
-            async with build.turn(self.pool, planned) as found:
-                current = found or await self._step(build, planned, source)
+            async with build.turn(self.pool, planned) as existing:
+                current = existing or await self._step(build, planned, source)
             build.done.add(planned.key)
             source = current.source
         return current
 
     async def _step(self, build: _Build, planned: _PlannedStep, source: str) -> ImageInfo:
         step = planned.step
-        taken = {copy: await self._taken(build, copy.stage, copy) for copy in copies(step) if copy.stage is not None}
+        archives = {copy: await self._taken(build, copy.stage, copy) for copy in copies(step) if copy.stage is not None}
         fetched = await self._fetched(build, step) if isinstance(step, Download) else b""
         number = len(build.done) + 1
         build.progress(ImageState(source=_text(step), phase="building", step=number, steps=build.steps))
         self.counters["steps"] += 1
         try:
             async with build.lease(self.pool, "", source, build.task.limits) as slot:
-                await self._carry_out(build, slot, step, taken, fetched)
+                await self._carry_out(build, slot, step, archives, fetched)
                 await self._check_unchanged(build, planned)
                 return await slot.keep(planned.key)
         except TaskBroken as error:
@@ -400,8 +400,8 @@ class TaskImages:
                 if mount.content is not None:
                     await self._carry_out(build, slot, mount.content, taken, b"")
             await steps.run(slot, step, build.left())
-            for mount, made in reversed(covered):
-                await steps.end_mount(slot, mount, made)
+            for mount, folders in reversed(covered):
+                await steps.end_mount(slot, mount, folders)
         elif isinstance(step, Folder):
             await steps.make_workdir(slot, step)
         elif isinstance(step, Download):

@@ -76,8 +76,8 @@ class Proofs:
             key = await self._key(images, task)
         except TaskBroken:  # as every trajectory on it will say
             return
-        kept = self._folder / key
-        if kept.exists():
+        file = self._folder / key
+        if file.exists():
             self.found[task.name] = None
             return
         run = TaskRun(images, self._layers, task, "oracle", network=self._network, mode=self._mode)
@@ -91,7 +91,7 @@ class Proofs:
             await run.end()
         self.found[task.name] = reason
         if reason is None:
-            await asyncio.to_thread(self._keep, kept)
+            await asyncio.to_thread(self._keep, file)
 
     async def _key(self, images: TaskImages, task: Task) -> str:
         """A digest of all that a proof depends on: what slots start from, the task's files, and how it is judged."""
@@ -116,5 +116,5 @@ class Proofs:
 
 def _digests(task: Task) -> list[str]:
     """Of the files of a task that its image doesn't hold."""
-    found = [path for one in (task, *task.steps) for path in (*one.tests, one.solution, one.files) if path is not None]
-    return [digest_of(Context(path.parent), Copy((path.name,), "/")) for path in found]
+    paths = [path for one in (task, *task.steps) for path in (*one.tests, one.solution, one.files) if path is not None]
+    return [digest_of(Context(path.parent), Copy((path.name,), "/")) for path in paths]

@@ -169,11 +169,11 @@ async def verify(
     try:
         chosen = choose(task, mode).mode
         judged = task.verifier if chosen == "separate" and task.verifier is not None else task
-        machine, found = await place(slot, task, judged, chosen, fresh, _kept(task) if keep == "task" else keep)
+        machine, surroundings = await place(slot, task, judged, chosen, fresh, _kept(task) if keep == "task" else keep)
         machines.append(machine)
         if layers is not None:
             await layers.put(machine)
-        verdict = await judge(machine, judged, found)
+        verdict = await judge(machine, judged, surroundings)
     except (SlotFileError, TaskBroken, VerifierFailed) as error:  # no such user, no room, a folder in a file's place
         _check_room(task, machines)
         raise error if isinstance(error, VerifierFailed) else VerifierFailed(f"{task.name}: {error}") from error
@@ -185,8 +185,8 @@ async def verify(
 
 
 def _kept(task: Task) -> Keep:
-    said = task.config.verifier.keep_processes
-    return said if isinstance(said, str) else "all" if said else "none"
+    keep = task.config.verifier.keep_processes
+    return keep if isinstance(keep, str) else "all" if keep else "none"
 
 
 def _check_room(task: Task, machines: Sequence[Slot]) -> None:

@@ -26,8 +26,8 @@ Use = Callable[..., Awaitable[ToolResult]]
 @pytest_asyncio.fixture(name="executor", scope="module", loop_scope="module")
 async def executor_fixture(pool: SlotPool) -> AsyncIterator[ToolExecutor]:
     """An executor with the file, terminal and session tools."""
-    async with ToolExecutor(pool, build_tool_registry(["default", "session"]), ToolExecutorConfig()) as made:
-        yield made
+    async with ToolExecutor(pool, build_tool_registry(["default", "session"]), ToolExecutorConfig()) as executor:
+        yield executor
 
 
 @pytest_asyncio.fixture(name="use", loop_scope="module")
@@ -67,9 +67,9 @@ async def until_matched(use: Use, pattern: str, **arguments: object) -> ToolResu
 def session_id(result: ToolResult) -> str:
     """The id of the background process or terminal session that a call started."""
     assert result.data is not None, result
-    found = result.data["session_id"]
-    assert isinstance(found, str), found
-    return found
+    session = result.data["session_id"]
+    assert isinstance(session, str), session
+    return session
 
 
 def error(result: ToolResult) -> str:
@@ -238,8 +238,8 @@ class TestFiles:
         assert (await use("write_file", path="~/notes.txt", content="kept at home")).success
         assert (await use("terminal", command="cat notes.txt", workdir="~")).output == "kept at home"
         assert (await use("read_file", path="~/notes.txt")).output.endswith("kept at home")
-        found = await use("search_files", path="~", pattern="kept at", glob="notes.*")
-        assert found.output.split(":")[0].endswith("/notes.txt"), found.output
+        result = await use("search_files", path="~", pattern="kept at", glob="notes.*")
+        assert result.output.split(":")[0].endswith("/notes.txt"), result.output
         deleted = await use("patch", diff="--- ~/notes.txt\n+++ /dev/null\n@@ -1 +0,0 @@\n-kept at home\n")
         assert deleted.success, deleted.error
         assert not (await use("read_file", path="~/notes.txt")).success

@@ -91,8 +91,8 @@ def coerce(arguments: dict[str, object], schema: JsonSchema) -> dict[str, object
     for name, value in arguments.items():
         if not isinstance(value, str) or name not in properties or len(value) > MAX_ARGUMENT_BYTES:
             continue
-        wanted = _types(properties[name], definitions)
-        if not wanted or "string" in wanted:
+        types = _types(properties[name], definitions)
+        if not types or "string" in types:
             continue
         text = {"True": "true", "False": "false", "None": "null"}.get(value.strip(), value)
         try:
@@ -123,11 +123,11 @@ def _types(field: object, definitions: dict[str, object], within: frozenset[str]
     if isinstance(reference, str) and reference not in within:
         return _types(definitions.get(reference.rsplit("/", 1)[-1]), definitions, within | {reference})
     kind = node.get("type")
-    found = {one for one in (kind, *_list(kind)) if isinstance(one, str)}
+    types = {one for one in (kind, *_list(kind)) if isinstance(one, str)}
     for key in ("anyOf", "oneOf", "allOf"):
         for option in _list(node.get(key)):
-            found |= _types(option, definitions, within) or {"string"}
-    return found
+            types |= _types(option, definitions, within) or {"string"}
+    return types
 
 
 def check(tool: str, model: type[_Model], arguments: dict[str, object]) -> _Model:
@@ -168,15 +168,15 @@ def has_lone_surrogate(value: object) -> bool:
 
 def replace_surrogates(value: _T) -> _T:
     """A JSON value with '?' for each half of a surrogate pair in its strings."""
-    made: object = value
+    replaced: object = value
     if isinstance(value, str):
-        made = value if value.isascii() else value.encode("utf-8", "replace").decode()
+        replaced = value if value.isascii() else value.encode("utf-8", "replace").decode()
     elif isinstance(value, dict):
         pairs = cast("dict[object, object]", value).items()
-        made = {replace_surrogates(key): replace_surrogates(one) for key, one in pairs}
+        replaced = {replace_surrogates(key): replace_surrogates(one) for key, one in pairs}
     elif isinstance(value, list | tuple):
-        made = [replace_surrogates(one) for one in cast("Sequence[object]", value)]
-    return cast("_T", made)
+        replaced = [replace_surrogates(one) for one in cast("Sequence[object]", value)]
+    return cast("_T", replaced)
 
 
 def check_encodable(tool: str, arguments: dict[str, object]) -> None:
@@ -262,7 +262,7 @@ def _simplify(node: object, definitions: JsonSchema, within: frozenset[str]) -> 
 
 def _problem(model: type[BaseModel], detail: ErrorDetails) -> str:
     where = ".".join(str(part) for part in detail["loc"]) or "the arguments"
-    kind, given = detail["type"], detail.get("input")
+    kind, value = detail["type"], detail.get("input")
     if kind == "missing":
         return f"'{where}' is missing"
     if kind == "extra_forbidden":
@@ -270,7 +270,7 @@ def _problem(model: type[BaseModel], detail: ErrorDetails) -> str:
         hint = f" (did you mean '{close[0]}'?)" if close else ""
         return f"'{shorten(where)}' is not an argument{hint}"
     message = str(detail["msg"]).removeprefix("Value error, ")
-    return f"'{where}' is wrong: {message} (got {shorten(describe(given))})"
+    return f"'{where}' is wrong: {message} (got {shorten(describe(value))})"
 
 
 def describe(value: object) -> str:

@@ -98,9 +98,9 @@ class ToolScope:
 
     def get_state(self, key: str, kind: type[_T]) -> _T:
         """The value of a key in `state`, made at its first use."""
-        found = self.state.setdefault(key, kind())
-        assert isinstance(found, kind)
-        return found
+        state = self.state.setdefault(key, kind())
+        assert isinstance(state, kind)
+        return state
 
     async def run(self, operation: wire.Operation) -> Any:
         """Run a wire operation in the slot.
@@ -178,7 +178,7 @@ class FunctionTool(Tool):
         self.__doc__ = self.description
 
     def _read_signature(self, model: type[BaseModel] | None) -> None:
-        wanted: dict[str, Any] = {}  # as `create_model` takes them
+        fields: dict[str, Any] = {}  # as `create_model` takes them
         for name, parameter in inspect.signature(self.function).parameters.items():
             if parameter.kind in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY}:
                 raise ConfigError(f"tool {self.name!r}: parameter {name!r} must be named, not * or positional-only")
@@ -188,14 +188,14 @@ class FunctionTool(Tool):
             if name == "model_config" or (name.startswith("_") and parameter.default is parameter.empty):
                 raise ConfigError(f"tool {self.name!r}: parameter {name!r} can be no argument of a model; rename it")
             kind = model if name == "arguments" and model else self._annotation(parameter)
-            if isinstance(kind, type) and issubclass(kind, BaseModel) and self._by_model is None and not wanted:
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and self._by_model is None and not fields:
                 self._by_model, self.arguments = name, kind
                 continue
-            wanted[name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
-        if self._by_model is not None and wanted:
+            fields[name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
+        if self._by_model is not None and fields:
             raise ConfigError(f"tool {self.name!r}: take one arguments model, or plain parameters, not both")
         if self._by_model is None:
-            self.arguments = create_model(f"{self.name}_arguments", __base__=Arguments, **wanted)
+            self.arguments = create_model(f"{self.name}_arguments", __base__=Arguments, **fields)
 
     def _annotation(self, parameter: inspect.Parameter) -> object:
         if parameter.annotation is parameter.empty:
@@ -215,8 +215,8 @@ class FunctionTool(Tool):
         injected = {name: scope if name == "scope" else scope.slot for name in self._injected}
         if self._by_model is not None:
             return await self.function(**{self._by_model: arguments}, **injected)
-        given = {name: getattr(arguments, name) for name in type(arguments).model_fields}
-        return await self.function(**given, **injected)
+        values = {name: getattr(arguments, name) for name in type(arguments).model_fields}
+        return await self.function(**values, **injected)
 
     def __call__(self, *args: object, **kwargs: object) -> Awaitable[object]:
         """Call the plain function."""
@@ -250,7 +250,7 @@ def tool(
 
     def wrap(function: Callable[..., Awaitable[object]]) -> FunctionTool:
         text = description or (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
-        made = FunctionTool(
+        wrapped = FunctionTool(
             function,
             arguments,
             name=name or getattr(function, "__name__", ""),
@@ -261,8 +261,8 @@ def tool(
             timeout_s=timeout_s,
             replaces_built_in=replaces_built_in,
         )
-        check_tool(made)
-        return made
+        check_tool(wrapped)
+        return wrapped
 
     return wrap
 

@@ -73,11 +73,11 @@ class ToolRegistry:
         tool = self._tools.get(call.name)
         if tool is None:
             raise BadArguments(self.unknown(call.name))
-        given = coerce(parse_object(tool.name, call.arguments), tool.schema.parameters)
+        arguments = coerce(parse_object(tool.name, call.arguments), tool.schema.parameters)
         if tool.sandboxed:
-            return CheckedCall(tool, check(tool.name, tool.arguments, given), given)
-        check_encodable(tool.name, given)  # the ToolServer checks the rest
-        return CheckedCall(tool, None, given)
+            return CheckedCall(tool, check(tool.name, tool.arguments, arguments), arguments)
+        check_encodable(tool.name, arguments)  # the ToolServer checks the rest
+        return CheckedCall(tool, None, arguments)
 
     def unknown(self, name: str) -> str:
         """The error text for a tool that isn't offered."""
@@ -142,9 +142,9 @@ def build_tool_registry(
         ConfigError: an unknown toolset, one that needs a ToolServer where there is none, no tool is left, or one of the
             caller's is none.
     """
-    for field, given in (("enabled_toolsets", enabled_toolsets), ("disabled_toolsets", disabled_toolsets)):
-        if isinstance(given, str):
-            raise ConfigError(f"{field}: write a list of names, not the text {given!r}")
+    for field, names in (("enabled_toolsets", enabled_toolsets), ("disabled_toolsets", disabled_toolsets)):
+        if isinstance(names, str):
+            raise ConfigError(f"{field}: write a list of names, not the text {names!r}")
     own = tools_of(list(tools), "tools")
     catalogue = _catalogue(own)
     enabled = list(enabled_toolsets or ["default"])
@@ -201,14 +201,14 @@ def user_tools(*, sandboxed: bool | None = None) -> list[Tool]:
     Raises:
         ConfigError: an entry point can't be loaded or is no tool.
     """
-    found: list[Tool] = []
+    tools: list[Tool] = []
     for point in entry_points(group=ENTRY_POINTS):
         try:
             value = point.load()
         except Exception as error:
             raise ConfigError(f"entry point {point.name!r} of {ENTRY_POINTS} can't be loaded: {error}") from error
-        found += tools_of(value, f"entry point {point.name!r} of {ENTRY_POINTS}")
-    return [tool for tool in found if sandboxed is None or tool.sandboxed is sandboxed]
+        tools += tools_of(value, f"entry point {point.name!r} of {ENTRY_POINTS}")
+    return [tool for tool in tools if sandboxed is None or tool.sandboxed is sandboxed]
 
 
 def tools_of(value: object, where: str) -> list[Tool]:

@@ -54,10 +54,10 @@ def tool_code() -> Generator[None]:
     except SystemExit as error:
         raise RuntimeError(f"it exited with {error.code}") from error
     except ExceptionGroup as errors:
-        found = errors.subgroup(SandboxError) or errors.subgroup(ToolError)
-        if found is None:
+        failure = errors.subgroup(SandboxError) or errors.subgroup(ToolError)
+        if failure is None:
             raise
-        raise first_of(found) from errors
+        raise first_of(failure) from errors
 
 
 async def _attempt(name: str, work: Callable[[], Awaitable[object]], timeout_s: float | None = None) -> ToolResult:

@@ -56,10 +56,10 @@ class Distribution:
         Raises:
             ConfigError: none is.
         """
-        left = {name: share for name, share in self.probabilities.items() if share > 0 and name in toolsets}
-        if not left:
+        shares = {name: share for name, share in self.probabilities.items() if share > 0 and name in toolsets}
+        if not shares:
             raise ConfigError(f"distribution {self.name!r}: no tool is left of {', '.join(self.probabilities)}")
-        return Distribution(self.name, left, self.description)
+        return Distribution(self.name, shares, self.description)
 
     def sample(self, seed: int | str | random.Random) -> list[str]:
         """A choice of toolsets, in the order of the definition and never empty.

@@ -54,9 +54,9 @@ class TrajectoryState:
 
     async def drop_left(self) -> None:
         """Drop the snapshot of a slot that was given back, if there is one."""
-        left, self.left = self.left, None
-        if left is not None:
-            await left.drop()
+        snapshot, self.left = self.left, None
+        if snapshot is not None:
+            await snapshot.drop()
 
     @contextlib.contextmanager
     def requesting(self, peer: Peer) -> Generator[None]:

@@ -94,11 +94,11 @@ class PreparedImages:
 
         def report(_: str, state: ImageState) -> None:
             if state.phase not in {"ready", "failed"}:  # ready and failed are of one container, not of the pool
-                made.at = state.model_copy(update={"source": image})
+                preparation.at = state.model_copy(update={"source": image})
 
         task = asyncio.create_task(self._pool.prepare(image, progress=report))
-        made = self._all[image] = _Preparation(ImageState(source=image, phase="queued"), task)
-        return made
+        preparation = self._all[image] = _Preparation(ImageState(source=image, phase="queued"), task)
+        return preparation
 
     async def aclose(self) -> None:
         """Cancel what is under way."""

@@ -136,12 +136,12 @@ class Trajectory:
 
     def info(self) -> TrajectoryInfo:
         """The trajectory as clients see it."""
-        left = self.ttl_s if self.running else self.ttl_s - (time.monotonic() - self.touched)
+        remaining_s = self.ttl_s if self.running else self.ttl_s - (time.monotonic() - self.touched)
         return TrajectoryInfo(
             trajectory_id=self.id,
             state="open" if self.broken is None else "broken",
             ttl_s=self.ttl_s,
-            expires_in_s=max(0.0, left),
+            expires_in_s=max(0.0, remaining_s),
             calls=self.finished,
             running=self.running,
             detail="" if self.broken is None else str(self.broken),
@@ -190,13 +190,13 @@ class Trajectories:
         Raises:
             Refusal: 404, there is none.
         """
-        found = self._open.get(trajectory_id)
-        if found is None:
+        trajectory = self._open.get(trajectory_id)
+        if trajectory is None:
             raise Refusal(
                 404, "not_found", f"there is no trajectory {trajectory_id[:200]!r}; it has ended, or never existed"
             )
-        found.touched = time.monotonic()
-        return found
+        trajectory.touched = time.monotonic()
+        return trajectory
 
     async def open(self, wanted: OpenTrajectory) -> tuple[Trajectory, bool]:
         """Open a trajectory with a slot of its own; with the id of an open one, that one.
@@ -227,18 +227,18 @@ class Trajectories:
         key = f"{trajectory_id}#{uuid.uuid4().hex[:12]}"
         # a task of its own: a client that goes away during the acquire may ask again under its id
         opening = asyncio.create_task(self._lease(trajectory_id, key, image))
-        made = Trajectory(trajectory_id, key, wanted.ttl_s or self._settings.ttl_s, opening, image)
-        self._open[trajectory_id] = made
+        trajectory = Trajectory(trajectory_id, key, wanted.ttl_s or self._settings.ttl_s, opening, image)
+        self._open[trajectory_id] = trajectory
 
         def opened(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and isinstance(error := task.exception(), SandboxError):
                 self._account.note("trajectory.refused", trajectory_id, image=image, outcome=error.code)
-            if (task.cancelled() or task.exception() is not None) and self._open.get(trajectory_id) is made:
+            if (task.cancelled() or task.exception() is not None) and self._open.get(trajectory_id) is trajectory:
                 del self._open[trajectory_id]
-                self._release(made)
+                self._release(trajectory)
 
         opening.add_done_callback(opened)
-        return made
+        return trajectory
 
     async def _lease(self, trajectory_id: str, key: str, image: str | None) -> None:
         account = self._account
@@ -276,10 +276,10 @@ class Trajectories:
         if trajectory.running >= self._settings.max_pending:
             raise Refusal(429, "busy", f"{trajectory.running} calls of this trajectory wait", retry_after_s=1)
         task = asyncio.create_task(self._run(trajectory, ToolCall(name=body.name, arguments=body.arguments)))
-        made = trajectory.calls[call_id] = OpenCall(call_id, trajectory.id, content, task)
+        call = trajectory.calls[call_id] = OpenCall(call_id, trajectory.id, content, task)
         trajectory.calls.move_to_end(call_id)
-        task.add_done_callback(lambda _: self._ended(trajectory, made))
-        return made
+        task.add_done_callback(lambda _: self._ended(trajectory, call))
+        return call
 
     async def _run(self, trajectory: Trajectory, call: ToolCall) -> ToolResult:
         await asyncio.wait([trajectory.opening])

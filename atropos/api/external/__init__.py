@@ -82,7 +82,7 @@ def own_tools(names: Iterable[str]) -> list[Tool]:
     Raises:
         ConfigError: it can't be imported or is no external tool.
     """
-    found: list[Tool] = []
+    tools: list[Tool] = []
     for name in names:
         module, colon, attribute = name.partition(":")
         if not colon:
@@ -91,5 +91,5 @@ def own_tools(names: Iterable[str]) -> list[Tool]:
             value: object = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"tools: {name!r} can't be imported: {error}") from None
-        found += tools_of(value, f"tools: {name!r}")
-    return found
+        tools += tools_of(value, f"tools: {name!r}")
+    return tools

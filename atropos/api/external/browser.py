@@ -145,9 +145,9 @@ class Session:
         self._watched.discard(page)
         self._crashed.discard(page)
         if page is self.page and self.alive:
-            left = [one for one in self._context.pages if one is not page and not one.is_closed()]
-            if left:
-                self.page = left[-1]
+            others = [one for one in self._context.pages if one is not page and not one.is_closed()]
+            if others:
+                self.page = others[-1]
                 self.note("the page closed itself; the one before it is shown")
 
     async def responds(self) -> bool:
@@ -222,21 +222,21 @@ class BrowserHost:
             ToolServerUnavailable: Chromium does not start.
             Refusal: 429, too many trajectories have a browser open.
         """
-        found = cast("Session | None", state.get("browser"))
-        if found is not None and found.alive:
-            return found
-        if found is not None:
+        earlier = cast("Session | None", state.get("browser"))
+        if earlier is not None and earlier.alive:
+            return earlier
+        if earlier is not None:
             del state["browser"]
-            await found.aclose()
+            await earlier.aclose()
         if not opening:
-            raise ToolError(CRASHED if found is not None else "no page is open yet: use browser_navigate first")
-        made = await self._new()
-        kept = cast("Session", state.setdefault("browser", made))
-        if kept is not made:  # a call that ran beside this one was quicker
-            await made.aclose()
-        elif found is not None:
-            made.note("the browser had crashed and was restarted: earlier logins are gone")
-        return kept
+            raise ToolError(CRASHED if earlier is not None else "no page is open yet: use browser_navigate first")
+        opened = await self._new()
+        session = cast("Session", state.setdefault("browser", opened))
+        if session is not opened:  # a call that ran beside this one was quicker
+            await opened.aclose()
+        elif earlier is not None:
+            opened.note("the browser had crashed and was restarted: earlier logins are gone")
+        return session
 
     async def _new(self) -> Session:
         if len(self._sessions) + self._opening >= self.settings.max_contexts:

@@ -112,15 +112,15 @@ class BrowserTool(Tool, Generic[Arguments]):
         match = _REF.match(ref.strip())
         if match is None:
             raise ToolError(f"{ref[:60]!r} is not a reference; take one from the snapshot, such as e12")
-        found = page.locator(f"aria-ref={match[1]}")
+        locator = page.locator(f"aria-ref={match[1]}")
         try:
             async with Allowance(ANSWER_S).once():
-                there = await found.count()
+                there = await locator.count()
         except Error:
             there = 0
         if there != 1:
             raise ToolError(f"there is no element {match[1]} on the page now; browser_snapshot lists its elements")
-        return found
+        return locator
 
 
 class BrowserNavigate(BrowserTool[NavigateArguments]):

@@ -131,12 +131,12 @@ class WebExtract(Tool):
         if page.truncated and page.content[:5] == b"%PDF-":
             raise FetchError(f"the PDF is longer than {self._max_bytes:,} bytes")
         answer = await self._extractor.extract(page)
-        found: dict[str, object] = {"url": url, "title": answer["title"], "content": answer["text"]}
+        result: dict[str, object] = {"url": url, "title": answer["title"], "content": answer["text"]}
         if page.url != url:
-            found["final_url"] = page.url
+            result["final_url"] = page.url
         if page.truncated:
-            found["truncated"] = True
-        return found
+            result["truncated"] = True
+        return result
 
     async def run(self, arguments: WebExtractArguments, scope: ToolScope) -> ToolResult:
         """Fetch and read all pages at once."""

@@ -79,18 +79,18 @@ class _Unpacker:
         """Up to `most` bytes of the next piece's content; the rest is dropped."""
         if not self._packed:
             return data[:most]
-        made = bytearray()
-        while data and len(made) < most:
+        content = bytearray()
+        while data and len(content) < most:
             if self._inflate.eof:
                 if not data.startswith(b"\x1f\x8b"):
                     break  # padding
                 self._inflate = zlib.decompressobj(_GZIP_OR_ZLIB)  # gzip may have several members
             try:
-                made += self._inflate.decompress(data, most - len(made))
+                content += self._inflate.decompress(data, most - len(content))
             except zlib.error as error:
                 raise FetchError(f"the page can't be unpacked: {error}") from None
             data = self._inflate.unused_data
-        return bytes(made)
+        return bytes(content)
 
 
 async def _read(answer: httpx.Response, url: str, max_bytes: int) -> Page:

@@ -69,19 +69,19 @@ class Guard:
         """
         name = self._policy.judge_name(host, port)
         address = literal(name)
-        found = await self._look_up(name, port) if address is None else [address]
-        return self._policy.judge_addresses(name, port, found, own_addresses())
+        addresses = await self._look_up(name, port) if address is None else [address]
+        return self._policy.judge_addresses(name, port, addresses, own_addresses())
 
     async def _look_up(self, name: str, port: int) -> list[Address]:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(RESOLVE_S):
-                found = await loop.run_in_executor(self._resolvers, look_up, name, port)
+                addresses = await loop.run_in_executor(self._resolvers, look_up, name, port)
         except TimeoutError:
             raise OSError(f"{name} did not resolve within {RESOLVE_S:g} s") from None
         except UnicodeError:
             raise OSError(f"{name[:100]!r} is not a host name") from None
-        return found[:_MAX_ADDRESSES]
+        return addresses[:_MAX_ADDRESSES]
 
 
 class _GuardedBackend(httpcore.AsyncNetworkBackend):

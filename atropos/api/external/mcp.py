@@ -169,23 +169,23 @@ class McpConnection:
             ConfigError: a selected tool isn't there.
         """
         client = await self.client()
-        found: list[Described] = []
+        described: list[Described] = []
         cursor: str | None = None
         try:
-            while len(found) < _MAX_TOOLS:
+            while len(described) < _MAX_TOOLS:
                 page = await client.list_tools(cursor=cursor)
-                found += page.tools
+                described += page.tools
                 cursor = page.next_cursor
                 if cursor is None:
                     break
         except Exception as error:
             raise ToolServerUnavailable(f"MCP server {self.server.name!r}: {_reason(error)}") from error
-        wanted = self.server.tools
-        if wanted is None:
-            return found
-        if missing := set(wanted) - {tool.name for tool in found}:
+        selected = self.server.tools
+        if selected is None:
+            return described
+        if missing := set(selected) - {tool.name for tool in described}:
             raise ConfigError(f"mcp server {self.server.name!r} has no tool {min(missing)!r}")
-        return [tool for tool in found if tool.name in wanted]
+        return [tool for tool in described if tool.name in selected]
 
 
 class McpTool(Tool):
@@ -208,8 +208,8 @@ class McpTool(Tool):
     @cached_property
     def schema(self) -> ToolSchema:
         """The server's own schema, with the `properties` that inference servers require of a tool without arguments."""
-        given = self._described.input_schema
-        parameters = {**given, "properties": given.get("properties") or {}}
+        schema = self._described.input_schema
+        parameters = {**schema, "properties": schema.get("properties") or {}}
         return ToolSchema(name=self.name, description=self.description, parameters=parameters)
 
     async def run(self, arguments: Any, scope: ToolScope) -> ToolResult:

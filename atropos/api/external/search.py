@@ -45,17 +45,17 @@ async def _json(client: httpx.AsyncClient, provider: str, request: httpx.Request
 
 
 def _hits(items: object, text: str) -> list[SearchHit]:
-    found: list[SearchHit] = []
+    hits: list[SearchHit] = []
     for item in cast("list[object]", items) if isinstance(items, list) else []:
         if isinstance(item, dict):
             fields = cast("dict[str, object]", item)
             url = str(fields.get("url") or "")
             if url.startswith(("http://", "https://")):
                 description = " ".join(str(fields.get(text) or "").split())
-                found.append(
+                hits.append(
                     SearchHit(title=str(fields.get("title") or url)[:300], url=url, description=description[:_TEXT])
                 )
-    return found
+    return hits
 
 
 def _url(settings: SearchSettings, public: str, path: str) -> str:

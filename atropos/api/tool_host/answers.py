@@ -117,9 +117,9 @@ def _pruned(value: object, left: list[int], depth: int) -> object:
         return "..."
     left[0] -= 2
     if isinstance(value, str):
-        kept = value[: max(left[0], 0)]
-        left[0] -= len(kept)
-        return kept
+        text = value[: max(left[0], 0)]
+        left[0] -= len(text)
+        return text
     if isinstance(value, dict):
         shown: dict[str, object] = {}
         for key, one in cast("dict[object, object]", value).items():

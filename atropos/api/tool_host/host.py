@@ -122,8 +122,8 @@ class ToolHost:
             return known
         if self.draining:
             raise Refusal(503, "draining", "the server is shutting down; ask another", retry_after_s=5)
-        kept = self._trajectories.get(call.owner)
-        if call.state_id is not None and (kept is None or kept.state_id != call.state_id):
+        trajectory = self._trajectories.get(call.owner)
+        if call.state_id is not None and (trajectory is None or trajectory.state_id != call.state_id):
             raise Refusal(
                 409,
                 "state_lost",
@@ -172,8 +172,8 @@ class ToolHost:
         return task
 
     def _trajectory(self, owner: Owner) -> HostedTrajectory:
-        found = self._trajectories.get(owner)
-        if found is None:
+        trajectory = self._trajectories.get(owner)
+        if trajectory is None:
             if len(self._trajectories) >= self.settings.max_trajectories and not self._forget_one():
                 raise Refusal(
                     429,
@@ -181,10 +181,10 @@ class ToolHost:
                     f"{len(self._trajectories)} trajectories are open; end one with DELETE /trajectories/ID",
                     retry_after_s=5,
                 )
-            found = HostedTrajectory(Turnstile("this trajectory", self.settings.trajectory_bounds))
-            self._trajectories[owner] = found
-        found.last_used = time.monotonic()
-        return found
+            trajectory = HostedTrajectory(Turnstile("this trajectory", self.settings.trajectory_bounds))
+            self._trajectories[owner] = trajectory
+        trajectory.last_used = time.monotonic()
+        return trajectory
 
     def _forget_one(self) -> bool:
         """Forget a trajectory without state. Whether there was one."""
@@ -276,8 +276,8 @@ class ToolHost:
             raise Refusal(503, error.code, str(error), retry_after_s=1 if error.retryable else None)
         if error is not None:
             raise error
-        kept = self._trajectories.get(call.owner)
-        state_id = kept.state_id if kept is not None and kept.state else None
+        trajectory = self._trajectories.get(call.owner)
+        state_id = trajectory.state_id if trajectory is not None and trajectory.state else None
         return ExecuteAnswer(call_id=call.call_id, boot_id=self.boot_id, state_id=state_id, result=answer.result())
 
     # ---------------------------------------------------------------------------------------------- trajectories

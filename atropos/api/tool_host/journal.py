@@ -108,9 +108,9 @@ class ToolCallJournal:
 
     def _drop(self, key: Key) -> None:
         self._bytes -= self._finished.pop(key).bytes
-        left = self._finished_of.get(key[0], set())
-        left.discard(key)
-        if not left:
+        remaining = self._finished_of.get(key[0], set())
+        remaining.discard(key)
+        if not remaining:
             self._finished_of.pop(key[0], None)
 
     def forget(self, owner: Owner) -> list[asyncio.Future[ToolResult]]:

@@ -122,10 +122,10 @@ def _start(
 ) -> int:
     _logging()
     config, servers = build_config(defaults, given), build_servers(given, default_servers)
-    wanted = config.data_path_to_save_groups
+    target = config.data_path_to_save_groups
     env = cls(config=config, server_configs=servers, slurm=given.slurm, testing=given.testing)
-    if (path := env.config.data_path_to_save_groups) != wanted:  # atroposlib overwrites no file
-        _log.info("%s is there already: the groups go to %s", wanted, path)
+    if (path := env.config.data_path_to_save_groups) != target:  # atroposlib overwrites no file
+        _log.info("%s is there already: the groups go to %s", target, path)
     return _drive(env, given.command)
 
 
@@ -134,7 +134,7 @@ def _defaults(cls: EnvProgram) -> tuple[SandboxEnvConfig, list[APIServerConfig]]
     from atropos.envs.adapter import APIServerConfig
     from atropos.envs.config import SandboxEnvConfig
 
-    match given := cls.config_init():
+    match defaults := cls.config_init():
         case (SandboxEnvConfig() as config, APIServerConfig() as server):
             return config, [server]
         case (SandboxEnvConfig() as config, [APIServerConfig(), *_] as servers):
@@ -142,7 +142,7 @@ def _defaults(cls: EnvProgram) -> tuple[SandboxEnvConfig, list[APIServerConfig]]
         case (SandboxEnvConfig() as config, _):
             return config, [APIServerConfig()]
         case _:
-            kind = type(given).__name__
+            kind = type(defaults).__name__
             raise ConfigError(f"{cls.__name__}.config_init must return (config, [APIServerConfig(...)]), not a {kind}")
 
 

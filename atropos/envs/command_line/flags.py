@@ -179,14 +179,14 @@ class SettingsCommand(click.Command):
     def _settings(self, ctx: click.Context) -> CommandLine:
         assert self.name is not None
         settings = CommandLine(self.name)
-        given = {
+        values = {
             name: value
             for name, value in ctx.params.items()
             if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
         }
-        if "config" in given:
-            _read_yaml(settings, given["config"], self._env, self._server)
-        for name, value in given.items():
+        if "config" in values:
+            _read_yaml(settings, values["config"], self._env, self._server)
+        for name, value in values.items():
             space, _, setting = name.partition("__")
             if setting:
                 getattr(settings, space)[setting] = value
@@ -318,14 +318,14 @@ def build_servers(settings: CommandLine, defaults: Sequence[APIServerConfig]) ->
     model = type(defaults[0])
     if settings.servers is not None and len(settings.servers) != 1:
         return [_validated(model, one, f"openai[{index}]") for index, one in enumerate(settings.servers)]
-    given = {**(settings.servers[0] if settings.servers else {}), **settings.openai}
+    merged = {**(settings.servers[0] if settings.servers else {}), **settings.openai}
     if len(defaults) > 1:
-        if given:
-            first = next(iter(given))
+        if merged:
+            first = next(iter(merged))
             raise ConfigError(f"--openai.{first}: config_init gives {len(defaults)} servers; list them in YAML instead")
         return [*defaults]
     values = {name: getattr(defaults[0], name) for name in defaults[0].model_fields_set}
-    return [_validated(model, {**values, **given}, "openai")]
+    return [_validated(model, {**values, **merged}, "openai")]
 
 
 def _validated(model: type[Model], values: Mapping[str, object], space: str) -> Model:

@@ -163,18 +163,18 @@ class HermesAgentBaseEnv(SandboxEnv):
         )
 
     def _without_external(self, names: list[str]) -> list[str]:
-        left = [name for name in names if name not in EXTERNAL]
-        if not left:
+        own = [name for name in names if name not in EXTERNAL]
+        if not own:
             raise ConfigError(
                 f"distribution: {self.config.distribution!r} has only external toolsets ({', '.join(names)}); set "
                 "tool_server_url to a ToolServer's URL or 'inprocess'"
             )
-        if len(left) < len(names):
+        if len(own) < len(names):
             dropped = ", ".join(name for name in names if name in EXTERNAL)
             _log.warning(
                 "distribution %s: without tool_server_url, these are never drawn: %s", self.config.distribution, dropped
             )
-        return left
+        return own
 
     def chat_options(self, tools: ToolRegistry) -> dict[str, object]:
         """The tools, and `extra_body`."""
@@ -333,13 +333,13 @@ class HermesAgentBaseEnv(SandboxEnv):
 
     async def wandb_log(self, wandb_metrics: Mapping[str, object] | None = None) -> None:
         """As `SandboxEnv`'s, with the tool errors since the last call."""
-        found = dict(wandb_metrics or {})
-        found["train/tool_errors_count"] = self._tool_errors_count
+        metrics = dict(wandb_metrics or {})
+        metrics["train/tool_errors_count"] = self._tool_errors_count
         if self._tool_errors:
-            found["train/tool_error_details"] = json.dumps(list(self._tool_errors), ensure_ascii=False)
+            metrics["train/tool_error_details"] = json.dumps(list(self._tool_errors), ensure_ascii=False)
         self._tool_errors_count = 0
         self._tool_errors.clear()
-        await super().wandb_log(found)
+        await super().wandb_log(metrics)
 
 
 def _after_base_setup(

@@ -88,7 +88,7 @@ class HermesResult:
     @property
     def tool_errors(self) -> list[ToolErrorRecord]:
         """The first of the errors."""
-        found = (
+        records = (
             ToolErrorRecord(
                 step.number + 1,
                 call.name[:200] if call else "",
@@ -100,4 +100,4 @@ class HermesResult:
             for call, result in step.outcomes
             if result.error is not None
         )
-        return list(islice(found, MAX_TOOL_ERRORS))
+        return list(islice(records, MAX_TOOL_ERRORS))

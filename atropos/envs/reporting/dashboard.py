@@ -107,17 +107,17 @@ class EnvDashboard:
                 _log.exception("the dashboard could not store group %s", item)
 
     async def _sample(self) -> None:
-        found = self._metrics
-        calls, trajectories, at = found.calls, found.trajectories, time.monotonic()
+        metrics = self._metrics
+        calls, trajectories, at = metrics.calls, metrics.trajectories, time.monotonic()
         while True:
             await asyncio.sleep(SAMPLE_S)
             now = time.monotonic()
-            took, new = now - at, found.calls - calls
-            call_p50_s, call_p99_s = percentiles([*islice(reversed(found.call_s), new)], 0.5, 0.99)
+            took, new = now - at, metrics.calls - calls
+            call_p50_s, call_p99_s = percentiles([*islice(reversed(metrics.call_s), new)], 0.5, 0.99)
             stats = self._stats()
             self._history.append(
                 LiveSample(
-                    trajectories_per_min=60 * (found.trajectories - trajectories) / took,
+                    trajectories_per_min=60 * (metrics.trajectories - trajectories) / took,
                     calls_per_s=new / took,
                     call_p50_s=call_p50_s,
                     call_p99_s=call_p99_s,
@@ -125,7 +125,7 @@ class EnvDashboard:
                     waiting=stats.waiting,
                 )
             )
-            calls, trajectories, at = found.calls, found.trajectories, now
+            calls, trajectories, at = metrics.calls, metrics.trajectories, now
 
     def _stats(self) -> PoolStats:
         pool = self._backend.pool
@@ -133,16 +133,16 @@ class EnvDashboard:
 
     def view(self) -> LiveView:
         """The env's current state."""
-        found, pool, stats = self._metrics, self._backend.pool, self._stats()
+        metrics, pool, stats = self._metrics, self._backend.pool, self._stats()
         uptime = time.monotonic() - self._started
         numbers = {
             "up": duration(uptime),
-            "groups": f"{found.groups:,}",
-            "trajectories": f"{found.trajectories:,}",
-            "mean score": "-" if (mean := found.mean_score) is None else f"{mean:.3f}",
-            "in flight": str(len(found.activity.running)),
-            "tool calls": f"{found.calls:,}",
-            "tool errors": f"{found.tool_errors:,}",
+            "groups": f"{metrics.groups:,}",
+            "trajectories": f"{metrics.trajectories:,}",
+            "mean score": "-" if (mean := metrics.mean_score) is None else f"{mean:.3f}",
+            "in flight": str(len(metrics.activity.running)),
+            "tool calls": f"{metrics.calls:,}",
+            "tool errors": f"{metrics.tool_errors:,}",
             "slots leased": f"{stats.leased} of {stats.slots}",
             "acquire p50 / p99": _milliseconds(stats.acquire),
             "reset p50 / p99": _milliseconds(stats.reset),
@@ -175,12 +175,12 @@ class EnvDashboard:
         return rows
 
     def _faults(self) -> list[tuple[str, str, int]]:
-        found = self._metrics
+        metrics = self._metrics
         counted: dict[str, Counter[str]] = {
-            "group dropped": found.dropped,
-            "group not sent": found.unsent,
-            "retry": found.retries,
-            "hook error": found.hook_errors,
+            "group dropped": metrics.dropped,
+            "group not sent": metrics.unsent,
+            "retry": metrics.retries,
+            "hook error": metrics.hook_errors,
         }
         return [(kind, code, count) for kind, codes in counted.items() for code, count in codes.most_common(50)]
 

@@ -69,10 +69,10 @@ class WandbRun:
 
 def pool_gauges(stats: PoolStats) -> dict[str, object]:
     """The pool's state under wandb's names."""
-    found: dict[str, object] = {
+    gauges: dict[str, object] = {
         f"pool/{key}": getattr(stats, key) for key in ("containers", "free", "leased", "retired", "waiting")
     }
-    return {**found, "pool/acquire_p99_s": stats.acquire.p99_s, "pool/reset_p99_s": stats.reset.p99_s}
+    return {**gauges, "pool/acquire_p99_s": stats.acquire.p99_s, "pool/reset_p99_s": stats.reset.p99_s}
 
 
 def readable_group(group: ScoredGroup, decode: Callable[[list[int]], str]) -> list[tuple[str, float]]:

@@ -181,9 +181,9 @@ class GroupCollector:
         _log.info("group %s: scores %s", name, " ".join(f"{rollout.score:.2f}" for rollout in rollouts))
         self._notify(Event("group", name, rollouts=tuple(rollouts)))
         # wandb shows the messages; they are sent only where they are included
-        wanted = self._config.include_messages or self._config.use_wandb
+        with_messages = self._config.include_messages or self._config.use_wandb
         mask_cut = self._config.cut_trajectories == "mask"
-        return scored_group(rollouts, name=name, include_messages=wanted, mask_cut=mask_cut)
+        return scored_group(rollouts, name=name, include_messages=with_messages, mask_cut=mask_cut)
 
     def _check_cut(self, rollouts: list[Rollout]) -> None:
         """By `cut_trajectories`, drop a group with members that a bound ended, or that has no other."""

@@ -66,7 +66,7 @@ class EnvMetrics:
     def as_dict(self) -> dict[str, object]:
         """Flat names and numbers, as wandb wants them."""
         call_p50_s, call_p99_s = percentiles(self.call_s, 0.5, 0.99)
-        found: dict[str, object] = {
+        values: dict[str, object] = {
             "env/groups": self.groups,
             "env/trajectories": self.trajectories,
             "env/tool_calls": self.calls,
@@ -81,7 +81,7 @@ class EnvMetrics:
             "env/call_p99_s": call_p99_s,
         }
         if self.mean_score is not None:
-            found["env/score_mean"] = self.mean_score
+            values["env/score_mean"] = self.mean_score
         named = {
             "groups_dropped": self.dropped,
             "groups_unsent": self.unsent,
@@ -90,6 +90,6 @@ class EnvMetrics:
             "stop": self.stop_reasons,
         }
         for prefix, counter in named.items():
-            found.update({f"env/{prefix}/{name}": count for name, count in counter.items()})
-        found.update({f"env/phase_{name}_s": seconds for name, seconds in self.phases.items()})
-        return found
+            values.update({f"env/{prefix}/{name}": count for name, count in counter.items()})
+        values.update({f"env/phase_{name}_s": seconds for name, seconds in self.phases.items()})
+        return values

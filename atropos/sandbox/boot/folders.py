@@ -20,10 +20,10 @@ from atropos.trees import remove_tree
 def needed_paths(bases: Sequence[str]) -> list[str]:
     """Paths that the second stage reads: Python, this package, and the bases."""
     package = Path(__file__).resolve().parents[3]
-    wanted = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, str(package), *sys.path]
-    wanted += [os.path.dirname(path) for path in (sys.executable, os.path.realpath(sys.executable))]
-    wanted += bases
-    both = [form for path in wanted if path for form in (os.path.abspath(path), os.path.realpath(path))]
+    paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, str(package), *sys.path]
+    paths += [os.path.dirname(path) for path in (sys.executable, os.path.realpath(sys.executable))]
+    paths += bases
+    both = [form for path in paths if path for form in (os.path.abspath(path), os.path.realpath(path))]
     return [path for path in dict.fromkeys(both) if os.path.exists(path)]
 
 
@@ -93,8 +93,8 @@ def disk(owner: int, slot_group: int) -> str:
     top = "/var/lib/atropos" if os.geteuid() == 0 else f"/var/tmp/atropos-{os.getuid()}"
     try:
         os.makedirs(top, 0o755, exist_ok=True)
-        found = os.lstat(top)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), owner):
+        status = os.lstat(top)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (os.geteuid(), owner):
             raise IsolationUnavailable(f"volume='disk': {top} is not a folder of this user's own")
         os.chown(top, owner, -1)  # so that the server can remove its own at the end
         folder = f"{top}/{own_name()}"
@@ -155,11 +155,11 @@ def scratch(state_dir: str | None, *, root: bool) -> str:
         path = os.path.join(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), f"atropos-{os.getuid()}")
     try:
         os.makedirs(path, 0o755 if root else 0o700, exist_ok=True)
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError as error:
         raise IsolationUnavailable(
             f"state_dir {path} can't be created: {error.strerror}; set it to a folder of your own"
         ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise IsolationUnavailable(f"state_dir {path} is not a folder of this user's own; set it to one that is")
     return path

@@ -27,15 +27,15 @@ def free_range() -> tuple[int, int]:
     """
     with open("/proc/self/uid_map", encoding="ascii") as file:
         extents = [(int(inside), int(count)) for inside, _, count in (line.split() for line in file)]
-    wanted = SLOT_IDS + 1 + CREATORS
+    needed = SLOT_IDS + 1 + CREATORS
     for inside, count in extents:
-        if inside <= ID_BASE and inside + count >= ID_BASE + wanted:
+        if inside <= ID_BASE and inside + count >= ID_BASE + needed:
             return ID_BASE, SLOT_IDS
     inside, count = max(extents, key=lambda extent: extent[1])
     room = inside + count - max(inside, 1000)
     if room < 4096:
         raise IsolationUnavailable(
-            f"this container maps only {count} user ids; {wanted} from {ID_BASE} on are needed (user namespace "
+            f"this container maps only {count} user ids; {needed} from {ID_BASE} on are needed (user namespace "
             "remapping of the container engine: widen its range in /etc/subuid, or turn it off for this container)"
         )
     return max(inside, 1000), room - 1 - CREATORS
@@ -55,10 +55,10 @@ def subordinate(file: str) -> tuple[int, int]:
             ranges = [line.strip().split(":") for line in lines]
     except OSError:
         return 0, 0
-    found = [
+    extents = [
         (int(r[1]), int(r[2])) for r in ranges if len(r) == 3 and r[0] in names and r[1].isdigit() and r[2].isdigit()
     ]
-    return max(found, key=lambda extent: extent[1], default=(0, 0))
+    return max(extents, key=lambda extent: extent[1], default=(0, 0))
 
 
 def unshare(flags: int) -> None:

@@ -158,22 +158,22 @@ def find(folders: Sequence[str], wanted: Sequence[str], count: int) -> list[Devi
         ConfigError: there are fewer, or one of them wants what no slot can have.
     """
     specs, problems = _read_all(folders)
-    found: list[Device] = []
+    devices: list[Device] = []
     for name in wanted:
         kind, _, device = name.partition("=")
         named = [each for each in specs.get(kind, {}).values() if device in {"", each[1].name}]
         if not device:
-            found += _alone([_device(*each) for each in named if each[1].name != ALL and _present(each[1])])
+            devices += _alone([_device(*each) for each in named if each[1].name != ALL and _present(each[1])])
         else:
-            found += [_device(*each) for each in named]
-    if len(found) < count:
-        has = ", ".join(each.name for each in found) or "none"
+            devices += [_device(*each) for each in named]
+    if len(devices) < count:
+        has = ", ".join(each.name for each in devices) or "none"
         why = "".join(f"; {problem}" for problem in problems)
         raise ConfigError(
             f"gpus: {count} wanted; of gpu_devices ({', '.join(wanted)}) this machine has {has}, by the files in "
             f"{' and '.join(folders)}{why}"
         )
-    return found[:count]
+    return devices[:count]
 
 
 def _alone(devices: Sequence[Device]) -> list[Device]:
@@ -189,7 +189,7 @@ def _alone(devices: Sequence[Device]) -> list[Device]:
 
 def _read_all(folders: Sequence[str]) -> tuple[dict[str, dict[str, tuple[_Spec, _Device]]], list[str]]:
     """Devices by kind and name, and what is wrong with files."""
-    found: dict[str, dict[str, tuple[_Spec, _Device]]] = {}
+    kinds: dict[str, dict[str, tuple[_Spec, _Device]]] = {}
     problems: list[str] = []
     for folder in folders:
         here: dict[str, str] = {}
@@ -205,11 +205,11 @@ def _read_all(folders: Sequence[str]) -> tuple[dict[str, dict[str, tuple[_Spec, 
                 name = f"{spec.kind}={device.name}"
                 if name in here:  # an engine takes neither
                     problems.append(f"{path}: {name} is in {here[name]} too")
-                    found[spec.kind].pop(device.name, None)
+                    kinds[spec.kind].pop(device.name, None)
                     continue
                 here[name] = str(path)
-                found.setdefault(spec.kind, {})[device.name] = spec, device
-    return found, problems
+                kinds.setdefault(spec.kind, {})[device.name] = spec, device
+    return kinds, problems
 
 
 def _read(path: Path) -> _Spec:
@@ -291,17 +291,17 @@ def _file(name: str, mount: _Mount) -> Iterator[Bind]:
 
 def _read_hook(name: str, hook: _Hook, links: list[tuple[str, str]], libraries: list[str]) -> None:
     """What a hook would do: add its links and its folders of libraries."""
-    given = list(hook.args[1:])
-    values = [value for flag in ("link", "folder") for value in _values(given, flag)]
-    if "create-symlinks" in given:
+    arguments = list(hook.args[1:])
+    values = [value for flag in ("link", "folder") for value in _values(arguments, flag)]
+    if "create-symlinks" in arguments:
         pairs = [re.fullmatch(r"(.+)::(/.+)", value) for value in values]
         links += [(pair[1], pair[2]) for pair in pairs if pair is not None]
-    elif "update-ldcache" in given:
+    elif "update-ldcache" in arguments:
         libraries += values
-    elif NEEDLESS_HOOKS.isdisjoint(given):
+    elif NEEDLESS_HOOKS.isdisjoint(arguments):
         raise ConfigError(
-            f"gpus: {name}: the hook {' '.join([hook.path, *given])} is not run for a slot; take it out of the file if "
-            "the device works without"
+            f"gpus: {name}: the hook {' '.join([hook.path, *arguments])} is not run for a slot; take it out of the "
+            "file if the device works without"
         )
 
 

@@ -131,11 +131,11 @@ class EgressSupervisor:
         if not data:
             asyncio.get_running_loop().remove_reader(sock)
             return
-        said = json.loads(data)
-        if "dropped" in said:
-            self._counted(said["dropped"], said["moved"])
+        message = json.loads(data)
+        if "dropped" in message:
+            self._counted(message["dropped"], message["moved"])
             return
-        future = self._unconfirmed.get(said["done"])
+        future = self._unconfirmed.get(message["done"])
         if future is not None and not future.done():
             future.set_result(None)
 

@@ -61,15 +61,15 @@ class SlotGpus:
             upper: the upper folder of the slot's root, which may become a snapshot.
         """
         sockets.collect_garbage()
-        made, self._made = self._made, []
-        for path in reversed(made):
+        mount_points, self._made = self._made, []
+        for path in reversed(mount_points):
             if path.startswith("/dev/"):
                 continue
             folder, name = os.path.split(path)
             with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
                 for part in stack.find([upper], folder, opened).parts:
-                    found = os.stat(name, dir_fd=part.fd, follow_symlinks=False)
-                    if stat.S_ISDIR(found.st_mode):
+                    status = os.stat(name, dir_fd=part.fd, follow_symlinks=False)
+                    if stat.S_ISDIR(status.st_mode):
                         os.rmdir(name, dir_fd=part.fd)
-                    elif stat.S_ISREG(found.st_mode) and not found.st_size:
+                    elif stat.S_ISREG(status.st_mode) and not status.st_size:
                         os.unlink(name, dir_fd=part.fd)

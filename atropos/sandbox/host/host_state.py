@@ -156,11 +156,11 @@ class HostState:
         Raises:
             NotSupported: there is none of that name.
         """
-        found = self.bases.get(name)
-        if found is None:
+        base = self.bases.get(name)
+        if base is None:
             known = ", ".join(repr(key) for key in self.bases if key is not None) or "none"
             raise NotSupported(f"base={name!r}: this server has no such base (bases: {known})")
-        return found
+        return base
 
     @property
     def counts_pids(self) -> bool:

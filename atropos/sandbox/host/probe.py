@@ -278,18 +278,18 @@ async def _properties(host: HostState, start: Start) -> list[Feature]:
     cgroups = host.entered.cgroups
     sandbox = await start("probe", limits=_LIMITS)
     try:
-        found = await _inside(sandbox, set(host.environment))
-        found["memory_limit"] = await _memory(sandbox, cgroups)
-        found["cpu_weight"] = ("cpu" in cgroups.controllers, cgroups.missing.get("cpu", ""))
-        if not host.counts_pids and found["pids_limit"][0]:
-            found["pids_limit"] = (False, "processes are bounded, but a fork bomb's stay and fill the slot")
-        found["files"] = await _files(sandbox)
-        found["sessions"] = await _sessions(sandbox)
-        found["forks"] = await _forks(sandbox)
+        checks = await _inside(sandbox, set(host.environment))
+        checks["memory_limit"] = await _memory(sandbox, cgroups)
+        checks["cpu_weight"] = ("cpu" in cgroups.controllers, cgroups.missing.get("cpu", ""))
+        if not host.counts_pids and checks["pids_limit"][0]:
+            checks["pids_limit"] = (False, "processes are bounded, but a fork bomb's stay and fill the slot")
+        checks["files"] = await _files(sandbox)
+        checks["sessions"] = await _sessions(sandbox)
+        checks["forks"] = await _forks(sandbox)
     finally:
         stopped = await sandbox.stop()
-    found["reset"] = (stopped.clean, stopped.detail)
-    features = [_feature(name, passed, detail) for name, (passed, detail) in found.items()]
+    checks["reset"] = (stopped.clean, stopped.detail)
+    features = [_feature(name, passed, detail) for name, (passed, detail) in checks.items()]
     if host.config.volume == "memory" or host.entered.cells is not None:
         return features
     # a folder on disk has no limits of its own: published, not promised

@@ -100,9 +100,9 @@ def claim(mounts: str, uid: int, slots: int = 0) -> Cgroups:
         else:
             if tree.controllers:
                 trees.append(tree)
-    made = Cgroups(tuple(trees))
-    missing = [name for name in CONTROLLERS if name not in made.controllers]
-    return replace(made, missing={name: reasons.get(name, "no cgroup hierarchy offers it") for name in missing})
+    cgroups = Cgroups(tuple(trees))
+    missing = [name for name in CONTROLLERS if name not in cgroups.controllers]
+    return replace(cgroups, missing={name: reasons.get(name, "no cgroup hierarchy offers it") for name in missing})
 
 
 def claim_delegated(uid: int) -> Cgroups:
@@ -150,12 +150,12 @@ def _make(path: Path) -> None:
 
 def _within(folder: Path, action: Callable[[], object]) -> None:
     """Create a cgroup and act in it; both are retried where another server removed it in between."""
-    for left in reversed(range(_TRIES)):
+    for retries in reversed(range(_TRIES)):
         _make(folder)
         try:
             action()
         except OSError as error:
-            if error.errno not in _VANISHED or not left:
+            if error.errno not in _VANISHED or not retries:
                 raise
         else:
             return

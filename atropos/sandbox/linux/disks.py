@@ -79,13 +79,13 @@ def make(plan: CellPlan, images: str, target: str, owner: int, group: int) -> li
     template = f"{images}/template"
     try:
         _format(template, plan.mib, plan.inodes)
-        made = [_cell(template, images, f"{target}/{number}", owner, group) for number in range(plan.cells)]
+        cells = [_cell(template, images, f"{target}/{number}", owner, group) for number in range(plan.cells)]
         _format(template, PROBE_MIB, PROBE_INODES)
         reserve(_cell(template, images, f"{target}/{PROBE}", owner, group))
     finally:
         if os.path.exists(template):
             os.unlink(template)
-    return made
+    return cells
 
 
 def reserve(image: int) -> None:

@@ -56,8 +56,8 @@ def nearly_reached(limits: Sequence[HostLimit]) -> list[HostLimit]:
 
 def named() -> str:
     """The limits that are almost reached, as the end of an error's text; '' where there are none."""
-    found = nearly_reached(read())
-    return "".join(f"; {one.name} is nearly reached ({one.used} of {one.value}): {one.fix}" for one in found)
+    reached = nearly_reached(read())
+    return "".join(f"; {one.name} is nearly reached ({one.used} of {one.value}): {one.fix}" for one in reached)
 
 
 def load() -> str:
@@ -77,18 +77,18 @@ def _processes() -> list[HostLimit]:
     """A slot is its PID 1, of one thread."""
     loads = _text("/proc/loadavg").split()
     running = int(loads[3].partition("/")[2]) if len(loads) > 3 else 0  # threads on this machine
-    found: list[HostLimit] = []
+    limits: list[HostLimit] = []
     for name, path in (("kernel.pid_max", "kernel/pid_max"), ("kernel.threads-max", "kernel/threads-max")):
-        found += _sysctl(name, path, running, 1)
+        limits += _sysctl(name, path, running, 1)
     for folder in (*Path("/sys/fs/cgroup").glob("pids"), Path("/sys/fs/cgroup")):
         most = _number(f"{folder}/pids.max")
         if most is not None:
             used = _number(f"{folder}/pids.current") or 0
-            found.append(HostLimit(f"{folder}/pids.max", most, used, 1, "raise the container's limit of processes"))
+            limits.append(HostLimit(f"{folder}/pids.max", most, used, 1, "raise the container's limit of processes"))
     most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     if most != resource.RLIM_INFINITY and os.geteuid() != 0:
-        found.append(HostLimit("RLIMIT_NPROC", most, 0, 1, "raise the user's limit of processes (ulimit -Hu)"))
-    return found
+        limits.append(HostLimit("RLIMIT_NPROC", most, 0, 1, "raise the user's limit of processes (ulimit -Hu)"))
+    return limits
 
 
 def _namespaces() -> list[HostLimit]:
@@ -109,32 +109,32 @@ def _files() -> list[HostLimit]:
         used = len(os.listdir("/proc/self/fd"))
     except OSError:  # there is none left to count them with
         return [HostLimit("RLIMIT_NOFILE", most, most, 10, fix)]
-    found = [HostLimit("RLIMIT_NOFILE", most, used, 10, fix)]
+    limits = [HostLimit("RLIMIT_NOFILE", most, used, 10, fix)]
     open_files = _text("/proc/sys/fs/file-nr").split()
     if len(open_files) == 3:
-        found += _sysctl("fs.file-max", "fs/file-max", int(open_files[0]), 60)
+        limits += _sysctl("fs.file-max", "fs/file-max", int(open_files[0]), 60)
     with open("/proc/self/mountinfo", "rb") as file:
         mounts = sum(1 for _ in file)
     # eight for a slot, and seven more on a snapshot; the slot's namespace has its own bound
-    found += _sysctl("fs.mount-max", "fs/mount-max", mounts, 15)
-    found += _sysctl("fs.pipe-user-pages-hard", "fs/pipe-user-pages-hard", 0, 16, unlimited=0)
-    return found
+    limits += _sysctl("fs.mount-max", "fs/mount-max", mounts, 15)
+    limits += _sysctl("fs.pipe-user-pages-hard", "fs/pipe-user-pages-hard", 0, 16, unlimited=0)
+    return limits
 
 
 def _memory() -> list[HostLimit]:
     """Memory of an idle slot; and cgroups, whose ids in the memory controller have 16 bits."""
-    found: list[HostLimit] = []
+    limits: list[HostLimit] = []
     kib = {line.partition(":")[0]: int(line.split()[1]) for line in _text("/proc/meminfo").splitlines()}
     if "MemAvailable" in kib:
         total = kib["MemTotal"] >> 10
         used = total - (kib["MemAvailable"] >> 10)
-        found.append(HostLimit("memory (MiB)", total, used, 4, "more memory, or more hosts"))
+        limits.append(HostLimit("memory (MiB)", total, used, 4, "more memory, or more hosts"))
     for line in _text("/proc/cgroups").splitlines():
         name, _, count, _ = line.split("\t")
         if name == "memory":
             fix = "remove cgroups that nothing uses; the kernel has no setting for this"
-            found.append(HostLimit("memory cgroups", 65_535, int(count), 1, fix))
-    return found
+            limits.append(HostLimit("memory cgroups", 65_535, int(count), 1, fix))
+    return limits
 
 
 def _sysctl(name: str, path: str, used: int, per_slot: float, unlimited: int | None = None) -> list[HostLimit]:

@@ -200,13 +200,13 @@ class SlotCgroup:
 
     def counts(self) -> Counts:
         """Read the kernel's counts; see `stops`."""
-        found = {file: os.pread(fd, 4096, 0) for file, fd in self._files.items()}
-        if _PEAK in found:
-            if int(found[_PEAK]) + _CHARGE_BYTES > self._limits.memory_mib * _MIB:
+        texts = {file: os.pread(fd, 4096, 0) for file, fd in self._files.items()}
+        if _PEAK in texts:
+            if int(texts[_PEAK]) + _CHARGE_BYTES > self._limits.memory_mib * _MIB:
                 self._peaks += 1
                 os.write(self._files[_PEAK], b"0")  # resets it to the present use
-            found[_PEAK] = b"%d" % self._peaks
-        return found
+            texts[_PEAK] = b"%d" % self._peaks
+        return texts
 
     def stops(self, before: Counts, after: Counts) -> dict[Limit, bool]:
         """What killed programs between two `counts`: the slot's own limit, or (False) that of its container or host."""
@@ -236,7 +236,7 @@ class SlotCgroup:
         for fd in self._files.values():
             os.close(fd)
         self._files = {}
-        left: list[str] = []
+        remaining: list[str] = []
         made_ahead = {path for tree in self._trees for path in tree.ready}
         for path in self.paths:
             if path in made_ahead and _is_empty(path):
@@ -247,12 +247,12 @@ class SlotCgroup:
             except FileNotFoundError:
                 pass
             except OSError:
-                left.append(path)
-        self.paths = left
+                remaining.append(path)
+        self.paths = remaining
         if self.cpu_max is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.cpu_max)
-        return not left
+        return not remaining
 
 
 def _is_empty(path: str) -> bool:

@@ -27,16 +27,16 @@ def kill_stopped_children(pid: int, seen: AbstractSet[int]) -> set[int]:
     Returns:
         Those that it waits for now.
     """
-    found = _stat(pid)
+    status = _stat(pid)
     stuck: set[int] = set()
-    if found is None or found[1] != "D":
+    if status is None or status[1] != "D":
         return stuck
     for child in children_of(pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             handle = os.pidfd_open(child)
             try:
                 # before its exec, a child has PID 1's name; those that serve files have another
-                if _stat(child) in ((found[0], "T", pid), (found[0], "S", pid)):
+                if _stat(child) in ((status[0], "T", pid), (status[0], "S", pid)):
                     stuck.add(child)
                     if child in seen:
                         signal.pidfd_send_signal(handle, signal.SIGKILL)
@@ -63,4 +63,4 @@ def children_of(pid: int) -> list[int]:
             return [int(child) for child in file.read().split()]
     except OSError:  # a kernel without CONFIG_PROC_CHILDREN
         everything = (int(name) for name in os.listdir("/proc") if name.isdigit())
-        return [child for child in everything if (found := _stat(child)) is not None and found[2] == pid]
+        return [child for child in everything if (status := _stat(child)) is not None and status[2] == pid]

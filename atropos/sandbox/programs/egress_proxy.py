@@ -120,9 +120,9 @@ class Proxy:
         proxied, *more = listeners
         served = [(proxied, self._serve_proxy)]
         if more:
-            asked, asked_by_tcp, *taken = more
+            asked, asked_by_tcp, *connections = more
             account.resolver = Resolver(asked, partial(self._find, account))
-            served += [(asked_by_tcp, self._serve_names), *((each, self._serve_taken) for each in taken)]
+            served += [(asked_by_tcp, self._serve_names), *((each, self._serve_taken) for each in connections)]
         for listener, handle in served:
             listener.setblocking(False)
             accepted = partial(self._accepted, account, handle)
@@ -204,12 +204,12 @@ class Proxy:
             OSError: its addresses can't be found.
         """
         rules, refusal = account.rules, EgressRefused("no port is allowed")
-        found: list[Address] = []
+        addresses: list[Address] = []
         for port in rules.ports:
             try:
                 name = rules.judge_name(host, port)
-                found = found or await self._resolve(account.lookups, name, port)
-                rules.judge_addresses(name, port, found, self._own(port))
+                addresses = addresses or await self._resolve(account.lookups, name, port)
+                rules.judge_addresses(name, port, addresses, self._own(port))
             except EgressRefused as error:
                 refusal = error
             else:
@@ -226,8 +226,8 @@ class Proxy:
         if address is not None and account.resolver is not None:
             host = account.resolver.addresses.name_of(address) or host
         name = rules.judge_name(host, port)
-        found = await self._resolve(account.lookups, name, port)
-        return name, *await connect(name, rules.judge_addresses(name, port, found, self._own(port)), port)
+        addresses = await self._resolve(account.lookups, name, port)
+        return name, *await connect(name, rules.judge_addresses(name, port, addresses, self._own(port)), port)
 
     # ------------------------------------------------------------------------------------------------------ one client
 

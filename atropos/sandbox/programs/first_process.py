@@ -111,9 +111,9 @@ def _own_network(request: FirstProcessRequest, answer: int) -> None:
 
     With egress, sockets listen there and in its gateway; they go to the server, too, for its proxy.
     """
-    taken: list[int] = []
+    sockets: list[int] = []
     if request["gateway"] is not None:
-        taken = gateway.enter_network(*request["gateway"])
+        sockets = gateway.enter_network(*request["gateway"])
     else:
         syscalls.unshare(syscalls.CLONE_NEWNET)
         control = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
@@ -125,7 +125,7 @@ def _own_network(request: FirstProcessRequest, answer: int) -> None:
         listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
         listener.bind(("127.0.0.1", request["proxy_port"]))
         listener.listen(64)
-        handed += [listener.detach(), *taken]
+        handed += [listener.detach(), *sockets]
     channel = _socket.socket(fileno=answer)
     channel.sendmsg([b"x"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack(f"{len(handed)}i", *handed))])
     channel.detach()
@@ -164,14 +164,14 @@ def _enter_root(root: int, maker: int) -> None:
     poll = select.poll()
     poll.register(root, select.POLLIN)
     poll.register(maker, select.POLLIN)  # a child that it leaves behind holds `root` open
-    said = b""
-    while not said.endswith(PAUSED):
+    message = b""
+    while not message.endswith(PAUSED):
         ended = maker in [fd for fd, _ in poll.poll()]
         data = b"" if ended else os.read(root, 4096)
         if not data:
             raise OSError("bubblewrap ended before the slot's root was made")
-        said += data
-    pid = said.partition(b'"child-pid":')[2].partition(b",")[0].split()[0].decode()
+        message += data
+    pid = message.partition(b'"child-pid":')[2].partition(b",")[0].split()[0].decode()
     mounts = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     syscalls.setns(mounts, syscalls.CLONE_NEWNS)
     os.close(root)  # the program that paused ends
@@ -202,5 +202,5 @@ def lower_limit(name: str, value: int) -> None:
     """Lower a resource limit (RLIMIT_`name`) for good."""
     number = _LIMITS[name]
     hard = resource.getrlimit(number)[1]
-    wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(number, (wanted, wanted))
+    soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(number, (soft, soft))

@@ -91,7 +91,7 @@ def usable_family() -> int | None:
 
 def _listeners(family: int, ports: list[int]) -> list[_socket.socket]:
     """The sockets of the gateway of the namespace that this process is in, each for every address."""
-    made: list[_socket.socket] = []
+    sockets: list[_socket.socket] = []
     for kind, port in ((_socket.SOCK_DGRAM, DNS_PORT), *((_socket.SOCK_STREAM, port) for port in (DNS_PORT, *ports))):
         sock = _socket.socket(family, kind)
         if family == _socket.AF_INET6:
@@ -99,8 +99,8 @@ def _listeners(family: int, ports: list[int]) -> list[_socket.socket]:
         sock.bind(("::" if family == _socket.AF_INET6 else "", port))
         if kind == _socket.SOCK_STREAM:
             sock.listen(64)
-        made.append(sock)
-    return made
+        sockets.append(sock)
+    return sockets
 
 
 class _Routes:

@@ -76,8 +76,8 @@ class LayerFolders:
                 below = os.open(step, os.O_RDONLY | os.O_DIRECTORY | NOFOLLOW, dir_fd=fd)
                 os.close(fd)
                 fd = below
-            found = os.fstat(fd)
-            if wanted.place not in {None, (found.st_dev, found.st_ino)}:
+            status = os.fstat(fd)
+            if wanted.place not in {None, (status.st_dev, status.st_ino)}:
                 raise OSError(f"a folder was moved while it was read: {wanted.name}")
         except OSError:
             os.close(fd)

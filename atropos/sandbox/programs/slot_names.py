@@ -141,13 +141,13 @@ class Resolver:
 
     async def _known(self, asked: str) -> str:
         """As `find`, once for all that ask within `TTL_S`; what failed is tried again."""
-        found = self._found.get(asked)
-        if found is None:
+        lookup = self._found.get(asked)
+        if lookup is None:
             if len(self._found) >= MOST_NAMES:
                 raise OSError("this slot asks for too many names")
-            found = self._found[asked] = asyncio.ensure_future(self._find(asked))
-            found.add_done_callback(lambda found: self._keep(asked, found))
-        return await asyncio.shield(found)
+            lookup = self._found[asked] = asyncio.ensure_future(self._find(asked))
+            lookup.add_done_callback(lambda done: self._keep(asked, done))
+        return await asyncio.shield(lookup)
 
     def _keep(self, asked: str, found: asyncio.Future[str]) -> None:
         def drop() -> None:

@@ -104,11 +104,11 @@ class SnapshotPacker:
             self._add(info)
             below: list[LayerFolder] = []
             for name in sorted(os.listdir(fd)):
-                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                if stat.S_ISDIR(found.st_mode):
-                    below.append(folder.below(name, (found.st_dev, found.st_ino)))
+                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode):
+                    below.append(folder.below(name, (status.st_dev, status.st_ino)))
                 else:
-                    self._pack_file(folder, name, found, fd)
+                    self._pack_file(folder, name, status, fd)
             todo.extend(reversed(below))
 
     def _add(self, info: tarfile.TarInfo, content: IO[bytes] | None = None) -> None:

@@ -31,10 +31,10 @@ class Core:
     async def aclose(self) -> bool:
         """End every lease, stop every sandbox, undo the host. False when something could not be confirmed gone."""
         state = self.state
-        found = await self.leasing.aclose()
+        stopped = await self.leasing.aclose()
         for snapshot_id in list(state.snapshots.by_id):
             self.layers.drop_snapshot(snapshot_id)
         state.clients.close()
         await state.tasks.settle(CLOSE_S, CLOSE_S)
         await state.host.aclose()
-        return all(each.clean for each in found) and not state.table.retired
+        return all(each.clean for each in stopped) and not state.table.retired

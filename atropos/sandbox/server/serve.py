@@ -180,8 +180,8 @@ class Server:
             self.stop()
         assert self._end_by is not None
         loop = asyncio.get_running_loop()
-        while core.state.runs and (left := self._end_by - loop.time()) > 0:
-            await set_within(core.leasing.idle, min(0.25, left))  # the time may be shortened meanwhile
+        while core.state.runs and (remaining_s := self._end_by - loop.time()) > 0:
+            await set_within(core.leasing.idle, min(0.25, remaining_s))  # the time may be shortened meanwhile
 
 
 def check_required(config: ServerConfig, features: Sequence[Feature]) -> None:

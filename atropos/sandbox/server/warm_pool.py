@@ -93,13 +93,13 @@ class WarmPool:
         """Start missing sandboxes in the background."""
         if self._closed:
             return
-        for kind, wanted in zip(self._kinds, self._wanted(), strict=True):
-            for _ in range(wanted + len(kind.waiting) - len(kind.ready) - len(kind.starts)):
+        for kind, count in zip(self._kinds, self._wanted(), strict=True):
+            for _ in range(count + len(kind.waiting) - len(kind.ready) - len(kind.starts)):
                 task = asyncio.get_running_loop().create_task(self._start_one(kind))
                 kind.starts.add(task)
                 task.add_done_callback(kind.starts.discard)
                 task.add_done_callback(lambda _: self.fill())
-            while len(kind.ready) > wanted + RECENT // 4:  # the requests changed
+            while len(kind.ready) > count + RECENT // 4:  # the requests changed
                 self.drop(kind.ready.popleft(), "its kind is no longer requested")
 
     def _wanted(self) -> tuple[int, int]:

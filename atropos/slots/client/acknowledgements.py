@@ -42,9 +42,9 @@ class Acknowledgements:
 
     def take(self) -> tuple[str, ...]:
         """Those to send now."""
-        taken, self._waiting, self.due = self._waiting, [], False
-        self._sent += taken
-        return tuple(taken)
+        ids, self._waiting, self.due = self._waiting, [], False
+        self._sent += ids
+        return tuple(ids)
 
     def beat(self, seq: int) -> None:
         """A heartbeat is sent."""

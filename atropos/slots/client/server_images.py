@@ -86,8 +86,8 @@ class ServerImages:
         while state.phase not in {"ready", "failed"}:
             if progress is not None:
                 progress(state)
-            wanted = ImageRequest(source=source, wait_s=1 if progress else 20)
-            state = await self._requests.ask("POST", "/v1/images", ImageState, wanted, patient=True)
+            request = ImageRequest(source=source, wait_s=1 if progress else 20)
+            state = await self._requests.ask("POST", "/v1/images", ImageState, request, patient=True)
         if progress is not None:
             progress(state)
         if state.image is None:

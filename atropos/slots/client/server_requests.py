@@ -219,16 +219,16 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         return
     raw = await response.read()
     try:
-        found = Problem.model_validate_json(raw)
+        problem = Problem.model_validate_json(raw)
     except ValidationError:
         raise BackendUnavailable(f"the server answered {response.status}: {raw[:200]!r}") from None
     if response.status == 401:
         raise ClientRefused("the server refuses the token")
     if response.status == 404:
-        raise NotFound(found.message)
-    if found.code == PoolFull.code:
-        raise PoolFull(found.message, room=found.room or NOTHING)
-    raise from_code(found.code, found.message)
+        raise NotFound(problem.message)
+    if problem.code == PoolFull.code:
+        raise PoolFull(problem.message, room=problem.room or NOTHING)
+    raise from_code(problem.code, problem.message)
 
 
 async def _slices(piece: bytes) -> AsyncGenerator[memoryview]:

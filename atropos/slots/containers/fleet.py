@@ -303,12 +303,14 @@ class Fleet:
         served = True
         while served:  # which leaves room for older ones in the container that was kept
             served = False
-            kept = sorted((seat.kept_for.seq, seat.kept_for, seat) for seat in self._kept if seat.kept_for is not None)
-            for seq, ticket, seat in kept:
+            reserved = sorted(
+                (seat.kept_for.seq, seat.kept_for, seat) for seat in self._kept if seat.kept_for is not None
+            )
+            for seq, ticket, seat in reserved:
                 yield from self._match_others(before=seq)
-                if (found := self._room_for_kept(ticket, seat)) is not None:
+                if (room := self._room_for_kept(ticket, seat)) is not None:
                     self._unkeep(seat)
-                    yield self._reserve(ticket, found)
+                    yield self._reserve(ticket, room)
                     served = True
                     break
         self._grown.clear()
@@ -491,8 +493,8 @@ class Fleet:
         if ticket.room.fits(self.slot_room):
             return self._lowest()
         roomy = (entry for entry in self._open if entry[3].has_room(ticket.room))
-        if (found := min(roomy, default=None)) is not None:
-            return found[3]
+        if (best := min(roomy, default=None)) is not None:
+            return best[3]
         fitting = (seat for seat in self.seats.values() if seat.open and seat.can_hold(ticket.room))
         may = (seat for seat in fitting if seat.kept_for is None or seat.kept_for.comes_after(ticket))
         return max(

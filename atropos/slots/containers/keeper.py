@@ -145,10 +145,10 @@ class Keeper:
 
     async def _drop_old_snapshots(self, link: ContainerLink) -> None:
         """Drop this pool's old snapshots on a server that came back: it has ended its leases, but keeps snapshots."""
-        left = self._left.get(link.container.id, set())
-        for snapshot_id in list(left):
+        snapshot_ids = self._left.get(link.container.id, set())
+        for snapshot_id in list(snapshot_ids):
             await link.client.drop_snapshot(snapshot_id)
-            left.discard(snapshot_id)
+            snapshot_ids.discard(snapshot_id)
 
     async def _condemn(self, link: ContainerLink, reason: str) -> None:
         """Drop a container that is listed but can't be used, and have the backend replace it.

@@ -64,8 +64,8 @@ def plan(state: PoolState, limits: Limits) -> Plan:
     coming = state.coming * limits.slots_per_container
     lacking = state.waiting - coming
     if lacking > 0:
-        wanted = state.containers + -(-lacking // limits.slots_per_container)
-        target = min(wanted, limits.max_containers)
+        count = state.containers + -(-lacking // limits.slots_per_container)
+        target = min(count, limits.max_containers)
         if target > state.containers:
             return Plan(target, f"{state.waiting} slots waited for, {coming} coming")
     if state.containers < limits.min_containers:

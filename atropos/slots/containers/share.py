@@ -151,8 +151,8 @@ class Share:
         Raises:
             QuotaReached: too many are, or they hold too much.
         """
-        kept = self._living()
-        _check("snapshots", self.quotas.snapshots, (1 for _ in kept), 1)
+        living = self._living()
+        _check("snapshots", self.quotas.snapshots, (1 for _ in living), 1)
         if stays and self.quotas.disk_mib is not None:
             _check("disk_mib", self.quotas.disk_mib, [self._kept_mib(), *(each.disk_mib for each in self._claims)], 1)
 
@@ -211,14 +211,14 @@ class Share:
 
     def usage(self, now: float) -> dict[str, Usage]:
         """What it has used so far, by image; the seconds of its present leases among it."""
-        found = {image: replace(used) for image, used in self._used.items()}
+        totals = {image: replace(used) for image, used in self._used.items()}
         for claim in self._claims:
             if claim.granted_at is not None:
-                image = claim.image if claim.image in found or len(found) < MAX_IMAGES else OTHERS
-                used = found.setdefault(image, Usage())
+                image = claim.image if claim.image in totals or len(totals) < MAX_IMAGES else OTHERS
+                used = totals.setdefault(image, Usage())
                 used.leases += 1
                 used.slot_s += now - claim.granted_at
-        return found
+        return totals
 
 
 def _check(name: str, most: float | None, used: Iterable[float], more: float) -> None:

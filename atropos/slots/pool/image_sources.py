@@ -86,11 +86,11 @@ class LocalImage:
         await self._turns.acquire()
         with _readable(self.source), contextlib.ExitStack() as failed:
             failed.callback(self._turns.release)
-            made = failed.enter_context(tempfile.TemporaryFile())
-            await asyncio.to_thread(write, made)
-            made.flush()
+            file = failed.enter_context(tempfile.TemporaryFile())
+            await asyncio.to_thread(write, file)
+            file.flush()
             failed.pop_all()
-            return made
+            return file
 
     def _give_up(self, made: asyncio.Task[IO[bytes]]) -> None:
         if not made.cancelled() and made.exception() is None:
@@ -99,12 +99,12 @@ class LocalImage:
 
     async def _bytes_of(self, file: IO[bytes], owners: Path | None = None) -> AsyncIterator[bytes]:
         fd = os.dup(file.fileno())
-        found, at = hashlib.sha256(), 0
+        digest, at = hashlib.sha256(), 0
 
         def read() -> bytes:
             chunk = os.pread(fd, CHUNK, at)
             if owners is not None:
-                found.update(chunk)
+                digest.update(chunk)
             return chunk
 
         try:
@@ -113,7 +113,7 @@ class LocalImage:
                 yield chunk
         finally:
             os.close(fd)
-        if owners is not None and f"sha256-{found.hexdigest()}" != self.name.split(":")[1]:
+        if owners is not None and f"sha256-{digest.hexdigest()}" != self.name.split(":")[1]:
             raise ConfigError(f"image: {owners} has changed since this pool read it; open another pool")
 
     def close(self) -> None:
@@ -138,17 +138,17 @@ def local_image(source: ImageSource, docker_host: str | None, turns: asyncio.Sem
             return LocalImage(source, f"{source.transport}:sha256-{_digest(path)}{of_several}", path, turns)
         if source.transport == "dir":
             with contextlib.ExitStack() as failed:
-                made = failed.enter_context(tempfile.TemporaryFile())
-                _write_folder(path, made)
-                made.seek(0)
-                name = f"docker-archive:sha256-{hashlib.file_digest(made, 'sha256').hexdigest()}"
-                made.flush()
+                file = failed.enter_context(tempfile.TemporaryFile())
+                _write_folder(path, file)
+                file.seek(0)
+                name = f"docker-archive:sha256-{hashlib.file_digest(file, 'sha256').hexdigest()}"
+                file.flush()
                 failed.pop_all()
-                return LocalImage(source, name, made, turns)
+                return LocalImage(source, name, file, turns)
         if source.transport == "oci":
             layout, index, manifests = _one_image(source.name)
-            found = hashlib.sha256(b"".join(map(Path.read_bytes, manifests))).hexdigest()
-            name, write = f"oci-archive:sha256-{found}", partial(_write_layout, layout, index, manifests)
+            digest = hashlib.sha256(b"".join(map(Path.read_bytes, manifests))).hexdigest()
+            name, write = f"oci-archive:sha256-{digest}", partial(_write_layout, layout, index, manifests)
         else:
             with _engines_image(source.name, docker_host) as image:
                 image_id = str(image.id)
@@ -213,12 +213,12 @@ def _one_image(text: str) -> tuple[Path, bytes, list[Path]]:
     file = folder / "index.json"
     try:
         index = parse(file.read_bytes(), str(file))
-        found = named(index, name)
-        manifests = [folder / "blobs" / "sha256" / check_digest(each.get("digest")) for each in found]
+        entries = named(index, name)
+        manifests = [folder / "blobs" / "sha256" / check_digest(each.get("digest")) for each in entries]
     except ValueError as error:
         raise ConfigError(f"image: oci:{text}: oci:FOLDER:NAME names an image of the layout: {error}") from None
     here = [each for each in manifests if each.is_file()] or manifests  # those for other machines may not be here
-    return folder, json.dumps(index | {"manifests": found}).encode(), here
+    return folder, json.dumps(index | {"manifests": entries}).encode(), here
 
 
 def _write_folder(path: Path, file: IO[bytes]) -> None:

@@ -178,8 +178,8 @@ class PoolImages:
         unknown: SandboxError | None = None
         for link in links:
             try:
-                if (found := await link.client.images.find(source)) is not None:
-                    return link, found
+                if (info := await link.client.images.find(source)) is not None:
+                    return link, info
             except SandboxError as error:
                 if link.gone is None and not isinstance(error, SlotLost):
                     unknown = error
@@ -200,9 +200,9 @@ class PoolImages:
         place = hashlib.sha256(f"{config.backend} {config.image_store.folder} {key}".encode()).hexdigest()
         with self._state.counters.measure(self._state.counters.build.observe) as outcome:
             async with locked(folder / place, waiting):
-                found = await self.find(f"atropos-build:{key}")
-                outcome.result = "ok" if found is None else "found"
-                yield found
+                info = await self.find(f"atropos-build:{key}")
+                outcome.result = "ok" if info is None else "found"
+                yield info
 
     def _task(self, link: ContainerLink, name: str, progress: Progress | None) -> asyncio.Task[ImageInfo]:
         tasks = self._tasks.setdefault(link, {})
@@ -291,8 +291,8 @@ def _locks_folder() -> Path:
     folder = Path(tempfile.gettempdir(), f"atropos-builds-{os.geteuid()}")
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise ConfigError(f"TMPDIR: {folder} is not a folder of this user's own; remove it, or name another TMPDIR")
     return folder
 

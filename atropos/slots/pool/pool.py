@@ -213,8 +213,8 @@ class SlotPool:
             for link in links:
                 for held in [*link.slots.values()]:
                     held.start_release()
-                for kept in [*link.snapshots]:
-                    kept.start_drop()
+                for snapshot in [*link.snapshots]:
+                    snapshot.start_drop()
             await self._state.returned(STOP_RELEASE_S)
             for link in links:
                 link.lose("the pool was stopped")
@@ -276,12 +276,12 @@ class SlotPool:
             limits = snapshot.limits
         if limits is not None:
             self.config.check_room(limits, self.config.slots_per_container)
-        wanted = LeaseTerms(
+        terms = LeaseTerms(
             self.client_id, trajectory_id[:500], self.config.lease_ttl_s, snapshot, base, network, limits, share
         )
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
         try:
-            return await self._grants.acquire(wanted, image, timeout_s)
+            return await self._grants.acquire(terms, image, timeout_s)
         except TimeoutError:
             raise self._timed_out(snapshot, share, timeout_s) from None
 

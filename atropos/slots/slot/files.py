@@ -112,18 +112,18 @@ class SlotFiles(ABC):
             got += len(chunk)
 
         def rest() -> wire.ReadStream:
-            left = max(1, max_bytes - got)  # none where a stream broke off at its very end
-            return wire.ReadStream(path=place, stream=file_streams.new_id(), offset=got, max_bytes=left)
+            remaining = max(1, max_bytes - got)  # none where a stream broke off at its very end
+            return wire.ReadStream(path=place, stream=file_streams.new_id(), offset=got, max_bytes=remaining)
 
         while True:
-            wanted = min(most, max(1, max_bytes - got))
-            result = await self.run(wire.ReadFile(path=path, offset=got, max_bytes=wanted, user=user))
+            size = min(most, max(1, max_bytes - got))
+            result = await self.run(wire.ReadFile(path=path, offset=got, max_bytes=size, user=user))
             file = answered(result, wire.FileResult, path)
             if file.size > max_bytes:
                 message = f"the file has {file.size:,} bytes, more than max_bytes ({max_bytes:,})"
                 raise file_error(wire.OpError(error="too_large", message=message), path)
             keep(file.data)
-            if len(file.data) < wanted or got >= max_bytes:
+            if len(file.data) < size or got >= max_bytes:
                 return
             if not user:  # also where that was all: the kernel's own files don't say how long they are
                 await self._read_stream(path, keep, rest)

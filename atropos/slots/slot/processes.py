@@ -71,10 +71,10 @@ class Process:
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.exit_code is None:
-            left = deadline - time.monotonic()
-            wait_s = min(READ_WAIT_S, max(0.0, left))
+            remaining_s = deadline - time.monotonic()
+            wait_s = min(READ_WAIT_S, max(0.0, remaining_s))
             await self._ask(wire.ProcRead(id=self.id, offset=self._read, max_bytes=1, wait_s=wait_s))
-            if left <= READ_WAIT_S:
+            if remaining_s <= READ_WAIT_S:
                 break
         return self.exit_code
 

@@ -355,18 +355,18 @@ class Slot(SlotFiles):
         self.ticket.share.check_snapshot(stays=keep_running)
         if not keep_running or (await self._signal_all("STOP")).exit_code != 0:
             return await self._snapshot(beside=False)
-        taken: list[Snapshot] = []
+        snapshots: list[Snapshot] = []
         try:
-            taken.append(await self._snapshot(beside=True))
+            snapshots.append(await self._snapshot(beside=True))
         finally:
             going_on = self.link.state.tasks.spawn(self._signal_all("CONT"), f"going on in {self.name}", awaited=True)
             try:
                 await asyncio.shield(going_on)
             except BaseException:
-                for snapshot in taken:
+                for snapshot in snapshots:
                     snapshot.start_drop()
                 raise
-        return taken[0]
+        return snapshots[0]
 
     async def _signal_all(self, signal: str) -> ExecResult:
         return await self.exec(f"kill -{signal} -1", workdir="/", user="0:0", timeout_s=10)
@@ -416,10 +416,10 @@ class Slot(SlotFiles):
             SlotLost: the slot is gone.
         """
         self._check_held()
-        wanted = wire.ViewFolders(
+        view_folders = wire.ViewFolders(
             folders=tuple(folders), optional=tuple(optional), programs=tuple(programs), home=home, as_layer=as_layer
         )
-        return await self.link.client.view(self.lease, wanted)
+        return await self.link.client.view(self.lease, view_folders)
 
     async def settle(self) -> None:
         """Make the slot's present files part of its views' root; before untrusted programs run in it.
@@ -450,8 +450,8 @@ class Slot(SlotFiles):
             NotSupported: the lease started from a snapshot.
         """
         async with await self.snapshot() as snapshot:
-            wanted = wire.KeepRequest(key=key, **(settings or wire.ImageSettings()).model_dump())
-            image = await self.link.client.images.keep(snapshot.id, wanted)
+            request = wire.KeepRequest(key=key, **(settings or wire.ImageSettings()).model_dump())
+            image = await self.link.client.images.keep(snapshot.id, request)
         await self.release()
         return image
 

@@ -37,8 +37,8 @@ def archive_of(folder: Path) -> Iterator[bytes]:
     """
     buffer = bytearray()
     seen: dict[tuple[int, int], str] = {}
-    for name, path, found in _below(str(folder), ""):
-        member = _member(name, path, found, seen)
+    for name, path, status in _below(str(folder), ""):
+        member = _member(name, path, status, seen)
         if member is None:
             continue
         buffer += member.tobuf(tarfile.PAX_FORMAT)
@@ -53,8 +53,8 @@ def archive_of(folder: Path) -> Iterator[bytes]:
 
 def _below(folder: str, prefix: str) -> Iterator[tuple[str, str, os.stat_result]]:
     """Name, path and status of everything below a folder."""
-    with os.scandir(folder) as found:
-        entries = sorted(found, key=lambda entry: entry.name)
+    with os.scandir(folder) as listing:
+        entries = sorted(listing, key=lambda entry: entry.name)
     for entry in entries:
         yield prefix + entry.name, entry.path, entry.stat(follow_symlinks=False)
         if entry.is_dir(follow_symlinks=False):

@@ -36,13 +36,13 @@ async def account_of(slot: Slot, user: str) -> UserAccount | None:
     name, _, group = user.partition(":")
     name = name or "0"
     people, groups = [await _entries(slot, path) for path in ("/etc/passwd", "/etc/group")]
-    found = next((entry for entry in people if _is_account(entry) and name in {entry[0], entry[2]}), None)
-    if found is None and not name.isdecimal():
+    row = next((entry for entry in people if _is_account(entry) and name in {entry[0], entry[2]}), None)
+    if row is None and not name.isdecimal():
         raise TaskBroken(f"there is no user {name!r} in the slot; add it with RUN useradd")
     account = (
         UserAccount("", int(name), 0, "/")
-        if found is None
-        else UserAccount(found[0], int(found[2]), int(found[3]), found[5], member=not group)
+        if row is None
+        else UserAccount(row[0], int(row[2]), int(row[3]), row[5], member=not group)
     )
     if group:
         account = replace(account, gid=_group(groups, group))

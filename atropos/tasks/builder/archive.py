@@ -56,20 +56,20 @@ def unpack_steps(
 
 def _members(context: Context, copy: Copy, *, into_folder: bool) -> tuple[str, list[tuple[str, Path | bytes]]]:
     if copy.parents:
-        return copy.target, [*_with_parents(context, copy), *((given, text.encode()) for given, text in copy.files)]
+        return copy.target, [*_with_parents(context, copy), *((path, text.encode()) for path, text in copy.files)]
     where, name = copy.target, None
-    found = [path for source in copy.sources for path in context.sources(source, copy.exclude)]
-    top = [(path.name, path if copy.keep_folder_name else context.followed(path)) for path in found]
+    paths = [path for source in copy.sources for path in context.sources(source, copy.exclude)]
+    top = [(path.name, path if copy.keep_folder_name else context.followed(path)) for path in paths]
     single = len(top) + len(copy.files) == 1 and not (top and top[0][1].is_dir())
     if single and not into_folder and not copy.target.endswith("/"):
         where, _, name = copy.target.rpartition("/")
-    members: list[tuple[str, Path | bytes]] = [(name or given, text.encode()) for given, text in copy.files]
-    for given, path in top:
+    members: list[tuple[str, Path | bytes]] = [(name or path, text.encode()) for path, text in copy.files]
+    for base, path in top:
         if path.is_symlink() or not path.is_dir():
-            members.append((name or given, path))
+            members.append((name or base, path))
         elif copy.keep_folder_name:
-            inner = [(f"{given}/{below}", p) for below, p in context.below(path, copy.exclude)]
-            members += [(given, path), *inner]
+            inner = [(f"{base}/{below}", p) for below, p in context.below(path, copy.exclude)]
+            members += [(base, path), *inner]
         else:
             members += context.below(path, copy.exclude)
     return where, members
@@ -118,17 +118,17 @@ def digest_of(context: Context, copy: Copy) -> str:
     Raises:
         ConfigError: as `unpack_steps`.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, source in _members(context, copy, into_folder=False)[1]:
         entry = _entry(name, source, copy.mode)
         described = f"{name}\0{entry.type!r}\0{entry.mode:o}\0{entry.linkname}\0{entry.size}\0"
-        found.update(described.encode("utf-8", "surrogateescape"))
+        digest.update(described.encode("utf-8", "surrogateescape"))
         if isinstance(source, bytes):
-            found.update(source)
+            digest.update(source)
         elif entry.isreg():
             with source.open("rb") as file:
-                hashlib.file_digest(file, lambda: found)
-    return found.hexdigest()
+                hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
 
 
 def pack(

@@ -72,21 +72,21 @@ async def begin_mount(slot: Slot, mount: Mount) -> tuple[str, ...]:
     Raises:
         OSError, TaskBroken: the slot can't.
     """
-    made: list[str] = []
+    made_folders: list[str] = []
     path, mode = mount.target, mount.mode
     while path != "/" and await is_missing(slot, path):
-        made.append(path)
+        made_folders.append(path)
         path = posixpath.dirname(path)
     if mode is None:
-        mode = 0o1777 if made else await _mode_of(slot, path)
-    if not made:
+        mode = 0o1777 if made_folders else await _mode_of(slot, path)
+    if not made_folders:
         await _as_root(slot, 'mv "$P" "$P$KEPT"', mount.target)
     if mount.content is None:
         await make_folder(slot, posixpath.dirname(mount.target))
         piece = TarPiece()
         piece.add_folder(posixpath.basename(mount.target), mount.owner, mode)
         await untar(slot, posixpath.dirname(mount.target), piece.close())
-    return tuple(made)
+    return tuple(made_folders)
 
 
 async def _mode_of(slot: Slot, folder: str) -> int:
@@ -168,12 +168,12 @@ async def copy_from_stage(slot: Slot, step: Copy, taken: PackedFiles) -> None:
         TaskBroken: there is no such owner.
     """
     owner = None if step.owner is None else await owner_ids(slot, step.owner)
-    for given, archive in taken:
+    for base, archive in taken:
         with tarfile.open(fileobj=archive, mode="r:", tarinfo=WholeTar) as tar:
             first = tar.next()
             folder = first is not None and first.isdir()
         archive.seek(0)
-        where, rename = step.target, given
+        where, rename = step.target, base
         if not folder and not step.target.endswith("/") and not await is_folder(slot, step.target):
             where, rename = posixpath.split(await followed(slot, step.target))
         where = where.rstrip("/") or "/"
@@ -198,9 +198,9 @@ async def fetch(slot: Slot, step: Download, timeout_s: float) -> bytes:
         lines = result.output.strip().splitlines()
         raise command_failure(f"ADD {step.address}", replace(result, output=lines[-1] if lines else ""))
     data = await slot.read_file(_FETCHED)
-    found = f"sha256:{hashlib.sha256(data).hexdigest()}"
-    if step.checksum is not None and found != step.checksum:
-        raise TaskBroken(f"ADD {step.address}: its checksum is {found}, not {step.checksum}")
+    actual = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    if step.checksum is not None and actual != step.checksum:
+        raise TaskBroken(f"ADD {step.address}: its checksum is {actual}, not {step.checksum}")
     return data
 
 

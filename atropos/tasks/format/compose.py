@@ -101,9 +101,9 @@ def read_compose(folder: Path) -> Service | None:
     path = next((folder / name for name in COMPOSE_FILES if (folder / name).exists()), None)
     if path is None:
         return None
-    name, given = _only_service(path)
+    name, settings = _only_service(path)
     where = f"{path}: services.{name}"
-    service = _service(given, where)
+    service = _service(settings, where)
     for volume in service.volumes or ():
         if not _LOGS.search(str(volume)):
             raise ConfigError(
@@ -174,10 +174,10 @@ def dockerfile_in(folder: Path, service: Service | None) -> Path:
 def _dockerfile(build: _ComposeBuild | str, folder: Path, where: str) -> Path:
     """The Dockerfile that `build` names, as seen from the compose file's folder."""
     build = _ComposeBuild(context=build) if isinstance(build, str) else build
-    found = folder if build.context.startswith("$") else (folder / build.context).resolve()
-    if found not in {folder, folder.resolve()}:
+    path = folder if build.context.startswith("$") else (folder / build.context).resolve()
+    if path not in {folder, folder.resolve()}:
         raise ConfigError(f"{where}.build.context: {build.context} is not the Dockerfile's own folder; use .")
-    return found / build.dockerfile
+    return path / build.dockerfile
 
 
 def _table(value: object) -> dict[str, object]:
@@ -207,14 +207,14 @@ def _environment(value: Mapping[str, object] | Sequence[str] | None, where: str)
         pairs = list(value.items())
     else:
         pairs = [(name, text if equals else None) for name, equals, text in (one.partition("=") for one in value or ())]
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for name, content in pairs:
         if content is None:
             raise ConfigError(f"{where}.environment.{name}: takes the value of this machine; write the value")
         text = str(content).lower() if isinstance(content, bool) else str(content)
         if not text.startswith("${T_BENCH_"):
-            found[name] = _filled(text, f"{where}.environment.{name}")
-    return found
+            variables[name] = _filled(text, f"{where}.environment.{name}")
+    return variables
 
 
 def _words(value: str | Sequence[str], where: str) -> tuple[str, ...]:

@@ -60,12 +60,12 @@ class Context:
             return [self.folder]
         plain = self.folder / pattern
         matching = [plain] if os.path.lexists(plain) else self._glob(pattern, deep=deep)
-        kept = self._kept(exclude)
-        found = [path for path in matching if path.is_dir() or kept(path, path.name)]
-        if not found and not _WILD.search(pattern):
+        included = self._kept(exclude)
+        paths = [path for path in matching if path.is_dir() or included(path, path.name)]
+        if not paths and not _WILD.search(pattern):
             why = "is left out by .dockerignore or --exclude" if matching else "is missing"
             raise ConfigError(f"{plain}: {why}, and a COPY needs it")
-        return found
+        return paths
 
     def matching(self, pattern: str, exclude: Sequence[str]) -> list[str]:
         """The names that match a source with `*`, `?` or `[`; itself without these."""
@@ -76,10 +76,10 @@ class Context:
     def _glob(self, pattern: str, *, deep: bool) -> list[Path]:
         text = pattern.replace("[^", "[!")
         deepest = f"{text}/*" if text.endswith("**") else text
-        found = self.folder.glob(
+        matching = self.folder.glob(
             deepest if deep else re.sub(r"\*+", "*", text)
         )  # with Docker, `**` is no more than `*`
-        return sorted(path for path in found if path.name not in NEVER)
+        return sorted(path for path in matching if path.name not in NEVER)
 
     def followed(self, path: Path) -> Path:
         """Where a COPY source is once its links are followed: as Docker has it, what a link names is copied.
@@ -87,11 +87,11 @@ class Context:
         Raises:
             ConfigError: it leads to nothing, or out of the context.
         """
-        found, top = (Path(os.path.realpath(each)) for each in (path, self.folder))
-        if not found.exists() or not found.is_relative_to(top):
-            leads = f"a link to {os.readlink(path)}" if path.is_symlink() else f"leads to {found}"
+        target, top = (Path(os.path.realpath(each)) for each in (path, self.folder))
+        if not target.exists() or not target.is_relative_to(top):
+            leads = f"a link to {os.readlink(path)}" if path.is_symlink() else f"leads to {target}"
             raise ConfigError(f"{path}: {leads}, which is not in the build context")
-        return self.folder / found.relative_to(top)
+        return self.folder / target.relative_to(top)
 
     def below(self, folder: Path, exclude: Sequence[str]) -> Iterator[tuple[str, Path]]:
         """(name from there, path) of all in a folder that isn't left out, and of the folders above it.
@@ -100,10 +100,10 @@ class Context:
             folder: in the context.
             exclude: patterns of names as they are from there.
         """
-        kept = self._kept(exclude)
+        included = self._kept(exclude)
         ignored: dict[str, Path] = {}
         for name, path in walk(folder):
-            if kept(path, name):
+            if included(path, name):
                 for above in [each for each in ignored if name.startswith(f"{each}/")]:
                     yield above, ignored.pop(above)
                 yield name, path

@@ -84,26 +84,26 @@ def _of_registry(path: Path, wanted: str) -> list[Path]:
     except ValidationError as error:
         raise ConfigError(explained(path, error)) from None
     name, _, version = wanted.partition("@")
-    found = [row for row in rows if row.name == name and version in {"", row.version}]
-    if not found:
+    matching = [row for row in rows if row.name == name and version in {"", row.version}]
+    if not matching:
         known = ", ".join(f"{row.name}@{row.version}" for row in rows)
         raise ConfigError(f"dataset: {wanted} is not in {path}; there is {known or 'none'}")
-    if len(found) > 1:
-        raise ConfigError(f"dataset: {name} has the versions {', '.join(row.version for row in found)}; name one")
-    return [_inside(path.parent, task.path, path) for task in found[0].tasks]
+    if len(matching) > 1:
+        raise ConfigError(f"dataset: {name} has the versions {', '.join(row.version for row in matching)}; name one")
+    return [_inside(path.parent, task.path, path) for task in matching[0].tasks]
 
 
 def _of_manifest(path: Path, wanted: str) -> list[Path]:
     try:
-        found = _Dataset.model_validate(read_toml(path, "give a clone that has it"))
+        dataset = _Dataset.model_validate(read_toml(path, "give a clone that has it"))
     except ValidationError as error:
         raise ConfigError(explained(path, error)) from None
     name, _, version = wanted.partition("@")
-    if name != found.dataset.name or version not in {"", found.dataset.version}:
-        have = found.dataset.name + (f"@{found.dataset.version}" if found.dataset.version else "")
+    if name != dataset.dataset.name or version not in {"", dataset.dataset.version}:
+        have = dataset.dataset.name + (f"@{dataset.dataset.version}" if dataset.dataset.version else "")
         raise ConfigError(f"dataset: {wanted} is not in {path}; it is {have}")
     folders: list[Path] = []
-    for task in found.tasks:
+    for task in dataset.tasks:
         short = task.name.rpartition("/")[2]
         nested = os.path.isdir(path.parent / "tasks" / short)
         folder = _inside(path.parent, f"tasks/{short}" if nested else short, path)

@@ -131,14 +131,14 @@ class _Reader:
         """The stages that `last` copies from, and those that they copy from."""
         known = {number: Stage(number, image, ()) for image, number in self.copied.items()}
         known |= {stage.index: stage.done() for stage in self.stages}
-        found: dict[int, Stage] = {}
+        stages: dict[int, Stage] = {}
         waiting = [last]
         while waiting:
             for copy in (copy for step in waiting.pop().steps for copy in copies(step)):
-                if copy.stage is not None and copy.stage not in found:
-                    found[copy.stage] = known[copy.stage]
+                if copy.stage is not None and copy.stage not in stages:
+                    stages[copy.stage] = known[copy.stage]
                     waiting.append(known[copy.stage])
-        return tuple(found[index] for index in sorted(found))
+        return tuple(stages[index] for index in sorted(stages))
 
     # ------------------------------------------------------------------------------------------------------ words
 
@@ -155,15 +155,15 @@ class _Reader:
 
     def _flags(self, instruction: DockerfileInstruction, known: dict[str, str]) -> dict[str, list[str]]:
         """Flags by name. `known`: the cure for each flag that can't be honoured; the empty text: it can."""
-        found: dict[str, list[str]] = {}
+        flags: dict[str, list[str]] = {}
         for flag in instruction.flags:
             name, _, value = flag.removeprefix("--").partition("=")
             if name not in known:
                 raise self._refusal(f"--{name} is not a flag of this instruction that a slot knows; remove it")
             if known[name]:
                 raise self._refusal(f"--{name} can't be honoured in a slot: {known[name]}")
-            found.setdefault(name, []).append(value)
-        return found
+            flags.setdefault(name, []).append(value)
+        return flags
 
     # ----------------------------------------------------------------------------------------------- instructions
 
@@ -220,8 +220,8 @@ class _Reader:
         stage.arguments = {name: value for name, value in stage.arguments.items() if name not in added}
 
     def _workdir(self, instruction: DockerfileInstruction, stage: _Building) -> None:
-        wanted = self._word(self._one(instruction), stage)
-        path = posixpath.normpath(posixpath.join(stage.settings.workdir, wanted))
+        folder = self._word(self._one(instruction), stage)
+        path = posixpath.normpath(posixpath.join(stage.settings.workdir, folder))
         stage.settings = replace(stage.settings, workdir=path)
         stage.steps.append(Folder(path, stage.settings.user))
 
@@ -310,8 +310,8 @@ class _Reader:
     def _from_stage(self, name: str | None) -> int | None:
         if name is None:
             return None
-        found = self._stage(name)
-        index = found.index if found is not None else int(name) if name.isdecimal() else None
+        stage = self._stage(name)
+        index = stage.index if stage is not None else int(name) if name.isdecimal() else None
         if index is None:
             return self.copied.setdefault(name, -1 - len(self.copied))
         if index >= len(self.stages) - 1:
@@ -335,12 +335,12 @@ class _Reader:
                 files.append((document.name, self._filled(document, stage)))
                 continue
             sources.append(self._inside(word))
-        wanted = words[-1]
+        destination = words[-1]
         if files and source is not None:
             raise self._refusal("--from takes no here-document: give that a COPY of its own")
-        target = posixpath.normpath(posixpath.join(stage.settings.workdir, wanted))
+        target = posixpath.normpath(posixpath.join(stage.settings.workdir, destination))
         parents = self._switch(flags, "parents", default=False)
-        if wanted.endswith(("/", "/.")) or wanted == "." or len(words) > 2 or parents:
+        if destination.endswith(("/", "/.")) or destination == "." or len(words) > 2 or parents:
             target = target.rstrip("/") + "/"
         return Copy(
             tuple(sources),
@@ -473,12 +473,12 @@ class _Reader:
     def _triggered(self, text: str) -> list[DockerfileInstruction]:
         """What an ONBUILD holds for the stages that start from its own."""
         try:
-            found = parse_dockerfile_ast(text).instructions
+            instructions = parse_dockerfile_ast(text).instructions
         except DockerfileSyntaxError as error:
             raise self._refusal(f"ONBUILD {text}: {error}") from None
-        if {one.name for one in found} & {"ONBUILD", "FROM", "MAINTAINER"}:
+        if {one.name for one in instructions} & {"ONBUILD", "FROM", "MAINTAINER"}:
             raise self._refusal(f"ONBUILD {text}: is no instruction for a later build; remove it")
-        return found
+        return instructions
 
 
 def _content(document: DockerfileHeredoc) -> str:

@@ -61,17 +61,17 @@ def parse_yaml(text: str) -> object:
 
 
 def _check_size(node: yaml.Node) -> None:
-    left, waiting = MAX_YAML_CHARS, [node]
+    remaining, waiting = MAX_YAML_CHARS, [node]
     while waiting:
         one = waiting.pop()
-        left -= 1
+        remaining -= 1
         if isinstance(one, yaml.ScalarNode):
-            left -= len(one.value)
+            remaining -= len(one.value)
         elif isinstance(one, yaml.MappingNode):
             waiting += (part for pair in one.value for part in pair)
         else:
             waiting += one.value
-        if left < 0:
+        if remaining < 0:
             raise ValueError(f"with its aliases written out it is longer than {MAX_YAML_CHARS} characters")
 
 

@@ -135,12 +135,12 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
 
 def _excluded(patterns: Sequence[str]) -> Callable[[str], bool]:
     """Whether a pattern matches a name or a parent of it, from any of its parts: in one pass, at any depth."""
-    found: list[str] = []
+    expressions: list[str] = []
     for pattern in (pattern.removeprefix("./").rstrip("/") for pattern in patterns):
         rest = pattern.lstrip("*")  # a star matches all that is before, slashes too
-        found.append(f"{'' if rest != pattern else '(?:^|/)'}{fnmatch.translate(rest)[:-2]}(?:/|\\Z)")
-    every = re.compile("|".join(found))
-    return lambda name: bool(found) and every.search(name) is not None
+        expressions.append(f"{'' if rest != pattern else '(?:^|/)'}{fnmatch.translate(rest)[:-2]}(?:/|\\Z)")
+    every = re.compile("|".join(expressions))
+    return lambda name: bool(expressions) and every.search(name) is not None
 
 
 def _parts(name: str) -> list[str]:

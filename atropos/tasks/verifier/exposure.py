@@ -52,8 +52,8 @@ def exposure(task: Task) -> Exposure | None:
         runs = _pattern(one.recipe.workdir.rstrip("/"))
         for name, text in test_texts(one):
             if match := runs.search(text):
-                found = " ".join(match[0].strip(_BEFORE).split())
-                return Exposure(f"{name} has `{found[:60]}`", one.verifier_settings.user or "root")
+                command = " ".join(match[0].strip(_BEFORE).split())
+                return Exposure(f"{name} has `{command[:60]}`", one.verifier_settings.user or "root")
     return None
 
 

@@ -58,8 +58,8 @@ async def put_aside(slot: Slot, home: str | None, programs: Sequence[str]) -> tu
         if posixpath.basename(path) == "node_modules":
             marks = f"[ -d {quoted} ]"
         move.append(f"if {marks}; then mv -- {quoted} {_ASIDE}/{number} && echo {number}; fi")
-    kept = await _done(slot, " && ".join(move))
-    return tuple(programs[int(number)] for number in kept.split())
+    result = await _done(slot, " && ".join(move))
+    return tuple(programs[int(number)] for number in result.split())
 
 
 async def put_back(slot: Slot, wanted: Sequence[str], programs: Sequence[str]) -> None:

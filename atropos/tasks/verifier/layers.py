@@ -41,8 +41,8 @@ class VerifierLayers:
         """
         if self._sources and not self._archives:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="atropos-layers-")))
-            made = [self._taken(images, source, folder / str(number)) for number, source in enumerate(self._sources)]
-            self._archives = tuple(await asyncio.gather(*made))
+            taking = [self._taken(images, source, folder / str(number)) for number, source in enumerate(self._sources)]
+            self._archives = tuple(await asyncio.gather(*taking))
 
     async def _taken(self, images: TaskImages, source: str, to: Path) -> Path:
         if Path(source).is_file():
@@ -70,11 +70,11 @@ class VerifierLayers:
 
     def digest(self) -> str:
         """Of what `put` lays over a machine. Blocking."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for path in self._archives:
             with path.open("rb") as archive:
-                hashlib.file_digest(archive, lambda: found)
-        return found.hexdigest()
+                hashlib.file_digest(archive, lambda: digest)
+        return digest.hexdigest()
 
     def close(self) -> None:
         """Remove what was made for them."""

@@ -49,10 +49,10 @@ def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:
     """
     verifier = task.config.verifier
     in_steps = bool(task.steps) or task.step is not None
-    said = verifier.environment_mode if wanted == "task" else wanted
-    if said is not None and not (said == "view" and in_steps):
-        return Choice(said, "environment_mode says so" if wanted == "task" else "the operator says so")
-    if said is None and verifier.environment is not None:
+    mode = verifier.environment_mode if wanted == "task" else wanted
+    if mode is not None and not (mode == "view" and in_steps):
+        return Choice(mode, "environment_mode says so" if wanted == "task" else "the operator says so")
+    if mode is None and verifier.environment is not None:
         return Choice("separate", "[verifier.environment] is set")
     if in_steps:
         return Choice("shared", "the task has several steps")
@@ -61,8 +61,8 @@ def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:
     shown = (task.recipe.workdir, *(artifact.source for artifact in task.artifacts))
     for name, text in solution_texts(task):
         for match in _MACHINE.finditer(text):
-            found = match[0]
-            inside = any(found == folder or found.startswith(f"{folder.rstrip('/')}/") for folder in shown)
-            if not inside and not _PROGRAM.match(found):
-                return Choice("shared", f"{name} has `{found[:60]}`, which a view may not show")
+            word = match[0]
+            inside = any(word == folder or word.startswith(f"{folder.rstrip('/')}/") for folder in shown)
+            if not inside and not _PROGRAM.match(word):
+                return Choice("shared", f"{name} has `{word[:60]}`, which a view may not show")
     return Choice("view", "nothing in its solution changes the machine itself")

@@ -56,18 +56,18 @@ async def place(
 async def _carry_all(slot: Slot, judged: Task, carried: Sequence[tuple[str, CarriedArtifact | None]]) -> Surroundings:
     """Put the artifacts into a fresh slot; its home and programs stay as they are."""
     wishes = await asyncio.to_thread(lambda: Wishes.of(read_texts(judged)))
-    found = Surroundings(tuple(path for path, _ in carried), wishes=wishes)
+    surroundings = Surroundings(tuple(path for path, _ in carried), wishes=wishes)
     home = home_of(await profile_of(slot, judged, judged.verifier_settings))
-    wanted = [path for path in program_folders(image_variables(judged)) if found.holds(path)]
-    inside = found.holds(home)
-    programs = await put_aside(slot, home if inside else None, wanted) if inside or wanted else ()
+    folders = [path for path in program_folders(image_variables(judged)) if surroundings.holds(path)]
+    inside = surroundings.holds(home)
+    programs = await put_aside(slot, home if inside else None, folders) if inside or folders else ()
     for path, artifact in carried:
         await carry_in(slot, path, artifact)
     if any(artifact is not None and artifact.has_hard_links for _, artifact in carried):
         await slot.settle()  # what tests write into one file is then not in the others
-    await put_back(slot, wanted, programs)
-    await _disarm(slot, found)
-    return replace(found, programs=programs, home=VIEW_HOME if inside else None)
+    await put_back(slot, folders, programs)
+    await _disarm(slot, surroundings)
+    return replace(surroundings, programs=programs, home=VIEW_HOME if inside else None)
 
 
 async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
@@ -89,9 +89,9 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
     for path, artifact in carried:
         if artifact is not None:
             await carry_in(slot, path, artifact)
-    found = Surroundings((*shown.folders, *others), shown.programs, None if home is None else VIEW_HOME, wishes)
-    await _disarm(slot, found)
-    return found
+    surroundings = Surroundings((*shown.folders, *others), shown.programs, None if home is None else VIEW_HOME, wishes)
+    await _disarm(slot, surroundings)
+    return surroundings
 
 
 async def _disarm(slot: Slot, found: Surroundings) -> None:

@@ -157,9 +157,9 @@ def _numbers(text: str) -> dict[str, float]:
     value = json.loads(text)
     if not isinstance(value, dict) or not value:
         raise ValueError("it is not an object of numbers")
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for key, number in cast("dict[str, object]", value).items():
         if not isinstance(number, int | float):  # true is 1, as Harbor reads it
             raise ValueError(f"{number!r:.100} is not a number")  # noqa: TRY004 (what was read is wrong, not a type here)
-        found[key] = _finite(float(number))
-    return found
+        numbers[key] = _finite(float(number))
+    return numbers

@@ -119,33 +119,33 @@ class Surroundings:
 
     def variables(self, env: Mapping[str, str]) -> dict[str, str]:
         """An image's variables for the tests, without those that lead to the agent's work, or with its folders last."""
-        found = {name: value for name, value in env.items() if not self.leads(name, value)}
+        result = {name: value for name, value in env.items() if not self.leads(name, value)}
         for name, before in _SEARCHED.items():
-            if name not in env or name in found:
+            if name not in env or name in result:
                 continue
             entries = [entry for entry in env[name].split(":") if entry]
             first = [entry for entry in entries if not self.holds(entry)]
             last = [entry for entry in entries if self.holds(entry)]
             if name == "PYTHONPATH":  # whose entries come before Python's own modules, however late they are in it
-                found["ATROPOS_PYTHON_LAST"] = ":".join(last)
+                result["ATROPOS_PYTHON_LAST"] = ":".join(last)
                 last = []
             elif last:
                 first += [entry for entry in before.split(":") if entry and entry not in first]
             if first or last:
-                found[name] = ":".join([*first, *last])
-        return found
+                result[name] = ":".join([*first, *last])
+        return result
 
 
 def program_folders(env: Mapping[str, str]) -> tuple[str, ...]:
     """Folders that an image's variables name, with those above them: some may be of programs, as a venv."""
-    found: dict[str, None] = {}
+    folders: dict[str, None] = {}
     for name, value in env.items():
         for path in _named(name, value):
             at = posixpath.normpath(path)
             while at.count("/") > 1:
-                found[at] = None
+                folders[at] = None
                 at = posixpath.dirname(at)
-    return tuple(sorted(found))[:64]
+    return tuple(sorted(folders))[:64]
 
 
 def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, str]:
@@ -172,9 +172,9 @@ def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, 
 async def hook_profile(slot: Slot, shown: ViewInfo, prompt: str) -> Profile:
     """A profile for the hooks that verify in a view, of what the agent was asked for."""
     profile, slot.profile = slot.profile, PLAIN
-    found = Surroundings(shown.folders, shown.programs, wishes=Wishes.of(TaskTexts(prompt, [])))
-    found = await with_links(slot, profile.env, found)
-    env = {"PYTHONDONTWRITEBYTECODE": "1", **_defaults(found), **found.variables(profile.env)}
+    surroundings = Surroundings(shown.folders, shown.programs, wishes=Wishes.of(TaskTexts(prompt, [])))
+    surroundings = await with_links(slot, profile.env, surroundings)
+    env = {"PYTHONDONTWRITEBYTECODE": "1", **_defaults(surroundings), **surroundings.variables(profile.env)}
     return replace(profile, env=_with_modules(env))
 
 
@@ -203,9 +203,11 @@ async def with_links(slot: Slot, env: Mapping[str, str], found: Surroundings) ->
 
 def notes(task: Task) -> list[str]:
     """Which of an image's variables tests beside WORKDIR get otherwise, or not at all."""
-    found = Surroundings((task.recipe.workdir,))
+    surroundings = Surroundings((task.recipe.workdir,))
     names = [
-        name for name, value in image_variables(task).items() if task.recipe.workdir != "/" and found.leads(name, value)
+        name
+        for name, value in image_variables(task).items()
+        if task.recipe.workdir != "/" and surroundings.leads(name, value)
     ]
     return [
         f"{name} of the image leads into the agent's folders: tests search these last, or don't get it; [verifier.env] "
@@ -216,12 +218,12 @@ def notes(task: Task) -> list[str]:
 
 def _defaults(found: Surroundings) -> dict[str, str]:
     """Variables that keep usual programs from running what lies in the agent's folders."""
-    kept = [key for key in _GIT if key not in found.wishes.git]
-    env = {f"GIT_CONFIG_KEY_{number}": key for number, key in enumerate(kept)}
-    env |= {f"GIT_CONFIG_VALUE_{number}": _GIT[key][0] for number, key in enumerate(kept)}
+    settings = [key for key in _GIT if key not in found.wishes.git]
+    env = {f"GIT_CONFIG_KEY_{number}": key for number, key in enumerate(settings)}
+    env |= {f"GIT_CONFIG_VALUE_{number}": _GIT[key][0] for number, key in enumerate(settings)}
     return {
         **env,
-        "GIT_CONFIG_COUNT": str(len(kept)),
+        "GIT_CONFIG_COUNT": str(len(settings)),
         "ATROPOS_FOLDERS": ":".join(found.folders),
         "ATROPOS_PROGRAMS": ":".join(found.programs),
         "ATROPOS_MODULES": ":".join(found.wishes.modules),

@@ -31,8 +31,8 @@ def solution_texts(task: Task) -> list[tuple[str, str]]:
 
 def test_texts(task: Task) -> list[tuple[str, str]]:
     """The files of the tests, by name."""
-    found = [(source, path) for source in task.tests for path in _files(source)]
-    return [(str(path.relative_to(source.parent)), _text(path)) for source, path in found]
+    files = [(source, path) for source in task.tests for path in _files(source)]
+    return [(str(path.relative_to(source.parent)), _text(path)) for source, path in files]
 
 
 class TaskTexts(NamedTuple):
@@ -65,8 +65,8 @@ def renames_across(tests: Iterable[str], folders: Sequence[str]) -> bool:
 
 def _files(source: Path) -> list[Path]:
     """Files of a folder, or a file. Links go into a slot as such, so what they name on this machine says nothing."""
-    found = [source, *(path for path in sorted(source.rglob("*")) if not path.is_symlink())]
-    return [path for path in found if path.is_file()]
+    files = [source, *(path for path in sorted(source.rglob("*")) if not path.is_symlink())]
+    return [path for path in files if path.is_file()]
 
 
 def _text(path: Path) -> str:

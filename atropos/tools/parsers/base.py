@@ -109,8 +109,8 @@ class Collector:
         elif not isinstance(arguments, dict):
             self.error(f"the arguments of {name[:64]!r} must be an object with the arguments by name", written)
             return
-        given = cast("dict[str, object] | str", arguments)
-        self._calls.append(call_with_id(identity, replace_surrogates(name.strip()), given))
+        parsed = cast("dict[str, object] | str", arguments)
+        self._calls.append(call_with_id(identity, replace_surrogates(name.strip()), parsed))
 
     def json_calls(self, value: object, written: str, cure: str) -> None:
         """Add the calls of a JSON value: one object or a list, plain or in OpenAI's nesting. `cure` ends an error."""
@@ -131,10 +131,10 @@ class Collector:
 
         The bound also keeps a parser's time linear, as each attempt may read the whole text.
         """
-        found = len(self._calls) + len(self._errors)
-        if found == MAX_CALLS:
+        count = len(self._calls) + len(self._errors)
+        if count == MAX_CALLS:
             self._note(f"more than {MAX_CALLS} calls in one turn; the rest is left out", rest)
-        return found >= MAX_CALLS
+        return count >= MAX_CALLS
 
     def error(self, message: str, written: str) -> None:
         """Add a malformed call."""
@@ -157,15 +157,15 @@ def read_calls(text: str, opening: str, read: Callable[[str, int, Collector], in
         opening: the text that each call begins with.
         read: called with the text, the index after an opening, and the collector; returns the index after the call.
     """
-    found = Collector()
+    collector = Collector()
     at = 0
     while (begin := text.find(opening, at)) >= 0:
-        found.text(text[at:begin])
-        if found.full(text[begin : begin + 500]):
-            return found.done()
-        at = read(text, begin + len(opening), found)
-    found.text(text[at:])
-    return found.done()
+        collector.text(text[at:begin])
+        if collector.full(text[begin : begin + 500]):
+            return collector.done()
+        at = read(text, begin + len(opening), collector)
+    collector.text(text[at:])
+    return collector.done()
 
 
 def index_after(text: str, at: int, opening: str, end: str) -> int:

@@ -101,20 +101,20 @@ class VllmParser(Parser):
         """As vLLM parses it; where vLLM fails, as our parser does."""
         own = self._ours.parse(text)
         try:
-            found = self._new_parser().extract_tool_calls(text, request=self._request)
+            extracted = self._new_parser().extract_tool_calls(text, request=self._request)
         except Exception:
             _log.warning("vLLM's parser %s failed on a turn; atropos' own is used", self.name, exc_info=True)
             return own
-        if not found.tools_called:
+        if not extracted.tools_called:
             return own
         collector = Collector()
-        for call in found.tool_calls:
+        for call in extracted.tool_calls:
             if collector.full(text):
                 break
             collector.call(call.function.name, _arguments(call.function.arguments), call.function.arguments, call.id)
-        taken = collector.done()
-        errors = own.errors if len(own.calls) == len(taken.calls) else ()
-        return Parsed((found.content or "").strip(), taken.calls, (*taken.errors, *errors))
+        parsed = collector.done()
+        errors = own.errors if len(own.calls) == len(parsed.calls) else ()
+        return Parsed((extracted.content or "").strip(), parsed.calls, (*parsed.errors, *errors))
 
     def render(self, call: ToolCall) -> str:
         """See `Parser`."""

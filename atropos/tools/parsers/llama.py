@@ -29,33 +29,33 @@ class Llama3JsonParser(Format):
 
     def read(self, text: str) -> Parsed:
         """See `Format`."""
-        found = Collector()
+        collector = Collector()
         tag, begin = text.find(TAG), _first_object(text)
         if tag >= 0 and (begin is None or tag < begin):
-            found.text(text[:tag])
+            collector.text(text[:tag])
             begin = tag + len(TAG)
         elif begin is not None:
-            found.text(text[:begin])
+            collector.text(text[:begin])
         else:
-            found.text(text)
-            return found.done()
+            collector.text(text)
+            return collector.done()
         at = begin
         while not _ENDS.match(text, at):
-            if found.full(text[at : at + 500]):
+            if collector.full(text[at : at + 500]):
                 break
             try:
                 value, end = first_json(text, at)
             except ValueError as error:
                 if at == begin or text[at:].lstrip().startswith("{"):
-                    found.error(f"the tool call is not valid JSON ({str(error)[:120]}); {_CURE}", text[at:])
+                    collector.error(f"the tool call is not valid JSON ({str(error)[:120]}); {_CURE}", text[at:])
                 else:
-                    found.text(f"\n{text[at:]}")
+                    collector.text(f"\n{text[at:]}")
                 break
-            found.json_calls(value, text[at:end], _CURE)
+            collector.json_calls(value, text[at:end], _CURE)
             at = skip(text, end, "; \t\r\n,")
             if text.startswith(TAG, at):
                 at += len(TAG)
-        return found.done()
+        return collector.done()
 
     def render(self, call: ToolCall) -> str:
         """See `Parser`."""
@@ -90,25 +90,25 @@ class Llama4PythonicParser(Format):
 
     def read(self, text: str) -> Parsed:
         """See `Format`."""
-        found = Collector()
+        collector = Collector()
         tag = text.find("<|python_start|>")
         if tag >= 0:
             begin = tag + len("<|python_start|>")
         else:
             match = _FIRST_LIST.search(text)
             if match is None:
-                found.text(text)
-                return found.done()
+                collector.text(text)
+                return collector.done()
             tag = begin = match.start()
-        found.text(text[:tag])
-        end = _calls(text, begin, found)
+        collector.text(text[:tag])
+        end = _calls(text, begin, collector)
         while following := _NEXT_LIST.match(text, end):
-            end = _calls(text, following.end(), found)
+            end = _calls(text, following.end(), collector)
         rest = text[end:].lstrip()
         for token in ("<|python_end|>", "<|eom_id|>", "<|eot|>", "<|eot_id|>"):
             rest = rest.removeprefix(token).lstrip()
-        found.text(f"\n{rest}" if rest else "")
-        return found.done()
+        collector.text(f"\n{rest}" if rest else "")
+        return collector.done()
 
     def render(self, call: ToolCall) -> str:
         """See `Parser`."""
@@ -146,8 +146,8 @@ def _calls(text: str, begin: int, found: Collector) -> int:
 
 
 def _python_call(call: ToolCall) -> str:
-    given = call.arguments if isinstance(call.arguments, dict) else {}
-    return f"{call.name}({', '.join(f'{key}={_python(value)}' for key, value in given.items())})"
+    arguments = call.arguments if isinstance(call.arguments, dict) else {}
+    return f"{call.name}({', '.join(f'{key}={_python(value)}' for key, value in arguments.items())})"
 
 
 def _python(value: object) -> str:

@@ -25,5 +25,5 @@ _LIST = re.compile(r"^[ \t]*\[\s*[A-Za-z_][\w.-]*\((?:\s*[A-Za-z_]\w*\s*=(?!=)|\
 
 def call_shaped(text: str) -> str:
     """The text from what looks like a call on; empty: nothing does. Takes time linear in the text."""
-    found = _SHAPES.search(text) or (_LIST.search(text) if text.rstrip().endswith(")]") else None)
-    return text[found.start() :].lstrip() if found else ""
+    match = _SHAPES.search(text) or (_LIST.search(text) if text.rstrip().endswith(")]") else None)
+    return text[match.start() :].lstrip() if match else ""

@@ -34,15 +34,15 @@ class Qwen3CoderParser(Format):
 
     def read(self, text: str) -> Parsed:
         """See `Format`."""
-        found = Collector()
+        collector = Collector()
         at = 0
         while match := _FUNCTION.search(text, at):
-            _between(text[at : match.start()], found)
-            if found.full(text[match.start() : match.start() + 500]):
-                return found.done()
-            at = self._one(text, match, found)
-        _between(text[at:], found)
-        return found.done()
+            _between(text[at : match.start()], collector)
+            if collector.full(text[match.start() : match.start() + 500]):
+                return collector.done()
+            at = self._one(text, match, collector)
+        _between(text[at:], collector)
+        return collector.done()
 
     def _one(self, text: str, match: re.Match[str], found: Collector) -> int:
         arguments: dict[str, object] = {}
@@ -70,8 +70,8 @@ class Qwen3CoderParser(Format):
 
     def render(self, call: ToolCall) -> str:
         """See `Parser`."""
-        given = call.arguments if isinstance(call.arguments, dict) else {}
-        rows = "".join(f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in given.items())
+        arguments = call.arguments if isinstance(call.arguments, dict) else {}
+        rows = "".join(f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in arguments.items())
         return f"<tool_call>\n<function={call.name}>\n{rows}</function>\n</tool_call>"
 
 
@@ -128,9 +128,9 @@ class Glm45Parser(Format):
 
     def render(self, call: ToolCall) -> str:
         """See `Parser`."""
-        given = call.arguments if isinstance(call.arguments, dict) else {}
+        arguments = call.arguments if isinstance(call.arguments, dict) else {}
         rows = "".join(
-            f"<arg_key>{key}</arg_key>\n<arg_value>{_plain(value)}</arg_value>\n" for key, value in given.items()
+            f"<arg_key>{key}</arg_key>\n<arg_value>{_plain(value)}</arg_value>\n" for key, value in arguments.items()
         )
         return f"<tool_call>{call.name}\n{rows}</tool_call>"
 

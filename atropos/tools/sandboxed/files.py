@@ -123,7 +123,7 @@ def _content(path: str, content: str, first_line: int, size: int) -> dict[str, o
 async def _lines(scope: ToolScope, arguments: ReadFileArguments, first: wire.FileResult) -> tuple[int, list[str], str]:
     """The number of the first line, the lines, and what follows them ('' at the end of the file)."""
     start = _first_line(arguments, first)
-    skip, kept, kept_bytes = start - 1, list[bytes](), 0
+    skip, shown, shown_bytes = start - 1, list[bytes](), 0
     data, position = first.data, len(first.data)
     begun = b""  # the start of a line that the next chunk continues
     while True:
@@ -136,15 +136,15 @@ async def _lines(scope: ToolScope, arguments: ReadFileArguments, first: wire.Fil
             begun = b"" if at_end else pieces.pop()[:CHUNK_BYTES]  # only the start of a very long line is shown
             skip, pieces = max(skip - len(pieces), 0), pieces[skip:]
             for piece in pieces:
-                if len(kept) == arguments.limit or kept_bytes > 2 * scope.limits.max_output_bytes:
-                    return start, texts(kept), "more lines follow"
-                kept.append(piece)
-                kept_bytes += min(len(piece), MAX_LINE) + 1
+                if len(shown) == arguments.limit or shown_bytes > 2 * scope.limits.max_output_bytes:
+                    return start, texts(shown), "more lines follow"
+                shown.append(piece)
+                shown_bytes += min(len(piece), MAX_LINE) + 1
         if at_end:
-            return (start if kept else start - skip), texts(kept), ""
+            return (start if shown else start - skip), texts(shown), ""
         if position >= SCAN_BYTES:
-            if kept:
-                return start, texts(kept), "the file is too large to be read further"
+            if shown:
+                return start, texts(shown), "the file is too large to be read further"
             raise ToolError(
                 f"{arguments.path} is too large ({plural(first.size, 'byte')}) to find line {start} in; "
                 f"use the terminal: sed -n '{start},{start + arguments.limit - 1}p' FILE"

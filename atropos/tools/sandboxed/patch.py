@@ -86,10 +86,10 @@ class PatchTool(Tool):
             raise ToolError("patch: old is empty; give the text to replace, or use write_file to write the whole file")
         if old == new:
             raise ToolError("patch: old and new are the same; nothing would change")
-        found = await _whole(scope, path)
+        file = await _whole(scope, path)
         replaced = partial(_replaced, path, old, new, replace_all=arguments.replace_all)
-        after = await off_loop(len(found.data), ON_LOOP_BYTES, replaced, found.data)
-        return [_Edit(path, found.data, after, found.mode, found.mode)]
+        after = await off_loop(len(file.data), ON_LOOP_BYTES, replaced, file.data)
+        return [_Edit(path, file.data, after, file.mode, file.mode)]
 
 
 def _replaced(path: str, old: str, new: str, before: bytes, *, replace_all: bool) -> bytes:
@@ -112,12 +112,12 @@ def _replaced(path: str, old: str, new: str, before: bytes, *, replace_all: bool
 
 
 def _places(text: bytes, wanted: bytes) -> str:
-    found: list[str] = []
+    places: list[str] = []
     at = text.find(wanted)
-    while at >= 0 and len(found) < 10:
-        found.append(str(text.count(b"\n", 0, at) + 1))
+    while at >= 0 and len(places) < 10:
+        places.append(str(text.count(b"\n", 0, at) + 1))
         at = text.find(wanted, at + len(wanted))
-    return ", ".join(found) + (", …" if at >= 0 else "")
+    return ", ".join(places) + (", …" if at >= 0 else "")
 
 
 async def _from_diff(text: str, scope: ToolScope) -> list[_Edit]:
@@ -179,8 +179,8 @@ async def _known(path: str, edits: dict[str, _Edit], scope: ToolScope) -> _Edit:
     """What a file that is there will be after the edits so far."""
     known = edits.get(path)
     if known is None:
-        found = await _whole(scope, path)
-        return _Edit(path, found.data, found.data, found.mode, found.mode)
+        file = await _whole(scope, path)
+        return _Edit(path, file.data, file.data, file.mode, file.mode)
     if known.after is None:
         raise diffs.PatchError(f"{path} is deleted earlier in the same diff. Nothing was changed")
     return known
@@ -217,12 +217,12 @@ async def _put(path: str, before: bytes | None, after: bytes | None, mode: int |
 
 
 async def _whole(scope: ToolScope, path: str) -> wire.FileResult:
-    found = await fetch(scope, path, 0, wire.MAX_FILE_BYTES)
-    if found.size > len(found.data):
+    result = await fetch(scope, path, 0, wire.MAX_FILE_BYTES)
+    if result.size > len(result.data):
         raise ToolError(f"patch: {path} is larger than {wire.MAX_FILE_BYTES:,} bytes; change it by a command")
-    if is_binary(found.data):
+    if is_binary(result.data):
         raise ToolError(f"patch: {path} is a binary file; change it by a command")
-    return found
+    return result
 
 
 async def _exists(scope: ToolScope, path: str) -> bool:

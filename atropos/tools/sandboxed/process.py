@@ -123,13 +123,13 @@ class ProcessTool(Tool):
     async def _log(self, session_id: str, wanted: int, scope: ToolScope) -> ToolResult:
         state = await read(scope, session_id, offset=0)
         lines = _text(state).splitlines(keepends=True)
-        kept = lines[-wanted:]
-        text, dropped = clip("".join(kept), scope.limits.max_output_bytes)
-        before = f"[the last {plural(len(kept), 'line')} of {len(lines):,} kept"
+        shown = lines[-wanted:]
+        text, dropped = clip("".join(shown), scope.limits.max_output_bytes)
+        before = f"[the last {plural(len(shown), 'line')} of {len(lines):,} kept"
         before += f"; {plural(state.dropped_bytes, 'byte')} before were dropped]\n" if state.dropped_bytes else "]\n"
         return ToolResult(
             success=True,
-            output=f"{_head(state)}\n{before if len(kept) < len(lines) or state.dropped_bytes else ''}{text}",
+            output=f"{_head(state)}\n{before if len(shown) < len(lines) or state.dropped_bytes else ''}{text}",
             truncated=bool(dropped or state.dropped_bytes),
             dropped_bytes=state.dropped_bytes + dropped,
             data=_data(state),
@@ -170,12 +170,12 @@ class ProcessTool(Tool):
     def _report(self, state: wire.ProcState, scope: ToolScope, nothing: str, note: str = "") -> ToolResult:
         seen = process_reports(scope).seen
         end = state.offset + len(state.output)
-        left = state.total_bytes - end
-        if (held := unfinished(state.output)) and (state.running or left):
+        unread = state.total_bytes - end
+        if (held := unfinished(state.output)) and (state.running or unread):
             state, end = state.model_copy(update={"output": state.output[:-held]}), end - held
         seen[state.id] = end
         lost = f"[{plural(state.dropped_bytes, 'byte')} before this were dropped]\n" if state.dropped_bytes else ""
-        more = f"\n[{plural(left, 'more byte')}; poll again]" if left > 0 else ""
+        more = f"\n[{plural(unread, 'more byte')}; poll again]" if unread > 0 else ""
         text = _text(state) if state.output else nothing
         parts = [_head(state), f"{lost}{text}{more}".rstrip("\n"), note]
         return ToolResult(

@@ -133,7 +133,7 @@ class _Emulator(pyte.Screen):
         super().draw(data if data.isascii() else self._drawable(data))
 
     def _drawable(self, data: str) -> str:
-        kept: list[str] = []
+        drawable: list[str] = []
         run = len(self.buffer[self.cursor.y][self.cursor.x - 1].data) if self.cursor.x else 1
         for char in data:
             if wcwidth(char) > 0:
@@ -142,8 +142,8 @@ class _Emulator(pyte.Screen):
                 run += 1
             else:
                 continue
-            kept.append(char)
-        return "".join(kept)
+            drawable.append(char)
+        return "".join(drawable)
 
     def select_graphic_rendition(self, *attrs: int, **options: object) -> None:
         """Set colours; the private forms that vim sends are for key reporting."""
@@ -182,8 +182,8 @@ class Screen:
 
     def answers(self) -> bytes:
         """Remove and return the terminal's answers to programs' queries."""
-        kept, self._screen.answers = self._screen.answers, []
-        return "".join(kept).encode()
+        answers, self._screen.answers = self._screen.answers, []
+        return "".join(answers).encode()
 
     def resize(self, rows: int, cols: int) -> None:
         """Change the size; the kernel notifies the programs."""

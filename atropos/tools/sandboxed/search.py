@@ -70,10 +70,10 @@ class SearchTool(Tool):
     async def run(self, arguments: SearchArguments, scope: ToolScope) -> ToolResult:
         """Search with ripgrep where the slot has it, else with the runner's own search."""
         arguments = arguments.model_copy(update={"path": scope.slot.profile.expanded(arguments.path)})
-        found = await _ripgrep(arguments, scope)
-        if found is None:
-            found = await _search(arguments, scope)
-        return _answer(arguments, found, scope.limits.max_output_bytes)
+        result = await _ripgrep(arguments, scope)
+        if result is None:
+            result = await _search(arguments, scope)
+        return _answer(arguments, result, scope.limits.max_output_bytes)
 
 
 def _answer(arguments: SearchArguments, found: _Found, most: int) -> ToolResult:
@@ -166,20 +166,20 @@ def _parsed_row(line: str) -> wire.Match | None:
     row = _ROW.match(rest)
     if row is None:
         return None
-    number, mark, found = row.groups()
-    return wire.Match(path=path.removeprefix("./"), line=int(number), text=found.rstrip("\r"), context=mark == "-")
+    number, mark, text = row.groups()
+    return wire.Match(path=path.removeprefix("./"), line=int(number), text=text.rstrip("\r"), context=mark == "-")
 
 
 def _limited(rows: Iterable[wire.Match], limit: int, *, truncated: bool) -> _Found:
     """The first matches, with their context; `truncated` says whether there are more than the rows."""
-    kept: list[wire.Match] = []
+    first: list[wire.Match] = []
     matches = 0
     for row in rows:
         matches += not row.context
         if matches > limit:
-            return _Found(kept, truncated=True)
-        kept.append(row)
-    return _Found(kept, truncated)
+            return _Found(first, truncated=True)
+        first.append(row)
+    return _Found(first, truncated)
 
 
 # ------------------------------------------------------------------------------------------------- the runner's search
@@ -203,15 +203,15 @@ async def _search(arguments: SearchArguments, scope: ToolScope) -> _Found:
         if isinstance(result, wire.OpError):
             raise ToolError(f"search_files: {result.message}", limit=result.limit)
         assert isinstance(result, wire.SearchResult)
-        found = [
+        every = [
             one.model_copy(update={"path": like_requested(one.path, arguments.path, workdir).removeprefix("./")})
             for one in result.matches
         ]
-        ignored = await _ignored(arguments.path, sorted({one.path for one in found}), scope) if found else ()
-        kept = [one for one in found if one.path not in ignored and "/.git/" not in f"/{one.path}"]
-        matches = sum(not one.context for one in kept)
+        ignored = await _ignored(arguments.path, sorted({one.path for one in every}), scope) if every else ()
+        visible = [one for one in every if one.path not in ignored and "/.git/" not in f"/{one.path}"]
+        matches = sum(not one.context for one in visible)
         if matches >= arguments.limit or not result.truncated or most == 10_000:
-            return _limited(kept, arguments.limit, truncated=result.truncated)
+            return _limited(visible, arguments.limit, truncated=result.truncated)
         most = 10_000  # most matches are ignored: search once more for others
 
 

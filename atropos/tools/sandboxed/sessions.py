@@ -145,12 +145,12 @@ class SessionTool(Tool):
 
     async def run(self, arguments: SessionArguments, scope: ToolScope) -> ToolResult:
         """Do the action."""
-        kept = scope.get_state("session", Sessions)
+        sessions = scope.get_state("session", Sessions)
         if arguments.action == "start":
-            return await _start(arguments, scope, kept)
+            return await _start(arguments, scope, sessions)
         if arguments.action == "list":
-            return await _list(scope, kept)
-        session = _find(arguments, kept)
+            return await _list(scope, sessions)
+        session = _find(arguments, sessions)
         actions = {
             "send": _send,
             "screen": _screen,
@@ -253,18 +253,18 @@ async def _wait(arguments: SessionArguments, scope: ToolScope, session: _Session
         quiet = await _settle(scope, session, wait_s, quiet_s=1.0)
         return _show(session, cut if quiet else f"output has not stopped after {wait_s:g} s")
     try:
-        wanted = regex.compile(arguments.pattern, regex.MULTILINE)
+        expression = regex.compile(arguments.pattern, regex.MULTILINE)
     except (regex.error, OverflowError, RecursionError) as error:
         raise ToolError(f"session: pattern is no regular expression: {error}") from None
     deadline, late = time.monotonic() + wait_s, False
     await _update(scope, session)
-    while not await _matches(wanted, session.screen.text()):
+    while not await _matches(expression, session.screen.text()):
         if session.finished or late:
             why = "the program has ended" if session.finished else f"it did not show within {wait_s:g} s"
             return _show(session, "; ".join(part for part in (f"pattern not found: {why}", cut) if part), found=False)
-        left = deadline - time.monotonic()
-        late = left <= 0  # what came in time may be unread: this process did not run meanwhile
-        await _read(scope, session, wait_s=max(0.0, left), until="output")
+        remaining_s = deadline - time.monotonic()
+        late = remaining_s <= 0  # what came in time may be unread: this process did not run meanwhile
+        await _read(scope, session, wait_s=max(0.0, remaining_s), until="output")
     return _show(session, cut, found=True)
 
 
@@ -357,11 +357,11 @@ async def _settle(scope: ToolScope, session: _Session, wait_s: float, *, quiet_s
     """Wait up to `wait_s` until no output came for `quiet_s`; returns whether that happened."""
     deadline = time.monotonic() + wait_s
     while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
             return False
         before = session.seen
-        await _read(scope, session, wait_s=left, until="quiet", quiet_s=quiet_s)
+        await _read(scope, session, wait_s=remaining_s, until="quiet", quiet_s=quiet_s)
         if session.finished or session.seen == before:
             return True
         drawn = session.state is not None and session.seen >= session.state.total_bytes

@@ -156,13 +156,15 @@ class ToolServerClient:
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
                 await _pause(attempt - 1, response)
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 break
             body = call.model_copy(update={"boot_id": first_boot_id}) if sent_before else call
             response = None
             try:
-                response = await self._open.send("POST", "/execute", body.__pydantic_serializer__.to_json(body), left)
+                response = await self._open.send(
+                    "POST", "/execute", body.__pydantic_serializer__.to_json(body), remaining_s
+                )
             except RequestNotSent as error:
                 failure = f"can't be reached: {error}"
             except ResponseLost as error:

@@ -29,7 +29,7 @@ def adopt_offered(tools: ToolRegistry, offered: Sequence[ToolInfo]) -> None:
             _log.warning("the ToolServer's tool %r is not offered: a sandboxed tool has that name", info.name)
         elif mine is not None or tools.wants(info.toolset):
             function = info.schema_.get("function", info.schema_)
-            made = ExternalTool(
+            offered_tool = ExternalTool(
                 info.name,
                 str(function.get("description") or info.name),
                 info.toolset,
@@ -37,7 +37,7 @@ def adopt_offered(tools: ToolRegistry, offered: Sequence[ToolInfo]) -> None:
                 read_only=info.read_only,
                 timeout_s=info.timeout_s,
             )
-            tools.register(made, replace=True)
+            tools.register(offered_tool, replace=True)
     for tool in missing:
         _log.warning("tool %r is not offered to the model because the ToolServer does not have it", tool.name)
         tools.remove(tool.name)

@@ -74,21 +74,21 @@ def _find(etcs: Sequence[str], name: str) -> os.stat_result | None:
     """What an image has under a name in /etc; nothing where a layer removed it."""
     for etc in etcs:
         with contextlib.suppress(FileNotFoundError):
-            found = os.lstat(f"{etc}/{name}")
-            return None if stack.is_whiteout(found) else found
+            status = os.lstat(f"{etc}/{name}")
+            return None if stack.is_whiteout(status) else status
     return None
 
 
 def _missing(etcs: Sequence[str], name: str, default: str) -> str:
     """What a file of /etc is to hold instead of what the image has; empty: what it has will do."""
-    found = _find(etcs, name)
-    if found is None or (stat.S_ISREG(found.st_mode) and found.st_size == 0):
+    status = _find(etcs, name)
+    if status is None or (stat.S_ISREG(status.st_mode) and status.st_size == 0):
         return default
     if name == "hostname":
         return ""
-    if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
         # a link leads to what a service would write, which no slot runs
-        return default if name == "resolv.conf" and stat.S_ISLNK(found.st_mode) else ""
+        return default if name == "resolv.conf" and stat.S_ISLNK(status.st_mode) else ""
     etc = next(etc for etc in etcs if os.path.lexists(f"{etc}/{name}"))
     with open(
         os.open(f"{etc}/{name}", os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8", errors="surrogateescape"

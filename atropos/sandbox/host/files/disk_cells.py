@@ -75,8 +75,8 @@ class DiskCells:
         cell = os.path.dirname(disk)
         if os.path.basename(cell) == disks.PROBE:
             return
-        left = os.listdir(cell)
-        if left:
-            log.error("%s could not be emptied and is not used again: %s", cell, left[:3])
+        names = os.listdir(cell)
+        if names:
+            log.error("%s could not be emptied and is not used again: %s", cell, names[:3])
         else:
             self._free.put_nowait(cell)

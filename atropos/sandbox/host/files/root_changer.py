@@ -94,7 +94,7 @@ def _pivot(new_root: str) -> None:
     before = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.chdir(new_root)
-        wanted = os.stat(".")
+        current = os.stat(".")
         for name in ("proc", "dev", "sys"):
             syscalls.mount(f"/{name}", name, None, syscalls.MS_MOVE)
         syscalls.pivot_root(".", ".")
@@ -104,18 +104,18 @@ def _pivot(new_root: str) -> None:
         os.close(before)
     os.chdir("/")
     for path in ("/", "/proc/1/root/", "/proc/1/cwd/"):
-        found = os.stat(path)
-        if (found.st_dev, found.st_ino) != (wanted.st_dev, wanted.st_ino):
+        status = os.stat(path)
+        if (status.st_dev, status.st_ino) != (current.st_dev, current.st_ino):
             raise OSError(f"{path} is not the new root")
 
 
 def _bind_all(binds: Sequence[Bind], trees: Sequence[int]) -> list[str]:
     """In the slot's mount namespace, where no path leads out of its root."""
-    made: list[str] = []
+    paths: list[str] = []
     writable = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_NOSUID | syscalls.MS_NODEV
     syscalls.mount(None, "/dev", None, writable)
     for bind, tree in zip(binds, trees, strict=True):
-        made += _make_mount_point(bind.target, folder=stat.S_ISDIR(os.fstat(tree).st_mode))
+        paths += _make_mount_point(bind.target, folder=stat.S_ISDIR(os.fstat(tree).st_mode))
         syscalls.attach_mount(tree, bind.target)
         flags = os.statvfs(bind.target).f_flag & os.ST_NOEXEC
         if bind.device:  # what is sent to a device is no write to this mount; its node stays as it is
@@ -124,18 +124,18 @@ def _bind_all(binds: Sequence[Bind], trees: Sequence[int]) -> list[str]:
         else:
             syscalls.remount_read_only(bind.target, flags)
     syscalls.remount_read_only("/dev")
-    return made
+    return paths
 
 
 def _make_mount_point(path: str, *, folder: bool) -> list[str]:
     """Make what something is to be mounted on; the paths of what was missing, the outermost first."""
     if os.path.exists(path):
         return []
-    made = _make_mount_point(os.path.dirname(path), folder=True)
+    paths = _make_mount_point(os.path.dirname(path), folder=True)
     if os.path.islink(path):  # to nothing
         os.unlink(path)
     if folder:
         os.mkdir(path, 0o755)
     else:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
-    return [*made, os.path.realpath(path)]
+    return [*paths, os.path.realpath(path)]

@@ -103,10 +103,10 @@ def _has(layer: str, path: str) -> bool:
     """Whether a layer has a file itself, and not behind a link, which could lead anywhere."""
     top = path.partition("/")[0]
     try:
-        found = os.lstat(f"{layer}/{path}").st_mode
+        mode = os.lstat(f"{layer}/{path}").st_mode
     except OSError:
         return False
-    return not os.path.islink(f"{layer}/{top}") and (stat.S_ISREG(found) or stat.S_ISLNK(found))
+    return not os.path.islink(f"{layer}/{top}") and (stat.S_ISREG(mode) or stat.S_ISLNK(mode))
 
 
 def _home(layer: str) -> str | None:
@@ -131,8 +131,8 @@ def identity(base: Base) -> str:
         # each server builds the rest of a skeleton itself
         folder = base.host_folders.get(top) if base.host_folders else f"{base.lower}/{top}"
         with contextlib.suppress(OSError):
-            found = os.stat(f"{folder}/{rest}")
-            seen.append(f"{path} {found.st_mtime_ns} {found.st_size}")
+            status = os.stat(f"{folder}/{rest}")
+            seen.append(f"{path} {status.st_mtime_ns} {status.st_size}")
     return hashlib.sha256("\n".join(seen).encode()).hexdigest()
 
 
@@ -175,19 +175,19 @@ def _etc(etc: Path) -> None:
 def _copy(source: str, target: str) -> None:
     """Copy what all users may read of a file or folder of the host; links stay links, private keys are left out."""
     with contextlib.suppress(OSError):
-        found = os.lstat(source)
-        if stat.S_ISLNK(found.st_mode):
+        status = os.lstat(source)
+        if stat.S_ISLNK(status.st_mode):
             os.symlink(os.readlink(source), target)
-        elif not found.st_mode & stat.S_IROTH:
+        elif not status.st_mode & stat.S_IROTH:
             return
-        elif stat.S_ISDIR(found.st_mode):
+        elif stat.S_ISDIR(status.st_mode):
             if os.path.basename(source) != "private":
                 os.mkdir(target, 0o755)
                 for name in os.listdir(source):
                     _copy(f"{source}/{name}", f"{target}/{name}")
-        elif stat.S_ISREG(found.st_mode) and found.st_size <= _MAX_COPIED_FILE:
+        elif stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_COPIED_FILE:
             shutil.copyfile(source, target)
-            os.chmod(target, stat.S_IMODE(found.st_mode) & 0o755)
+            os.chmod(target, stat.S_IMODE(status.st_mode) & 0o755)
 
 
 def _chown_to_root(folder: str) -> None:

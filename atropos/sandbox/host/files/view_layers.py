@@ -17,8 +17,8 @@ MAX_DEPTH = 200
 
 def below(folder: LayerFolder, entry: os.DirEntry[str]) -> LayerFolder:
     """A folder that was found in another one."""
-    found = entry.stat(follow_symlinks=False)
-    return folder.below(entry.name, (found.st_dev, found.st_ino))
+    status = entry.stat(follow_symlinks=False)
+    return folder.below(entry.name, (status.st_dev, status.st_ino))
 
 
 def copy_folders(source: int, copy: int, most: int, left_out: frozenset[str] = frozenset()) -> int:
@@ -30,13 +30,13 @@ def copy_folders(source: int, copy: int, most: int, left_out: frozenset[str] = f
     above = {os.path.dirname(path) for path in left_out}
     with LayerFolders([f"/proc/self/fd/{source}/."]) as theirs, LayerFolders([f"/proc/self/fd/{copy}/."]) as ours:
         while waiting and count <= most:
-            found, made = waiting.pop()
+            original, copied = waiting.pop()
             try:
-                fd = theirs.open(found)
+                fd = theirs.open(original)
             except OSError:  # gone meanwhile, moved, or no folder any more
                 continue
-            into = ours.open(made)
-            here = "/".join(found.path_from(0)) if above else ""
+            into = ours.open(copied)
+            here = "/".join(original.path_from(0)) if above else ""
             with os.scandir(fd) as entries:
                 for entry in entries:
                     if here in above and f"{here}/{entry.name}".lstrip("/") in left_out:
@@ -46,10 +46,10 @@ def copy_folders(source: int, copy: int, most: int, left_out: frozenset[str] = f
                         break
                     if not entry.is_dir(follow_symlinks=False):
                         _copy_file(fd, into, entry.name)
-                    elif found.depth < MAX_DEPTH:
+                    elif original.depth < MAX_DEPTH:
                         with contextlib.suppress(FileExistsError, FileNotFoundError):  # seen twice, or gone
                             os.mkdir(entry.name, 0o700, dir_fd=into)
-                            waiting.append((below(found, entry), made.below(entry.name)))
+                            waiting.append((below(original, entry), copied.below(entry.name)))
             copy_attributes(fd, into, whole=True)
     return count
 
@@ -65,34 +65,34 @@ def _copy_file(source: int, target: int, name: str) -> None:
 
 def copy_attributes(source: int, target: str | int, *, whole: bool = False) -> None:
     """Give a folder the owner and mode of another one; `whole`: its attributes and times as well."""
-    found = os.stat(source)
-    os.chown(target, found.st_uid, found.st_gid)
-    os.chmod(target, stat.S_IMODE(found.st_mode))
+    status = os.stat(source)
+    os.chown(target, status.st_uid, status.st_gid)
+    os.chmod(target, stat.S_IMODE(status.st_mode))
     if whole:
         with contextlib.suppress(OSError):
             for name in os.listxattr(source):
                 os.setxattr(target, name, os.getxattr(source, name))
-        os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
+        os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def hide(top: int, upper: str, path: str) -> None:
     """Cover a path with a whiteout, so that the view has nothing there; folders above it are as in `top`."""
     *folders, name = path.split("/")
-    made = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for depth, part in enumerate(folders, 1):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(part, 0o755, dir_fd=made)
+                os.mkdir(part, 0o755, dir_fd=fd)
                 with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
                     at = stack.find([f"/proc/self/fd/{top}"], "/".join(folders[:depth]), opened).parts
                     if at:
-                        copy_attributes(at[0].fd, f"/proc/self/fd/{made}/{part}")
-            step = os.open(part, stack.FOLDER, dir_fd=made)
-            os.close(made)
-            made = step
-        stack.make_whiteout(name, made)
+                        copy_attributes(at[0].fd, f"/proc/self/fd/{fd}/{part}")
+            step = os.open(part, stack.FOLDER, dir_fd=fd)
+            os.close(fd)
+            fd = step
+        stack.make_whiteout(name, fd)
     finally:
-        os.close(made)
+        os.close(fd)
 
 
 def make_mount_point(root: str, folder: str) -> None:

@@ -123,8 +123,8 @@ class View:
     def _find(layers: Sequence[str], folder: str) -> tuple[bool, bool]:
         """Whether layers have a folder, and whether they have something else in its place."""
         with contextlib.ExitStack() as opened:
-            found = stack.find(layers, folder, opened)
-            return bool(found.parts), found.blocked
+            place = stack.find(layers, folder, opened)
+            return bool(place.parts), place.blocked
 
     # ------------------------------------------------------------------------------------------ as a layer of the root
 

@@ -349,8 +349,8 @@ def bounds(limits: SlotLimits) -> tuple[str, int]:
     most = limits.memory_mib - _MEMORY_KEPT_MIB
     room = min(most, limits.memory_mib - limits.memory_mib // 16)
     size = min(limits.disk_mib, room)
-    left = max(most - size, most // 8)
-    inodes = min(limits.inodes, (min(room, left) << 20) // _INODE_BYTES)
+    rest = max(most - size, most // 8)
+    inodes = min(limits.inodes, (min(room, rest) << 20) // _INODE_BYTES)
     size = min(size, most - (inodes * _INODE_BYTES >> 20))
     return f"{size}m", inodes + OWN_INODES
 
@@ -427,8 +427,8 @@ def used_bytes(volume: Volume) -> int:
     """Bytes that the volume's files take."""
     if volume.disk is not None:
         return _bytes_below(volume.disk)
-    found = os.statvfs(volume.data)
-    return (found.f_blocks - found.f_bfree) * found.f_frsize
+    usage = os.statvfs(volume.data)
+    return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
 
 
 def _bytes_below(top: str) -> int:
@@ -439,22 +439,22 @@ def _bytes_below(top: str) -> int:
             folder = waiting.pop()
             with os.scandir(folders.open(folder)) as entries:
                 for entry in entries:
-                    found = entry.stat(follow_symlinks=False)
-                    if stat.S_ISDIR(found.st_mode):
-                        waiting.append(folder.below(entry.name, (found.st_dev, found.st_ino)))
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(status.st_mode):
+                        waiting.append(folder.below(entry.name, (status.st_dev, status.st_ino)))
                     else:
-                        used += found.st_blocks * 512
+                        used += status.st_blocks * 512
     return used
 
 
 def exhausted(volume: Volume) -> Literal["disk", "inodes"] | None:
     """'disk' or 'inodes' when the volume has none left."""
     try:
-        found = os.statvfs(volume.data)
+        usage = os.statvfs(volume.data)
     except OSError:
         return None
-    if found.f_favail == 0:
+    if usage.f_favail == 0:
         return "inodes"
     # ext4 reserves some blocks, so that writes fail before none is left
-    spare = 0 if volume.disk is None else found.f_blocks // 50
-    return "disk" if found.f_bavail <= spare else None
+    spare = 0 if volume.disk is None else usage.f_blocks // 50
+    return "disk" if usage.f_bavail <= spare else None

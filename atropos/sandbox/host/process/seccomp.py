@@ -151,14 +151,14 @@ def program(machine: str | None = None) -> bytes:
     Raises:
         IsolationUnavailable: libseccomp isn't there.
     """
-    made = _Filter(machine or os.uname().machine)
+    built = _Filter(machine or os.uname().machine)
     for name in PRIVILEGED:
-        made.add(made.error(errno.EPERM), name)
+        built.add(built.error(errno.EPERM), name)
     for name in ABSENT:
-        made.add(made.error(errno.ENOSYS), name)
-    _deny_exits(made)
-    _guard_shared(made)
-    return _preamble(made) + made.export()
+        built.add(built.error(errno.ENOSYS), name)
+    _deny_exits(built)
+    _guard_shared(built)
+    return _preamble(built) + built.export()
 
 
 def _deny_exits(made: _Filter) -> None:

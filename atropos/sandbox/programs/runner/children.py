@@ -104,17 +104,17 @@ def process_stat(pid: int | str) -> bytes:
 
 def pids(wanted: Callable[[int, int, int], bool]) -> list[int]:
     """Pids of the live processes in /proc for which `wanted(pid, session, group)` is true; no zombies."""
-    found: list[int] = []
+    result: list[int] = []
     try:
         names = os.listdir("/proc")
     except OSError:  # out of descriptors
-        return found
+        return result
     for name in names:
         if name.isdigit() and name != "1":
             fields = process_stat(name).rpartition(b")")[2].split()
             if fields and fields[0] != b"Z" and wanted(int(name), int(fields[3]), int(fields[2])):
-                found.append(int(name))
-    return found
+                result.append(int(name))
+    return result
 
 
 def session_members(session: int, *, but_group: int = -1) -> list[int]:
@@ -141,10 +141,10 @@ def signal_session(session: int, number: int) -> None:
     if kills:
         children.killed_at = now()
     for _ in range(20 if kills else 1):
-        found = session_members(session, but_group=-1 if kills else session)
-        if not found:
+        members = session_members(session, but_group=-1 if kills else session)
+        if not members:
             return
-        signal_each(found, number)
+        signal_each(members, number)
 
 
 def with_room(start: Callable[[], Started]) -> Started:
@@ -185,10 +185,10 @@ def end_leftovers() -> bool:
     stopped: set[int] = set()
     # stopped processes cannot fork but still count: after a round or two the limit stops the bomb
     for _ in range(50):
-        found = [pid for pid in leftovers() if pid not in stopped]
-        signal_each(found, signals.SIGSTOP)
-        stopped.update(found)
-        if not found:
+        running = [pid for pid in leftovers() if pid not in stopped]
+        signal_each(running, signals.SIGSTOP)
+        stopped.update(running)
+        if not running:
             break
     signal_each(stopped, signals.SIGKILL)
     return bool(stopped)

@@ -20,12 +20,12 @@ def open_regular(path: str) -> tuple[int, os.stat_result]:
     """Open a regular file for reading, without blocking on a FIFO, a device or a lease."""
     fd = open_at_once(path, os.O_RDONLY)
     try:
-        found = os.fstat(fd)
-        check_regular(found, path)
+        status = os.fstat(fd)
+        check_regular(status, path)
     except BaseException:
         os.close(fd)
         raise
-    return fd, found
+    return fd, status
 
 
 def check_regular(found: os.stat_result, path: str) -> None:

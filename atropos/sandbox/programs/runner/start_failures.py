@@ -48,13 +48,13 @@ def shell_failure(number: int) -> str:
     reason = "neither /bin/bash nor /bin/sh exists in this slot (were they removed?)"
     for path in SHELLS:
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except OSError:
             continue
-        if not S_ISREG(found.st_mode):
+        if not S_ISREG(status.st_mode):
             reason = f"the shell {path} is not a file any more in this slot"
-        elif not found.st_mode & 0o111:
-            reason = f"the shell {path} is not executable in this slot (mode {found.st_mode & 0o7777:o})"
+        elif not status.st_mode & 0o111:
+            reason = f"the shell {path} is not executable in this slot (mode {status.st_mode & 0o7777:o})"
         elif number == errno.ENOEXEC:
             reason = f"the shell {path} is not a program any more in this slot"
         elif number == errno.ETXTBSY:

@@ -68,10 +68,10 @@ def identity_of(user: str) -> Identity:
     Raises:
         OpFailed: /etc/passwd or /etc/group doesn't have the name, or the number is no id.
     """
-    wanted, _, group = user.partition(":")
-    if not wanted and not group:
+    login, _, group = user.partition(":")
+    if not login and not group:
         raise OpFailed("unknown_user", f"no user is named: {user!r}")
-    name, uid, gid, home = user_row(wanted)
+    name, uid, gid, home = user_row(login)
     gid, groups = group_ids(name, group, gid)
     if uid > MAX_ID or gid > MAX_ID:
         raise OpFailed("unknown_user", f"not the number of a user and a group: {user!r}")

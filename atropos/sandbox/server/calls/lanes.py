@@ -251,9 +251,9 @@ class Lanes:
         def ended(result: OpResult | Exception) -> None:
             if lane is not None:
                 lane.running -= 1
-            said = "fault" if isinstance(result, Exception) else outcome(result)
+            status = "fault" if isinstance(result, Exception) else outcome(result)
             ran_s = time.perf_counter() - began
-            self._meters.operation.observe(ran_s, operation.op, said)
+            self._meters.operation.observe(ran_s, operation.op, status)
             self._running.pop(entry.call_id, None)
             self._ended(entry, operation, result, ran_s)
             self._starts.ended(entry)

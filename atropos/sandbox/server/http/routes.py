@@ -110,8 +110,8 @@ class Routes:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The token first, then every failure as a `Problem`."""
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if request.path not in OPEN_PATHS and not self._token.matches(given):
+        header = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if request.path not in OPEN_PATHS and not self._token.matches(header):
             return problem(401, "unauthorized", NO_TOKEN)
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             return problem(415, "not_supported", "Content-Encoding: send the body as it is")
@@ -201,17 +201,17 @@ class Routes:
 
     async def snapshot(self, request: web.Request) -> web.Response:
         """POST /v1/leases/{id}/snapshot."""
-        wanted = await _body(request, SnapshotRequest)
+        body = await _body(request, SnapshotRequest)
         return answer(
             await self._core.workspaces.snapshot(
-                request.match_info["id"], wanted.snapshot_id, wanted.epoch, beside=wanted.beside
+                request.match_info["id"], body.snapshot_id, body.epoch, beside=body.beside
             )
         )
 
     async def view(self, request: web.Request) -> web.Response:
         """POST /v1/leases/{id}/view."""
-        wanted = await _body(request, ViewRequest)
-        return answer(await self._core.workspaces.view(request.match_info["id"], wanted.folders, wanted.epoch))
+        body = await _body(request, ViewRequest)
+        return answer(await self._core.workspaces.view(request.match_info["id"], body.folders, body.epoch))
 
     def _snapshot(self, request: web.Request) -> StoredSnapshot:
         snapshot = self._core.state.snapshots.by_id.get(request.match_info["id"])
@@ -230,8 +230,8 @@ class Routes:
 
     async def keep(self, request: web.Request) -> web.Response:
         """POST /v1/snapshots/{id}/image: keep a snapshot as an image of the host's store."""
-        wanted = await _body(request, KeepRequest)
-        return answer(await self._core.images.keep(request.match_info["id"], wanted))
+        body = await _body(request, KeepRequest)
+        return answer(await self._core.images.keep(request.match_info["id"], body))
 
     async def export(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/snapshots/{id}/archive[?zstd=1]: its layers as a (zstd) tar."""
@@ -245,19 +245,19 @@ class Routes:
     async def receive(self, request: web.Request) -> web.Response:
         """PUT /v1/snapshots/{id}/archive?layers=N[&base=NAME]: a snapshot that another server exported."""
         layers = _number(request, "layers")
-        wanted = IncomingSnapshot(
+        snapshot = IncomingSnapshot(
             snapshot_id=request.match_info["id"],
             layers=1 if layers is None else layers,
             base=request.query.get("base"),
             owner=request.query.get("client_id", "import"),
             compressed=request.content_type == "application/zstd",
         )
-        return answer(await self._core.transfer.receive(wanted, _chunks(request)))
+        return answer(await self._core.transfer.receive(snapshot, _chunks(request)))
 
     async def prepare(self, request: web.Request) -> web.Response:
         """POST /v1/images: prepare an image; repeated requests return the progress."""
-        wanted = await _body(request, ImageRequest)
-        return answer(await self._core.images.prepare(wanted.source, wanted.wait_s))
+        body = await _body(request, ImageRequest)
+        return answer(await self._core.images.prepare(body.source, body.wait_s))
 
     async def receive_image(self, request: web.Request) -> web.Response:
         """PUT /v1/images/archive?source=oci-archive:…: an image that only the client can read, as a tar."""
@@ -279,8 +279,8 @@ class Routes:
 
     async def drain(self, request: web.Request) -> web.Response:
         """POST /v1/drain."""
-        wanted = await _body(request, DrainRequest)
-        self._drain(wanted.deadline_s)
+        body = await _body(request, DrainRequest)
+        self._drain(body.deadline_s)
         return answer(status_of(self._core))
 
     async def stream(self, request: web.Request) -> web.StreamResponse:

@@ -32,15 +32,15 @@ class CallIntake:
                 client.answered(known)
             return known
         self._state.counters["calls"] += 1
-        found = self._state.table.find(call.lease_id, call.epoch)
-        if not isinstance(found, HeldLease):
-            return self._refuse_ended(client, call, found)
-        if found.client_id != client.client_id:
+        lease = self._state.table.find(call.lease_id, call.epoch)
+        if not isinstance(lease, HeldLease):
+            return self._refuse_ended(client, call, lease)
+        if lease.client_id != client.client_id:
             return _fault(call, LeaseExpired.code, "the lease belongs to another client")
         run = self._state.runs[call.lease_id]
-        if found.state != "active" or run.lanes is None:
-            code = LeaseExpired.code if found.code in {"released", ""} else found.code
-            return _fault(call, code, found.message or "the lease is not granted yet")
+        if lease.state != "active" or run.lanes is None:
+            code = LeaseExpired.code if lease.code in {"released", ""} else lease.code
+            return _fault(call, code, lease.message or "the lease is not granted yet")
         if client.journal.open_calls >= MAX_OPEN:
             return _fault(call, SandboxError.code, f"{MAX_OPEN} calls of this client wait already; it was not run")
         entry = client.journal.open(call)
@@ -80,14 +80,14 @@ class CallIntake:
     async def call(self, lease_id: str, request: CallRequest) -> Reply | Fault:
         """One call by HTTP: the same journal, the same lanes, and the answer as the return value."""
         own = request.call_id is not None
-        found = self._state.table.find(lease_id, request.epoch)
-        if found is None or not found.client_id:
-            message = f"lease {lease_id!r} is not known to this server" if found is None else found.message
+        run = self._state.table.find(lease_id, request.epoch)
+        if run is None or not run.client_id:
+            message = f"lease {lease_id!r} is not known to this server" if run is None else run.message
             return Fault(call_id=request.call_id or "", code=LeaseExpired.code, message=message)
-        client = self._state.clients.of(found.client_id)
+        client = self._state.clients.of(run.client_id)
         self._state.table.seen(client.client_id, self._state.now())
         call_id = request.call_id or f"http-{uuid.uuid4().hex}"
-        call = Call(call_id=call_id, lease_id=lease_id, epoch=found.epoch, operation=request.operation, resent=own)
+        call = Call(call_id=call_id, lease_id=lease_id, epoch=run.epoch, operation=request.operation, resent=own)
         entry = self.submit(client, call)
         if isinstance(entry, Fault):
             return entry

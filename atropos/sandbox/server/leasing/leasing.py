@@ -206,18 +206,18 @@ class Leasing:
 
     async def release(self, lease_id: str, epoch: int | None) -> ReleaseResult:
         """End a lease at its holder's request. Idempotent; `released=False` for a lease that ended otherwise."""
-        found = self._table.find(lease_id, epoch)
-        if found is None:
+        run = self._table.find(lease_id, epoch)
+        if run is None:
             self._table.refuse_later(lease_id, self._state.now())
             return ReleaseResult(released=False)
-        if isinstance(found, HeldLease):
-            found = await asyncio.shield(self.end(found, "released", "the lease was released"))
+        if isinstance(run, HeldLease):
+            run = await asyncio.shield(self.end(run, "released", "the lease was released"))
         return ReleaseResult(
-            released=found.code == "released",
-            clean=found.clean,
-            reset_s=found.reset_s,
-            cpu_s=found.cpu_s,
-            egress_bytes=found.egress_bytes,
+            released=run.code == "released",
+            clean=run.clean,
+            reset_s=run.reset_s,
+            cpu_s=run.cpu_s,
+            egress_bytes=run.egress_bytes,
         )
 
     def end(self, held: HeldLease, code: str, message: str) -> asyncio.Task[EndedLease]:

@@ -51,10 +51,10 @@ async def _program(mode: str, layers: Sequence[str], *, compress: bool) -> async
 async def _ended(process: asyncio.subprocess.Process, what: str) -> None:
     """Wait for the program's end; raises `SandboxError` where it failed."""
     assert process.stderr is not None
-    said = (await process.stderr.read(4096)).decode(errors="replace").strip()
+    message = (await process.stderr.read(4096)).decode(errors="replace").strip()
     if await process.wait() != 0:
         kind = InvalidSnapshot if process.returncode == snapshot_tar.INVALID else SandboxError
-        raise kind(f"{what}: {' '.join(said.split()) or f'exit code {process.returncode}'}")
+        raise kind(f"{what}: {' '.join(message.split()) or f'exit code {process.returncode}'}")
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

@@ -52,10 +52,10 @@ class LeaseRun:
     async def stop(self) -> Stopped:
         """Stop its sandboxes; `clean` when all are confirmed gone. With what all sandboxes of the lease have used."""
         held = [sandbox for sandbox in (self.sandbox, self.viewed) if sandbox is not None]
-        found = await asyncio.gather(*map(stop, held))
-        for each in found:
+        results = await asyncio.gather(*map(stop, held))
+        for each in results:
             self.count(each)
-        first = next((each for each in found if not each.clean), Stopped(clean=True, seconds=0))
+        first = next((each for each in results if not each.clean), Stopped(clean=True, seconds=0))
         return replace(first, cpu_s=self.cpu_s, egress_bytes=self.egress_bytes)
 
     def count(self, stopped: Stopped) -> None:

@@ -189,10 +189,10 @@ class LeaseTable:
             raise LeaseExpired(f"lease {request.lease_id!r} is over; a new lease needs a new lease_id")
         if self.draining:
             raise BackendUnavailable(self.draining)
-        left = self.room - self._kept_from(request.client_id, now)
-        if not room.fits(left):
+        available = self.room - self._kept_from(request.client_id, now)
+        if not room.fits(available):
             self._want(request, now, room)
-            raise PoolFull(self._full_message(room), room=left)
+            raise PoolFull(self._full_message(room), room=available)
         self._satisfy(request)
         self.epoch += 1
         gpus = tuple(number for number, _ in self._free_gpus.most_common(room.gpus)) if room.gpus else ()
@@ -219,14 +219,14 @@ class LeaseTable:
         share = (self._capacity - self.retired_room) // len(sharing)
         mine = self._wants.get(client_id)
         rank = (self._counts[client_id], mine.first if mine else now)
-        kept = (
+        reserved = (
             sum(fresh, NOTHING).least(
                 self.slot_room.most(*fresh, share - self._held_room.get(name, NOTHING)),
             )
             for name, fresh in wanting.items()
             if name != client_id and (self._counts[name], self._wants[name].first) < rank
         )
-        return sum(kept, NOTHING)
+        return sum(reserved, NOTHING)
 
     def _want(self, request: LeaseRequest, now: float, room: Resources) -> None:
         want = self._wants.setdefault(request.client_id, _Want(now))
@@ -249,8 +249,8 @@ class LeaseTable:
         counts = f"{len(self.held)} leased, {len(self.retired)} retired of {self.slots}"
         if not room.fits(self.slot_room):
             return f"no room for {room}: {self.room} free; {counts}"
-        kept = f", {self.free} kept for clients with fewer leases" if self.free else ""
-        return f"no free slot: {counts}{kept}"
+        reserved = f", {self.free} kept for clients with fewer leases" if self.free else ""
+        return f"no free slot: {counts}{reserved}"
 
     def wanting(self) -> list[str]:
         """The refused clients to notify of a free slot, in the order in which they are served."""

@@ -69,9 +69,9 @@ class _DockerMember:
 
 def missing(indexes: Iterable[int], target: int) -> list[int]:
     """The lowest free indexes for the missing containers."""
-    taken = set(indexes)
-    free = (index for index in range(target + len(taken)) if index not in taken)
-    return [next(free) for _ in range(target - len(taken))]
+    used = set(indexes)
+    free = (index for index in range(target + len(used)) if index not in used)
+    return [next(free) for _ in range(target - len(used))]
 
 
 class DockerBackend(Backend):
@@ -232,11 +232,11 @@ class DockerBackend(Backend):
         unreachable = Backoff(first_s=0.2, longest_s=5)
         while True:
             try:
-                found = await self._calls.run(self._engine.found)
+                containers = await self._calls.run(self._engine.found)
                 unreachable.worked()
                 if self._outage.over():
                     self._changed.set()
-                await self._compare(found)
+                await self._compare(containers)
             except BackendUnavailable as error:
                 self._outage.noted(error)
                 self._changed.set()
@@ -357,12 +357,12 @@ class DockerBackend(Backend):
         deadline = asyncio.get_running_loop().time() + self._ready_s
         while asyncio.get_running_loop().time() < deadline:
             try:
-                found = await self._calls.run(self._engine.found)
+                containers = await self._calls.run(self._engine.found)
             except BackendUnavailable as error:  # the container may have started
                 log.debug("container %s: its state can't be read: %s", name, error)
                 await asyncio.sleep(LIST_LAG_S)
                 continue
-            item = next((item for item in found if item.name == name), None)
+            item = next((item for item in containers if item.name == name), None)
             if item is None or item.state not in {"running", "created"}:
                 self._lost(member, item)
                 return False
@@ -447,11 +447,13 @@ class DockerBackend(Backend):
             drained = bool(token and item.url) and await self._http.drain(item.url or "", token or "", 0)
             await self._remove(item.name, within_s=self._spec.stop_s if drained else 0)
 
-        found = await self._calls.run(self._engine.found)
-        names = {item.name for item in found}
+        containers = await self._calls.run(self._engine.found)
+        names = {item.name for item in containers}
         self._unremoved = {name: why for name, why in self._unremoved.items() if name in names}
         mine = (
-            each for each in found if each.state != "created" or each.age_s > CREATION_S or each.owner == self._owner
+            each
+            for each in containers
+            if each.state != "created" or each.age_s > CREATION_S or each.owner == self._owner
         )
         for result in await asyncio.gather(*(one(item) for item in mine), return_exceptions=True):
             if isinstance(result, BaseException):

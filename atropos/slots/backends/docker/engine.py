@@ -187,7 +187,7 @@ class DockerEngine:
             DockerException, requests.RequestException: Docker refused, or broke off.
         """
         moved_at, last = time.monotonic(), "nothing; does its registry answer?"
-        said: dict[str, object] = {}
+        events: dict[str, object] = {}
 
         def pull() -> None:
             nonlocal moved_at, last
@@ -195,8 +195,8 @@ class DockerEngine:
                 if "error" in event:
                     raise DockerException(event["error"])
                 layer = event.get("id", "")
-                if said.get(layer) != event:  # Docker may repeat what it said of a layer that gets no further
-                    said[layer], moved_at = event, time.monotonic()
+                if events.get(layer) != event:  # Docker may repeat what it said of a layer that gets no further
+                    events[layer], moved_at = event, time.monotonic()
                     last = f"{layer} {event.get('status', '')} {event.get('progress', '')}".strip()
 
         pulling = in_thread(pull, "docker pull")  # which the SDK gives no time limit
@@ -324,8 +324,8 @@ class DockerEngine:
     def _last_words(self, container_id: str) -> str:
         """What a container printed last, errors first; Podman 4's tail has only the end of a line written in parts."""
         for stdout, tail in ((False, 5), (True, 5), (False, "all")):
-            said: bytes = self._client.api.logs(container_id, stdout=stdout, stderr=True, tail=tail)
-            if text := said.decode(errors="replace").strip():
+            output: bytes = self._client.api.logs(container_id, stdout=stdout, stderr=True, tail=tail)
+            if text := output.decode(errors="replace").strip():
                 return text
         return ""
 

@@ -48,10 +48,10 @@ class EngineFacts:
 
     def gaps(self) -> str:
         """What it can't do, as the end of a sentence; '' where nothing is missing."""
-        found = [f"no limit of a container's {' or '.join(self.unlimited)}"] if self.unlimited else []
+        gaps = [f"no limit of a container's {' or '.join(self.unlimited)}"] if self.unlimited else []
         if self.rootless:
-            found.append("containers are reached by ports of 127.0.0.1, not by their own addresses")
-        return "".join(f"; {each}" for each in found)
+            gaps.append("containers are reached by ports of 127.0.0.1, not by their own addresses")
+        return "".join(f"; {each}" for each in gaps)
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}{', rootless' * self.rootless}"

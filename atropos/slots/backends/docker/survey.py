@@ -15,7 +15,7 @@ async def open_docker(pool: str, address: str | None) -> Survey:
     await asyncio.to_thread(engine.connect)
 
     async def containers() -> tuple[list[Container], str]:
-        found: list[Container] = []
+        rows: list[Container] = []
         ended: list[str] = []
         for item in sorted(await asyncio.to_thread(engine.found), key=lambda item: item.index):
             if item.state in {"exited", "dead", "removing"}:
@@ -24,8 +24,8 @@ async def open_docker(pool: str, address: str | None) -> Survey:
                 continue
             token = await asyncio.to_thread(engine.token, item.id)
             state = "starting" if item.state == "created" else "running"
-            found.append(Container(item.name, item.index, item.url, token or "", state, item.owner))
-        return found, "; ".join(ended)
+            rows.append(Container(item.name, item.index, item.url, token or "", state, item.owner))
+        return rows, "; ".join(ended)
 
     async def end(container: Container) -> None:
         await asyncio.to_thread(engine.end, container.id, within_s=10)

@@ -284,8 +284,8 @@ class NomadApi:
         """What the variable holds, and the index that it has now; 0: there is none."""
         read, namespace = self._nomad.variable.get_variable, self.access.namespace
         asking = self._ask("read the variable", lambda: read(self._secret_path, namespace), kind=dict)
-        found: Json | None = await _unless_gone(asking)
-        return (found["Items"], found["ModifyIndex"]) if found is not None else ({}, 0)
+        variable: Json | None = await _unless_gone(asking)
+        return (variable["Items"], variable["ModifyIndex"]) if variable is not None else ({}, 0)
 
     async def _write_variable(self, items: dict[str, str], index: int) -> None:
         """Write the variable, unless its index is another one by now."""

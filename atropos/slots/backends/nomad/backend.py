@@ -252,12 +252,12 @@ class NomadBackend(Backend):
             await self._check_cluster()
         self._changing = True
         await self._read_secret(self._pair)
-        hcl, wanted = nomad_job.definition(), self._view.target
-        chosen = nomad_job.variables(self._spec, self._access, self._job_id, wanted, self._extra)
+        hcl, target = nomad_job.definition(), self._view.target
+        chosen = nomad_job.variables(self._spec, self._access, self._job_id, target, self._extra)
         fresh = await self._api.parse(hcl, chosen)
         if registered := await self._api.register(fresh, modify_index=stopped["JobModifyIndex"] if stopped else 0):
             self._cluster = self._cluster or await self._api.keys()
-            self._view.live, self._view.count = True, wanted
+            self._view.live, self._view.count = True, target
         return registered
 
     async def _raise_count(self) -> None:

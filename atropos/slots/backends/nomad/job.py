@@ -118,20 +118,22 @@ def differences(job: Json, spec: ContainerSpec) -> str:
         "container_memory_mib": ((task.get("Resources") or {}).get("MemoryMB"), spec.room.memory_mib),
         "gpus": (server.get("gpus", 0), spec.server.gpus),
     }
-    found = [f"its {name} is {has}, not {own}" for name, (has, own) in pairs.items() if has is not None and has != own]
-    return "; ".join(found)
+    differing = [
+        f"its {name} is {has}, not {own}" for name, (has, own) in pairs.items() if has is not None and has != own
+    ]
+    return "; ".join(differing)
 
 
 def _server_settings(text: str) -> dict[str, object]:
     """More settings of the server, from a JSON object or an HCL literal of one."""
     try:
-        found = json.loads(text)
-        found = json.loads(found) if isinstance(found, str) else found
+        settings = json.loads(text)
+        settings = json.loads(settings) if isinstance(settings, str) else settings
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        settings = None
+    if not isinstance(settings, dict):
         raise ConfigError('nomad_variables: config must be an object in JSON, such as {"drain_s": 10}')
-    return cast("dict[str, object]", found)
+    return cast("dict[str, object]", settings)
 
 
 def expression(text: str) -> str:

@@ -93,8 +93,8 @@ class JobView:
         An allocation that Nomad lost with its node may still run: its leases go on, and it gets no new ones. One that
         Nomad doesn't list though its server answers is kept as it was.
         """
-        kept = (replace(item, state="ending") if item.state == "lost" else item for item in answering)
-        return {item.run: item for item in (*newest(rows), *kept)}
+        others = (replace(item, state="ending") if item.state == "lost" else item for item in answering)
+        return {item.run: item for item in (*newest(rows), *others)}
 
     def needs_token(self, now: dict[str, Allocation]) -> bool:
         """Whether to read the token again, which is so while servers start.
@@ -223,8 +223,8 @@ class JobView:
 
     def unplaced_count(self, count: int) -> int | None:
         """The count without containers that could not be placed and are no longer wanted; None: it stays."""
-        wanted = max(self.target, self.placed())
-        return wanted if wanted < count <= self.most else None
+        needed = max(self.target, self.placed())
+        return needed if needed < count <= self.most else None
 
     def may_lower(self, index: int, count: int) -> bool:
         """Whether lowering a job's count to `index` ends exactly that container, and it isn't wanted."""

@@ -70,8 +70,8 @@ def refused(access: NomadAccess, what: str, status: int, reason: str) -> NomadRe
     reason = reason.strip()
     if from_proxy(status, reason):
         title = re.search(r"<title>\s*([^<]+?)\s*</title>", reason, re.IGNORECASE)
-        said = title[1] if title else f"status {status}"
-        text = f"a proxy answers in place of Nomad at {access.shown} to a request to {what}: {said}"
+        summary = title[1] if title else f"status {status}"
+        text = f"a proxy answers in place of Nomad at {access.shown} to a request to {what}: {summary}"
         return NomadRefused(text, HTTPStatus.BAD_GATEWAY)
     if "HTTP request to an HTTPS server" in reason:
         return NomadMisconfigured(
@@ -138,10 +138,10 @@ def unreachable(access: NomadAccess, error: object) -> BackendUnavailable:
     if "WRONG_VERSION_NUMBER" in words or "HTTP_REQUEST" in words or "RECORD_LAYER_FAILURE" in words:
         return NomadMisconfigured(f"NOMAD_ADDR: {access.shown} speaks no TLS; write http:// there")
     if "ALERT" in words:
-        given = f"refuses {access.client_cert}" if access.client_cert else "asks for one, and none is set"
+        certificate = f"refuses {access.client_cert}" if access.client_cert else "asks for one, and none is set"
         return NomadMisconfigured(
             f"NOMAD_CLIENT_CERT: {access.shown} accepts only clients with a certificate of the cluster's CA, and "
-            f"{given}; set NOMAD_CLIENT_CERT and NOMAD_CLIENT_KEY (`nomad tls cert create -cli` makes them)"
+            f"{certificate}; set NOMAD_CLIENT_CERT and NOMAD_CLIENT_KEY (`nomad tls cert create -cli` makes them)"
         )
     return NomadMisconfigured(f"NOMAD_ADDR: no TLS connection to {access.shown}: {fault}")
 

@@ -15,8 +15,8 @@ def _expressions(value: object) -> object:
     """Values that are no text as HCL."""
     if not isinstance(value, Mapping):
         return value
-    given = cast("Mapping[object, object]", value)
-    return {name: each if isinstance(each, str) else hcl(each) for name, each in given.items()}
+    mapping = cast("Mapping[object, object]", value)
+    return {name: each if isinstance(each, str) else hcl(each) for name, each in mapping.items()}
 
 
 def hcl(value: object) -> str:

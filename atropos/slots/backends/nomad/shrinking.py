@@ -89,12 +89,12 @@ class Shrinker:
         if not self._view.surplus:
             return
         if (job := await self._api.live_job()) is not None:
-            wanted = self._view.unplaced_count(nomad_job.count(job))
-            if wanted is not None and await self._set_count(job, wanted):
+            count = self._view.unplaced_count(nomad_job.count(job))
+            if count is not None and await self._set_count(job, count):
                 log.info(
                     "job %s: its count is lowered to %d, as no more containers could be placed",
                     self._api.job_id,
-                    wanted,
+                    count,
                 )
         self._view.surplus = False
 

@@ -41,12 +41,12 @@ def place(text: str) -> dict[str, object]:
     match = _PLACE.fullmatch(text)
     if match is None or int(match["port"] or 0) > MAX_PORT:
         raise ConfigError(f"ssh_hosts: {text!r} is not of the form [user@]host[:port]")
-    given: dict[str, object] = {"host": match["host"].strip("[]")}
+    arguments: dict[str, object] = {"host": match["host"].strip("[]")}
     if match["user"]:
-        given["username"] = match["user"]
+        arguments["username"] = match["user"]
     if match["port"]:
-        given["port"] = int(match["port"])
-    return given
+        arguments["port"] = int(match["port"])
+    return arguments
 
 
 @contextlib.contextmanager

@@ -65,12 +65,12 @@ def pack(path: str, max_bytes: int) -> Outcome:
 
 def write_archive(out: BoundedBuffer, path: str) -> None:
     """Write the archive."""
-    found = os.lstat(path)
+    status = os.lstat(path)
     packer = Packer(out)
     if os.path.isdir(path):
         packer.add_folders(path)
     else:
-        packer.add(None, path, path.rstrip("/").rpartition("/")[2], link=S_ISLNK(found.st_mode))
+        packer.add(None, path, path.rstrip("/").rpartition("/")[2], link=S_ISLNK(status.st_mode))
     packer.pending += TAR_END
     out.write(packer.pending)
 
@@ -100,10 +100,10 @@ class Packer:
                 continue
             below: list[tuple[str, str]] = []
             try:
-                found = os.fstat(folder)
-                if is_special(found.st_dev):
+                status = os.fstat(folder)
+                if is_special(status.st_dev):
                     continue
-                self.header(f"{name}/", found, b"5")
+                self.header(f"{name}/", status, b"5")
                 with os.scandir(folder) as listing:
                     entries = sorted(listing, key=lambda entry: entry.name)
                 for entry in entries:
@@ -119,9 +119,9 @@ class Packer:
         """A symbolic link, or a regular file."""
         try:
             if link:
-                found = os.stat(entry, dir_fd=folder, follow_symlinks=False)
-                if not is_special(found.st_dev):
-                    self.header(name, found, b"2", os.readlink(entry, dir_fd=folder))
+                status = os.stat(entry, dir_fd=folder, follow_symlinks=False)
+                if not is_special(status.st_dev):
+                    self.header(name, status, b"2", os.readlink(entry, dir_fd=folder))
                 return
             fd = open_at_once(entry, os.O_RDONLY | os.O_NOFOLLOW, folder=folder)
         except OSError as error:
@@ -129,9 +129,9 @@ class Packer:
                 return
             raise
         try:
-            found = os.fstat(fd)
-            if S_ISREG(found.st_mode) and not is_special(found.st_dev):
-                self.add_file(fd, found, name)
+            status = os.fstat(fd)
+            if S_ISREG(status.st_mode) and not is_special(status.st_dev):
+                self.add_file(fd, status, name)
         finally:
             os.close(fd)
 

@@ -36,10 +36,10 @@ def op_read_file(call: int, path: str, offset: int, max_bytes: int, user: str | 
     if identity:
         Work(call, lambda: identity.perform(lambda: read_apart(path, offset, max_bytes)))
         return
-    fd, found = open_regular(path)
+    fd, status = open_regular(path)
     try:
-        if not is_special(found.st_dev) and min(max_bytes, max(0, found.st_size - offset)) <= SMALL_FILE:
-            link.answer(call, *read_result(fd, found, offset, max_bytes))
+        if not is_special(status.st_dev) and min(max_bytes, max(0, status.st_size - offset)) <= SMALL_FILE:
+            link.answer(call, *read_result(fd, status, offset, max_bytes))
             return
     finally:
         os.close(fd)
@@ -48,18 +48,18 @@ def op_read_file(call: int, path: str, offset: int, max_bytes: int, user: str | 
 
 def read_apart(path: str, offset: int, max_bytes: int) -> Outcome:
     """Read a file that is large or special, in a child."""
-    fd, found = open_apart(path)
-    return read_result(fd, found, offset, max_bytes)
+    fd, status = open_apart(path)
+    return read_result(fd, status, offset, max_bytes)
 
 
 def open_apart(path: str) -> tuple[int, os.stat_result]:
     """A file that may be large or special, opened by a child."""
-    fd, found = open_regular(path)
-    if is_special(found.st_dev):
+    fd, status = open_regular(path)
+    if is_special(status.st_dev):
         owner = os.readlink(f"/proc/self/fd/{fd}").split("/")[2:3]
         if owner in (["1"], [str(os.getpid())]):  # a copy of PID 1, with all that it has in memory
             raise OpFailed("permission", f"is a file of the process that serves files: {text(path)}")
-    return fd, found
+    return fd, status
 
 
 def read_result(fd: int, found: os.stat_result, offset: int, max_bytes: int) -> Outcome:
@@ -197,11 +197,11 @@ def check_unchanged(folder: int, name: str, wanted: str) -> None:
     except FileNotFoundError:
         raise OpFailed("changed", "the file is gone") from None
     try:
-        found, left = sha256(), 64 << 20
+        digest, left = sha256(), 64 << 20
         while left > 0 and (data := os.read(fd, 1 << 18)):  # piece by piece: PID 1's memory is the slot's
-            found.update(data)
+            digest.update(data)
             left -= len(data)
-        if found.hexdigest() != wanted:
+        if digest.hexdigest() != wanted:
             raise OpFailed("changed", "the file has changed since it was read")
     finally:
         os.close(fd)

@@ -50,11 +50,11 @@ def expression(pattern: str, *, ignore_case: bool) -> Pattern[bytes] | None:
 def walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
     """(path, stat) of the regular files under `top`, in order; follows no links, enters no /proc and the like."""
     try:
-        found = os.lstat(top)
+        status = os.lstat(top)
     except OSError as error:
         raise failure(error, top) from None
-    if S_ISREG(found.st_mode):
-        yield top, found
+    if S_ISREG(status.st_mode):
+        yield top, status
         return
     pending = [top]
     while pending:
@@ -66,16 +66,16 @@ def walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
         folders: list[str] = []
         for entry in entries:
             try:
-                found = entry.stat(follow_symlinks=False)
+                status = entry.stat(follow_symlinks=False)
             except OSError:
                 continue
-            if is_special(found.st_dev):
+            if is_special(status.st_dev):
                 continue
             if entry.is_dir(follow_symlinks=False):
                 if entry.name != ".git":
                     folders.append(entry.path)
             elif entry.is_file(follow_symlinks=False):
-                yield entry.path, found
+                yield entry.path, status
         pending += reversed(folders)
 
 
@@ -101,24 +101,24 @@ def search(path: str, wanted: Pattern[bytes] | None, glob: str | None, max_match
     """The files of a name, or the lines of files that match."""
     if os.path.islink(path):
         path = os.path.realpath(path)
-    found = Matches(max_matches)
+    matches = Matches(max_matches)
     files, budget, cut = 0, MAX_SEARCH_BYTES, False
     for name, status in walk(path):
         shown = os.path.relpath(name, path) if name != path else name
         if glob and not (fnmatch.fnmatch(shown, glob) or fnmatch.fnmatch(os.path.basename(name), glob)):
             continue
         files += 1
-        if files > MAX_SEARCH_FILES or budget <= 0 or found.full():
+        if files > MAX_SEARCH_FILES or budget <= 0 or matches.full():
             cut = True
             break
         if wanted is None:
-            found.add(text(name), 0, "")
+            matches.add(text(name), 0, "")
             continue
         data = searchable(name, status.st_size)
         budget -= len(data)
         if b"\0" not in data[:8192]:
-            cut = search_lines(found, text(name), data, wanted, context) or cut
-    return "search_result", {"matches": found.matches, "files": files, "truncated": cut}, {}
+            cut = search_lines(matches, text(name), data, wanted, context) or cut
+    return "search_result", {"matches": matches.matches, "files": files, "truncated": cut}, {}
 
 
 def searchable(name: str, size: int) -> bytes:

@@ -140,10 +140,10 @@ def read_stream(path: str, out: Outgoing, offset: int, *, tar: bool) -> Outcome:
     if tar:
         write_archive(out, path)
     else:
-        fd, found = open_apart(path)
+        fd, status = open_apart(path)
         os.lseek(fd, offset, 0)
-        if not is_special(found.st_dev):  # the kernel's own files don't say how long they are
-            out.copy(fd, max(0, found.st_size - offset))
+        if not is_special(status.st_dev):  # the kernel's own files don't say how long they are
+            out.copy(fd, max(0, status.st_size - offset))
         while data := os.read(fd, STREAM_BYTES):
             out.write(data)
     return "done", {"count": out.size}, {}

@@ -112,16 +112,16 @@ def members(source: Readable) -> Iterator[TarMember]:
 
 def pax_records(data: bytes) -> dict[str, str]:
     """`length key=value` lines, in which the length counts all of its line."""
-    found: dict[str, str] = {}
+    records: dict[str, str] = {}
     while data:
         length, _, rest = data.partition(b" ")
         size = int(length) if length.isdigit() else 0
         key, equals, value = rest[: size - len(length) - 2].partition(b"=")
         if not equals or size > len(data):
             raise OpFailed("bad_path", "not an uncompressed tar archive: an extended header is broken")
-        found[string(key)] = value.decode("utf-8", "surrogateescape")
+        records[string(key)] = value.decode("utf-8", "surrogateescape")
         data = data[size:]
-    return found
+    return records
 
 
 def string(field: bytes) -> str:

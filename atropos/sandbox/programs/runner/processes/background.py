@@ -119,8 +119,8 @@ class Proc:
                 self.keep(CUT)
             self.finish(code)
 
-        given = place_of(self.stdin) if self.stdin >= 0 and not self.pty else None
-        Filters(self.pid, self.outputs, given, self.progress, ended, behind=behind)
+        place = place_of(self.stdin) if self.stdin >= 0 and not self.pty else None
+        Filters(self.pid, self.outputs, place, self.progress, ended, behind=behind)
 
     def progress(self) -> int | None:
         """How much it has printed, with its errors; None once nobody can print any more."""

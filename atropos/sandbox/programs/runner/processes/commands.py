@@ -142,9 +142,9 @@ class Command:
             if pipe.fd >= 0:  # a background child may hold it: it is read on, so that the child isn't killed by SIGPIPE
                 adopt(pipe.fd)
         if self.cut:
-            for kept in (self.all, self.out):  # errors hold no word of ours
-                if kept:
-                    kept.add(CUT)
+            for buffer in (self.all, self.out):  # errors hold no word of ours
+                if buffer:
+                    buffer.add(CUT)
         self.reply(code)
 
     def reply(self, code: int | None, limit: str | None = None) -> None:
@@ -227,8 +227,8 @@ def op_exec(
     finally:
         if source != state.null:
             os.close(source)
-    kept = [[task.all, task.out], [task.all, task.err]] if task.out and task.err else [[task.all]]
-    task.pipes = [Pipe(fd, parts) for fd, parts in zip(outputs, kept, strict=True)]
+    buffers = [[task.all, task.out], [task.all, task.err]] if task.out and task.err else [[task.all]]
+    task.pipes = [Pipe(fd, parts) for fd, parts in zip(outputs, buffers, strict=True)]
     children.running[task.pid] = task
     link.calls[call] = task
     task.ends = task.started + min(timeout_s or state.wall_s, state.wall_s)

@@ -148,8 +148,8 @@ def at_work(session: int, outputs: frozenset[Place], given: Place | None) -> tup
 def has_pipe(pid: str, known: set[Place | None]) -> bool:
     """Whether a process that a shell has just forked has another pipe, which will be its input."""
     for fd in os.listdir(f"/proc/{pid}/fd"):
-        found = os.stat(f"/proc/{pid}/fd/{fd}")
-        if S_ISFIFO(found.st_mode) and (found.st_dev, found.st_ino) not in known:
+        status = os.stat(f"/proc/{pid}/fd/{fd}")
+        if S_ISFIFO(status.st_mode) and (status.st_dev, status.st_ino) not in known:
             return True
     return False
 
@@ -173,5 +173,5 @@ def input_of(pid: str) -> int:
 
 def place_of(file: int | str) -> Place:
     """Which pipe or terminal a descriptor or path leads to."""
-    found = os.stat(file)
-    return found.st_dev, found.st_ino
+    status = os.stat(file)
+    return status.st_dev, status.st_ino
