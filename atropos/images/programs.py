@@ -93,13 +93,21 @@ class Skopeo:
 
 
 def _own_folders(instead: Path) -> dict[str, str]:
-    """The environment with `instead` for the user's folders that this process may not enter.
+    """The environment with `instead` for the user's folders that aren't this process's own.
 
-    A server that root started is no longer root when it pulls, and skopeo fails where it may not look for settings.
+    A server that root started is no longer root when it pulls, and skopeo fails where it may not look for settings, of
+    which some folders in an open home may be closed.
     """
     names = ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
-    closed = {name for name in names if name in os.environ and not os.access(os.environ[name], os.R_OK | os.X_OK)}
-    return {**os.environ, **dict.fromkeys(closed, str(instead))}
+    anothers = {name for name in names if name in os.environ and _is_anothers(os.environ[name])}
+    return {**os.environ, **dict.fromkeys(anothers, str(instead))}
+
+
+def _is_anothers(folder: str) -> bool:
+    try:
+        return os.stat(folder).st_uid != os.geteuid()
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
 
 
 async def run_module(

@@ -213,6 +213,17 @@ async def test_snapshots_and_forks_stand_on_the_image_too(tmp_path, images):
         assert (await slot.exec("cat text; pwd")).output == "prepared\n/srv/app\n"
 
 
+async def test_an_open_home_with_closed_settings_is_not_asked_for_credentials(tmp_path, images, monkeypatch):
+    busybox_image(tmp_path / "layout")
+    images.push(tmp_path / "layout", "home:1")
+    with tempfile.TemporaryDirectory() as home:
+        Path(home).chmod(0o755)
+        Path(home, ".docker").mkdir(0o700)
+        monkeypatch.setenv("HOME", home)
+        async with pool_for(tmp_path, images) as pool, pool.lease("one", image=f"{images.host}/home:1") as slot:
+            assert (await slot.exec("cat text")).output == "hello"
+
+
 async def test_the_block_of_the_docs(tmp_path):
     busybox_image(tmp_path / "layout", python="#!/bin/sh\necho Python 3.13.9\n")
     text = (Path(__file__).parents[2] / "docs/images.md").read_text()
