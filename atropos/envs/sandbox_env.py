@@ -27,12 +27,8 @@ from atropos.envs.adapter import (
     Item,
     ScoredDataGroup,
     ServerConfigs,
-    context_of,
     prepare_server_configs,
-    prepare_servers,
-    probe_servers,
     quiet_logging,
-    stop_servers,
     tokenizers,
 )
 from atropos.envs.command_line import app as command_line
@@ -49,6 +45,7 @@ from atropos.envs.running.hooks import ExecTool, HookCalls, Hooks
 from atropos.envs.running.lifecycle import SENDS_S, WORKERS_S, Lifetime, beside, bounded, task_group
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import GroupsDropped, HookError, Rollout, ScoredGroup, scored_item
+from atropos.envs.servers import context_of, prepare_servers, probe_servers, stop_servers
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, Snapshot
 from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, ToolResult

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atropos.envs.adapter import stop_servers
+from atropos.envs.servers import stop_servers
 from examples.policy.truth import Truth
 from examples.serve.processes import Trainer, run_api
 from tests.e2e.hermes_support import running_policy, sampled

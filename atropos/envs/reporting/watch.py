@@ -10,8 +10,9 @@ from collections.abc import Generator, Mapping, Sequence
 
 from atropos.agent.model import EXACT
 from atropos.agent.waiting import calls
-from atropos.envs.adapter import ServerManager, inferences_of
+from atropos.envs.adapter import ServerManager
 from atropos.envs.config import SandboxEnvConfig
+from atropos.envs.servers import inferences_of
 from atropos.errors import ConfigError
 
 WAITED_S = 60.0

@@ -9,7 +9,8 @@ import huggingface_hub
 import pytest
 from aiohttp import web
 
-from atropos.envs.adapter import check_tokenizer, probe_servers
+from atropos.envs.adapter import check_tokenizer
+from atropos.envs.servers import probe_servers
 from atropos.errors import ConfigError, InferenceError
 from tests.unit.envs.support import ScriptEnv, make
 from tests.web_app import serving

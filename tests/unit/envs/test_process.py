@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED
-from atropos.envs import adapter
+from atropos.envs import servers
 from atropos.envs.running.rollout import GroupDropped, GroupsDropped, HookError, VerifierError
 from atropos.errors import AcquireTimeout, ConfigError, InferenceError, NotSupported, SlotLost
 from tests.e2e.hermes_support import sampled
@@ -78,7 +78,7 @@ async def test_full_collections_of_a_run_leave_out_what_was_there_before(policy,
 
 
 async def test_the_history_of_requests_has_a_bound(policy, tmp_path, monkeypatch):
-    monkeypatch.setattr(adapter, "HISTORY_KEPT", 5)
+    monkeypatch.setattr(servers, "HISTORY_KEPT", 5)
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl")
     await env.process_manager()
     (server,) = env.server.servers
