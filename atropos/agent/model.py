@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from aiohttp import ContentTypeError
@@ -175,21 +176,8 @@ class Model:
                 "tokens_and_logprobs_completion", input_ids=numbers(prompt[:1]), n=1, **sampling | {"max_tokens": 1}
             )
 
-        try:
-            return await self._bounded(once)
-        except InferenceError as error:
-            if error.status != 500:
-                raise
-        await self._bounded(short)
-        try:
-            return await self._bounded(once, retries=0)
-        except InferenceError as error:
-            raise InferenceError(
-                f"{error}, each time, to a prompt of {len(prompt)} tokens, and answers a short one: it can't take this "
-                "prompt, maybe for its length (env.max_token_length)",
-                status=error.status,
-                retryable=error.status != 500,
-            ) from error
+        why = "it can't take this prompt, maybe for its length (env.max_token_length)"
+        return await self._answered(once, short, f"a prompt of {len(prompt)} tokens, and answers a short one: {why}")
 
     def _left(self, sampling: Mapping[str, Any], done: int) -> Mapping[str, Any]:
         """How to go on after so many tokens. With the same seed, tokens would be drawn as the first ones were."""
@@ -214,7 +202,10 @@ class Model:
                 raise
             return _chat_answer(answer)
 
-        return await self._bounded(once)
+        why = "it can't take this one, or can't read the call that its model wrote; its own log says why"
+        return await self._answered(
+            once, self._greet, f"a conversation of {len(messages)} messages, and answers a short one: {why}"
+        )
 
     async def probe_chat(self, **options: object) -> None:
         """Ask for one token of a conversation. Any well-formed answer passes: a reasoning model has no message yet.
@@ -225,13 +216,12 @@ class Model:
         Raises:
             InferenceError: as for `chat`.
         """
+        await self._bounded(partial(self._greet, **options))
 
-        async def once() -> None:
-            request: dict[str, object] = {**options, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-            answer: Any = await self._ask("chat_completion", **request)
-            _ = answer.choices[0].message.content
-
-        await self._bounded(once)
+    async def _greet(self, **options: object) -> None:
+        request: dict[str, object] = {**options, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        answer: Any = await self._ask("chat_completion", **request)
+        _ = answer.choices[0].message.content
 
     async def _ask(self, method: str, **request: object) -> object:
         asking.set(self)  # until this call's own task ends (`started_in_turn`)
@@ -240,6 +230,28 @@ class Model:
         if isinstance(answer, ModelFailure):
             raise describe(answer.error) from answer.error
         return answer
+
+    async def _answered(
+        self,
+        once: Callable[[], Coroutine[object, object, Answer]],
+        short: Callable[[], Coroutine[object, object, object]],
+        what: str,
+    ) -> Answer:
+        """What `once` gives, with retries. A server that answers it with 500 each time, but not `short`, is let be."""
+        try:
+            return await self._bounded(once)
+        except InferenceError as error:
+            if error.status != 500:
+                raise
+        await self._bounded(short)
+        try:
+            return await self._bounded(once, retries=0)
+        except InferenceError as error:
+            raise InferenceError(
+                f"{error}, each time, to {what}",
+                status=error.status,
+                retryable=error.status != 500,
+            ) from error
 
     async def _bounded(
         self, once: Callable[[], Coroutine[object, object, Answer]], *, retries: int | None = None

@@ -215,6 +215,23 @@ async def test_other_failures_stay_the_servers(tokenizer, status, message):
         await run(Server(refusal(status, message)), tokenizer)
 
 
+async def test_a_conversation_to_which_a_server_answers_500_each_time_is_asked_for_no_longer(tokenizer):
+    """`transformers serve` says no more where it can't read the call that its model wrote."""
+    silent = [refusal(500, "Internal Server Error") for _ in range(4)]
+    server = Server(*silent[:3], ("hi", [], "length"), silent[3])
+    with pytest.raises(InferenceError, match=r"answered 500 .*, each time, to a conversation of 1 messages") as caught:
+        await run(server, tokenizer, model_retries=2)
+    assert not caught.value.retryable
+    assert [request["messages"][-1]["content"] for request in server.asked] == ["go", "go", "go", "hi", "go"]
+
+
+async def test_a_server_that_answers_500_to_everything_may_recover(tokenizer):
+    server = Server(*[refusal(500, "Internal Server Error") for _ in range(2)])
+    with pytest.raises(InferenceError, match="answered 500") as caught:
+        await run(server, tokenizer)
+    assert caught.value.retryable
+
+
 async def test_thinking_is_not_read_as_a_call(tokenizer):
     text = '<think>I could <tool_call>{"name": "look_around", "arguments": {}}</tool_call></think>No.'
     result, ran = await run(Server((text, [], "stop")), tokenizer)
