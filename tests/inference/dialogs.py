@@ -1,6 +1,7 @@
 """The conversations that the tiny model learns: thinking, two calls at once, their results, one call, its result, the answer.
 
-They are rendered by the two agents' own dialects, so that the model continues what it is given in the tests.
+They are rendered by the two agents' own dialects, so that the model continues what it is given in the tests. A second model learns to
+write the second of the first two calls so that it can't be read.
 """
 
 from __future__ import annotations
@@ -57,43 +58,50 @@ def dialects() -> list[Dialect]:
     ]
 
 
-def written(*calls: ToolCall, thought: str, answer: str = "") -> str:
-    """A turn as the model writes it."""
-    blocks = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
-    body = "\n".join(f"<tool_call>\n{block}\n</tool_call>" for block in blocks) or answer
-    return f"<think>\n{thought}\n</think>\n\n{body}"
+def turns(rng: random.Random, *, mistaken: bool) -> list[str]:
+    """What the model writes, in order."""
+
+    def call() -> str:
+        return json.dumps({"name": "terminal", "arguments": {"command": f"{rng.choice(COMMANDS)} {rng.choice(FILES)}"}})
+
+    bodies = [[call(), call()[:-2] if mistaken else call()], [call()]]
+    written = ["\n".join(f"<tool_call>\n{block}\n</tool_call>" for block in body) for body in bodies]
+    return [
+        f"<think>\n{rng.choice(('I look at', 'Next is', 'So it is', 'Then'))} {rng.choice(FILES)}.\n</think>\n\n{body}"
+        for body in [*written, f"There are {rng.randrange(1, 10)}."]
+    ]
 
 
-def conversation(dialect: Dialect, tokenizer: Any, rng: random.Random) -> tuple[list[int], list[int]]:
+def conversation(
+    dialect: Dialect, tokenizer: Any, rng: random.Random, *, mistaken: bool
+) -> tuple[list[int], list[int]]:
     """Token ids, and for each whether it is the model's."""
     config = AgentConfig(system_prompt=SYSTEM)
     ids = dialect.prompt(dialect.opening(task(rng), config, exact=True))
     if rng.random() < SHORT:
         ids = ids[-rng.randrange(20, 60) :]
     own = [0] * len(ids)
-
-    def call() -> ToolCall:
-        return ToolCall(name="terminal", arguments={"command": f"{rng.choice(COMMANDS)} {rng.choice(FILES)}"})
-
-    for calls in ([call(), call()], [call()], []):
-        thought = f"{rng.choice(('I look at', 'Next is', 'So it is', 'Then'))} {rng.choice(FILES)}."
-        text = written(*calls, thought=thought, answer=f"There are {rng.randrange(1, 10)}.")
-        turn = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        ids, own = [*ids, *turn], [*own, *[1] * len(turn)]
-        if calls:
-            outcomes = [Outcome(call, result(call)) for call in calls]
-            context = dialect.following(dialect.results(outcomes, config), turn)
+    for text in turns(rng, mistaken=mistaken):
+        sampled = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        ids, own = [*ids, *sampled], [*own, *[1] * len(sampled)]
+        turn = dialect.read(sampled, cut_off=False)
+        outcomes = [Outcome(call, result(call)) for call in turn.calls]
+        outcomes += [Outcome(None, ToolResult.failure(error.message)) for error in turn.unread]
+        if outcomes:
+            context = dialect.following(dialect.results(outcomes, config), sampled)
             ids, own = [*ids, *context], [*own, *[0] * len(context)]
     return ids, own
 
 
 def main() -> None:
-    """Write `COUNT` conversations, a JSON line each, to the file that is named."""
+    """Write `COUNT` conversations, a JSON line each, to the file that is named; with a second argument, mistaken ones."""
+    path, mistaken = Path(sys.argv[1]), len(sys.argv) > 2
     rng = random.Random(46)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     both = dialects()
-    with Path(sys.argv[1]).open("w") as file:
-        file.writelines(json.dumps(conversation(both[number % 2], tokenizer, rng)) + "\n" for number in range(COUNT))
+    with path.open("w") as file:
+        for number in range(COUNT):
+            file.write(json.dumps(conversation(both[number % 2], tokenizer, rng, mistaken=mistaken)) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,11 @@ def groups_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def members_of(path: Path) -> list[dict[str, Any]]:
+    """What the groups tell of each trajectory."""
+    return [facts for group in groups_of(path) for facts in group["atropos"]["trajectories"]]
+
+
 def assert_exact(path: Path, running: RealServer) -> int:
     """The sampled tokens of all groups, each of which is in the server's log under exactly its prompt."""
     log, count = running.sampled(), 0
@@ -39,7 +44,7 @@ def assert_logprobs(path: Path) -> int:
 
 def assert_agents_act(path: Path) -> None:
     """The model called tools, read their results and answered."""
-    members = [facts for group in groups_of(path) for facts in group["atropos"]["trajectories"]]
+    members = members_of(path)
     ended = [
         facts for facts in members if facts["stop_reason"] == "final" and facts["calls"] > 1 and facts["steps"] > 1
     ]

@@ -68,6 +68,7 @@ def main() -> None:
     writer = gguf.GGUFWriter(out, "qwen3")
     add_config(writer, config)
     add_tokenizer(writer, json.loads((model / "tokenizer.json").read_text()), config["vocab_size"])
+    writer.add_chat_template(json.loads((model / "tokenizer_config.json").read_text())["chat_template"])
     for weight, values in load_file(model / "model.safetensors").items():
         writer.add_tensor(name_of(weight), np.ascontiguousarray(values, dtype=np.float32))
     writer.write_header_to_file()

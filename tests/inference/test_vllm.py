@@ -41,14 +41,6 @@ APIS = {"completions": apis.VllmCompletions(), "generate": apis.VllmGenerate()}
 
 
 @pytest.fixture(scope="module")
-def processed(tmp_path_factory):
-    """A server that reports the logprobs of the policy that samples, in both of its APIs."""
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    with vllm(log, "--logprobs-mode", "processed_logprobs", "--enable-scale-out") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def stock(tmp_path_factory):
     """`vllm serve MODEL`."""
     with vllm(tmp_path_factory.mktemp("stock") / "log") as running:
@@ -137,6 +129,17 @@ async def test_one_flag_is_enough_for_stock_vllm_at_temperature_1(stock, tmp_pat
     await env.process_manager()
     assert env.context_tokens == 4096
     assert assert_logprobs(path)
+
+
+@pytest.mark.parametrize("name", ENVS)
+async def test_atroposlibs_own_server_gives_what_it_sampled(own, tmp_path, name):
+    path = tmp_path / "g.jsonl"
+    env = make(name, own.url, path, groups=4, agent_temperature=1.0, max_token_length=4000)
+    await env.process_manager()
+    assert isinstance(env.server.servers[0].inference.api, apis.AtroposlibGenerate)
+    assert {group["generation_params"]["logprobs"] for group in groups_of(path)} == {"raw"}
+    COUNTS[f"{name}, atroposlib's server"] = assert_logprobs(path)
+    assert_agents_act(path)
 
 
 @pytest.mark.parametrize(

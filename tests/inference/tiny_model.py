@@ -1,7 +1,7 @@
-"""Makes the tiny model of the inference servers' tests: `tiny_model.py CONVERSATIONS TOKENIZER OUT`, in their environment.
+"""Makes a tiny model of the inference servers' tests: `tiny_model.py CONVERSATIONS TOKENIZER OUT STEPS [MODEL]`, in their environment.
 
 It has Qwen3's shape and half a million weights. Random weights would do for exact tokens; some minutes of training
-make it act: it thinks, calls two tools at once, reads their results and answers.
+make it act: it thinks, calls two tools at once, reads their results and answers. With MODEL, that one is trained further.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-STEPS, BATCH, RATE = 900, 8, 4e-3
+BATCH, RATE = 8, 4e-3
 IGNORED = -100
 END_ID, END_WEIGHT = 2, 5.0
 """The token that ends a turn is rare, and a model that misses it writes until its context is full."""
@@ -53,18 +53,19 @@ def batch(conversations: list[tuple[list[int], list[int]]]) -> tuple[torch.Tenso
 
 def main() -> None:
     conversations, tokenizer, out = map(Path, sys.argv[1:4])
+    steps, known = int(sys.argv[4]), sys.argv[5:]
     rows = [json.loads(line) for line in conversations.read_text().splitlines()]
     rng = random.Random(46)
     torch.manual_seed(46)
     torch.set_num_threads(1)
-    model = Qwen3ForCausalLM(config())
+    model = Qwen3ForCausalLM.from_pretrained(known[0]) if known else Qwen3ForCausalLM(config())
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
     rows.sort(key=lambda row: len(row[0]))  # a batch of equal lengths wastes nothing
     weights = torch.ones(model.config.vocab_size)
     weights[END_ID] = END_WEIGHT
     started = time.monotonic()
-    for step in range(STEPS):
+    for step in range(steps):
         begin = rng.randrange(len(rows) - BATCH)
         ids, labels = batch(rows[begin : begin + BATCH])
         own = labels[:, 1:] != IGNORED

@@ -14,17 +14,18 @@ from aiohttp import web
 
 from atropos.agent.model import Model
 from atropos.agent.transcript import WeightSpan
-from atropos.envs import adapter
-from atropos.envs.adapter import probe_servers, stop_servers
+from atropos.envs import servers
 from atropos.envs.inference import apis
 from atropos.envs.inference.server import InferenceServer
 from atropos.envs.reporting import watch
 from atropos.envs.running.lifecycle import beside
+from atropos.envs.servers import probe_servers, stop_servers
 from atropos.errors import ConfigError, InferenceError
 from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer
 from tests.e2e import hermes_support
 from tests.e2e.test_exact_tokens import Hermes
+from tests.inference.refusals import CASES, LONG, RECORDED
 from tests.unit.envs.support import ScriptEnv, make
 from tests.waiting import until
 from tests.web_app import serving
@@ -324,8 +325,65 @@ async def test_a_server_that_takes_no_tools_ends_an_env_that_sends_them_at_the_s
         await probe_servers(make(ScriptEnv, f"{url}/v1", None, server_type="openai").server, env.tokenizer, 20)
 
 
+REFUSALS = {
+    **{name: (CASES[name][1], recorded) for name, recorded in RECORDED.items()},
+    **{
+        f"vLLM, {name}": ("/v1/completions", {**VLLM[name], "type": "application/json", "text": json.dumps(VLLM[name]["body"])})
+        for name in ("unknown model", "beyond the context")
+    },
+}  # fmt: skip
+"""Paths and answers of real servers, as they were recorded."""
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+async def test_what_a_real_server_refuses_is_asked_for_no_longer_and_its_reason_is_said(case):
+    """It answers what is short: what an env asks at its start, and to find out whether the server is well."""
+    path, refusal = REFUSALS[case]
+    answers = {
+        "/v1/chat/completions": lambda _body: {
+            "choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "length"}]
+        },
+        "/v1/completions": lambda body: vllm_completions(body, logprobs(1.0)),
+        "/generate": lambda body: atroposlib(body, logprobs(1.0)),
+    }
+    refused = []
+
+    async def respond(request):
+        body = await request.json()
+        if len(str(body)) < 1000:
+            return web.json_response(answers[path](body))
+        refused.append(body)
+        return web.Response(body=refusal["text"], status=refusal["status"], headers={"Content-Type": refusal["type"]})
+
+    async def health(_request):
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/health", health)
+    app.router.add_post(path, respond)
+    async with serving(app) as url:
+        kind = "openai" if "chat" in path else "vllm"
+        env = make(ScriptEnv, f"{url}/v1", None, server_type=kind)
+        await probe_servers(env.server, env.tokenizer, 20)
+        model = Model(env.server, retries=2)
+        with pytest.raises(InferenceError) as caught:
+            if model.exact:
+                await model.generate([77] * 5000, max_tokens=3, temperature=1.0)
+            else:
+                await model.chat(LONG)
+        await stop_servers(env.server)
+    said = str(caught.value)
+    assert not caught.value.retryable
+    if refusal["status"] == 500:
+        assert "each time" in said
+        assert len(refused) == 3 + 1
+    else:
+        assert json.loads(refusal["text"])["error"]["message"][:60] in said
+        assert len(refused) == 1
+
+
 async def test_a_cold_server_is_waited_for_and_the_log_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(adapter, "PROBE_SAID_S", 0.2)
+    monkeypatch.setattr(servers, "PROBE_SAID_S", 0.2)
     halting = Halting()
     async with serving(halting.application()) as url:
         env = make(ScriptEnv, f"{url}/v1", None)
