@@ -12,40 +12,32 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import cached_property, partial
 from typing import NoReturn, cast
 
 from atropos import tracing
 from atropos.agent import TurnRenderer
 from atropos.agent.model import Model, server_type
-from atropos.agent.transcript import MASKED
-from atropos.aio import cancel_and_wait, outlive
+from atropos.aio import cancel_and_wait
 from atropos.envs.adapter import (
     APIServerConfig,
-    BaseEnv,
     Item,
     ScoredDataGroup,
     ServerConfigs,
-    prepare_server_configs,
-    quiet_logging,
-    tokenizers,
 )
 from atropos.envs.command_line import app as command_line
 from atropos.envs.config import SandboxEnvConfig, own_field_names
 from atropos.envs.reporting.dashboard import EnvDashboard
-from atropos.envs.reporting.group_sink import GroupSink
 from atropos.envs.reporting.prometheus import MetricsEndpoint, metrics_text
-from atropos.envs.reporting.run_api import API_FAILURES, TrajectoryApiLost, check_run_api, leave_run_api
-from atropos.envs.reporting.wandb_run import WandbRun, pool_gauges, readable_group
-from atropos.envs.reporting.watch import TrainerWatch, report_evaluation, watch_inference
-from atropos.envs.running.backend import ToolBackend
+from atropos.envs.reporting.run_api import check_run_api, leave_run_api
+from atropos.envs.reporting.watch import watch_inference
 from atropos.envs.running.groups import Event, GroupCollector, GroupMember
-from atropos.envs.running.hooks import ExecTool, HookCalls, Hooks
+from atropos.envs.running.hooks import ExecTool, HookCalls
 from atropos.envs.running.lifecycle import SENDS_S, WORKERS_S, Lifetime, beside, bounded, task_group
-from atropos.envs.running.metrics import EnvMetrics
-from atropos.envs.running.rollout import GroupsDropped, HookError, Rollout, ScoredGroup, scored_item
-from atropos.envs.servers import context_of, prepare_servers, probe_servers, stop_servers
+from atropos.envs.running.rollout import GroupsDropped, Rollout
+from atropos.envs.served_env import ServedEnv
+from atropos.envs.servers import context_of, probe_servers, stop_servers
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, Snapshot
 from atropos.tools import ToolCall, ToolExecutor, ToolRegistry, ToolResult
@@ -55,23 +47,18 @@ __all__ = ["Event", "ExecTool", "GroupMember", "SandboxEnv"]
 _log = logging.getLogger(__name__)
 
 
-class SandboxEnv(BaseEnv):
+class SandboxEnv(ServedEnv):
     """See the module. `AgentEnv` and `HermesAgentBaseEnv` extend it.
 
     Attributes:
-        backend: pool and executor.
-        collector: runs groups.
-        hooks: calls the env's own code.
-        sink: takes finished groups.
         lifetime: of the command that runs.
-        metrics: counters of the run.
+        endpoint: serves the metrics.
+        dashboard: shows what runs.
     """
 
-    name: str | None = None
     env_config_cls: type[SandboxEnvConfig] = SandboxEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride] (atroposlib: an instance)
     n_groups_to_process: int
     group_size_to_process: int
-    config: SandboxEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride] (atroposlib: BaseEnvConfig)
 
     def __init__(
         self,
@@ -80,34 +67,15 @@ class SandboxEnv(BaseEnv):
         slurm: bool = False,
         testing: bool = False,
     ) -> None:
-        quiet_logging()
-        title = self.name or type(self).__name__
-        if config.wandb_name is None:
-            config.wandb_name = title
-        with tokenizers(config.tokenizer_name) as loaded:
-            if not testing:
-                server_configs = prepare_server_configs(server_configs, config.tokenizer_name, loaded)
-            try:
-                super().__init__(config, cast("list[APIServerConfig]", server_configs), slurm=slurm, testing=testing)
-            except OSError as error:  # the tokenizers are loaded, so it is the file of the groups
-                raise ConfigError(f"env.data_path_to_save_groups: {error}; choose a writable path") from error
-        prepare_servers(self.server)
-        self.metrics = EnvMetrics()
+        super().__init__(config, server_configs, slurm=slurm, testing=testing)
         self.lifetime = Lifetime()
-        self.hooks = Hooks(type(self).__name__, self.metrics, config.hook_timeout_s)
-        self.backend = ToolBackend(config)
         self.collector = GroupCollector(self, config, self.backend, self.metrics, self.lifetime)
-        self.sink = GroupSink(config, self.metrics, title, getattr(self.jsonl_writer, "_fp", None))
         self.endpoint = MetricsEndpoint(config.metrics_address, self.metrics_text, config.metrics_token)
-        self.dashboard = EnvDashboard(config, title, self.metrics, self.backend)
+        self.dashboard = EnvDashboard(config, self._title, self.metrics, self.backend)
         self.observers.append(self.dashboard.observe)
-        self._wandb = WandbRun(config)
         self._tracing: tracing.Tracing | None = None
-        self._trainer = TrainerWatch(config)
         self._evaluates = False
         """Whether the command makes no training data."""
-        self._unsent: set[asyncio.Task[object] | None] = set()
-        """Workers that have collected a group and not sent it."""
 
     # --------------------------------------------------------------------------------------------- for subclasses
 
@@ -145,16 +113,6 @@ class SandboxEnv(BaseEnv):
     async def get_next_item(self) -> Item:
         """The next item, or None when there is none left."""
         raise NotImplementedError(f"{type(self).__name__} must define get_next_item()")
-
-    def item_name(self, item: Item) -> str:
-        """A short name of an item for people, file names and seeds."""
-        if isinstance(item, dict):
-            for key in ("name", "id", "task_id", "task"):
-                value = cast("dict[str, object]", item).get(key)
-                if isinstance(value, str | int):
-                    return str(value)[:80]
-        named = getattr(item, "name", None)
-        return named[:80] if isinstance(named, str) else str(item)[:40]
 
     @classmethod
     def config_init(cls) -> tuple[SandboxEnvConfig, list[APIServerConfig]]:
@@ -272,68 +230,6 @@ class SandboxEnv(BaseEnv):
         self.metrics.calls += 1
         return result
 
-    # ----------------------------------------------------------------------------------------------------- groups
-
-    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """One whole group, or None when it can't be completed; see the module."""
-        group = await self.collector.collect(item)
-        if group is not None:
-            self._unsent.add(asyncio.current_task())
-        return cast("ScoredDataGroup | None", group), []
-
-    async def handle_env(self, item_uuid: str) -> ScoredDataGroup | list[ScoredDataGroup] | None:
-        """As atroposlib's, which only logs what an env's own `postprocess_histories` raises: the group is counted."""
-        try:
-            return await super().handle_env(item_uuid)
-        finally:
-            if (task := asyncio.current_task()) in self._unsent:
-                self._unsent.discard(task)
-                self.metrics.unsent["postprocess_histories"] += 1
-
-    async def collect_trajectory(self, item: Item) -> tuple[dict[str, object], list[Item]]:
-        """A single trajectory, as atroposlib's `ScoredDataItem`.
-
-        Raises:
-            GroupDropped: it could not be completed.
-        """
-        [rollout] = await self.collector.rollouts(item, 1)
-        return scored_item(rollout), []
-
-    async def handle_send_to_api(
-        self,
-        scored_data: ScoredDataGroup | list[ScoredDataGroup],
-        item: Item = None,
-        do_send_to_api: bool = True,
-        abort_on_any_max_length_exceeded: bool = True,
-    ) -> None:
-        """As atroposlib's, but groups that are left out are logged, and the file is complete after each group.
-
-        The JSON is encoded in a thread: atroposlib does so on the event loop, a third of a second for eight long
-        trajectories.
-        """
-        self._unsent.discard(asyncio.current_task())
-        several = isinstance(scored_data, list)
-        limit = self.max_token_len if abort_on_any_max_length_exceeded else 0
-        admitted: list[ScoredGroup] = []
-        for group in cast("list[ScoredGroup | None]", scored_data if several else [scored_data]):
-            if group is None or not self.sink.admits(group, self.item_name(item), max_token_len=limit):
-                continue
-            if self.config.include_messages and group.get("messages") is None:
-                group["messages"] = [[{"role": "user", "content": self.tokenizer.decode(t)}] for t in group["tokens"]]
-            self.completion_lengths.extend(len(mask) - list(mask).count(MASKED) for mask in group["masks"])
-            admitted.append(group)
-        if admitted and do_send_to_api:
-            self.items_sent_this_step += len(admitted)
-        written = admitted
-        if not self.config.include_messages:
-            written = [cast("ScoredGroup", {**group, "messages": None}) for group in admitted]
-        # atroposlib no longer has their items: a cancellation of this worker waits
-        env_id = getattr(self, "env_id", None)
-        await outlive(self.sink.deliver(written, sent=do_send_to_api, env_id=env_id, listed=several))
-        for group in admitted:
-            with contextlib.suppress(HookError), self.hooks.guard("add_rollouts_for_wandb"):  # which logs it
-                await self.add_rollouts_for_wandb(cast("ScoredDataGroup", group), item)
-
     # ---------------------------------------------------------------------------------------------------- process
 
     def _check_complete(self) -> None:
@@ -411,59 +307,6 @@ class SandboxEnv(BaseEnv):
             finally:
                 await leave_run_api(self.config.rollout_server_url, getattr(self, "env_id", None))
 
-    async def register_env(self) -> None:
-        """As atroposlib's, which waits for a trainer; the log says so."""
-        with self._trainer.awaiting_trainer():
-            await super().register_env()
-
-    async def get_server_info(self) -> None:
-        """As atroposlib's; a group size of which run-api never makes a batch is refused.
-
-        Raises:
-            ConfigError: the trainer's batch can't be made of whole groups of this size.
-        """
-        size = self.config.group_size
-        try:
-            await super().get_server_info()
-        except ValueError as error:
-            raise ConfigError(f"env.group_size: {size} is more than the trainer's batch; {error}") from error
-        self._trainer.check_batch(self.config.batch_size)
-        self.config.worker_timeout = self.collector.take_over(self.config.worker_timeout)
-
-    async def get_status(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As atroposlib's; a lost trajectory API ends the run with one line, and a long wait is reported.
-
-        Raises:
-            TrajectoryApiLost: it doesn't answer, or doesn't know this env.
-        """
-        try:
-            await super().get_status()
-        except API_FAILURES as error:
-            config = self.config
-            cure = "start run-api and the trainer, then the env"
-            if config.inference_weight <= 0:
-                cure = "or its envs have no weight above 0 between them: set env.inference_weight"
-            raise TrajectoryApiLost(
-                f"env.rollout_server_url: the trajectory API at {config.rollout_server_url} is gone, or was restarted "
-                f"and doesn't know this env; {cure}"
-            ) from error
-        self._trainer.queue(self.status_dict, self.derived_batch_size)
-
-    async def add_train_workers(self) -> None:
-        """As atroposlib's; an error of `get_next_item` ends the run with its message; the end of items is reported."""
-        idle = not self.workers and not self.backlog and (self.eval_runner is None or self.eval_runner.done())
-        with self.hooks.guard("get_next_item"):  # the only code of the env in it
-            await super().add_train_workers()
-        if idle and not self.workers and self.max_num_workers > 0 and not int(self.status_dict["queue_size"]):
-            self._trainer.report("no item", "get_next_item() gave None: the env waits for a further item")
-
-    async def env_step_checks(self) -> None:
-        """As atroposlib's; a failed evaluation is reported at once, although it is awaited at the end only."""
-        before = self.eval_runner
-        await super().env_step_checks()
-        if self.eval_runner is not None and self.eval_runner is not before:
-            self.eval_runner.add_done_callback(report_evaluation)
-
     # --------------------------------------------------------------------------------------------------- evaluate
 
     async def _run_evaluate(self) -> None:
@@ -473,31 +316,7 @@ class SandboxEnv(BaseEnv):
         async with self.running():
             await self.evaluate()
 
-    # -------------------------------------------------------------------------------------------- wandb and the end
-
-    async def add_rollouts_for_wandb(
-        self, scored_data: ScoredDataGroup | list[ScoredDataGroup], item: Item = None
-    ) -> None:
-        """Readable conversations instead of decoded tokens: thinking, text, calls and results."""
-        if not self.config.use_wandb:
-            return
-        keep = self.config.num_rollouts_per_group_for_logging
-        self.rollouts_for_wandb.append(
-            readable_group(cast("ScoredGroup", scored_data), self.tokenizer.decode)[: None if keep == -1 else keep]
-        )
-        del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
-
-    async def wandb_log(self, wandb_metrics: Mapping[str, object] | None = None) -> None:
-        """Add faults, phases and the pool's gauges."""
-        metrics = {**self.metrics.as_dict(), **(wandb_metrics or {})}
-        if self.pool is not None:
-            metrics.update(pool_gauges(self.pool.stats()))
-        await super().wandb_log(metrics)
-
-    async def setup_wandb(self) -> None:
-        """As atroposlib's; if wandb can't start, the error is one line."""
-        with self._wandb.starting(), self._trainer.awaiting_trainer():  # asks the trainer for the project's name
-            await super().setup_wandb()
+    # ----------------------------------------------------------------------------------------------------- the end
 
     def metrics_text(self) -> str:
         """The env's, its executor's and its pool's metrics, in Prometheus' text format."""
