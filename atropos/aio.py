@@ -163,7 +163,7 @@ async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
 class Allowance:
     """A time limit that counts at most a second of a stall, in which this process had no CPU or some code blocked.
 
-    What the body waits for may have come meanwhile, and nobody could see it.
+    What the body waits for may have arrived during the stall, unseen.
 
     Attributes:
         expired: whether a `limit` ended its body.

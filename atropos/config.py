@@ -257,7 +257,7 @@ def one_line(error: ValidationError, space: str = "") -> str:
         elif item["loc"] and item["type"] != "missing":
             hidden = isinstance(item["input"], SecretStr) or is_secret(str(item["loc"][-1]))
             text = f"{text[:1].lower()}{text[1:]} (got {'' if hidden else item['input']!r:.80})"
-        elif not item["loc"] and (":" in text or "(" in text):  # it begins with a setting's name
+        elif not item["loc"] and (":" in text or "(" in text):  # it already begins with a setting's name
             where, text = "", f"{space}.{text}" if space else text
         parts.append(f"{where}: {text}" if where else text)
     return "; ".join(parts)

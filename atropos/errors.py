@@ -42,7 +42,7 @@ class LeaseExpired(SandboxError):
 
 
 class OutcomeUnknown(SandboxError):
-    """The call may or may not have run, and nobody can tell; it was not run again."""
+    """Whether the call ran is unknown; it was not run again."""
 
     code = "outcome_unknown"
     retryable = False

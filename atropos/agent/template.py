@@ -77,7 +77,7 @@ class TurnRenderer:
         """
         try:
             return self.following([{"role": "tool", "tool_call_id": "a", "name": "t", "content": "x"}])[:1]
-        except Exception:  # templates raise errors of any kind
+        except Exception:  # templates may raise any error
             return []
 
     def prompt(self, messages: Sequence[Mapping[str, object]]) -> list[int]:

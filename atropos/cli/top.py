@@ -173,7 +173,7 @@ async def _remote(client: httpx.AsyncClient) -> Look:
     """An env's dashboard, or the status of a sandbox server or executor server.
 
     Raises:
-        BackendUnavailable: nobody answers there.
+        BackendUnavailable: there is no answer.
         ConfigError: the token is wrong, or it is neither.
     """
     try:

@@ -99,7 +99,7 @@ class AgentEnv(SandboxEnv):
         renderer = self.renderer
         try:
             renderer.prompt([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
-        except Exception as error:  # templates raise errors of any kind
+        except Exception as error:  # templates may raise any error
             raise ConfigError(
                 f"env.tokenizer_name: the chat template of {self.config.tokenizer_name!r} takes no system message, in "
                 f"which tools are described ({error}); name another model's tokenizer, or use HermesAgentBaseEnv"

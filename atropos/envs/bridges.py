@@ -111,7 +111,7 @@ def verl(groups: Iterable[Group]) -> list[dict[str, Any]]:
             "response_mask": one.mask,
             "response_logprobs": one.logprobs,
             "reward_score": one.reward,
-            "num_turns": 2 * one.turns,  # verl counts what is said to the model too
+            "num_turns": 2 * one.turns,  # verl also counts messages to the model
             "metrics": {},
             "extra_fields": dict(one.facts),
         }

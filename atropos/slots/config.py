@@ -185,7 +185,7 @@ class SlotPoolConfig(PoolSettings, SandboxSettings):
         most = BACKEND_SETTINGS.get(self.backend, BackendSettings).gpu_containers
         if self.gpus and most is not None:
             if "max_containers" not in self.model_fields_set and self.min_containers <= most:
-                object.__setattr__(self, "max_containers", most)  # a frozen model takes no other way
+                object.__setattr__(self, "max_containers", most)  # the only way to set a field of a frozen model
             if self.max_containers > most:
                 raise ValueError(
                     f"max_containers: of backend {self.backend!r}, {most} can have GPUs; set it to that, and "

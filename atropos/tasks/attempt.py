@@ -1,4 +1,4 @@
-"""One attempt at a task, by its own solution, by nobody, or by a script: prepared, worked on, judged."""
+"""One attempt at a task, by its own solution, by no one, or by a script: prepared, worked on, judged."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ async def _attempt(run: TaskRun, longest_s: float) -> Attempt:
         return replace(run.so_far, problem=f"the attempt took longer than {longest_s:g} s")
     except (SandboxError, ConfigError, OSError) as error:
         return replace(run.so_far, problem=f"{type(error).__name__}: {error}")
-    except Exception as error:  # of ours: it costs one attempt, and the others go on
+    except Exception as error:  # a bug of ours: it costs one attempt, and the others go on
         _log.exception("%s: the attempt ended with an internal error", run.name)
         return replace(
             run.so_far, problem=f"a fault of atropos's own, please report it: {type(error).__name__}: {error}"

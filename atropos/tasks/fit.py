@@ -147,7 +147,7 @@ class _Sizes:
         """What a lease for the task needs. `table`: where task.toml says so."""
         wants, old, room = task.config.environment, task.config.old, self.room
         memory, storage = wants.memory_mb or 0, wants.storage_mb or 0
-        written_out = old and memory == OLD_MEMORY_MB  # by the schema, and no wish of the author's
+        written_out = old and memory == OLD_MEMORY_MB  # a default of the schema, not a request of the author
         if memory > room.most:
             text = f"{table}.memory_mb: {memory} wanted, slots have at most {room.most}"
             cure = f"raise slot_memory_mib or slots_per_container for {memory}"
@@ -165,7 +165,7 @@ class _Sizes:
         Files on disk need no memory, and those of a lowered wish lie in what the lease has.
         """
         room = self.room
-        if storage > room.slot.disk_mib and (room.volume == "disk" or old):  # a default is no reason for a larger lease
+        if storage > room.slot.disk_mib and (room.volume == "disk" or old):  # a default doesn't justify a larger lease
             there = room.slot.disk_mib
             if room.volume == "memory":
                 there = max(there, min(storage, memory or room.slot.memory_mib))

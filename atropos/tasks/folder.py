@@ -115,7 +115,7 @@ def is_task(path: Path) -> bool:
     """Whether a path is a task's folder, if perhaps an incomplete one."""
     if path.name.startswith((".", "_")):
         return False
-    return any(os.path.isfile(path / mark) for mark in _MARKS)  # of lost+found, which may not be read, none is
+    return any(os.path.isfile(path / mark) for mark in _MARKS)  # such as lost+found, which may not be read
 
 
 def load_task(path: str | Path, *, variables: Mapping[str, str] | None = None) -> Task:

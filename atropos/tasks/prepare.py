@@ -301,7 +301,7 @@ class TaskImages:
             AcquireTimeout: no container came up.
         """
         while (image := await self.pool.prepare(source, progress=progress, everywhere=False)) is None:
-            async with self._starting, self.pool.lease("prepare"):  # a lease is what containers are started for
+            async with self._starting, self.pool.lease("prepare"):  # containers are started only for leases
                 pass
         return image
 
@@ -312,7 +312,7 @@ class TaskImages:
         context = task.build_context
         plan: dict[int, _PlannedStage] = {}
         last = Stage(_LAST, recipe.image or "", recipe.steps or (Folder("/"),))
-        for stage in (*recipe.stages, last):  # each copies from earlier ones alone
+        for stage in (*recipe.stages, last):  # each copies only from earlier ones
             parent, source = images[stage.image or None]
             key = parent.id
             planned: list[_PlannedStep] = []
@@ -378,7 +378,7 @@ class TaskImages:
         except TaskBroken as error:
             raise TaskBroken(f"{build.task.name}: step {number}/{build.steps}: {error}") from None
         except SlotFileError as error:
-            refused = os.strerror(errno.EINVAL) in str(error)  # the kernel's word for an owner without a number here
+            refused = os.strerror(errno.EINVAL) in str(error)  # the kernel's id for an owner that has no number here
             alone = "; a server that an ordinary user started has no user but root" if refused else ""
             raise TaskBroken(
                 f"{build.task.name}: step {number}/{build.steps} ({_text(step)}): {error}{alone}"

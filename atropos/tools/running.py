@@ -40,7 +40,7 @@ async def run_tool(tool: Tool, arguments: object, scope: ToolScope) -> ToolResul
 
 @contextlib.contextmanager
 def tool_code() -> Generator[None]:
-    """Around a tool's own code: what its task group or a library of it makes of a failure changes nobody's blame.
+    """Around a tool's own code: a failure keeps its cause, whatever a task group or library wraps it in.
 
     Raises:
         SandboxError: the infrastructure failed, in a group of errors too.

@@ -27,7 +27,7 @@ def _renders_results(renderer: TurnRenderer, id_chars: int) -> bool:
     probe = {"role": "tool", "tool_call_id": "a" * id_chars, "name": "t", "content": _PROBE}
     try:
         ids = renderer.following([probe])
-    except Exception:  # templates raise errors of any kind
+    except Exception:  # templates may raise any error
         return False
     return _PROBE in renderer.text(ids)
 
@@ -39,7 +39,7 @@ def _renders_tools(tokenizer: Tokenizer, schemas: Sequence[Mapping[str, object]]
     first = str(function.get("name"))
     try:
         text = tokenizer.apply_chat_template(asked, tokenize=False, tools=list(schemas), add_generation_prompt=True)
-    except Exception:  # templates raise errors of any kind
+    except Exception:  # templates may raise any error
         return False
     return first in str(text)
 

@@ -151,7 +151,7 @@ class ToolContext(HookCalls):
         return AwaitableDict(error=reason)
 
     def _not_written(self, what: str, error: SlotFileError, *, check: bool | None) -> AwaitableDict:
-        """The answer of a write that failed, where nobody minds; see `HookCalls.own_file_fault`."""
+        """The answer of a failed write that may be ignored; see `HookCalls.own_file_fault`."""
         if check is not False:
             raise self.own_file_fault(f"{what} failed: {error.strerror or error}")
         return AwaitableDict(error=str(error.strerror or error))

@@ -72,7 +72,7 @@ class EnvDashboard:
         await self.server.start()
         self._started = time.monotonic()
         self._tasks = [asyncio.create_task(self._sample()), asyncio.create_task(self._keep())]
-        print(f"dashboard: {self.server.url}", flush=True)  # not logged: the token is for who started it
+        print(f"dashboard: {self.server.url}", flush=True)  # not logged: the token is for the user who started the env
 
     async def close(self) -> None:
         """Stop listening. Idempotent."""

@@ -29,7 +29,7 @@ def _append(file: int, line: bytes) -> None:
         while rest:
             rest = rest[os.write(file, rest) :]
     except OSError:
-        with contextlib.suppress(OSError):  # no device or pipe takes it back
+        with contextlib.suppress(OSError):  # a device or pipe can't be truncated
             os.ftruncate(file, end)
             os.lseek(file, end, os.SEEK_SET)
         raise

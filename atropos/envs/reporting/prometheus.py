@@ -86,7 +86,7 @@ class MetricsEndpoint:
         listening = listen(self.host, self.port, setting="env.metrics_address")
         app = web.Application()
         app.router.add_get("/metrics", self._answer)
-        if self._token is None:  # no token opens it: each GET is a request of its own, without a body
+        if self._token is None:  # no token is needed: each GET is a request of its own, without a body
             refused = Admission(BearerToken(secrets.token_hex()), None, b'{"code":"bad_request","message":"only GET"}')
         else:
             refusal = b'{"code":"unauthorized","message":"the bearer token of env.metrics_token is missing or wrong"}'

@@ -179,6 +179,6 @@ class _Silence:
 
 
 def report_evaluation(task: asyncio.Task[object]) -> None:
-    """Log the error of an evaluation that runs beside training; nobody awaits it before the end."""
+    """Log the error of an evaluation that runs beside training, since it is awaited only at the end."""
     if not task.cancelled() and task.exception() is not None:
         _log.error("evaluate failed; training continues", exc_info=task.exception())

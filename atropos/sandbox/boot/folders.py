@@ -122,7 +122,7 @@ def image_folder(wanted: str | None, owner: int) -> tuple[str | None, str]:
         ConfigError: the one that was named can't be used.
     """
     home = "/var/cache" if os.geteuid() == 0 else os.path.expanduser("~/.cache")
-    if wanted is None and home.startswith("~"):  # neither HOME nor an entry in /etc/passwd
+    if wanted is None and home.startswith("~"):  # no HOME and no entry in /etc/passwd
         return None, "image_store.folder: this user has no home folder to hold it; name a folder"
     folder = wanted or f"{home}/atropos/images"
     try:

@@ -165,7 +165,7 @@ def _attach(image: int) -> int:
                 fcntl.ioctl(device, _LOOP_CONFIGURE, config)
             except OSError as error:
                 os.close(device)
-                if error.errno != errno.EBUSY:  # another took it meanwhile
+                if error.errno != errno.EBUSY:  # another process took it meanwhile
                     raise
             else:
                 return device

@@ -107,7 +107,7 @@ def _files() -> list[HostLimit]:
     fix = "raise the server's limit of open files (ulimit -Hn; LimitNOFILE= of a unit), or use more containers"
     try:
         used = len(os.listdir("/proc/self/fd"))
-    except OSError:  # there is none left to count them with
+    except OSError:  # no descriptor is left to count them with
         return [HostLimit("RLIMIT_NOFILE", most, most, 10, fix)]
     limits = [HostLimit("RLIMIT_NOFILE", most, used, 10, fix)]
     open_files = _text("/proc/sys/fs/file-nr").split()

@@ -193,7 +193,7 @@ class Proxy:
             work.add_done_callback(lambda _: loop.call_soon_threadsafe(places.release))
             try:
                 return await asyncio.wrap_future(work)
-            except socket.gaierror as error:  # no rule's refusal, so that programs which try a 502 again do
+            except socket.gaierror as error:  # not a policy refusal, so that programs that retry a 502 do so
                 raise OSError(error.errno, f"{name} has no address ({error.strerror})") from None
 
     async def _find(self, account: SlotTraffic, host: str) -> str:

@@ -59,7 +59,7 @@ def enter_network(family: int, ports: list[int]) -> list[int]:
     families = {_socket.AF_INET, family}
     syscalls.unshare(syscalls.CLONE_NEWNET)
     far, listeners = _Routes(), _listeners(family, ports)
-    # or whatever is asked for would seem to be there
+    # otherwise every name would seem to exist
     tell_kernel("/proc/sys/net/ipv4/icmp_echo_ignore_all", "1")
     if family == _socket.AF_INET6:
         tell_kernel("/proc/sys/net/ipv6/icmp/echo_ignore_all", "1")

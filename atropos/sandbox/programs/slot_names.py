@@ -99,7 +99,7 @@ class Resolver:
     def _readable(self) -> None:
         try:
             data, control, _, client = self._sock.recvmsg(dns.MESSAGE_BYTES, socket.CMSG_SPACE(32))
-        except OSError:  # none, or the kernel's word that a client has gone
+        except OSError:  # no datagram, or the kernel's report that a client is gone
             return
         if len(self._tasks) < _MOST_WAITING:
             task = asyncio.get_running_loop().create_task(self._answer_datagram(data, control, client))

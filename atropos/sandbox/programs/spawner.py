@@ -242,7 +242,7 @@ class Spawner:
                 os.close(said_r)
                 os.close(go_w)
                 _child(request, fds, said_w, go_r)
-            except BaseException as error:  # its text goes where bubblewrap's own complaints go
+            except BaseException as error:  # its message goes where bubblewrap's do
                 try:
                     os.write(2, f"{type(error).__name__}: {error}\n".encode())
                 except OSError:
@@ -335,7 +335,7 @@ def _own_mounts(volume: bytes, seen: bytes, slots: bytes) -> None:
         slots: the mount that all slots' mounts are in.
     """
     syscalls.unshare(syscalls.CLONE_NEWNS)
-    # one way alone: what is taken away here must stay where it is in the server's namespace
+    # one way only: what is unmounted here must stay mounted in the server's namespace
     syscalls.mount(None, b"/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
     syscalls.mount(volume, seen, None, syscalls.MS_BIND | syscalls.MS_REC)
     syscalls.umount(slots)

@@ -120,7 +120,7 @@ class Server:
                 loop.add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:
-        if self.core is None:  # it is still being set up, and ends as soon as it is
+        if self.core is None:  # it ends once its set-up is complete
             self._stop.set()
         else:
             self.stop()

@@ -134,7 +134,7 @@ class WarmPool:
             with contextlib.suppress(ValueError):
                 kind.waiting.remove(future)
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._put(kind, future.result())  # it started just as its taker was cancelled
+                self._put(kind, future.result())  # it started just as its requester was cancelled
             if not isinstance(error, TimeoutError):
                 raise
             failures = f"{kind.failures} starts failed in a row"
@@ -184,7 +184,7 @@ class WarmPool:
         except Exception as error:
             if not isinstance(error, SandboxError):
                 log.exception("a sandbox could not be started")
-            if began >= kind.paused_until:  # else it is one failure with those that began beside it
+            if began >= kind.paused_until:  # otherwise it counts as one failure with those started at the same time
                 self._failed(kind, error)
             await asyncio.sleep(max(0.0, kind.paused_until - time.monotonic()))
             return
@@ -201,7 +201,7 @@ class WarmPool:
             return
         reason = f"sandboxes can't be started any more: {error}"
         self._refuse_waiting(kind, reason)
-        if kind.network and not over:  # those without one may still start: this kind is stopped, until it is requested
+        if kind.network and not over:  # those without a network may still start: pause this kind until it is requested
             kind.failures = 0
             self._recent.clear()
             self._unasked = False

@@ -379,7 +379,7 @@ class CallStream:
         self._acks.add(message.call_id)
         self._cancels.pop(message.call_id, None)
         pending = self._pending.pop(message.call_id, None)
-        if pending is None:  # it was cancelled: no later frame may follow that could carry the acknowledgement
+        if pending is None:  # it was cancelled: there may be no later frame to carry the acknowledgement
             self._acks.due = True
             self._wake.set()
             return
@@ -453,7 +453,7 @@ class CallStream:
         for seq in itertools.count(1):
             pause = min(self._heartbeat_s, self._events.beat_s())
             if seq == 1 and self._acks.unconfirmed:
-                pause = 0  # its echo ends what would else be sent again on every connection that lives for less
+                pause = 0  # its echo confirms what would otherwise be sent again on every short-lived connection
             self._beat_now.clear()
             await set_within(self._beat_now, pause)
             silent = time.monotonic() - self._heard_at

@@ -301,7 +301,7 @@ class Fleet:
     def _match_kept(self) -> Iterator[Ticket]:
         """Serve the large ones for whom containers are kept, and all who wait for longer than one of these."""
         served = True
-        while served:  # which leaves room for older ones in the container that was kept
+        while served:  # this leaves room for older ones in the kept container
             served = False
             reserved = sorted(
                 (seat.kept_for.seq, seat.kept_for, seat) for seat in self._kept if seat.kept_for is not None
@@ -323,7 +323,7 @@ class Fleet:
                 if self._lowest() is None:
                     break
                 heapq.heappop(self._lines[ticket.share])
-                unplaced.append(ticket)  # no container can be kept for it now, which is no reason for others to wait
+                unplaced.append(ticket)  # no container can be kept for it now, so others need not wait
                 continue
             pinned = self._first_pinned(seat)
             if (

@@ -105,7 +105,7 @@ class SharedState:
             self.fleet.withdraw(ticket)
             if ticket.seat is not None:
                 self.fleet.cancel_reservation(ticket)
-            self.serve()  # what it had, or what was kept for it, may serve another one
+            self.serve()  # its room, or the room kept for it, may serve another
             raise
         finally:
             self._waiters.pop(ticket, None)

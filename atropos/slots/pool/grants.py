@@ -119,7 +119,7 @@ class Grants:
             while True:
                 state.require_running()
                 ticket.pin = self._pin(ticket.room, snapshot, image)
-                request = wanted.request(image)  # what can't be asked reserves nothing
+                request = wanted.request(image)  # a request that can't be made reserves nothing
                 link = await self._seat(ticket)
                 if link is None:
                     continue

@@ -214,7 +214,7 @@ class PoolImages:
         return task
 
     def _prepared(self, task: asyncio.Task[ImageInfo]) -> None:
-        _failed(task)  # perhaps nobody waits for it any more
+        _failed(task)  # retrieved, since no one may be waiting for it
         self._state.look_again()
 
     async def _prepare(self, link: ContainerLink, name: str, progress: Progress | None) -> ImageInfo:

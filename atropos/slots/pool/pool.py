@@ -289,7 +289,7 @@ class SlotPool:
 
     def _timed_out(self, snapshot: Snapshot | None, share: Share | None, timeout_s: float) -> AcquireTimeout:
         self._state.counters.timed_out()
-        if share not in {None, self.share}:  # whose client isn't told what others hold
+        if share not in {None, self.share}:  # its client isn't told what others hold
             return AcquireTimeout(f"no slot came free within {timeout_s:g} s")
         why = self._situation()
         if snapshot is not None and snapshot.stays_because:

@@ -144,7 +144,7 @@ class Relay:
             try:
                 peer.connect((LOOPBACK, self.port))
             except BlockingIOError:
-                pass  # a service whose queue is full takes it later
+                pass  # a service with a full queue accepts it later
             except OSError:
                 self.drop(self.by_number[number])
             return

@@ -115,7 +115,7 @@ class Slot(SlotFiles):
         """Give the slot back: everything in it is ended and forgotten. Idempotent; goes on when cancelled."""
         task = self.start_release()
         if task is not None and not task.done():
-            await asyncio.wait([task], timeout=RELEASE_WAIT_S)  # which cancels nothing when it is cancelled
+            await asyncio.wait([task], timeout=RELEASE_WAIT_S)  # cancelling the wait cancels nothing
 
     def start_release(self) -> asyncio.Task[None] | None:
         """Give the slot back in the background; for the pool alone. None: there is nothing to give back."""
@@ -180,7 +180,7 @@ class Slot(SlotFiles):
         """
         if not self._due:
             return
-        asking = asyncio.create_task(self.run(wire.ProcList()))  # which waits behind no other call
+        asking = asyncio.create_task(self.run(wire.ProcList()))  # this call waits for no other
         try:
             if not await done_within(asking, ALIVE_S):
                 raise SlotLost(f"slot {self.name} of container {self.container} does not answer")

@@ -130,7 +130,7 @@ class Snapshot:
         try:
             await source.client.copy_snapshot(self.id, link.client)
         except SandboxError as error:
-            if not any(end.gone or end.client.lost.is_set() for end in (source, link)):  # else others may take it
+            if not any(end.gone or end.client.lost.is_set() for end in (source, link)):  # otherwise others may take it
                 self.stays_because = str(error)
             raise
         self.add(link)

@@ -155,7 +155,7 @@ async def unpack(slot: Slot, step: Copy, context: Context) -> None:
                 with context.followed(path).open("rb") as archive:
                     await unpack_archive(slot, where, archive)
             except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error, OSError) as error:
-                if isinstance(error, OSError) and error.errno is not None:  # gzip's and bz2's have none
+                if isinstance(error, OSError) and error.errno is not None:  # archives of gzip and bz2 have none
                     raise
                 raise TaskBroken(f"ADD {source}: {error}") from None
 

@@ -176,7 +176,7 @@ async def _archive(slot: Slot, path: str) -> IO[bytes]:
         except SlotFileError as error:
             why = "is not in the stage" if error.errno == errno.ENOENT else error.strerror
             raise TaskBroken(f"{path}: {why}") from None
-        return file.open("rb")  # its reader closes it
+        return file.open("rb")  # the reader closes it
 
 
 async def unpack_archive(
@@ -231,7 +231,7 @@ def _pieces_of(
                 continue
             if member.name == "." and name is None:
                 continue
-            if member.size > MAX_STAGE_BYTES:  # some kilobytes may say so, and would be written out here
+            if member.size > MAX_STAGE_BYTES:  # a few kilobytes may claim such a size, and would be expanded here
                 raise TaskBroken(f"{member.name}: has {member.size} bytes; at most {MAX_STAGE_BYTES}")
             info = _replaced(member, name, mode, owner)
             data = source.extractfile(content) if member.isreg() else None

@@ -278,7 +278,7 @@ class TaskConfig(_Table):
 
     @property
     def old(self) -> bool:
-        """Whether its schema wrote sizes out that nobody asked for."""
+        """Whether its schema wrote out default sizes that no author asked for."""
         try:
             return tuple(int(part) for part in self.schema_version.split(".")[:2]) < (1, 4)
         except ValueError:

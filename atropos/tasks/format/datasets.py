@@ -120,7 +120,7 @@ def _inside(root: Path, path: str, named_by: Path) -> Path:
     missing = ConfigError(f"{named_by}: tasks: {path!r:.200} is not in this clone; fetch it")
     try:
         folder = (root / path).resolve()
-    except (OSError, ValueError, RuntimeError):  # a zero in it, or a link to itself
+    except (OSError, ValueError, RuntimeError):  # a null byte, or a link to itself
         raise missing from None
     if not folder.is_relative_to(root.resolve()):
         raise ConfigError(f"{named_by}: tasks: {path!r:.200} leads out of the clone")

@@ -27,7 +27,7 @@ def read_text(path: Path, cure: str) -> str:
         ConfigError: it is missing, too long, or can't be read.
     """
     try:
-        if path.exists() and not path.is_file():  # a fifo would be waited for
+        if path.exists() and not path.is_file():  # opening a FIFO would block
             raise ConfigError(f"{path}: is not a file; {cure}")
         if (size := path.stat().st_size) > MAX_TEXT_BYTES:
             raise ConfigError(f"{path}: has {size:,} bytes; at most {MAX_TEXT_BYTES:,} are read")

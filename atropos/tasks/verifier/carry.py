@@ -124,7 +124,7 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
                     if not _stays(name, member.linkname, path, every):
                         continue
                     _note(links, name)
-                member.name, member.pax_headers = name, {}  # which would be written instead of what was looked at here
+                member.name, member.pax_headers = name, {}  # which would be written in place of what was checked here
                 member.uid = member.gid = 0
                 member.uname = member.gname = ""
                 target.addfile(member, source.extractfile(content) if plain else None)

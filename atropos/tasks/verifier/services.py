@@ -69,7 +69,7 @@ def look():
         kept = {pid for pid in tree if pid not in spared and holds(pid, sockets)}
     while more := {pid for pid, (parent, *_) in tree.items() if parent in kept and pid not in kept}:
         kept |= more
-    kept |= {tree[pid][1] for pid in kept} & set(tree) - spared  # at whose end what runs on the terminal is hung up
+    kept |= {tree[pid][1] for pid in kept} & set(tree) - spared  # when it ends, the terminal's programs are hung up
     return tree, spared, kept
 def may_listen_yet():  # what is younger than that age, but for the shell of a terminal
     tree, spared, kept = look()
@@ -89,9 +89,9 @@ for sent, those in ((signal.SIGKILL, ended), (signal.SIGCONT, kept)):
     for pid in those:
         try:
             os.kill(pid, sent)
-        except OSError:  # it was ending already when all were stopped
+        except OSError:  # it was already ending when all were stopped
             pass
-while ended & set(processes()):  # none is seen by the tests
+while ended & set(processes()):  # the tests see none of it
     time.sleep(0.005)
 print(len(ended), len(kept))
 """

@@ -155,7 +155,7 @@ def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, 
         "PATH": PATH,
         "PYTHONDONTWRITEBYTECODE": "1",
         "GIT_CONFIG_NOSYSTEM": "1",
-        # user-wide settings that the agent left must not run here
+        # settings that the agent left in a home must not run here
         **({"PYTHONNOUSERSITE": "1"} if profile.user is None else {}),
         **profile.identity,
     }

@@ -220,7 +220,7 @@ def _guard_shared(made: _Filter) -> None:
     # virtual machines
     for advice in (_MADV_MERGEABLE, _MADV_COLD, _MADV_PAGEOUT):
         made.add(made.error(errno.EINVAL), "madvise", same(2, advice))
-    # a host's huge pages are set aside for somebody, and in no limit of a slot's
+    # the host's huge pages are reserved for others, and count towards no limit of a slot
     made.add(made.error(errno.ENOMEM), "mmap", has(3, _MAP_HUGETLB))
     made.add(made.error(errno.EINVAL), "memfd_create", has(1, _MFD_HUGETLB))
     made.add(refuse, "shmget", has(2, _SHM_HUGETLB))

@@ -57,7 +57,7 @@ def op_init(call: int, environment: dict[str, str], output_bytes: int, wall_s: f
         make_folders(WORKSPACE)
     except OSError:
         pass
-    for fd in (0, 1, 2):  # until now errors reached the server
+    for fd in (0, 1, 2):  # until here, errors reached the server
         os.dup2(state.null, fd, inheritable=True)
     link.answer(call, "ready", {})
 
@@ -108,7 +108,7 @@ def main() -> None:
     signals.signal(signals.SIGCHLD, ignore_signal)
     os.umask(0o022)
     os.chdir("/")
-    # before the server's socket, as the loop goes by this order: a command shall not find processes that ended before
+    # before the server's socket, since the loop keeps this order: a command must not find processes that ended before
     # it
     loop.watch(children.wake, children.reap)
     link.open()

@@ -162,7 +162,7 @@ class Journal:
                 self._drop(oldest)
 
     def give_up(self, lease_id: str) -> list[JournalEntry]:
-        """Drop all answers of a lease that nobody will acknowledge.
+        """Drop all answers of a lease that will not be acknowledged.
 
         Returns its entries, which may still have waiters.
         """
@@ -197,13 +197,13 @@ class Journal:
         while self.answers > 1 and (self.bytes > self.max_answer_bytes or self.answers > self.max_answers):
             log = max(self._logs.values(), key=lambda each: each.bytes)
             entry = next((each for each in log.done.values() if each is not newest), None)
-            if entry is None:  # the newest is the largest lease's only one: take the oldest of all others
+            if entry is None:  # the largest lease has only the newest: take the oldest of the others
                 entry = next(e for each in self._logs.values() for e in each.done.values() if e is not newest)
             self._drop(entry)
 
     def _drop(self, entry: JournalEntry) -> None:
         self._forget(entry, dropped=True)
-        # A connection may still hold the entry in its queue: what it sends then is the truth, and small.
+        # A connection may still have the entry queued: it then sends this fault, which is true and small.
         message = "the journal dropped the result; the call ran and was not run again"
         entry.answer = Fault(call_id=entry.call_id, code=OutcomeUnknown.code, message=message)
 

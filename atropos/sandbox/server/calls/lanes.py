@@ -147,7 +147,7 @@ class Lanes:
         self._main.waiting.append(barrier)
         self.start_next()
         try:
-            if self._closed is None:  # else its turn may never come: what ran is not waited for
+            if self._closed is None:  # otherwise its turn may never come: running calls are not waited for
                 await barrier.turn.wait()
             if self._closed is not None:
                 raise LeaseExpired(f"the lease ended before its turn came: {self._closed[1]}")
@@ -284,7 +284,7 @@ class Lanes:
 
         def over(result: OpResult | Exception) -> None:
             self._streaming.pop(entry.call_id, None)
-            if isinstance(operation, WriteStream) or stream.closed:  # else what was read may still be on its way
+            if isinstance(operation, WriteStream) or stream.closed:  # otherwise the data read may still be in transit
                 self.streams.end(operation.stream)
             if isinstance(result, OpError):
                 result = stream.failure(result, operation.path)

@@ -43,7 +43,7 @@ async def listening(
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """A request that can't be read is its sender's mistake: a line says so. A connection that broke is nobody's."""
+    """Log a malformed request as one line, since its sender is at fault; don't log a broken connection."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, ConnectionError):
         return False

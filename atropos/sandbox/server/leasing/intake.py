@@ -65,7 +65,7 @@ class CallIntake:
             client.journal.cancel_early(call_id)
             return
         if entry.state == "done":
-            self.ack(client, (call_id,))  # nobody waits for the answer any more
+            self.ack(client, (call_id,))  # no one waits for the answer
             return
         run = self._state.runs.get(entry.lease_id)
         if run is not None and run.lanes is not None:

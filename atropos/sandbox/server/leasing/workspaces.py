@@ -82,7 +82,7 @@ class Workspaces:
     async def _freeze(self, run: LeaseRun, name: str) -> SnapshotInfo:
         assert run.sandbox is not None
         assert run.lanes is not None
-        check_depth(run.layers)  # again: others were asked for before this one's turn came
+        check_depth(run.layers)  # again: other snapshots may have been requested before this one's turn
         if run.viewed is not None:  # the view ends: its slot is frozen
             if not (stopped := await stop(run.sandbox)).clean:  # the end of the lease retires the slot
                 self._leasing.end(run.held, SlotLost.code, f"the view could not be confirmed gone: {stopped.detail}")
@@ -94,7 +94,7 @@ class Workspaces:
         began = time.monotonic()
         try:
             layer = await old.freeze()
-            run.count(await old.stop())  # which has ended it
+            run.count(await old.stop())  # `freeze` has ended it
         except BaseException as error:
             self._state.meters.snapshot.observe(time.monotonic() - began, "error")
             run.sandbox = old  # so that the end of the lease stops it, or retires the slot

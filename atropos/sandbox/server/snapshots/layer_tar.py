@@ -59,12 +59,12 @@ async def _ended(process: asyncio.subprocess.Process, what: str) -> None:
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
     if process.stdin is not None:
-        process.stdin.close()  # its zstd, which outlives it, waits for more; and asyncio for the end of zstd
+        process.stdin.close()  # ends its zstd, which outlives it and which asyncio would wait for
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         while process.stdout is not None and await process.stdout.read(COPY_BYTES):
-            pass  # its end is told once all that it wrote is read
+            pass  # asyncio reports its end once its output has been read
         await process.wait()
 
 

@@ -57,7 +57,7 @@ class SnapshotTransfer:
         Raises:
             NotSupported: zstd is asked for and not installed.
         """
-        # Before the program is started, which takes a while: a layer that is dropped meanwhile would be read as an
+        # Before the program starts, which takes a while: a layer dropped in the meantime would be packed as an
         # empty one.
         self._layers.hold(snapshot.layers)
         snapshot.touched_at = self._state.now()

@@ -132,7 +132,7 @@ class LeaseTable:
     """Their numbers, and what each may still use."""
     epoch: int = 0
     room: Resources = NOTHING
-    """What nobody holds and may be leased."""
+    """What is unleased and may be leased."""
     _free: deque[int] = field(default_factory=deque[int])
     _seen: dict[str, float] = field(default_factory=dict[str, float])
     _counts: Counter[str] = field(default_factory=Counter[str])
@@ -230,7 +230,7 @@ class LeaseTable:
 
     def _want(self, request: LeaseRequest, now: float, room: Resources) -> None:
         want = self._wants.setdefault(request.client_id, _Want(now))
-        want.requests.pop(request.lease_id, None)  # it is the latest from now on
+        want.requests.pop(request.lease_id, None)  # reinserted as the latest
         want.requests[request.lease_id] = _Request(room, now, WANT_S if room.fits(self.slot_room) else LARGE_WANT_S)
         if len(want.requests) > self.slots:
             del want.requests[next(iter(want.requests))]

@@ -199,7 +199,7 @@ class DockerEngine:
                     events[layer], moved_at = event, time.monotonic()
                     last = f"{layer} {event.get('status', '')} {event.get('progress', '')}".strip()
 
-        pulling = in_thread(pull, "docker pull")  # which the SDK gives no time limit
+        pulling = in_thread(pull, "docker pull")  # the SDK gives it no time limit
         while not futures.wait([pulling], timeout=min(PULL_NOTE_S, PULL_S)).done:
             still_s = time.monotonic() - moved_at
             text = f"no progress for {still_s:.0f} s; the last that {self.facts.name} said of it: {last}"
@@ -251,7 +251,7 @@ class DockerEngine:
         memory = f"{spec.room.memory_mib}m"
         shared = spec.server.image_store.folder
         volumes = {shared: {"bind": IMAGE_FOLDER, "mode": "rw"}} if shared else {}
-        if gpus := spec.gpu_names:  # their specifications, by which the server gives each slot its own
+        if gpus := spec.gpu_names:  # their specifications, from which the server gives each slot its own
             volumes |= {folder: {"bind": folder, "mode": "ro"} for folder in spec.server.cdi_folders}
         with self._failures():
             try:

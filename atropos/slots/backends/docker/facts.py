@@ -38,7 +38,7 @@ class EngineFacts:
         podman = any(part.get("Name") == "Podman Engine" for part in version.get("Components") or ())
         options: list[str] = info.get("SecurityOptions") or []
         rootless = any(option.split(",")[0] == "name=rootless" for option in options)
-        none = rootless and str(info.get("CgroupVersion")) == "1"  # whatever Podman says of each
+        none = rootless and str(info.get("CgroupVersion")) == "1"  # whatever Podman reports for each
         return cls(
             name="Podman" if podman else "Docker",
             version=str(version.get("Version", "")),

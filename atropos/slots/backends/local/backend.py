@@ -151,7 +151,7 @@ def remove_stale_scratch() -> None:
     A folder's name has its process, but one in another PID namespace is not visible here, so its lock decides. Removing
     a folder detaches what is mounted on it elsewhere.
     """
-    with contextlib.suppress(OSError):  # without locks, none can be told from one in use
+    with contextlib.suppress(OSError):  # without locks, unused ones can't be told from those in use
         for path in Path(tempfile.gettempdir()).glob("atropos-*"):
             if (match := _SCRATCH.match(path.name)) and start_time(int(match[1])) != int(match[2]) and lock(path):
                 remove_scratch(path)

@@ -151,7 +151,7 @@ class ServerProcess:
                     await self._process.wait()
         finally:
             if self._process.returncode is None:
-                # no trouble: its leases are over, and a kill leaves nothing either
+                # harmless: its leases are over, and a kill leaves nothing
                 log.info("sandbox server %d did not end within %g s: killed", self.pid, grace_s)
                 self._signal(signal.SIGKILL)
             await outlive(self._gone())  # a shutdown's last deadline ends the wait above, and not this one

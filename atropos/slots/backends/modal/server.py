@@ -109,7 +109,7 @@ class ModalServer:
         return await modal.Sandbox.create.aio(
             *SERVER_COMMAND,
             app=await modal.App.lookup.aio(pool.job_id, create_if_missing=True),
-            image=image.entrypoint([]),  # the image's starts a server with other settings
+            image=image.entrypoint([]),  # the image's own starts a server with other settings
             tags={"atropos": self.id},
             cpu=pool.of(ModalSettings).modal_cpus,
             memory=(memory_mib, memory_mib),  # request and limit

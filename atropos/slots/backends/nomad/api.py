@@ -67,7 +67,7 @@ class NomadApi:
             session.mount("https://", _TlsAdapter(access))
             if access.skip_verify:
                 log.warning("NOMAD_SKIP_VERIFY: the certificate of %s is not checked", access.shown)
-                urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # or each request warns
+                urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # otherwise each request warns
         verify = False if access.skip_verify else (access.cacert or access.capath or True)
         cert = (access.client_cert, access.client_key) if access.client_cert else ()
         self._nomad: Any = cast("Any", nomad).Nomad(
@@ -369,7 +369,7 @@ class NomadApi:
             async with self._get(f"/v1/job/{self.job_id}/allocations", params, timeout=timeout) as answer:
                 await self._check("list allocations", answer)
                 new = int(answer.headers["X-Nomad-Index"])
-                await answer.read()  # which fails when it breaks off
+                await answer.read()  # fails if the stream breaks off
         except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as error:
             raise BackendUnavailable(f"Nomad does not answer at {self.access.shown}: {error}") from error
         return new if new >= index else 0

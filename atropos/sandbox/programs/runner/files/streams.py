@@ -130,7 +130,7 @@ def unpack_stream(path: str) -> Outcome:
     """Unpack the archive that comes."""
     source = io.BufferedReader(Incoming(), STREAM_BYTES)
     outcome = unpack_from(path, source)
-    while source.read(STREAM_BYTES):  # what pads the archive; without the end, it broke off
+    while source.read(STREAM_BYTES):  # the archive's padding; without its end marker, it was cut off
         pass
     return outcome
 

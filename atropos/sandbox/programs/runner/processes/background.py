@@ -123,7 +123,7 @@ class Proc:
         Filters(self.pid, self.outputs, place, self.progress, ended, behind=behind)
 
     def progress(self) -> int | None:
-        """How much it has printed, with its errors; None once nobody can print any more."""
+        """How much it has printed, errors included; None once no process can print."""
         parts = self.parts()
         return sum(part.total for part in parts) if any(part.fd >= 0 for part in parts) else None
 

@@ -119,7 +119,7 @@ class Command:
         self.filters = Filters(self.pid, outputs, None, self.progress, ended, self.ends)
 
     def progress(self) -> int | None:
-        """How much it has printed; None once nobody can write to its pipes any more."""
+        """How much it has printed; None once no process can write to its pipes."""
         return self.all.total if any(pipe.fd >= 0 for pipe in self.pipes) else None
 
     def drain(self) -> None:
@@ -142,7 +142,7 @@ class Command:
             if pipe.fd >= 0:  # a background child may hold it: it is read on, so that the child isn't killed by SIGPIPE
                 adopt(pipe.fd)
         if self.cut:
-            for buffer in (self.all, self.out):  # errors hold no word of ours
+            for buffer in (self.all, self.out):  # errors have no note of ours
                 if buffer:
                     buffer.add(CUT)
         self.reply(code)

@@ -17,7 +17,7 @@ def open_terminal(rows: int, cols: int) -> tuple[int, str]:
     try:
         master = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno == errno.ENOSPC:  # which says nothing of the disk here
+        if error.errno == errno.ENOSPC:  # it says nothing about the disk
             raise OpFailed("limit", "the slot's terminals are used up") from None
         raise
     try:
