@@ -112,7 +112,15 @@ class SlotSettings(BaseModel):
     image_store: ImageStoreSettings = Field(
         default=ImageStoreSettings(), description="where images are kept and how they are pulled (docs/images.md)"
     )
-    volume: Literal["memory", "disk"] = Field(default="memory", description="where a slot's files are kept")
+    volume: Literal["auto", "memory", "disk"] = Field(
+        default="auto", description="where a slot's files are kept; auto: in memory, or on disk in leases of more files"
+    )
+    largest_disk_mib: int | None = Field(
+        default=None,
+        ge=8,
+        le=1 << 30,
+        description="with volume auto: most files that a lease has on disk; None: none, and tasks set it by what they ask for",
+    )
     allow_network: bool = Field(default=False, description="whether leases may ask for (filtered) egress")
     egress_allow: HostNames = Field(
         default=("public",),
@@ -159,25 +167,34 @@ class SandboxSettings(SlotSettings):
         return self.limits.model_copy(update=lease.model_dump(exclude_none=True, exclude={"gpus", "gpu_types"}))
 
     @property
+    def place_mib(self) -> int:
+        """Files that fit into a place on disk of a lease's own; 0: there are none."""
+        return self.largest_disk_mib or 0 if self.volume == "auto" else 0
+
+    def on_disk(self, limits: LeaseLimits | None) -> bool:
+        """Whether a lease gets a place on disk: it asks for more files than memory."""
+        if limits is None or limits.disk_mib is None or not self.place_mib:
+            return False
+        return limits.disk_mib > self.limits_of(limits).memory_mib
+
+    @property
     def slot_room(self) -> Resources:
         """What a lease of a slot's own size takes of its container: memory, which also holds its files, and processes.
 
-        Cores are shared, and a container's places for files on disk are as many as its slots.
+        Cores are shared, and with `volume="disk"` there are as many places for files as slots.
         """
         return Resources(memory_mib=self.limits.memory_mib, pids=self.limits.pids)
 
-    @property
-    def devices(self) -> Resources:
-        """What a container has beside the room of its slots."""
-        return Resources(gpus=self.gpus * self.slots_per_gpu)
+    def beside(self, places: int) -> Resources:
+        """What a container has beside the room of its slots: GPUs, and so many places on disk."""
+        return Resources(gpus=self.gpus * self.slots_per_gpu, disk_mib=places * self.place_mib)
 
     def room(self, limits: LeaseLimits | None) -> Resources:
         """What a lease takes of its container: of nothing less than a slot, so that what fits by room fits by slots."""
         if limits is None:
             return self.slot_room
-        return self.slot_room.most(
-            Resources(memory_mib=limits.memory_mib or 0, pids=limits.pids or 0, gpus=limits.gpus or 0)
-        )
+        disk_mib = self.place_mib if self.on_disk(limits) else 0
+        return self.slot_room.most(Resources(limits.memory_mib or 0, disk_mib, limits.pids or 0, gpus=limits.gpus or 0))
 
     def check_room(self, limits: LeaseLimits, slots: int) -> None:
         """Compare what a lease asks for with a whole container.
@@ -192,11 +209,14 @@ class SandboxSettings(SlotSettings):
         largest = {
             "memory_mib": (whole.memory_mib, f"{slots} slots of {slot.memory_mib}"),
             "pids": (whole.pids, f"{slots} slots of {slot.pids}"),
-            "disk_mib": (whole.memory_mib, "files are in its memory"),
+            "disk_mib": (whole.memory_mib, "files are in its memory; for more on disk, set largest_disk_mib"),
         }
         if self.volume == "disk":
             why = "volume='disk': places on disk have one size, set by the pool's limits"
             largest |= {"disk_mib": (slot.disk_mib, why), "inodes": (slot.inodes, why)}
+        elif self.on_disk(limits):
+            why = "places on disk have one size, set by largest_disk_mib and limits.inodes"
+            largest |= {"disk_mib": (self.place_mib, why), "inodes": (slot.inodes, why)}
         for name, (most, why) in largest.items():
             asked = getattr(limits, name)
             if asked is not None and asked > most:

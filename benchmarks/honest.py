@@ -29,7 +29,7 @@ from atropos.envs.humaneval_problems import HumanEvalProblem, judge, load_proble
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks.attempt import TaskRun
 from atropos.tasks.check import LEAST
-from atropos.tasks.fit import fit
+from atropos.tasks.fit import fit, largest_on_disk
 from atropos.tasks.folder import load_task
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import TaskImages
@@ -144,7 +144,12 @@ async def measure(
     """Of each condition: how many programs were scored, what was not scored 1 and why, and the seconds in all."""
     found: dict[str, dict[str, object]] = {}
     config = SlotPoolConfig(
-        backend="local", slots_per_container=at_once, max_containers=1, acquire_timeout_s=600, limits=LIMITS
+        backend="local",
+        slots_per_container=at_once,
+        max_containers=1,
+        acquire_timeout_s=600,
+        limits=LIMITS,
+        largest_disk_mib=largest_on_disk(tasks, LEAST),
     )
     async with SlotPool(config) as pool:
         programs = {task.name: of_task(pool, task) for task in tasks}

@@ -192,8 +192,8 @@ class AtroposEnvironment(BaseEnvironment):
         slot = self._config.limits
         memory, storage = wants.memory_mb or 0, wants.storage_mb or 0
         memory = memory if memory != OLD_MEMORY_MB else 0
-        room = max(memory, slot.memory_mib)
-        files = min(storage, room) if storage != OLD_STORAGE_MB and self._config.volume == "memory" else 0
+        room = max(memory, slot.memory_mib, self._config.place_mib)
+        files = min(storage, room) if storage != OLD_STORAGE_MB and self._config.volume != "disk" else 0
         resources = Resources(memory_mib=memory, disk_mib=files, cpus=wants.cpus or 0, gpus=wants.wanted_gpus)
         return Room(slot.resources).beyond(resources, wants.gpu_types)
 

@@ -32,7 +32,7 @@ from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.slots import Slot, SlotFileError, Snapshot
 from atropos.tasks import workspace
 from atropos.tasks.errors import TaskBroken, VerifierFailed
-from atropos.tasks.fit import STAND_INS, Policy, Room, fit
+from atropos.tasks.fit import STAND_INS, Policy, Room, fit, largest_on_disk
 from atropos.tasks.folder import TaskSet, read_folders, read_tasks
 from atropos.tasks.format.datasets import dataset_folders
 from atropos.tasks.format.task import Task
@@ -450,6 +450,7 @@ def _room(config: TaskEnvConfig) -> Room:
     return Room(
         pool.limits.resources,
         volume=pool.volume,
+        largest_disk_mib=pool.largest_disk_mib,
         network=config.allow_network,
         egress=tuple(config.egress_allow),
         most_mib=(pool.slot_room * pool.slots_per_container).memory_mib,
@@ -502,6 +503,7 @@ def _usable(config: TaskEnvConfig) -> list[Task]:
             _log.warning("%s: %s", task.path / "task.toml", text)
     _log.info("%d tasks, %d left out, %d limits lowered", len(chosen.tasks), len(chosen.refused), len(clamped))
     tasks = [fits[task.name].sized(task) for task in chosen.tasks]
+    config.largest_disk_mib = config.largest_disk_mib or largest_on_disk(tasks, room)
     _allow_waiting(tasks, config)
     return tasks
 

@@ -110,6 +110,17 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def move_to_disk(self, beside: Sandbox | None) -> None:
+        """Before the first operation and `change_root`, have what is written from then on kept on disk.
+
+        Args:
+            beside: another sandbox, now a layer, in whose place on disk it goes on; None: in a place of its own.
+
+        Raises:
+            SandboxError: there is no place for it; the sandbox must be stopped.
+        """
+        ...
+
     async def change_root(self, layers: Sequence[SnapshotLayer], base: str | None = None) -> None:
         """Before the first operation, change the root to `layers` (topmost first) over a base.
 
@@ -148,6 +159,10 @@ class Host(Protocol):
 
     max_layers: int | None
     """Layers that there is room for at once; None: as many as fit into their bound of bytes."""
+    places: int
+    """Places on disk for the files of leases."""
+    no_quota: str
+    """Why nothing bounds what is written there; empty: it is bounded."""
 
     async def probe(self) -> Sequence[Feature]:
         """Try every isolation property from inside a throw-away sandbox."""

@@ -22,7 +22,7 @@ from atropos.resources import Resources
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks.attempt import Agent, Attempt, TaskRun
 from atropos.tasks.errors import TaskBroken, VerifierFailed
-from atropos.tasks.fit import STAND_INS, Policy, Room, TaskFit, fit
+from atropos.tasks.fit import STAND_INS, Policy, Room, TaskFit, fit, largest_on_disk
 from atropos.tasks.folder import TaskSet
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import TaskImages
@@ -185,6 +185,8 @@ async def _running(
         acquire_timeout_s=config.attempt_s,
         allow_network=config.network,
         image_store=config.image_store,
+        volume=room.volume,
+        largest_disk_mib=largest_on_disk(tasks, room),
         limits=SlotLimits(memory_mib=room.slot.memory_mib, disk_mib=room.slot.disk_mib),
         job_id="atropos-tasks-check",
     )

@@ -6,7 +6,7 @@ A pure decision, made before anything runs.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -35,13 +35,15 @@ class Room:
         slot: of a plain slot; no cores: a share of the machine's.
         most_mib: memory of the largest lease, a whole container's; None: a slot's.
         gpu_refusal: of the pool's settings.
-        volume: where its files live; in memory they count against that.
+        volume: where its files live; in memory they count against that, and `auto` keeps on disk what doesn't fit there.
+        largest_disk_mib: with `auto`: most files of a lease on disk; None: as many as are wanted.
         network: whether programs have egress at all.
         egress: hosts that they may reach.
     """
 
     slot: Resources
-    volume: Literal["memory", "disk"] = "memory"
+    volume: Literal["auto", "memory", "disk"] = "auto"
+    largest_disk_mib: int | None = None
     network: bool = True
     egress: tuple[str, ...] = ("public",)
     most_mib: int | None = None
@@ -63,6 +65,12 @@ class Room:
             gpu_types=tuple(gpu_types) if wanted.gpus else (),
         )
         return None if limits == LeaseLimits() else limits
+
+    def on_disk(self, limits: LeaseLimits | None) -> int:
+        """Files of a lease that are kept on disk, in MiB; 0: they are in memory."""
+        files = 0 if limits is None or self.volume != "auto" else limits.disk_mib or 0
+        memory = None if limits is None else limits.memory_mib
+        return files if files > (memory or self.slot.memory_mib) else 0
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,12 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
     )
 
 
+def largest_on_disk(tasks: Iterable[Task], room: Room) -> int | None:
+    """Most files that a lease of these tasks has on disk, which come with their sizes; None: all are in memory."""
+    machines = [one for task in tasks for one in (task, *task.verifiers)]
+    return max((room.on_disk(one.limits) for one in machines), default=0) or None
+
+
 @dataclass
 class _Sizes:
     """Memory, files, cores and GPUs of one task, and what became of its wishes."""
@@ -167,11 +181,19 @@ class _Sizes:
         room = self.room
         if storage > room.slot.disk_mib and (room.volume == "disk" or old):  # a default doesn't justify a larger lease
             there = room.slot.disk_mib
-            if room.volume == "memory":
+            if room.volume != "disk":
                 there = max(there, min(storage, memory or room.slot.memory_mib))
             text = f"{table}.storage_mb: {storage} wanted, slots have {there}"
             self._lower(text, f"raise slot_disk_mib to {storage}", "disk", old=old)
             return there, 0
+        if room.volume == "auto" and own + storage > room.most:
+            # more files than memory are what a lease has on disk
+            files = max(storage, max(memory, room.slot.memory_mib, room.slot.disk_mib) + 1)
+            most = files if room.largest_disk_mib is None else room.largest_disk_mib
+            if files > most:
+                text = f"{table}.storage_mb: {storage} wanted, more than fits in memory, and leases have {most} on disk"
+                self._lower(text, f"raise largest_disk_mib to {files}", "disk", old=old)
+            return min(files, most), 0
         if room.volume == "memory" and own + storage > room.most:
             text = (
                 f"{table}.storage_mb: {storage} of files in memory beside {own} for programs wanted, slots have at "
@@ -180,7 +202,7 @@ class _Sizes:
             cure = f"raise slot_memory_mib or slots_per_container for {own + storage}, or keep slots' files on disk"
             self._lower(text, cure, "disk", old=old)
             return max(room.slot.disk_mib, min(storage, memory or room.slot.memory_mib)), 0
-        return storage, own + storage if room.volume == "memory" else 0
+        return storage, 0 if room.volume == "disk" else own + storage
 
     def _lower(self, text: str, cure: str, limit: Limit, *, old: bool) -> None:
         if self.policy == "clamp" or (self.policy == "old" and old):

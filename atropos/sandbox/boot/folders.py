@@ -95,7 +95,7 @@ def disk(owner: int, slot_group: int) -> str:
         os.makedirs(top, 0o755, exist_ok=True)
         status = os.lstat(top)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (os.geteuid(), owner):
-            raise IsolationUnavailable(f"volume='disk': {top} is not a folder of this user's own")
+            raise IsolationUnavailable(f"files on disk: {top} is not a folder of this user's own")
         os.chown(top, owner, -1)  # so that the server can remove its own at the end
         folder = f"{top}/{own_name()}"
         os.mkdir(folder, 0o700)
@@ -103,7 +103,7 @@ def disk(owner: int, slot_group: int) -> str:
         os.chown(folder, owner, slot_group)
         os.chmod(folder, 0o710 if os.geteuid() == 0 else 0o711)
     except OSError as error:
-        raise IsolationUnavailable(f"volume='disk': {top} can't be used: {error.strerror}") from error
+        raise IsolationUnavailable(f"files on disk: {top} can't be used: {error.strerror}") from error
     return folder
 
 

@@ -47,7 +47,7 @@ class Entered:
         cgroups: the hierarchies claimed.
         slot_ids: how many ids a slot has, from 0 on. The next one is the server's.
         creators: how many come after it, from which slots' user namespaces are created; 0: from the server's own.
-        disk: a folder on disk for volumes, when the configuration wants them there.
+        disk: a folder on disk for volumes, when the configuration wants any there.
         cells: where the cells of that folder are mounted; None: `no_cells` says why there are none.
         images: a descriptor of each cell's image.
         image_folder: where the store of images is; None: `no_images` says why there is none.
@@ -74,7 +74,6 @@ class RootPhaseSettings:
     """
 
     text: str
-    volume: str
     base: str | None
     bases: dict[str, str]
     die_with_parent: bool
@@ -91,16 +90,14 @@ class RootPhaseSettings:
     @classmethod
     def of(cls, config: ServerConfig) -> RootPhaseSettings:
         """Settings of a checked configuration."""
-        cells = disks.CellPlan.of(config) if config.volume == "disk" else None
         return cls(
             config.revealed(),
-            config.volume,
             config.base,
             config.bases,
             config.die_with_parent,
             config.state_dir,
             config.slots,
-            cells,
+            disks.CellPlan.of(config),
             config.image_store.folder,
         )
 
@@ -109,15 +106,16 @@ class RootPhaseSettings:
         """Settings from a text that the second stage will check; None when it must be checked now."""
         try:
             data: Any = json.loads(text)
-            volume, bases = data.get("volume", "memory"), data.get("bases", {})
+            bases = data.get("bases", {})
             folder = data.get("image_store", {}).get("folder")
             ends, paths = data.get("die_with_parent", False), (data.get("base"), data.get("state_dir"), folder)
             slots = data.get("slots")
-            plain = volume == "memory" and type(ends) is bool and type(slots) is int and 0 < slots <= 1000
+            plain = data.get("volume") != "disk" and data.get("largest_disk_mib") is None
+            plain = plain and type(ends) is bool and type(slots) is int and 0 < slots <= 1000
             plain = plain and all(path is None or type(path) is str for path in paths)
             if not plain or not all(type(part) is str for item in bases.items() for part in item):
                 return None
-            return cls(text.decode(), volume, paths[0], bases, ends, paths[1], slots, image_folder=folder)
+            return cls(text.decode(), paths[0], bases, ends, paths[1], slots, image_folder=folder)
         except (ValueError, AttributeError, TypeError, RecursionError):
             return None
 
@@ -215,7 +213,7 @@ def _as_root(config: RootPhaseSettings, scratch: str, parent: int | None) -> Ent
             "(see nomad/ and docker/sandbox/ for the least that is needed)"
         ) from error
     cgroups = claim(f"{scratch}/cgroups", server, config.slots)
-    disk = folders.disk(server, base) if config.volume == "disk" else None
+    disk = None if config.cells is None else folders.disk(server, base)
     if disk is not None:
         folders.remove_abandoned(disk)
     cells, images, no_cells = None, list[int](), ""
@@ -271,7 +269,7 @@ def _become(uid: int) -> None:
 def _as_user(config: RootPhaseSettings, scratch: str, parent: int | None) -> Entered:
     uid, gid = os.getuid(), os.getgid()
     cgroups = claim_delegated(uid)
-    disk = folders.disk(uid, gid) if config.volume == "disk" else None
+    disk = None if config.cells is None else folders.disk(uid, gid)
     image_folder, no_images = folders.image_folder(config.image_folder, uid)
     (first_uid, uids), (first_gid, gids) = namespaces.subordinate("/etc/subuid"), namespaces.subordinate("/etc/subgid")
     ids, slot_ids, creators = min(uids, gids), 1, 0

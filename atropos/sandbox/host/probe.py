@@ -290,7 +290,7 @@ async def _properties(host: HostState, start: Start) -> list[Feature]:
         stopped = await sandbox.stop()
     checks["reset"] = (stopped.clean, stopped.detail)
     features = [_feature(name, passed, detail) for name, (passed, detail) in checks.items()]
-    if host.config.volume == "memory" or host.entered.cells is not None:
+    if host.config.volume != "disk" or host.entered.cells is not None:
         return features
     # a folder on disk has no limits of its own: published, not promised
     without = {

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from atropos.aio import done_within
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxError, SlotLost
-from atropos.sandbox.contract import RootUnchanged, SnapshotLayer, Stopped
+from atropos.sandbox.contract import RootUnchanged, Sandbox, SnapshotLayer, Stopped
 from atropos.sandbox.host import egress_supervisor
 from atropos.sandbox.host.files import skeleton, views, volumes
 from atropos.sandbox.host.gpus import SlotGpus
@@ -305,6 +305,15 @@ class SlotSandbox:
         self.limits = limits
         self._watch = LimitWatch(self.name, self.cgroup, self.volume, limits)
         self._channel.call("limits", {"environment": host.threads(limits), "wall_s": limits.wall_s}, lambda _: None)
+
+    async def move_to_disk(self, beside: Sandbox | None) -> None:
+        """Keep what is written on disk; see `contract.Sandbox.move_to_disk`."""
+        there = beside.volume.disk if isinstance(beside, SlotSandbox) else None
+        self.volume.disk = await self._host.cells.acquire(os.path.basename(self.volume.folder), beside=there)
+        try:
+            volumes.make_folders(self.volume)
+        except OSError as error:
+            raise SandboxError(f"slot {self.name}: its files can't be on disk: {error}") from error
 
     async def change_root(
         self, layers: Sequence[SnapshotLayer], base: str | None = None, *, view: views.View | None = None

@@ -39,6 +39,8 @@ class SlotHost:
         _check_disk(config, entered)
         self.state = HostState(config, entered, prestarted)
         self.max_layers = self.state.cells.max_layers
+        self.places = self.state.cells.places
+        self.no_quota = self.state.entered.no_cells if self.state.entered.cells is None else ""
         self._serial = itertools.count(1)
         self._importing = 0
         self._store: ImageStore | None = None
@@ -68,7 +70,8 @@ class SlotHost:
             raise NotSupported("network=True: this server gives no slot a network (allow_network is false)")
         base = self.state.bases[None]
         unique = f"{next(self._serial)}"
-        disk = await self.state.cells.acquire(unique, probe=limits is not None) if joins is None else None
+        on_disk = self.state.config.volume == "disk" and joins is None
+        disk = await self.state.cells.acquire(unique, probe=limits is not None) if on_disk else None
         limits = limits or self.state.config.limits
         most_cores = slot_cgroup.ceiling(limits, self.state.config.slots)
         folder = f"{self.state.scratch}/slots/{unique}"
@@ -198,7 +201,7 @@ class SlotHost:
 
     async def _blank_volume(self) -> volumes.Volume:
         unique = f"{next(self._serial)}"
-        disk = await self.state.cells.acquire(unique)
+        disk = await self.state.cells.acquire(unique) if self.state.config.volume == "disk" else None
         try:
             return volumes.blank(f"{self.state.scratch}/slots/{unique}", self.state.config.limits, disk)
         except OSError as error:
@@ -241,7 +244,7 @@ class SlotHost:
 
 def _check_disk(config: ServerConfig, entered: Entered) -> None:
     """Refuse a limit that this machine can't enforce."""
-    if config.volume == "memory" or entered.cells is not None:
+    if config.volume != "disk" or entered.cells is not None:
         return
     for name in ("disk_mib", "inodes"):
         if getattr(config.limits, name) != SlotLimits.model_fields[name].default:

@@ -39,22 +39,28 @@ class CellPlan:
 
     Attributes:
         cells: for slots, warm sandboxes, layers, and cells that are being emptied.
-        layers: how many of them snapshots may keep.
+        layers: how many of them snapshots may keep; None: as many as there are.
         mib, inodes: the size of one.
+        fitting: whether there are fewer where the disk has no room for all.
     """
 
     cells: int
-    layers: int
+    layers: int | None
     mib: int
     inodes: int
+    fitting: bool
 
     @classmethod
-    def of(cls, config: ServerConfig) -> CellPlan:
-        """The cells that a configuration needs."""
-        ahead = 4 if config.warm is None else config.warm
+    def of(cls, config: ServerConfig) -> CellPlan | None:
+        """The cells that a configuration needs; None: no files on disk."""
         layers = min(config.max_snapshots, max(4, config.slots))
-        cells = config.slots + ahead + layers + max(2, config.slots // 2)
-        return cls(cells, layers, config.limits.disk_mib, config.limits.inodes)
+        cells, inodes = config.slots + layers + max(2, config.slots // 2), config.limits.inodes
+        if config.place_mib:
+            return cls(cells, None, config.place_mib, inodes, fitting=True)
+        if config.volume != "disk":
+            return None
+        ahead = 4 if config.warm is None else config.warm
+        return cls(cells + ahead, layers, config.limits.disk_mib, inodes, fitting=False)
 
 
 def make(plan: CellPlan, images: str, target: str, owner: int, group: int) -> list[int]:
@@ -73,19 +79,33 @@ def make(plan: CellPlan, images: str, target: str, owner: int, group: int) -> li
         A descriptor of each cell's image, for `reserve`.
 
     Raises:
-        OSError: this host or container has no loop devices, or no mkfs.ext4.
+        OSError: this host or container has no loop devices, no mkfs.ext4, or no room for one cell.
     """
     os.mkdir(target, 0o755)
     template = f"{images}/template"
+    count = min(plan.cells, _holds(images, _image_bytes(plan.mib, plan.inodes))) if plan.fitting else plan.cells
     try:
         _format(template, plan.mib, plan.inodes)
-        cells = [_cell(template, images, f"{target}/{number}", owner, group) for number in range(plan.cells)]
+        cells = [_cell(template, images, f"{target}/{number}", owner, group) for number in range(count)]
         _format(template, PROBE_MIB, PROBE_INODES)
         reserve(_cell(template, images, f"{target}/{PROBE}", owner, group))
     finally:
         if os.path.exists(template):
             os.unlink(template)
     return cells
+
+
+def _holds(folder: str, size: int) -> int:
+    """How many images of a size fit on a folder's disk, with a tenth of what is free left to others.
+
+    Raises:
+        OSError: none does.
+    """
+    found = os.statvfs(folder)
+    room = found.f_bavail * found.f_frsize // 10 * 9
+    if room < size:
+        raise OSError(errno.ENOSPC, f"one takes {size // _MIB} MiB, and the disk has room for {room // _MIB}")
+    return room // size
 
 
 def reserve(image: int) -> None:
@@ -97,18 +117,20 @@ def reserve(image: int) -> None:
     os.posix_fallocate(image, 0, os.fstat(image).st_size)
 
 
+def _image_bytes(mib: int, inodes: int) -> int:
+    return mib * _MIB + (inodes + OWN_INODES) * _INODE_BYTES + (mib * _MIB >> 6) + 2 * _MIB
+
+
 def _format(path: str, mib: int, inodes: int) -> None:
     """A sparse file with an empty file system in which `mib` and `inodes` fit."""
     program = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
     if program is None:
         raise OSError(errno.ENOENT, "mkfs.ext4 is not installed (apt-get install e2fsprogs)")
-    inodes += OWN_INODES
-    size = mib * _MIB + inodes * _INODE_BYTES + (mib * _MIB >> 6) + 2 * _MIB
     with open(path, "wb") as file:
-        file.truncate(size)
+        file.truncate(_image_bytes(mib, inodes))
     # no journal: its content is not used after a crash
     options = ["-O", "^has_journal,^resize_inode", "-E", "lazy_itable_init=1,nodiscard", "-m", "0"]
-    command = [program, "-q", "-F", *options, "-I", str(_INODE_BYTES), "-N", str(inodes), path]
+    command = [program, "-q", "-F", *options, "-I", str(_INODE_BYTES), "-N", str(inodes + OWN_INODES), path]
     done = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise OSError(errno.EINVAL, f"mkfs.ext4: {' '.join(done.stderr.split()) or done.returncode}")

@@ -34,7 +34,7 @@ class SharedState:
         self.config = config
         self.backend = backend
         self.phase: Phase = "new"
-        self.fleet = Fleet(config.slot_room, devices=config.devices)
+        self.fleet = Fleet(config.slot_room, devices=config.beside(config.slots_per_container))
         self.counters = Counters()
         self.tasks = Tasks("pool")
         self.news = asyncio.Event()

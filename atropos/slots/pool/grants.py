@@ -65,7 +65,7 @@ class Grants:
         self._state = state
         self._links = links
         self._images = images
-        self._limits_noted: str | None = None
+        self._limits_noted: set[str] = set()
         """The last logged limit that slots lack."""
         self._last = WeakValueDictionary[ContainerLink, asyncio.Task[Slot | None]]()
         """The latest grant under way in each container."""
@@ -206,8 +206,8 @@ class Grants:
         state.fleet.granted(ticket)
         ticket.granted_at = state.now()
         state.counters.granted()
-        if lease.limit_note not in (None, self._limits_noted):
-            self._limits_noted = lease.limit_note
+        if lease.limit_note is not None and lease.limit_note not in self._limits_noted:
+            self._limits_noted.add(lease.limit_note)
             log.warning("slots of container %s lack %s", link.container.id, lease.limit_note)
         slot = link.slots[lease.lease_id] = Slot(link, lease, request, ticket)
         return slot

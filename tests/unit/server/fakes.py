@@ -168,6 +168,9 @@ class FakeSandbox:
     def resize(self, limits: SlotLimits) -> None:
         self.limits = limits
 
+    async def move_to_disk(self, beside: object) -> None:
+        raise SandboxError("there is no disk")
+
     async def change_root(self, layers: Sequence[SnapshotLayer], base: str | None = None) -> None:
         await asyncio.sleep(self.host.start_s)
         await self.host.may_start.wait()
@@ -199,6 +202,7 @@ class FakeSandbox:
 
 class FakeHost:
     max_layers: int | None = None
+    places, no_quota = 0, ""
 
     def __init__(self) -> None:
         self.live: set[FakeSandbox] = set()

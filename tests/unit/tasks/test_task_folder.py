@@ -9,6 +9,7 @@ import subprocess
 import tarfile
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from atropos.config import SandboxSettings
 from atropos.errors import ConfigError
 from atropos.resources import Resources
 from atropos.tasks.builder.archive import LargeFile, changed_mode, pack, unpack_steps
-from atropos.tasks.fit import Room, TaskFit, fit
+from atropos.tasks.fit import Room, TaskFit, fit, largest_on_disk
 from atropos.tasks.folder import load_task, read_folders, read_tasks
 from atropos.tasks.format.context import Context, walk
 from atropos.tasks.format.recipe import PATH, Copy, Download, Folder, Mount, Run, StepSettings
@@ -861,13 +862,32 @@ def sized(folder, version, **sizes):
 
 def test_files_in_memory_need_room_beside_the_programs(folder):
     task = sized(folder, "1.4", memory_mb=512, storage_mb=2048)
-    (problem,) = fit(task, Room(Resources(memory_mib=2048, disk_mib=2048))).refused
+    (problem,) = fit(task, Room(Resources(memory_mib=2048, disk_mib=2048), volume="memory")).refused
     assert "2048 of files in memory beside 512 for programs wanted, slots have at most 2048 for both" in problem
     assert "slot_memory_mib or slots_per_container for 2560" in problem
     assert fit(task, Room(Resources(memory_mib=2560, disk_mib=2048))) == TaskFit()
     assert fit(task, Room(Resources(memory_mib=512, disk_mib=2048), volume="disk")) == TaskFit()
     room = Room(Resources(memory_mib=1024, disk_mib=512), most_mib=4096)
     assert fit(task, room) == TaskFit(limits=LeaseLimits(memory_mib=2560, disk_mib=2048))
+
+
+@pytest.mark.parametrize(
+    ("storage", "memory", "limits"),
+    [
+        (20_480, 4096, LeaseLimits(memory_mib=4096, disk_mib=20_480)),
+        (20_480, 512, LeaseLimits(disk_mib=20_480)),
+        (2048, 3072, LeaseLimits(memory_mib=3072, disk_mib=3073)),  # more files than memory are on disk
+        (2048, 2048, LeaseLimits(memory_mib=4096, disk_mib=2048)),  # fits
+    ],
+)
+def test_files_that_don_t_fit_in_memory_are_on_disk(folder, storage, memory, limits):
+    task = sized(folder, "1.4", memory_mb=memory, storage_mb=storage)
+    room = Room(Resources(memory_mib=1024, disk_mib=512), most_mib=4096)
+    found = fit(task, room)
+    assert found == TaskFit(limits=limits)
+    assert largest_on_disk([found.sized(task)], room) == (None if memory == 2048 else limits.disk_mib)
+    (problem,) = fit(sized(folder, "1.4", storage_mb=8192), replace(room, largest_disk_mib=4096)).refused
+    assert "leases have 4096 on disk; raise largest_disk_mib to 8192" in problem
 
 
 @pytest.mark.parametrize(
@@ -883,7 +903,9 @@ def test_files_in_memory_need_room_beside_the_programs(folder):
     ],
 )
 def test_what_a_slot_lacks_is_asked_for_up_to_a_whole_container(folder, version, sizes, limits, clamped, refused):
-    found = fit(sized(folder, version, **sizes), Room(Resources(memory_mib=1024, disk_mib=512), most_mib=4096))
+    found = fit(
+        sized(folder, version, **sizes), Room(Resources(memory_mib=1024, disk_mib=512), volume="memory", most_mib=4096)
+    )
     assert (len(found.clamped), len(found.refused)) == (clamped, refused)
     if not refused:
         assert found.limits == limits
@@ -891,7 +913,7 @@ def test_what_a_slot_lacks_is_asked_for_up_to_a_whole_container(folder, version,
 
 def test_with_clamp_everything_is_lowered_to_the_largest_lease(folder):
     task = sized(folder, "1.4", memory_mb=8192, storage_mb=8192)
-    found = fit(task, Room(Resources(memory_mib=1024, disk_mib=512), most_mib=4096), policy="clamp")
+    found = fit(task, Room(Resources(memory_mib=1024, disk_mib=512), volume="memory", most_mib=4096), policy="clamp")
     assert (found.refused, len(found.clamped), found.limits) == ((), 2, LeaseLimits(memory_mib=4096, disk_mib=4096))
 
 
@@ -901,7 +923,7 @@ def test_with_clamp_everything_is_lowered_to_the_largest_lease(folder):
 )
 def test_sizes_that_old_schemas_wrote_out_are_lowered_and_others_refused(folder, version, policy, refused, clamped):
     task = sized(folder, version, memory_mb=2048, storage_mb=10_240)
-    found = fit(task, Room(Resources(memory_mib=1024, disk_mib=512)), policy=policy)
+    found = fit(task, Room(Resources(memory_mib=1024, disk_mib=512), volume="memory"), policy=policy)
     assert (len(found.refused), len(found.clamped)) == (refused, clamped)
     assert sorted(found.sized(task).lowered) == (["disk", "memory"] if clamped else [])
     chosen = sized(folder, "1.1", memory_mb=4096)

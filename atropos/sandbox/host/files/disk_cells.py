@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 
 from atropos.config import ServerConfig
 from atropos.errors import SandboxError
@@ -20,24 +21,32 @@ class DiskCells:
     """The free cells.
 
     Attributes:
+        places: how many there are; without a file system of their own, as many as slots.
         max_layers: how many layers have a cell; None: no bound.
     """
 
     def __init__(self, config: ServerConfig, entered: Entered) -> None:
-        self._disk_mib = config.limits.disk_mib
+        self.places = config.slots
         self._entered = entered
         # last in, first out: fewer cells take room on the disk
         self._free: asyncio.LifoQueue[str] = asyncio.LifoQueue()
         self._reserved: set[str] = set()
+        self._volumes: Counter[str] = Counter()
+        """How many are in each cell."""
         self.max_layers: int | None = None
-        if entered.cells is not None:
-            plan = disks.CellPlan.of(config)
+        if entered.cells is not None and (plan := disks.CellPlan.of(config)) is not None:
             self.max_layers = plan.layers
-            for number in reversed(range(plan.cells)):
+            self.places = len(entered.images)
+            for number in reversed(range(self.places)):
                 self._free.put_nowait(f"{entered.cells}/{number}")
 
-    async def acquire(self, unique: str, *, probe: bool = False) -> str | None:
-        """The folder for a volume's files; None: they are in memory. Waits for a cell that is being emptied.
+    async def acquire(self, unique: str, *, probe: bool = False, beside: str | None = None) -> str | None:
+        """A new folder for a volume's files; None: none are on disk. Waits for a cell that is being emptied.
+
+        Args:
+            unique: its name.
+            probe: whether it is the probe's.
+            beside: such a folder of a layer, whose cell it shares.
 
         Raises:
             SandboxError: no cell came free, or the disk has no room for one.
@@ -49,31 +58,39 @@ class DiskCells:
             return f"{entered.disk}/{unique}"
         if probe:
             return f"{entered.cells}/{disks.PROBE}/{unique}"
+        cell = await self._free_cell() if beside is None else os.path.dirname(beside)
+        self._volumes[cell] += 1
+        return f"{cell}/{unique}"
+
+    async def _free_cell(self) -> str:
+        entered = self._entered
         try:
             async with asyncio.timeout(CELL_DEADLINE_S):
                 cell = await self._free.get()
         except TimeoutError:
-            raise SandboxError(f"volume='disk': no cell on disk became free within {CELL_DEADLINE_S:g} s") from None
+            raise SandboxError(f"files on disk: no cell became free within {CELL_DEADLINE_S:g} s") from None
         if cell not in self._reserved:
+            image = entered.images[int(os.path.basename(cell))]
             try:
-                await asyncio.to_thread(disks.reserve, entered.images[int(os.path.basename(cell))])
+                await asyncio.to_thread(disks.reserve, image)
             except BaseException as error:
                 self._free.put_nowait(cell)
                 if isinstance(error, OSError):
-                    mib = self._disk_mib
-                    raise SandboxError(
-                        f"volume='disk': the disk has no room for {mib} MiB more ({error.strerror})"
-                    ) from error
+                    mib = os.fstat(image).st_size >> 20
+                    raise SandboxError(f"files on disk: no room for {mib} MiB more ({error.strerror})") from error
                 raise
             self._reserved.add(cell)
-        return f"{cell}/{unique}"
+        return cell
 
     def release(self, disk: str | None) -> None:
-        """Free the cell of a removed volume for reuse, if nothing is left in it."""
+        """Free the cell of a removed volume for reuse, if it was the last one and nothing is left."""
         if disk is None or self._entered.cells is None:
             return
         cell = os.path.dirname(disk)
         if os.path.basename(cell) == disks.PROBE:
+            return
+        self._volumes[cell] -= 1
+        if self._volumes[cell]:
             return
         names = os.listdir(cell)
         if names:

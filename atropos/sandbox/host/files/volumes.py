@@ -312,20 +312,30 @@ def blank(folder: str, limits: SlotLimits, disk: str | None) -> Volume:
     size, inodes = bounds(limits)
     try:
         if disk is not None:
-            os.mkdir(disk, 0o755)
             size, inodes = "64k", 64
         options = f"size={size},nr_inodes={inodes},mode=755,uid=0,gid=0"
         syscalls.mount("atropos", folder, "tmpfs", _NOSUID_NODEV, options)
         volume.mounts.append(folder)
-        for name, mode in (("up", 0o755), ("up-wk", 0o755), ("over", 0o755), ("over-wk", 0o755), ("shm", 0o1777)):
-            path = f"{volume.data}/{name}"
-            os.mkdir(path)
-            os.chmod(path, mode)
-            os.chown(path, 0, 0)
+        make_folders(volume)
     except OSError:
         volume.discard()
         raise
     return volume
+
+
+def make_folders(volume: Volume) -> None:
+    """Make the folders of a volume's data where they are to be kept: in memory, or on disk.
+
+    Raises:
+        OSError: it failed.
+    """
+    if volume.disk is not None:
+        os.mkdir(volume.disk, 0o755)
+    for name, mode in (("up", 0o755), ("up-wk", 0o755), ("over", 0o755), ("over-wk", 0o755), ("shm", 0o1777)):
+        path = f"{volume.data}/{name}"
+        os.mkdir(path)
+        os.chmod(path, mode)
+        os.chown(path, 0, 0)
 
 
 def resize(volume: Volume, limits: SlotLimits) -> None:

@@ -82,7 +82,8 @@ class Leasing:
         if run is None:
             self.idle.clear()
             limits = None if request.limits is None else self._config.limits_of(request.limits)
-            run = self._runs[request.lease_id] = LeaseRun(held, base, limits)
+            on_disk = self._config.on_disk(request.limits)
+            run = self._runs[request.lease_id] = LeaseRun(held, base, limits, on_disk)
             run.starting = self._state.tasks.spawn(self._start(run), "start a lease", awaited=True)
             self._state.clients.of(request.client_id)
             if request.ttl_s < 4:
@@ -98,7 +99,15 @@ class Leasing:
                 self._config.check_room(request.limits, self._config.slots)
             except ConfigError as error:
                 raise NotSupported(str(error)) from None
+        if self._config.require_sandbox and (unbounded := self._unbounded(request)):
+            raise NotSupported(f"{unbounded}; require_sandbox refuses that")
         return self._images.base_of(request)
+
+    def _unbounded(self, request: LeaseRequest) -> str:
+        """Which limits of a lease can't be held here, and why; empty: none."""
+        if not self._config.on_disk(request.limits) or not self._state.host.no_quota:
+            return ""
+        return f"disk_mib, inodes: nothing bounds files on disk here ({self._state.host.no_quota})"
 
     async def _start(self, run: LeaseRun) -> Lease:
         held = run.held
@@ -146,23 +155,25 @@ class Leasing:
             self._layers.use(run, snapshot)
         return await self.take(run)
 
-    async def take(self, run: LeaseRun, hosts: tuple[str, ...] | None = None) -> Sandbox:
-        """A sandbox with the lease's limits, layers, base, network and GPUs."""
+    async def take(self, run: LeaseRun, old: Sandbox | None = None) -> Sandbox:
+        """A sandbox with the lease's limits, layers, base, network and GPUs; in place of `old`, with its hosts."""
         try:
-            return await self._take_one(run, hosts)
+            return await self._take_one(run, old)
         except RootUnchanged as error:  # for example, its PID 1 was killed
             log.warning("slot-%d: %s; another sandbox is used", run.held.slot, error)
-            return await self._take_one(run, hosts)
+            return await self._take_one(run, old)
 
-    async def _take_one(self, run: LeaseRun, hosts: tuple[str, ...] | None) -> Sandbox:
+    async def _take_one(self, run: LeaseRun, old: Sandbox | None) -> Sandbox:
         sandbox = await self.warm_pool.take(START_S, network=run.held.request.network)
         try:
             if run.limits is not None:
                 sandbox.resize(run.limits)
-            if run.layers or run.base is not None:
+            if run.on_disk:
+                await sandbox.move_to_disk(old)
+            if run.layers or run.base is not None or run.on_disk:
                 await sandbox.change_root(run.layers, run.base)
-            if hosts is not None:
-                await sandbox.set_network(hosts)
+            if old is not None and old.hosts is not None:
+                await sandbox.set_network(old.hosts)
             if run.held.gpus:
                 await sandbox.add_gpus(run.held.gpus)
         except BaseException:
@@ -178,7 +189,7 @@ class Leasing:
             epoch=held.epoch,
             boot_id=self._state.boot_id,
             ttl_s=held.request.ttl_s,
-            limit_note=self._state.limit_note,
+            limit_note="; ".join(filter(None, [self._state.limit_note, self._unbounded(held.request)])) or None,
             image=self._images.image(self._runs[held.lease_id].base),
         )
 

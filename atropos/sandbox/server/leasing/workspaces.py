@@ -104,7 +104,7 @@ class Workspaces:
         self._layers.leave(run)
         self._layers.use(run, snapshot)
         try:
-            sandbox = await self._leasing.take(run, old.hosts)
+            sandbox = await self._leasing.take(run, old)
         except BaseException as error:
             self._layers.drop_snapshot(name)
             self._leasing.end(run.held, SlotLost.code, f"the workspace did not start again above its snapshot: {error}")

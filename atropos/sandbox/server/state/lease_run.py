@@ -23,6 +23,8 @@ class LeaseRun:
     base: str | None = None
     limits: SlotLimits | None = None
     """Its own; None: as every slot's."""
+    on_disk: bool = False
+    """Whether what it writes has a place on disk."""
     sandbox: Sandbox | None = None
     viewed: Sandbox | None = None
     """The one that `sandbox` is a view of, while it is one."""
