@@ -32,6 +32,9 @@ _MOMENTARY = re.compile(
     r"(?:HTTP status:|status code from registry) 5\d\d\b|\bEOF\b|connection reset by peer|transport connection broken"
 )
 
+_PARSING = re.compile(r'^Error parsing image name "[^"]*": ')
+"""What skopeo says first of a registry that it can't reach, though it has understood the name."""
+
 
 class Skopeo:
     """skopeo with a store's settings: its mirrors and its credentials."""
@@ -248,4 +251,5 @@ def _last_words(text: str) -> str:
     lines = [line for line in text.strip().splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     _, found, message = last.partition('msg="')
-    return (message.removesuffix('"').replace('\\"', '"') if found else last)[:1000]
+    said = message.removesuffix('"').replace('\\"', '"') if found else last
+    return _PARSING.sub("", said)[:1000]

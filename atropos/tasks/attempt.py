@@ -26,6 +26,7 @@ class Attempt:
     Attributes:
         reward: None where there is none; `problem` says why.
         size_bytes: what the prepared workspace added to its base.
+        unbounded: which limits its slot lacked, and why.
         log: tail of what the tests printed.
         ended: how the solution failed, and what it printed.
     """
@@ -35,6 +36,7 @@ class Attempt:
     prepared_s: float | None = None
     verifier_s: float | None = None
     size_bytes: int | None = None
+    unbounded: str | None = None
     log: str = ""
     ended: str = ""
 
@@ -111,7 +113,9 @@ class TaskRun:
         slot = await self._lease(self.task, self.image)
         await workspace.wait_until_healthy(slot, self.task)
         prepared_s = time.perf_counter() - started
-        self.so_far = Attempt(prepared_s=round(prepared_s, 3), size_bytes=prepared.bytes)
+        self.so_far = Attempt(
+            prepared_s=round(prepared_s, 3), size_bytes=prepared.bytes, unbounded=slot.lease.limit_note
+        )
         verdicts = [await self._judged(self.task)] if not self.task.steps else await self._steps()
         return replace(
             self.so_far,

@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,11 @@ from atropos.wire import ImageState
 
 _log = logging.getLogger(__name__)
 LEAST = Room(Resources(memory_mib=1024, disk_mib=512))
-"""Of a slot, where no task asks for more."""
+"""Of a slot: the least, where no task asks for more."""
+ROOMY_MIB = 2048
+"""Memory that an attempt should have."""
+SHARED = 'its solution scores 1 in the agent\'s slot: set environment_mode = "shared" or name artifacts'
+_PULLED = re.compile(r"image (?P<name>\S+): pulling: ")
 
 
 def _nothing(*_: object) -> None:
@@ -48,8 +52,11 @@ class CheckConfig:
     Attributes:
         agents: who works on each task, each in a slot of its own.
         script: what the agent `script` runs, with bash.
-        slots: at once; fewer where the tasks' memory wouldn't fit on the machine.
-        memory_mib: of every slot, however large the task; None: leases of each task's own size.
+        slots: attempts at once; None: two a core, as far as this machine's memory goes.
+        memory_mib: of every slot, however large the task; None: its share of this machine, or more where a task asks for it.
+        volume: where slots keep their files.
+        network: whether tasks that want a network get one.
+        egress: the hosts that it reaches; empty: all public ones.
         layers: what is laid over the machine where tests run (`VerifierLayers`).
         image_store: where images are kept and how they are pulled.
         attempt_s: longest that one agent's attempt may take in all.
@@ -59,9 +66,11 @@ class CheckConfig:
     script: Path | None = None
     backend: Literal["local", "docker", "nomad"] = "local"
     base: str | None = None
-    slots: int = 4
+    slots: int | None = None
     memory_mib: int | None = None
+    volume: Literal["auto", "memory", "disk"] = "auto"
     network: bool = False
+    egress: tuple[str, ...] = ()
     images: tuple[str, ...] = STAND_INS
     limits: Policy = "old"
     layers: tuple[str, ...] = ()
@@ -115,7 +124,8 @@ async def check(
     """
     if "script" in config.agents and config.script is None:
         raise ConfigError("--agent script: needs --script FILE")
-    room = _room(config)
+    at_once = min(config.slots or _fitting(), max(1, len(tasks.tasks) * len(config.agents)))
+    room = _room(config, at_once)
     fits = {task.name: fit(task, room, images=config.images, policy=config.limits) for task in tasks.tasks}
     findings = [TaskFinding(name, "refused", problems=(reason,)) for name, reason in tasks.refused.items()]
     findings += [_refused(task, fits[task.name]) for task in tasks.tasks if fits[task.name].refused]
@@ -123,25 +133,25 @@ async def check(
         done(finding)
     runnable = [fits[task.name].sized(task) for task in tasks.tasks if not fits[task.name].refused]
     if runnable:
-        async with _running(room, config, runnable) as (pool, turn):
+        async with SlotPool(_pool_config(room, config, runnable, at_once)) as pool:
             images, layers = TaskImages(pool, config.images), VerifierLayers(config.layers)
+            turn = asyncio.Semaphore(at_once)
 
             async def attempt(task: Task, agent: Agent, mode: Literal["task"] | Mode) -> Attempt:
-                async with turn:
-                    run = TaskRun(
-                        images,
-                        layers,
-                        task,
-                        agent,
-                        script=config.script,
-                        network=config.network,
-                        progress=partial(progress, task),
-                        mode=mode,
-                    )
-                    return await _attempt(run, config.attempt_s)
+                run = TaskRun(
+                    images,
+                    layers,
+                    task,
+                    agent,
+                    script=config.script,
+                    network=config.network,
+                    progress=partial(progress, task),
+                    mode=mode,
+                )
+                return await _attempt(run, config.attempt_s)
 
             async def one(task: Task) -> None:
-                finding = await _checked(task, fits[task.name], config, partial(attempt, task))
+                finding = await _checked(task, fits[task.name], config, turn, partial(attempt, task))
                 findings.append(finding)
                 done(finding)
 
@@ -156,27 +166,33 @@ async def check(
     return sorted(findings, key=lambda finding: finding.name)
 
 
-def _room(config: CheckConfig) -> Room:
-    least = replace(LEAST, network=config.network)
-    if config.memory_mib is not None:
-        disk_mib = max(LEAST.slot.disk_mib, config.memory_mib // 2)
-        return replace(least, slot=Resources(memory_mib=config.memory_mib, disk_mib=disk_mib))
-    return replace(least, most_mib=max(LEAST.slot.memory_mib, _machine_mib() * 3 // 4))
+def _room(config: CheckConfig, at_once: int) -> Room:
+    """Of so many slots that share this machine."""
+    memory = config.memory_mib or max(LEAST.slot.memory_mib, _usable_mib() // at_once)
+    return Room(
+        Resources(memory_mib=memory, disk_mib=max(LEAST.slot.disk_mib, memory // 2)),
+        volume=config.volume,
+        network=config.network,
+        egress=config.egress or LEAST.egress,
+        most_mib=None if config.memory_mib else max(memory, _usable_mib()),
+    )
 
 
-def _machine_mib() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (1 << 20)
+def _usable_mib() -> int:
+    """Memory of this machine that slots may have together."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (1 << 20) * 3 // 4
 
 
-@asynccontextmanager
-async def _running(
-    room: Room, config: CheckConfig, tasks: Sequence[Task]
-) -> AsyncGenerator[tuple[SlotPool, asyncio.Semaphore]]:
-    at_once = min(config.slots, len(tasks) * len(config.agents))
-    fitting = max(1, _machine_mib() * 3 // 4 // room.slot.memory_mib)
+def _fitting() -> int:
+    """Attempts at once that this machine has cores and memory for."""
+    return max(1, min(2 * len(os.sched_getaffinity(0)), _usable_mib() // ROOMY_MIB))
+
+
+def _pool_config(room: Room, config: CheckConfig, tasks: Sequence[Task], at_once: int) -> SlotPoolConfig:
+    fitting = max(1, _usable_mib() // room.slot.memory_mib)
     machines = [one for task in tasks for one in (task, *task.verifiers)]
     largest = max((one.limits.memory_mib or 0 for one in machines if one.limits), default=0)
-    settings = SlotPoolConfig(
+    return SlotPoolConfig(
         backend=config.backend,
         base=config.base,
         slots_per_container=max(min(at_once, fitting), -(-largest // room.slot.memory_mib)),
@@ -184,14 +200,13 @@ async def _running(
         max_containers=1,
         acquire_timeout_s=config.attempt_s,
         allow_network=config.network,
+        egress_allow=room.egress,
         image_store=config.image_store,
         volume=room.volume,
         largest_disk_mib=largest_on_disk(tasks, room),
         limits=SlotLimits(memory_mib=room.slot.memory_mib, disk_mib=room.slot.disk_mib),
         job_id="atropos-tasks-check",
     )
-    async with SlotPool(settings) as pool:
-        yield pool, asyncio.Semaphore(at_once)
 
 
 def _refused(task: Task, found: TaskFit) -> TaskFinding:
@@ -203,6 +218,7 @@ async def _checked(
     task: Task,
     found: TaskFit,
     config: CheckConfig,
+    turn: asyncio.Semaphore,
     attempt: Callable[[Agent, Literal["task"] | Mode], Awaitable[Attempt]],
 ) -> TaskFinding:
     notes = (*found.notes, *task.warnings, *surroundings.notes(task))
@@ -210,16 +226,22 @@ async def _checked(
         chosen = choose(task)
     except OSError as error:
         return TaskFinding(task.name, "broken", task.image, None, found.clamped, notes, (str(error),))
-    results = await asyncio.gather(*(attempt(agent, "task") for agent in config.agents))
+    hints: list[str] = []
+
+    async def one(agent: Agent) -> Attempt:
+        async with turn:
+            first = await attempt(agent, "task")
+            unsolved = agent == "oracle" and first.prepared_s is not None and (first.reward or 0) < 1
+            if unsolved and chosen.mode == "view" and not task.steps:
+                other = await attempt(agent, "shared")
+                if (other.reward or 0) >= 1:
+                    hints.append(SHARED)
+            return first
+
+    results = await asyncio.gather(*map(one, config.agents))
     attempts = dict(zip(map(str, config.agents), results, strict=True))
-    problems = list(dict.fromkeys(_problems(attempts)))
-    solved = attempts.get("oracle", Attempt())
-    if chosen.mode == "view" and not task.steps and solved.prepared_s is not None and (solved.reward or 0) < 1:
-        other = await attempt("oracle", "shared")
-        if (other.reward or 0) >= 1:
-            problems.append(
-                'its solution scores 1 in the agent\'s slot: set environment_mode = "shared" or name artifacts'
-            )
+    problems = [*dict.fromkeys(_problems(attempts)), *hints]
+    notes += tuple({f"not enforced: {one.unbounded}": None for one in results if one.unbounded})
     broken = all(one.prepared_s is None for one in results)
     return TaskFinding(
         task.name,
@@ -247,10 +269,24 @@ def _problems(attempts: dict[str, Attempt]) -> list[str]:
     return problems
 
 
+def _cure(text: str) -> str:
+    """What may help where an image of a registry can't be had."""
+    if (found := _PULLED.search(text)) is None:
+        return ""
+    host, slash, _ = found["name"].removeprefix("docker://").partition("/")
+    host = host if slash and (set(".:") & set(host) or host == "localhost") else "docker.io"
+    return (
+        f"; pass --mirror {host}=HOST[/PATH] where another registry has it, --insecure-registry HOST:PORT for one without "
+        "TLS, or --image PATTERN to have the slots' base stand in for it"
+    )
+
+
 async def _attempt(run: TaskRun, longest_s: float) -> Attempt:
     try:
         async with asyncio.timeout(longest_s):
             return await run.play()
+    except ImageUnavailable as error:
+        return replace(run.so_far, problem=f"{error}{_cure(str(error))}")
     except TaskBroken as error:
         return replace(run.so_far, problem=str(error))
     except VerifierFailed as error:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -131,7 +132,8 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
         ("no-start", "ENTRYPOINT /nothing"),
         ("too-big", "environment.memory_mb"),
         ("unreadable", "environment.gpus"),
-        ("unknown-base", "127.0.0.1:1/alpine:3: pulling: "),
+        ("unknown-base", "127.0.0.1:1/alpine:3: pulling: pinging container registry 127.0.0.1:1"),
+        ("unknown-base", "; pass --mirror 127.0.0.1:1=HOST[/PATH] where another registry has it"),
     ):
         assert reason in " ".join(found[name]["problems"]), name
     assert found["own-verifier"]["notes"][1:] == [
@@ -139,7 +141,8 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
         "environment.mcp_servers: the prompt names notes; nothing starts or connects to them",
         *(f"{phase}.network_mode: slots have no network" for phase in ("agent", "verifier")),
     ]
-    assert found["lowered"]["clamped"] == ["environment.storage_mb: 10240 wanted, slots have 2048"]
+    (lowered,) = found["lowered"]["clamped"]
+    assert lowered.startswith("environment.storage_mb: 10240 wanted, slots have ")
     assert all(name in page.read_text() for name in found)
 
 
@@ -201,12 +204,78 @@ def test_the_table_has_a_line_for_each_task_on_80_columns(tmp_path, monkeypatch)
     for name in names:
         make(tmp_path / "tasks", name, toml='[environment]\ngpus = 1\ndocker_image = "example.org/some/where/else:1"\n')
     code, out, _ = run(tmp_path / "tasks")
-    head, *rows = out.splitlines()[:4]
+    head, *lines = out.splitlines()
+    rows = [line for line in lines if line[0].isdigit() and " refused " in line]
     assert code == 1
     assert max(map(len, out.splitlines())) <= 80
     assert head.split() == ["task", "status", "oracle", "nop", "image", "prepared", "size", "verifier"]
     assert [(row.split()[0][:8], row.split()[1]) for row in rows] == [(name[:8], "refused") for name in names]
     assert all(f"{name}: " in out for name in names), "its reason stands below"
+
+
+def test_in_a_pipe_names_are_whole(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    name = "a-task-with-a-name-that-is-longer-than-a-terminal-of-eighty-columns-and-then-some-more"
+    make(tmp_path / "tasks", name, toml='[environment]\ngpus = 1\ndocker_image = "example.org/some/where/else:1"\n')
+    _, out, _ = run(tmp_path / "tasks")
+    assert out.splitlines()[1].split()[:2] == [name, "refused"]
+    assert f"{name}: environment.gpus: 1 wanted" in out.splitlines()[2]
+
+
+def test_results_come_as_they_are_found_and_ctrl_c_keeps_them(tmp_path):
+    make(tmp_path / "tasks", "quick")
+    make(tmp_path / "tasks", "slow", solution="sleep 1000", test="sleep 1000")
+    page = tmp_path / "page.html"
+    command = [
+        sys.executable,
+        "-m",
+        "atropos.cli",
+        "tasks",
+        "check",
+        tmp_path / "tasks",
+        "--html",
+        page,
+        "--slots",
+        "3",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        head, row = process.stdout.readline(), process.stdout.readline()
+        assert head.split()[:2] == ["task", "status"]
+        assert row.split()[:4] == ["quick", "sound", "1", "0"]
+        assert "quick" in page.read_text()
+        process.send_signal(signal.SIGINT)
+        out, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "1 task: 1 sound" in out
+    assert "stopped: 1 of 2 tasks were checked" in told
+
+
+async def test_a_solution_that_needs_the_agents_slot_is_tried_there_before_others_are_begun(tmp_path):
+    make(
+        tmp_path,
+        "first",
+        solution="where=/op; touch ${where}t/made",  # which no text shows
+        test="where=/op; [ -e ${where}t/made ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt",
+        dockerfile="FROM debian\nWORKDIR /app\n",
+    )
+    make(tmp_path, "second")
+    order = []
+    found = await check(
+        read_tasks(tmp_path), CheckConfig(agents=("oracle",), slots=1), done=lambda one: order.append(one.name)
+    )
+    assert order == ["first", "second"]
+    assert 'set environment_mode = "shared"' in found[0].problems[-1]
+
+
+async def test_storage_that_no_memory_holds_is_on_disk_and_what_nothing_bounds_is_a_note(tmp_path):
+    make(tmp_path, "large", toml="schema_version = '1.4'\n[environment]\nmemory_mb = 512\nstorage_mb = 500000000\n")
+    (one,) = await check(read_tasks(tmp_path), CheckConfig())
+    assert one.status == "sound", one
+    assert any(
+        note.startswith("not enforced: disk_mib, inodes: nothing bounds files on disk here") for note in one.notes
+    )
+    (one,) = await check(read_tasks(tmp_path), CheckConfig(volume="memory"))
+    assert one.status == "refused"
 
 
 @pytest.mark.parametrize("backend", params())

@@ -222,7 +222,7 @@ def _as_root(config: RootPhaseSettings, scratch: str, parent: int | None) -> Ent
             images = disks.make(config.cells, disk, f"{scratch}/cells", server, base)
             cells = f"{scratch}/cells"
         except OSError as error:
-            no_cells = f"no file system of a given size could be made: {error}"
+            no_cells = f"no file system of a given size could be made: {error.strerror or error}"
     image_folder, no_images = folders.image_folder(config.image_folder, server)
     folders.expose([*folders.needed_paths(config.base_paths), *filter(None, [image_folder])])
     for path in config.base_paths:
