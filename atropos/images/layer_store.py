@@ -39,12 +39,17 @@ ROOM_POLL_S = 0.5
 
 
 class LayerStore:
-    """The folder of layers, as one sandbox server uses it."""
+    """The folder of layers, as one sandbox server uses it.
+
+    Attributes:
+        dropped: how many layers it has removed.
+    """
 
     def __init__(self, settings: ImageStoreSettings, root: Path) -> None:
         self._settings = settings
         self.root = root
         self.quota = settings.quota_mib << 20
+        self.dropped = 0
         self._held: dict[str, tuple[int, int]] = {}
         """Of layers in use: the descriptor that locks it, and how many use it."""
         self._syncing = asyncio.Lock()
@@ -249,6 +254,7 @@ class LayerStore:
             return False
         removed = self.root / "work" / f"removed-{layer[:12]}-{os.urandom(4).hex()}"
         os.rename(path, removed)
+        self.dropped += 1
         _remove_locked(removed, fd)
         return True
 

@@ -1,10 +1,11 @@
 """The images of one host: stacks of layers, which are kept once whatever images have them (`layer_store`).
 
-    names/HASH        what a source last meant: one line, the image's id; none for a built image, whose source has its
-    id images/ID         an image (`StoredImage`); it is here as long as all of its layers are
+    names/HASH        what a source last meant: one line, the image's id; none for a built image, whose source has it
+    images/ID         an image (`StoredImage`); it is here as long as all of its layers are
 
 An image is written by a rename, once its layers are there, so that a kill or a power cut at any moment leaves a whole
-image or none.
+image or none. Who has removed layers also removes what is kept of their images, as does a server that begins to use
+the folder.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class ImageStore:
         self._skopeo = Skopeo(settings, self._root)
         self._turns = asyncio.Semaphore(PARALLEL)
         self._known: dict[str, StoredImage] = {}
+        self._swept = -1
+        """How many layers had been dropped when gone images were last looked for."""
         for name in ("names", "images"):
             self._root.joinpath(name).mkdir(exist_ok=True)
 
@@ -156,7 +159,8 @@ class ImageStore:
                 async with self._layers.work() as work:
                     pulled = await self._pull(source, work, progress, archive)
                     image = self.find(pulled.id) or await self._unpack(pulled, name, work, progress)
-            write_whole(self._root / "names" / _hash(name), image.id.encode())
+            async with self._layers.locked("records"):
+                write_whole(self._root / "names" / _hash(name), image.id.encode())
             return image
 
     async def _pull(self, source: ImageSource, work: Path, progress: Progress, archive: str | None) -> PulledImage:
@@ -228,7 +232,7 @@ class ImageStore:
         with self._stacking(f"image {source}: unpacking", work) as stacking:
             layers = await stacking.pulled(pulled.layers, info.workdir or "/")
             size = sum(self._layers.size(layer) or 0 for layer in layers)
-            return self._write(StoredImage(info=info.model_copy(update={"bytes": size}), layers=layers))
+            return await self._write(StoredImage(info=info.model_copy(update={"bytes": size}), layers=layers))
 
     async def keep(self, image: ImageInfo, fill: Callable[[str], Awaitable[None]]) -> ImageInfo:
         """Keep a layer as a built image; under an id that is here already, the one that is here.
@@ -249,7 +253,8 @@ class ImageStore:
                 if not all(map(stacking.hold, below)):
                     raise ImageUnavailable(f"image {image.source}: its parent is no longer in the store")
                 top = await stacking.built(image.id, image.bytes, fill)
-                return self._write(StoredImage(info=image, layers=await stacking.fitted((top, *below)), base=base))
+                layers = await stacking.fitted((top, *below))
+                return await self._write(StoredImage(info=image, layers=layers, base=base))
 
     def _below(self, image: ImageInfo) -> tuple[tuple[str, ...], str | None]:
         """The layers and the base that a built image lies on."""
@@ -263,10 +268,28 @@ class ImageStore:
     def _stacking(self, what: str, work: Path) -> Stacking:
         return Stacking(self._layers, self._settings, self._ids, what, work)
 
-    def _write(self, image: StoredImage) -> ImageInfo:
-        write_whole(self._root / "images" / image.info.id, image.model_dump_json().encode())
-        self._known[image.info.id] = image
+    async def _write(self, image: StoredImage) -> ImageInfo:
+        """Keep an image whose layers are held."""
+        async with self._layers.locked("records"):
+            write_whole(self._root / "images" / image.info.id, image.model_dump_json().encode())
+            self._known[image.info.id] = image
+            if self._swept != self._layers.dropped:
+                self._swept = self._layers.dropped
+                await asyncio.to_thread(self._remove_gone)
         return image.info
+
+    def _remove_gone(self) -> None:
+        """Remove what is kept of images whose layers aren't all here, and the names that meant them. Blocking."""
+        here: set[str] = set()
+        for path in self._root.joinpath("images").iterdir():
+            if self._read(path.name) is not None:
+                here.add(path.name)
+                continue
+            path.unlink(missing_ok=True)
+            self._known.pop(path.name, None)
+        for path in self._root.joinpath("names").iterdir():
+            if path.read_text(encoding="utf-8", errors="replace") not in here:
+                path.unlink()
 
     def _read(self, image_id: str) -> StoredImage | None:
         """What is kept of an image; it never changes while the image is here."""

@@ -343,6 +343,24 @@ async def test_unused_images_make_room_and_leased_ones_never_do(tmp_path, images
 
 
 @pytest.mark.usefixtures("at_once")
+async def test_nothing_is_kept_of_images_whose_layers_are_gone(tmp_path, images):
+    store, folder = store_at(tmp_path, images, quota_mib=16), tmp_path / "store"
+    for index in range(4):
+        made(tmp_path, images, f"gone{index}:1", entry("x", os.urandom(6 << 20)))
+        await store.prepare(ImageSource.parse(f"{images.host}/gone{index}:1"), nothing)
+        here = {path.name for path in folder.joinpath("images").iterdir()}
+        assert here == {image.id for image in kept(tmp_path, store)}
+        assert {path.read_text() for path in folder.joinpath("names").iterdir()} == here
+    assert here
+    for path in folder.joinpath("layers").iterdir():  # by a server that was killed then
+        shutil.rmtree(path)
+    folder.joinpath("names/of-none").write_text("0" * 64)
+    last = await store_at(tmp_path, images).prepare(ImageSource.parse(f"{images.host}/gone0:1"), nothing)
+    assert [path.name for path in folder.joinpath("images").iterdir()] == [last.id]
+    assert [path.read_text() for path in folder.joinpath("names").iterdir()] == [last.id]
+
+
+@pytest.mark.usefixtures("at_once")
 async def test_an_image_of_folders_deeper_than_python_recurses_makes_room_as_any_other(tmp_path, images):
     made(tmp_path, images, "deep:1", entry("d/" * 1500 + "f", os.urandom(10 << 20)))
     made(tmp_path, images, "next:1", entry("x", os.urandom(10 << 20)))
