@@ -119,7 +119,7 @@ class SlotSettings(BaseModel):
         default=None,
         ge=8,
         le=1 << 30,
-        description="with volume auto: most files that a lease has on disk; None: none, and tasks set it by what they ask for",
+        description="with volume auto: most files of a lease on disk; None: none, but tasks set it by their sizes",
     )
     allow_network: bool = Field(default=False, description="whether leases may ask for (filtered) egress")
     egress_allow: HostNames = Field(

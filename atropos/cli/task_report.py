@@ -1,4 +1,4 @@
-"""What `atropos tasks check` found: a line for each task as it comes, a page, and what all have in common at the end."""
+"""What `atropos tasks check` found: a line for each task as it comes, a page, and what all have in common."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TaskReport:
         self._widths = self._fitting(names, images or [_BASE])
 
     def _fitting(self, names: Sequence[str], images: Sequence[str]) -> dict[str, int]:
-        """How wide each column is: names and images share what the others leave, and are cut where that isn't enough."""
+        """How wide each column is: names and images share what the others leave, and are cut where it isn't enough."""
         widths = {name: max(len(name), 4) for name in self._agents}
         widths = {"task": 0, "status": _WIDTHS["status"], **widths, **_WIDTHS}
         widths["task"] = max(_WIDTHS["task"], *map(cell_len, map(visible, names)))

@@ -104,8 +104,8 @@ def check_command(
 ) -> None:
     """Prepare every task, run its solution and a do-nothing agent, and report which tasks are sound.
 
-    Results come as they are found; Ctrl-C ends the check, and keeps them. The exit code is 0 when every task is sound, 1 when
-    some task is not, and 130 after Ctrl-C.
+    Results come as they are found; Ctrl-C ends the check, and keeps them. The exit code is 0 when every task is sound,
+    1 when some task is not, and 130 after Ctrl-C.
     """
     agents: tuple[Agent, ...] = tuple(dict.fromkeys(_agent(one) for one in agent or ("oracle", "nop")))
     config = CheckConfig(
@@ -141,7 +141,7 @@ def _check_page(page: Path | None) -> None:
 
 
 def _check_with_progress(tasks: TaskSet, config: CheckConfig, report: TaskReport) -> bool:
-    """Check them, with a row of the progress display for each task whose image is being prepared; whether that came to its end."""
+    """Check them, with a row of progress for each task whose image is being prepared; whether that came to its end."""
     # on one terminal both are one console's, or the display would be drawn over the results
     console = report.console if sys.stdout.isatty() and not report.as_json else Console(stderr=True)
     with Progress(console=console, transient=True, redirect_stdout=False) as progress:

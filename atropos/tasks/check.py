@@ -53,7 +53,7 @@ class CheckConfig:
         agents: who works on each task, each in a slot of its own.
         script: what the agent `script` runs, with bash.
         slots: attempts at once; None: two a core, as far as this machine's memory goes.
-        memory_mib: of every slot, however large the task; None: its share of this machine, or more where a task asks for it.
+        memory_mib: of every slot, however large the task; None: its share of this machine, or what a task asks for.
         volume: where slots keep their files.
         network: whether tasks that want a network get one.
         egress: the hosts that it reaches; empty: all public ones.
@@ -276,8 +276,8 @@ def _cure(text: str) -> str:
     host, slash, _ = found["name"].removeprefix("docker://").partition("/")
     host = host if slash and (set(".:") & set(host) or host == "localhost") else "docker.io"
     return (
-        f"; pass --mirror {host}=HOST[/PATH] where another registry has it, --insecure-registry HOST:PORT for one without "
-        "TLS, or --image PATTERN to have the slots' base stand in for it"
+        f"; pass --mirror {host}=HOST[/PATH] where another registry has it, --insecure-registry HOST:PORT for one "
+        "without TLS, or --image PATTERN to have the slots' base stand in for it"
     )
 
 

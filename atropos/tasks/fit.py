@@ -35,7 +35,7 @@ class Room:
         slot: of a plain slot; no cores: a share of the machine's.
         most_mib: memory of the largest lease, a whole container's; None: a slot's.
         gpu_refusal: of the pool's settings.
-        volume: where its files live; in memory they count against that, and `auto` keeps on disk what doesn't fit there.
+        volume: where its files live; in memory they count against that, and `auto` keeps on disk what doesn't fit.
         largest_disk_mib: with `auto`: most files of a lease on disk; None: as many as are wanted.
         network: whether programs have egress at all.
         egress: hosts that they may reach.
