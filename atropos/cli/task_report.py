@@ -35,7 +35,7 @@ class TaskReport:
     """
 
     def __init__(self, tasks: TaskSet, agents: Sequence[str], *, page: Path | None, as_json: bool) -> None:
-        self.found: list[TaskFinding] = []
+        self.findings: list[TaskFinding] = []
         self.total = len(tasks.tasks) + len(tasks.refused)
         self.as_json = as_json
         # in a file or a pipe nothing is cut or wrapped
@@ -60,9 +60,9 @@ class TaskReport:
 
     def add(self, finding: TaskFinding) -> None:
         """Show and keep what was found of a task."""
-        if not self.found and not self.as_json:
+        if not self.findings and not self.as_json:
             self._line(list(self._widths))
-        self.found.append(finding)
+        self.findings.append(finding)
         if self._page is not None:
             self._page.write_text(self._html(), encoding="utf-8")
         if self.as_json:
@@ -83,13 +83,13 @@ class TaskReport:
 
     def finish(self) -> None:
         """Show what was found of all."""
-        self.found.sort(key=lambda finding: finding.name)
+        self.findings.sort(key=lambda finding: finding.name)
         if self._page is not None:
             self._page.write_text(self._html(), encoding="utf-8")
         if self.as_json:
-            typer.echo(json.dumps([finding.json() for finding in self.found], indent=2))
+            typer.echo(json.dumps([finding.json() for finding in self.findings], indent=2))
             return
-        for line in (*_notes(self.found), _summary(self.found)):
+        for line in (*_notes(self.findings), _summary(self.findings)):
             self.console.print(visible(line), markup=False)
 
     def _cells(self, finding: TaskFinding) -> list[str]:
@@ -118,9 +118,9 @@ class TaskReport:
                 colours[STYLE[finding.status]],
                 list(zip(headings, [*self._cells(finding), visible("\n".join(_all_remarks(finding)))], strict=True)),
             )
-            for finding in self.found
+            for finding in self.findings
         ]
-        summary, notes = _summary(self.found), _notes(self.found)
+        summary, notes = _summary(self.findings), _notes(self.findings)
         return render("tasks.html", style=PAGE_STYLE, headings=headings, rows=rows, summary=summary, notes=notes)
 
 

@@ -129,9 +129,9 @@ def check_command(
     ended = _check_with_progress(tasks, config, report)
     report.finish()
     if not ended:
-        typer.echo(f"stopped: {len(report.found)} of {report.total} tasks were checked", err=True)
+        typer.echo(f"stopped: {len(report.findings)} of {report.total} tasks were checked", err=True)
         raise typer.Exit(130)
-    raise typer.Exit(0 if all(finding.status == "sound" for finding in report.found) else 1)
+    raise typer.Exit(0 if all(finding.status == "sound" for finding in report.findings) else 1)
 
 
 def _check_page(page: Path | None) -> None:
