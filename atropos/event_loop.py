@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
 from types import CoroutineType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from atropos.errors import SandboxError
 
@@ -45,11 +45,12 @@ class EventLoop:
         Raises:
             SandboxError: the process ends.
         """
-        future = self._submit(work)
+        call = _Interruptible(work)
         try:
-            return future.result()
-        finally:
-            future.cancel()
+            return self._submit(call.result()).result()
+        except BaseException:
+            self._loop.call_soon_threadsafe(call.interrupt)
+            raise
 
     async def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for a coroutine in another event loop; its cancellation cancels it.
@@ -110,6 +111,29 @@ class EventLoop:
         for held in [*self._held]:
             self.release(held)
         await asyncio.gather(*map(asyncio.wrap_future, self._releases), return_exceptions=True)
+
+
+class _Interruptible(Generic[T]):
+    """A coroutine in the event loop, which its caller may interrupt before it has a future to cancel."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._work = work
+        self._task: asyncio.Task[Any] | None = None
+        self._interrupted = False
+
+    async def result(self) -> T:
+        """The coroutine's."""
+        self._task = asyncio.current_task()
+        if self._interrupted:
+            self._work.close()
+            raise asyncio.CancelledError
+        return await self._work
+
+    def interrupt(self) -> None:
+        """Cancel it, where it hasn't ended."""
+        self._interrupted = True
+        if self._task is not None:
+            self._task.cancel()
 
 
 def started_executor() -> ThreadPoolExecutor:

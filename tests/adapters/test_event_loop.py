@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+
+import pytest
 
 from atropos import event_loop
 from atropos.errors import SandboxError
@@ -36,3 +39,21 @@ def test_work_that_comes_as_the_process_ends_is_refused_or_ended(monkeypatch) ->
     assert said == [ENDING]
     closing.join(20)
     assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("first", [0.0, 0.2], ids=["before it began", "while it runs"])
+def test_an_interrupt_cancels_work_that_its_caller_has_no_future_of_yet(monkeypatch, first) -> None:
+    loop, ended = EventLoop(), threading.Event()
+    submit = asyncio.run_coroutine_threadsafe
+
+    def interrupted(work, target):
+        submit(work, target).add_done_callback(lambda _: ended.set())
+        time.sleep(first)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(event_loop.asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(asyncio.sleep(3600))
+    monkeypatch.undo()
+    assert ended.wait(20)
+    loop.close()
