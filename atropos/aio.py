@@ -97,7 +97,7 @@ class Tasks:
         return task
 
     async def settle(self, timeout_s: float, cancelled_s: float | None = None) -> None:
-        """Wait until all have ended, at most so long; then cancel what is left and await it, at most `cancelled_s`."""
+        """Wait until all have ended, within a limit; then cancel the rest and await it, at most `cancelled_s`."""
         me = asyncio.current_task()
         if others := [task for task in self._tasks if task is not me]:
             await asyncio.wait(others, timeout=timeout_s)

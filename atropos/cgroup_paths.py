@@ -1,4 +1,4 @@
-"""Where a process's cgroups are, and what sandbox servers call theirs there.
+"""Where a process's cgroups are, and how sandbox servers name their own.
 
 Known to the server, which makes them, and to whoever started it, who removes what a server can't: it has left the
 privilege for the folder that all servers share, and one that was killed removes nothing. Standard library only.

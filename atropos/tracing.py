@@ -74,7 +74,7 @@ def start(endpoint: str, service: str) -> Tracing:
 
 
 class Span:
-    """One span, as a context manager; what it is given while traces are off goes nowhere."""
+    """One span, as a context manager; without tracing, its attributes are discarded."""
 
     __slots__ = ("_scope", "_span")
 

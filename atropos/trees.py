@@ -13,7 +13,7 @@ def remove_tree(top: str) -> None:
 
     What this process can't remove stays, and nothing beside it.
     """
-    moved = f"{top}/.removing-{os.urandom(8).hex()}-"  # a name that nobody can have taken already
+    moved = f"{top}/.removing-{os.urandom(8).hex()}-"  # a name that can't be taken
     number = itertools.count()
     tried: set[str] = set()
     pending = [top]
@@ -34,7 +34,7 @@ def remove_tree(top: str) -> None:
                     with contextlib.suppress(OSError):
                         os.rename(name, path, src_dir_fd=fd)
                         pending.append(path)
-                elif name not in tried:  # else it could not be removed
+                elif name not in tried:  # otherwise it could not be removed
                     tried.add(name)
                     pending.append(f"{top}/{name}")
         except OSError:

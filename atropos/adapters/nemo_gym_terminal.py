@@ -24,7 +24,7 @@ from atropos.errors import SandboxError
 from atropos.slots import Process, Signal
 
 LAST_LINE_BYTES = 64
-"""At most so long is the line that `run_detached` has printed after a command."""
+"""Longest line that `run_detached` prints after a command."""
 
 
 class Terminal:
@@ -135,7 +135,7 @@ class Terminal:
         return shell_code(code)
 
     async def run_detached(self, command: str, *, poll_interval_s: float = 15.0) -> tuple[bytes, int | None]:
-        """Run a line in the session's shell. Nothing is held meanwhile, so `poll_interval_s` is ignored.
+        """Run a line in the session's shell. It holds no resource, so `poll_interval_s` is ignored.
 
         Returns:
             The output, and the exit code; None where the session ended.

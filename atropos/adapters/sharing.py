@@ -26,7 +26,7 @@ LONGEST_COMMAND_S = 24 * 3600.0
 limits."""
 
 SLEEP = ("sleep", "infinity")
-"""What hosts start an image's containers with, so that they go on until they are removed."""
+"""What hosts start an image's containers with, so that they run until they are removed."""
 CANNOT_EXECUTE, NOT_FOUND = 126, 127
 """Exit codes of a shell for a command that it can't start."""
 READ_WAIT_S = 30.0

@@ -32,7 +32,7 @@ def gate() -> asyncio.Lock:
 
 
 def gate_for(tokens: int) -> contextlib.AbstractAsyncContextManager[None]:
-    """The lock for parsing a turn of so many tokens; a null context for a short one."""
+    """The lock for parsing a turn of this many tokens; a null context for a short one."""
     return gate() if tokens > SHORT_TOKENS else contextlib.nullcontext()
 
 

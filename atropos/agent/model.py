@@ -180,7 +180,7 @@ class Model:
         return await self._answered(once, short, f"a prompt of {len(prompt)} tokens, and answers a short one: {why}")
 
     def _left(self, sampling: Mapping[str, Any], done: int) -> Mapping[str, Any]:
-        """How to go on after so many tokens. With the same seed, tokens would be drawn as the first ones were."""
+        """How to continue after this many tokens. With the same seed, the first tokens would be drawn again."""
         changes = {"max_tokens": -done, self.seed_name: done} if done else {}
         return {**sampling, **{name: sampling[name] + by for name, by in changes.items() if name in sampling}}
 

@@ -132,7 +132,7 @@ def _add_service(app: FastAPI) -> None:
 
     @app.get("/usage", responses=problems(401))
     async def usage(request: Request) -> UsageReport:
-        """What the key has used since the server's start, by image; an admin key is told what every key has."""
+        """What the key has used since the server's start, by image; for an admin key, what every key has used."""
         tenant = tenant_of(request)
         of = None if tenant.account.key.admin else tenant
         return UsageReport(usage=tuple(request.app.state.tenants.usage(of)))

@@ -54,7 +54,7 @@ NO_TOKEN = Refusal(401, "unauthorized", "send 'Authorization: Bearer TOKEN' with
 
 
 class TokenBucket:
-    """A rate: so many a second on average (None: any), and `burst` at once."""
+    """A rate: an average per second (None: any), and `burst` at once."""
 
     def __init__(self, rate_per_s: float | None, burst: int) -> None:
         self._rate = rate_per_s

@@ -174,7 +174,7 @@ class Tenants:
         return self._draining
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse what is new, wait for running calls up to the timeout, and end the others, whose clients are told."""
+        """Refuse new work, wait for running calls up to the timeout, then end the rest; clients get an answer."""
         self._draining = True
         for tenant in self.all():
             tenant.refuse_new()

@@ -98,7 +98,7 @@ def main() -> None:
 
     def terminate(_number: int, _frame: FrameType | None) -> None:
         nonlocal terminated
-        if not terminated:  # a second one would break off the clean-up
+        if not terminated:  # a second one would interrupt the clean-up
             terminated = True
             signal.raise_signal(signal.SIGINT)
 
@@ -117,14 +117,14 @@ def _run(terminate: Callable[[int, FrameType | None], None]) -> None:
     try:
         command = command_line(*(name for name in sys.argv[1:2] if name in COMMANDS))
         signal.signal(signal.SIGTERM, terminate)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job has it ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a script's background job
         command()
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise
-        sys.stdout = None  # what is left of the output is not written at the end either
+        sys.stdout = None  # the rest of the output is not written at exit either
         print(f"atropos: {error.strerror}", file=sys.stderr)
         sys.exit(1)
     except tuple(kind for kind, _ in EXIT_CODES) as error:

@@ -37,7 +37,7 @@ def dashboard(
         str | None, typer.Option(envvar="ATROPOS_DASHBOARD_TOKEN", help="default: a new one, printed with the URL")
     ] = None,
 ) -> None:
-    """Serve pages over a JSONL of groups until Ctrl-C; what is appended meanwhile is shown.
+    """Serve pages over a JSONL of groups until Ctrl-C; groups appended later are shown, too.
 
     An env has live pages of its own.
     """

@@ -93,7 +93,7 @@ def programs() -> list[DoctorFinding]:
 
 
 def room_for(slots: int, limits: Sequence[HostLimit]) -> list[DoctorFinding]:
-    """Whether so many live slots find room under this host's limits: those that are too low, or else the lowest one."""
+    """Whether this many live slots fit this host's limits: the limits that are too low, or else the lowest one."""
     lowest, *others = host_limits.rooms(limits)
     return [
         DoctorFinding(

@@ -20,7 +20,7 @@ COLUMNS, ROWS = 100, 30
 MAX_TEXT_CHARS = 500
 """Of what the model says beside its calls."""
 MAX_CHARS = 4_000_000
-"""Of a whole replay; what comes later is left out, and the replay says so."""
+"""Length of a whole replay; the rest is left out, with a note."""
 UNKNOWN_S = 1.0
 """Of a turn, and of its calls, where the record has no times."""
 KEPT = re.compile("\x1b\\[[0-9;]{0,40}m|\x1b\\[[0-2]?K|[\t\n\r\b]")

@@ -1,4 +1,4 @@
-"""What atroposlib asks of an env at work: whole groups, steps with a trainer, and wandb.
+"""What atroposlib asks of a running env: whole groups, steps with a trainer, and wandb.
 
 Each method but `item_name` overrides one of atroposlib's `BaseEnv`; `sandbox_env` starts, runs and ends an env.
 """
@@ -148,7 +148,7 @@ class ServedEnv(BaseEnv):
         env_id = getattr(self, "env_id", None)
         await outlive(self.sink.deliver(written, sent=do_send_to_api, env_id=env_id, listed=several))
         for group in admitted:
-            with contextlib.suppress(HookError), self.hooks.guard("add_rollouts_for_wandb"):  # which logs it
+            with contextlib.suppress(HookError), self.hooks.guard("add_rollouts_for_wandb"):  # the guard logs it
                 await self.add_rollouts_for_wandb(cast("ScoredDataGroup", group), item)
 
     # ------------------------------------------------------------------------------------------------- the trainer

@@ -126,7 +126,7 @@ async def probe_servers(
         if config is None:
             continue
         own = inference_of(one)
-        with contextlib.suppress(TimeoutError):  # which the request below meets too
+        with contextlib.suppress(TimeoutError):  # the request below meets it, too
             async with asyncio.timeout(min(timeout_s, MODELS_TIMEOUT_S)):
                 await own.read_models()
         config.model_name = own.model

@@ -109,7 +109,7 @@ _Judged = tuple[Verdict, dict[str, object]]
 
 @dataclass
 class _Attempt:
-    """A trajectory at work.
+    """A running trajectory.
 
     Attributes:
         snapshot: the group's workspace that it started from; None: it builds its own.
@@ -397,7 +397,7 @@ class TaskEnv(DatasetEnv):
         """Whether a trajectory whose verifier gave no reward scores 0, by `verifier_failure` and by the cause."""
         if self.config.verifier_failure != "blame":
             return self.config.verifier_failure == "zero"
-        if task.name not in self._unsound:  # one that was sound may have failed by what is outside since
+        if task.name not in self._unsound:  # a sound one may fail by changes outside of it
             try:
                 await self._verify_untouched(item, task, trajectory_id)
             except (VerifierFailed, TaskBroken, SlotFileError):

@@ -35,7 +35,7 @@ def read_text(name: str) -> bytes:
         if name == "-":
             text = sys.stdin.buffer.read(MAX_CONFIG_BYTES)
             nothing = os.open(os.devnull, os.O_RDONLY)
-            os.dup2(nothing, 0)  # a file with the token in it is nothing to inherit
+            os.dup2(nothing, 0)  # a file with the token must not be inherited
             os.close(nothing)
         else:
             with open(name, "rb") as file:
@@ -68,7 +68,7 @@ def parse(text: bytes | str) -> ServerConfig:
 def main(argv: list[str] | None = None) -> int:
     """Run the server; returns the exit code."""
     name = _config_name(sys.argv[1:] if argv is None else argv)
-    gc.disable()  # until all is loaded: nothing of it is garbage
+    gc.disable()  # until all is loaded: none of it is garbage
     try:
         passed = root_phase.passed_on()
         if passed is None:

@@ -149,7 +149,7 @@ def largest_on_disk(tasks: Iterable[Task], room: Room) -> int | None:
 
 @dataclass
 class _Sizes:
-    """Memory, files, cores and GPUs of one task, and what became of its wishes."""
+    """Memory, files, cores and GPUs of one task, and what its requests led to."""
 
     room: Room
     policy: Policy

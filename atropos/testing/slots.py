@@ -322,7 +322,7 @@ async def test_nothing_of_a_lease_is_left_for_the_next(pool: SlotPool) -> None:
     )
     async with pool.lease("before") as first:
         untouched = (await first.exec(look)).output
-    for n in range(9):  # each slot of both containers has had a turn then
+    for n in range(9):  # by then each slot of both containers has had a turn
         async with pool.lease(f"t{n}") as slot:
             assert (await slot.exec(look)).output == untouched
             await slot.exec(mess)
@@ -442,7 +442,7 @@ async def test_ports_go_through_a_lease_in_both_directions(slot: Slot) -> None:
         await asyncio.open_connection("127.0.0.1", there.port)
     async with await PortForward.to_slot(slot, 4711) as nobody:
         reader, writer = await asyncio.open_connection("127.0.0.1", nobody.port)
-        with pytest.raises(ConnectionResetError):  # nobody listens there
+        with pytest.raises(ConnectionResetError):  # no one listens there
             await reader.read()
         writer.close()
 
@@ -494,7 +494,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_download_ends_nothing_but
         writer.write(b"download")
         writer.write_eof()
         await reader.readexactly(1 << 20)
-        await asyncio.sleep(1)  # until all that is between here and the service is full
+        await asyncio.sleep(1)  # until every buffer on the way to the service is full
         writer.transport.abort()
         assert await ping(there.port) == b"pong"
         assert (await slot.exec("while [ ! -e broken ]; do sleep 0.1; done", timeout_s=30)).exit_code == 0

@@ -428,7 +428,7 @@ async def test_recordings_are_written_at_the_release(pool: SlotPool, tmp_path: P
         command = "echo recorded; until [ -e go ]; do sleep 0.02; done; echo late; touch over"
         start = ToolCall(name="session", arguments={"action": "start", "command": command})
         session = session_id(await executor.execute("rec/1", start))
-        # no call of the session shows what comes late
+        # no call of the session shows late output
         late: dict[str, object] = {"command": "touch go; until [ -e over ]; do sleep 0.02; done"}
         assert (await executor.execute("rec/1", ToolCall(name="terminal", arguments=late))).success
         await executor.release_trajectory("rec/1")

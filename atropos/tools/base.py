@@ -36,7 +36,7 @@ class ToolError(Exception):
 
 
 class ToolLimits(FrozenModel):
-    """Bounds of what a model may ask for and of what it is shown. Times in seconds."""
+    """Bounds on a model's requests and on what it is shown. Times in seconds."""
 
     command_timeout_s: float = Field(default=120, gt=0, description="of a terminal command that names none")
     max_timeout_s: float = Field(default=600, gt=0, description="longest a terminal command may ask for")

@@ -448,7 +448,7 @@ class ToolExecutor:
             if not trajectory.calls:
                 trajectory.idle.set()
                 if trajectory.empty and self._trajectories.get(trajectory.id) is trajectory:
-                    del self._trajectories[trajectory.id]  # it holds nothing that a release would give back
+                    del self._trajectories[trajectory.id]  # it holds nothing to release
 
     # ------------------------------------------------------------------------------------------------ observation
 

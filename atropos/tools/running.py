@@ -30,7 +30,7 @@ async def run_tool(tool: Tool, arguments: object, scope: ToolScope) -> ToolResul
     started = time.perf_counter()
     result = await _attempt(tool.name, partial(tool.run, arguments, scope), tool.timeout_s)
     if result.timed_out:
-        await scope.slot.check_alive()  # a slot that is frozen or cut off is no slow tool
+        await scope.slot.check_alive()  # a frozen or unreachable slot is not a slow tool
     if result.duration_s == 0:
         result = result.model_copy(update={"duration_s": time.perf_counter() - started})
     for state in tool_states(scope.state):

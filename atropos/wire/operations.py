@@ -37,7 +37,7 @@ class SlotOperation(WireMessage):
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for something in the slot, so that others of its lane go on meanwhile."""
+        """Whether it waits for something in the slot, so that others of its lane need not wait for it."""
         return False
 
     def time_limit_s(self, wall_s: float) -> float:  # noqa: ARG002 (others' limit)

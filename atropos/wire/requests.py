@@ -196,7 +196,7 @@ class ViewInfo(WireMessage):
 
 
 class DrainRequest(WireMessage):
-    """POST /v1/drain. `deadline_s`: how long leases may go on; None: the server's own `drain_s`."""
+    """POST /v1/drain. `deadline_s`: how long leases may last; None: the server's own `drain_s`."""
 
     deadline_s: float | None = Field(default=None, ge=0)
 

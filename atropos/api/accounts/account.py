@@ -31,7 +31,7 @@ class Account:
         self.change(key)
 
     def change(self, key: KeySettings) -> None:
-        """Its settings are others from now on; leases that it has go on."""
+        """Apply new settings; existing leases stay."""
         self.key = key
         self.share.quotas = key
         self._bucket = TokenBucket(key.rate_per_s, key.burst)

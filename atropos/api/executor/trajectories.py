@@ -283,7 +283,7 @@ class Trajectories:
 
     async def _run(self, trajectory: Trajectory, call: ToolCall) -> ToolResult:
         await asyncio.wait([trajectory.opening])
-        trajectory.opening.result()  # what could not be opened runs nothing
+        trajectory.opening.result()  # a trajectory that could not be opened runs nothing
         outcome = "cancelled"
         try:
             result = await self._executor.execute(trajectory.key, call)

@@ -152,7 +152,7 @@ class BrowserNavigate(BrowserTool[NavigateArguments]):
             )
         except Error as error:
             if "Download is starting" in str(error) or "net::ERR_ABORTED" in str(error):
-                await page.wait_for_timeout(_AFTER_CLICK_MS)  # the download's own note says the same again
+                await page.wait_for_timeout(_AFTER_CLICK_MS)  # the download's own note says the same
                 session.take_notes()
                 raise ToolError(
                     f"{url[:200]} is a download, which this browser refuses; web_extract reads pages and PDF files"

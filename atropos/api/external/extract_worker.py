@@ -108,7 +108,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)
     sink = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a parser prints must not end up among the answers
+    os.dup2(2, 1)  # a parser's output must not mix with the answers
     serve(sys.stdin.buffer, sink)
 
 

@@ -39,7 +39,7 @@ async def fetch(client: httpx.AsyncClient, guard: Guard, url: str, *, max_bytes:
         FetchError: why there is no page, for the model to read.
     """
     seen = url.strip()
-    cookies = httpx.Cookies()  # some sites send a visitor on with one
+    cookies = httpx.Cookies()  # some sites redirect with one
     try:
         for _ in range(_MAX_REDIRECTS + 1):
             guard.check_url(seen)

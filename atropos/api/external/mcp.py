@@ -91,7 +91,7 @@ class McpConnection:
         except BaseException as error:
             if not ready.done():
                 ready.set_exception(error if isinstance(error, Exception) else ConnectionError("cancelled"))
-                ready.exception()  # retrieved here, so that asyncio logs nothing if nobody waits
+                ready.exception()  # retrieved here, so that asyncio logs nothing if no one waits
             elif isinstance(error, Exception):
                 _log.warning("MCP server %s: the connection ended: %s", self.server.name, _reason(error))
             else:
@@ -151,7 +151,7 @@ class McpConnection:
         self._stop.set()
         task, ready, self._task, self._ready = self._task, self._ready, None, None
         if task is not None:
-            if ready is not None and ready.done():  # else it is being opened, and waits for the server alone
+            if ready is not None and ready.done():  # otherwise it is being opened, and waits only for the server
                 await done_within(task, _CLOSE_S)
             await cancel_and_wait([task], _CLOSE_S)
 
@@ -223,7 +223,7 @@ class McpTool(Tool):
         from mcp import MCPError, types
 
         timeout_s = self._connection.server.timeout_s
-        # less than the call has: a server that isn't there is no failure of its tool
+        # less than the call has: a missing server is not its tool's failure
         client = await self._connection.client(min(_CONNECT_S, timeout_s / 2))
         asked = time.monotonic()
         try:

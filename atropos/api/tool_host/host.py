@@ -230,7 +230,7 @@ class ToolHost:
         except Refusal:
             raise
         except SandboxError as error:
-            # one of a group says nothing of what was done beside it
+            # one failure of a group doesn't tell what the others did
             sure = isinstance(error, ToolServerUnavailable) and not isinstance(error.__cause__, ExceptionGroup)
             if tool.read_only or sure or isinstance(error, OutcomeUnknown):
                 raise
@@ -327,12 +327,12 @@ class ToolHost:
             await asyncio.sleep(min(30.0, ttl / 4))
             oldest = time.monotonic() - ttl
             for owner in list(self._trajectories):
-                trajectory = self._trajectories.get(owner)  # as it is now: closing the one before took its time
+                trajectory = self._trajectories.get(owner)  # looked up again, since closing the earlier one took time
                 if trajectory is not None and not trajectory.running and trajectory.last_used < oldest:
                     await self._end(owner)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new calls, wait for running ones up to the timeout, and end the others, whose clients are told."""
+        """Refuse new calls, wait for running ones up to the timeout, then end the rest; clients get an answer."""
         self.draining = True
         if running := self._journal.running():
             await asyncio.wait(running, timeout=timeout_s)

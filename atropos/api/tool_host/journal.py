@@ -82,7 +82,7 @@ class ToolCallJournal:
             # by a future of its own: a failed task keeps its frames, and with them the call's arguments
             entry.answer = asyncio.get_running_loop().create_future()
             entry.answer.set_exception(OutcomeUnknown(str(failure)))
-            entry.answer.exception()  # asked for, so that asyncio doesn't log it
+            entry.answer.exception()  # retrieved, so that asyncio doesn't log it
         elif failure is not None:
             return  # the call did not run, or may run again
         else:

@@ -30,7 +30,7 @@ def load_rows(name: str, split: str = "train") -> list[dict[str, object]]:
             raise ConfigError(f"dataset_name: not a list; {HOW}")
         return _checked(cast("list[object]", rows), "the list")
     path = Path(os.path.expanduser(text))
-    if os.path.isdir(path):  # which says no of what can't be a path
+    if os.path.isdir(path):  # False for what can't be a path
         return _from_library(str(path), split)
     if path.suffix in {".jsonl", ".json", ".parquet"} or os.path.exists(path):
         return _from_file(path)

@@ -83,7 +83,7 @@ class Pending:
     def __await__(self) -> Any:
         """Make the call."""
         self._calls.unstarted -= 1
-        return (yield from self._work.__await__())  # a generator, so that it holds on to this object meanwhile
+        return (yield from self._work.__await__())  # a generator, so that it keeps this object alive
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError(self._hint())

@@ -104,7 +104,7 @@ class GroupSink:
             _log.error("%s lacks a group, which is sent: %s", path, error.strerror)
 
     def end_within(self, seconds: float) -> None:
-        """From now on, all sends together, those under way included, take at most so long; what is left is lost."""
+        """Bound the time that all sends together take from now on, those under way included; the rest is lost."""
         self._until = asyncio.get_running_loop().time() + seconds
         for limit in self._limits:
             limit.reschedule(self._until)

@@ -22,7 +22,7 @@ TRAINER_S = 5.0
 HEALTH_S = 1.0
 """Interval between checks of the inference servers' state, about that of atroposlib's own health checks."""
 SILENT_S = 10.0
-"""Time without an answer to any of the model calls that wait, after which the log says so."""
+"""Time without an answer to any pending model call after which it is logged."""
 
 _log = logging.getLogger(__name__)
 

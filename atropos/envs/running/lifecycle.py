@@ -26,7 +26,7 @@ from atropos.envs.running.rollout import GroupDropped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BLOCKED_S = 1.0
-"""A hook that has blocked the event loop for so long is interrupted by a signal, as is each that blocks it after."""
+"""A hook that has blocked the event loop this long is interrupted by a signal, as are later ones that block it."""
 SENDS_S = 30.0
 """How long a shutdown waits for groups that are being sent to the trajectory API, all together."""
 WORKERS_S = 45.0

@@ -244,7 +244,7 @@ def _labels(values: Sequence[Value], hidden: Value, *, masked: bool) -> list[Val
 
 
 def _facts(rollout: Rollout, *, masked: bool, own_temperature: bool) -> dict[str, object]:
-    """What a trainer is told of a member."""
+    """What a trainer gets of a member."""
     facts: dict[str, object] = {"stop_reason": rollout.stop_reason}
     if rollout.transcript.weights:
         facts["weight_versions"] = [list(span) for span in rollout.transcript.weights]

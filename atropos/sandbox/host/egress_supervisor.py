@@ -233,7 +233,7 @@ class EgressSupervisor:
             self._sock.close()
             self._sock = None
             self._orders.clear()
-            for number in list(self._counting):  # the proxy took its counts with it
+            for number in list(self._counting):  # its counts were lost with the proxy
                 self._counted(number, 0)
 
     def drop(self, number: int) -> asyncio.Future[int]:

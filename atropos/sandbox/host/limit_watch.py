@@ -58,7 +58,7 @@ class LimitWatch:
         elif operation.op == "proc_start":
             self._before[call_id] = self._cgroup.counts()
         elif operation.op == "proc_kill":
-            self._background.pop(operation.id, None)  # what ends it now is no limit
+            self._background.pop(operation.id, None)  # it is being ended, not limited
         self._idle = None
 
     def forget(self, call_id: str) -> None:

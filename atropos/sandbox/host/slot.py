@@ -158,7 +158,7 @@ class SlotSandbox:
             arguments["workdir"] = arguments["workdir"] or self._image.workdir or "/"
             arguments["user"] = arguments["user"] or self._image.user
             below = self._root
-            if arguments["user"]:  # whose own home the runner knows
+            if arguments["user"]:  # the runner knows its home
                 below = {name: value for name, value in below.items() if name != "HOME"}
             arguments["env"] = below | self._image.env | arguments["env"]
         if isinstance(operation, StartOperation) and self._gpus is not None:
@@ -173,7 +173,7 @@ class SlotSandbox:
                 done(OpError(error="bad_pattern", message=str(error)))
             except NotSupported as error:
                 done(OpError(error="not_supported", message=str(error)))
-            except SandboxError as error:  # it may still reach other hosts
+            except SandboxError as error:  # its programs could still reach other hosts
                 self._fail(str(error))
                 done(SlotLost(str(error)))
             else:
@@ -216,7 +216,7 @@ class SlotSandbox:
         self._watchdog = None
         if not (self._calls or self._programs) or self.host_pid is None or self.died.done():
             return
-        if late > CHECK_S:  # this process did not run, and PID 1 perhaps neither: its answers are still to come
+        if late > CHECK_S:  # this process was stopped, and PID 1 perhaps too: its answers may still arrive
             self._calls = {call_id: (number, due + late) for call_id, (number, due) in self._calls.items()}
         if self._calls and min(due for _, due in self._calls.values()) <= self._loop.time():
             self._fail("PID 1 of the slot did not answer in time")
@@ -451,9 +451,9 @@ class SlotSandbox:
         if self._channel is not None:
             self._channel.close(OutcomeUnknown(f"slot {self.name} was stopped while the call ran"))
         if self._started is not None and self._init_fd < 0 and not (self._ended is not None and self._ended.done()):
-            # the start was cancelled, but its process may still come; or an earlier stop did not see its end
+            # the start was cancelled, but its process may still appear; or an earlier stop did not see its end
             came = await done_within(self._started, STOP_DEADLINE_S)
-            with contextlib.suppress(SandboxError, OSError):  # it could not be started; no descriptor is left
+            with contextlib.suppress(SandboxError, OSError):  # it failed to start, or no descriptor is left
                 self._init_fd = pidfd_of(self._started.result()) if came else -1
         self._kill()
         problem = ""

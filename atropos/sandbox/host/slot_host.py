@@ -227,7 +227,7 @@ class SlotHost:
         """Undo what was set up for the server as a whole."""
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self.state.live)))
         for volume in self.state.layers.values():
-            with contextlib.suppress(OSError):  # a cell goes as a whole, with this server
+            with contextlib.suppress(OSError):  # cells are removed as a whole, with this server
                 await self.state.disposer.submit(volume.detach(), None if self.state.entered.cells else volume.disk)
         self.state.layers.clear()
         await self.state.disposer.aclose()

@@ -72,7 +72,7 @@ class Resolver:
         self._find = find
         self.addresses = FakeAddresses()
         self._found: dict[str, asyncio.Future[str]] = {}
-        """By the name that was asked for: what it is, or will be, for `TTL_S`."""
+        """By the requested name: its canonical form, or the look-up of it, for `TTL_S`."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ipv6 = sock.family == socket.AF_INET6
         # an answer leaves from the address that was asked

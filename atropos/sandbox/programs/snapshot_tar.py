@@ -285,7 +285,7 @@ class Unpacker:
                 raise NotASnapshot("bytes without end after the archive")
 
     def _place(self, path: str, under: str | None) -> tuple[LayerFolder, str]:
-        """The folder that a name leads to, and what it is called in it: empty for the layer's own folder."""
+        """A member's folder, and its name there: empty for the layer's own folder."""
         parts = path.split("/")
         number = parts.pop(0) if under is None else under
         starts = self._tops if under is None else self._made

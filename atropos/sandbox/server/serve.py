@@ -99,7 +99,7 @@ class Server:
             self._clean = await core.aclose()
 
     def stop(self, deadline_s: float | None = None) -> None:
-        """Begin to end: no new leases; the ones there are may go on for `deadline_s` (None: the configured time).
+        """Begin to drain: no new leases; existing ones have `deadline_s` (None: the configured time).
 
         Asked again, it may only end sooner.
         """

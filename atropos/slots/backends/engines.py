@@ -104,7 +104,7 @@ class BlockingCalls:
         self._pending: set[Future[object]] = set()
 
     async def run(self, call: Callable[[], T], *, changes: bool = False) -> T:
-        """Run a call. It goes on if the caller is cancelled; with `changes`, `settled` then waits for its end."""
+        """Run a call. It continues if the caller is cancelled; with `changes`, `settled` then waits for its end."""
         async with self._turns:
             future = in_thread(call, self._name)
             if changes:

@@ -116,7 +116,7 @@ class ServerHttp:
         return False
 
     async def drain(self, url: str, token: str, deadline_s: float) -> bool:
-        """Ask a server to take no new leases; its leases may go on for `deadline_s` seconds. False: it didn't answer.
+        """Ask a server to take no new leases; its leases have `deadline_s` seconds. False: it didn't answer.
 
         Unless `deadline_s` is 0, the request is retried for `DOUBT_S` where the server is too busy to answer.
         """

@@ -26,7 +26,7 @@ PROVEN_S = 10.0
 HOPELESS_STARTS = 5
 """Failed starts of one server in a row, with none ever ready and all others failed, after which no more are tried."""
 DRAIN_S = 30.0
-"""How long leases may go on in a server that is being replaced."""
+"""How long leases may last in a server that is being replaced."""
 STOP_S, STOP_SLOT_S = 1.5, 0.05
 """How long a server may take to end in order when the pool stops: a constant, and the time for each slot."""
 

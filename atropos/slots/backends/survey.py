@@ -72,7 +72,7 @@ class Survey:
         await self._end(seen.container)
 
     async def until_answering(self, count: int, *, within_s: float) -> bool:
-        """Wait until so many containers answer and take leases, or no client is connected.
+        """Wait until this many containers answer and take leases, or no client is connected.
 
         Returns:
             False when `within_s` seconds went by first.

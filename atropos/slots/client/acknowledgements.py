@@ -33,7 +33,7 @@ class Acknowledgements:
 
     @property
     def many(self) -> bool:
-        """Whether so many wait that they are sent by themselves."""
+        """Whether enough wait to be sent in a frame of their own."""
         return len(self._waiting) >= ACKS_AT_ONCE
 
     def add(self, call_id: str) -> None:
@@ -41,7 +41,7 @@ class Acknowledgements:
         self._waiting.append(call_id)
 
     def take(self) -> tuple[str, ...]:
-        """Those to send now."""
+        """The ids to send now."""
         ids, self._waiting, self.due = self._waiting, [], False
         self._sent += ids
         return tuple(ids)

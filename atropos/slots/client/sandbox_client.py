@@ -276,7 +276,7 @@ class SandboxClient:
     # ------------------------------------------------------------------------------------------------------- snapshots
 
     async def snapshot(self, lease: Lease, *, beside: bool = False) -> SnapshotInfo:
-        """Freeze a slot's workspace; the lease goes on above it, without its background processes.
+        """Freeze a slot's workspace; the lease continues above it, without its background processes.
 
         Args:
             lease: whose workspace it is.
@@ -305,7 +305,7 @@ class SandboxClient:
         return await self._requests.ask("POST", f"/v1/leases/{lease.lease_id}/view", ViewInfo, request, patient=True)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
-        """Drop a snapshot, if it is there; leases that use it go on."""
+        """Drop a snapshot, if it is there; leases that use it keep it."""
         with contextlib.suppress(NotFound):
             await self._requests.ask("DELETE", f"/v1/snapshots/{snapshot_id}", None)
 

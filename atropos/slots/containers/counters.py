@@ -57,7 +57,7 @@ class Counters:
         self.leases += 1
 
     def acquired(self, after_s: float) -> None:
-        """An acquire has its slot, after so long."""
+        """An acquire got its slot after these seconds."""
         self.acquire_s.append(after_s)
 
     def released(self, result: ReleaseResult) -> None:

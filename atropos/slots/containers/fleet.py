@@ -209,7 +209,7 @@ class Fleet:
         self._set_free(seat, free)
 
     def close(self, seat: Seat) -> list[Ticket]:
-        """A container takes no new leases; those it has go on.
+        """A container takes no new leases; its current ones stay.
 
         Returns:
             The waiting tickets that only it could have served; they wait no more.
@@ -299,7 +299,7 @@ class Fleet:
         yield from self._match_others()
 
     def _match_kept(self) -> Iterator[Ticket]:
-        """Serve the large ones for whom containers are kept, and all who wait for longer than one of these."""
+        """Serve the large tickets that containers are kept for, and all that have waited longer than one of them."""
         served = True
         while served:  # this leaves room for older ones in the kept container
             served = False
@@ -316,7 +316,7 @@ class Fleet:
         self._grown.clear()
 
     def _match_others(self, *, before: float = math.inf) -> Iterator[Ticket]:
-        """Serve those for whom no container is kept, and whose number is lower than `before`."""
+        """Serve tickets that no container is kept for, with numbers below `before`."""
         unplaced: list[Ticket] = []
         while (ticket := self._next(before)) is not None:
             if (seat := self._place(ticket)) is None:
@@ -352,7 +352,7 @@ class Fleet:
                     break
 
     def _room_for_kept(self, ticket: Ticket, seat: Seat) -> Seat | None:
-        """Where a large one for whom `seat` is kept has room by now: there, or in another container that got some."""
+        """Where the large ticket that `seat` is kept for has room now: there, or in another container."""
         if ticket.room.fits(seat.free):
             return seat
         others = self._grown if ticket.pin is None else ()

@@ -146,7 +146,7 @@ class Share:
             images.add(image)
 
     def check_snapshot(self, *, stays: bool = True) -> None:
-        """Check that one more snapshot may be kept. `stays`: the slot that it is taken of goes on beside it.
+        """Check that one more snapshot may be kept. `stays`: its slot continues beside it.
 
         Raises:
             QuotaReached: too many are, or they hold too much.

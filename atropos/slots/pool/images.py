@@ -121,7 +121,7 @@ class PoolImages:
 
     @contextlib.contextmanager
     def _in_demand(self, room: Resources) -> Generator[None]:
-        """Around a lease's wait for its image: containers that come for it meanwhile pull the image, too."""
+        """Around a lease's wait for its image: containers that start for it in the meantime pull the image, too."""
         with self._state.fleet.unprepared(room):
             self._state.replan()
             yield

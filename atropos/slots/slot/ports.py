@@ -87,7 +87,7 @@ class _Connection:
         self.heard.set()
 
     def reset(self) -> None:
-        """End it unfinished: its client must not take what came for all of it. Its tasks go on to their ends."""
+        """Abort it: its client must not take the data so far for all of it. Its tasks run to their ends."""
         self.incoming.clear()
         self.over = self.cut = True
         self.heard.set()

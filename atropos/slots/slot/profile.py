@@ -47,7 +47,7 @@ class Profile:
         return posixpath.join(self.workdir, self.expanded(path or ""))
 
     def expanded(self, path: str) -> str:
-        """The path, with the home of whom commands run as in the place of `~`."""
+        """The path, with `~` replaced by the home of the user that commands run as."""
         if path != "~" and not path.startswith("~/"):
             return path
         return self.env.get("HOME", ROOT_HOME if self.user is None else self.user.home) + path[1:]

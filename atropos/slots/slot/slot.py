@@ -25,7 +25,7 @@ from atropos.slots.slot.snapshots import Snapshot
 from atropos.slots.slot.uploads import PIECE_BYTES
 
 RELEASE_WAIT_S = 10.0
-"""How long `Slot.release` waits for the server's confirmation; the release itself goes on behind it."""
+"""How long `Slot.release` waits for the server's confirmation; the release itself continues in the background."""
 ALIVE_S = 5.0
 """Longest a slot may take to answer a liveness check. 2 ms are usual; hundreds of busy programs in it on a machine with
 a load of ten times its cores made it 0.9 s."""
@@ -112,7 +112,7 @@ class Slot(SlotFiles):
         await self.release()
 
     async def release(self) -> None:
-        """Give the slot back: everything in it is ended and forgotten. Idempotent; goes on when cancelled."""
+        """Give the slot back: everything in it is ended and discarded. Idempotent; continues when cancelled."""
         task = self.start_release()
         if task is not None and not task.done():
             await asyncio.wait([task], timeout=RELEASE_WAIT_S)  # cancelling the wait cancels nothing
@@ -271,7 +271,7 @@ class Slot(SlotFiles):
         hold: bool = False,
         buffer_bytes: int = 200_000,
     ) -> Process:
-        """Start a background process, which goes on until it ends, is killed or the lease is over.
+        """Start a background process, which runs until it ends, is killed or the lease ends.
 
         Args:
             command: as for `exec`.
@@ -339,7 +339,7 @@ class Slot(SlotFiles):
     # -------------------------------------------------------------------------------------------------- snapshots
 
     async def snapshot(self, *, keep_running: bool = False) -> Snapshot:
-        """Freeze the workspace as it is; this slot and any number of others go on above it.
+        """Freeze the workspace as it is; this slot and any number of others continue above it.
 
         The snapshot lives in this slot's container until it is dropped, and is copied to another one when a fork lands
         there.

@@ -1,4 +1,4 @@
-"""Whether a task's tests run what lies in the agent's folder, and as whom: such code can do whatever that user can.
+"""Whether a task's tests run code in the agent's folder, and as which user: such code can do what that user can.
 
 As the user of the tests it can read them, end them, and write the reward; no mode of verification stops that.
 """

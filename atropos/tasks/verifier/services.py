@@ -95,7 +95,7 @@ while ended & set(processes()):  # the tests see none of it
     time.sleep(0.005)
 print(len(ended), len(kept))
 """
-"""For the Python that every slot has: many images have none, and what is the agent's may be replaced."""
+"""For the Python that every slot has: many images have none, and the agent may replace one."""
 
 
 async def end_processes(slot: Slot, task: Task, keep: Keep) -> bool:

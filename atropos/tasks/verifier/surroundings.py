@@ -45,7 +45,7 @@ _GIT = {"core.hooksPath": ("/dev/null", r"\bhooks?\b"), "core.fsmonitor": ("fals
 """Settings by which git runs no program of the agent's, each unless this is spoken of."""
 _MODULE, _OWN_MODULE = re.compile(r"\b(\w{1,64})(?:\.py\b|/)"), re.compile(r"\b(\w+)\.py\b|/(\w+)/")
 MAX_MODULES = 1000
-"""Most names of modules that a verifier's programs are told."""
+"""Most module names passed to a verifier's programs."""
 _RUNS_GIT = re.compile(r"\bgit\b")
 _INSTALLS = re.compile(r"\b(?:npm|pnpm|yarn)\s+(?:-\S+\s+)*(?:ci|i|install|add)\b")
 

@@ -169,7 +169,7 @@ def read_calls(text: str, opening: str, read: Callable[[str, int, Collector], in
 
 
 def index_after(text: str, at: int, opening: str, end: str) -> int:
-    """Where to go on after a malformed call: after its end, or at the next opening, or at the end of the text."""
+    """Where to continue after a malformed call: after its end, at the next opening, or at the end of the text."""
     stop, following = text.find(end, at), text.find(opening, at)
     if stop >= 0 and (following < 0 or stop < following):
         return stop + len(end)

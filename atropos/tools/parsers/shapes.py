@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _SHAPES = re.compile(
-    r"(?<!`)(?:"  # in inline code, a tag is talked about
+    r"(?<!`)(?:"  # a tag in inline code is a mention, not a call
     r"<(?:[\w-]+:)?(?:tool|function)[_-]?calls?>"  # Hermes, Qwen, GLM, and in name spaces MiniMax and Seed
     r"|<function=[\w.-]|<invoke\s+name="  # Qwen3-Coder, Llama's own functions; MiniMax
     r"|<[|｜](?:DSML｜)?(?:tool|function)[_▁]calls?[\w▁]*[|｜]?>"  # DeepSeek, Kimi, Phi, LFM2

@@ -25,7 +25,7 @@ from atropos.tools.sandboxed.screen import TERM, Screen
 from atropos.tools.sandboxed.text import bounded_s, clip, plural
 
 QUIET_S = 0.15
-"""A program without output for so long has finished drawing."""
+"""A program without output for this long has finished drawing."""
 SETTLE_S = 2.0
 """Longest wait for that after keys; then the screen is shown as it is."""
 ON_LOOP_BYTES = 4096
@@ -365,7 +365,7 @@ async def _settle(scope: ToolScope, session: _Session, wait_s: float, *, quiet_s
         if session.finished or session.seen == before:
             return True
         drawn = session.state is not None and session.seen >= session.state.total_bytes
-        if drawn and time.monotonic() < deadline - quiet_s:  # else the slot's own wait may have ended it
+        if drawn and time.monotonic() < deadline - quiet_s:  # otherwise the slot's own wait may have ended it
             return True
 
 

@@ -149,7 +149,7 @@ class ToolServerClient:
         return await self._send(call, life, time.monotonic() + self._timeouts.get(name, 0) + QUEUE_S)
 
     async def _send(self, call: ExternalCall, life: Life, deadline: float) -> ToolResult:
-        first_boot_id = self._boot_id  # not a later one: other calls may have reached a server that was started since
+        first_boot_id = self._boot_id  # not a later one: other calls may have reached a server restarted since
         sent_before = False  # whether an earlier attempt may have reached the server
         failure = "stayed too busy"
         response: TransportResponse | None = None
@@ -286,7 +286,7 @@ async def _lifespan(app: Starlette) -> AsyncGenerator[None]:
         yield
     finally:
         over.set()
-        if ready.cancelled():  # the caller gave the start up
+        if ready.cancelled():  # the caller gave up the start
             task.cancel()
         await asyncio.wait([task])
         if not task.cancelled() and (failure := task.exception()) is not None:

@@ -118,7 +118,7 @@ def _bind_all(binds: Sequence[Bind], trees: Sequence[int]) -> list[str]:
         paths += _make_mount_point(bind.target, folder=stat.S_ISDIR(os.fstat(tree).st_mode))
         syscalls.attach_mount(tree, bind.target)
         flags = os.statvfs(bind.target).f_flag & os.ST_NOEXEC
-        if bind.device:  # what is sent to a device is no write to this mount; its node stays as it is
+        if bind.device:  # data for a device is no write to this mount; its node stays as it is
             flags |= syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID
             syscalls.mount(None, bind.target, None, flags)
         else:
@@ -132,7 +132,7 @@ def _make_mount_point(path: str, *, folder: bool) -> list[str]:
     if os.path.exists(path):
         return []
     paths = _make_mount_point(os.path.dirname(path), folder=True)
-    if os.path.islink(path):  # to nothing
+    if os.path.islink(path):  # a link to nothing
         os.unlink(path)
     if folder:
         os.mkdir(path, 0o755)

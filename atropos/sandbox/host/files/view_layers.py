@@ -60,7 +60,7 @@ def _copy_file(source: int, target: int, name: str) -> None:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise
-        # gone meanwhile, or a folder by now
+        # gone, or now a folder
 
 
 def copy_attributes(source: int, target: str | int, *, whole: bool = False) -> None:

@@ -202,7 +202,7 @@ class Disposer:
 def _lower_priority() -> None:
     thread = threading.get_native_id()
     niceness = os.getpriority(os.PRIO_PROCESS, thread)
-    os.setpriority(os.PRIO_PROCESS, thread, max(10, niceness))  # a lower niceness would be refused
+    os.setpriority(os.PRIO_PROCESS, thread, max(10, niceness))  # lowering the niceness would be refused
 
 
 def _free(descriptors: list[int], folder: str | None) -> None:
@@ -377,7 +377,7 @@ def restore_mount_points(root: str, more: Iterable[str]) -> None:
         except FileExistsError:
             if stat.S_ISDIR(os.lstat(path).st_mode):
                 continue
-            os.unlink(path)  # not a folder, so this is all of it
+            os.unlink(path)  # not a folder, so there is nothing below it
             os.mkdir(path, 0o755)
         os.chown(path, 0, 0)
         if name == "tmp":

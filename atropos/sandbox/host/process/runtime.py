@@ -110,7 +110,7 @@ def _copy_modules(python: str, stdlib: Path) -> list[str]:
 def _compile(name: str, source: str, target: str) -> None:
     """Bytecode of a module, from the interpreter's own cache where that is fresh."""
     code = SourceFileLoader(name, source).get_code(name)
-    # flags 0b01: validated by hash, and never checked: no source beside it is another one
+    # flags 0b01: hash-based and unchecked, since there is no other source beside it
     header = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8)
     with open(target, "wb") as file:
         file.write(header + marshal.dumps(code))

@@ -82,7 +82,7 @@ children = Children()
 
 
 def untrace(pid: int, number: int) -> None:
-    """Let a child that asked its parent to trace it and has stopped go on, with the signal that stopped it."""
+    """Continue a stopped child that asked its parent to trace it, with the signal that stopped it."""
     carried = 0 if number == signals.SIGTRAP else number
     if libc.ptrace(PTRACE_DETACH, pid, None, c_void_p(carried)) != 0:
         signal_each((pid,), signals.SIGKILL)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     class OpenCall(Protocol):
-        """A call that goes on."""
+        """A call without an answer yet."""
 
         def cancel(self) -> None:
             """End it; it answers all the same."""

@@ -133,7 +133,7 @@ class FileStream:
             await self._flush()
 
     async def _flush(self) -> None:
-        """Send what is left; cancelled, the next piece goes on with it."""
+        """Send what is left; if cancelled, the next piece continues it."""
         while self._unsent:
             if self.closed:
                 raise StreamGone("the stream is over")
@@ -196,7 +196,7 @@ class FileStreams:
         self._closed = False
 
     def open(self, stream_id: str, broke_off: Callable[[], None], max_bytes: int = 0) -> FileStream:
-        """A new stream, for an operation that starts; its slot may send so many bytes.
+        """A new stream, for an operation that starts; its slot may send this many bytes.
 
         Raises:
             SandboxError: there are too many, or one of this id.

@@ -233,7 +233,7 @@ class Lanes:
         return not isinstance(operation, StartOperation) or self._starts.admit(self)
 
     def _has_room(self) -> bool:
-        """Whether the journal takes more; else the lanes go on when it does."""
+        """Whether the journal has room; otherwise the lanes continue once it has."""
         if self._journal.congested and self._congested is None:
             self._congested = asyncio.get_running_loop().create_task(self._wait_for_room())
         return self._congested is None

@@ -224,7 +224,7 @@ class Routes:
         return answer(self._snapshot(request).info)
 
     async def drop_snapshot(self, request: web.Request) -> web.Response:
-        """DELETE /v1/snapshots/{id}; leases on it go on."""
+        """DELETE /v1/snapshots/{id}; leases on it keep it."""
         self._core.layers.drop_snapshot(self._snapshot(request).id)
         return web.Response(status=204)
 

@@ -43,7 +43,7 @@ class Workspaces:
     async def snapshot(
         self, lease_id: str, snapshot_id: str | None, epoch: int | None, *, beside: bool = False
     ) -> SnapshotInfo:
-        """Freeze a lease's workspace and let it go on above; after the calls before it, alone.
+        """Freeze a lease's workspace and continue above it; runs alone, after the calls before it.
 
         Args:
             lease_id: whose workspace it is.

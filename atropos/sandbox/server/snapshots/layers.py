@@ -34,7 +34,7 @@ class Layers:
         self._store.reserve(snapshot_id, below)
 
     def drop_snapshot(self, snapshot_id: str) -> None:
-        """Drop a snapshot; leases that use it go on."""
+        """Drop a snapshot; leases that use it keep it."""
         self.drop(self._store.drop(snapshot_id))
 
     def use(self, run: LeaseRun, snapshot: StoredSnapshot) -> None:

@@ -69,7 +69,7 @@ class SnapshotTransfer:
             self._layers.release(snapshot.layers)
 
     async def copy(self, sandbox: Sandbox) -> SnapshotLayer:
-        """A layer of what a slot has written so far; its programs go on.
+        """A layer of what a slot has written so far; its programs keep running.
 
         Raises:
             SandboxError: it doesn't fit, or a file was cut while it was read.

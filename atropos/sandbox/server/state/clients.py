@@ -62,7 +62,7 @@ class ClientState:
             self.connection.push(entry)
 
     def signal_room(self) -> None:
-        """Answers were acknowledged or dropped: calls go on that wait for room in the journal, if there is some."""
+        """Answers were acknowledged or dropped: calls that wait for room in the journal continue, if there is some."""
         if not self.journal.congested:
             self.acked.set()
 

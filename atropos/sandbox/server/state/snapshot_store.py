@@ -137,7 +137,7 @@ class SnapshotStore:
         return unused
 
     def drop(self, snapshot_id: str) -> list[SnapshotLayer]:
-        """Drop a snapshot; leases that use it go on. Returns the unused layers."""
+        """Drop a snapshot; leases that use it keep it. Returns the unused layers."""
         snapshot = self.by_id.pop(snapshot_id, None)
         return [] if snapshot is None else self.release(snapshot.layers)
 

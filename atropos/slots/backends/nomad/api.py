@@ -376,7 +376,7 @@ class NomadApi:
 
 
 async def _unless_gone(asking: Awaitable[T]) -> T | None:
-    """The answer to a request; None: Nomad knows nothing of what it is about."""
+    """The answer to a request; None: Nomad doesn't know its subject."""
     try:
         return await asking
     except NomadRefused as error:

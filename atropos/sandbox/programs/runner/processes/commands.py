@@ -48,7 +48,7 @@ class Pipe:
         return len(data)
 
     def drain(self) -> None:
-        """Read what the ended program left in it, and not what a background child goes on writing."""
+        """Read what the ended program left in it, but not what a background child is still writing."""
         left = 1 << 20
         while left > 0 and self.fd >= 0 and (got := self.read()):
             left -= got

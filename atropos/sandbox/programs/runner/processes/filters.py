@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     Place = tuple[int, int]
-    """Device and inode, by which one pipe or terminal is told from others."""
+    """Device and inode, which identify a pipe or terminal."""
 
 QUIET_S = 0.3
 """How long filters may print nothing while the session doesn't compute; and how long it may compute for filters whose
