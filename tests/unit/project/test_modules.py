@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import pkgutil
+import re
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import atropos
 
 PROGRAM = "atropos.slots.slot.port_relay"
 """Its source runs in a slot, with arguments; it is never imported."""
+GIVEN_NAMES = {"AtroposEnvironment", "AtroposRuntime", "PortForward", "Process", "Slot", "SlotPool", "Snapshot"}
+"""Classes that other evaluation stacks' configurations name, and those of `slots.sync`, which are called as the async ones."""
 
 
 def test_every_module_is_imported_or_names_the_package_that_it_lacks() -> None:
@@ -41,3 +45,13 @@ def test_every_archive_that_is_read_is_read_to_its_end() -> None:
         if not any(each.arg == "tarinfo" for each in call.keywords)
     ]
     assert opened == []
+
+
+def test_no_two_classes_have_one_name():
+    """But for `GIVEN_NAMES`: one concept a noun, over the whole package."""
+    names = Counter(
+        name
+        for path in Path(atropos.__file__).parent.rglob("*.py")
+        for name in re.findall(r"^ *class (\w+)[(:]", path.read_text(), re.MULTILINE)
+    )
+    assert {name for name, count in names.items() if count > 1} == GIVEN_NAMES

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Protocol
 
-    class OpenCall(Protocol):
+    class StartedCall(Protocol):
         """A call without an answer yet."""
 
         def cancel(self) -> None:
@@ -37,7 +37,7 @@ class ServerLink:
     def __init__(self) -> None:
         self.incoming = bytearray()
         self.outgoing: list[memoryview] = []
-        self.calls: dict[int, OpenCall] = {}
+        self.calls: dict[int, StartedCall] = {}
         self.socket: socket | None = None
         self.descriptors: list[int] = []
         """Descriptors that came with operations that are still to be dispatched, in their order."""
