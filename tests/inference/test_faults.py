@@ -55,7 +55,9 @@ def cpp(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ENVS)
-@pytest.mark.parametrize(("kind", "model"), [("reading", MODEL), ("serve", GOOD), ("cpp", MODEL)])
+@pytest.mark.parametrize(
+    ("kind", "model"), [("reading", MODEL), ("serve", GOOD), ("cpp", MODEL)], ids=["vllm", "transformers", "llama.cpp"]
+)
 async def test_calls_that_a_server_reads_are_run_and_thinking_stays_in_history(request, tmp_path, kind, model, name):
     path, running = tmp_path / "g.jsonl", request.getfixturevalue(kind)
     await make(name, running.url, path, groups=2, model=model, **TEXT).process_manager()

@@ -141,7 +141,7 @@ class AtroposlibGenerate(TokenApi):
 
 
 class SglangGenerate(TokenApi):
-    """SGLang's native API."""
+    """SGLang's native API, by the source of 0.5.23: no server of it was run."""
 
     path = "/generate"
     names: ClassVar[Mapping[str, str]] = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
