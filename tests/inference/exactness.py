@@ -15,7 +15,7 @@ COUNTS: dict[str, int] = {}
 
 
 def groups_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def members_of(path: Path) -> list[dict[str, Any]]:
