@@ -247,11 +247,8 @@ class Model:
         try:
             return await self._bounded(once, retries=0)
         except InferenceError as error:
-            raise InferenceError(
-                f"{error}, each time, to {what}",
-                status=error.status,
-                retryable=error.status != 500,
-            ) from error
+            text = f"{error}, each time, to {what}"
+            raise InferenceError(text, status=error.status, retryable=error.status != 500) from error
 
     async def _bounded(
         self, once: Callable[[], Coroutine[object, object, Answer]], *, retries: int | None = None

@@ -21,7 +21,7 @@ from examples.serve.processes import free_port
 CACHE = Path(os.environ.get("ATROPOS_INFERENCE", ""))
 """What `make test-inference` made: an environment with the servers, and the tiny model."""
 MODEL = "tiny"
-START_S = 600
+START_S = 900
 JSON = {"Content-Type": "application/json"}
 LLAMA = os.environ.get("ATROPOS_LLAMA_SERVER") or shutil.which("llama-server")
 """llama.cpp's server, which no package index has as a binary."""
@@ -156,16 +156,8 @@ def atroposlib(log: Path) -> contextlib.AbstractContextManager[RealServer]:
 def transformers(log: Path) -> contextlib.AbstractContextManager[RealServer]:
     """`transformers serve`, which takes a model's folder as its name."""
     port = free_port()
-    argv = [
-        str(CACHE / "venv/bin/transformers"),
-        "serve",
-        "--device",
-        "cpu",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
+    argv = [str(CACHE / "venv/bin/transformers"), "serve", "--device", "cpu", "--host", "127.0.0.1"]
+    argv += ["--port", str(port)]
     return _serving(argv, port, log, **ENVIRONMENT)
 
 
