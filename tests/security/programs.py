@@ -934,7 +934,7 @@ for _ in range(8):
     if os.fork() == 0:
         until, count = time.time() + 1, 0
         while time.time() < until:
-            denied(os.sched_setaffinity, 0, {cores[count % len(cores)]})
+            os.sched_setaffinity(0, {cores[count % len(cores)]})
             count += 1
         if sorted(os.sched_getaffinity(0)) != cores:
             breach("a core was chosen")
