@@ -6,7 +6,7 @@ BACKEND ?= local
 PYTEST_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup system demo learn serve-demo image sif nomad test test-fast test-cgroup2 test-engines test-trainers lint format docs bench clean
+.PHONY: help setup system demo learn serve-demo image sif nomad test test-fast test-cgroup2 test-engines test-fidelity test-trainers lint format docs bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ test-cgroup2: setup  ## the tests of limits on an emulated machine with cgroup v
 
 test-engines: setup  ## the Docker backend on dockerd and Podman of three Debian releases (slow; root, for debootstrap)
 	@$(RUN) python scripts/engine_matrix.py $(PYTEST_ARGS)
+
+test-fidelity: setup  ## what developers do, and what their tools see, in slots and in docker run (slow; root; 5 GB of packages, once)
+	@$(RUN) python scripts/engines.py local,docker pytest -v -p no:cacheprovider tests/fidelity/on_the_workshop.py $(PYTEST_ARGS)
 
 test-trainers: setup  ## an env's groups in the own functions of TRL, verl, SkyRL and tinker (installs gigabytes, once)
 	@bash scripts/trainers.sh $(PYTEST_ARGS)

@@ -105,17 +105,24 @@ class Machine:
 
 
 @contextlib.contextmanager
-def machine(release: str) -> Generator[Machine]:
-    """A fresh machine; one of a release at a time."""
+def base(release: str) -> Generator[Path]:
+    """What is kept of a release, made where it isn't yet: `root`, which nobody changes, and `archives` of apt. One at a time has it."""
     KEPT.mkdir(parents=True, exist_ok=True)
     kept = KEPT / release
-    with contextlib.ExitStack() as stack:
-        lock = stack.enter_context((KEPT / f"{release}.lock").open("w"))
+    with (KEPT / f"{release}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for left in KEPT.glob(f"{release}-*"):
             shutil.rmtree(left)
         if not kept.exists():
             _make(release, kept)
+        yield kept
+
+
+@contextlib.contextmanager
+def machine(release: str) -> Generator[Machine]:
+    """A fresh machine; one of a release at a time."""
+    with contextlib.ExitStack() as stack:
+        kept = stack.enter_context(base(release))
         top = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{release}-", dir=KEPT)), "root")
         subprocess.run(["cp", "-a", kept / "root", top], check=True)
         _configure(top)

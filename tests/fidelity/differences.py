@@ -42,18 +42,25 @@ DIFFERENCES = (
     ),
     Difference(
         "`/proc` is read-only, a process's own `oom_score_adj`, `mem`, `coredump_filter` and its threads' `comm` too; "
-        "`ptrace` and `prctl(PR_SET_NAME)` work",
+        "`ptrace` and `prctl(PR_SET_NAME)` work, so debuggers do (gdb warns twice)",
         "one mount holds all of them: a program that could lower its `oom_score_adj` would have the kernel kill the slot's PID 1 instead of it",
         (
             "proc: oom_score_adj upwards",
             "proc: a thread is named",
             "proc: own memory is written",
             "proc: coredump_filter",
+            "tools: gdbserver: a breakpoint",
+            "tools: gdb: a value is written, and a function called",
         ),
     ),
     Difference(
-        "`sched_setaffinity` is refused",
-        "programs that moved between cores took the CPU of their neighbours (decision 11)",
+        "netlink sockets are for devices, addresses and routes: `ss` says so and reads /proc/net instead",
+        "for other kinds the host loads modules",
+        ("tools: ss",),
+    ),
+    Difference(
+        "`sched_setaffinity` succeeds and changes nothing, as `sched_getaffinity` says",
+        "programs that moved between cores took the CPU of their neighbours (decision 11); .NET ends where it is refused",
         ("sys: cores are chosen",),
     ),
     Difference(
@@ -77,9 +84,9 @@ DIFFERENCES = (
         ("network: receive buffer",),
     ),
     Difference(
-        "Python 3.13 counts the slot's share of the CPUs (`PYTHON_CPU_COUNT`), as do the libraries above",
+        "Python 3.13, Go and OpenMP count the slot's share of the CPUs (`PYTHON_CPU_COUNT`, `GOMAXPROCS`, `OMP_NUM_THREADS`)",
         "a container's own variables don't say it, and programs start too many threads",
-        ("sys: Python counts CPUs",),
+        ("sys: Python counts CPUs", "tools: Go: GOMAXPROCS", "tools: OpenMP: threads"),
     ),
     Difference(
         "more is allowed: `process_vm_readv`, `setarch -R`, `::1`",

@@ -455,7 +455,7 @@ WITH_A_NETWORK = {
 """Run where slot and container have a network."""
 
 
-def program(probes: dict[str, str] = PROBES) -> str:
+def program(probes: dict[str, str] = PROBES, longest_s: float = 60) -> str:
     """A Python program that runs probes and prints a JSON object: by probe, exit code and output."""
     return f"""
 import json, os, subprocess, tempfile
@@ -465,7 +465,7 @@ for name, command in json.loads({json.dumps(json.dumps(probes))}).items():
         done = subprocess.Popen(["/bin/bash", "-c", command], cwd=folder, stdin=subprocess.DEVNULL, start_new_session=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         try:
-            out, _ = done.communicate(timeout=60)
+            out, _ = done.communicate(timeout={longest_s})
         except subprocess.TimeoutExpired:
             os.killpg(done.pid, 9)
             out, _ = done.communicate()
