@@ -233,6 +233,7 @@ class NomadBackend(Backend):
                 self._view.surplus = nomad_job.count(job) > self._view.target
                 return
             else:
+                self._note_count(job)
                 try:
                     await self._raise_count()
                 except NomadRefused as error:
@@ -347,6 +348,17 @@ class NomadBackend(Backend):
                 await asyncio.sleep(backoff.failed())
                 self._wake.set()
 
+    def _note_count(self, job: Json) -> bool:
+        """Whether another hand has lowered the job's count to less than this pool needs, which is logged."""
+        if not self._view.lowered(count := nomad_job.count(job)):
+            return False
+        log.warning(
+            "job %s was scaled to %d by another hand, and this pool, which needs %d, raises it again; stop the job to "
+            "pause the pool, or give the pool a lower max_containers",
+            self._job_id, count, self._view.target,
+        )  # fmt: skip
+        return True
+
     async def _notice(self, job: Json | None) -> None:
         """Log what another hand has changed in the job, and do what follows.
 
@@ -367,12 +379,7 @@ class NomadBackend(Backend):
                 "anew"
             )
         view.live = True
-        if view.lowered(count := nomad_job.count(job)):
-            log.warning(
-                "job %s was scaled to %d by another hand, and this pool, which needs %d, raises it again; stop the job "
-                "to pause the pool, or give the pool a lower max_containers",
-                self._job_id, count, view.target,
-            )  # fmt: skip
+        if self._note_count(job):
             await self._grow()
         differences = nomad_job.differences(job, self._spec)
         if differences != view.differences:
