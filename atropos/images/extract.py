@@ -54,15 +54,15 @@ class Archive:
 
     def open(self, name: str) -> IO[bytes]:
         """A file of it; `docker save` makes a layer that it has already a link."""
-        wanted = _plain(name)
+        path = _plain(name)
         for _ in range(MAX_DEPTH):
-            member = self._members.get(wanted)
+            member = self._members.get(path)
             if member is None:
                 break
             if member.isreg():
                 return cast("IO[bytes]", self._tar.extractfile(member))
-            below = posixpath.dirname(wanted) if member.issym() else ""
-            wanted = _plain(posixpath.join(below, member.linkname))
+            below = posixpath.dirname(path) if member.issym() else ""
+            path = _plain(posixpath.join(below, member.linkname))
         raise ImageRefused(f"the archive has no file {name!r:.200}")
 
     def read(self, name: str) -> bytes:
@@ -80,16 +80,16 @@ class Target:
 
     def copy(self, source: IO[bytes]) -> str:
         """Copy a part; its SHA-256, which is its name."""
-        part, found = os.path.join(self._folder, "part"), hashlib.sha256()
+        part, digest = os.path.join(self._folder, "part"), hashlib.sha256()
         with open(part, "wb") as file:
             while chunk := source.read(CHUNK):
                 self._left -= len(chunk)
                 if self._left < 0:
                     raise ImageRefused(self._room)
-                found.update(chunk)
+                digest.update(chunk)
                 file.write(chunk)
-        os.rename(part, os.path.join(self._folder, found.hexdigest()))
-        return found.hexdigest()
+        os.rename(part, os.path.join(self._folder, digest.hexdigest()))
+        return digest.hexdigest()
 
     def spool(self, source: Iterator[bytes]) -> IO[bytes]:
         """A file without a name that holds a stream."""
@@ -119,10 +119,10 @@ def from_layout(archive: Archive, name: str, target: Target) -> None:
         return archive.open(f"blobs/sha256/{check_digest(part.get('digest'))}")
 
     def take(part: dict[str, Any]) -> str:
-        found, wanted = target.copy(blob(part)), check_digest(part.get("digest"))
-        if found != wanted:
-            raise ImageRefused(f"the blob {wanted[:12]} is not the one that its name says ({found[:12]})")
-        return found
+        actual, expected = target.copy(blob(part)), check_digest(part.get("digest"))
+        if actual != expected:
+            raise ImageRefused(f"the blob {expected[:12]} is not the one that its name says ({actual[:12]})")
+        return actual
 
     manifest: dict[str, Any] = {"manifests": named(parse(archive.read("index.json"), "index.json"), name)}
     for _ in range(MAX_DEPTH):
@@ -139,13 +139,13 @@ def from_layout(archive: Archive, name: str, target: Target) -> None:
 def from_save(archive: Archive, name: str, target: Target) -> None:
     """Take an image out of what `docker save` writes: the one with that tag."""
     images = objects({"all": json.loads(archive.read("manifest.json"))}, "all")
-    found = [each for each in images if not name or _full(name) in map(_full, _texts(each, "RepoTags"))]
-    if len(found) > 1:  # one for each machine
-        found = [each for each in found if _machine(archive, each) == MACHINE]
-    if len(found) != 1:
+    matching = [each for each in images if not name or _full(name) in map(_full, _texts(each, "RepoTags"))]
+    if len(matching) > 1:  # one for each machine
+        matching = [each for each in matching if _machine(archive, each) == MACHINE]
+    if len(matching) != 1:
         raise ImageRefused(which(tag for each in images for tag in _texts(each, "RepoTags")))
-    layers = [target.copy(archive.open(each)) for each in _texts(found[0], "Layers")]
-    target.finish(target.copy(archive.open(str(found[0].get("Config")))), layers)
+    layers = [target.copy(archive.open(each)) for each in _texts(matching[0], "Layers")]
+    target.finish(target.copy(archive.open(str(matching[0].get("Config")))), layers)
 
 
 def _machine(archive: Archive, image: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The layers of one host: each once, whole or not at all, shared read-only by every sandbox server that uses the folder.
+"""The layers of one host: each once and whole, shared read-only by all sandbox servers that use the folder.
 
     layers/ID/        files/, as overlay keeps them, and `bytes`, how many those are; there from the moment in which it
     is whole work/RANDOM/      what is being pulled, unpacked or removed, and skopeo's temporary files; locked as long
@@ -119,7 +119,7 @@ class LayerStore:
     # ----------------------------------------------------------------------------------------------------------- making
 
     async def put(self, place: Path, layer: str, size: int, what: str) -> None:
-        """Have what was made in a folder be a layer, which is then held; under an id that is here already, the one that is here.
+        """Make a folder's content a layer, and hold it; if a layer of this id exists, hold that one instead.
 
         Args:
             place: the folder, with `files`.
@@ -158,12 +158,12 @@ class LayerStore:
         """A folder for what is being made."""
         await asyncio.to_thread(self._sweep)
         name = f"{os.getpid()}-{os.urandom(6).hex()}"
-        made, work = self.root / "locks" / name, self.root / "work" / name
-        made.mkdir()
-        fd = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        lock, work = self.root / "locks" / name, self.root / "work" / name
+        lock.mkdir()
+        fd = os.open(lock, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(fd, fcntl.LOCK_EX)
         try:
-            os.rename(made, work)  # locked by now: what stands there unlocked is removed
+            os.rename(lock, work)  # locked by now: what stands there unlocked is removed
             yield work
         finally:
             await asyncio.shield(asyncio.to_thread(_remove_locked, work, fd))
@@ -181,7 +181,7 @@ class LayerStore:
     # ------------------------------------------------------------------------------------------------------------- room
 
     async def claim(self, wanted: int, work: Path) -> int:
-        """Make room for layers; until their work folder is removed, what was claimed in it is taken for all other claims.
+        """Make room for layers; until their work folder is removed, its claims count as used for all other claims.
 
         Waits for the room of layers that are being made, and of those that a server is about to let go.
 
@@ -260,11 +260,11 @@ class LayerStore:
 
     def _used_at(self) -> dict[str, int]:
         """When each layer was used last, in nanoseconds since the epoch."""
-        found: dict[str, int] = {}
+        times: dict[str, int] = {}
         for path in self.root.joinpath("layers").iterdir():
             with contextlib.suppress(FileNotFoundError):  # just removed
-                found[path.name] = path.stat().st_mtime_ns
-        return found
+                times[path.name] = path.stat().st_mtime_ns
+        return times
 
 
 def _remove_locked(folder: Path, fd: int) -> None:

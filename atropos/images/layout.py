@@ -1,4 +1,4 @@
-"""An image as skopeo's `dir:` keeps it: its manifest, configuration and layers, read from files that nobody has checked.
+"""An image as skopeo's `dir:` keeps it: its manifest, configuration and layers, read from unchecked files.
 
 As they were pulled: what OCI's configurations don't have (OnBuild, Shell) would be lost in an OCI layout.
 

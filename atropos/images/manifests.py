@@ -39,12 +39,12 @@ def parse(data: bytes, what: str) -> dict[str, Any]:
     if len(data) > MAX_JSON_BYTES:
         raise ValueError(f"{what}: larger than {MAX_JSON_BYTES} bytes")
     try:
-        found = json.loads(data)
+        value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what}: no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{what}: not an object")  # noqa: TRY004 (what was read is wrong, not a type here)
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Any]", value)
 
 
 def objects(container: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -53,10 +53,10 @@ def objects(container: dict[str, Any], key: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: it is something else.
     """
-    found: object = container.get(key) or []
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in cast("list[object]", found)):
+    value: object = container.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in cast("list[object]", value)):
         raise ValueError(f"{key}: no list of objects")
-    return cast("list[dict[str, Any]]", found)
+    return cast("list[dict[str, Any]]", value)
 
 
 def architecture(text: str) -> str:
@@ -104,13 +104,13 @@ def named(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
         ValueError: none has it, or there are several images and no name; lists the names.
     """
     manifests = objects(index, "manifests")
-    found = [each for each in manifests if not name or name in _names(each)]
-    one = len(found) == 1 or (
-        len({tuple(_names(each)) for each in found}) == 1 and all("platform" in each for each in found)
+    matching = [each for each in manifests if not name or name in _names(each)]
+    one = len(matching) == 1 or (
+        len({tuple(_names(each)) for each in matching}) == 1 and all("platform" in each for each in matching)
     )
     if not one:
         raise ValueError(which(names for each in manifests for names in _names(each)))
-    return found
+    return matching
 
 
 def which(names: Iterable[str]) -> str:
@@ -142,7 +142,7 @@ def is_plain(text: str) -> bool:
 
 
 def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return members

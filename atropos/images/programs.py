@@ -66,7 +66,8 @@ class Skopeo:
         program = shutil.which("skopeo")
         if program is None:
             raise ImageUnavailable(
-                f"image {name}: pulling: skopeo is not installed on the sandbox server's machine (apt-get install skopeo)"
+                f"image {name}: pulling: skopeo is not installed on the sandbox server's machine (apt-get install "
+                "skopeo)"
             )
         settings = self._settings
         registries = work / "registries.conf"
@@ -123,8 +124,8 @@ async def run_module(
 ) -> Any:
     """Run one of the programs that read what strangers sent; its result."""
     command = module_command(module, *arguments)
-    said = await run(command, what, folder=folder, deadline_s=deadline_s, stdin=stdin)
-    return json.loads(said.splitlines()[-1])
+    output = await run(command, what, folder=folder, deadline_s=deadline_s, stdin=stdin)
+    return json.loads(output.splitlines()[-1])
 
 
 def module_command(module: ModuleType, *arguments: object) -> list[str]:
@@ -181,12 +182,12 @@ async def run(
                 os.killpg(process.pid, signal.SIGKILL)
             await asyncio.shield(process.wait())
         outputs.cancel()
-    said, errors = outputs.result()
+    output, errors = outputs.result()
     if code == errno.ENOSPC or "no space left on device" in errors:
         raise ImageUnavailable(f"{what}: the disk of {folder} is full")
     if code != 0:
         raise ImageUnavailable(f"{what}: {_last_words(errors) or f'exit code {code}'}")
-    return said.decode(errors="replace")
+    return output.decode(errors="replace")
 
 
 async def _start(
@@ -233,23 +234,23 @@ def _registries(settings: ImageStoreSettings) -> str:
 
 async def _head(stream: asyncio.StreamReader) -> bytes:
     """The first `MAX_JSON_BYTES`; the rest is read, too, since a program waits until it is."""
-    kept = bytearray()
+    head = bytearray()
     while chunk := await stream.read(1 << 16):
-        kept += chunk[: MAX_JSON_BYTES - len(kept)]
-    return bytes(kept)
+        head += chunk[: MAX_JSON_BYTES - len(head)]
+    return bytes(head)
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
-    kept = b""
+    tail = b""
     while chunk := await stream.read(SAID_BYTES):
-        kept = (kept + chunk)[-SAID_BYTES:]
-    return kept.decode(errors="replace")
+        tail = (tail + chunk)[-SAID_BYTES:]
+    return tail.decode(errors="replace")
 
 
 def _last_words(text: str) -> str:
     """A program's last line, without the log prefix of Go programs."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    _, found, message = last.partition('msg="')
-    said = message.removesuffix('"').replace('\\"', '"') if found else last
-    return _PARSING.sub("", said)[:1000]
+    _, separator, message = last.partition('msg="')
+    words = message.removesuffix('"').replace('\\"', '"') if separator else last
+    return _PARSING.sub("", words)[:1000]

@@ -42,7 +42,7 @@ class ImageSource:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `python:3.13-slim`, `docker://host/name@sha256:…`, `oci:FOLDER[:NAME]`, `docker-archive:FILE` and the like.
+        """Read `python:3.13-slim`, `docker://host/name@sha256:…`, `oci:FOLDER[:NAME]`, `docker-archive:FILE` and so on.
 
         Raises:
             ConfigError: it names no image; the message says what would.

@@ -73,8 +73,8 @@ class Settling:
 
     def _describe(self, path: str) -> None:
         if path:
-            found = self._lower.look(path)
-            if found is not None and not stat.S_ISDIR(found[1].st_mode):
+            entry = self._lower.look(path)
+            if entry is not None and not stat.S_ISDIR(entry[1].st_mode):
                 raise WrongFolder(path, is_missing=False)
         if parts := self._lower.folder(path):
             copy_attributes(parts[0].fd, self._folders.open(path))
@@ -95,7 +95,7 @@ class Settling:
         return bool(above & self._needs.opaque.keys()) or bool(above & self._needs.hidden.keys())
 
     def _hide(self, path: str) -> None:
-        """Hide what lower layers have at a path, if they show anything there: else the whiteout itself could be seen."""
+        """Hide what lower layers have at a path, if they show anything there: else the whiteout would be visible."""
         if self._lower.look(path) is None or self._covered(path):
             return
         where, _, name = path.rpartition("/")
@@ -132,11 +132,11 @@ class Settling:
             os.unlink(name, dir_fd=parent)
             os.link(last, name, src_dir_fd=self._folders.open(below), dst_dir_fd=parent, follow_symlinks=False)
             return
-        found = self._lower.look(target)
-        if found is None or stat.S_ISDIR(found[1].st_mode):
-            why = os.strerror(errno.ENOENT if found is None else errno.EISDIR)
+        entry = self._lower.look(target)
+        if entry is None or stat.S_ISDIR(entry[1].st_mode):
+            why = os.strerror(errno.ENOENT if entry is None else errno.EISDIR)
             raise ImageRefused(f"{path}: a hard link to {target}: {why}")
-        self._copy(found[0], last, found[1], parent, name)
+        self._copy(entry[0], last, entry[1], parent, name)
         if not self._covered(target) and target not in self._needs.hidden:
             with contextlib.suppress(WrongFolder, FileExistsError):  # this layer has something else in its place
                 folder = self._folders.open(below, make=True)
@@ -155,12 +155,12 @@ class Settling:
         if not stat.S_ISREG(seen.st_mode):
             raise ImageRefused(f"{last}: a hard link to what is neither a file nor a link")
         self._count(seen.st_size)
-        given = os.open(last, _READ, dir_fd=source)
+        original = os.open(last, _READ, dir_fd=source)
         copy = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-        while os.sendfile(copy, given, None, 1 << 24):
+        while os.sendfile(copy, original, None, 1 << 24):
             pass
-        copy_attributes(given, copy)
-        os.close(given)
+        copy_attributes(original, copy)
+        os.close(original)
         os.close(copy)
 
     def _count(self, size: int) -> None:
@@ -174,20 +174,20 @@ class Settling:
 @contextlib.contextmanager
 def _unchanged(folder: int) -> Generator[None]:
     """Within, a folder is changed; its time stays."""
-    found = os.stat(folder)
+    status = os.stat(folder)
     yield
-    os.utime(folder, ns=(found.st_atime_ns, found.st_mtime_ns))
+    os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def copy_attributes(source: int, target: int) -> None:
     """Give a file or folder of a layer what one of another layer has: owner, mode, attributes and time."""
-    found, where = os.stat(source), f"/proc/self/fd/{source}"
-    os.fchown(target, found.st_uid, found.st_gid)
-    os.fchmod(target, stat.S_IMODE(found.st_mode))
+    status, where = os.stat(source), f"/proc/self/fd/{source}"
+    os.fchown(target, status.st_uid, status.st_gid)
+    os.fchmod(target, stat.S_IMODE(status.st_mode))
     for name in os.listxattr(where):
         if not name.startswith("user.overlay."):
             os.setxattr(target, name, os.getxattr(where, name))
-    os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
+    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def main() -> int:

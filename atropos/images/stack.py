@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """A folder in each layer that has it, topmost first; none: there is no such folder, or `blocked`, something else there."""
+    """A folder in each layer that has it, topmost first; empty: there is none, or (`blocked`) something else."""
 
     parts: list[Part]
     blocked: bool = False
@@ -33,7 +33,7 @@ class Found:
 
 def find(layers: Sequence[str], folder: str, opened: contextlib.ExitStack) -> Found:
     """Find a folder in layers, topmost first."""
-    found: list[Part] = []
+    parts: list[Part] = []
     for number, layer in enumerate(layers):
         at = os.open(layer, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         opened.callback(os.close, at)
@@ -44,14 +44,14 @@ def find(layers: Sequence[str], folder: str, opened: contextlib.ExitStack) -> Fo
             except FileNotFoundError:
                 break
             except NotADirectoryError:  # a file, a link or a whiteout: nothing below shows
-                return Found(found, not found and not _is_whiteout(at, part))
+                return Found(parts, not parts and not _is_whiteout(at, part))
             opened.callback(os.close, at)
             covers = covers or is_opaque(f"/proc/self/fd/{at}")
         else:
-            found.append(Part(number, at))
+            parts.append(Part(number, at))
         if covers:
             break
-    return Found(found)
+    return Found(parts)
 
 
 def look(folders: Sequence[Part], name: str) -> tuple[int, os.stat_result] | None:

@@ -83,12 +83,12 @@ class Stacking:
             for path, _ in layers:
                 diff_ids = [diff_id for _, diff_id in layers[: len(keys) + 1]]
                 keys.append(tasks.create_task(self._layer(path, diff_ids, keys[:])))
-        found = tuple(key.result() for key in reversed(keys))
-        if not found or await asyncio.to_thread(self._lacks, [self._store.files(key) for key in found], workdir):
+        ids = tuple(key.result() for key in reversed(keys))
+        if not ids or await asyncio.to_thread(self._lacks, [self._store.files(key) for key in ids], workdir):
             path = self._work / "workdir.tar"
             diff_id = _write_folder(path, workdir)
-            found = (await self._layer(str(path), [*(diff for _, diff in layers), diff_id], keys), *found)
-        return await self.fitted(found)
+            ids = (await self._layer(str(path), [*(diff for _, diff in layers), diff_id], keys), *ids)
+        return await self.fitted(ids)
 
     async def _layer(self, path: str, diff_ids: Sequence[str], below: Sequence[asyncio.Task[str]]) -> str:
         """Have a layer here, and held; its id.
@@ -104,15 +104,15 @@ class Stacking:
             place.mkdir()
             async with self._turns:
                 with open(path, "rb") as file:
-                    made = await self._run(unpack, place, self._room, MAX_MEMBERS, self._ids, diff_ids[-1], stdin=file)
-            self._take(made["bytes"])
+                    done = await self._run(unpack, place, self._room, MAX_MEMBERS, self._ids, diff_ids[-1], stdin=file)
+            self._take(done["bytes"])
             lower = [self._store.files(await key) for key in reversed(below)]
-            alone = made["stands_alone"] and (made["has_root"] or not lower or _has_plain_root(lower[0]))
+            alone = done["stands_alone"] and (done["has_root"] or not lower or _has_plain_root(lower[0]))
             if not alone:
                 added = await self._run(settle, place, self._room, *lower)
                 self._take(added["bytes"])
-                made["bytes"] += added["bytes"]
-            return await self._put(place, diff_ids[-1] if alone else chain, made["bytes"])
+                done["bytes"] += added["bytes"]
+            return await self._put(place, diff_ids[-1] if alone else chain, done["bytes"])
 
     async def built(self, layer: str, size: int, fill: Callable[[str], Awaitable[None]]) -> str:
         """A layer that `fill` makes in a folder, as overlay keeps it.
@@ -130,7 +130,7 @@ class Stacking:
         return await self._put(place, layer, size)
 
     async def fitted(self, layers: tuple[str, ...]) -> tuple[str, ...]:
-        """A stack of at most `MAX_LAYERS`: the lowest ones of a higher one are laid together, so many that builds on it have room."""
+        """A stack of at most `MAX_LAYERS`: the lowest layers of a higher one are merged, to leave room for builds."""
         if len(layers) <= MAX_LAYERS:
             return layers
         upper, lowest = layers[: MAX_LAYERS // 2], layers[MAX_LAYERS // 2 :]
@@ -150,11 +150,11 @@ class Stacking:
         at = ""
         for name in filter(None, folder.split("/")):
             with contextlib.ExitStack() as opened:
-                found = stack.look(stack.find(layers, at, opened).parts, name)
+                entry = stack.look(stack.find(layers, at, opened).parts, name)
             at = f"{at}/{name}"
-            if found is None or stat.S_ISLNK(found[1].st_mode):
-                return found is None
-            if not stat.S_ISDIR(found[1].st_mode):  # no command could start there
+            if entry is None or stat.S_ISLNK(entry[1].st_mode):
+                return entry is None
+            if not stat.S_ISDIR(entry[1].st_mode):  # no command could start there
                 raise ImageUnavailable(f"{self._what}: its WORKDIR {folder} leads through a file, {at[1:]}")
         return False
 
@@ -193,8 +193,8 @@ def _digest(*parts: str) -> str:
 
 def _has_plain_root(files: str) -> bool:
     """Whether the root of what is below has the attributes of a layer that says nothing of its own."""
-    found = os.stat(files)
-    return (stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid) == (0o755, 0, 0)
+    status = os.stat(files)
+    return (stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid) == (0o755, 0, 0)
 
 
 def _write_folder(tar_file: Path, folder: str) -> str:

@@ -180,7 +180,7 @@ class ImageStore:
             raise ImageUnavailable(f"{what}: not an image: {error}") from error
 
     async def _fetch(self, source: ImageSource, work: Path, pulled: Path, progress: Progress) -> None:
-        """Pull an image's parts from its registry, and from nowhere else: what a manifest's `urls` say is not followed."""
+        """Pull an image's parts from its registry and from nowhere else: a manifest's `urls` are ignored."""
         what = f"image {source}: pulling"
         try:
             origin, text = await self._located(str(source), work)
@@ -205,9 +205,9 @@ class ImageStore:
         else:  # by their digests alone, one after the other, into a folder that it names
             arguments = ["layers", "--retry-times", "2", origin]
         await self._skopeo.run(arguments, str(source), work, report, self._layers.quota)
-        for made in work.glob("layers-*"):
+        for folder in work.glob("layers-*"):
             pulled.rmdir()
-            made.rename(pulled)
+            folder.rename(pulled)
 
     async def _located(self, name: str, work: Path) -> tuple[str, str]:
         """Where a registry has this machine's image, by digest, and its manifest.

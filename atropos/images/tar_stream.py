@@ -51,12 +51,12 @@ class TarStream:
     def _some(self, most: int) -> memoryview:
         """The next bytes, as many as are there; none: this is the end."""
         while self._at == len(self._piece) and not self._ended:
-            found = self._pieces.get()
-            if isinstance(found, Exception):
-                raise found
-            self._ended = found is None
+            piece = self._pieces.get()
+            if isinstance(piece, Exception):
+                raise piece
+            self._ended = piece is None
             self._before += len(self._piece)
-            self._piece, self._at = memoryview(found or b""), 0
+            self._piece, self._at = memoryview(piece or b""), 0
         some = self._piece[self._at : self._at + most]
         self._at += len(some)
         return some

@@ -276,8 +276,8 @@ class Layer:
         os.fchmod(fd, member.mode & 0o7777)
         for key, value in member.pax_headers.items():
             name = key.removeprefix(XATTR)
-            kept = name == CAPABILITY or (name.startswith("user.") and not name.startswith("user.overlay."))
-            if key.startswith(XATTR) and kept:
+            copied = name == CAPABILITY or (name.startswith("user.") and not name.startswith("user.overlay."))
+            if key.startswith(XATTR) and copied:
                 with contextlib.suppress(OSError):  # a file system without such attributes
                     os.setxattr(fd, name, value.encode("utf-8", "surrogateescape"))
 
@@ -344,13 +344,13 @@ def unpack(place: str, max_bytes: int, max_members: int, ids: int, diff_id: str)
     stream = TarStream(sys.stdin.fileno(), 2 * max_bytes + max_members * 1024)
     try:
         layer.fill(stream)
-        found = stream.finish()
+        digest = stream.finish()
         if stream.size < layer.end:
             raise EOFError("unexpected end of data")
     except (tarfile.TarError, *BROKEN, ValueError) as error:
         raise ImageRefused(f"layer {diff_id[:12]} is no tar: {error}") from None
-    if found != diff_id:
-        raise ImageRefused(f"layer {diff_id[:12]} is not the one that the image names ({found[:12]})")
+    if digest != diff_id:
+        raise ImageRefused(f"layer {diff_id[:12]} is not the one that the image names ({digest[:12]})")
     with open(f"{place}/{NEEDS}", "w", encoding="ascii") as file:
         json.dump(asdict(layer.needs), file)
     return {"bytes": layer.bytes, "stands_alone": layer.stands_alone, "has_root": "" not in layer.needs.folders}

@@ -32,7 +32,7 @@ class ImageRefused(Exception):
 
 
 def decompressed(file: int) -> Iterator[bytes]:
-    """What a descriptor gives from where it stands, in pieces, whatever it was compressed with (gzip or zstd, by its first bytes)."""
+    """A descriptor's content from its position on, in pieces, uncompressed (gzip or zstd, by its first bytes)."""
     head = os.read(file, 4)
     while len(head) < 4 and (more := os.read(file, 4 - len(head))):
         head += more

@@ -126,11 +126,11 @@ class Admission:
         """Whether a head carries the token."""
         if self._token is None:
             return True
-        given = [value for name, value in request.headers if name == b"authorization"]
-        if len(given) == 1 and self._token.is_token(bearer_of(given[0])):
+        values = [value for name, value in request.headers if name == b"authorization"]
+        if len(values) == 1 and self._token.is_token(bearer_of(values[0])):
             return True
-        given = [value for name, value in request.headers if name in self._token_headers]
-        return len(given) == 1 and self._token.is_token(given[0])
+        values = [value for name, value in request.headers if name in self._token_headers]
+        return len(values) == 1 and self._token.is_token(values[0])
 
     def is_open(self, request: h11.Request) -> bool:
         """Whether a request needs no token."""

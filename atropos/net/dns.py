@@ -56,5 +56,5 @@ class Question:
     def answer(self, code: int, address: bytes = b"", ttl_s: int = 0) -> bytes:
         """The message that answers it, with an address or without."""
         flags = _RESPONSE | self.flags & (_OPERATION | _RECURSION_WANTED) | _RECURSION | code
-        found = struct.pack(">HHHIH", 0xC00C, self.kind, _INTERNET, ttl_s, len(address)) if address else b""
-        return _HEADER.pack(self.ident, flags, 1, bool(address), 0, 0) + self.section + found + address
+        record = struct.pack(">HHHIH", 0xC00C, self.kind, _INTERNET, ttl_s, len(address)) if address else b""
+        return _HEADER.pack(self.ident, flags, 1, bool(address), 0, 0) + self.section + record + address

@@ -309,9 +309,9 @@ def is_public(address: Address) -> bool:
 
 def own_addresses() -> frozenset[Address]:
     """The addresses of this network namespace's own interfaces, from the kernel's routing tables."""
-    found: set[Address] = set()
+    addresses: set[Address] = set()
     with contextlib.suppress(OSError), open("/proc/net/fib_trie", encoding="ascii") as file:
-        found.update(map(ipaddress.ip_address, re.findall(r"\|-- (\S+)\s+/32 host LOCAL", file.read())))
+        addresses.update(map(ipaddress.ip_address, re.findall(r"\|-- (\S+)\s+/32 host LOCAL", file.read())))
     with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as file:
-        found.update(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])) for line in file)
-    return frozenset(found)
+        addresses.update(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])) for line in file)
+    return frozenset(addresses)

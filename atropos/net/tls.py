@@ -1,4 +1,4 @@
-"""TLS of the sandbox port: a server shows one certificate, and its clients trust that one alone, whatever its names say."""
+"""TLS of the sandbox port: a server shows one certificate, and clients trust only that one, whatever names it has."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def read_pair(certificate: str | None, key: str | None) -> tuple[str, str] | Non
         server_context("".join(texts))
     except ssl.SSLError as error:
         raise ConfigError(
-            f"tls_key: {key} is not the unencrypted key of {certificate} ({error.reason}); docs/cluster.md shows how to make both"
+            f"tls_key: {key} is not the unencrypted key of {certificate} ({error.reason}); "
+            "docs/cluster.md shows how to make both"
         ) from None
     return texts[0], texts[1]
 

@@ -1,4 +1,4 @@
-"""Text frames of a WebSocket, written the cheap way: each call travels in one, and aiohttp's writer costs more than the frame.
+"""Text frames of a WebSocket, written cheaply: each call travels in one, and aiohttp's writer costs more than that.
 
 Both ends of the stream between a pool and a sandbox server go through here.
 """

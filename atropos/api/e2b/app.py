@@ -1,4 +1,4 @@
-"""The E2B API as an app: E2B's REST API, and behind the header `E2b-Sandbox-Id` what its daemon answers in each sandbox."""
+"""The E2B API as an app: E2B's REST API and, with the header `E2b-Sandbox-Id`, its daemon's API in each sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Connect protocol as the SDK speaks it: JSON messages, alone or in envelopes of a stream (connectrpc.com/docs/protocol)."""
+"""The Connect protocol as the SDK speaks it: JSON, alone or in a stream's envelopes (connectrpc.com/docs/protocol)."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def rpc_error(error: Exception) -> RpcError:
 
 def deadline_s(request: Request) -> float | None:
     """The client's deadline in seconds; None: it sets none."""
-    given = request.headers.get("connect-timeout-ms", "")
-    return int(given) / 1000 if given.isdecimal() and len(given) <= 10 else None
+    header = request.headers.get("connect-timeout-ms", "")
+    return int(header) / 1000 if header.isdecimal() and len(header) <= 10 else None
 
 
 async def body_of(request: Request, most: int = MAX_MESSAGE_BYTES) -> bytes:

@@ -89,8 +89,8 @@ def _unary(kind: type[messages.ConnectMessage], handler: Callable[..., Awaitable
 
 
 def _ping_s(request: Request) -> float:
-    given = request.headers.get("keepalive-ping-interval", "")
-    return max(1.0, float(given)) if given.isdecimal() and len(given) < 6 else PING_S
+    header = request.headers.get("keepalive-ping-interval", "")
+    return max(1.0, float(header)) if header.isdecimal() and len(header) < 6 else PING_S
 
 
 def _streamed(

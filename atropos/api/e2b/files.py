@@ -77,7 +77,7 @@ def path_of(sandbox: E2bSandbox, path: str) -> str:
 
 
 async def _run(sandbox: E2bSandbox, command: Sequence[str], user: str | None) -> ExecResult:
-    """Run one of the slot's programs, whatever variables the sandbox was created with, and whether its home is there."""
+    """Run one of the slot's programs, whatever the sandbox's variables are, and even if its home is missing."""
     env = {"LC_ALL": "C"}
     return await sandbox.slot.exec(command, workdir="/", user=user, split=True, clean_env=True, env=env)
 
@@ -106,9 +106,9 @@ def _failure(result: ExecResult) -> RpcError:
     """Why a program failed, as far as it says that itself."""
     if result.error is not None:
         return RpcError("invalid_argument" if result.error.startswith("unknown_user") else "internal", result.error)
-    said = (result.stderr or "").strip()
-    code = next((code for end, code in _REASONS.items() if said.endswith(end)), "internal")
-    return RpcError(code, said[:1000] or f"a program of the sandbox ended with {result.exit_code}")
+    message = (result.stderr or "").strip()
+    code = next((code for end, code in _REASONS.items() if message.endswith(end)), "internal")
+    return RpcError(code, message[:1000] or f"a program of the sandbox ended with {result.exit_code}")
 
 
 async def _at(sandbox: E2bSandbox, path: str, user: str | None) -> Json:

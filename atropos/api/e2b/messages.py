@@ -40,7 +40,7 @@ class Empty(ConnectMessage):
 
 
 class Network(ConnectMessage):
-    """`PUT /sandboxes/{id}/network`: what is not supported here is refused, as ignoring it would open what it closes."""
+    """`PUT /sandboxes/{id}/network`: unsupported settings are refused, since ignoring one would open what it closes."""
 
     model_config = ConfigDict(extra="forbid")
 

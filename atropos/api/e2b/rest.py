@@ -52,15 +52,15 @@ def _known(request: Request) -> E2bSandbox:
 
 
 async def _create(request: Request) -> Response:
-    wanted = messages.parse(messages.NewSandbox, await connect.body_of(request, MAX_API_BYTES))
+    body = messages.parse(messages.NewSandbox, await connect.body_of(request, MAX_API_BYTES))
     sandbox = await sandboxes_of(request).create(
-        wanted.template_id,
-        timeout_s=wanted.timeout,
-        metadata=wanted.metadata,
-        env=wanted.env_vars,
-        hosts=wanted.network.hosts(internet=wanted.allow_internet_access),
-        on_timeout="pause" if wanted.auto_pause else "kill",
-        auto_resume=wanted.auto_resume.enabled,
+        body.template_id,
+        timeout_s=body.timeout,
+        metadata=body.metadata,
+        env=body.env_vars,
+        hosts=body.network.hosts(internet=body.allow_internet_access),
+        on_timeout="pause" if body.auto_pause else "kill",
+        auto_resume=body.auto_resume.enabled,
     )
     if await request.is_disconnected():  # nobody would end it, and the wait for a slot or an image may be long
         await sandboxes_of(request).kill(sandbox.id)
@@ -71,9 +71,9 @@ async def _create(request: Request) -> Response:
 async def _connect(request: Request) -> Response:
     """Running sandboxes go on for longer, paused ones go on."""
     paused = _known(request).state == "paused"
-    wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
-    sandbox = _found(request, await sandboxes_of(request).resume(request.path_params["sandbox_id"], wanted.timeout))
-    sandboxes_of(request).set_timeout(sandbox, wanted.timeout, later=True)
+    body = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
+    sandbox = _found(request, await sandboxes_of(request).resume(request.path_params["sandbox_id"], body.timeout))
+    sandboxes_of(request).set_timeout(sandbox, body.timeout, later=True)
     return JSONResponse(_opened(request, sandbox), 201 if paused else 200)
 
 
@@ -85,31 +85,31 @@ async def _pause(request: Request) -> Response:
 
 
 async def _fork(request: Request) -> Response:
-    wanted = messages.parse(messages.NewFork, await connect.body_of(request, MAX_API_BYTES))
-    made = await sandboxes_of(request).fork(_running(request), wanted.count, wanted.timeout)
+    body = messages.parse(messages.NewFork, await connect.body_of(request, MAX_API_BYTES))
+    forks = await sandboxes_of(request).fork(_running(request), body.count, body.timeout)
     return JSONResponse(
         [
             {"sandbox": _opened(request, one)}
             if isinstance(one, E2bSandbox)
             else {"error": {"code": 503, "message": str(one)}}
-            for one in made
+            for one in forks
         ],
         201,
     )
 
 
 async def _keep_snapshot(request: Request) -> Response:
-    wanted = messages.parse(messages.NewSnapshot, await connect.body_of(request, MAX_API_BYTES))
-    kept = await sandboxes_of(request).keep_snapshot(_running(request), wanted.name)
-    return JSONResponse(kept.info(), 201)
+    body = messages.parse(messages.NewSnapshot, await connect.body_of(request, MAX_API_BYTES))
+    snapshot = await sandboxes_of(request).keep_snapshot(_running(request), body.name)
+    return JSONResponse(snapshot.info(), 201)
 
 
 async def _list_snapshots(request: Request) -> Response:
     query = request.query_params
     of, name = query.get("sandboxID"), query.get("name")
-    kept = sandboxes_of(request).snapshots.values()
-    found = [one for one in kept if of in {None, one.sandbox_id} and (name is None or name in one.names)]
-    return JSONResponse([one.info() for one in found])
+    snapshots = sandboxes_of(request).snapshots.values()
+    matching = [one for one in snapshots if of in {None, one.sandbox_id} and (name is None or name in one.names)]
+    return JSONResponse([one.info() for one in matching])
 
 
 async def _drop_template(request: Request) -> Response:
@@ -134,14 +134,14 @@ async def _kill(request: Request) -> Response:
 
 
 async def _timeout(request: Request) -> Response:
-    wanted = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
-    sandboxes_of(request).set_timeout(_running(request), wanted.timeout)
+    body = messages.parse(messages.NewTimeout, await connect.body_of(request, MAX_API_BYTES))
+    sandboxes_of(request).set_timeout(_running(request), body.timeout)
     return Response(status_code=204)
 
 
 async def _network(request: Request) -> Response:
-    wanted = messages.parse(messages.Network, await connect.body_of(request, MAX_API_BYTES))
-    sandbox, hosts = _running(request), wanted.hosts()
+    body = messages.parse(messages.Network, await connect.body_of(request, MAX_API_BYTES))
+    sandbox, hosts = _running(request), body.hosts()
     if hosts != () and not sandbox.slot.network:
         raise NotSupported("network: the sandbox was created without one")
     await sandbox.slot.set_network(hosts)
@@ -191,7 +191,7 @@ def _page(request: Request, sandboxes: list[E2bSandbox], limits: SlotLimits) -> 
         sandboxes = [sandbox for sandbox in sandboxes if sandbox.state in states]
     since, template = _moment(query.get("startedAfter")), query.get("template")
     last, ascending = query.get("nextToken"), query.get("order") == "asc"
-    found = [
+    matching = [
         sandbox
         for sandbox in sorted(sandboxes, key=lambda one: one.place, reverse=not ascending)
         if metadata.items() <= sandbox.metadata.items()
@@ -201,8 +201,8 @@ def _page(request: Request, sandboxes: list[E2bSandbox], limits: SlotLimits) -> 
     ]
     limit = query.get("limit", "")
     size = min(PAGE, int(limit[:9]) or PAGE) if limit.isdecimal() else PAGE
-    page = found[:size]
-    headers = {"X-Next-Token": page[-1].place} if len(found) > size else None
+    page = matching[:size]
+    headers = {"X-Next-Token": page[-1].place} if len(matching) > size else None
     return JSONResponse([sandbox.info(limits) for sandbox in page], headers=headers)
 
 

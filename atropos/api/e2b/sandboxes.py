@@ -104,11 +104,11 @@ class Sandboxes:
 
     def find(self, sandbox_id: str) -> E2bSandbox | None:
         """A running sandbox; None: it ended, is paused, lost its slot, or never existed."""
-        found = self._open.get(sandbox_id)
-        if found is not None and (found.slot.lost is not None or found.end <= time.monotonic()):
+        sandbox = self._open.get(sandbox_id)
+        if sandbox is not None and (sandbox.slot.lost is not None or sandbox.end <= time.monotonic()):
             self._moved.set()
             return None
-        return found
+        return sandbox
 
     def known(self, sandbox_id: str) -> E2bSandbox | None:
         """A running or a paused sandbox."""
@@ -193,9 +193,9 @@ class Sandboxes:
             slot = await self._started(sandbox_id, Root(snapshot), sandbox.hosts)
             env = {**sandbox.slot.profile.env, "E2B_SANDBOX_ID": sandbox_id}
             slot.profile = replace(sandbox.slot.profile, env=env)
-            made = E2bSandbox(sandbox_id, sandbox.template, slot, sandbox.metadata, sandbox.hosts, end, self.account)
+            copied = E2bSandbox(sandbox_id, sandbox.template, slot, sandbox.metadata, sandbox.hosts, end, self.account)
             self.account.note("sandbox.fork", sandbox_id, of=sandbox.id)
-            return self._opened(made)
+            return self._opened(copied)
 
         async with await sandbox.slot.snapshot(keep_running=True) as snapshot:
             return await asyncio.gather(*(copy(snapshot) for _ in range(count)), return_exceptions=True)
@@ -238,17 +238,17 @@ class Sandboxes:
 
     def _root(self, template: str) -> Root:
         """What a template names."""
-        kept = self.snapshots.get(template)
-        if kept is not None:
-            return Root(kept.snapshot)
+        named = self.snapshots.get(template)
+        if named is not None:
+            return Root(named.snapshot)
         if template == "base":
             return Root()
         if template in self._pool.config.bases:
             return Root(base=template)
         if template.startswith("code-interpreter"):
             raise ConfigError(
-                f"template {template!r}: it has a Jupyter server of E2B's, which slots lack; use `Sandbox` of the package e2b, "
-                "or name a root file system so in the pool's `bases`"
+                f"template {template!r}: it has a Jupyter server of E2B's, which slots lack; use `Sandbox` of "
+                "the package e2b, or name a root file system so in the pool's `bases`"
             )
         if ImageSource.parse(template).transport != "docker":  # on the server's own machine: not for clients
             raise ConfigError(
@@ -264,7 +264,7 @@ class Sandboxes:
         return timeout_s
 
     def set_timeout(self, sandbox: E2bSandbox, timeout_s: float | None, *, later: bool = False) -> None:
-        """Move a sandbox's end to so many seconds (None: the server's `ttl_s`) from now; `later`: only where that is later.
+        """Move a sandbox's end to this many seconds from now (None: the server's `ttl_s`); `later`: never earlier.
 
         Raises:
             ConfigError: it is too long.
@@ -300,7 +300,7 @@ class Sandboxes:
             await sandbox.slot.release()
 
     async def resume(self, sandbox_id: str, timeout_s: float | None) -> E2bSandbox | None:
-        """Let a paused sandbox go on in another slot, for so many seconds (None: the server's `ttl_s`); a running one goes on.
+        """Continue a paused sandbox in another slot, for this many seconds (None: the server's `ttl_s`).
 
         Returns:
             None: there is none, or what was kept of it is lost.
@@ -343,19 +343,19 @@ class Sandboxes:
         if name == "base" or name in self._pool.config.bases:
             raise ConfigError(f"name: {name!r} is a base of the pool")
         snapshot = await sandbox.slot.snapshot(keep_running=True)
-        kept = NamedSnapshot(name or _new_id("s"), (name,) if name else (), sandbox.id, snapshot)
-        await self.drop_snapshot(kept.id)
-        self.snapshots[kept.id] = kept
-        self.account.note("snapshot.keep", kept.id, of=sandbox.id)
-        return kept
+        named = NamedSnapshot(name or _new_id("s"), (name,) if name else (), sandbox.id, snapshot)
+        await self.drop_snapshot(named.id)
+        self.snapshots[named.id] = named
+        self.account.note("snapshot.keep", named.id, of=sandbox.id)
+        return named
 
     async def drop_snapshot(self, snapshot_id: str) -> bool:
         """Forget a snapshot; sandboxes that started from it go on. Whether there was one."""
-        kept = self.snapshots.pop(snapshot_id, None)
-        if kept is not None:
-            await kept.snapshot.drop()
+        named = self.snapshots.pop(snapshot_id, None)
+        if named is not None:
+            await named.snapshot.drop()
             self.account.note("snapshot.drop", snapshot_id)
-        return kept is not None
+        return named is not None
 
     # --------------------------------------------------------------------------------------------------------- end
 

@@ -107,8 +107,8 @@ async def read(sandbox: E2bSandbox, path: str, user: str | None) -> AsyncGenerat
     """
     path, offset = path_of(sandbox, path), 0
     while True:
-        wanted = wire.ReadFile(path=path, offset=offset, max_bytes=PIECE_BYTES, user=user)
-        result = answered(await sandbox.slot.run(wanted), wire.FileResult, path)
+        operation = wire.ReadFile(path=path, offset=offset, max_bytes=PIECE_BYTES, user=user)
+        result = answered(await sandbox.slot.run(operation), wire.FileResult, path)
         yield result.data
         if len(result.data) < PIECE_BYTES:
             return
@@ -198,10 +198,10 @@ async def _parts(content_type: str, body: AsyncIterable[bytes]) -> AsyncGenerato
     reader = _PartReader(boundary)
     async for chunk in body:
         try:
-            found = reader.read(chunk)
+            pieces = reader.read(chunk)
         except ValueError as error:
             raise RpcError("invalid_argument", f"the body is no multipart form: {error}") from None
-        for piece in found:
+        for piece in pieces:
             yield piece
 
 

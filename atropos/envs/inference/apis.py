@@ -71,11 +71,11 @@ class VllmCompletions(TokenApi):
 
     def read(self, answer: Any) -> list[Completion]:
         """The stop token is among the ids."""
-        found: list[Completion] = []
+        completions: list[Completion] = []
         for choice in answer["choices"]:
             logprobs = choice["logprobs"]
             tops = (logprobs.get("top_logprobs") or [None])[0] or {}
-            found.append(
+            completions.append(
                 Completion(
                     choice["token_ids"],
                     logprobs["token_logprobs"],
@@ -84,7 +84,7 @@ class VllmCompletions(TokenApi):
                     _spans(choice.get("weight_versions")),
                 )
             )
-        return found
+        return completions
 
     def prompt(self, answer: Any) -> Sequence[int] | None:
         """Each choice has it."""
@@ -103,11 +103,11 @@ class VllmGenerate(TokenApi):
 
     def read(self, answer: Any) -> list[Completion]:
         """Logprobs have the form of chat completions, with ids in place of text."""
-        found: list[Completion] = []
+        completions: list[Completion] = []
         for choice in answer["choices"]:
             content = choice["logprobs"]["content"]
             tops = [one["logprob"] for one in content[0].get("top_logprobs") or ()] if content else []
-            found.append(
+            completions.append(
                 Completion(
                     choice["token_ids"],
                     [one["logprob"] for one in content],
@@ -116,7 +116,7 @@ class VllmGenerate(TokenApi):
                     _spans(choice.get("weight_versions")),
                 )
             )
-        return found
+        return completions
 
 
 class AtroposlibGenerate(TokenApi):
@@ -130,14 +130,14 @@ class AtroposlibGenerate(TokenApi):
 
     def read(self, answer: Any) -> list[Completion]:
         """At each position the sampled token is the first of a dict."""
-        found: list[Completion] = []
+        completions: list[Completion] = []
         for positions, reason in zip(answer["logprobs"], answer["finish_reasons"], strict=True):
             pairs = [next(iter(position[0].items())) for position in positions]
             tops = positions[0][0].values() if positions else ()
-            found.append(
+            completions.append(
                 Completion([int(i) for i, _ in pairs], [lp for _, lp in pairs], reason, max(tops, default=math.nan))
             )
-        return found
+        return completions
 
 
 class SglangGenerate(TokenApi):
@@ -155,7 +155,7 @@ class SglangGenerate(TokenApi):
 
     def read(self, answer: Any) -> list[Completion]:
         """One answer, or one for each of `n`."""
-        found: list[Completion] = []
+        completions: list[Completion] = []
         for one in answer if isinstance(answer, list) else [answer]:
             meta = one["meta_info"]
             entries = meta["output_token_logprobs"]
@@ -163,7 +163,7 @@ class SglangGenerate(TokenApi):
             spans = meta.get("weight_versions")
             if spans is None and (version := meta.get("weight_version")) is not None:
                 spans = [{"version": version, "start": 0, "end": len(entries)}]
-            found.append(
+            completions.append(
                 Completion(
                     [entry[1] for entry in entries],
                     [entry[0] for entry in entries],
@@ -172,7 +172,7 @@ class SglangGenerate(TokenApi):
                     _spans(spans),
                 )
             )
-        return found
+        return completions
 
     def prompt(self, answer: Any) -> Sequence[int] | None:
         """Not told."""
@@ -203,11 +203,11 @@ class LlamaCompletion(TokenApi):
 
     def read(self, answer: Any) -> list[Completion]:
         """One answer, or one for each of `n`; the end token is among the probabilities."""
-        found: list[Completion] = []
+        completions: list[Completion] = []
         for one in answer if isinstance(answer, list) else [answer]:
             entries = one["completion_probabilities"]
             tops = [math.log(entry["prob"]) for entry in entries[0]["top_probs"] if entry["prob"]] if entries else []
-            found.append(
+            completions.append(
                 Completion(
                     [entry["id"] for entry in entries],
                     [math.log(entry["prob"]) for entry in entries],
@@ -215,7 +215,7 @@ class LlamaCompletion(TokenApi):
                     max(tops, default=math.nan),
                 )
             )
-        return found
+        return completions
 
     def prompt(self, answer: Any) -> Sequence[int] | None:
         """Not told."""

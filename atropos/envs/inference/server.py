@@ -190,7 +190,7 @@ class InferenceServer:
         answer = await self._answer("POST", api.path, api.body(self.model, prompt, sampling, top=top))
         try:
             told = api.prompt(answer)
-            found = api.read(answer)
+            completions = api.read(answer)
         except _MALFORMED as error:
             what = f"has no {error}" if isinstance(error, KeyError) else f"is invalid ({type(error).__name__}: {error})"
             raise InferenceError(f"the inference server's answer {what}"[:300]) from error
@@ -199,7 +199,7 @@ class InferenceServer:
                 "the inference server changed the prompt's tokens (a doubled BOS token?); it must use them as they are",
                 retryable=False,
             )
-        return found
+        return completions
 
     async def _answer(
         self,
@@ -234,10 +234,10 @@ def reason(content: bytes) -> str:
     """Why a server refused, as its answer says: one line."""
     text = content.decode("utf-8", "replace")
     try:
-        said: Any = json.loads(text)
+        value: Any = json.loads(text)
     except ValueError:
-        said = text
+        value = text
     for name in ("error", "detail", "message"):
-        if isinstance(said, dict) and name in said:
-            said = cast("dict[str, Any]", said)[name]
-    return " ".join(str(said).split())[:300] or "no detail"
+        if isinstance(value, dict) and name in value:
+            value = cast("dict[str, Any]", value)[name]
+    return " ".join(str(value).split())[:300] or "no detail"
