@@ -167,8 +167,9 @@ async def check(
 
 
 def _room(config: CheckConfig, at_once: int) -> Room:
-    """Of so many slots that share this machine."""
-    memory = config.memory_mib or max(LEAST.slot.memory_mib, _usable_mib() // at_once)
+    """Of so many slots that share this machine; an engine's may be on others, and are as small as tasks allow."""
+    share = _usable_mib() // at_once if config.backend == "local" else 0
+    memory = config.memory_mib or max(LEAST.slot.memory_mib, share)
     return Room(
         Resources(memory_mib=memory, disk_mib=max(LEAST.slot.disk_mib, memory // 2)),
         volume=config.volume,
