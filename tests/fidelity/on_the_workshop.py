@@ -1,6 +1,6 @@
 """What developers do runs in slots, and their tools see there what they see in `docker run`: `make test-fidelity`.
 
-No part of `make test`: the workshop is made once, in minutes and 5 GB, and a run takes a quarter of an hour.
+No part of `make test`: the workshop is made once, from a gigabyte of packages, and each run unpacks its 4 GB twice.
 """
 
 from __future__ import annotations
