@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from . import against, env_load, harbor, images, ours, peers, swe_rex, transfers
+from . import against, env_load, harbor, images, ours, peers, pull, swe_rex, transfers
 from .backends import backends
 from .context import Case, Context
 from .stats import Row, row
@@ -270,6 +270,7 @@ CASES: dict[str, Case] = {
     "files": transfers.files,
     "harbor": harbor.harbor,
     "images": images.images,
+    "pull": pull.pull,
 }
 NEEDS_ENGINES = frozenset({"backends", "harbor"})
 """Left out of a whole run that has no engine but local."""
