@@ -13,6 +13,8 @@ from atropos.sandbox.linux.sysctl import sysctl
 
 ID_BASE = 100_000
 """First host id of the range: above every account, below what systemd gives to its own containers."""
+FIRST_ID = 1000
+"""First id below `ID_BASE` that no account of a system has."""
 SLOT_IDS = 65_536
 CREATORS = 1024
 """Uids from which slots' namespaces are created, one each, so that the kernel counts their objects apart."""
@@ -20,25 +22,34 @@ Extent = tuple[int, int, int]
 """First id inside a user namespace, first id outside, and how many."""
 
 
-def free_range() -> tuple[int, int]:
-    """(first id outside, ids of a slot) of a range with room for the server's id and `CREATORS` after them.
+def free_extents(uid_map: str) -> list[Extent]:
+    """The ids of slots, the server's after them and `CREATORS` more, as far as a namespace maps so many.
 
-    It is within the ids that this namespace maps.
+    They begin at `ID_BASE`, whose ids own the files of the sandbox image, and go on below it where those above are too
+    few, as in a rootless engine's container.
     """
-    with open("/proc/self/uid_map", encoding="ascii") as file:
-        extents = [(int(inside), int(count)) for inside, _, count in (line.split() for line in file)]
+    mapped = [(int(inside), int(inside) + int(count)) for inside, _, count in map(str.split, uid_map.splitlines())]
+    parts = [(max(first, ID_BASE), end) for first, end in mapped]
+    parts += [(max(first, FIRST_ID), min(end, ID_BASE)) for first, end in mapped]
     needed = SLOT_IDS + 1 + CREATORS
-    for inside, count in extents:
-        if inside <= ID_BASE and inside + count >= ID_BASE + needed:
-            return ID_BASE, SLOT_IDS
-    inside, count = max(extents, key=lambda extent: extent[1])
-    room = inside + count - max(inside, 1000)
-    if room < 4096:
+    extents: list[Extent] = []
+    for first, end in parts:
+        have = sum(count for *_, count in extents)
+        if count := min(end - first, needed - have) if end > first else 0:
+            extents.append((have, first, count))
+    have = sum(count for *_, count in extents)
+    if have < 4096:
         raise IsolationUnavailable(
-            f"this container maps only {count} user ids; {needed} from {ID_BASE} on are needed (user namespace "
-            "remapping of the container engine: widen its range in /etc/subuid, or turn it off for this container)"
+            f"this container maps only {sum(end - first for first, end in mapped)} user ids; {needed} from {ID_BASE} "
+            "on are needed (user namespace remapping of the container engine: widen its range in /etc/subuid, or turn "
+            "it off for this container)"
         )
-    return max(inside, 1000), room - 1 - CREATORS
+    return extents
+
+
+def outside(extents: list[Extent], inside: int) -> int:
+    """What an id inside a user namespace is outside."""
+    return next(first + inside - begin for begin, first, count in extents if begin <= inside < begin + count)
 
 
 def subordinate(file: str) -> tuple[int, int]:

@@ -199,8 +199,10 @@ def _execute_again(config: RootPhaseSettings, entered: Entered) -> NoReturn:
 
 
 def _as_root(config: RootPhaseSettings, scratch: str, parent: int | None) -> Entered:
-    base, slot_ids = namespaces.free_range()
-    server = base + slot_ids  # a uid of its own, so that no slot can use up what the kernel counts per user
+    extents = namespaces.free_extents(Path("/proc/self/uid_map").read_text(encoding="ascii"))
+    base, slot_ids = extents[0][1], sum(count for *_, count in extents) - 1 - namespaces.CREATORS
+    # a uid of its own, so that no slot can use up what the kernel counts per user
+    server = namespaces.outside(extents, slot_ids)
     try:
         syscalls.unshare(syscalls.CLONE_NEWNS)
         syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
@@ -230,8 +232,7 @@ def _as_root(config: RootPhaseSettings, scratch: str, parent: int | None) -> Ent
             folders.map_ids(path, base, slot_ids)
     own = f"{scratch}/server"
     os.mkdir(own, 0o755)
-    ids = [(0, base, slot_ids + 1 + namespaces.CREATORS)]
-    namespaces.enter_namespaces(lambda pid: namespaces.write_maps(pid, ids), before=lambda: _become(server))
+    namespaces.enter_namespaces(lambda pid: namespaces.write_maps(pid, extents), before=lambda: _become(server))
     return Entered(
         own,
         parent,
