@@ -48,6 +48,7 @@ def table(classes: Sequence[type[BaseModel]], seen: set[str]) -> str:
 def tables() -> dict[str, str]:
     """The tables by the names in their markers."""
     from atropos.api.accounts.keys import KeySettings
+    from atropos.api.accounts.secrets import SecretSettings
     from atropos.api.executor.models import ExecutorServerSettings
     from atropos.api.settings import Bounds, BrowserSettings, McpServerSettings, SearchSettings, ToolServerSettings
     from atropos.envs.adapter import BaseEnvConfig
@@ -64,7 +65,7 @@ def tables() -> dict[str, str]:
         "env": table(env, set(BaseEnvConfig.model_fields)),
         "tool-server": table(tool_server, set()),
         "executor-server": table((ExecutorServerSettings,), set()),
-        "key": table((Quotas, KeySettings), set()),
+        "key": table((Quotas, KeySettings, SecretSettings), set()),
     }
 
 

@@ -18,6 +18,7 @@ from atropos.aio import cancel_and_wait
 from atropos.api.accounts.account import Account
 from atropos.api.accounts.audit import AuditLog
 from atropos.api.accounts.keys import KeySettings, digest, read_keys
+from atropos.api.accounts.secrets import read_secrets
 from atropos.api.e2b.sandboxes import Sandboxes
 from atropos.api.executor.images import PreparedImages
 from atropos.api.executor.models import ExecutorServerSettings, KeyUsage, ServerStatus
@@ -25,7 +26,7 @@ from atropos.api.executor.trajectories import Trajectories
 from atropos.api.http import NO_TOKEN, Refusal
 from atropos.errors import ConfigError
 from atropos.metrics import Family
-from atropos.slots import Share
+from atropos.slots import EgressSecret, Share
 
 if TYPE_CHECKING:
     from atropos.tools import ToolExecutor
@@ -71,11 +72,12 @@ class Tenants:
         self._executor: ToolExecutor | None = None
         self._tenants: dict[str, Tenant] = {}
         self._keys: dict[str, KeySettings] = {}
+        self._secrets: dict[str, tuple[EgressSecret, ...]] = {}
         self._names: dict[str, str] = {}
         """Names by digest: a digest says nothing of how far a guess is off, so that it can be looked up."""
         self._closing: set[asyncio.Task[None]] = set()
         self._draining = False
-        self._seen = self._state_of_file()
+        self._seen = self._state_of_files()
         self._adopt(self._read())
 
     def __repr__(self) -> str:
@@ -93,11 +95,12 @@ class Tenants:
         return keys
 
     def _adopt(self, keys: dict[str, KeySettings]) -> None:
+        self._secrets = {name: read_secrets(key.secrets, f"keys_file: {name}") for name, key in keys.items()}
         self._keys = keys
         self._names = {each: name for name, key in keys.items() for each in key.sha256}
         for name, tenant in list(self._tenants.items()):
             if name in keys:
-                tenant.account.change(keys[name])
+                tenant.account.change(keys[name], self._secrets[name])
             else:
                 del self._tenants[name]
                 self._close(tenant)
@@ -108,13 +111,15 @@ class Tenants:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _state_of_file(self) -> tuple[int, int, int] | None:
-        if self._file is None:
-            return None
-        with contextlib.suppress(OSError):
-            status = os.stat(self._file)
-            return status.st_ino, status.st_size, status.st_mtime_ns
-        return None
+    def _state_of_files(self) -> dict[str, tuple[int, int, int]]:
+        """Of the keys file, and those that the keys' secrets are in."""
+        files = [] if self._file is None else [str(self._file)]
+        states: dict[str, tuple[int, int, int]] = {}
+        for path in [*files, *(each.file for key in self._keys.values() for each in key.secrets.values())]:
+            with contextlib.suppress(OSError):
+                found = os.stat(path)
+                states[path] = found.st_ino, found.st_size, found.st_mtime_ns
+        return states
 
     async def reload(self) -> None:
         """Follow the keys file until cancelled: a key that is gone is refused at once, and what it had ends.
@@ -123,7 +128,7 @@ class Tenants:
         """
         while True:
             await asyncio.sleep(RELOAD_S)
-            now = self._state_of_file()
+            now = self._state_of_files()
             if now == self._seen:
                 continue
             self._seen = now
@@ -152,7 +157,7 @@ class Tenants:
     def _made(self, name: str) -> Tenant:
         assert self._executor is not None
         share = self._executor.pool.share if name == TOKEN_NAME else Share()
-        account = Account(name, self._keys[name], share, self._audit)
+        account = Account(name, self._keys[name], self._secrets[name], share, self._audit)
         tenant = self._tenants[name] = Tenant(account, self._executor, self._settings)
         if self._draining:
             tenant.refuse_new()

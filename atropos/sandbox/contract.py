@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from atropos.config import SlotLimits
     from atropos.images.store import ImageStore
-    from atropos.wire import Feature, ImageInfo, Operation, OpResult, ViewFolders, ViewInfo
+    from atropos.wire import EgressSecret, Feature, ImageInfo, Operation, OpResult, ViewFolders, ViewInfo
 
     OnResult = Callable[[OpResult | Exception], None]
     """Called with how an operation ended."""
@@ -135,6 +135,15 @@ class Sandbox(Protocol):
 
         Raises:
             RootUnchanged: it failed; the sandbox must be stopped.
+        """
+        ...
+
+    async def add_secrets(self, secrets: Sequence[EgressSecret]) -> None:
+        """Once the root is its last, have its requests carry secrets of their hosts.
+
+        Raises:
+            NotSupported: it has no network, or TLS can't be ended here.
+            SandboxError: it can't be confirmed; the sandbox must be stopped.
         """
         ...
 

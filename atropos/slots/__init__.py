@@ -9,9 +9,10 @@ from atropos.slots.slot.ports import PortForward
 from atropos.slots.slot.processes import Process, Signal
 from atropos.slots.slot.results import ExecResult, SlotFileError
 from atropos.slots.slot.snapshots import Snapshot
-from atropos.wire import LeaseLimits
+from atropos.wire import EgressSecret, LeaseLimits
 
 __all__ = [
+    "EgressSecret",
     "ExecResult",
     "LeaseLimits",
     "PoolStats",

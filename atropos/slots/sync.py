@@ -10,7 +10,7 @@ process ends is stopped. Coroutines use `atropos.slots`: a call of this module w
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypedDict, TypeVar, Unpack
@@ -19,7 +19,7 @@ from atropos import slots
 from atropos.errors import SandboxError
 from atropos.event_loop import event_loop, release
 from atropos.metrics import Family
-from atropos.slots import LeaseLimits, PoolStats, Share, SlotPoolConfig
+from atropos.slots import EgressSecret, LeaseLimits, PoolStats, Share, SlotPoolConfig
 from atropos.slots.slot.profile import Profile
 from atropos.wire import ImageInfo
 
@@ -223,6 +223,7 @@ class LeaseOptions(TypedDict, total=False):
     image: str | None
     limits: LeaseLimits | None
     share: Share | None
+    secrets: Sequence[EgressSecret]
     timeout_s: float | None
 
 

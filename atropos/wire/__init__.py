@@ -98,3 +98,4 @@ from atropos.wire.results import (
     SearchResult,
     outcome,
 )
+from atropos.wire.secrets import MAX_SECRETS, EgressSecret

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
-from pydantic import Field, Json, model_validator
+from pydantic import ConfigDict, Field, Json, model_validator
 
 from atropos.resources import Resources
 from atropos.wire.base import VERSION, ChosenId, WireMessage
 from atropos.wire.operations import Operation
+from atropos.wire.secrets import MAX_SECRETS, EgressSecret
 
 
 class LeaseLimits(WireMessage):
@@ -39,6 +40,8 @@ class LeaseRequest(WireMessage):
     neither; see `client_name`.
     """
 
+    model_config = ConfigDict(hide_input_in_errors=True)
+
     lease_id: ChosenId
     client_id: str = Field(min_length=1, max_length=200)
     trajectory_id: str = Field(default="", max_length=500)
@@ -48,6 +51,9 @@ class LeaseRequest(WireMessage):
     image: str | None = Field(default=None, max_length=1000, description="source of a prepared image, as the base")
     network: bool = False
     limits: LeaseLimits | None = Field(default=None, description="instead of the server's")
+    secrets: tuple[EgressSecret, ...] = Field(
+        default=(), max_length=MAX_SECRETS, description="put into its requests, where it has a network"
+    )
 
 
 class ImageSettings(WireMessage):

@@ -7,7 +7,7 @@ import logging
 from atropos.api.accounts.audit import AuditLog
 from atropos.api.accounts.keys import KeySettings
 from atropos.api.http import Refusal, TokenBucket
-from atropos.slots import Share
+from atropos.slots import EgressSecret, Share
 
 _log = logging.getLogger(__name__)
 FREQUENT = frozenset({"call", "command"})
@@ -20,20 +20,24 @@ class Account:
     Args:
         name: the key's.
         key: its settings.
+        secrets: of its leases, as their files have them.
         share: its leases' share of the pool.
         audit: where its doings are noted.
     """
 
-    def __init__(self, name: str, key: KeySettings, share: Share, audit: AuditLog) -> None:
+    def __init__(
+        self, name: str, key: KeySettings, secrets: tuple[EgressSecret, ...], share: Share, audit: AuditLog
+    ) -> None:
         self.name = name
         self.share = share
         self._audit = audit
-        self.change(key)
+        self.change(key, secrets)
 
-    def change(self, key: KeySettings) -> None:
+    def change(self, key: KeySettings, secrets: tuple[EgressSecret, ...]) -> None:
         """Apply new settings; existing leases stay."""
         self.key = key
         self.share.quotas = key
+        self.share.secrets = secrets
         self._bucket = TokenBucket(key.rate_per_s, key.burst)
 
     def refused(self) -> Refusal | None:

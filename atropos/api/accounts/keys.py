@@ -14,11 +14,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
+from atropos.api.accounts.secrets import SecretSettings
 from atropos.api.settings import read_file, wrong_settings
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError
 from atropos.slots.config import Quotas
-from atropos.wire import LeaseLimits
+from atropos.wire import MAX_SECRETS, LeaseLimits
 
 _NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,62}$")
 _DIGEST = re.compile(r"^[0-9a-f]{64}$")
@@ -52,6 +53,11 @@ class KeySettings(Quotas):
     rate_per_s: float | None = Field(default=None, gt=0, description="requests a second on average; None: no bound")
     burst: int = Field(default=100, ge=1, description="requests above the rate that may come at once")
     limits: LeaseLimits | None = Field(default=None, description="of each of its slots, instead of the pool's `limits`")
+    secrets: dict[str, SecretSettings] = Field(
+        default_factory=dict,
+        max_length=MAX_SECRETS,
+        description="what its slots' requests get on their way out, by name",
+    )
 
 
 _FILE = TypeAdapter(dict[Annotated[str, AfterValidator(_named)], KeySettings])

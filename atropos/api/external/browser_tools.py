@@ -12,7 +12,7 @@ from atropos.aio import Allowance
 from atropos.api.external.browser import CRASHED, PAGE_CRASHED, PAGE_HANGS, BrowserHost, Session
 from atropos.errors import ToolServerUnavailable
 from atropos.net.egress_policy import EgressRefused
-from atropos.net.relay import REFUSED_HEADER
+from atropos.net.exchange import REFUSED_HEADER
 from atropos.tools.base import Tool, ToolError, ToolScope
 from atropos.tools.models import ToolResult
 from atropos.tools.tool_server.external import (

@@ -11,7 +11,8 @@ import secrets
 
 from atropos.aio import cancel_and_wait
 from atropos.api.external.guard import Guard
-from atropos.net.relay import CHUNK_BYTES, basic_credentials, connect, relay
+from atropos.net.exchange import CHUNK_BYTES
+from atropos.net.relay import basic_credentials, connect, relay
 
 _MAX_CONNECTIONS = 1000
 

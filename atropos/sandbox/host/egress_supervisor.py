@@ -12,20 +12,26 @@ import socket
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import cast
 
 from atropos.aio import cancel_and_wait
 from atropos.config import ServerConfig
-from atropos.errors import IsolationUnavailable, SandboxError
+from atropos.errors import IsolationUnavailable, NotSupported, SandboxError
 from atropos.net.egress_policy import Narrowed, Policy
 from atropos.sandbox.programs import gateway
+from atropos.wire import EgressSecret
 
 log = logging.getLogger(__name__)
 
 PORT = 3128
 """Where a slot finds its proxy on its own loopback; the usual port of HTTP proxies."""
 _RESTART_S = 0.5
+_KEY = "-----BEGIN PRIVATE KEY"
+"""Where the certificate of an authority ends and its key begins."""
+_ANSWER_BYTES = 1 << 16
 CONFIRM_S = 10.0
 """Longest that the proxy may take to confirm a change, its restart included, in seconds."""
 
@@ -38,18 +44,27 @@ def environment() -> dict[str, str]:
     return {**dict.fromkeys(names, proxy), "NO_PROXY": direct, "no_proxy": direct}
 
 
+def _trusted() -> dict[str, str]:
+    """The variable by which hosts are known to the proxy that ends TLS for them, where this process has it."""
+    return {name: os.environ[name] for name in ("SSL_CERT_FILE",) if name in os.environ}
+
+
 @dataclass
 class Listener:
     """The sockets that listen in a slot's network namespace and its gateway, kept for a restart of the proxy.
 
     Attributes:
         hosts: the allowed hosts that the slot may reach; None: all of them.
+        secrets: of the slot's hosts, as `HostSecret.of` has them.
+        authority: certificate and key (PEM) by which the slot knows the hosts whose TLS is ended for them.
         unconfirmed: the latest change, until the proxy has confirmed it.
     """
 
     number: int
     socks: list[socket.socket]
     hosts: tuple[str, ...] | None = None
+    secrets: Sequence[dict[str, object]] = ()
+    authority: str | None = None
     unconfirmed: int | None = None
 
 
@@ -67,7 +82,8 @@ class EgressSupervisor:
         """What the proxy is still to be sent, each perhaps with sockets."""
         self._watch: asyncio.Task[None] | None = None
         self._serials = itertools.count(1)
-        self._unconfirmed: dict[int, asyncio.Future[None]] = {}
+        self._unconfirmed: dict[int, asyncio.Future[dict[str, object]]] = {}
+        """Of changes, by their serial, until the proxy has confirmed them."""
         self._counting: dict[int, asyncio.Future[int]] = {}
         """Of dropped listeners, until the proxy has said what they moved."""
         self._policy = Policy.of_slots(config.egress_allow, config.egress_deny)
@@ -107,7 +123,7 @@ class EgressSupervisor:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 cwd="/",
-                env={"PYTHONPATH": paths, "PATH": os.defpath, "PYTHONDONTWRITEBYTECODE": "1"},
+                env={"PYTHONPATH": paths, "PATH": os.defpath, "PYTHONDONTWRITEBYTECODE": "1", **_trusted()},
                 user=self._uid,
                 group=self._uid,
                 extra_groups=None if self._uid is None else [],
@@ -118,14 +134,14 @@ class EgressSupervisor:
         asyncio.get_running_loop().add_reader(ours, self._read_confirmation, ours)
         for listener in self._listeners.values():
             self._send_listener(listener)
-        for future in self._unconfirmed.values():  # the new proxy started with the latest hosts
+        for future in self._unconfirmed.values():  # the new proxy started with the latest settings
             if not future.done():
-                future.set_result(None)
+                future.set_result({})
 
     def _read_confirmation(self, sock: socket.socket) -> None:
         """Complete the change that the proxy has applied, or the count of a slot that it has dropped."""
         try:
-            data = sock.recv(4096)
+            data = sock.recv(_ANSWER_BYTES)
         except OSError:
             data = b""
         if not data:
@@ -137,7 +153,7 @@ class EgressSupervisor:
             return
         future = self._unconfirmed.get(message["done"])
         if future is not None and not future.done():
-            future.set_result(None)
+            future.set_result(message)
 
     def _counted(self, number: int, moved: int) -> None:
         future = self._counting.pop(number, None)
@@ -164,6 +180,8 @@ class EgressSupervisor:
             "budget": self._config.egress_mib << 20,
             "connections": self._config.egress_connections,
             "hosts": listener.hosts,
+            "secrets": listener.secrets,
+            "authority": listener.authority,
         }
         self._send(order, listener)
 
@@ -214,13 +232,41 @@ class EgressSupervisor:
             return
         listener.hosts = hosts
         serial = listener.unconfirmed = next(self._serials)
+        await self._confirmed(serial, {"narrow": number, "hosts": hosts})
+        if listener.unconfirmed == serial:
+            listener.unconfirmed = None
+
+    async def entrust(self, number: int, secrets: Sequence[EgressSecret]) -> str | None:
+        """Give the proxy the secrets of a slot's hosts.
+
+        Returns:
+            The certificate (PEM) by which the slot has to know hosts whose TLS is ended for them; None: there are none.
+
+        Raises:
+            NotSupported: TLS can't be ended here.
+            SandboxError: the proxy did not confirm it.
+        """
+        listener = self._listeners[number]
+        listener.secrets = [each.model_dump(mode="json") for each in secrets]
+        done = await self._confirmed(next(self._serials), {"entrust": number, "secrets": listener.secrets})
+        if "refused" in done:
+            raise NotSupported(f"secrets: tls needs OpenSSL 3.0 or later where slots run: {done['refused']}")
+        if "authority" not in done:
+            raise SandboxError("the egress proxy was replaced while it was given a slot's secrets")
+        listener.authority = cast("str | None", done["authority"])
+        return None if listener.authority is None else listener.authority.partition(_KEY)[0]
+
+    async def _confirmed(self, serial: int, order: dict[str, object]) -> dict[str, object]:
+        """Send a change; the proxy's answer, empty from a new proxy, which has started with it.
+
+        Raises:
+            SandboxError: there is none in time.
+        """
         done = self._unconfirmed[serial] = asyncio.get_running_loop().create_future()
         try:
-            self._send({"narrow": number, "hosts": hosts, "serial": serial})
+            self._send({**order, "serial": serial})
             async with asyncio.timeout(CONFIRM_S):
-                await done
-            if listener.unconfirmed == serial:
-                listener.unconfirmed = None
+                return await done
         except TimeoutError as error:
             raise SandboxError(f"the egress proxy did not confirm a slot's network: {error!r}") from error
         finally:

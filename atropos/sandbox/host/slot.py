@@ -17,7 +17,7 @@ from atropos.aio import done_within
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import RootUnchanged, Sandbox, SnapshotLayer, Stopped
-from atropos.sandbox.host import egress_supervisor
+from atropos.sandbox.host import egress_supervisor, trust
 from atropos.sandbox.host.files import skeleton, views, volumes
 from atropos.sandbox.host.gpus import SlotGpus
 from atropos.sandbox.host.host_state import HostState
@@ -30,14 +30,18 @@ from atropos.slot_python import INSIDE
 from atropos.wire import (
     CommandResult,
     Done,
+    EgressSecret,
     Exec,
+    FileResult,
     ImageInfo,
     Operation,
     OpError,
     OpResult,
+    ReadFile,
     SetNetwork,
     StartOperation,
     ViewFolders,
+    WriteFile,
 )
 
 if TYPE_CHECKING:
@@ -304,7 +308,7 @@ class SlotSandbox:
             raise SandboxError(f"slot {self.name}: its limits could not be set: {error}") from error
         self.limits = limits
         self._watch = LimitWatch(self.name, self.cgroup, self.volume, limits)
-        self._channel.call("limits", {"environment": host.threads(limits), "wall_s": limits.wall_s}, lambda _: None)
+        self._set(host.threads(limits))
 
     async def move_to_disk(self, beside: Sandbox | None) -> None:
         """Keep what is written on disk; see `contract.Sandbox.move_to_disk`."""
@@ -356,6 +360,38 @@ class SlotSandbox:
         done = await self.run("gpus", self._gpus.make_links())
         if not isinstance(done, CommandResult) or done.exit_code:
             raise NotSupported(f"gpus: their libraries could not be made known in this root: {done}")
+
+    async def add_secrets(self, secrets: Sequence[EgressSecret]) -> None:
+        """Have requests carry secrets; see `contract.Sandbox.add_secrets`."""
+        await self.network.entrust(secrets)
+        await self.add_authority()
+
+    async def add_authority(self) -> None:
+        """Have programs know the hosts whose TLS the egress proxy ends, if there are any.
+
+        Raises:
+            NotSupported: the root can't hold what they need.
+        """
+        if self.network.authority is None:
+            return
+        authority = self.network.authority.encode()
+        bundle = trust.BUNDLES[0]
+        for path in trust.BUNDLES:
+            if isinstance(await self.run("trust", ReadFile(path=path, max_bytes=1)), FileResult):
+                bundle, authorities = path, authority
+                break
+        else:
+            authorities = trust.own_bundle() + authority
+        done = await self.run("trust", WriteFile(path=bundle, data=b"\n" + authorities, append=True, mode=0o644))
+        if not isinstance(done, Done):
+            raise NotSupported(f"secrets: this root can't hold the authority of their hosts: {done}")
+        await self.run("trust", WriteFile(path=trust.OWN, data=authority, mode=0o644))  # a root may have it read-only
+        self._set(trust.environment(bundle))
+
+    def _set(self, environment: dict[str, str]) -> None:
+        """Have programs start with these variables, and within the slot's own time."""
+        assert self._channel is not None
+        self._channel.call("limits", {"environment": environment, "wall_s": self.limits.wall_s}, lambda _: None)
 
     def view_of(self, folders: ViewFolders, layers: Sequence[SnapshotLayer], base: str | None) -> views.View:
         """Its folders for a view to show that stands on layers and a base."""

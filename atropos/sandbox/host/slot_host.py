@@ -121,6 +121,7 @@ class SlotHost:
             await sandbox.change_root(layers, base, view=view)
             if gpus:
                 await sandbox.add_gpus(gpus)
+            await sandbox.add_authority()
         except BaseException:
             await asyncio.shield(sandbox.stop())
             raise

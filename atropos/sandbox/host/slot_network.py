@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Sequence
 
 from atropos.errors import NotSupported
 from atropos.sandbox.host.egress_supervisor import EgressSupervisor
 from atropos.sandbox.programs.gateway import SOCKETS
+from atropos.wire import EgressSecret
 
 
 class SlotNetwork:
@@ -18,6 +20,7 @@ class SlotNetwork:
         has_egress: whether programs reach anything but the loopback.
         namespace: a descriptor of it, from `open` to `close`.
         hosts: the allowed hosts that its programs may reach; None: all of them.
+        authority: the certificate (PEM) by which they know hosts whose TLS the proxy ends; None: it ends none.
     """
 
     def __init__(self, egress: EgressSupervisor | None) -> None:
@@ -26,6 +29,7 @@ class SlotNetwork:
         self.namespace = -1
         self._number: int | None = None
         self.hosts: tuple[str, ...] | None = None
+        self.authority: str | None = None
 
     async def open(self, near: socket.socket) -> None:
         """Receive the namespace, and pass the sockets that listen in it and its gateway to the proxy.
@@ -56,6 +60,12 @@ class SlotNetwork:
             return
         await self._egress.narrow(self._number, hosts)
         self.hosts = hosts
+
+    async def entrust(self, secrets: Sequence[EgressSecret]) -> None:
+        """Have requests carry secrets; see `contract.Sandbox.add_secrets`."""
+        if self._number is None or self._egress is None:
+            raise NotSupported("secrets: this lease has no network; request it with network=True")
+        self.authority = await self._egress.entrust(self._number, secrets)
 
     def close(self) -> asyncio.Future[int] | None:
         """Close the slot's connections and the namespace; returns how many bytes they moved, once the proxy tells."""

@@ -22,8 +22,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from atropos.net.authority import Authority
 from atropos.net.egress_policy import Address, EgressRefused, Narrowed, Policy, literal, own_addresses
-from atropos.net.relay import CHUNK_BYTES, CONNECT_S, OutOfBytes, connect, look_up, relay, tunnel
+from atropos.net.exchange import CHUNK_BYTES, OutOfBytes
+from atropos.net.insertion import NO_SECRETS, SlotSecrets
+from atropos.net.relay import CONNECT_S, Streams, connect, hold, look_up, relay, tunnel
+from atropos.net.secrets import HostSecret
 from atropos.sandbox.linux import syscalls
 from atropos.sandbox.programs.gateway import SOCKETS
 from atropos.sandbox.programs.slot_names import Resolver
@@ -34,11 +38,10 @@ _MAX_RESOLVERS = 512
 """Threads that look names up, at most."""
 _DENIED_S = 30.0
 """How often the addresses of denied names are looked up, in seconds."""
-ORDER_BYTES = 1 << 17
-"""Longest order of the server: a list of hosts is nearly all of it."""
+ORDER_BYTES = 1 << 18
+"""Longest order of the server: lists of hosts and secrets are nearly all of it."""
 _SPARE_FILES = 64
 """Descriptors of the proxy that aren't for connections; the others are shared out among the slots."""
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(eq=False)
@@ -52,6 +55,7 @@ class SlotTraffic:
     closed: bool = False
     servers: list[asyncio.Server] = field(default_factory=list[asyncio.Server])
     resolver: Resolver | None = None
+    secrets: SlotSecrets = NO_SECRETS
     tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     lookups: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LOOKUPS))
 
@@ -108,9 +112,19 @@ class Proxy:
         listening = 3 + len(policy.ports)
         self._most = sys.maxsize if unbounded else max(1, (files - _SPARE_FILES) // (2 * slots + 2) - listening)
 
-    def add(self, number: int, budget: int, connections: int, hosts: Sequence[str] | None = None) -> SlotTraffic:
-        """A slot that is to be served; see `narrow`."""
+    def add(
+        self,
+        number: int,
+        budget: int,
+        connections: int,
+        hosts: Sequence[str] | None = None,
+        secrets: Sequence[dict[str, Any]] = (),
+        authority: str | None = None,
+    ) -> SlotTraffic:
+        """A slot that is to be served; see `narrow`, and `entrust`, whose answer the authority is."""
         account = self._accounts[number] = SlotTraffic(self._within(hosts), budget, min(connections, self._most))
+        signer = None if authority is None else Authority(authority)
+        account.secrets = SlotSecrets([HostSecret.of(**each) for each in secrets], signer)
         return account
 
     async def serve(self, account: SlotTraffic, listeners: Sequence[socket.socket]) -> None:
@@ -156,6 +170,22 @@ class Proxy:
         if account is not None:
             account.rules = self._within(hosts)
             account.cut()
+
+    async def entrust(self, number: int, secrets: Sequence[dict[str, Any]]) -> str | None:
+        """From now on a slot's requests carry these secrets (as `HostSecret.of` has them).
+
+        Returns:
+            The authority in PEM that the slot has to know; None: TLS is ended for none of the hosts.
+
+        Raises:
+            OSError: there can't be one.
+        """
+        found = [HostSecret.of(**each) for each in secrets]
+        ended = [rule for each in found if each.tls for rule in each.rules]
+        signer = await asyncio.to_thread(Authority.make, ended) if ended else None
+        if (account := self._accounts.get(number)) is not None:
+            account.secrets = SlotSecrets(found, signer)
+        return None if signer is None else signer.pem
 
     def drop(self, number: int) -> int:
         """A slot has ended; how many bytes it moved."""
@@ -233,13 +263,14 @@ class Proxy:
 
     async def _serve_proxy(self, account: SlotTraffic, streams: Streams) -> None:
         dial = partial(self._dial, account)
-        await relay(*streams, dial, spend=account.spend, admit=account.admit)
+        await relay(*streams, dial, spend=account.spend, admit=account.admit, secrets=account.secrets)
 
     async def _serve_taken(self, account: SlotTraffic, streams: Streams) -> None:
         """Serve a connection that a program made without the proxy."""
+        hold(streams[1])
         address, port = streams[1].get_extra_info("sockname")[:2]
         dial = partial(self._dial, account)
-        await tunnel(*streams, dial, address, port, spend=account.spend, admit=account.admit)
+        await tunnel(*streams, dial, address, port, spend=account.spend, admit=account.admit, secrets=account.secrets)
 
     async def _serve_names(self, account: SlotTraffic, streams: Streams) -> None:
         writer = streams[1]
@@ -262,7 +293,20 @@ async def serve(server: socket.socket, allow: list[str], deny: list[str], slots:
     loop = asyncio.get_running_loop()
     denied = loop.create_task(proxy.watch_denied())
     gone = asyncio.Event()
-    adding: set[asyncio.Task[None]] = set()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def begun(doing: Coroutine[Any, Any, None]) -> None:
+        task = loop.create_task(doing)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def entrust(order: dict[str, Any]) -> None:
+        try:
+            said = {"authority": await proxy.entrust(order["entrust"], order["secrets"])}
+        except OSError as error:
+            said = {"refused": str(error)}
+        with contextlib.suppress(OSError):
+            server.send(json.dumps({"done": order["serial"], **said}).encode())
 
     def readable() -> None:
         while True:
@@ -285,11 +329,11 @@ async def serve(server: socket.socket, allow: list[str], deny: list[str], slots:
                 proxy.narrow(order["narrow"], order["hosts"])
                 with contextlib.suppress(OSError):
                     server.send(json.dumps({"done": order["serial"]}).encode())
+            elif "entrust" in order:
+                begun(entrust(order))
             elif fds:
-                account = proxy.add(order["add"], order["budget"], order["connections"], order["hosts"])
-                task = loop.create_task(proxy.serve(account, [socket.socket(fileno=fd) for fd in fds]))
-                adding.add(task)
-                task.add_done_callback(adding.discard)
+                account = proxy.add(order.pop("add"), **order)
+                begun(proxy.serve(account, [socket.socket(fileno=fd) for fd in fds]))
 
     server.setblocking(False)
     loop.add_reader(server, readable)

@@ -12,7 +12,7 @@ from atropos.slots.config import Quotas
 
 if TYPE_CHECKING:
     from atropos.resources import Resources
-    from atropos.wire import ReleaseResult, SnapshotInfo
+    from atropos.wire import EgressSecret, ReleaseResult, SnapshotInfo
 
 BASE = "(base)"
 """What usage is counted under where a slot started from no image."""
@@ -84,12 +84,14 @@ class Share:
 
     Attributes:
         quotas: may be replaced at any time; leases that it has go on.
+        secrets: what the egress proxy puts into requests of its leases that have a network; the same holds of them.
         held_mib: memory of its leases and of grants under way.
         snapshots: that it keeps.
     """
 
     def __init__(self, quotas: Quotas | None = None) -> None:
         self.quotas = quotas or Quotas()
+        self.secrets: tuple[EgressSecret, ...] = ()
         self.held_mib = 0
         self.snapshots: set[Kept] = set()
         self._held: set[Claim] = set()

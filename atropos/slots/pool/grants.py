@@ -42,6 +42,7 @@ class LeaseTerms:
     network: bool
     limits: wire.LeaseLimits | None
     share: Share | None
+    secrets: tuple[wire.EgressSecret, ...] = ()
 
     def request(self, image: str | None) -> wire.LeaseRequest:
         """To one container, under a new id."""
@@ -55,6 +56,7 @@ class LeaseTerms:
             image=image,
             network=self.network,
             limits=self.limits,
+            secrets=self.secrets,
         )
 
 

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -33,7 +33,7 @@ from atropos.slots.pool.images import PoolImages, Progress
 from atropos.slots.pool.stats import Percentiles, PoolStats, gauges
 from atropos.slots.slot import Slot
 from atropos.slots.slot.snapshots import Snapshot
-from atropos.wire import ImageInfo, ImageState, LeaseLimits
+from atropos.wire import MAX_SECRETS, EgressSecret, ImageInfo, ImageState, LeaseLimits
 
 P = ParamSpec("P")
 
@@ -239,6 +239,7 @@ class SlotPool:
         image: str | None = None,
         limits: LeaseLimits | None = None,
         share: Share | None = None,
+        secrets: Sequence[EgressSecret] = (),
         timeout_s: float | None = None,
     ) -> Slot:
         """Lease a slot; within a share first come, first served.
@@ -256,6 +257,8 @@ class SlotPool:
                 snapshot's.
             share: whose lease it is, where several clients with quotas share the pool: a `Share` that is kept for each.
                 None: they are one client.
+            secrets: what the egress proxy puts into its requests, beside what the share has; only where it has a
+                network.
             timeout_s: None: `acquire_timeout_s`.
 
         Raises:
@@ -277,7 +280,15 @@ class SlotPool:
         if limits is not None:
             self.config.check_room(limits, self.config.slots_per_container)
         terms = LeaseTerms(
-            self.client_id, trajectory_id[:500], self.config.lease_ttl_s, snapshot, base, network, limits, share
+            self.client_id,
+            trajectory_id[:500],
+            self.config.lease_ttl_s,
+            snapshot,
+            base,
+            network,
+            limits,
+            share,
+            self._secrets_of(share, secrets) if network else (),
         )
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
         try:
@@ -343,6 +354,13 @@ class SlotPool:
         if max_batch_size < 1:
             raise ConfigError(f"max_batch_size: {max_batch_size} is not positive")
         self._frames.max_calls = max_batch_size
+
+    @staticmethod
+    def _secrets_of(share: Share | None, own: Sequence[EgressSecret]) -> tuple[EgressSecret, ...]:
+        found = (*own, *(() if share is None else share.secrets))
+        if len(found) > MAX_SECRETS:
+            raise ConfigError(f"secrets: {len(found)}; at most {MAX_SECRETS} of one lease")
+        return found
 
     def _check_request(self, snapshot: Snapshot | None, base: str | None, image: str | None, *, network: bool) -> None:
         if snapshot is not None and snapshot.state is not self._state:

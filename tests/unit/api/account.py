@@ -9,4 +9,4 @@ from atropos.slots import Share
 
 
 def own_account() -> Account:
-    return Account("token", KeySettings(admin=True), Share(), AuditLog(None))
+    return Account("token", KeySettings(admin=True), (), Share(), AuditLog(None))

@@ -24,6 +24,7 @@ from atropos.sandbox.server.serve import Server
 from atropos.wire import (
     CommandResult,
     Done,
+    EgressSecret,
     Exec,
     Feature,
     Operation,
@@ -51,12 +52,16 @@ class FakeSandbox:
         self.network = False
         self.limits: SlotLimits | None = None
         self.hosts: tuple[str, ...] | None = None
+        self.secrets: tuple[EgressSecret, ...] = ()
         self.order: list[str] = []
         self.stopped: Stopped | None = None
         self.at_once = 0
 
     async def add_gpus(self, gpus: Sequence[int]) -> None:
         self.gpus = tuple(gpus)
+
+    async def add_secrets(self, secrets: Sequence[EgressSecret]) -> None:
+        self.secrets = tuple(secrets)
 
     def begin(
         self, call_id: str, operation: Operation, done: Callable[[OpResult | Exception], None], *, stream: int = -1

@@ -174,6 +174,8 @@ class Leasing:
                 await sandbox.change_root(run.layers, run.base)
             if old is not None and old.hosts is not None:
                 await sandbox.set_network(old.hosts)
+            if run.held.request.secrets:
+                await sandbox.add_secrets(run.held.request.secrets)
             if run.held.gpus:
                 await sandbox.add_gpus(run.held.gpus)
         except BaseException:

@@ -34,7 +34,19 @@ CGROUPS_WAIT_S, CGROUPS_POLL_S = 1.0, 0.02
 """How long the slots of a killed server may take to end, before its cgroups are left to the next server."""
 
 COMMAND = (sys.executable, "-m", "atropos.sandbox", "--config", "-")
-PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG", "LC_ALL", "TZ")
+PASSED_ON = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "XDG_RUNTIME_DIR",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "SSL_CERT_FILE",
+)
 """The variables of this process that a server gets; others may hold secrets of the trainer."""
 
 

@@ -1,0 +1,92 @@
+"""Secrets of hosts, in a small internet whose hosts send back what they are asked, and a slot that wants them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.egress.secrets_world import CHANGED, KEY, PASSWORD, TOKEN
+from tests.needs import needs
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make network namespaces"),
+    needs("ip", "curl"),
+]
+BASIC = base64.b64encode(f"deploy:{PASSWORD}".encode()).decode()
+PLAIN_GOT = f"files.example.org:8081 | Bearer {TOKEN} | {KEY}"
+TLS_GOT = f"files.example.org:8443 | Basic {BASIC} | None"
+
+
+@pytest.fixture(scope="module")
+def ran() -> tuple[dict, str]:
+    """What the slot and its hosts saw, and all that was printed and logged."""
+    done = subprocess.run(
+        ["unshare", "--net", "--mount", sys.executable, "-m", "tests.egress.secrets_world"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return found, done.stderr
+
+
+def got(found: dict, path: str) -> set[str]:
+    return {line.partition(" | ")[2] for line in found["seen"] if line.startswith(path)}
+
+
+def test_requests_for_a_host_have_its_secrets_by_the_proxy_and_without_it(ran: tuple[dict, str]) -> None:
+    found, _ = ran
+    assert got(found, "/echo") == {PLAIN_GOT, TLS_GOT}
+    assert len([line for line in found["seen"] if line.startswith("/echo")]) == 4
+    assert got(found, "/python") == {TLS_GOT}
+
+
+def test_a_slot_that_looks_for_secrets_finds_none(ran: tuple[dict, str]) -> None:
+    found, logged = ran
+    shown = json.dumps({name: each for name, each in found.items() if name != "seen"}) + logged
+    for secret in (TOKEN, CHANGED, KEY, PASSWORD, BASIC, TOKEN.encode().hex()):
+        assert secret.lower() not in shown.lower()
+    assert found["looked"].splitlines()[-1] == "0"  # and no key of an authority
+
+
+@pytest.mark.parametrize(
+    "path", ["/redirected", "/other", "/address", "/sni", "/unknown", "/raw", "/second", "/neighbour"]
+)
+def test_no_other_request_has_a_secret(ran: tuple[dict, str], path: str) -> None:
+    assert not [each for each in got(ran[0], path) if not each.endswith("None | None")]
+
+
+def test_a_slot_trusts_no_more_hosts_than_before(ran: tuple[dict, str]) -> None:
+    found = ran[0]["printed"]
+    for way in ("", " direct"):
+        assert "SSL certificate problem" in found[f"unknown authority{way}"]
+
+
+def test_secrets_outlive_the_proxy_and_a_snapshot_and_end_with_the_lease(ran: tuple[dict, str]) -> None:
+    found, _ = ran
+    assert got(found, "/again") == {PLAIN_GOT, TLS_GOT}
+    assert len([line for line in found["seen"] if line.startswith("/again")]) == 4
+    assert "/again" in found["restarted"]
+    assert "/again" in found["frozen"]
+    assert got(found, "/fork") == {"files.example.org:8081 | None | None", "files.example.org:8443 | None | None"}
+
+
+def test_a_keys_secrets_are_its_own_and_follow_their_files(ran: tuple[dict, str]) -> None:
+    found, _ = ran
+    assert got(found, "/alice") == {f"files.example.org:8081 | Bearer {TOKEN} | None"}
+    assert got(found, "/bob") == {"files.example.org:8081 | None | None"}
+    assert got(found, "/changed") == got(found, "/kept") == {f"files.example.org:8081 | Bearer {CHANGED} | None"}
+
+
+def test_events_come_as_they_are_sent(ran: tuple[dict, str]) -> None:
+    assert ran[0]["event"] == "event\n\n"
