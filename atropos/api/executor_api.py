@@ -31,6 +31,7 @@ from atropos.api.executor.models import (
 )
 from atropos.api.executor.trajectories import OpenCall, Trajectories
 from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth, problems
+from atropos.api.shells import add_shells
 from atropos.api.tenants import Tenants, admin_of, tenant_of
 from atropos.metrics import CONTENT_TYPE, build_info, exposition
 from atropos.wire import ImageState
@@ -81,6 +82,7 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
                 yield
             finally:
                 await cancel_and_wait([following])
+                await app.state.shells.aclose()
                 await tenants.aclose()
 
     app.router.lifespan_context = lifespan
@@ -91,6 +93,7 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
     _add_service(app)
     _add_trajectories(app)
     _add_calls(app)
+    add_shells(app)
     return app
 
 

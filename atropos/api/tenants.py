@@ -26,7 +26,7 @@ from atropos.api.executor.trajectories import Trajectories
 from atropos.api.http import NO_TOKEN, Refusal
 from atropos.errors import ConfigError
 from atropos.metrics import Family
-from atropos.slots import EgressSecret, Share
+from atropos.slots import EgressSecret, Share, Slot
 
 if TYPE_CHECKING:
     from atropos.tools import ToolExecutor
@@ -47,6 +47,12 @@ class Tenant:
         self.sandboxes = Sandboxes(executor.pool, settings, account)
         self.images = PreparedImages(executor.pool, account)
         self._reapers = [asyncio.create_task(self.trajectories.reap()), asyncio.create_task(self.sandboxes.reap())]
+
+    def slot_of(self, subject: str) -> Slot | None:
+        """The slot of its running sandbox or open trajectory of this id; None: it has none."""
+        if (sandbox := self.sandboxes.find(subject)) is not None:
+            return sandbox.slot
+        return self.trajectories.slot_of(subject)
 
     def refuse_new(self) -> None:
         """Take no new work."""

@@ -30,6 +30,7 @@ COMMANDS = {
     "executor-server": "atropos.api.cli:executor_server",
     "keys": "atropos.cli.keys:keys_app",
     "usage": "atropos.cli.keys:usage",
+    "shell": "atropos.cli.shell:shell",
     "mcp": "atropos.api.mcp_server:mcp",
     "pool": "atropos.cli.pool:pool_app",
     "image": "atropos.cli.image:image_app",

@@ -227,10 +227,14 @@ class ToolExecutor:
         async with self._call(trajectory):
             return await self._leased(trajectory, network=network, image=image, limits=limits, share=share)
 
+    def held_slot(self, trajectory_id: str) -> Slot | None:
+        """The slot that the trajectory has now, for a look at it beside its calls."""
+        trajectory = self._trajectories.get(trajectory_id)
+        return None if trajectory is None else trajectory.slot
+
     def has_slot(self, trajectory_id: str) -> bool:
         """Whether the trajectory has a slot."""
-        trajectory = self._trajectories.get(trajectory_id)
-        return trajectory is not None and trajectory.slot is not None
+        return self.held_slot(trajectory_id) is not None
 
     def broken(self, trajectory_id: str) -> SandboxError | None:
         """The failure that broke the trajectory: until its release every call fails."""

@@ -52,6 +52,12 @@ class StartOperation(SlotOperation):
     workdir: str | None = Field(default=None, description="None: /workspace")
     env: dict[str, str] = Field(default_factory=dict)
     user: User = None
+    concurrent: bool = Field(default=False, description="run now; neither wait for other calls nor keep them waiting")
+
+    @property
+    def lane(self) -> LaneName:
+        """As it asks for."""
+        return "concurrent" if self.concurrent else "main"
 
 
 class PathOperation(SlotOperation):
@@ -91,12 +97,6 @@ class Exec(StartOperation):
     stdin: bytes | None = None
     split: bool = Field(default=False, description="stdout and stderr apart; combined by arrival")
     max_output_bytes: int | None = Field(default=None, gt=0)
-    concurrent: bool = Field(default=False, description="run now; neither wait for other calls nor keep them waiting")
-
-    @property
-    def lane(self) -> LaneName:
-        """As it asks for."""
-        return "concurrent" if self.concurrent else "main"
 
     def time_limit_s(self, wall_s: float) -> float:
         """Its own, within that of all commands."""
@@ -204,6 +204,7 @@ class ProcStart(StartOperation):
     """Start a background process with a rolling buffer of its output; with `pty`, on a terminal of its own."""
 
     answer = "proc_state"
+    withheld = frozenset({"op", "concurrent"})
     op: Literal["proc_start"] = "proc_start"
     pty: bool = False
     split: bool = Field(default=False, description="keep stderr apart, to be read by `ProcState.errors`")

@@ -242,3 +242,26 @@ async def test_a_client_of_one_slot_waits_no_longer_beside_one_of_two_hundred():
             await asyncio.gather(*tasks, return_exceptions=True)
     alone, beside = waits.values()
     assert beside <= 2 * alone, waits
+
+
+async def test_two_servers_go_by_one_keys_file_and_one_audit_log(tmp_path: Path):
+    keys, audit = tmp_path / "keys.json", tmp_path / "audit.jsonl"
+    keys.write_text(json.dumps({"alice": key(ALICE)}))
+    settings = (
+        "--max-containers",
+        "1",
+        "--slots-per-container",
+        "2",
+        "--keys-file",
+        str(keys),
+        "--audit-file",
+        str(audit),
+    )
+    async with running("executor-server", *settings) as old, running("executor-server", *settings) as new:
+        for server, name in ((old, "one"), (new, "two"), (old, "three")):
+            headers = {"Authorization": f"Bearer {ALICE}"}
+            async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60) as client:
+                (await client.post("/trajectories", json={"trajectory_id": name})).raise_for_status()
+    events = [(each["event"], each["id"]) for each in map(json.loads, audit.read_text().splitlines())]
+    assert events[:3] == [("trajectory.open", "one"), ("trajectory.open", "two"), ("trajectory.open", "three")]
+    assert {each for event, each in events if event == "trajectory.end"} == {"one", "two", "three"}

@@ -172,6 +172,33 @@ class ServerStatus(ApiMessage):
     opened: tuple[Opened, ...]
 
 
+class ShellSize(Request):
+    """`PUT /shells/{id}/size`."""
+
+    rows: int = Field(default=24, ge=1, le=1000)
+    cols: int = Field(default=80, ge=1, le=1000)
+
+
+class OpenShell(ShellSize):
+    """`POST /shells`."""
+
+    id: str = Field(
+        min_length=1, max_length=300, description="a trajectory's or a sandbox's; KEY/ID where several keys have it"
+    )
+
+
+class ShellInfo(ApiMessage):
+    """A shell that was opened."""
+
+    shell_id: str
+
+
+class ShellEnd(ApiMessage):
+    """`DELETE /shells/{id}`."""
+
+    exit_code: int | None = Field(description="None: it did not end by itself")
+
+
 class EndTrajectoryReply(ApiMessage):
     """`DELETE /trajectories/{id}`."""
 

@@ -35,6 +35,7 @@ from atropos.errors import (
 from atropos.tools.models import ToolCall, ToolResult, fingerprint
 
 if TYPE_CHECKING:
+    from atropos.slots import Slot
     from atropos.tools import ToolExecutor
 
 _log = logging.getLogger(__name__)
@@ -197,6 +198,11 @@ class Trajectories:
             )
         trajectory.touched = time.monotonic()
         return trajectory
+
+    def slot_of(self, trajectory_id: str) -> Slot | None:
+        """The slot of an open one; None: there is none. Prolongs nothing."""
+        found = self._open.get(trajectory_id)
+        return None if found is None else self._executor.held_slot(found.key)
 
     async def open(self, wanted: OpenTrajectory) -> tuple[Trajectory, bool]:
         """Open a trajectory with a slot of its own; with the id of an open one, that one.

@@ -270,6 +270,7 @@ class Slot(SlotFiles):
         split: bool = False,
         hold: bool = False,
         buffer_bytes: int = 200_000,
+        concurrent: bool = False,
     ) -> Process:
         """Start a background process, which runs until it ends, is killed or the lease ends.
 
@@ -283,6 +284,7 @@ class Slot(SlotFiles):
             hold: it is kept until it is read to its end, or killed; on pipes it waits while half of `buffer_bytes`
                 waits to be read: then nothing falls out.
             buffer_bytes: output kept until it is read; older output falls out and is counted.
+            concurrent: as for `exec`.
 
         Raises:
             OSError: it can't be started; `FileNotFoundError`, `PermissionError` … where they apply.
@@ -299,6 +301,7 @@ class Slot(SlotFiles):
             rows=rows,
             cols=cols,
             buffer_bytes=buffer_bytes,
+            concurrent=concurrent,
         )
         return Process(self.run, answered(await self.run(operation), wire.ProcState))
 

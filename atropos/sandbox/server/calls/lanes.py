@@ -3,9 +3,9 @@
 There are three lanes, and each operation names its own (`wire.SlotOperation.lane`). The *main* lane runs commands and
 file operations one after the other. The *side* lane is for background processes, which are watched and ended while a
 command runs; it keeps its own order, but a read that waits lets the ones behind it go on. The *concurrent* lane takes
-commands that ask for it (`Exec.concurrent`) and runs them side by side. A barrier (a snapshot) is alone: after the
-calls before it in the main lane, once no concurrent command runs, with nothing in the side lane. Operations that start
-a program also wait for their lease's turn in the server's `StartQueue`.
+programs that ask for it (`StartOperation.concurrent`) and runs them side by side. A barrier (a snapshot) is alone:
+after the calls before it in the main lane, once no concurrent command runs, with nothing in the side lane. Operations
+that start a program also wait for their lease's turn in the server's `StartQueue`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,160 @@
+"""`atropos shell`: a terminal into what a server's key has open, beside its calls, and in the audit log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.servers import TOKEN, Server, running
+from tests.security.tenants import ALICE, BOB, key
+from tests.waiting import until
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[Server]:
+    keys, audit = folder / "keys.json", folder / "audit.jsonl"
+    keys.write_text(json.dumps({"alice": key(ALICE), "bob": key(BOB)}))
+    slots = ("--backend", "local", "--slots-per-container", "3", "--max-containers", "1")
+    async with running("executor-server", *slots, "--keys-file", str(keys), "--audit-file", str(audit)) as server:
+        yield server
+
+
+async def opened(server: Server, who: str, **wanted: str) -> str:
+    async with httpx.AsyncClient(base_url=server.url, headers={"Authorization": f"Bearer {who}"}, timeout=60) as client:
+        return (await client.post("/trajectories", json=wanted)).raise_for_status().json()["trajectory_id"]
+
+
+class Terminal:
+    """`atropos shell` on a terminal of 30 lines of 100 characters."""
+
+    def __init__(self, server: Server, who: str, subject: str) -> None:
+        self.end, there = pty.openpty()
+        subprocess.run(["stty", "rows", "30", "cols", "100"], stdin=there, check=True)
+        self.shown = ""
+        command = [sys.executable, "-m", "atropos.cli", "shell", subject, "--url", server.url]
+        env = {**os.environ, "ATROPOS_EXECUTOR_TOKEN": who}
+        self.process = subprocess.Popen(
+            command, stdin=there, stdout=there, stderr=there, env=env, start_new_session=True
+        )
+        os.close(there)
+        os.set_blocking(self.end, False)
+
+    async def shows(self, text: str) -> None:
+        def there() -> bool:
+            with contextlib.suppress(BlockingIOError, OSError):
+                self.shown += os.read(self.end, 65_536).decode("utf-8", "replace")
+            return text in self.shown
+
+        await until(there, f"{text!r} is shown")
+
+    def type(self, text: str) -> None:
+        os.write(self.end, text.encode())
+
+    async def code(self) -> int:
+        return await asyncio.to_thread(self.process.wait)
+
+
+def audited(folder: Path, event: str) -> list[dict]:
+    lines = map(json.loads, (folder / "audit.jsonl").read_text().splitlines())
+    return [
+        {name: each[name] for name in each if name not in {"time", "seconds"}}
+        for each in lines
+        if each["event"] == event
+    ]
+
+
+async def test_a_shell_is_a_terminal_beside_the_calls_of_its_slot(tmp_path: Path):
+    async with serving(tmp_path) as server:
+        trajectory = await opened(server, ALICE)
+        async with httpx.AsyncClient(
+            base_url=server.url, headers={"Authorization": f"Bearer {ALICE}"}, timeout=60
+        ) as client:
+            call = {
+                "name": "terminal",
+                "arguments": {"command": "echo here > mark; while [ -e mark ]; do sleep 0.1; done; echo gone"},
+            }
+            calling = asyncio.create_task(client.post(f"/trajectories/{trajectory}/calls", json=call))
+            terminal = Terminal(server, TOKEN, trajectory)  # an admin's
+            await terminal.shows("#")
+            terminal.type("stty size; until cat /workspace/mark; do sleep 0.1; done; echo $((40 + 2))\r")
+            await terminal.shows("30 100")
+            await terminal.shows("here")
+            await terminal.shows("42")
+            terminal.type("sleep 1000\r")
+            await terminal.shows("sleep 1000")
+            terminal.type("\x03rm /workspace/mark; echo mine > /workspace/left; exit 3\r")
+            assert await terminal.code() == 3, terminal.shown
+            assert "gone" in (await calling).json()["result"]["output"]
+        assert audited(tmp_path, "shell.open") == [
+            {"key": "token", "event": "shell.open", "id": trajectory, "owner": "alice"}
+        ]
+        assert [each["outcome"] for each in audited(tmp_path, "shell.end")] == [3]
+        os.close(terminal.end)
+
+
+async def test_a_shell_ends_with_its_client_and_with_its_slot(tmp_path: Path):
+    async with serving(tmp_path) as server:
+        trajectory = await opened(server, ALICE)
+        gone, left = Terminal(server, ALICE, trajectory), Terminal(server, ALICE, trajectory)
+        for each in (gone, left):
+            await each.shows("#")
+        gone.process.kill()
+        await gone.code()
+        await until(lambda: len(audited(tmp_path, "shell.end")) == 1, "the shell has ended with its client")
+        async with httpx.AsyncClient(
+            base_url=server.url, headers={"Authorization": f"Bearer {ALICE}"}, timeout=60
+        ) as client:
+            await client.delete(f"/trajectories/{trajectory}")
+        await left.shows("the slot has ended, and the shell with it")
+        assert await left.code() == 70
+        for each in (gone, left):
+            os.close(each.end)
+
+
+async def test_only_what_a_key_has_is_opened_by_it(tmp_path: Path):
+    async with serving(tmp_path) as server:
+        for who in (ALICE, BOB):
+            await opened(server, who, trajectory_id="same")
+        mine = await opened(server, ALICE)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+
+            async def asked(who: str, method: str, target: str, body: object = None) -> httpx.Response:
+                return await client.request(method, target, json=body, headers={"Authorization": f"Bearer {who}"})
+
+            assert (await asked(BOB, "POST", "/shells", {"id": mine})).status_code == 404
+            assert (await asked(BOB, "POST", "/shells", {"id": f"alice/{mine}"})).status_code == 404
+            both = await asked(TOKEN, "POST", "/shells", {"id": "same"})
+            assert (both.status_code, both.json()["message"]) == (
+                409,
+                "several are called so; write one of alice/same, bob/same",
+            )
+            shell = (await asked(TOKEN, "POST", "/shells", {"id": "bob/same"})).json()["shell_id"]
+            for method, rest in (("GET", "/output"), ("POST", "/input"), ("PUT", "/size"), ("DELETE", "")):
+                assert (await asked(BOB, method, f"/shells/{shell}{rest}", {})).status_code == 404
+            assert (await asked(TOKEN, "DELETE", f"/shells/{shell}")).status_code == 200
+
+
+@pytest.mark.parametrize("given", ["pipe", "file"])
+async def test_what_is_piped_is_typed(tmp_path: Path, given: str):
+    async with serving(tmp_path) as server:
+        trajectory = await opened(server, ALICE)
+        script = tmp_path / "script"
+        script.write_text("echo $((6 * 7)); exit 4\n")
+        with script.open() as file:
+            ran = await asyncio.to_thread(
+                subprocess.run,
+                [sys.executable, "-m", "atropos.cli", "shell", trajectory, "--url", server.url, "--token", ALICE],
+                capture_output=True,
+                **({"stdin": file} if given == "file" else {"input": script.read_bytes()}),
+            )
+        assert (ran.returncode, b"42" in ran.stdout) == (4, True), ran
