@@ -1,4 +1,4 @@
-"""A certificate authority for the hosts of one slot's secrets, whose TLS the egress proxy ends. It can vouch for no others.
+"""A certificate authority for the hosts of one slot's secrets, whose TLS the egress proxy ends; for no other.
 
 OpenSSL's program (3.0 or later) makes keys and certificates, which Python's ssl can't.
 """

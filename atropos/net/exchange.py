@@ -40,9 +40,10 @@ class OutOfBytes(Exception):
 
 @dataclass(frozen=True)
 class Forwarding:
-    """One request and its answer; the connection ends with it. `spend` as in `relay`, `remote` and `upstream` the origin's.
+    """One request and its answer; the connection ends with it.
 
-    `insertion`: secrets that go into the request, and are taken out of the answer.
+    `spend` as in `relay`, `remote` and `upstream` the origin's. `insertion`: secrets that go into the request, and are
+    taken out of the answer.
     """
 
     spend: Callable[[int], None]
@@ -198,7 +199,10 @@ def refusal(error: Exception) -> tuple[int, str]:
 
 
 async def answer(connection: h11.Connection, writer: asyncio.StreamWriter, status: int, text: str) -> None:
-    """Answer the program with an error. In the middle of an answer or a tunnel, reset: an end would look like theirs."""
+    """Answer the program with an error.
+
+    In the middle of an answer or a tunnel, reset: an end would look like theirs.
+    """
     if writer.is_closing():
         return
     if connection.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:

@@ -74,7 +74,7 @@ NO_SECRETS = SlotSecrets()
 
 
 class Blot:
-    """Overwrites values with asterisks, as many as they are long, wherever a server writes them as they were or in a usual encoding."""
+    """Overwrites values with asterisks, as many as they are long, as they were or in a usual encoding."""
 
     def __init__(self, values: Iterable[bytes]) -> None:
         self._spellings = frozenset(each.lower() for value in values for each in _spellings(value))
