@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +207,7 @@ class _Images:
         return source
 
 
-def _files() -> Iterator[tuple[str, int]]:
+def _files() -> Generator[tuple[str, int]]:
     """Files of this machine, again and again."""
     while True:
         for top in ("/usr/lib", "/usr/share", "/usr/local"):
@@ -223,7 +223,7 @@ def _architecture() -> str:
 
 
 @contextlib.contextmanager
-def _registry(work: Path) -> Iterator[str]:
+def _registry(work: Path) -> Generator[str]:
     """A registry on loopback; its host and port."""
     config, log = work / "registry.yml", work / "registry.log"
     config.write_text(
