@@ -277,6 +277,7 @@ class Engines:
 
 def run(argv: list[str], env: dict[str, str]) -> int:
     """Run the command in the foreground; signals go to it, and it decides what they mean."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a script's background job ignores it, and so would what tests start
     child = subprocess.Popen(argv, env=env)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda got, _: child.send_signal(got) if got != signal.SIGINT else None)
