@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import termios
@@ -66,8 +65,11 @@ def _refuse(url: str, answer: httpx.Response) -> NoReturn:
 
 
 def _size() -> dict[str, int]:
-    columns, rows = shutil.get_terminal_size()
-    return {"rows": min(rows, 1000), "cols": min(columns, 1000)}
+    try:
+        columns, rows = os.get_terminal_size(sys.stdin.fileno())
+    except OSError:
+        columns, rows = 0, 0
+    return {"rows": min(rows or 24, 1000), "cols": min(columns or 80, 1000)}
 
 
 async def _attached(client: httpx.AsyncClient, path: str) -> int:

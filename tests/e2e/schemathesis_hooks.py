@@ -44,7 +44,7 @@ def map_body(context: Any, body: Any) -> Any:
         return {**body, "calls": [_known(one) for one in body["calls"]]}
     if context.operation.path == "/prepare" and _right(PrepareImage, body):  # no registry of the outside is asked
         return {**body, "image": "127.0.0.1:1/nothing", "wait_s": 1}
-    if _right(OpenTrajectory, body):
+    if context.operation.path == "/trajectories" and _right(OpenTrajectory, body):
         return {**body, "image": None}
     return _known(body) if _right(ExternalCall, body) or _right(CallBody, body) else body
 

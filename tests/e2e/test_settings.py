@@ -47,6 +47,7 @@ ELSEWHERE = {
     "unattended_s": "unit/server/test_serve.py"
     "::test_a_server_whose_clients_were_killed_ends_by_itself_and_one_in_use_does_not",
     "idle_container_s": "unit/pool/test_pool.py::test_demand_opens_containers_up_to_the_maximum_and_idleness_closes_them",
+    "largest_disk_mib": "limits/test_storage.py::test_more_than_a_place_holds_and_more_than_memory_without_places_are_refused_at_once",
     "gpus": "e2e/test_gpus.py::test_what_no_container_has_is_refused_at_once_by_name",
     "gpu_devices": "e2e/test_gpus.py::test_each_lease_has_its_own_gpu_with_library_and_variables_and_others_have_none",
     "gpu_type": "e2e/test_gpus.py::test_what_no_container_has_is_refused_at_once_by_name",
