@@ -75,5 +75,5 @@ async def test_every_check_of_schemathesis_holds_for_the_executor_api(tmp_path: 
     async with running("executor-server", "--config", str(settings)) as server:
         cases, said = await schemathesis(server, tmp_path)
     assert cases >= 1100
-    assert "12 selected / 12 total" in said
+    assert "17 selected / 17 total" in said
     assert "Stateful" in said
