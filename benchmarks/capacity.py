@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import httpx
@@ -19,9 +18,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .ours import children, pss_bytes
+from .ours import children, cpu_s, pss_bytes
 
-_TICKS = os.sysconf("SC_CLK_TCK")
 _MIB = 1 << 20
 
 
@@ -38,7 +36,7 @@ class Measured:
 
     def cpu_s(self) -> float:
         """What they have used, those that have ended among them."""
-        return sum(sum(map(int, fields[11:15])) for fields in map(_stat, self.tree()) if fields) / _TICKS
+        return cpu_s(self.tree())
 
     def memory(self) -> int:
         """What they hold, in bytes."""
@@ -56,13 +54,6 @@ class Measured:
     async def end(self, trajectory: str) -> None:
         """Give its slot back."""
         (await self.client.delete(f"/trajectories/{trajectory}")).raise_for_status()
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 async def measure(slots: int, calls: int) -> dict[str, float]:

@@ -89,11 +89,7 @@ async def measure(slots: int, containers: int, rounds: int, console: Console) ->
 
 def own_cpu_s() -> float:
     """CPU seconds of this run's processes, of those that they have waited for too."""
-    ticks = 0
-    for pid in (os.getpid(), *ours.our_processes()):
-        with contextlib.suppress(OSError):
-            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return ours.cpu_s([os.getpid(), *ours.our_processes()])
 
 
 async def _calls(live: Live, leased: list[Slot], rounds: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ STYLE = {"sound": "green", "unsound": "red", "broken": "red", "refused": "yellow
 _WIDTHS = {"task": 4, "status": 7, "image": 5, "prepared": 9, "size": 10, "verifier": 17}
 """The columns of a line, with the agents' rewards after the status, and how wide they are at least."""
 _BASE = "the slots' base"
+_PAGE_PAUSE = 20
+"""Times that writing the page took, for which it isn't written again: it has all findings, and takes longer with
+each."""
 
 
 class TaskReport:
@@ -30,7 +34,7 @@ class TaskReport:
     Args:
         tasks: what is checked.
         agents: whose rewards are shown.
-        page: written anew with each finding; None: there is none.
+        page: written anew as findings come, and at the end; None: there is none.
         as_json: whether stdout gets JSON at the end, instead of lines.
     """
 
@@ -43,6 +47,7 @@ class TaskReport:
         self.console = Console(emoji=False, highlight=False, width=None if narrow else 1 << 16)
         self._agents = agents
         self._page = page
+        self._page_due = 0.0
         names = [*(task.name for task in tasks.tasks), *tasks.refused]
         images = [visible(task.image or _BASE) for task in tasks.tasks]
         self._widths = self._fitting(names, images or [_BASE])
@@ -63,8 +68,8 @@ class TaskReport:
         if not self.findings and not self.as_json:
             self._line(list(self._widths))
         self.findings.append(finding)
-        if self._page is not None:
-            self._page.write_text(self._html(), encoding="utf-8")
+        if time.monotonic() >= self._page_due:
+            self._write_page()
         if self.as_json:
             return
         self._line(self._cells(finding), STYLE[finding.status])
@@ -84,13 +89,20 @@ class TaskReport:
     def finish(self) -> None:
         """Show what was found of all."""
         self.findings.sort(key=lambda finding: finding.name)
-        if self._page is not None:
-            self._page.write_text(self._html(), encoding="utf-8")
+        self._write_page()
         if self.as_json:
             typer.echo(json.dumps([finding.json() for finding in self.findings], indent=2))
             return
         for line in (*_notes(self.findings), _summary(self.findings)):
             self.console.print(visible(line), markup=False)
+
+    def _write_page(self) -> None:
+        if self._page is None:
+            return
+        began = time.monotonic()
+        self._page.write_text(self._html(), encoding="utf-8")
+        ended = time.monotonic()
+        self._page_due = ended + _PAGE_PAUSE * (ended - began)
 
     def _cells(self, finding: TaskFinding) -> list[str]:
         attempts = finding.attempts or {}

@@ -1,9 +1,9 @@
 """The layers of one host: each once and whole, shared read-only by all sandbox servers that use the folder.
 
-    layers/ID/        files/, as overlay keeps them, and `bytes`, how many those are; there from the moment in which it
-    is whole work/RANDOM/      what is being pulled, unpacked or removed, and skopeo's temporary files; locked as long
-    as that goes
-                      on, and removed by whoever finds it unlocked
+    layers/ID/        files/, as overlay keeps them, and `bytes`, how many those are; there from the moment in which
+                      it is whole
+    work/RANDOM/      what is being pulled, unpacked or removed, and skopeo's temporary files; locked as long as that
+                      goes on, and removed by whoever finds it unlocked
     locks/NAME        who pulls a source or unpacks a layer
 
 A layer appears by a rename, once it is on the disk, so that a kill or a power cut at any moment leaves a whole one or

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.egress.apart import MARKS, apart
 from tests.egress.world import FAR, METADATA, PRIVATE, PROGRAMS
-from tests.needs import needs
 
-ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make network namespaces"),
-    needs("ip", "curl"),
-]
+pytestmark = MARKS
 
 
 def scenario(name: str) -> dict:
-    done = subprocess.run(
-        ["unshare", "--net", "--mount", sys.executable, "-m", "tests.egress.world", name],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return apart("world", name, timeout_s=240)[0]
 
 
 @pytest.fixture(scope="module")

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.egress.apart import MARKS, apart
 from tests.egress.secrets_world import CHANGED, KEY, PASSWORD, TOKEN
-from tests.needs import needs
 
-ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make network namespaces"),
-    needs("ip", "curl"),
-]
+pytestmark = MARKS
 BASIC = base64.b64encode(f"deploy:{PASSWORD}".encode()).decode()
 PLAIN_GOT = f"files.example.org:8081 | Bearer {TOKEN} | {KEY}"
 TLS_GOT = f"files.example.org:8443 | Basic {BASIC} | None"
@@ -27,17 +19,7 @@ TLS_GOT = f"files.example.org:8443 | Basic {BASIC} | None"
 @pytest.fixture(scope="module")
 def ran() -> tuple[dict, str]:
     """What the slot and its hosts saw, and all that was printed and logged."""
-    done = subprocess.run(
-        ["unshare", "--net", "--mount", sys.executable, "-m", "tests.egress.secrets_world"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    return found, done.stderr
+    return apart("secrets_world", timeout_s=500)
 
 
 def got(found: dict, path: str) -> set[str]:

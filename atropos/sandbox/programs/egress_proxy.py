@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from atropos.aio import Tasks
 from atropos.net.authority import Authority
 from atropos.net.egress_policy import Address, EgressRefused, Narrowed, Policy, literal, own_addresses
 from atropos.net.exchange import CHUNK_BYTES, OutOfBytes
@@ -293,12 +294,7 @@ async def serve(server: socket.socket, allow: list[str], deny: list[str], slots:
     loop = asyncio.get_running_loop()
     denied = loop.create_task(proxy.watch_denied())
     gone = asyncio.Event()
-    tasks: set[asyncio.Task[None]] = set()
-
-    def begun(doing: Coroutine[Any, Any, None]) -> None:
-        task = loop.create_task(doing)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+    tasks = Tasks("egress proxy")
 
     async def entrust(order: dict[str, Any]) -> None:
         try:
@@ -330,10 +326,10 @@ async def serve(server: socket.socket, allow: list[str], deny: list[str], slots:
                 with contextlib.suppress(OSError):
                     server.send(json.dumps({"done": order["serial"]}).encode())
             elif "entrust" in order:
-                begun(entrust(order))
+                tasks.spawn(entrust(order), "secrets")
             elif fds:
                 account = proxy.add(order.pop("add"), **order)
-                begun(proxy.serve(account, [socket.socket(fileno=fd) for fd in fds]))
+                tasks.spawn(proxy.serve(account, [socket.socket(fileno=fd) for fd in fds]), "a slot's sockets")
 
     server.setblocking(False)
     loop.add_reader(server, readable)
