@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import logging
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def arguments() -> argparse.Namespace:
@@ -37,7 +39,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     """Run the demo; 0 when every group on a task that can be solved here was completed."""
-    signal.signal(signal.SIGTERM, _terminated)
+    for number in SIGNALS:  # while modules are loaded: nothing is held, and an exception in an import may be lost
+        signal.signal(number, signal.SIG_DFL)
     args = arguments()
     try:
         return run(args)
@@ -45,7 +48,7 @@ def main() -> int:
         print("interrupted", file=sys.stderr)
         return 130
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):  # one that comes while Python ends would break that off
+        for number in SIGNALS:  # one that comes while Python ends would break that off
             signal.signal(number, _ending)
 
 
@@ -56,9 +59,12 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=args.json)
     if console.is_terminal:
         console.print("[dim]loading atroposlib and transformers …[/dim]")
+    importlib.import_module("atropos.envs.task_env")  # the slowest, which `build` uses
     from atropos.envs.running.rollout import GroupsDropped
     from atropos.errors import ConfigError, InferenceError, IsolationUnavailable, SandboxError
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _terminated)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     lifetimes: list[Any] = []
     try:

@@ -127,6 +127,7 @@ MOMENTS = ("importing", "starting", "working")
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
+        ("importing", signal.SIGINT),
         ("importing", signal.SIGTERM),
         ("starting", signal.SIGINT),
         ("starting", signal.SIGTERM),
