@@ -27,17 +27,18 @@ async def _compare(revision: str, context: Context) -> list[Row]:
             rows += await against.lives(checkouts, leases=context.n(40), rounds=context.n(10, least=3), say=context.say)
         except (RuntimeError, TimeoutError) as error:
             context.problems.append(f"against {revision}, leases: {error!r}")
-        for parallel in (1, 32):
+        for parallel, containers in ((1, 1), (32, 1), (32, 2), (32, 4)):
             try:
                 rows += await against.measure(
                     checkouts,
                     parallel=parallel,
+                    containers=containers,
                     n=context.n(400 if parallel == 1 else 1600, least=parallel * 4),
                     rounds=context.n(10, least=3),
                     say=context.say,
                 )
             except (RuntimeError, TimeoutError) as error:
-                context.problems.append(f"against {revision}, {parallel} trajectories: {error!r}")
+                context.problems.append(f"against {revision}, {parallel} trajectories over {containers}: {error!r}")
     return rows
 
 
@@ -82,9 +83,11 @@ def main(
     for target in (path, Path("bench-results") / "last.json"):
         report.write(target, described, rows, context.problems)
     charts.draw([row.as_json() for row in rows], path.with_suffix(""))
+    charts.draw_tails([row.as_json() for row in rows], path.with_name(f"{path.stem}-tails"))
     whole = not only and not quick and revision is None and not no_peers
     if whole:
         charts.draw([row.as_json() for row in rows], Path("docs/benchmarks"))
+        charts.draw_tails([row.as_json() for row in rows], Path("docs/benchmarks-tails"))
     console.print(f"written to {path}; the picture beside it{' and in docs/' if whole else ''}")
     if context.problems:
         raise typer.Exit(1)

@@ -91,11 +91,11 @@ class Driver:
 
 
 @contextlib.asynccontextmanager
-async def driver(checkout: Path, slots: int) -> AsyncIterator[Driver]:
-    """A driver on `slots` slots of the code in `checkout`."""
+async def driver(checkout: Path, slots: int, containers: int = 1) -> AsyncIterator[Driver]:
+    """A driver on `slots` slots, in so many containers, of the code in `checkout`."""
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", str(Path(__file__).with_name("driver.py")), str(slots)),
+        *(sys.executable, "-P", str(Path(__file__).with_name("driver.py")), str(slots), str(containers)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -139,7 +139,7 @@ def checkout(revision: str) -> Iterator[Path]:
             _git("worktree", "remove", "--force", str(place))
 
 
-def rows(case: str, subject: str, rounds: list[Round], *, base: bool, parallel: int) -> list[Row]:
+def rows(case: str, subject: str, rounds: list[Round], *, base: bool, at: str) -> list[Row]:
     """Latency and throughput of the rounds, and the CPU of a call by kind of process."""
     samples = [sample for each in rounds for sample in each.samples]
     calls = len(samples)
@@ -147,22 +147,27 @@ def rows(case: str, subject: str, rounds: list[Round], *, base: bool, parallel: 
     made = [row(case, subject, samples, throughput=calls / seconds, base=base)]
     for kind, parts in (*((kind, (kind,)) for kind in KINDS), ("all together", KINDS)):
         each_s = [sum(one.cpu[part] for part in parts) / len(one.samples) for one in rounds]
-        made.append(row(f"CPU a call at {parallel}, {kind}", subject, each_s, base=base))
+        made.append(row(f"CPU a call at {at}, {kind}", subject, each_s, base=base))
     return made
 
 
-async def measure(checkouts: dict[str, Path], *, parallel: int, n: int, rounds: int, say: Any) -> list[Row]:
+async def measure(
+    checkouts: dict[str, Path], *, parallel: int, n: int, rounds: int, say: Any, containers: int = 1
+) -> list[Row]:
     """Rounds of `n` calls in each checkout, taking turns; the first one is the base of the ratios."""
     taken: dict[str, list[Round]] = {subject: [] for subject in checkouts}
     async with contextlib.AsyncExitStack() as stack:
-        drivers = {s: await stack.enter_async_context(driver(path, parallel)) for s, path in checkouts.items()}
+        drivers = {
+            s: await stack.enter_async_context(driver(path, parallel, containers)) for s, path in checkouts.items()
+        }
         for number in range(rounds):
             for subject, each in drivers.items():
                 say(f"{parallel} trajectories: {subject}, round {number + 1} of {rounds}")
                 taken[subject].append(await each.measure(parallel, n))
-    case = f"throughput, {parallel} trajector{'y' if parallel == 1 else 'ies'}"
+    over = f" over {containers} containers" if containers > 1 else ""
+    case = f"throughput, {parallel} trajector{'y' if parallel == 1 else 'ies'}{over}"
     parts = [
-        rows(case, subject, each, base=index == 0, parallel=parallel)
+        rows(case, subject, each, base=index == 0, at=f"{parallel}{over}")
         for index, (subject, each) in enumerate(taken.items())
     ]
     return [made for group in zip(*parts, strict=True) for made in group]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -50,18 +52,25 @@ async def sequential(ctx: Context) -> AsyncIterator[Row]:
             if peers.bwrap_works():
                 add("a fresh bwrap a call", peers.timed(peers.fresh_bwrap, n // 2))
         await runner.release_trajectory("bench", reset_workspace=True)
-    for subject, values in samples.items():
-        yield row("sequential call", subject, values, base=subject == "atropos executor")
+    made = {subject: row("sequential call", subject, values) for subject, values in samples.items()}
+    mine, *others = made
+    yield dataclasses.replace(made[mine], base=True, note=_share_that_is_ours(made) if others else "")
+    for subject in others:
+        yield made[subject]
+
+
+def _share_that_is_ours(made: dict[str, Row]) -> str:
+    """What a call takes beyond the start of its shell, beside SWE-ReX's call beyond the start of its own."""
+    ours_ms = made["atropos executor"].p50 - made["fork+exec bash"].p50
+    theirs_ms = made["swe-rex, kept connection"].p50 - made["fork+exec sh"].p50
+    return f"{ours_ms:.2f} ms above bash, swe-rex {theirs_ms:.2f} above sh: {ours_ms / theirs_ms:.2f}"
 
 
 async def throughput(ctx: Context) -> AsyncIterator[Row]:
     """Closed loops of 1, 8 and 32 trajectories, a call in flight each."""
     rounds = 3
     async with ours.executor(32) as runner, swe_rex.running(ctx) as rex:
-
-        async def mine(index: int) -> None:
-            await ours.execute(runner, f"bench-{index}")
-
+        mine = functools.partial(ours.execute_at, runner)
         await ours.closed_loop(mine, 32, 320)
         if rex is not None:
             await ours.closed_loop(rex.call, 32, 64)
@@ -91,6 +100,27 @@ async def throughput(ctx: Context) -> AsyncIterator[Row]:
                     throughput=len(values) / seconds,
                     base=subject == "atropos executor",
                 )
+
+
+async def tails(ctx: Context) -> AsyncIterator[Row]:
+    """The same 32 over one, two and four containers, by turns: how long the slowest calls take."""
+    taken: dict[int, list[float]] = {1: [], 2: [], 4: []}
+    spent_s = dict.fromkeys(taken, 0.0)
+    async with contextlib.AsyncExitStack() as stack:
+        runners = {n: await stack.enter_async_context(ours.executor(32, n)) for n in taken}
+        calls = {n: functools.partial(ours.execute_at, runner) for n, runner in runners.items()}
+        for call in calls.values():
+            await ours.closed_loop(call, 32, 320)
+        for number in range(rounds := 3):
+            for containers, call in calls.items():
+                ctx.say(f"32 trajectories over {containers}, round {number + 1} of {rounds}")
+                new, seconds = await ours.closed_loop(call, 32, ctx.n(1600, least=320))
+                taken[containers] += new
+                spent_s[containers] += seconds
+    for containers, samples in taken.items():
+        case = f"32 trajectories over {containers} container{'s' if containers > 1 else ''}"
+        made = row(case, "atropos executor", samples, throughput=len(samples) / spent_s[containers], base=True)
+        yield dataclasses.replace(made, note=f"p99 {made.p99 / made.p50:.2f}x p50")
 
 
 async def cpu(ctx: Context) -> AsyncIterator[Row]:
@@ -222,7 +252,8 @@ async def memory(ctx: Context) -> AsyncIterator[Row]:
     server_mb = totals[few] / 1e6 - few * slot_mb
     extra = {"server_mb": server_mb, "total_bytes": totals, **details}
     note = f"the server besides: {server_mb:.1f} MB"
-    yield Row("memory of an idle slot (PSS)", "atropos", "MB", 1, slot_mb, slot_mb, slot_mb, None, True, note, extra)
+    made = row("memory of an idle slot (PSS)", "atropos", [slot_mb], "MB", base=True)
+    yield dataclasses.replace(made, note=note, extra=extra)
 
 
 async def cold(ctx: Context) -> AsyncIterator[Row]:
@@ -258,6 +289,7 @@ async def dashboard(ctx: Context) -> AsyncIterator[Row]:
 CASES: dict[str, Case] = {
     "sequential": sequential,
     "throughput": throughput,
+    "tails": tails,
     "cpu": cpu,
     "acquire": acquire,
     "reset": reset,

@@ -1,17 +1,20 @@
 """Runs as a picture: `python -m benchmarks.charts RUN.json... [--out docs/benchmarks]`.
 
-Each case in units of our own median.
+One has the medians in units of ours; the other, with `-tails` in its name, how calls are distributed.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 OURS, THEIRS = "#1f6feb", "#9aa4af"
+CALLS = re.compile(r"^(sequential call|throughput, |\d+ trajectories over )")
+"""Cases that time calls."""
 
 
 def bars(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, bool]]:
@@ -31,15 +34,9 @@ def bars(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, bool]]:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Write `path`.png and .svg; nothing where no case has a peer."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams |= {"svg.hashsalt": "atropos", "svg.fonttype": "none"}  # the same run gives the same file, a small one
-    from matplotlib import pyplot as plt
-
     if not (found := bars(rows)):
         return
-    figure, axes = plt.subplots(figsize=(9, 1 + 0.24 * len(found)), layout="constrained")
+    figure, (axes,) = _subplots(1, (9, 1 + 0.24 * len(found)))
     at, ticks, labels, previous = 0.0, list[float](), list[str](), ""
     for case, subject, value, own in found:
         at += 0.6 if case != previous else 0
@@ -51,15 +48,56 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_yticks(ticks, labels, fontsize=7)
     axes.margins(y=0.01)
     axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter("")
     axes.axvline(1, color=OURS, linewidth=0.8)
     axes.set_xlabel(
         "median, in units of atropos's in the same run\n(log scale; longer is slower, or takes more memory)", fontsize=8
     )
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    _save(figure, path)
+
+
+def draw_tails(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write `path`.png and .svg: of each case of calls, which share of them took at most how long."""
+    called = [row for row in rows if row["curve"] and CALLS.search(row["case"])]
+    cases = list(dict.fromkeys(row["case"] for row in called))
+    if not cases:
+        return
+    figure, plots = _subplots(len(cases), (9, 2.2 * -(-len(cases) // 2)))
+    for case, axes in zip(cases, plots, strict=False):
+        for shade, row in enumerate(row for row in called if row["case"] == case):
+            color = OURS if row["base"] else str(0.25 + 0.6 * min(shade, 6) / 7)
+            axes.plot(row["curve"], [at / 100 for at in range(101)], color=color, linewidth=1, label=row["subject"])
+        axes.set_title(case, fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.legend(fontsize=6, frameon=False, loc="lower right")
+    for axes in plots[len(cases) :]:
+        axes.set_visible(False)
+    figure.supxlabel("ms (log scale)", fontsize=8)
+    figure.supylabel("share of calls that took at most as long", fontsize=8)
+    _save(figure, path)
+
+
+def _subplots(count: int, inches: tuple[float, float]) -> tuple[Any, list[Any]]:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams |= {"svg.hashsalt": "atropos", "svg.fonttype": "none"}  # the same run gives the same file, a small one
+    from matplotlib import pyplot as plt
+
+    columns = min(count, 2)
+    figure, grid = plt.subplots(-(-count // columns), columns, figsize=inches, layout="constrained", squeeze=False)
+    plots = list(grid.flat)
+    for axes in plots:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    return figure, plots
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot as plt
+
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path.with_suffix(".png"), dpi=120, metadata={"Software": None})
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
@@ -71,7 +109,9 @@ def main(
     out: Annotated[Path, typer.Option(help="the picture, without its suffix")] = Path("docs/benchmarks"),
 ) -> None:
     """Draw runs."""
-    draw([row for run in runs for row in json.loads(run.read_text())["rows"]], out)
+    rows = [row for run in runs for row in json.loads(run.read_text())["rows"]]
+    draw(rows, out)
+    draw_tails(rows, out.with_name(f"{out.name}-tails"))
 
 
 if __name__ == "__main__":

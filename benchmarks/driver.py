@@ -1,6 +1,6 @@
 """Runs calls of one checkout in a process of its own and says what they took. Started by `against.py` and `cases.cpu`.
 
-Usage: PYTHONPATH=CHECKOUT python -P driver.py SLOTS < one JSON order a line > one JSON answer a line
+Usage: PYTHONPATH=CHECKOUT python -P driver.py SLOTS CONTAINERS < one JSON order a line > one JSON answer a line
 
 An order: {"parallel": N, "n": N}. The answer: the samples and seconds of all calls, and the CPU seconds that they took
 in each kind of process, as the kernel counts them. Or {"leases": N}: a pool of SLOTS slots from nothing, then N leases
@@ -123,8 +123,13 @@ async def main():
     from atropos.slots import SlotPool, SlotPoolConfig
     from atropos.tools import ToolCall, ToolExecutor, ToolExecutorConfig, build_tool_registry
 
-    slots = int(sys.argv[1])
-    config = SlotPoolConfig(backend="local", slots_per_container=slots, min_containers=1, max_containers=1)
+    slots, containers = map(int, sys.argv[1:])
+    config = SlotPoolConfig(
+        backend="local",
+        slots_per_container=slots // containers,
+        min_containers=containers,
+        max_containers=containers,
+    )
     tools = build_tool_registry(["default"])
     async with SlotPool(config) as pool, ToolExecutor(pool=pool, tools=tools, config=ToolExecutorConfig()) as executor:
 

@@ -16,18 +16,23 @@ from .peers import COMMAND
 
 
 @contextlib.asynccontextmanager
-async def pool(slots: int) -> AsyncIterator[SlotPool]:
-    """A pool of one sandbox server with `slots` slots."""
-    config = SlotPoolConfig(backend="local", slots_per_container=slots, min_containers=1, max_containers=1)
+async def pool(slots: int, containers: int = 1) -> AsyncIterator[SlotPool]:
+    """A pool of sandbox servers that have `slots` slots together."""
+    config = SlotPoolConfig(
+        backend="local",
+        slots_per_container=slots // containers,
+        min_containers=containers,
+        max_containers=containers,
+    )
     async with SlotPool(config) as made:
         yield made
 
 
 @contextlib.asynccontextmanager
-async def executor(slots: int) -> AsyncIterator[ToolExecutor]:
-    """A ToolExecutor over one container, with the default tools."""
+async def executor(slots: int, containers: int = 1) -> AsyncIterator[ToolExecutor]:
+    """A ToolExecutor over such a pool, with the default tools."""
     async with (
-        pool(slots) as slot_pool,
+        pool(slots, containers) as slot_pool,
         ToolExecutor(pool=slot_pool, tools=build_tool_registry(["default"]), config=ToolExecutorConfig()) as made,
     ):
         yield made
@@ -39,6 +44,11 @@ async def execute(runner: ToolExecutor, trajectory: str) -> None:
     result = await runner.execute(trajectory, ToolCall(name="terminal", arguments={"command": COMMAND}))
     if not result.success or result.output != "hi\n":
         raise RuntimeError(f"atropos answered {result!r}")
+
+
+async def execute_at(runner: ToolExecutor, index: int) -> None:
+    """The same by the trajectory of that number."""
+    await execute(runner, f"bench-{index}")
 
 
 async def closed_loop(call: Callable[[int], Awaitable[None]], parallel: int, n: int) -> tuple[list[float], float]:

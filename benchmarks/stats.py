@@ -17,10 +17,11 @@ class Row:
     Attributes:
         case: what was measured, with its parameter: `throughput, 32 trajectories`.
         subject: who: `atropos`, `swe-rex` …
-        unit: of p50, p95 and p99.
+        unit: of p50, p95, p99 and longest.
         n: samples.
         throughput: calls a second over the whole measurement, where that means something.
         base: whether ratios of the case are formed against this row (ours).
+        curve: quantiles 0, 0.01 … 1, where there are samples enough for them.
         extra: anything else worth keeping in the JSON.
     """
 
@@ -31,9 +32,11 @@ class Row:
     p50: float
     p95: float
     p99: float
+    longest: float
     throughput: float | None = None
     base: bool = False
     note: str = ""
+    curve: list[float] = field(default_factory=list[float])
     extra: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -59,5 +62,7 @@ def row(case: str, subject: str, samples: Sequence[float], unit: Unit = "ms", **
         p50=percentile(ordered, 0.50),
         p95=percentile(ordered, 0.95),
         p99=percentile(ordered, 0.99),
+        longest=percentile(ordered, 1),
+        curve=[percentile(ordered, at / 100) for at in range(101)] if len(ordered) >= 100 else [],
         **more,
     )

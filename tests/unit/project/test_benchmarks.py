@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import docker_peer, swe_rex
+from benchmarks import charts, docker_peer, report, swe_rex
 from benchmarks.context import Context
+from benchmarks.stats import row
 
 pytestmark = pytest.mark.slow("starts Python anew")
 
@@ -27,3 +28,14 @@ async def test_a_run_without_peers_starts_none() -> None:
     context = Context(scale=0.1, say=print, skip_peers=True)
     async with swe_rex.running(context) as rex, docker_peer.container(context) as container:
         assert (rex, container) == (None, None)
+
+
+def test_tails_are_told_and_drawn(tmp_path: Path) -> None:
+    ours = row("sequential call", "ours", [0.001] * 98 + [0.5, 2.0], base=True)
+    theirs = row("sequential call", "theirs", [0.002] * 100)
+    assert (ours.p50, ours.p99, ours.longest) == (1, 500, 2000)
+    (ratio,) = report.ratios([ours, theirs])
+    assert (ratio["p50"], ratio["p99"]) == (0.5, 250)
+    report.write(tmp_path / "run.json", {}, [ours, theirs], [])
+    charts.main([tmp_path / "run.json"], tmp_path / "picture")
+    assert "theirs" in (tmp_path / "picture-tails.svg").read_text()
