@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# System packages: installed when root on Debian or Ubuntu, else named exactly.
+# System packages: installed when root on Debian or Ubuntu, else named exactly. Beside what slots need, these programs
+# (ATROPOS_SYSTEM_PROGRAMS, each with its package: "ip:iproute2 ...") and packages (ATROPOS_SYSTEM_PACKAGES).
 set -euo pipefail
 PATH=$PATH:/usr/sbin:/sbin # where ldconfig is, which an ordinary user may not have
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-declare -A need=([bwrap]=bubblewrap [unshare]=util-linux [git]=git [cc]=gcc)
 missing=()
-for command in "${!need[@]}"; do
-  command -v "$command" >/dev/null 2>&1 || missing+=("${need[$command]}")
+for one in bwrap:bubblewrap unshare:util-linux git:git cc:gcc ${ATROPOS_SYSTEM_PROGRAMS:-}; do
+  command -v "${one%:*}" >/dev/null 2>&1 || missing+=("${one#*:}")
 done
 compiles() { # a compiler alone doesn't: the C library's files for it are another package
   printf '#include <stdio.h>\nint main(void) { return puts("") < 0; }\n' | cc -x c -o "$scratch/program" - >"$scratch/cc" 2>&1

@@ -8,11 +8,6 @@ export PATH="$PWD/.venv/bin:$PATH:$HOME/.local/bin" # where pip puts uv for a us
 unset PYTHONDONTWRITEBYTECODE
 unset PYTHONUNBUFFERED # nor do users have that one, without which a pipe gets what was printed at the end
 PATH=$PATH:/usr/sbin:/sbin # where some programs are, which an ordinary user may not have
-needed=()
-for one in curl:curl ip:iproute2 less:less mke2fs:e2fsprogs node:nodejs ps:procps xz:xz-utils zstd:zstd; do
-  command -v "${one%:*}" >/dev/null || needed+=("${one#*:}")
-done
-ATROPOS_SYSTEM_PACKAGES=${needed[*]} bash scripts/system.sh
 # asked as the tests ask, which are skipped where there is none
 if ! python -c 'import sys; from atropos.api.external.browser import browser_available as lacks
 from atropos.api.settings import BrowserSettings; sys.exit(bool(lacks(BrowserSettings())))'; then
