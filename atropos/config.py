@@ -83,8 +83,12 @@ class ImageStoreSettings(BaseModel):
     insecure_registries: tuple[RegistryName, ...] = Field(
         default=(), description="hosts (with port) spoken to without TLS"
     )
-    pull_timeout_s: float = Field(default=600, gt=0, description="longest one image may take to be pulled")
-    unpack_timeout_s: float = Field(default=600, gt=0, description="longest one image may take to be unpacked")
+    pull_timeout_s: float = Field(
+        default=600, gt=0, description="longest a registry's image may take, unpacked included"
+    )
+    unpack_timeout_s: float = Field(
+        default=600, gt=0, description="longest an image from a file may take to be unpacked"
+    )
 
 
 def split_names(value: object) -> object:

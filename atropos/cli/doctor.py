@@ -84,7 +84,7 @@ def programs() -> list[DoctorFinding]:
     for program, package, use in (
         ("bwrap", "bubblewrap", ""),
         ("git", "git", ""),
-        ("skopeo", "skopeo", " for registries' images"),
+        ("zstd", "zstd", " for images' layers that are packed with it"),
     ):
         where = shutil.which(program)
         fix = f"install {package}{use} (Debian, Ubuntu: apt-get install {package})"
@@ -149,7 +149,7 @@ async def probe(base: str | None = None) -> Capabilities:
         await server.stop(STOP_LIMIT_S)
 
 
-OPTIONAL = ("docker", "nomad", "skopeo")
+OPTIONAL = ("docker", "nomad", "zstd")
 """What slots on this host's own root do without."""
 
 

@@ -29,6 +29,7 @@ from atropos.images.manifests import (
     MAX_JSON_BYTES,
     architecture,
     chosen,
+    config_digest,
     is_index,
     named,
     objects,
@@ -36,7 +37,7 @@ from atropos.images.manifests import (
     which,
 )
 from atropos.images.reference import ImageSource, check_digest
-from atropos.images.untrusted import BROKEN, ImageRefused, decompressed, is_compressed, program
+from atropos.images.untrusted import BROKEN, ImageRefused, decompressed, is_compressed, pieces, program
 
 CHUNK = 1 << 20
 
@@ -104,22 +105,19 @@ class Target:
 
     def finish(self, config: str, layers: list[str]) -> None:
         """Write the manifest."""
-        manifest = {
-            "config": {"digest": f"sha256:{config}"},
-            "layers": [{"digest": f"sha256:{each}"} for each in layers],
-        }
+        manifest = {"config": self._part(config), "layers": [self._part(each) for each in layers]}
         with open(os.path.join(self._folder, "manifest.json"), "w", encoding="ascii") as file:
             json.dump(manifest, file)
+
+    def _part(self, digest: str) -> dict[str, object]:
+        return {"digest": f"sha256:{digest}", "size": os.path.getsize(os.path.join(self._folder, digest))}
 
 
 def from_layout(archive: Archive, name: str, target: Target) -> None:
     """Take an image out of an OCI layout: the one of that name, and of an index the one for this machine."""
 
-    def blob(part: dict[str, Any]) -> IO[bytes]:
-        return archive.open(f"blobs/sha256/{check_digest(part.get('digest'))}")
-
-    def take(part: dict[str, Any]) -> str:
-        actual, expected = target.copy(blob(part)), check_digest(part.get("digest"))
+    def take(expected: str) -> str:
+        actual = target.copy(archive.open(f"blobs/sha256/{expected}"))
         if actual != expected:
             raise ImageRefused(f"the blob {expected[:12]} is not the one that its name says ({actual[:12]})")
         return actual
@@ -130,10 +128,8 @@ def from_layout(archive: Archive, name: str, target: Target) -> None:
             break
         digest = chosen(objects(manifest, "manifests"))
         manifest = parse(archive.read(f"blobs/sha256/{digest}"), f"manifest {digest[:12]}")
-    config: object = manifest.get("config")
-    if not isinstance(config, dict):
-        raise ImageRefused("its manifest names no configuration")
-    target.finish(take(cast("dict[str, Any]", config)), [take(layer) for layer in objects(manifest, "layers")])
+    layers = [check_digest(each.get("digest")) for each in objects(manifest, "layers")]
+    target.finish(take(config_digest(manifest)), [take(each) for each in layers])
 
 
 def from_save(archive: Archive, name: str, target: Target) -> None:
@@ -177,7 +173,7 @@ def extract(transport: str, path: str, name: str, target: Target) -> None:
     try:
         with open(path, "rb") as file:
             packed = is_compressed(file.fileno())
-            take(Archive(target.spool(decompressed(file.fileno())) if packed else file), name, target)
+            take(Archive(target.spool(decompressed(pieces(file.fileno()))) if packed else file), name, target)
     except (tarfile.TarError, *BROKEN, ValueError, TypeError, AttributeError) as error:
         raise ImageRefused(f"not an image: {error}") from None
 

@@ -80,6 +80,11 @@ class Folders:
         self._make(fd, name, path)
         return os.open(name, _FOLDER, dir_fd=fd)
 
+    def close(self) -> None:
+        """Close them all, the topmost one too."""
+        for fd in (*self._kept.values(), self._top):
+            os.close(fd)
+
     def forget(self, path: str) -> None:
         """A folder is about to be removed."""
         for each in [each for each in self._kept if f"{each}/".startswith(f"{path}/")]:

@@ -1,13 +1,14 @@
 """The layers of one host: each once and whole, shared read-only by all sandbox servers that use the folder.
 
     layers/ID/        files/, as overlay keeps them, and `bytes`, how many those are; there from the moment in which
-                      it is whole
-    work/RANDOM/      what is being pulled, unpacked or removed, and skopeo's temporary files; locked as long as that
-                      goes on, and removed by whoever finds it unlocked
+                      it is whole. Until the disk has it, the id of this boot stands there, too
+    work/RANDOM/      what is being pulled, unpacked or removed; locked as long as that goes on, and removed by whoever
+                      finds it unlocked
     locks/NAME        who pulls a source or unpacks a layer
 
-A layer appears by a rename, once it is on the disk, so that a kill or a power cut at any moment leaves a whole one or
-none. One in use is locked (flock, shared) by each server that uses it, and the lock ends with the server.
+A layer appears by a rename, so that a kill at any moment leaves a whole one or none. After a power cut those that the
+disk may not have, which are of an earlier boot, count as damaged. One in use is locked (flock, shared) by each server
+that uses it, and the lock ends with the server.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
 
+from atropos.aio import Tasks
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
 from atropos.images.locks import is_still, locked, try_lock
-from atropos.images.programs import run
+from atropos.images.programs import run, write_whole
 from atropos.trees import remove_tree
 
 CLAIM = "claim"
 """File of a work folder: how many bytes its layers will take, in digits."""
 BYTES = "bytes"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 FORMER = "trees"
 """Where earlier versions kept images."""
 LET_GO_S = 12.0
@@ -52,6 +55,8 @@ class LayerStore:
         self.dropped = 0
         self._held: dict[str, tuple[int, int]] = {}
         """Of layers in use: the descriptor that locks it, and how many use it."""
+        self._boot = BOOT_ID.read_text(encoding="ascii").strip()
+        self._tasks = Tasks(repr(self))
         self._syncing = asyncio.Lock()
         self._written = self._on_disk = 0
         """How often something was to be on the disk, and how many of these times it is."""
@@ -69,7 +74,7 @@ class LayerStore:
 
     def has(self, layers: Iterable[str]) -> bool:
         """Whether all of these are here."""
-        return all(layer in self._held or self._path(layer).is_dir() for layer in layers)
+        return all(layer in self._held or self.size(layer) is not None for layer in layers)
 
     def hold(self, layer: str) -> bool:
         """Use a layer until `release`, so that nobody removes it; False: it is not here."""
@@ -109,7 +114,8 @@ class LayerStore:
     def size(self, layer: str) -> int | None:
         """Bytes of a layer; None: it is not here, or damaged."""
         try:
-            return int((self._path(layer) / BYTES).read_text(encoding="ascii"))
+            size, _, boot = (self._path(layer) / BYTES).read_text(encoding="ascii").partition(" ")
+            return int(size) if boot in {"", self._boot} else None
         except (OSError, ValueError):
             return None
 
@@ -118,7 +124,7 @@ class LayerStore:
 
     # ----------------------------------------------------------------------------------------------------------- making
 
-    async def put(self, place: Path, layer: str, size: int, what: str) -> None:
+    async def put(self, place: Path, layer: str, size: int, what: str, *, lasting: bool) -> None:
         """Make a folder's content a layer, and hold it; if a layer of this id exists, hold that one instead.
 
         Args:
@@ -126,15 +132,35 @@ class LayerStore:
             layer: its id.
             size: its bytes.
             what: what it is for, in errors.
+            lasting: whether it survives a power cut from now on; else once the disk has it, for which nobody waits.
         """
         if self.hold(layer):
             return
-        (place / BYTES).write_text(str(size), encoding="ascii")
-        await self._sync(what)  # before its name leads there, whenever the power fails
+        if lasting:
+            await self._sync(what)  # before its name leads there, whenever the power fails
+        (place / BYTES).write_text(str(size) if lasting else f"{size} {self._boot}", encoding="ascii")
+        inode = place.stat().st_ino
         while not self.hold(layer):
             await asyncio.to_thread(self._drop, layer)  # it is damaged
             with contextlib.suppress(FileExistsError):
                 os.rename(place, self._path(layer))
+        if not lasting:
+            self._tasks.spawn(self._confirm(layer, size, inode, what), f"sync of layer {layer[:12]}")
+
+    async def _confirm(self, layer: str, size: int, inode: int, what: str) -> None:
+        """Note of a layer that the disk has it, once it does."""
+        await self._sync(what)
+        with contextlib.suppress(FileNotFoundError):  # it made room
+            fd = os.open(self._path(layer), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                if try_lock(fd, shared=True) and os.fstat(fd).st_ino == inode:  # it stays until this is done
+                    write_whole(Path(f"/proc/self/fd/{fd}", BYTES), str(size).encode())
+            finally:
+                os.close(fd)
+
+    async def aclose(self) -> None:
+        """Wait for the disk no more."""
+        await self._tasks.cancel()
 
     async def _sync(self, what: str) -> None:
         """Have the disk hold what was written until now; those who ask while it writes share the next time."""

@@ -1,6 +1,4 @@
-"""An image as skopeo's `dir:` keeps it: its manifest, configuration and layers, read from unchecked files.
-
-As they were pulled: what OCI's configurations don't have (OnBuild, Shell) would be lost in an OCI layout.
+"""An image by its manifest and its configuration, read from unchecked files.
 
 Sources: OCI image specification 1.1, manifest and config; containers-transports(5); Docker image manifest V2, schema 2.
 """
@@ -13,29 +11,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from atropos.images.manifests import MACHINE, MAX_JSON_BYTES, architecture, objects, parse
+from atropos.images.manifests import MACHINE, MAX_JSON_BYTES, architecture, config_digest, objects, parse
 from atropos.images.reference import check_digest
 from atropos.wire import ImageInfo
 
-SCHEMA_1 = "its manifest is one of Docker's schema 1, which Docker itself reads no more: push it again"
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """A layer as it was packed.
+
+    Attributes:
+        digest: of the packed file, SHA-256 as all digests here.
+        size: bytes of it.
+        diff_id: digest of the tar.
+        file: where it is; None: still where the image comes from.
+    """
+
+    digest: str
+    size: int
+    diff_id: str
+    file: str | None = None
 
 
 @dataclass(frozen=True)
 class PulledImage:
-    """An image's parts in a folder.
+    """What an image is.
 
     Attributes:
-        id: SHA-256 of the configuration: what names the image.
-        layers: each layer's file and the SHA-256 of its uncompressed tar, lowest first.
+        id: digest of the configuration: what names the image.
+        layers: lowest first.
     """
 
     id: str
     config: dict[str, Any]
-    layers: tuple[tuple[str, str], ...]
+    layers: tuple[PackedLayer, ...]
 
 
 def read_folder(folder: Path) -> PulledImage:
-    """What a folder with one image holds.
+    """The image of a folder: `manifest.json`, and its parts, named by their digests; layers may be missing.
 
     Raises:
         ValueError: it isn't one; says what is wrong, in one line.
@@ -48,7 +61,7 @@ def read_folder(folder: Path) -> PulledImage:
 
 def _read(folder: Path) -> PulledImage:
     manifest = _json(folder / "manifest.json")
-    digest = check_digest(manifest["config"]["digest"])
+    digest = config_digest(manifest)
     config = _json(folder / digest)
     if (config.get("os") or "linux") != "linux":  # crane writes an empty one
         raise ValueError(f"it is for {config['os']!r:.100}, not for Linux")
@@ -60,12 +73,20 @@ def _read(folder: Path) -> PulledImage:
     if not isinstance(rootfs, dict):
         raise ValueError("its configuration has no rootfs, which says what its layers are")  # noqa: TRY004
     diffs = [check_digest(each) for each in cast("dict[str, Any]", rootfs).get("diff_ids") or ()]
-    blobs = [str(folder / check_digest(layer.get("digest"))) for layer in objects(manifest, "layers")]
-    if len(blobs) != len(diffs):
+    packed = objects(manifest, "layers")
+    if len(packed) != len(diffs):
         raise ValueError(
-            f"its manifest has {len(blobs)} layers, and its configuration the digests (diff_ids) of {len(diffs)}"
+            f"its manifest has {len(packed)} layers, and its configuration the digests (diff_ids) of {len(diffs)}"
         )
-    return PulledImage(digest, config, tuple(zip(blobs, diffs, strict=True)))
+    return PulledImage(digest, config, tuple(_layer(folder, *each) for each in zip(packed, diffs, strict=True)))
+
+
+def _layer(folder: Path, part: dict[str, Any], diff_id: str) -> PackedLayer:
+    digest, size = check_digest(part.get("digest")), part.get("size")
+    if not isinstance(size, int) or size < 0:
+        raise ValueError(f"a layer of {size!r:.100} bytes")
+    file = folder / digest
+    return PackedLayer(digest, size, diff_id, str(file) if file.exists() else None)
 
 
 def _check_settings(settings: object) -> None:

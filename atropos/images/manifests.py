@@ -24,10 +24,15 @@ _ANY_MACHINE = {("amd64", "v1"), ("arm64", "v8"), ("arm64", "8")}
 """Variants that every machine of an architecture is."""
 NAMES = ("org.opencontainers.image.ref.name", "io.containerd.image.name")
 """Annotations that name an image of a layout; the second is BuildKit's and Docker's."""
-_OCI, _DOCKER = "application/vnd.oci.image.layer.v1.tar", "application/vnd.docker.image.rootfs.diff.tar"
-_LAYERS = {_OCI, f"{_OCI}+gzip", f"{_OCI}+zstd", _DOCKER, f"{_DOCKER}.gzip"}
-_MANIFEST_KEYS = {"schemaVersion", "mediaType", "artifactType", "config", "layers", "subject", "annotations"}
-_PART_KEYS = {"mediaType", "size", "digest", "annotations", "artifactType"}
+MANIFESTS = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+    "application/vnd.docker.distribution.manifest.v1+json",
+)
+"""Media types of what may name an image; the last one is refused in a sentence."""
+SCHEMA_1 = "its manifest is one of Docker's schema 1, which Docker itself reads no more: push it again"
 
 
 def parse(data: bytes, what: str) -> dict[str, Any]:
@@ -67,6 +72,20 @@ def architecture(text: str) -> str:
 def is_index(manifest: dict[str, Any]) -> bool:
     """Whether it names manifests instead of layers."""
     return "manifests" in manifest
+
+
+def config_digest(manifest: dict[str, Any]) -> str:
+    """The digest (hexadecimal) of the configuration that a manifest names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if manifest.get("schemaVersion") == 1:
+        raise ValueError(SCHEMA_1)
+    config: object = manifest.get("config")
+    if not isinstance(config, dict):
+        raise ValueError("its manifest names no configuration")  # noqa: TRY004 (what was read is wrong, not a type here)
+    return check_digest(cast("dict[str, Any]", config).get("digest"))
 
 
 def chosen(manifests: list[dict[str, Any]]) -> str:
@@ -124,25 +143,3 @@ def _names(entry: dict[str, Any]) -> list[str]:
         return []
     values = (cast("dict[str, object]", annotations).get(each) for each in NAMES)
     return [each for each in values if isinstance(each, str)]
-
-
-def is_plain(text: str) -> bool:
-    """Whether skopeo's `copy` takes all parts of a manifest from the registry, and knows what to do with them.
-
-    It takes a part from its `urls` instead, wherever they lead; it reads a key in any case, and of one that is there
-    twice both values. So what isn't plain is anything but the known keys, each once.
-    """
-    try:
-        manifest = json.loads(text, object_pairs_hook=_each_once)
-        parts = [manifest["config"], *manifest["layers"]]
-        known = manifest.keys() <= _MANIFEST_KEYS and all(part.keys() <= _PART_KEYS for part in parts)
-        return known and all(layer["mediaType"] in _LAYERS for layer in manifest["layers"])
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return False
-
-
-def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        raise ValueError("a key is there twice")
-    return members

@@ -72,7 +72,7 @@ def _full_name(name: str) -> str:
     if host is None and "/" not in path:
         path = f"library/{path}"
     tag, digest = match["tag"], match["digest"]
-    # a digest alone decides; skopeo takes no name with both
+    # a digest alone decides
     suffix = f"@{digest}" if digest else f":{tag or 'latest'}"
     return f"{host or DEFAULT_HOST}/{path}{suffix}"
 

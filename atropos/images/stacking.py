@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import io
 import os
 import stat
 import tarfile
@@ -17,18 +16,16 @@ from typing import Any, Self
 from atropos.aio import task_group
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
-from atropos.images import flatten, settle, stack, unpack
+from atropos.images import flatten, settle, stack
 from atropos.images.layer_store import LayerStore
+from atropos.images.layout import PackedLayer, PulledImage
 from atropos.images.programs import run_module
 
 MAX_LAYERS = 128
 """Most layers of an image. Overlay takes 500, named in one page of options, where a lease's snapshots come on top."""
-MAX_MEMBERS = 2_000_000
-"""Files and folders of one layer."""
 UNPACKED_RATIO = 3
 """Bytes of an unpacked layer for one of its compressed bytes: Debian's and Python's images have 2.5 to 3."""
-PARALLEL = 3
-"""Layers of one image that are unpacked at once."""
+Unpack = Callable[[PackedLayer, Path, int], Awaitable[dict[str, Any]]]
 
 
 class Stacking:
@@ -49,7 +46,6 @@ class Stacking:
         self._what = what
         self._work = work
         self._held = contextlib.ExitStack()
-        self._turns = asyncio.Semaphore(PARALLEL)
         self._room = 0
         """Bytes that may still be added."""
 
@@ -66,45 +62,46 @@ class Stacking:
         self._held.callback(self._store.release, layer)
         return True
 
-    async def pulled(self, layers: Sequence[tuple[str, str]], workdir: str) -> tuple[str, ...]:
-        """The layers of an image that was pulled, topmost first.
+    async def pulled(self, image: PulledImage, workdir: str, unpack: Unpack) -> tuple[str, ...]:
+        """The layers of an image, topmost first.
 
         Args:
-            layers: each one's file and the SHA-256 of its uncompressed tar, lowest first.
+            image: what it is.
             workdir: a folder that is there afterwards, as Docker makes a container's WORKDIR.
+            unpack: unpacks a layer into a folder, with at most so many bytes; as `Unpackers.unpack`.
 
         Raises:
             ImageUnavailable: what an image must not hold, or not what its configuration says; no room.
         """
-        lacking = [path for path, diff_id in layers if not self._store.has([diff_id])]
-        await self.claim(UNPACKED_RATIO * sum(os.path.getsize(path) for path in lacking))
+        lacking = [layer for layer in image.layers if not self._store.has([layer.diff_id])]
+        await self.claim(UNPACKED_RATIO * sum(layer.size for layer in lacking))
         keys: list[asyncio.Task[str]] = []
+        diff_ids = [layer.diff_id for layer in image.layers]
         async with task_group() as tasks:
-            for path, _ in layers:
-                diff_ids = [diff_id for _, diff_id in layers[: len(keys) + 1]]
-                keys.append(tasks.create_task(self._layer(path, diff_ids, keys[:])))
+            for layer in image.layers:
+                work = self._layer(layer, diff_ids[: len(keys) + 1], keys[:], unpack)
+                keys.append(tasks.create_task(work))
         ids = tuple(key.result() for key in reversed(keys))
         if not ids or await asyncio.to_thread(self._lacks, [self._store.files(key) for key in ids], workdir):
-            path = self._work / "workdir.tar"
-            diff_id = _write_folder(path, workdir)
-            ids = (await self._layer(str(path), [*(diff for _, diff in layers), diff_id], keys), *ids)
+            layer = _folder_layer(self._work / "workdir.tar", workdir)
+            ids = (await self._layer(layer, [*diff_ids, layer.diff_id], keys, unpack), *ids)
         return await self.fitted(ids)
 
-    async def _layer(self, path: str, diff_ids: Sequence[str], below: Sequence[asyncio.Task[str]]) -> str:
+    async def _layer(
+        self, layer: PackedLayer, diff_ids: Sequence[str], below: Sequence[asyncio.Task[str]], unpack: Unpack
+    ) -> str:
         """Have a layer here, and held; its id.
 
         That is its own digest where it stands alone, else one of all layers up to it.
         """
         chain = _digest("on", *diff_ids)
         async with self._store.locked(f"layer-{chain}"):
-            for key in (diff_ids[-1], chain):
+            for key in (layer.diff_id, chain):
                 if self.hold(key):
                     return key
             place = self._work / f"layer-{len(below)}"
             place.mkdir()
-            async with self._turns:
-                with open(path, "rb") as file:
-                    done = await self._run(unpack, place, self._room, MAX_MEMBERS, self._ids, diff_ids[-1], stdin=file)
+            done = await unpack(layer, place, self._room)
             self._take(done["bytes"])
             lower = [self._store.files(await key) for key in reversed(below)]
             alone = done["stands_alone"] and (done["has_root"] or not lower or _has_plain_root(lower[0]))
@@ -112,7 +109,7 @@ class Stacking:
                 added = await self._run(settle, place, self._room, *lower)
                 self._take(added["bytes"])
                 done["bytes"] += added["bytes"]
-            return await self._put(place, diff_ids[-1] if alone else chain, done["bytes"])
+            return await self._put(place, layer.diff_id if alone else chain, done["bytes"])
 
     async def built(self, layer: str, size: int, fill: Callable[[str], Awaitable[None]]) -> str:
         """A layer that `fill` makes in a folder, as overlay keeps it.
@@ -127,7 +124,7 @@ class Stacking:
         place = self._work / "layer"
         place.mkdir()
         await fill(f"{place}/files")
-        return await self._put(place, layer, size)
+        return await self._put(place, layer, size, lasting=True)
 
     async def fitted(self, layers: tuple[str, ...]) -> tuple[str, ...]:
         """A stack of at most `MAX_LAYERS`: the lowest layers of a higher one are merged, to leave room for builds."""
@@ -176,15 +173,13 @@ class Stacking:
                 f"{self._what}: {-(self._room >> 20)} MiB more than the store has room for (image_store.quota_mib)"
             )
 
-    async def _put(self, place: Path, layer: str, size: int) -> str:
-        await self._store.put(place, layer, size, self._what)
+    async def _put(self, place: Path, layer: str, size: int, *, lasting: bool = False) -> str:
+        await self._store.put(place, layer, size, self._what, lasting=lasting)
         self._held.callback(self._store.release, layer)
         return layer
 
-    async def _run(self, module: ModuleType, *arguments: object, stdin: io.BufferedReader | None = None) -> Any:
-        return await run_module(
-            module, self._what, *arguments, folder=self._store.root, deadline_s=self._deadline_s, stdin=stdin
-        )
+    async def _run(self, module: ModuleType, *arguments: object) -> Any:
+        return await run_module(module, self._what, *arguments, folder=self._store.root, deadline_s=self._deadline_s)
 
 
 def _digest(*parts: str) -> str:
@@ -197,10 +192,12 @@ def _has_plain_root(files: str) -> bool:
     return (stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid) == (0o755, 0, 0)
 
 
-def _write_folder(tar_file: Path, folder: str) -> str:
-    """Write a layer of one folder; its digest."""
-    with tarfile.open(tar_file, "w", format=tarfile.PAX_FORMAT) as tar:
+def _folder_layer(file: Path, folder: str) -> PackedLayer:
+    """Write a layer of one folder."""
+    with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as tar:
         info = tarfile.TarInfo(f"./{folder.strip('/')}")
         info.type, info.mode = tarfile.DIRTYPE, 0o755
         tar.addfile(info)
-    return hashlib.sha256(tar_file.read_bytes()).hexdigest()
+    data = file.read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    return PackedLayer(digest, len(data), digest, str(file))

@@ -12,30 +12,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
-import json
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from atropos.aio import task_group
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
 from atropos.images import extract
 from atropos.images.layer_store import LayerStore
-from atropos.images.layout import SCHEMA_1, PulledImage, image_info, read_folder
-from atropos.images.manifests import MAX_DEPTH, chosen, is_index, is_plain, objects, parse
-from atropos.images.programs import Skopeo, run, run_module, write_whole
+from atropos.images.layout import PulledImage, image_info, read_folder
+from atropos.images.programs import run, run_module, within, write_whole
+from atropos.images.pulling import Fetcher, Unpackers
 from atropos.images.reference import ImageSource, check_digest
-from atropos.images.stacking import Stacking
+from atropos.images.stacking import Stacking, Unpack
 from atropos.wire import ImageInfo
 
 BASE, BUILD = "atropos-base:", "atropos-build:"
 PARALLEL = 3
 """Images that one server pulls at once: enough to fill a network, few enough that each gets on."""
-_UNTAGGED = re.compile(r"(:[^:/@]+|@.*)$")
 Phase = Literal["waiting", "pulling", "unpacking"]
 Progress = Callable[[Phase, float | None], None]
 """Called with the phase and how much of it is done, from 0 to 1, where that is known."""
@@ -76,7 +75,6 @@ class ImageStore:
         self._root = Path(folder)
         self._ids = ids
         self._layers = LayerStore(settings, self._root)
-        self._skopeo = Skopeo(settings, self._root)
         self._turns = asyncio.Semaphore(PARALLEL)
         self._known: dict[str, StoredImage] = {}
         self._swept = -1
@@ -132,6 +130,10 @@ class ImageStore:
         for layer in self._known[image_id].layers:
             self._layers.release(layer)
 
+    async def aclose(self) -> None:
+        """As `LayerStore.aclose`."""
+        await self._layers.aclose()
+
     def make_room(self, wanted: int) -> int:
         """As `LayerStore.make_room`."""
         return self._layers.make_room(wanted)
@@ -157,80 +159,67 @@ class ImageStore:
             async with self._turns:
                 progress("pulling", None)
                 async with self._layers.work() as work:
-                    pulled = await self._pull(source, work, progress, archive)
-                    image = self.find(pulled.id) or await self._unpack(pulled, name, work, progress)
+                    if archive is None:
+                        image = await self._from_registry(source, work, progress)
+                    else:
+                        image = await self._from_archive(source, archive, work, progress)
             async with self._layers.locked("records"):
                 write_whole(self._root / "names" / _hash(name), image.id.encode())
             return image
 
-    async def _pull(self, source: ImageSource, work: Path, progress: Progress, archive: str | None) -> PulledImage:
-        what, pulled = f"image {source}: pulling", work / "pulled"
-        pulled.mkdir()
-        if archive is None:
-            await self._fetch(source, work, pulled, progress)
-        else:
-            # a part of the content's name, or that and the image's name in it
-            name = source.name.partition(":")[2]
-            await asyncio.to_thread(self.make_room, 0)
-            arguments = (source.transport, archive, name, pulled, self._layers.quota)
-            await run_module(extract, what, *arguments, folder=self._root, deadline_s=self._settings.unpack_timeout_s)
+    async def _from_archive(self, source: ImageSource, archive: str, work: Path, progress: Progress) -> ImageInfo:
+        what, parts = f"image {source}: pulling", work / "parts"
+        parts.mkdir()
+        # a part of the content's name, or that and the image's name in it
+        name, deadline_s = source.name.partition(":")[2], self._settings.unpack_timeout_s
+        await asyncio.to_thread(self.make_room, 0)
+        arguments = (source.transport, archive, name, parts, self._layers.quota)
+        await run_module(extract, what, *arguments, folder=self._root, deadline_s=deadline_s)
+        pulled = await self._read_parts(parts, what)
+        progress("unpacking", None)
+        async with within(deadline_s, f"image {source}: unpacking"), self._unpackers(source) as unpackers:
+            return await self._stacked(pulled, source, work, functools.partial(unpackers.unpack, None))
+
+    async def _from_registry(self, source: ImageSource, work: Path, progress: Progress) -> ImageInfo:
+        """Layers are unpacked as they come."""
+        what, parts = f"image {source}: pulling", work / "parts"
+        parts.mkdir()
+        async with (
+            within(self._settings.pull_timeout_s, what),
+            self._unpackers(source) as unpackers,
+            Fetcher.started(self._settings, source.name, what, parts, unpackers) as fetcher,
+        ):
+            pulled = await self._read_parts(parts, what)
+            size = sum(layer.size for layer in pulled.layers)
+            if size > self._layers.quota:
+                most = f"more than the store may hold ({self._settings.quota_mib} MiB)"
+                raise ImageUnavailable(f"{what}: {size >> 20} MiB, {most}")
+            expected = sum(layer.size for layer in pulled.layers if not self._layers.has([layer.diff_id]))
+
+            def report(came: int) -> None:
+                if came < expected:
+                    progress("pulling", came / expected)
+                else:
+                    progress("unpacking", None)
+
+            async with task_group() as tasks:
+                watching = tasks.create_task(fetcher.watch(report))
+                image = await self._stacked(pulled, source, work, functools.partial(unpackers.unpack, fetcher))
+                watching.cancel()
+            return image
+
+    async def _read_parts(self, parts: Path, what: str) -> PulledImage:
         try:
-            return await asyncio.to_thread(read_folder, pulled)
+            return await asyncio.to_thread(read_folder, parts)
         except ValueError as error:
             raise ImageUnavailable(f"{what}: not an image: {error}") from error
 
-    async def _fetch(self, source: ImageSource, work: Path, pulled: Path, progress: Progress) -> None:
-        """Pull an image's parts from its registry and from nowhere else: a manifest's `urls` are ignored."""
-        what = f"image {source}: pulling"
-        try:
-            origin, text = await self._located(str(source), work)
-            expected = sum(int(layer["size"]) for layer in json.loads(text)["layers"])
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ImageUnavailable(f"{what}: not an image: {error}") from error
-        if expected > self._layers.quota:
-            most = f"more than the store may hold ({self._settings.quota_mib} MiB)"
-            raise ImageUnavailable(f"{what}: {expected >> 20} MiB, {most}")
-        await asyncio.to_thread(self.make_room, expected)
-
-        def report() -> None:
-            done = sum(_size_of(path) for path in work.glob("*/*"))
-            progress("pulling", min(1.0, done / expected) if expected else None)
-            if done > self._layers.quota:
-                raise ImageUnavailable(f"{what}: more than {self._settings.quota_mib} MiB")
-
-        if is_plain(text):
-            # its own retries are for what fails in the middle: what can't be reached at all is told at once, by
-            # `inspect` before it
-            arguments = ["copy", "--retry-times", "2", "--dest-compress", origin, f"dir:{pulled}"]
-        else:  # by their digests alone, one after the other, into a folder that it names
-            arguments = ["layers", "--retry-times", "2", origin]
-        await self._skopeo.run(arguments, str(source), work, report, self._layers.quota)
-        for folder in work.glob("layers-*"):
-            pulled.rmdir()
-            folder.rename(pulled)
-
-    async def _located(self, name: str, work: Path) -> tuple[str, str]:
-        """Where a registry has this machine's image, by digest, and its manifest.
-
-        Raises:
-            ValueError: there is none.
-        """
-        origin = name
-        for _ in range(MAX_DEPTH):
-            text = await self._skopeo.run(["inspect", "--raw", origin], name, work)
-            manifest = parse(text.encode(), "its manifest")
-            if not is_index(manifest):
-                if manifest.get("schemaVersion") == 1:
-                    raise ValueError(SCHEMA_1)
-                return f"{_UNTAGGED.sub('', name)}@sha256:{hashlib.sha256(text.encode()).hexdigest()}", text
-            origin = f"{_UNTAGGED.sub('', name)}@sha256:{chosen(objects(manifest, 'manifests'))}"
-        raise ValueError(f"more than {MAX_DEPTH} indices, each in another")
-
-    async def _unpack(self, pulled: PulledImage, source: str, work: Path, progress: Progress) -> ImageInfo:
-        progress("unpacking", None)
-        info = image_info(pulled, source)
+    async def _stacked(self, pulled: PulledImage, source: ImageSource, work: Path, unpack: Unpack) -> ImageInfo:
+        info = image_info(pulled, str(source))
+        if (here := self.find(info.id)) is not None:
+            return here
         with self._stacking(f"image {source}: unpacking", work) as stacking:
-            layers = await stacking.pulled(pulled.layers, info.workdir or "/")
+            layers = await stacking.pulled(pulled, info.workdir or "/", unpack)
             size = sum(self._layers.size(layer) or 0 for layer in layers)
             return await self._write(StoredImage(info=info.model_copy(update={"bytes": size}), layers=layers))
 
@@ -264,6 +253,9 @@ class ImageStore:
         if parent is None:
             raise ImageUnavailable(f"image {image.source}: its parent is not on this server's host")
         return parent.layers, parent.base
+
+    def _unpackers(self, source: ImageSource) -> Unpackers:
+        return Unpackers(f"image {source}: unpacking", self._root, self._ids)
 
     def _stacking(self, what: str, work: Path) -> Stacking:
         return Stacking(self._layers, self._settings, self._ids, what, work)
@@ -335,10 +327,3 @@ class ImageStore:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0

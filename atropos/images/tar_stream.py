@@ -21,7 +21,7 @@ class TarStream:
     members.
     """
 
-    def __init__(self, file: int, limit: int) -> None:
+    def __init__(self, packed: Iterator[bytes], limit: int) -> None:
         self.size = 0
         self._limit = limit
         self._digest = hashlib.sha256()
@@ -33,11 +33,11 @@ class TarStream:
         """Where reading goes on in the piece."""
         self._before = 0
         """Bytes before the piece."""
-        threading.Thread(target=self._read_ahead, args=(file,), daemon=True).start()
+        threading.Thread(target=self._read_ahead, args=(packed,), daemon=True).start()
 
-    def _read_ahead(self, file: int) -> None:
+    def _read_ahead(self, packed: Iterator[bytes]) -> None:
         try:
-            for piece in decompressed(file):
+            for piece in decompressed(packed):
                 self.size += len(piece)
                 if self.size > self._limit:
                     raise ImageRefused("a layer that is larger than its bound")

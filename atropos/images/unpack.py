@@ -1,14 +1,14 @@
-"""Unpacks one layer of an image, as overlay keeps it. A program of its own, without site-packages.
+"""Unpacks layers of images, as overlay keeps them. A program of its own, without site-packages.
 
-    unpack PLACE MAX_BYTES MAX_MEMBERS IDS DIFF_ID < LAYER
+    unpack MAX_MEMBERS IDS < ORDERS
 
-PLACE gets `files/`, and `needs` where the layer does not stand alone: what `settle` does once the layers below it are
-here.
+An order is a line of JSON (`Order`); where it names no file, the packed layer follows it. Its place gets `files/`, and
+`needs` where the layer does not stand alone: what `settle` does once the layers below it are here.
 
 Layers come from strangers. A member is opened below its parent's descriptor and no link is ever followed, so nothing
 reaches outside PLACE; names that try are refused. What a whiteout hides is a lower layer's (OCI image layout, "Layer
 Filesystem Changeset"). Device nodes are left out. Owners are those of the running user namespace, of which slots have
-the ids 0 to IDS-1; with IDS 1 everything belongs to root. The last line on stdout is JSON: bytes, whether it
+the ids 0 to IDS-1; with IDS 1 everything belongs to root. For each layer a line of JSON is written: bytes, whether it
 `stands_alone`, and whether it `has_root`, the attributes of the image's root. For exit codes see `untrusted.program`.
 """
 
@@ -26,7 +26,7 @@ from typing import IO, Self, cast
 from atropos.archives import WholeTar
 from atropos.images.folders import Folders, WrongFolder
 from atropos.images.tar_stream import TarStream
-from atropos.images.untrusted import BROKEN, ImageRefused, program
+from atropos.images.untrusted import BROKEN, ImageRefused, pieces, program
 
 NEEDS = "needs"
 BLOCK = 4096
@@ -69,6 +69,29 @@ class Member(WholeTar):
         return member
 
 
+@dataclass(frozen=True)
+class Order:
+    """A layer that is to be unpacked.
+
+    Attributes:
+        place: the folder for it.
+        max_bytes: most that it may take there.
+        diff_id: digest of the tar, SHA-256.
+        size: bytes of the packed layer.
+        file: where that is; None: on stdin.
+    """
+
+    place: str
+    max_bytes: int
+    diff_id: str
+    size: int
+    file: str | None = None
+
+    def line(self) -> bytes:
+        """As the program reads it; shorter than what a pipe takes at once."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
 @dataclass
 class Needs:
     """What a layer takes from those below it, by paths.
@@ -106,6 +129,10 @@ class Layer:
         self.members = 0
         self.end = 0
         """Where the content of the last file ends in the tar."""
+
+    def close(self) -> None:
+        """Close all that it has open."""
+        self._folders.close()
 
     @property
     def stands_alone(self) -> bool:
@@ -184,13 +211,13 @@ class Layer:
         if member.issparse():
             source = tar.extractfile(member)
             assert source is not None
-            pieces = iter(lambda: source.read(CHUNK), b"")
+            found = iter(lambda: source.read(CHUNK), b"")
         else:
-            pieces = stream.pieces(member.size)
+            found = stream.pieces(member.size)
             self.end = member.offset_data + member.size
         written = 0
         """Bytes up to which the file is there."""
-        for piece in pieces:
+        for piece in found:
             size += len(piece)
             if not piece[0] and not piece[-1] and bytes(piece).count(0) == len(piece):
                 os.lseek(fd, size, os.SEEK_SET)  # a hole stays one
@@ -333,15 +360,25 @@ def mtime_ns(member: tarfile.TarInfo) -> int:
     return min(int(seconds or "0"), 1 << 33) * NS + int(fraction[:9].ljust(9, "0"))
 
 
-def unpack(place: str, max_bytes: int, max_members: int, ids: int, diff_id: str) -> dict[str, object]:
-    """Unpack what stands on stdin.
+def unpack(order: Order, max_members: int, ids: int) -> dict[str, object]:
+    """Unpack a layer.
 
     Raises:
         ImageRefused: it is no layer, not the one of this digest, or has what an image must not hold.
     """
-    os.mkdir(f"{place}/files", 0o755)
-    layer = Layer(f"{place}/files", max_bytes, max_members, ids)
-    stream = TarStream(sys.stdin.fileno(), 2 * max_bytes + max_members * 1024)
+    with contextlib.ExitStack() as opened:
+        file = 0 if order.file is None else opened.enter_context(open(order.file, "rb")).fileno()
+        os.mkdir(f"{order.place}/files", 0o755)
+        layer = Layer(f"{order.place}/files", order.max_bytes, max_members, ids)
+        opened.callback(layer.close)
+        stream = TarStream(pieces(file, order.size), 2 * order.max_bytes + max_members * 1024)
+        _fill(layer, stream, order.diff_id)
+    with open(f"{order.place}/{NEEDS}", "w", encoding="ascii") as file:
+        json.dump(asdict(layer.needs), file)
+    return {"bytes": layer.bytes, "stands_alone": layer.stands_alone, "has_root": "" not in layer.needs.folders}
+
+
+def _fill(layer: Layer, stream: TarStream, diff_id: str) -> None:
     try:
         layer.fill(stream)
         digest = stream.finish()
@@ -351,12 +388,15 @@ def unpack(place: str, max_bytes: int, max_members: int, ids: int, diff_id: str)
         raise ImageRefused(f"layer {diff_id[:12]} is no tar: {error}") from None
     if digest != diff_id:
         raise ImageRefused(f"layer {diff_id[:12]} is not the one that the image names ({digest[:12]})")
-    with open(f"{place}/{NEEDS}", "w", encoding="ascii") as file:
-        json.dump(asdict(layer.needs), file)
-    return {"bytes": layer.bytes, "stands_alone": layer.stands_alone, "has_root": "" not in layer.needs.folders}
 
 
 def main() -> int:
     """The program."""
-    place, max_bytes, max_members, ids, diff_id = sys.argv[1:]
-    return program(lambda: unpack(place, int(max_bytes), int(max_members), int(ids), diff_id))
+    max_members, ids = map(int, sys.argv[1:])
+
+    def unpack_all() -> None:
+        with open(0, "rb", buffering=0) as orders:  # a buffer would hold what follows a line
+            while line := orders.readline():
+                print(json.dumps(unpack(Order(**json.loads(line)), max_members, ids)), flush=True)
+
+    return program(unpack_all)

@@ -31,34 +31,33 @@ class ImageRefused(Exception):
     """The image holds something that it must not."""
 
 
-def decompressed(file: int) -> Iterator[bytes]:
-    """A descriptor's content from its position on, in pieces, uncompressed (gzip or zstd, by its first bytes)."""
-    head = os.read(file, 4)
-    while len(head) < 4 and (more := os.read(file, 4 - len(head))):
-        head += more
-    if head[:2] == _GZIP:
-        yield from _gunzipped(itertools.chain([head], _pieces(file)))
-    elif head == _ZSTD:
-        yield from _from_zstd(head, file)
-    else:
-        yield from itertools.chain([head], _pieces(file))
+def decompressed(packed: Iterator[bytes]) -> Iterator[bytes]:
+    """What is packed with gzip or zstd, by its first bytes, or not at all: unpacked, in pieces."""
+    head = b""
+    while len(head) < len(_ZSTD) and (piece := next(packed, b"")):
+        head += piece
+    packed = itertools.chain([head], packed)
+    if head.startswith(_GZIP):
+        return _gunzipped(packed)
+    return _from_zstd(packed) if head.startswith(_ZSTD) else packed
 
 
 def is_compressed(file: int) -> bool:
     """Whether a file begins as what `decompressed` decompresses."""
-    head = os.pread(file, 4, 0)
-    return head[:2] == _GZIP or head == _ZSTD
+    return os.pread(file, 4, 0).startswith((_GZIP, _ZSTD))
 
 
-def _pieces(file: int) -> Iterator[bytes]:
-    while piece := os.read(file, READ_BYTES):
+def pieces(file: int, size: int = sys.maxsize) -> Iterator[bytes]:
+    """A descriptor's content from its position on, at most so many bytes of it."""
+    while piece := os.read(file, min(READ_BYTES, size)):
+        size -= len(piece)
         yield piece
 
 
-def _gunzipped(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def _gunzipped(packed: Iterable[bytes]) -> Iterator[bytes]:
     """All members of a gzip file, as gzip(1) reads them: zeros may follow the last one."""
     member = None
-    for piece in pieces:
+    for piece in packed:
         left = piece
         while left := (left if member else left.lstrip(b"\0")):
             member = member or isal_zlib.decompressobj(wbits=31)
@@ -70,25 +69,23 @@ def _gunzipped(pieces: Iterable[bytes]) -> Iterator[bytes]:
         raise EOFError("compressed file ended before the end-of-stream marker was reached")
 
 
-def _from_zstd(head: bytes, file: int) -> Iterator[bytes]:
+def _from_zstd(packed: Iterator[bytes]) -> Iterator[bytes]:
     """All frames of a zstd file, by the program."""
     if shutil.which("zstd") is None:
         raise ImageRefused("a layer needs zstd, which is not installed on the sandbox server's machine")
     with subprocess.Popen(["zstd", "-dcq", "-M64MB"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        threading.Thread(target=_feed, args=(child.stdin, head, file), daemon=True).start()
+        threading.Thread(target=_feed, args=(child.stdin, packed), daemon=True).start()
         try:
-            yield from _pieces(child.stdout.fileno())
+            yield from pieces(child.stdout.fileno())
         finally:
             child.kill()
 
 
-def _feed(to: IO[bytes], head: bytes, file: int) -> None:
+def _feed(to: IO[bytes], packed: Iterator[bytes]) -> None:
     with contextlib.suppress(BrokenPipeError), to:
-        to.write(head)
-        to.flush()
-        for piece in _pieces(file):
+        for piece in packed:
             to.write(piece)
 
 

@@ -27,6 +27,6 @@ RUN set -e; \
     : > /rootfs/etc/resolv.conf; : > /rootfs/etc/machine-id; printf '127.0.0.1 localhost\n::1 localhost\n' > /rootfs/etc/hosts; \
     apt-get update; \
     apt-get install --yes --no-install-recommends \
-        bubblewrap python3 python3-aiohttp python3-h11 python3-pydantic python3-seccomp python3-yaml libseccomp2 skopeo zstd python3-isal ca-certificates; \
+        bubblewrap python3 python3-aiohttp python3-h11 python3-pydantic python3-seccomp python3-yaml libseccomp2 zstd python3-isal ca-certificates; \
     apt-get clean; rm -rf /var/lib/apt/lists/* /var/log/*; \
     python3 -S -I /usr/lib/atropos/shift_owner.py /rootfs 100000 65536

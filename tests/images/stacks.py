@@ -36,12 +36,19 @@ def shown(layers: Sequence[str | Path], at: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(at)], check=True)
 
 
-def ran(module: ModuleType, *arguments: object, stdin: Path | None = None, **more) -> tuple[int, str, dict]:
-    """Exit code, error text and result of one of the programs."""
-    with open(stdin or os.devnull, "rb") as file:
-        command = module_command(module, *arguments)
-        done = subprocess.run(command, stdin=file, capture_output=True, text=True, timeout=120, check=False, **more)
-    return done.returncode, done.stderr.strip(), json.loads(done.stdout or "{}")
+def ran(module: ModuleType, *arguments: object, stdin: bytes = b"", **more) -> tuple[int, str, dict]:
+    """Exit code, error text and first result of one of the programs."""
+    command = module_command(module, *arguments)
+    done = subprocess.run(command, input=stdin, capture_output=True, timeout=120, check=False, **more)
+    return done.returncode, done.stderr.decode().strip(), json.loads((done.stdout or b"{}").splitlines()[0])
+
+
+def unpacked_alone(
+    place: Path, data: bytes, *, max_bytes=64 << 20, max_members=10_000, ids=65_536, digest: str | None = None
+) -> tuple[int, str, dict]:
+    """A layer without those below it, into a folder: as `ran`."""
+    order = unpack.Order(str(place), max_bytes, digest or hashlib.sha256(plain(data)).hexdigest(), len(data))
+    return ran(unpack, max_members, ids, stdin=order.line() + data)
 
 
 def stacked(
@@ -50,12 +57,11 @@ def stacked(
     """Unpack layers, lowest first, each over those below it: (exit code, error text, their files, topmost first)."""
     files: list[Path] = []
     for index, data in enumerate(layers):
-        packed, place = tmp_path / f"packed-{index}", tmp_path / f"layer-{index}"
-        packed.write_bytes(data)
+        place = tmp_path / f"layer-{index}"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
-        digest = digests[index] if digests else hashlib.sha256(plain(data)).hexdigest()
-        code, said, found = ran(unpack, place, max_bytes, max_members, ids, digest, stdin=packed)
+        bounds = {"max_bytes": max_bytes, "max_members": max_members, "ids": ids}
+        code, said, found = unpacked_alone(place, data, **bounds, digest=digests[index] if digests else None)
         if code == 0 and not (found["stands_alone"] and found["has_root"]):
             code, said, _ = ran(settle, place, max_bytes, *files)
         if code:

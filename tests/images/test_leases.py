@@ -476,7 +476,7 @@ async def test_a_lease_whose_server_ends_while_it_pulls_the_image_waits_for_the_
     images.push(tmp_path / "layout", "lost:1")
     async with Between(images.host, 0, cuts=False) as between, pool_for(tmp_path, between) as pool:
         asking = asyncio.create_task(pool.acquire("t", image=f"{between.host}/lost:1"))
-        await until(lambda: any((tmp_path / "store/work").glob("*/registries.conf")), "it is pulled")
+        await until(lambda: any((tmp_path / "store/work").glob("*/parts")), "it is pulled")
         between.left = None
         os.kill(int(pool.backend.containers()[0].id.split("-")[0]), signal.SIGKILL)
         slot = await asking

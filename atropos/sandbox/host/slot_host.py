@@ -232,6 +232,8 @@ class SlotHost:
                 await self.state.disposer.submit(volume.detach(), None if self.state.entered.cells else volume.disk)
         self.state.layers.clear()
         await self.state.disposer.aclose()
+        if self._store is not None:
+            await self._store.aclose()
         if self.state.entered.disk is not None:
             await asyncio.to_thread(remove_tree, self.state.entered.disk)
         if self.state.egress is not None:
