@@ -25,15 +25,10 @@ PAUSES_S = (1.0, 3.0, 9.0)
 
 
 class Fetcher:
-    """An image's registry, as the program that asks it.
-
-    Attributes:
-        came: bytes of layers that came.
-    """
+    """An image's registry, as the program that asks it."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.came = 0
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -52,7 +47,7 @@ class Fetcher:
             "auth_file": settings.auth_file and os.path.abspath(settings.auth_file),
             "pauses_s": PAUSES_S,
         }
-        async with Worker.started(fetch, what, parts, folder=parts.parent, passed=to.ends) as worker:
+        async with Worker.started(fetch, what, parts, folder=parts.parent, passed=tuple(to.ends)) as worker:
             worker.order(registry)
             await worker.answer()
             yield cls(worker)
@@ -62,14 +57,13 @@ class Fetcher:
         self._worker.order({"digest": layer.digest, "size": layer.size, "to": to})
 
     async def watch(self, report: Callable[[int], None]) -> None:
-        """Report what comes, until this is cancelled.
+        """Report how many bytes of layers have come, until this is cancelled.
 
         Raises:
             ImageUnavailable: a layer can't be had.
         """
         while True:
-            self.came = (await self._worker.answer())["bytes"]
-            report(self.came)
+            report((await self._worker.answer())["bytes"])
 
 
 class Unpackers:
@@ -86,23 +80,20 @@ class Unpackers:
         self._folder = folder
         self._ids = ids
         self._running = contextlib.AsyncExitStack()
-        self._turns = asyncio.Semaphore(PARALLEL)
-        self._pipes: list[tuple[int, int]] = []
-        """The ends of those that no program has yet."""
-        self._idle: list[tuple[Worker, int]] = []
-        """Programs that wait for orders, each with the end of the pipe that these are written to."""
-        self.ends: tuple[int, ...] = ()
+        self._free: asyncio.LifoQueue[tuple[Worker | None, int, int]] = asyncio.LifoQueue()
+        """Those that have nothing to do: the program, once it was started, and the ends of the pipe that it reads."""
+        self.ends: list[int] = []
         """Where orders, and what follows them, can be written to."""
 
     async def __aenter__(self) -> Self:
         for _ in range(PARALLEL):
             reading, writing = os.pipe()
+            for end in (reading, writing):
+                self._running.callback(os.close, end)
             with contextlib.suppress(OSError):  # the user has many pipes
                 fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-            self._pipes.append((reading, writing))
-            self._running.callback(os.close, reading)
-            self._running.callback(os.close, writing)
-        self.ends = tuple(writing for _, writing in self._pipes)
+            self._free.put_nowait((None, reading, writing))
+            self.ends.append(writing)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -120,18 +111,15 @@ class Unpackers:
         Raises:
             ImageUnavailable: it holds what an image must not, or is not the one that the image names.
         """
-        async with self._turns:
-            worker, end = self._idle.pop() if self._idle else await self._started()
-            order = unpack.Order(str(place), max_bytes, layer.diff_id, layer.size, layer.file)
-            os.write(end, order.line())
-            if layer.file is None:
-                assert fetcher is not None
-                fetcher.send(layer, end)
-            done = await worker.answer()
-            self._idle.append((worker, end))
-            return done
-
-    async def _started(self) -> tuple[Worker, int]:
-        reading, writing = self._pipes.pop()
-        started = Worker.started(unpack, self._what, MAX_MEMBERS, self._ids, folder=self._folder, stdin=reading)
-        return await self._running.enter_async_context(started), writing
+        worker, reading, writing = await self._free.get()  # one that fails never comes back
+        if worker is None:
+            started = Worker.started(unpack, self._what, MAX_MEMBERS, self._ids, folder=self._folder, stdin=reading)
+            worker = await self._running.enter_async_context(started)
+        order = unpack.Order(str(place), max_bytes, layer.diff_id, layer.size, layer.file)
+        os.write(writing, order.line())
+        if layer.file is None:
+            assert fetcher is not None
+            fetcher.send(layer, writing)
+        done = await worker.answer()
+        self._free.put_nowait((worker, reading, writing))
+        return done

@@ -323,6 +323,32 @@ async def test_fifty_who_ask_at_once_pull_an_image_once(tmp_path, images):
     assert pulls.count("unpacking") == 1
 
 
+@pytest.mark.parametrize("hostile", [False, True], ids=["whole", "one is hostile"])
+async def test_many_layers_take_few_programs_and_the_first_failure_is_told(tmp_path, images, monkeypatch, hostile):
+    members = [[entry(f"d{index}/x", str(index))] for index in range(24)]
+    if hostile:
+        members[12] = [entry("../x", "x")]
+    layout(tmp_path / "layout", *(layer(folder("."), *each) for each in members))
+    images.push(tmp_path / "layout", "many:1")
+    programs, start = [], asyncio.create_subprocess_exec
+
+    async def counted(*command, **options):
+        programs.append(command)
+        return await start(*command, **options)
+
+    monkeypatch.setattr("asyncio.create_subprocess_exec", counted)
+    store = store_at(tmp_path, images)
+    preparing = store.prepare(ImageSource.parse(f"{images.host}/many:1"), nothing)
+    if hostile:
+        with pytest.raises(ImageUnavailable, match=r"unpacking: '\.\./x': a path that leaves the image"):
+            await preparing
+        assert (kept(tmp_path, store), leftovers(tmp_path)) == ([], [])
+    else:
+        assert len(files_of(store, await preparing)) == 24
+    assert len([each for each in programs if "sync" not in each and "settle" not in str(each)]) <= 4
+    await store.aclose()
+
+
 @pytest.mark.usefixtures("at_once")
 async def test_unused_images_make_room_and_leased_ones_never_do(tmp_path, images):
     names = [f"room{index}:1" for index in range(4)]
