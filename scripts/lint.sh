@@ -14,6 +14,7 @@ bash scripts/peers.sh
 if .peers/bin/python -c "import harbor" 2>/dev/null; then
   pyright -p scripts/pyright-peers.json
   pyright -p scripts/pyright-verifiers.json
+  pyright -p scripts/pyright-kits.json
 else
   echo "no Python 3.12, which harbor needs: the types of atropos/adapters are not checked" >&2
 fi

@@ -22,6 +22,15 @@ UV_PROJECT_ENVIRONMENT=.peers/nemo-gym "${uv[@]}" sync --frozen --quiet --no-def
 "${uv[@]}" pip install --quiet --no-deps --python-version 3.13.14 --python .peers/bin/python --target .peers/share/nemo-gym -r .peers/nemo-gym.txt
 # verifiers' pins exclude most others'.
 UV_PROJECT_ENVIRONMENT=.peers/verifiers "${uv[@]}" sync --frozen --quiet --no-default-groups --python "$python" --extra testing --extra verifiers
+# Kits for agents, which have no extra: whoever uses one has it. Their pins exclude some of the others'.
+kits=(deepagents==0.7.32 google-adk==2.13.0 openai-agents==0.24.0 pydantic-ai-slim==2.68.0)
+ready=.peers/kits/ready-$(cat pyproject.toml <(echo "$python" "${kits[@]}") | sha256sum | cut -c1-16)
+if [ ! -e "$ready" ]; then
+  rm -rf .peers/kits
+  "${uv[@]}" venv --quiet --python "$python" .peers/kits
+  "${uv[@]}" pip install --quiet --python .peers/kits/bin/python -r pyproject.toml --extra testing "${kits[@]}"
+  touch "$ready"
+fi
 # SWE-ReX's tests come with its source distribution alone; without it they are skipped.
 version=$(.peers/bin/python -c 'from importlib.metadata import version; print(version("swe-rex"))')
 if [ ! -d ".peers/share/swe-rex-$version" ]; then
@@ -38,7 +47,7 @@ if [ ! -d ".peers/share/swe-rex-$version" ]; then
   fi
 fi
 # As in scripts/venv.sh: servers of these packages' pools can't write bytecode.
-for site in .peers/lib/python3*/site-packages .peers/verifiers/lib/python3*/site-packages; do
+for site in .peers{,/verifiers,/kits}/lib/python3*/site-packages; do
   "${site%/lib/*}/bin/python" -m compileall -q atropos \
     "$site"/{aiohttp,aiosignal,aiohappyeyeballs,attr,frozenlist,idna,multidict,propcache,pydantic,pydantic_core,annotated_types,typing_inspection,yarl} \
     "$site"/{typing_extensions,pyseccomp}.py || echo "bytecode could not be written; servers start a little slower" >&2

@@ -8,11 +8,18 @@ from contextlib import contextmanager
 
 PYTHON_312 = frozenset({"harbor", "nemo-gym"})
 """Extras whose hosts need Python 3.12; on older ones they install nothing."""
+NO_EXTRA = {
+    "deepagents": "deepagents>=0.7.32",
+    "google-adk": "google-adk>=2.13",
+    "openai-agents": "openai-agents>=0.24",
+    "pydantic-ai": "pydantic-ai-slim>=2.62",
+}
+"""What hosts are installed as that no extra brings: whoever has an agent in them has them already."""
 
 
 @contextmanager
 def extra(name: str) -> Generator[None]:
-    """Around a host's imports: an `ImportError` in them names the extra that brings the host.
+    """Around a host's imports: an `ImportError` in them names the extra, or the package, that brings the host.
 
     Raises:
         ImportError: The host is missing, older than the extra asks for, or needs a later Python.
@@ -21,6 +28,8 @@ def extra(name: str) -> Generator[None]:
         yield
     except ImportError as error:
         cure = f"the adapter needs the extra `{name}`: pip install 'atropos[{name}]'"
+        if name in NO_EXTRA:
+            cure = f"the adapter needs the package {name}: pip install '{NO_EXTRA[name]}'"
         if name in PYTHON_312 and sys.version_info < (3, 12):
             cure = f"atropos[{name}] needs Python 3.12 or later, this is {sys.version.split()[0]}"
         raise ImportError(f"{cure} ({error})") from error

@@ -18,12 +18,12 @@ from minisweagent.run.utilities import mini_extra
 from minisweagent.utils.serialize import recursive_merge
 from pydantic import Field
 
+from atropos.adapters.process_slots import lease_until_exit
 from atropos.adapters.sharing import (
     HeldSlot,
     SandboxGoneError,
     SlotRequest,
     infrastructure,
-    lease_until_exit,
     shell_code,
     time_limit,
 )

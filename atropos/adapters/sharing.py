@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
-from atropos.event_loop import event_loop
 from atropos.slots import ExecResult, LeaseLimits, PortForward, Slot, SlotPool, SlotPoolConfig
 
 WAIT_FOR_SLOT_S = 3600.0
@@ -246,17 +245,6 @@ class HeldSlot:
         return posixpath.normpath(posixpath.join(self.folder, path))
 
 
-async def lease_until_exit(request: SlotRequest, name: str) -> HeldSlot:
-    """`HeldSlot.lease` with the image's ENTRYPOINT, in the process's event loop; given back before the process ends.
-
-    Raises:
-        SandboxError: there is none.
-    """
-    held = await HeldSlot.lease(request, name, waits=SLEEP)
-    event_loop().hold(held, held.release)
-    return held
-
-
 async def upload_file(slot: Slot, source: Path, target: str) -> str:
     """Copy a file, as root, to a path or into a folder (one that exists, or a path with a final slash), as `docker cp`.
 
@@ -301,7 +289,7 @@ def time_limit(result: ExecResult, timeout_s: float | None) -> str:
 
 
 @contextmanager
-def infrastructure(failure: type[Exception] = SandboxGoneError) -> Generator[None]:
+def infrastructure(failure: type[BaseException] = SandboxGoneError) -> Generator[None]:
     """Turn an infrastructure failure into the host's own error for one, which it never scores."""
     try:
         yield

@@ -47,7 +47,14 @@ from swerex.runtime.abstract import (
 from swerex.utils.log import get_logger
 from typing_extensions import override
 
-from atropos.adapters.sharing import CANNOT_EXECUTE, HeldSlot, SlotRequest, infrastructure, lease_until_exit, time_limit
+from atropos.adapters.process_slots import lease_until_exit, release_and_wait
+from atropos.adapters.sharing import (
+    CANNOT_EXECUTE,
+    HeldSlot,
+    SlotRequest,
+    infrastructure,
+    time_limit,
+)
 from atropos.adapters.swerex_session import BashSession
 from atropos.errors import SandboxError
 from atropos.event_loop import in_event_loop, release
@@ -255,8 +262,8 @@ class AtroposDeployment(AbstractDeployment):
     async def stop(self) -> None:
         """Give the slot back, with all that runs in it; a cancellation stops the wait for it. Idempotent."""
         runtime, self._runtime = self._runtime, None
-        if runtime is not None and (given_back := release(runtime.held)) is not None:
-            await asyncio.shield(asyncio.wrap_future(given_back))
+        if runtime is not None:
+            await release_and_wait(runtime.held)
 
     @override
     def __del__(self) -> None:

@@ -17,6 +17,7 @@ HOSTS = Path(__file__).parent / "hosts"
 BIN = ROOT / ".peers" / "bin"
 VERIFIERS = ROOT / ".peers" / "verifiers" / "bin"
 NEMO_GYM = ROOT / ".peers" / "nemo-gym" / "bin"
+KITS = ROOT / ".peers" / "kits" / "bin"
 
 
 def needs(program: str, where: Path = BIN) -> pytest.MarkDecorator:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from atropos.adapters.extras import NO_EXTRA
+
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
@@ -29,8 +31,23 @@ EXTRAS = {
     "atropos/adapters/verifiers": "verifiers",
 }
 """Folders whose imports an extra may bring; those of atropos/api that belong to one are imported inside functions."""
+KITS = {
+    "atropos/adapters/deepagents": "deepagents",
+    "atropos/adapters/google_adk": "google-adk",
+    "atropos/adapters/openai_agents": "openai-agents",
+    "atropos/adapters/pydantic_ai": "pydantic-ai",
+}
+"""Adapters of kits that no extra brings."""
 OPTIONAL = {"web", "mcp"}
-ALTERNATIVES = {"seccomp": "pyseccomp", "minisweagent": "mini-swe-agent", "nemo_gym": "nemo-gym", "swerex": "swe-rex"}
+ALTERNATIVES = {
+    "agents": "openai-agents",
+    "google": "google-adk",
+    "minisweagent": "mini-swe-agent",
+    "nemo_gym": "nemo-gym",
+    "pydantic_ai": "pydantic-ai-slim",
+    "seccomp": "pyseccomp",
+    "swerex": "swe-rex",
+}
 """Modules that may not be installed here, and what brings them; seccomp is Debian's binding of the same."""
 NAMESPACES = {"opentelemetry": ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")}
 """Modules that several distributions share, with those that are used."""
@@ -85,6 +102,9 @@ def test_every_import_is_declared() -> None:
     undeclared: list[str] = []
     for file, needed in distributions().items():
         allowed = CORE | set().union(*(OF_EXTRA[extra] for folder, extra in EXTRAS.items() if file.startswith(folder)))
+        for module, kit in KITS.items():
+            if file.startswith(module):
+                allowed |= {normal(NO_EXTRA[kit]), "typing-extensions"}
         if file.startswith("atropos/api"):
             allowed |= set().union(*(OF_EXTRA[extra] for extra in OPTIONAL))
         undeclared += [f"{file}: {name}" for name in sorted(needed - allowed)]
@@ -137,6 +157,20 @@ def test_the_conformance_suite_names_the_extra_that_it_needs() -> None:
 def test_an_adapter_names_the_extra_that_it_needs(module: str, host: str, extra: str) -> None:
     said = without(host, f"import sys; sys.version_info = (3, 12); import atropos.adapters.{module}")
     assert f"ImportError: the adapter needs the extra `{extra}`: pip install 'atropos[{extra}]'" in said
+
+
+@pytest.mark.parametrize(
+    ("module", "host", "kit"),
+    [
+        ("deepagents", "deepagents", "deepagents"),
+        ("google_adk", "google.adk", "google-adk"),
+        ("openai_agents", "agents", "openai-agents"),
+        ("pydantic_ai", "pydantic_ai", "pydantic-ai"),
+    ],
+)
+def test_an_adapter_names_the_package_that_no_extra_brings(module: str, host: str, kit: str) -> None:
+    said = without(host, f"import atropos.adapters.{module}")
+    assert f"ImportError: the adapter needs the package {kit}: pip install '{NO_EXTRA[kit]}'" in said
 
 
 @pytest.mark.parametrize(("module", "extra"), [("harbor", "harbor"), ("nemo_gym", "nemo-gym")])

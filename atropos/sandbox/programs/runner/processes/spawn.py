@@ -132,11 +132,18 @@ def candidates(program: str, block: dict[bytes, bytes]) -> tuple[bytes, ...]:
 
 
 def first_of(paths: tuple[bytes, ...], start: Callable[[bytes], int]) -> int:
-    """`start` of the first of these programs that exists; like `execvp`, skips those that can't be executed."""
+    """`start` of the first of these programs that exists; like a shell, skips those that can't be executed or seen."""
     failed: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     for path in paths:
         try:
             os.stat(path)  # it costs less than a start that fails
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except PermissionError:
+            if len(paths) == 1:
+                raise
+            continue  # a folder of PATH that this user may not search
+        try:
             return start(path)
         except (FileNotFoundError, NotADirectoryError):
             continue
