@@ -1,4 +1,4 @@
-"""Slots as backends of deepagents: `create_deep_agent(backend=AtroposSandbox())`."""
+"""Slots as backends of deepagents: `create_deep_agent(backend=AtroposBackend())`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _ERRORS = {
 }
 
 
-class AtroposSandbox(BaseSandbox):
+class AtroposBackend(BaseSandbox):
     """One slot, from its first use until `close`. Every method raises `SandboxGoneError` when it is gone.
 
     Files are read, searched and written by the slot itself, so that an image needs no Python for them.

@@ -81,7 +81,7 @@ class AtroposSandboxSession(BaseSandboxSession):
     state: AtroposSandboxSessionState  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, state: AtroposSandboxSessionState, request: SlotRequest) -> None:
-        self.state = state
+        self.state = state  # pyright: ignore[reportIncompatibleVariableOverride]
         self._request = request
         self._held: HeldSlot | None = None
         self._terminals: Terminals | None = None

@@ -109,6 +109,7 @@ class AtroposAgent:
             placeholder=not self._model.exact,
             temperature=self.config.temperature,
             raw_logprobs=self._model.raw_logprobs,
+            model=self._model.name,
         )
         async with gate():
             transcript.add_context(self._dialect.prompt(messages))
@@ -169,7 +170,7 @@ class AtroposAgent:
         """Generate a turn and append it: the step, and the bound that cut it off, if one did."""
         room = self._room(transcript)
         limit = room if self.config.max_tokens is None else min(room, self.config.max_tokens)
-        started = time.perf_counter()
+        started, started_at = time.perf_counter(), time.time()
         ask = self._sample if self._model.exact else self._chat
         turn, sampled = await ask(transcript, limit)
         transcript.add_sampled(turn.ids, sampled.logprobs, sampled.weights)
@@ -184,6 +185,7 @@ class AtroposAgent:
             tokens=len(turn.ids),
             finish_reason=sampled.finish_reason,
             model_s=time.perf_counter() - started,
+            started_at=started_at,
         )
         if sampled.finish_reason == "length":
             return step, "context_length" if limit == room else "max_tokens"

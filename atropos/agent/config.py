@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Literal, NamedTuple, TypedDict
 
 from atropos.agent.transcript import Message, Transcript
@@ -79,8 +80,10 @@ class Outcome(NamedTuple):
 
 
 class TurnTiming(TypedDict):
-    """Seconds of a turn: of its generation, of all its calls, and of each call."""
+    """When a turn's generation began, its tokens, and seconds: of the generation, of all its calls, and of each call."""
 
+    started_at: str
+    tokens: int
     model_s: float
     tools_s: float
     calls_s: list[float]
@@ -100,6 +103,7 @@ class AgentStep:
             the conversation: the model never reads them.
         reasoning: the model's thinking, if the dialect separates it from the answer.
         model_s, tools_s: seconds spent in generation and in tools.
+        started_at: when the generation began, in seconds since 1970.
     """
 
     number: int
@@ -113,6 +117,7 @@ class AgentStep:
     finish_reason: str = ""
     model_s: float = 0.0
     tools_s: float = 0.0
+    started_at: float = 0.0
 
     @property
     def results(self) -> list[ToolResult]:
@@ -126,9 +131,14 @@ class AgentStep:
         return [*self.outcomes, *(Outcome(call, late) for call in self.calls[ran:])]
 
     def timing(self) -> TurnTiming:
-        """The turn's seconds, rounded."""
-        calls_s = [round(result.duration_s, 4) for result in self.results]
-        return {"model_s": round(self.model_s, 4), "tools_s": round(self.tools_s, 4), "calls_s": calls_s}
+        """What files keep of the turn beside its messages and tokens, rounded."""
+        return {
+            "started_at": datetime.fromtimestamp(self.started_at, UTC).isoformat(timespec="milliseconds"),
+            "tokens": self.tokens,
+            "model_s": round(self.model_s, 4),
+            "tools_s": round(self.tools_s, 4),
+            "calls_s": [round(result.duration_s, 4) for result in self.results],
+        }
 
 
 @dataclass

@@ -136,6 +136,8 @@ class Model:
         the server was away, paused or asleep."""
         self.asked_at = 0.0
         """When the current request was handed over, by `time.perf_counter`."""
+        self.name = str(getattr(getattr(_each_server(server)[0], "config", None), "model_name", ""))
+        """What the server calls its model; empty of a stand-in without a config."""
         kind = server_type(server)
         self.exact = kind in EXACT
         """Whether the server reports the tokens it samples."""

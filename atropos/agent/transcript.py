@@ -48,6 +48,7 @@ class Transcript:
         temperature: with which every turn was sampled.
         raw_logprobs: whether the logprobs are of temperature 1, whatever sampled.
         weights: versions of the weights that sampled the tokens, by position; empty where the server doesn't say.
+        model: what the server calls its model; empty where it has no name.
     """
 
     tokens: list[int] = field(default_factory=lambda: numbers(list[int]()))
@@ -58,6 +59,7 @@ class Transcript:
     temperature: float = 1.0
     raw_logprobs: bool = False
     weights: list[WeightSpan] = field(default_factory=list[WeightSpan])
+    model: str = ""
 
     def __len__(self) -> int:
         return len(self.tokens)

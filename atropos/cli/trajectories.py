@@ -16,8 +16,10 @@ import typer
 from atropos.cli.dashboard import File
 from atropos.cli.options import AsJson
 from atropos.dashboard.export import atif
+from atropos.dashboard.pass_at import PassRates
 from atropos.dashboard.records import as_text
 from atropos.dashboard.replay import asciicast
+from atropos.dashboard.sampled import sampled_of
 from atropos.dashboard.store import Details, Query, StoredTrajectory, entry_of, item_of, members, read_groups
 from atropos.dashboard.text import number
 from atropos.errors import ConfigError
@@ -101,7 +103,7 @@ def _export(
             if form == "cast":
                 (to / f"{done:06d}-{name}.cast").write_text(asciicast(entry, details))
                 continue
-            value = atif(entry, details, agent="atropos", version=version("atropos"))
+            value = atif(entry, details, sampled_of(member), agent="atropos", version=version("atropos"))
             (to / f"{done:06d}-{name}.json").write_text(json.dumps(value, indent=1) + "\n")
     return done, left_out
 
@@ -115,37 +117,44 @@ def stats(
     most: Most = None,
     error: Error = "",
     tool: Tool = "",
+    passing: Annotated[float, typer.Option(help="lowest score of a pass, for pass@k")] = 1.0,
+    by_item: Annotated[bool, typer.Option("--by-item", help="a line for each item too")] = False,
 ) -> None:
-    """Count trajectories, scores, endings, calls by tool, and seconds by phase."""
+    """Count trajectories, scores, endings, calls by tool, and seconds by phase; pass@k of all items and of each."""
     scores: list[float] = []
-    items: Counter[str] = Counter()
+    rates = PassRates(passing)
     stops: Counter[str] = Counter()
     tools: Counter[str] = Counter()
     phases: defaultdict[str, float] = defaultdict(float)
     failed = 0
     for _, entry, details in _chosen(jsonl, Query(item=item, least=least, most=most, error=error, tool=tool)):
         scores.append(entry.score)
-        items[entry.item] += 1
+        rates.add(entry.item, entry.score)
         stops[entry.stop_reason] += 1
         failed += entry.tool_errors
         tools.update(part.name for message in details.messages for part in message.parts if part.name)
         for phase, seconds in entry.phases.items():
             phases[phase] += seconds
-    numbers = {
+    numbers: dict[str, object] = {
         "trajectories": len(scores),
-        "items": len(items),
-        "mean_score": sum(scores) / len(scores) if scores else None,
+        "items": len(rates.items),
+        "mean_score": round(sum(scores) / len(scores), 4) if scores else None,
+        "pass_at": rates.mean(),
         "failed_calls": failed,
         "endings": dict(stops.most_common()),
         "calls_by_tool": dict(tools.most_common()),
         "seconds_by_phase": {name: round(seconds, 3) for name, seconds in phases.items()},
     }
     if as_json:
-        typer.echo(json.dumps(numbers, indent=2))
+        typer.echo(
+            json.dumps({**numbers, "by_item": {name: rate.numbers() for name, rate in rates.items.items()}}, indent=2)
+        )
         return
     for name, value in numbers.items():
         shown = "  ".join(f"{visible(key)} {n}" for key, n in value.items()) if isinstance(value, dict) else value
         typer.echo(f"{name.replace('_', ' '):<17} {shown if shown not in (None, '') else '-'}")
+    for name, rate in rates.items.items() if by_item else ():
+        typer.echo(visible(f"{name}  {rate}"))
 
 
 @trajectories_app.command()

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
 from atropos.dashboard.conversation import MessagePart
+from atropos.dashboard.sampled import Sampled, SampledTurn
 from atropos.dashboard.store import Details, StoredTrajectory
 
 ATIF_VERSION = "ATIF-v1.8"
@@ -36,10 +37,16 @@ class _Step(TypedDict, total=False):
     reasoning_content: str
     tool_calls: list[_Call]
     observation: _Observation
+    timestamp: str
+    metrics: dict[str, object]
+    llm_call_count: int
 
 
-def atif(entry: StoredTrajectory, details: Details, *, agent: str, version: str) -> dict[str, object]:
-    """A trajectory as an ATIF document. A message with results belongs to the step of the calls before it."""
+def atif(entry: StoredTrajectory, details: Details, sampled: Sampled, *, agent: str, version: str) -> dict[str, object]:
+    """A trajectory as an ATIF document. A message with results belongs to the step of the calls before it.
+
+    The prompt of a step is the first `prompt_tokens` of the ids in `extra`, which has the whole sequence once.
+    """
     steps: list[_Step] = []
     call_ids: list[str | None] = []
     for message in details.messages:
@@ -51,15 +58,56 @@ def atif(entry: StoredTrajectory, details: Details, *, agent: str, version: str)
         if parts or not results:
             call_ids = _call_ids(parts, len(steps) + 1)
             steps.append(_step(message.role, parts, len(steps) + 1, call_ids))
+    answers = [step for step in steps if step.get("source") == "agent"][-len(sampled.turns) :]
+    if len(answers) == len(sampled.turns):  # an opening may hold answers that nobody sampled
+        for step, turn in zip(answers, sampled.turns, strict=True):
+            _measure(step, turn, sampled)
     facts = {"attempts": entry.attempts, "stop_reason": entry.stop_reason, "seconds_by_phase": entry.phases}
+    kept = {"token_ids": sampled.tokens, "trainer": sampled.trainer, "changes": sampled.changes}
     return {
         "schema_version": ATIF_VERSION,
         "session_id": entry.trajectory_id,
-        "agent": {"name": agent, "version": version},
+        "trajectory_id": entry.trajectory_id,
+        "agent": {"name": agent, "version": version, **({"model_name": sampled.model} if sampled.model else {})},
         "steps": steps,
-        "final_metrics": {"total_steps": len(steps)},
-        "extra": {"item": entry.item, "score": entry.score, "seconds": entry.seconds, **facts, "info": details.info},
+        "final_metrics": _totals(steps, sampled.turns),
+        "extra": {
+            "item": entry.item,
+            "score": entry.score,
+            "seconds": entry.seconds,
+            **facts,
+            "info": details.info,
+            **{name: value for name, value in kept.items() if value},
+        },
     }
+
+
+def _measure(step: _Step, turn: SampledTurn, sampled: Sampled) -> None:
+    """Add to a step what its generation was."""
+    facts = dict(turn.facts)
+    started_at, tokens = facts.pop("started_at", None), facts.pop("tokens", None)
+    metrics: dict[str, object] = {"extra": facts} if facts else {}
+    if turn.span is not None:
+        begin, end = turn.span
+        metrics |= {"prompt_tokens": begin, "completion_tokens": end - begin}
+        metrics["completion_token_ids"] = sampled.tokens[begin:end]
+        if sampled.logprobs:
+            metrics["logprobs"] = sampled.logprobs[begin:end]
+    elif sampled.tokens and isinstance(tokens, int):
+        metrics["completion_tokens"] = tokens
+    if isinstance(started_at, str):
+        step["timestamp"] = started_at
+    if metrics:
+        step["metrics"] = metrics
+    step["llm_call_count"] = 1
+
+
+def _totals(steps: Sequence[_Step], turns: Sequence[SampledTurn]) -> dict[str, object]:
+    totals: dict[str, object] = {"total_steps": len(steps)}
+    if spans := [turn.span for turn in turns if turn.span is not None]:
+        totals["total_prompt_tokens"] = sum(begin for begin, _ in spans)
+        totals["total_completion_tokens"] = sum(end - begin for begin, end in spans)
+    return totals
 
 
 def _call_ids(parts: Sequence[MessagePart], number: int) -> list[str | None]:

@@ -227,14 +227,16 @@ def scores_of(group: Mapping[str, object]) -> list[float]:
 
 
 def members(group: Mapping[str, object]) -> Iterator[dict[str, object]]:
-    """A group's trajectories: each one's summary, with its `score` and `messages`."""
+    """A group's trajectories: each one's summary, with its `score`, `messages`, and lists of tokens as in the group."""
     summaries = as_list(as_dict(group.get("atropos")).get("trajectories"))
-    conversations = as_list(group.get("messages"))
+    lists = {name: as_list(group.get(name)) for name in ("messages", "tokens", "masks", "inference_logprobs")}
+    overrides = as_list(group.get("overrides"))
     for index, score in enumerate(scores_of(group)):
         summary = as_dict(summaries[index]) if index < len(summaries) else {}
-        messages = conversations[index] if index < len(conversations) else []
         named = {"trajectory_id": f"trajectory {index}", **summary}
-        yield {**named, "score": score, "messages": as_list(messages)}
+        own = {name: as_list(values[index]) if index < len(values) else [] for name, values in lists.items()}
+        trainer = as_dict(overrides[index]) if index < len(overrides) else {}
+        yield {**named, "score": score, **own, "trainer": {**as_dict(group.get("generation_params")), **trainer}}
 
 
 def entry_of(trajectory: Mapping[str, object], *, item: str) -> tuple[StoredTrajectory, Details]:

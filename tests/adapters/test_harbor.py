@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from atropos.cli.app import command_line
 from tests.adapters.peers import HOSTS, ROOT, needs, run
-from tests.unit.dashboard.support import hostile, ordinary
+from tests.unit.dashboard.support import hostile, ordinary, sampled
 
 pytestmark = needs("harbor")
 OWN_VERIFIER = {
@@ -116,7 +116,7 @@ def test_its_environments_are_slots(tmp_path: Path) -> None:
 
 
 def test_exported_trajectories_are_valid_for_its_own_model(tmp_path: Path) -> None:
-    groups = [*ordinary(), hostile()]
+    groups = [*ordinary(), hostile(), sampled()]
     (tmp_path / "groups.jsonl").write_text("".join(json.dumps(one) + "\n" for one in groups))
     done = CliRunner().invoke(
         command_line(), ["trajectories", "export", str(tmp_path / "groups.jsonl"), "--to", str(tmp_path / "atif")]

@@ -76,7 +76,7 @@ class Rollout:
         info: what the verifying hook returned beside the score; kept in the JSONL.
         phases: seconds by phase: setup, model, tools, verify, reset; `acquire` is the wait for the slot, within
             whichever of setup, tools and verify used it first, and `agent` is model, tools and what is between them.
-        turns: seconds by turn, as `AgentStep.timing` gives them.
+        turns: when each began, its tokens and seconds, as `AgentStep.timing` gives them.
         changes: files that the agent changed, as `WorkspaceChanges.since_start` gives them; empty: they were not
             recorded.
     """
@@ -135,6 +135,7 @@ class Rollout:
         """The fields of the JSONL and the pages other than tokens and messages."""
         return {
             "trajectory_id": self.trajectory_id,
+            "model": self.transcript.model,
             "score": self.score,
             "steps": self.steps,
             "calls": self.calls,

@@ -9,7 +9,7 @@ from deepagents import create_deep_agent
 from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage
 
-from atropos.adapters.deepagents import AtroposSandbox
+from atropos.adapters.deepagents import AtroposBackend
 from atropos.adapters.sharing import SandboxGoneError
 
 POOL = {"backend": "local", "slots_per_container": 3, "max_containers": 1}
@@ -18,7 +18,7 @@ POOL = {"backend": "local", "slots_per_container": 3, "max_containers": 1}
 @pytest.fixture(scope="module")
 def busybox(tmp_path_factory):
     """A backend on an image with neither Python nor coreutils."""
-    with AtroposSandbox(pool=POOL, image=entrypoint_images.image(tmp_path_factory.mktemp("image"))) as backend:
+    with AtroposBackend(pool=POOL, image=entrypoint_images.image(tmp_path_factory.mktemp("image"))) as backend:
         yield backend
 
 
@@ -119,7 +119,7 @@ async def test_an_agent_works_in_a_slot(busybox):
 
 
 def test_a_killed_container_ends_the_run_as_an_error():
-    with AtroposSandbox(pool={**POOL, "slots_per_container": 1}) as backend:
+    with AtroposBackend(pool={**POOL, "slots_per_container": 1}) as backend:
         backend.execute("true")
         kill_container()
         agent = create_deep_agent(

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from atropos.cli.app import command_line
 from atropos.errors import ConfigError
-from tests.unit.dashboard.support import group, hostile, ordinary, trajectory
+from tests.unit.dashboard.support import group, hostile, ordinary, sampled, trajectory
 
 
 def run(tmp_path, command, *arguments, groups=None):
@@ -84,6 +84,46 @@ def test_atif_gives_the_error_of_an_unread_call_to_no_other(tmp_path):
     assert found == [(None, "[error: not valid JSON]"), (ids[0], "of 1"), (ids[1], "of 2")]
 
 
+def exported(tmp_path, one):
+    """An ATIF document, and its steps of the model."""
+    run(tmp_path, "export", "--to", str(tmp_path / "atif"), groups=[one])
+    [file] = (tmp_path / "atif").iterdir()
+    value = json.loads(file.read_text())
+    return value, [step for step in value["steps"] if step["source"] == "agent"]
+
+
+def test_atif_has_what_the_model_sampled_in_each_step(tmp_path):
+    value, (first, last) = exported(tmp_path, sampled())
+    assert first["timestamp"] == "2026-11-28T10:00:00.500+00:00"
+    assert first["metrics"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "completion_token_ids": [7, 8],
+        "logprobs": [-0.5, -0.25],
+        "extra": {"model_s": 1.5, "tools_s": 0.5, "calls_s": [0.5]},
+    }
+    assert (last["metrics"]["completion_token_ids"], last["metrics"]["prompt_tokens"]) == ([9], 6)
+    assert value["agent"]["model_name"] == "some/model"
+    assert value["final_metrics"] == {"total_steps": 4, "total_prompt_tokens": 9, "total_completion_tokens": 3}
+    assert value["extra"]["token_ids"] == [1, 2, 3, 7, 8, 4, 9]
+    told = {"temperature": 0.7, "logprobs": "policy", "stop_reason": "final", "weight_versions": [[3, 7, "5"]]}
+    assert value["extra"]["trainer"] == told
+
+
+def test_atif_of_a_member_whose_labels_are_hidden_has_counts_and_times(tmp_path):
+    hidden = {"masks": [[-100] * 7], "inference_logprobs": [[1.0] * 7]}
+    value, (first, _) = exported(tmp_path, sampled() | hidden)
+    assert (first["metrics"]["completion_tokens"], "logprobs" in first["metrics"]) == (2, False)
+    assert first["timestamp"]
+    assert len(value["extra"]["token_ids"]) == 7
+
+
+def test_atif_has_no_placeholder_ids(tmp_path):
+    value, (first, _) = exported(tmp_path, sampled() | {"generation_params": {"logprobs": "placeholder"}})
+    assert first["metrics"] == {"extra": {"model_s": 1.5, "tools_s": 0.5, "calls_s": [0.5]}}
+    assert "token_ids" not in value["extra"]
+
+
 def test_sft_lines_are_the_messages_of_the_chosen(tmp_path):
     done = run(tmp_path, "export", "--format", "sft", "--least", "1", "--item", "square-1")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -97,6 +137,15 @@ def test_stats_count_what_is_there(tmp_path):
     found = json.loads(run(tmp_path, "stats", "--json").stdout)
     assert found["trajectories"] == 60
     assert found["mean_score"] == 0.5
+    assert found["pass_at"] == {"1": 0.3333, "2": 0.6667}
+    assert found["by_item"]["square-3"] == {
+        "trajectories": 3,
+        "passed": 1,
+        "mean_score": 0.5,
+        "pass_at": {"1": 0.3333, "2": 0.6667},
+    }
+    assert json.loads(run(tmp_path, "stats", "--json", "--passing", "0.5").stdout)["pass_at"] == {"1": 0.6667, "2": 1.0}
+    assert "square-3  1 of 3  mean 0.5  pass@1 0.3333  pass@2 0.6667" in run(tmp_path, "stats", "--by-item").stdout
     assert found["failed_calls"] == 20
     assert found["endings"] == {"final": 40, "max_steps": 20}
     assert found["calls_by_tool"] == {"terminal": 60}

@@ -47,5 +47,19 @@ def ordinary() -> list[dict]:
     ]
 
 
+def sampled() -> dict:
+    """Two turns of the model, as `scored_group` has them, with the group's other fields."""
+    turn = {"tokens": 2, "model_s": 1.5, "tools_s": 0.5, "calls_s": [0.5]}
+    turns = [{**turn, "started_at": f"2026-11-28T10:00:0{second}.500+00:00"} for second in (0, 2)]
+    return {
+        **group("sampled", trajectory("t", 1.0, model="some/model", turns=turns, changes={"files": []})),
+        "tokens": [[1, 2, 3, 7, 8, 4, 9]],
+        "masks": [[-100, -100, -100, 7, 8, -100, 9]],
+        "inference_logprobs": [[1.0, 1.0, 1.0, -0.5, -0.25, 1.0, -0.125]],
+        "generation_params": {"temperature": 0.7, "logprobs": "policy"},
+        "overrides": [{"stop_reason": "final", "weight_versions": [[3, 7, "5"]]}],
+    }
+
+
 def hostile() -> dict:
     return group(EVIL, trajectory(EVIL, 0.5, output=EVIL, stop_reason=EVIL, info={EVIL: EVIL}))
