@@ -80,7 +80,7 @@ class Outcome(NamedTuple):
 
 
 class TurnTiming(TypedDict):
-    """When a turn's generation began, its tokens, and seconds: of the generation, of all its calls, and of each call."""
+    """When a turn's generation began, its tokens, and seconds: of generation, of all its calls, and of each."""
 
     started_at: str
     tokens: int

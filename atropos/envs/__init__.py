@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -51,4 +53,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    try:
+        return getattr(import_module(f"{__name__}.{home}"), name)
+    except KeyboardInterrupt:  # nothing is held yet, and nobody wants to read where it was
+        print("interrupted while the environments were loaded", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None

@@ -188,7 +188,10 @@ def _report(env: CommandEnv) -> None:
     lines = [f"{metrics.groups} groups, {metrics.trajectories} trajectories, {metrics.calls} calls{mean}"]
     path = env.config.data_path_to_save_groups
     if path and Path(path).exists():
-        lines += [f"groups: {path}", f"page:   {Path(path).with_suffix('.html')}"]
+        lines.append(f"groups: {path}")
+        page = Path(path).with_suffix(".html")
+        if page.exists() and page.stat().st_mtime_ns >= Path(path).stat().st_mtime_ns:  # not one of an earlier run
+            lines.append(f"page:   {page}")
     print(*lines, sep="\n", flush=True)  # an error comes after it, also where both go into one pipe
 
 

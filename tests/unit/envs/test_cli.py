@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -406,3 +408,30 @@ def test_a_log_level_that_there_is_not_is_one_line(capsys, monkeypatch):
     monkeypatch.setenv("ATROPOS_LOG_LEVEL", "verbose")
     said = "error: ATROPOS_LOG_LEVEL: 'verbose' is none of INFO, WARNING, ERROR"
     assert run(capsys, "process") == (2, said)
+
+
+def test_a_ctrl_c_while_the_environments_are_loaded_is_one_line(tmp_path):
+    (tmp_path / "atroposlib.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
+    command = [sys.executable, "-c", "from atropos.envs import AgentEnv"]
+    variables = os.environ | {"PYTHONPATH": str(tmp_path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=variables, **pipes) as process:
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    assert (process.returncode, said) == (130, "interrupted while the environments were loaded\n")
+
+
+@pytest.mark.parametrize(("page_age_s", "named"), [(None, False), (60, False), (-60, True)])
+def test_the_last_lines_name_a_page_that_this_run_wrote(capsys, tmp_path, page_age_s, named):
+    """A full disk leaves none, or one of an earlier run."""
+    groups, page = tmp_path / "g.jsonl", tmp_path / "g.html"
+    groups.write_text("{}\n")
+    if page_age_s is not None:
+        page.write_text("<html>")
+        os.utime(page, (groups.stat().st_mtime - page_age_s,) * 2)
+    metrics = SimpleNamespace(mean_score=0.5, groups=1, trajectories=2, calls=3)
+    app._report(SimpleNamespace(metrics=metrics, config=SimpleNamespace(data_path_to_save_groups=str(groups))))
+    said = capsys.readouterr().out
+    assert f"groups: {groups}" in said
+    assert (f"page:   {page}" in said) == named
