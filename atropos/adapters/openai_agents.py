@@ -116,6 +116,10 @@ class AtroposSandboxSession(BaseSandboxSession):
         return WorkspaceStartError(path=root, message=f"{root}: {why}", cause=cause, retryable=retryable)
 
     @override
+    async def _after_start_failed(self) -> None:
+        await self._shutdown_backend()
+
+    @override
     @in_event_loop
     async def _shutdown_backend(self) -> None:
         held, self._held = self._held, None

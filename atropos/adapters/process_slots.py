@@ -79,6 +79,7 @@ class LazySlot:
         """Give the slot back, with all that runs in it. Idempotent."""
         self._closed = True
         if self._leasing is not None:
+            self._leasing.cancel()  # where it still waits for a slot
             await asyncio.wait([self._leasing])
             if not self._failed(self._leasing):
                 await release_and_wait(self._leasing.result())

@@ -11,7 +11,7 @@ import pytest
 from tests.adapters.peers import HOSTS, KITS, ROOT, needs, run
 
 pytestmark = needs("pytest", KITS)
-CONTRACTS = {"deepagents": 16, "google_adk": 5, "openai_agents": 11, "pydantic_ai": 45}
+CONTRACTS = {"deepagents": 16, "google_adk": 5, "openai_agents": 12, "pydantic_ai": 45}
 """How many tests pass; of pydantic-ai's suite one is skipped, as its native `realpath` is optional."""
 
 

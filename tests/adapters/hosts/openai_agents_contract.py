@@ -124,6 +124,14 @@ async def test_an_image_that_is_not_there_is_an_error_of_the_start(client):
         await session.start()
 
 
+async def test_a_start_that_fails_keeps_no_slot():
+    client = AtroposSandboxClient(pool={**POOL, "slots_per_container": 1, "acquire_timeout_s": 60})
+    with pytest.raises(WorkspaceStartError, match="/etc/passwd/no"):
+        await (await client.create(manifest=Manifest(root="/etc/passwd/no"))).start()
+    async with await client.create() as session:
+        assert await session.running()
+
+
 def agent(*turns):
     return SandboxAgent(name="worker", instructions="Work.", model=ScriptedModel(turns))
 
