@@ -31,6 +31,11 @@ if [ ! -e "$ready" ]; then
   "${uv[@]}" pip install --quiet --python .peers/kits/bin/python -r pyproject.toml --extra testing "${kits[@]}"
   touch "$ready"
 fi
+# The oldest SDK that docs/adapters/e2b.md names; the newest is in .venv.
+if [ ! -x .peers/e2b-2.7.0/bin/python ]; then
+  "${uv[@]}" venv --quiet --python "$python" .peers/e2b-2.7.0
+  "${uv[@]}" pip install --quiet --python .peers/e2b-2.7.0/bin/python e2b==2.7.0
+fi
 # SWE-ReX's tests come with its source distribution alone; without it they are skipped.
 version=$(.peers/bin/python -c 'from importlib.metadata import version; print(version("swe-rex"))')
 if [ ! -d ".peers/share/swe-rex-$version" ]; then

@@ -20,6 +20,7 @@ import httpx
 import pytest
 from e2b import AsyncSandbox, Sandbox
 
+from tests.adapters.peers import ROOT
 from tests.waiting import until
 
 TOKEN = "e2b_0123456789abcdef"
@@ -170,6 +171,24 @@ def test_forks_and_snapshots_start_from_the_files_while_programs_go_on(server: S
             one.kill()
         assert Sandbox.delete_snapshot(kept.snapshot_id, **server.options)
     assert not Sandbox.delete_snapshot(kept.snapshot_id, **server.options)
+
+
+@pytest.mark.parametrize(
+    "python", [ROOT / ".peers/e2b-2.7.0/bin/python", Path(sys.executable)], ids=["oldest", "newest"]
+)
+def test_the_program_of_its_page_runs(server: Server, python: Path):
+    if not python.exists():
+        pytest.skip("no e2b 2.7.0: scripts/peers.sh installs it")
+    program = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adapters/e2b.md").read_text(), re.DOTALL)[0]
+    urls = dict.fromkeys(("E2B_API_URL", "E2B_SANDBOX_URL"), f"{server.url}/e2b")
+    done = subprocess.run(
+        [python, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **urls, "E2B_API_KEY": TOKEN},
+    )
+    assert done.stdout.split() == ["hello", "a", "line", "3"], done.stderr
 
 
 def test_a_page_after_the_other_lists_all_sandboxes(server: Server):
