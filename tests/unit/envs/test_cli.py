@@ -412,7 +412,10 @@ def test_a_log_level_that_there_is_not_is_one_line(capsys, monkeypatch):
 
 def test_a_ctrl_c_while_the_environments_are_loaded_is_one_line(tmp_path):
     (tmp_path / "atroposlib.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
-    command = [sys.executable, "-c", "from atropos.envs import AgentEnv"]
+    attentive = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a script's background job is not
+    )
+    command = [sys.executable, "-c", f"{attentive}; from atropos.envs import AgentEnv"]
     variables = os.environ | {"PYTHONPATH": str(tmp_path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=variables, **pipes) as process:
