@@ -37,7 +37,7 @@ nomad:  ## a Nomad binary of the pinned version, built with Go where none is ins
 	@bash scripts/nomad.sh
 
 # asked for with what slots need, so that an ordinary user is told all at once
-test: export ATROPOS_SYSTEM_PROGRAMS := curl:curl ip:iproute2 less:less mke2fs:e2fsprogs node:nodejs ps:procps xz:xz-utils zstd:zstd
+test: export ATROPOS_SYSTEM_PROGRAMS := busybox:busybox-static curl:curl ip:iproute2 less:less newuidmap:uidmap mke2fs:e2fsprogs node:nodejs ps:procps xz:xz-utils zstd:zstd
 test: setup  ## every test, on real parts
 	@bash scripts/test.sh $(PYTEST_ARGS)
 

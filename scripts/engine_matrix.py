@@ -276,7 +276,8 @@ def command_of(engine: Engine, work: Path) -> list[str]:
     user = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--init-groups"] if engine.rootless else []
     start = [*user, "env", "--ignore-environment", *settings]
     if engine.program == "podman":
-        stores = ["--root", f"{work}/storage", "--runroot", f"{work}/run"]
+        # a rootless 4.3 takes vfs by itself, which copies the whole image for each container
+        stores = ["--root", f"{work}/storage", "--runroot", f"{work}/run", "--storage-driver=overlay"]
         return [*start, "podman", *stores, "system", "service", "--time", "0", f"unix://{work}/engine.sock"]
     program = "/usr/share/docker.io/contrib/dockerd-rootless.sh" if engine.rootless else "dockerd"
     return [

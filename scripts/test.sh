@@ -14,8 +14,8 @@ from atropos.api.settings import BrowserSettings; sys.exit(bool(lacks(BrowserSet
   ATROPOS_SYSTEM_PACKAGES=chromium bash scripts/system.sh \
     || echo "no Chromium: the tests of the browser tools are skipped" >&2
 fi
-ATROPOS_SYSTEM_PACKAGES="debootstrap skopeo docker-registry busybox-static prometheus openssh-server" bash scripts/system.sh \
-  || echo "not all of debootstrap, skopeo, docker-registry, busybox, prometheus and openssh-server: tests of fresh machines, of images, of monitoring/ or of ssh are skipped" >&2
+ATROPOS_SYSTEM_PACKAGES="debootstrap skopeo docker-registry prometheus openssh-server" bash scripts/system.sh \
+  || echo "not all of debootstrap, skopeo, docker-registry, prometheus and openssh-server: tests of fresh machines, of images, of monitoring/ or of ssh are skipped" >&2
 if [ -n "${CI:-}" ]; then # elsewhere they would stay, and some start services: their tests are skipped
   RUNLEVEL=1 ATROPOS_SYSTEM_PACKAGES="firefox-esr gdb mariadb-server nginx-light postgresql rr strace sudo tmux valgrind" \
     bash scripts/system.sh || echo "not all real programs could be installed: their tests are skipped" >&2

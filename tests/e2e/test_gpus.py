@@ -15,8 +15,10 @@ from atropos.metrics import exposition
 from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
 from atropos.slots.backends.spec import ContainerSpec
 from atropos.testing.waiting import until
+from tests import privileges
 from tests.gpus import GpuMachine, gpu_machine
 
+pytestmark = privileges.device_nodes
 ONE, BOTH = LeaseLimits(gpus=1), LeaseLimits(gpus=2)
 SEEN = "echo /dev/test-*"
 LOADS = 'python3 -c "import ctypes; print(ctypes.CDLL(\\"libgpu-test.so.1\\").gpus())"'

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import privileges
+
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
 
@@ -164,6 +166,7 @@ for name, block in json.load(sys.stdin).items():
 """
 
 
+@privileges.cgroups
 def test_the_blocks_of_the_docs() -> None:
     """Each in a namespace of its own; one process for all of them, which imports what they need once."""
     blocks = {

@@ -20,6 +20,7 @@ from atropos.envs.humaneval_problems import HumanEvalProblem, judge
 from atropos.envs.task_env import TaskEnvConfig
 from atropos.errors import AcquireTimeout, ConfigError, ToolServerUnavailable
 from atropos.tools import ToolCall
+from tests import privileges
 from tests.e2e import test_task_env as of_tasks
 from tests.settings import SHOWN, shows
 from tests.unit.envs import test_settings as of_the_agent
@@ -132,6 +133,7 @@ def cgroup_values(*names: str) -> set[str]:
     return found
 
 
+@privileges.cgroups
 @shows(
     "slot_memory_mib", "slot_pids", "slot_cpu_weight", "slot_cpu_quota", "slot_disk_mib", "slot_inodes",
     "slot_output_bytes", "slot_wall_s",
@@ -235,7 +237,7 @@ async def test_leases_have_the_configured_time_to_live():
 
 @shows("sandbox_base")
 async def test_slots_start_from_the_base_that_is_named(tmp_path_factory):
-    folder = tiny_base(tmp_path_factory.mktemp("base") / "root", 0)
+    folder = tiny_base(tmp_path_factory.mktemp("base") / "root", os.geteuid())
     for parent in (folder.parent, folder.parent.parent, folder.parent.parent.parent):
         parent.chmod(0o755)
     async with started(sandbox_base=str(folder)) as env:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from atropos.tasks import workspace
 from atropos.tasks.check import CheckConfig, check
 from atropos.tasks.folder import TaskSet, read_tasks
 from atropos.tasks.format.datasets import dataset_folders, task_digest
+from tests import privileges
 from tests.engines import params
 from tests.unit.command import ended
 
@@ -73,6 +75,7 @@ def test_what_a_test_printed_acts_on_no_terminal_and_no_page(tmp_path):
     assert '<td class="one bad">unsound' in page
 
 
+@pytest.mark.skipif(shutil.which("skopeo") is None, reason="needs skopeo")
 def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
     tasks = tmp_path / "tasks"
     make(tasks, "sound", dockerfile="FROM ubuntu:24.04\nWORKDIR /app\n")
@@ -267,6 +270,7 @@ async def test_a_solution_that_needs_the_agents_slot_is_tried_there_before_other
     assert 'set environment_mode = "shared"' in found[0].problems[-1]
 
 
+@privileges.volumes_on_disk
 async def test_storage_that_no_memory_holds_is_on_disk_and_what_nothing_bounds_is_a_note(tmp_path):
     make(tmp_path, "large", toml="schema_version = '1.4'\n[environment]\nmemory_mb = 512\nstorage_mb = 500000000\n")
     (one,) = await check(read_tasks(tmp_path), CheckConfig())

@@ -23,6 +23,7 @@ from atropos.errors import OutcomeUnknown, PoolFull, SandboxError, SlotLost
 from atropos.slots.client import SandboxClient
 from atropos.slots.config import SlotPoolConfig
 from atropos.wire import CommandResult, Exec, LeaseRequest, ViewFolders
+from tests import privileges
 from tests.faults.proxy import Fault, proxied
 from tests.images.test_leases import busybox_image, pool_for
 from tests.processes import adopt_orphans, alive, descendants, first_processes
@@ -409,7 +410,7 @@ async def test_slots_that_are_starting_end_with_the_process_that_starts_them():
         shutil.rmtree(folder)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+@privileges.owners
 async def test_leases_on_an_image_are_granted_or_fail_typed_whatever_is_killed_meanwhile(tmp_path):
     rng = random.Random(8)
     busybox_image(tmp_path / "layout")

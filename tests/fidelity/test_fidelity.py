@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 
-from tests import engines
+from tests import engines, privileges
 from tests.fidelity.differences import ALWAYS, DIFFERENCES, KNOWN, PAGE, page
 from tests.fidelity.probes import PROBES, WITH_A_NETWORK, program
 from tests.fidelity.tools import TOOLS
@@ -21,7 +20,7 @@ LIMITS = {"memory_mib": MEMORY_MIB, "pids": PIDS, "open_files": FILES, "wall_s":
 needs_docker = [
     pytest.mark.docker,
     pytest.mark.skipif("docker" not in engines.BACKENDS, reason="needs a Docker engine"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root"),
+    privileges.owners,
 ]
 
 

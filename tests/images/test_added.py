@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from atropos.tasks.folder import load_task
+from tests import privileges
 from tests.images.making import entry, folder, link
 from tests.images.test_leases import busybox_image, pool_for
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root"),
+    privileges.owners,
 ]
 SEE = "cat /etc/hosts /etc/hostname; busybox readlink /etc/mtab; [ -e /etc/resolv.conf ] && echo resolv"
 ADDED = (

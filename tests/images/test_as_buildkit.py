@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import tarfile
 from pathlib import Path
 
@@ -14,12 +13,13 @@ import pytest_asyncio
 
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
+from tests import privileges
 from tests.images.making import entry, folder, layer, layout, link
 from tests.images.test_leases import BUSYBOX, pool_for
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root"),
+    privileges.owners,
 ]
 PEOPLE = "root:x:0:0::/root:/bin/sh\napp:x:1000:1000::/srv/app:/bin/sh\nbob:x:1001:2001::/bob:/bin/sh\n1001:x:5:6::/five:/bin/sh\n"
 GROUPS = "root:x:0:\nstaff:x:50:\nvideo:x:44:app\napp:x:1000:\n"

@@ -9,9 +9,10 @@ import pytest
 
 from atropos.errors import ConfigError
 from atropos.slots import SlotPoolConfig
+from tests import privileges
 from tests.images.test_leases import busybox_image
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+pytestmark = privileges.owners
 
 
 def atropos(*arguments: str) -> subprocess.CompletedProcess[str]:

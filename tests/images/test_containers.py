@@ -10,6 +10,7 @@ from atropos.config import ImageStoreSettings
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.local.backend import LocalBackend, LocalServer
 from atropos.tasks.prepare import TaskImages
+from tests import privileges
 from tests.backends import Engine
 from tests.engines import params
 from tests.images.between import Between
@@ -19,7 +20,7 @@ from tests.images.test_task_images import make
 from tests.silent_server import silent_server
 from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+pytestmark = privileges.owners
 
 
 @pytest.fixture(scope="module", params=params())

@@ -19,7 +19,7 @@ import pytest
 from atropos.errors import ConfigError
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
-from tests import engines
+from tests import engines, privileges
 from tests.images.dockerfiles import DOCKERFILES, IGNORED_BY, REFUSED, WITH_BUILDKIT, make_context
 from tests.images.making import entry, folder, layer, layout, link
 from tests.images.test_leases import BUSYBOX, pool_for
@@ -27,7 +27,7 @@ from tests.images.test_leases import BUSYBOX, pool_for
 pytestmark = [
     pytest.mark.docker,
     pytest.mark.skipif("docker" not in engines.BACKENDS, reason="needs a Docker engine"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root"),
+    privileges.owners,
 ]
 AT_ONCE = 4
 KNOWN = {

@@ -26,6 +26,7 @@ from atropos.images.reference import ImageSource
 from atropos.metrics import exposition
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.pool.image_sources import local_image
+from tests import privileges
 from tests.images.between import Between
 from tests.images.making import entry, folder, layer, layout, link
 from tests.silent_server import silent_server
@@ -33,7 +34,7 @@ from tests.waiting import until
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root"),
+    privileges.owners,
 ]
 STORM = int(os.environ.get("ATROPOS_STORM", "6"))
 """Images of the storm, with four leases each."""

@@ -31,6 +31,7 @@ from atropos.images.programs import run
 from atropos.images.reference import ImageSource
 from atropos.images.store import ImageStore, StoredImage
 from atropos.wire import ImageInfo
+from tests import privileges
 from tests.images.between import Between
 from tests.images.making import as_index, entry, folder, layer, layout, link
 from tests.images.registry import PASSWORD, USER, registry
@@ -38,7 +39,7 @@ from tests.images.stacks import shown
 from tests.needs import require
 from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+pytestmark = privileges.owners
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from atropos.tasks.folder import load_task
 from atropos.tasks.format.recipe import Download
 from atropos.tasks.prepare import TaskImages
 from atropos.wire import MAX_FILE_BYTES
+from tests import privileges
 from tests.images.making import entry, folder, layer, layout, link
 from tests.images.test_leases import BUSYBOX, busybox_image, pool_fixture, pool_for  # noqa: F401 (a fixture)
 from tests.needs import needs
@@ -35,7 +36,7 @@ from tests.waiting import until
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root"),
+    privileges.owners,
 ]
 TWELVE = (
     "FROM debian\nENV WHO=me\nWORKDIR /app\n"

@@ -12,11 +12,12 @@ import zlib
 
 import pytest
 
+from tests import privileges
 from tests.images.making import entry, folder, hard_link, layer, link
 from tests.images.stacks import flattened, listed, shown, stacked, unpacked_alone
 from tests.needs import require
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+pytestmark = privileges.owners
 
 
 SHOWN = contextlib.ExitStack()

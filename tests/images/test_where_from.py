@@ -23,11 +23,12 @@ from atropos.images.reference import ImageSource
 from atropos.images.store import ImageStore
 from atropos.slots.pool.image_sources import local_image
 from atropos.wire import ImageInfo
+from tests import privileges
 from tests.images.making import as_index, entry, layer, layout
 from tests.images.stacks import flattened
 from tests.needs import require
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+pytestmark = privileges.owners
 SOURCES = ("registry", "oci", "oci-archive", "docker-archive", "dir")
 LAYERS = (layer(entry("lower", "x" * 5000)), layer(entry("upper", os.urandom(5000))))
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
 import pytest
 import pytest_asyncio
 
 from atropos.slots import SlotPool
+from tests import privileges
 from tests.backends import Engine
 from tests.limits.test_limits import HIT
 from tests.waiting import SLOWNESS
 
-needs_cgroups = pytest.mark.skipif(
-    os.geteuid() != 0, reason="limits of memory and processes need cgroups: root, or delegation"
-)
+needs_cgroups = privileges.cgroups
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 WAITS = "> go{0}; until [ -e over ]; do sleep 0.05; done; exit {0}"
 FILL = """

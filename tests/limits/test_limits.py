@@ -11,14 +11,13 @@ import pytest_asyncio
 from atropos import wire
 from atropos.config import SlotLimits
 from atropos.slots import SlotPool, SlotPoolConfig
+from tests import privileges
 from tests.backends import Engine
 from tests.limits import scenarios
 from tests.unit.sandbox.conftest import Driver, tiny_base
 from tests.waiting import SLOWNESS
 
-needs_cgroups = pytest.mark.skipif(
-    os.geteuid() != 0, reason="limits of memory and processes need cgroups: root, or delegation"
-)
+needs_cgroups = privileges.cgroups
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 LIMITS = {
     "memory_mib": 128,
@@ -188,6 +187,7 @@ async def test_what_fills_every_place_for_processes_is_ended_and_the_slot_goes_o
     await slot.quiesce()
 
 
+@privileges.cgroups
 @in_one_loop
 async def test_what_a_command_hit_before_is_not_said_of_the_next(slots):
     slot, _ = slots

@@ -12,9 +12,11 @@ from atropos import wire
 from atropos.config import SlotLimits
 from atropos.errors import LimitTooLarge, NotSupported
 from atropos.slots import LeaseLimits, Slot, SlotPool
+from tests import privileges
 from tests.backends import Engine
 from tests.waiting import SLOWNESS, until
 
+pytestmark = privileges.cgroups
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 PLAIN = SlotLimits(memory_mib=96, pids=48, disk_mib=32, inodes=3000, wall_s=8 * SLOWNESS)
 DOUBLE = LeaseLimits(memory_mib=192, pids=96, disk_mib=80, inodes=6000, wall_s=60 * SLOWNESS)

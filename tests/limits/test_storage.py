@@ -10,6 +10,7 @@ import pytest_asyncio
 
 from atropos.errors import LimitTooLarge, NotSupported
 from atropos.slots import LeaseLimits, SlotPool
+from tests import privileges
 from tests.backends import Engine
 from tests.waiting import SLOWNESS
 
@@ -87,6 +88,7 @@ async def test_more_than_a_place_holds_and_more_than_memory_without_places_are_r
             await without.acquire("x", limits=LeaseLimits(disk_mib=512))
 
 
+@privileges.cgroups
 async def test_without_file_systems_of_its_own_one_line_says_what_nothing_bounds(caplog):
     """There is no disk on which a place of 512 TiB has room."""
     huge = 1 << 29

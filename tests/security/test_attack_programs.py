@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from atropos.errors import SandboxError
+from tests import privileges
 from tests.security import programs
 from tests.security.conftest import NEIGHBOUR, SECRET
 from tests.security.prelude import program
@@ -47,6 +48,7 @@ async def test_no_program_reaches_a_neighbour_or_the_network(attacker, pool, sec
     await usable(attacker)
 
 
+@privileges.cgroups
 @pytest.mark.parametrize("name", programs.BOMBS)
 async def test_no_bomb_harms_more_than_its_own_slot(attacker, pool, secret_file, name):
     await attack(attacker, programs.BOMBS[name], secret_file, pool)

@@ -9,9 +9,10 @@ import pytest
 import pytest_asyncio
 
 from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
+from tests import privileges
 from tests.gpus import NUMBERS, GpuMachine, gpu_machine
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), privileges.device_nodes]
 ONE = LeaseLimits(gpus=1)
 
 

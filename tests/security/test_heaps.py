@@ -14,6 +14,7 @@ import pytest
 
 from atropos import wire
 from atropos.slots import SlotPool
+from tests import privileges
 from tests.backends import Engine
 from tests.security.test_races import archive
 from tests.security.test_what_programs_say_and_leave import says
@@ -133,6 +134,7 @@ print(open("bottom").read())
 """
 
 
+@privileges.volumes_on_disk
 async def test_a_snapshot_on_disk_of_a_folder_deeper_than_python_recurses_leaves_the_server_running():
     config = Engine("local").config(slots_per_container=3, max_containers=1, volume="disk")
     async with SlotPool(config) as pool, pool.lease("neighbour") as neighbour, pool.lease("deep") as slot:

@@ -13,6 +13,7 @@ from atropos.slots import SlotPool
 from atropos.slots.slot.profile import Profile
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
+from tests import privileges
 from tests.backends import Engine
 from tests.waiting import until
 
@@ -115,7 +116,7 @@ loop() {
 """
 
 
-@pytest.mark.parametrize("volume", ["memory", "disk"])
+@pytest.mark.parametrize("volume", ["memory", pytest.param("disk", marks=privileges.volumes_on_disk)])
 async def test_a_link_that_is_made_later_leads_to_nothing_that_only_the_view_has(volume):
     """Beside links that must be followed. What is written into files that are there shows through meanwhile."""
     config = Engine("local").config(slots_per_container=1, max_containers=1, volume=volume)
@@ -216,6 +217,7 @@ async def test_links_of_an_earlier_part_of_a_lease_lead_nowhere_either(pool):
             assert (await fork.exec("cat a b h s/t/expected 2>/dev/null")).output == "2\n1\n"
 
 
+@privileges.volumes_on_disk
 async def test_a_view_of_a_slot_whose_volume_is_on_disk_shows_the_same():
     config = Engine("local").config(slots_per_container=1, max_containers=1, volume="disk")
     async with SlotPool(config) as pool, pool.lease("agent") as slot:

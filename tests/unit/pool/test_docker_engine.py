@@ -175,7 +175,11 @@ async def test_a_container_that_the_engine_refuses_ends_the_start_at_once_with_i
 
 
 @pytest.mark.parametrize("podman", [True, False])
-@pytest.mark.parametrize("rootless", [True, False])
+@pytest.mark.parametrize(
+    "rootless",
+    [{}, {"SecurityOptions": ["name=seccomp,profile=builtin", "name=rootless"]}, {"Rootless": True}],
+    ids=["as root", "rootless", "rootless, by Podman 4.3"],
+)
 async def test_an_engine_is_given_what_it_takes(tmp_path, podman, rootless):
     given: dict[str, Any] = {}
 
@@ -183,7 +187,7 @@ async def test_an_engine_is_given_what_it_takes(tmp_path, podman, rootless):
         given.update(await request.json())
         return web.json_response({"message": "enough seen"}, status=400)
 
-    info = {"SecurityOptions": ["name=seccomp,profile=builtin", *(["name=rootless"] if rootless else [])]}
+    info = {"SecurityOptions": ["name=seccomp,profile=builtin"]} | rootless
     answers = {"/containers/create": create, "/containers/json": [], "/json": {"Id": "sha256:1"}, "/events": []}
     async with engine(tmp_path, answers, podman=podman, **info) as address:
         with pytest.raises(BackendUnavailable, match="enough seen"):

@@ -13,9 +13,10 @@ import yaml
 from atropos.errors import ConfigError
 from atropos.sandbox.host.cdi import Device, find
 from atropos.sandbox.host.files.root_changer import Bind
+from tests import privileges
 from tests.gpus import KIND, LIBRARY, GpuMachine, gpu_machine
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="device nodes are made as root")
+pytestmark = privileges.device_nodes
 
 
 @pytest.fixture

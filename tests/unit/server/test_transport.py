@@ -24,6 +24,7 @@ from atropos.sandbox.programs import snapshot_tar
 from atropos.sandbox.programs.snapshot_tar import NotASnapshot, Unpacker, pack
 from atropos.sandbox.server.snapshots import layer_tar
 from atropos.sandbox.server.snapshots.layer_tar import COPY_BYTES, packed_layers
+from tests import privileges
 from tests.needs import needs
 from tests.processes import descendants
 from tests.waiting import until
@@ -113,6 +114,7 @@ def packed(layers) -> bytes:
     return out.getvalue()
 
 
+@privileges.owners
 def test_everything_survives_the_journey(layers, tmp_path):
     archive = packed(layers)
     out = fresh(tmp_path)
@@ -162,6 +164,7 @@ def _forged(**attributes) -> bytes:
     return out.getvalue()
 
 
+@privileges.owners
 @pytest.mark.parametrize(
     "attributes",
     [
@@ -187,6 +190,7 @@ def test_what_no_server_exports_is_refused(tmp_path, attributes):
     assert len(done.stderr.splitlines()) == 1
 
 
+@privileges.owners
 @pytest.mark.parametrize("options", [[], ["--zstd"]])
 def test_as_a_program_through_a_pipe(layers, tmp_path, options):
     out = fresh(tmp_path)
@@ -361,6 +365,7 @@ def test_what_leads_out_or_is_no_file_is_refused(members, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["out0", "out1", "outside"]
 
 
+@privileges.owners
 def test_only_user_attributes_are_taken(tmp_path):
     info = member("0/file")
     info.pax_headers = {"SCHILY.xattr.security.capability": "x", "SCHILY.xattr.trusted.overlay.opaque": "y"}
@@ -422,6 +427,7 @@ def test_an_archive_without_end_is_refused_in_bounded_memory(name, compressed, t
     assert os.listdir(tmp_path / "out") == []
 
 
+@privileges.mounts
 def test_a_file_larger_than_the_place_is_refused_and_one_that_is_sparse_arrives(tmp_path):
     out = tmp_path / "out"
     out.mkdir()

@@ -37,7 +37,8 @@ class EngineFacts:
         """Read the answers to /version and /info."""
         podman = any(part.get("Name") == "Podman Engine" for part in version.get("Components") or ())
         options: list[str] = info.get("SecurityOptions") or []
-        rootless = any(option.split(",")[0] == "name=rootless" for option in options)
+        # Podman 4.3 says it by a field of its own alone
+        rootless = any(option.split(",")[0] == "name=rootless" for option in options) or info.get("Rootless") is True
         none = rootless and str(info.get("CgroupVersion")) == "1"  # whatever Podman reports for each
         return cls(
             name="Podman" if podman else "Docker",
