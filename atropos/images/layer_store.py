@@ -39,6 +39,8 @@ LET_GO_S = 12.0
 """How long a layer stays after it was made, asked for or in use, whatever room is needed: until its lease, or the next
 one, begins. A little more than a server takes to let go of an image that nothing stands on."""
 ROOM_POLL_S = 0.5
+SYNC_AFTER_S = 1.0
+"""Pause before what was pulled is written to the disk: it is done once for all layers of an image, and beside none."""
 
 
 class LayerStore:
@@ -149,6 +151,7 @@ class LayerStore:
 
     async def _confirm(self, layer: str, size: int, inode: int, what: str) -> None:
         """Note of a layer that the disk has it, once it does."""
+        await asyncio.sleep(SYNC_AFTER_S)
         await self._sync(what)
         with contextlib.suppress(FileNotFoundError):  # it made room
             fd = os.open(self._path(layer), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
