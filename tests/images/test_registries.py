@@ -21,10 +21,11 @@ from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
 from atropos.images.reference import ImageSource
 from atropos.images.store import ImageStore
+from tests import privileges
 from tests.images.making import entry, layer, layout
 from tests.needs import require
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of files need root")
+pytestmark = privileges.owners
 ANN = f"Basic {base64.b64encode(b'ann:secret').decode()}"
 
 
