@@ -77,7 +77,7 @@ if ! "${docker[@]}" image inspect "$base" >/dev/null 2>&1; then
   quietly "${docker[@]}" build --network host --build-arg "DEBIAN=$debian" -f $here/base.Dockerfile -t "$base" $here
   if "${docker[@]}" save --output "$cache/image-$base_content.tar.part$$" "$base"; then
     mv "$cache/image-$base_content.tar.part$$" "$cache/image-$base_content.tar"
-    find "$cache" -name 'image-*.tar*' ! -name "image-$base_content.tar" -mmin +120 -delete
+    find "$cache" -maxdepth 1 -name 'image-*.tar*' ! -name "image-$base_content.tar" -mmin +120 -delete
   fi
 fi
 

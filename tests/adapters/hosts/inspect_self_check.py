@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import anyio
 import entrypoint_images
 import pytest
@@ -20,6 +22,9 @@ from atropos.errors import ConfigError
 from tests.images.making import entry
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+test_exec_as_user = pytest.mark.skipif(shutil.which("adduser") is None, reason="slots on this host have no adduser")(
+    test_exec_as_user  # noqa: F405
+)
 CONFIG = AtroposSandboxConfig(user="nobody", pool={"backend": "local", "slots_per_container": 2, "max_containers": 1})
 
 
