@@ -19,6 +19,6 @@ mounts = _root("needs root to mount")
 volumes_on_disk = _root("a limit of volumes on disk needs root")
 
 
-def without_gaps(stderr: bytes) -> bytes:
+def without_gaps(said: str) -> str:
     """Less the line that says what an ordinary user's slots lack."""
-    return re.sub(rb"(?m)^slots of container \S+ lack .*\n", b"", stderr)
+    return re.sub(r"(?m)^slots of container \S+ lack .*\n", "", said)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.privileges import without_gaps
 from tests.waiting import SLOWNESS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def run(
     while servers_of(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert servers_of(process.pid) == [], output
-    return output
+    return without_gaps(output)
 
 
 def servers_of(session: int) -> list[str]:

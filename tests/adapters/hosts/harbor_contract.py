@@ -16,6 +16,7 @@ from harbor.models.trial.paths import TrialPaths
 from atropos.adapters.harbor import AtroposEnvironment
 from atropos.errors import ConfigError
 from atropos.tasks.errors import TaskBroken
+from tests import privileges
 
 LIMITS = {"memory_mib": 512, "disk_mib": 400, "wall_s": 20}
 POOL = {"backend": "local", "slots_per_container": 2, "max_containers": 1, "limits": LIMITS}
@@ -259,6 +260,7 @@ async def test_links_out_of_a_downloaded_folder_are_left_out_and_nothing_else_is
     await environment.exec("rm -r /out")
 
 
+@privileges.cgroups
 async def test_a_compose_file_says_that_there_is_no_network_and_how_much_memory(environment, tmp_path):
     service = {"build": ".", "network_mode": "none", "mem_limit": "600m", "environment": {"WORD": "hello"}}
     files = {"docker-compose.yaml": json.dumps({"services": {"main": service}}), "Dockerfile": "FROM debian\n"}
