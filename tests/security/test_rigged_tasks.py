@@ -18,14 +18,17 @@ from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
 from atropos.tools import ToolExecutor, ToolExecutorConfig, build_tool_registry
 from tests.e2e.test_hooks_own_files import Agent, Hermes
+from tests.security.rigged_machines import MACHINES, OWN_PACKAGES
 from tests.security.rigged_programs import PROGRAMS
 from tests.security.rigged_tasks import SURROUNDINGS
 from tests.security.test_verification_rigging import CHECK, reward
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-TASKS = SURROUNDINGS | PROGRAMS
+TASKS = SURROUNDINGS | PROGRAMS | MACHINES
+ALL = TASKS | {"packages of its own": OWN_PACKAGES}
 TRICKS = {(name, trick): command for name, task in TASKS.items() for trick, command in task.tricks.items()}
+PACKAGES = {("packages of its own", kind): command for kind, command in OWN_PACKAGES.honest.items()}
 HONEST = {(name, kind): command for name, task in TASKS.items() for kind, command in task.honest.items()}
 DAEMON = "; (sleep 1000 >/dev/null 2>&1 &)"
 """A program of the agent's that is left running, beside which a view shows its folders in another way: so hooks
@@ -35,7 +38,7 @@ verify."""
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     """Each task, as its folder is."""
-    return {name: load_task(written(tmp_path_factory.mktemp("rigged"), task)) for name, task in TASKS.items()}
+    return {name: load_task(written(tmp_path_factory.mktemp("rigged"), task)) for name, task in ALL.items()}
 
 
 def written(folder, task):
@@ -73,7 +76,7 @@ def guarded(request, pool, loaded):
 
 
 async def test_there_are_tricks_enough():
-    assert len(TRICKS) >= 130
+    assert len(TRICKS) >= 150
 
 
 async def test_no_trick_raises_a_reward(guarded):
@@ -83,6 +86,18 @@ async def test_no_trick_raises_a_reward(guarded):
 
 async def test_honest_work_is_scored(guarded):
     assert await each(HONEST, guarded) == dict.fromkeys(HONEST, 1)
+
+
+async def test_packages_that_the_agent_installed_serve_its_own_code(pool, loaded):
+    async def judged(name, work):
+        return await reward(pool, loaded[name], work, "view")
+
+    assert await each(PACKAGES, judged) == dict.fromkeys(PACKAGES, 1)
+
+
+async def test_tests_find_no_package_that_the_agent_installed(pool, loaded):
+    for trick in OWN_PACKAGES.tricks.values():
+        assert await reward(pool, loaded["packages of its own"], trick, "view") == 0
 
 
 async def test_in_the_agents_slot_honest_work_is_scored_and_most_tricks_raise_a_reward(pool, loaded):
@@ -108,7 +123,7 @@ def by_hooks(pool, executor, loaded):
     images, config = TaskImages(pool), AgentEnvConfig(tokenizer_name="none")
 
     async def judged(name, work):
-        task, trajectory = TASKS[name], f"hooks-{id(work)}-{name}"
+        task, trajectory = ALL[name], f"hooks-{id(work)}-{name}"
         prepared = await images.prepare(loaded[name])
         slot = await executor.slot(trajectory, image=prepared.image)
         try:
@@ -132,8 +147,8 @@ async def verified(hook, task):
     return (await hook.terminal(f"cd {task.workdir}; ({task.test}) >&2"))["exit_code"] == 0
 
 
-FOR_HOOKS = [name for name, task in TASKS.items() if task.workdir == "/workspace"]
-"""What hook envs have: other folders are a setting of theirs."""
+FOR_HOOKS = [name for name, task in TASKS.items() if task.workdir == "/workspace" and not task.by_texts]
+"""What hook envs have: other folders are a setting of theirs, and what hooks will do is not known."""
 
 
 async def test_no_trick_raises_a_score_of_hooks(by_hooks):
@@ -142,5 +157,5 @@ async def test_no_trick_raises_a_score_of_hooks(by_hooks):
 
 
 async def test_hooks_score_honest_work(by_hooks):
-    works = {key: work for key, work in HONEST.items() if key[0] in FOR_HOOKS}
+    works = PACKAGES | {key: work for key, work in HONEST.items() if key[0] in FOR_HOOKS}
     assert await each(works, by_hooks) == {key: [True, True] for key in works}

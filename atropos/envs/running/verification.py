@@ -9,6 +9,7 @@ from __future__ import annotations
 from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.rollout import VerifierError
 from atropos.tasks.errors import VerifierFailed
+from atropos.tasks.verifier.elsewhere import PACKAGES, bring
 from atropos.tasks.verifier.repositories import named_programs, take_out
 from atropos.tasks.verifier.surroundings import hook_profile, program_folders
 from atropos.tasks.verifier.texts import named_folders
@@ -42,7 +43,9 @@ async def begin(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvCo
     if in_view:
         slot = await executor.slot(trajectory_id)
         programs = program_folders(slot.profile.env)
-        shown = await executor.view(trajectory_id, config.verifier_folders, named_folders(prompt), programs)
+        await bring(slot, config.verifier_folders, programs)
+        optional = [*named_folders(prompt), PACKAGES]
+        shown = await executor.view(trajectory_id, config.verifier_folders, optional, programs)
         try:
             await take_out(slot, shown.folders, named_programs(prompt))
         except VerifierFailed as error:

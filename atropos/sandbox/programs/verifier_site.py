@@ -2,8 +2,9 @@
 """Start-up of every Python that a verifier runs beside an agent's folders: `sitecustomize.py` in `/.atropos/verifier`.
 
 What is installed comes before what lies in the agent's folders, and what installed code imports is never found there by
-chance of the working folder; folders of the image's PYTHONPATH that are the agent's come last. For Python 3.5 and
-later, and without effect in Python 2: so it has no annotations.
+chance of the working folder; folders of the image's PYTHONPATH that are the agent's come last. Packages that the agent
+installed are found by its own code alone. For Python 3.5 and later, and without effect in Python 2: so it has no
+annotations.
 """
 
 import os
@@ -35,6 +36,7 @@ _site = list(sys.path)
 """What the image put on the path: nothing was put before it yet."""
 _installed = [path for path in _site if os.path.realpath(path) not in _listed("PYTHONPATH")]
 _last = [each for each in os.environ.get("ATROPOS_PYTHON_LAST", "").split(":") if each]
+_packages = [os.path.join(each, "python{}.{}".format(*sys.version_info)) for each in _listed("ATROPOS_PACKAGES")]
 _known = {}
 
 
@@ -57,13 +59,20 @@ def _elsewhere():
     return [each for each in sys.path if not _is_the_agents(each)]
 
 
+def _importer(*others):
+    """The frame of the code that imports, which is not in one of these folders."""
+    frame = sys._getframe()  # noqa: SLF001 (importlib doesn't say who asks)
+    others = ("<frozen importlib", frame.f_code.co_filename, *others)
+    while frame is not None and frame.f_code.co_filename.startswith(others):
+        frame = frame.f_back
+    return frame
+
+
 def _installed_code_imports():
     """Whether an import statement of an installed module asks, rather than a function that was given a name."""
     from opcode import opmap
 
-    frame = sys._getframe(2)  # noqa: SLF001 (importlib doesn't say who asks)
-    while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
-        frame = frame.f_back
+    frame = _importer()
     if frame is None or frame.f_lasti < 0 or frame.f_code.co_code[frame.f_lasti] != opmap["IMPORT_NAME"]:
         return False
     path = frame.f_code.co_filename
@@ -132,11 +141,32 @@ def _of_others(name, target):
     return spec
 
 
+class _InstalledByTheAgent:
+    """Finds packages that the agent installed, for code of its own which finds them nowhere else."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        frame = _importer(os.path.join(_library, "importlib") + os.sep) if path is None else None
+        if frame is None or frame.f_code.co_filename.startswith("<") or not _is_the_agents(frame.f_code.co_filename):
+            return None
+        return PathFinder.find_spec(name, _packages, target)
+
+
+def _with_packages(find, *context):
+    """Distributions on the path, and those that the agent installed where no path is given."""
+    for each in find(*context):
+        yield each
+    for asked in context:
+        if _packages and "path" not in vars(asked):
+            for each in find(type(asked)(name=asked.name, path=_packages)):
+                yield each
+
+
 def _without_plugins(find):
     """Distributions in the agent's folders name no plugins, unless the image put the folder on the path."""
 
-    def find_distributions(*args, **kwargs):
-        for each in find(*args, **kwargs):
+    def find_distributions(*context):
+        for each in _with_packages(find, *context):
             folder = os.path.dirname(str(getattr(each, "_path", "")))
             if folder not in _site and _is_the_agents(folder):
                 each.read_text = _no_entry_points(each.read_text)
@@ -151,6 +181,8 @@ def _no_entry_points(read_text):
 
 def _start():
     sys.meta_path.insert(0, _ElsewhereFirst)
+    if _packages:
+        sys.meta_path.append(_InstalledByTheAgent)
     if hasattr(PathFinder, "find_distributions"):
         PathFinder.find_distributions = _without_plugins(PathFinder.find_distributions)
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from atropos.tasks.format.task import Task
-from atropos.tasks.verifier.texts import solution_texts
+from atropos.tasks.verifier.texts import solution_texts, test_texts
 
 Mode = Literal["view", "shared", "separate"]
 _MACHINE = re.compile(
@@ -30,6 +30,8 @@ _MACHINE = re.compile(
 )
 _SYSTEM = {"/", "/usr", "/usr/local", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/var"}
 """Folders of which a verifier's own programs and settings are a part."""
+_SOCKET = re.compile(r"\bAF_UNIX\b|--unix-socket\b|\bunix:/|[\w-]\.sock\b")
+"""Of tests: in a view no Unix socket of the agent's answers, since it is bound to a file of another mount."""
 _PROGRAM = re.compile(r"/(?:usr/)?(?:local/)?s?bin/[\w.-]+$")
 """A program of the system, which is only run."""
 
@@ -65,4 +67,7 @@ def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:
             inside = any(word == folder or word.startswith(f"{folder.rstrip('/')}/") for folder in shown)
             if not inside and not _PROGRAM.match(word):
                 return Choice("shared", f"{name} has `{word[:60]}`, which a view may not show")
+    for name, text in test_texts(task):
+        if match := _SOCKET.search(text):
+            return Choice("shared", f"{name} has `{match[0]}`, and Unix sockets don't answer in a view")
     return Choice("view", "nothing in its solution changes the machine itself")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from atropos.errors import NotSupported
 from atropos.slots import Slot
@@ -14,12 +14,20 @@ from atropos.tasks.builder.accounts import profile_of
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.task import Task
 from atropos.tasks.verifier.carry import CarriedArtifact, carry_in, carry_out
+from atropos.tasks.verifier.elsewhere import PACKAGES, bring
 from atropos.tasks.verifier.home import home_of, put_aside, put_back
+from atropos.tasks.verifier.links import cut_links
 from atropos.tasks.verifier.mode import Mode
 from atropos.tasks.verifier.repositories import take_out
 from atropos.tasks.verifier.services import Keep, end_processes
-from atropos.tasks.verifier.surroundings import Surroundings, Wishes, image_variables, program_folders
-from atropos.tasks.verifier.texts import named_folders, read_texts, renames_across
+from atropos.tasks.verifier.surroundings import (
+    MAX_PROGRAM_FOLDERS,
+    Surroundings,
+    Wishes,
+    image_variables,
+    program_folders,
+)
+from atropos.tasks.verifier.texts import named_folders, read_texts, renames_across, venvs_of_tests
 from atropos.wire import VIEW_HOME
 
 _log = logging.getLogger(__name__)
@@ -47,6 +55,7 @@ async def place(
     if fresh is None:
         raise ValueError("a separate verifier needs `fresh`")
     await slot.quiesce()
+    await bring(slot, [one.source for one in task.artifacts])
     carried = [(one.source, await carry_out(slot, one.source, one.exclude)) for one in task.artifacts]
     slot = await fresh()
     slot.profile = PLAIN
@@ -55,10 +64,10 @@ async def place(
 
 async def _carry_all(slot: Slot, judged: Task, carried: Sequence[tuple[str, CarriedArtifact | None]]) -> Surroundings:
     """Put the artifacts into a fresh slot; its home and programs stay as they are."""
-    wishes = await asyncio.to_thread(lambda: Wishes.of(read_texts(judged)))
-    surroundings = Surroundings(tuple(path for path, _ in carried), wishes=wishes)
+    read = await asyncio.to_thread(_read, judged, tuple(path for path, _ in carried))
+    surroundings = Surroundings(tuple(path for path, _ in carried), wishes=read.wishes)
     home = home_of(await profile_of(slot, judged, judged.verifier_settings))
-    folders = [path for path in program_folders(image_variables(judged)) if surroundings.holds(path)]
+    folders = [path for path in read.programs if surroundings.holds(path) and path not in surroundings.folders]
     inside = surroundings.holds(home)
     programs = await put_aside(slot, home if inside else None, folders) if inside or folders else ()
     for path, artifact in carried:
@@ -76,12 +85,13 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
         await slot.quiesce()
     workdir = task.recipe.workdir
     others = [one.source for one in task.artifacts if not f"{one.source}/".startswith(f"{workdir.rstrip('/')}/")]
+    read = await asyncio.to_thread(_read, task, (workdir, *others))
+    await bring(slot, (workdir, *others), read.programs)
     carried = [(path, await carry_out(slot, path)) for path in others]
-    named, as_layer, wishes = await asyncio.to_thread(_read, task, (workdir, *others))
     home = await _home_within(slot, task, (workdir, *others))
     try:
         shown = await slot.view(
-            [workdir], optional=named, programs=program_folders(image_variables(task)), home=home, as_layer=as_layer
+            [workdir], optional=read.optional, programs=read.programs, home=home, as_layer=read.as_layer
         )
     except NotSupported as error:
         _log.warning("%s: verified in the agent's slot: %s", task.name, error)
@@ -89,7 +99,9 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
     for path, artifact in carried:
         if artifact is not None:
             await carry_in(slot, path, artifact)
-    surroundings = Surroundings((*shown.folders, *others), shown.programs, None if home is None else VIEW_HOME, wishes)
+    surroundings = Surroundings(
+        (*shown.folders, *others), shown.programs, None if home is None else VIEW_HOME, read.wishes
+    )
     await _disarm(slot, surroundings)
     return surroundings
 
@@ -97,12 +109,28 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
 async def _disarm(slot: Slot, found: Surroundings) -> None:
     if found.wishes.repositories and found.folders:
         await take_out(slot, found.folders, found.wishes.repositories)
+    await cut_links(slot, found.folders, found.wishes.places)
 
 
-def _read(task: Task, folders: Sequence[str]) -> tuple[list[str], bool, Wishes]:
-    """Of a task's texts: the folders that they name, whether its tests rename across them, and what is wanted."""
+@dataclass(frozen=True)
+class _Reading:
+    """What a task's texts and variables say of its view: the arguments of `Slot.view`, and what is wanted."""
+
+    optional: tuple[str, ...]
+    programs: tuple[str, ...]
+    as_layer: bool
+    wishes: Wishes
+
+
+def _read(task: Task, folders: Sequence[str]) -> _Reading:
     texts = read_texts(task)
-    return named_folders(texts.whole), renames_across(texts.tests, folders), Wishes.of(texts)
+    programs = (*venvs_of_tests(texts, task.recipe.workdir), *program_folders(image_variables(task)))
+    return _Reading(
+        optional=(PACKAGES, *named_folders(texts.whole)),
+        programs=programs[:MAX_PROGRAM_FOLDERS],
+        as_layer=renames_across(texts.tests, folders),
+        wishes=Wishes.of(texts),
+    )
 
 
 async def _home_within(slot: Slot, task: Task, folders: Sequence[str]) -> str | None:

@@ -14,7 +14,7 @@ from atropos.slots import Slot
 from atropos.tasks.builder.transfer import exec_plain
 from atropos.tasks.errors import VerifierFailed
 
-_HOOKS = r"core\.hookspath"
+_HOOKS, _WORK_TREE = r"core\.hookspath", r"core\.worktree"
 _PROGRAMS = {
     _HOOKS: r"\bhooks?\b",
     r"core\.fsmonitor": r"fsmonitor",
@@ -32,20 +32,30 @@ _PROGRAMS = {
     r"credential\..*": r"credential",
     r"include(if\..*)?\.path": r"\bincludeif\b|include\.path",
     r"submodule\..*\.update": r"submodule\.\S*update",
+    r"url\..*\.(push)?insteadof": r"insteadof",
+    _WORK_TREE: r"\bwork-?_?tree",
     r"(tar|trailer|browser|man|sendemail|gc|imap)\..*(command|cmd|path|hook|tunnel)": (
         r"\b(tar|trailer|browser|man|sendemail|gc)\.\w"
     ),
 }
-"""Settings by which git runs programs or reads further settings, and what shows that a task is about these."""
+"""Settings by which git runs programs, reads further settings, or reads and writes elsewhere than its caller says; and
+what shows that a task is about these."""
 _TAKE_OUT = r"""
 command -v git >/dev/null || exit 0
-export GIT_CONFIG_NOSYSTEM=1 HOME=/nonexistent PATTERN HOOKS
+export GIT_CONFIG_NOSYSTEM=1 HOME=/nonexistent PATTERN HOOKS FOLDERS
+FOLDERS=$(for folder; do (cd -- "$folder" && pwd -P); done)
 find -L "$@" -type f \( -name config -o -name config.worktree \) -exec sh -c '
+  stays() {
+    tree=$(git config -f "$1" core.worktree) && [ -n "$tree" ] || return
+    at=$(cd -P -- "${1%/*}" && cd -P -- "$tree" && pwd -P) || return
+    printf "%s\n" "$FOLDERS" | while IFS= read -r top; do case "$at/" in "$top"/*) echo yes; esac; done | grep -q yes
+  }
   for file; do
     [ -d "${file%/*}/objects" ] && [ -d "${file%/*}/refs" ] || [ -e "${file%/*}/HEAD" ] || continue
     chmod u+r "$file"
     [ "$HOOKS" = wanted ] || rm -rf -- "${file%/*}/hooks" 2>&1
     git config -f "$file" --name-only --list 2>/dev/null | grep -ixE "$PATTERN" | sort -u | while IFS= read -r key; do
+      [ "$key" = core.worktree ] && stays "$file" && continue
       rm -rf -- "$file.lock"
       git config -f "$file" --unset-all "$key" 2>&1 || echo "$file stays"
     done
@@ -53,7 +63,8 @@ find -L "$@" -type f \( -name config -o -name config.worktree \) -exec sh -c '
 ' sh {} + 2>/dev/null
 """
 """For sh, with folders; prints what failed. Hooks go with the setting for their folder, since a server that a push
-starts doesn't get the client's variables. The change of mode has a view keep each file as it is now."""
+starts doesn't get the client's variables. A work tree in the folders stays: submodules have one. The change of mode
+has a view keep each file as it is now."""
 
 
 def named_programs(text: str) -> str:

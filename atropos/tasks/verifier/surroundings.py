@@ -18,8 +18,9 @@ from atropos.slots import Slot
 from atropos.slots.slot.profile import PLAIN, Profile
 from atropos.tasks.format.recipe import PATH
 from atropos.tasks.format.task import Task
+from atropos.tasks.verifier.elsewhere import PACKAGES
 from atropos.tasks.verifier.repositories import named_programs
-from atropos.tasks.verifier.texts import TaskTexts
+from atropos.tasks.verifier.texts import TaskTexts, paths_in
 from atropos.wire import ViewInfo
 
 LIBRARIES = (
@@ -35,7 +36,7 @@ _LOADS = re.compile(
     r"|MYSQL|LESS)[A-Z\d]*(?:_\w*)?"
     r"|BASH_ENV|ENV|SHELL|GO(?:BIN|FLAGS|ENV|ROOT)|LOCPATH|MAKEFILES|MAKEFLAGS|C(?:PLUS)?_INCLUDE_PATH|CPATH"
     r"|LIBRARY_PATH|CC|CXX|AR|TMPDIR|TMP|TEMP|ZDOTDIR|WGETRC|INPUTRC|PSQLRC|EDITOR|PAGER|TERMINFO|GNUPGHOME|ACLOCAL_PATH"
-    r"|TCLLIBPATH|HOME"
+    r"|TCLLIBPATH|HOME|CDPATH"
 )
 """Variables by which programs find code and settings, beside those lists."""
 _SYSTEM = ("/usr/", "/bin", "/sbin", "/lib")
@@ -46,6 +47,8 @@ _GIT = {"core.hooksPath": ("/dev/null", r"\bhooks?\b"), "core.fsmonitor": ("fals
 _MODULE, _OWN_MODULE = re.compile(r"\b(\w{1,64})(?:\.py\b|/)"), re.compile(r"\b(\w+)\.py\b|/(\w+)/")
 MAX_MODULES = 1000
 """Most module names passed to a verifier's programs."""
+MAX_PROGRAM_FOLDERS = 64
+"""Most folders of programs that a view is asked for."""
 _RUNS_GIT = re.compile(r"\bgit\b")
 _INSTALLS = re.compile(r"\b(?:npm|pnpm|yarn)\s+(?:-\S+\s+)*(?:ci|i|install|add)\b")
 
@@ -59,12 +62,14 @@ class Wishes:
         modules: modules that are the agent's to write, also where others of that name are installed.
         installs: whether tests install npm's packages.
         repositories: a pattern of settings that name programs, for repositories; empty where tests run no git.
+        places: paths that tests name, and may write to.
     """
 
     git: frozenset[str] = frozenset()
     modules: tuple[str, ...] = ()
     installs: bool = False
     repositories: str = ""
+    places: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, texts: TaskTexts) -> Wishes:
@@ -74,6 +79,7 @@ class Wishes:
             tuple(_modules(texts.whole)),
             any(_INSTALLS.search(test) for test in texts.tests),
             named_programs(texts.whole) if any(_RUNS_GIT.search(test) for test in texts.tests) else "",
+            tuple({posixpath.normpath(path) for test in texts.tests for path in paths_in(test)}),
         )
 
 
@@ -142,10 +148,10 @@ def program_folders(env: Mapping[str, str]) -> tuple[str, ...]:
     for name, value in env.items():
         for path in _named(name, value):
             at = posixpath.normpath(path)
-            while at.count("/") > 1:
+            while at.strip("/"):
                 folders[at] = None
                 at = posixpath.dirname(at)
-    return tuple(sorted(folders))[:64]
+    return tuple(sorted(folders))[:MAX_PROGRAM_FOLDERS]
 
 
 def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, str]:
@@ -155,12 +161,12 @@ def environment(task: Task, profile: Profile, found: Surroundings) -> dict[str, 
         "PATH": PATH,
         "PYTHONDONTWRITEBYTECODE": "1",
         "GIT_CONFIG_NOSYSTEM": "1",
-        # settings that the agent left in a home must not run here
-        **({"PYTHONNOUSERSITE": "1"} if profile.user is None else {}),
         **profile.identity,
     }
     if not found.folders:
         return {**env, **image, **declared}
+    if profile.user is None:  # settings that the agent left in a home must not run here
+        env["PYTHONNOUSERSITE"] = "1"
     if found.wishes.installs:
         env["npm_config_ignore_scripts"] = "true"
     env |= {**_defaults(found), **found.variables(image)}
@@ -227,6 +233,7 @@ def _defaults(found: Surroundings) -> dict[str, str]:
         "ATROPOS_FOLDERS": ":".join(found.folders),
         "ATROPOS_PROGRAMS": ":".join(found.programs),
         "ATROPOS_MODULES": ":".join(found.wishes.modules),
+        "ATROPOS_PACKAGES": PACKAGES if PACKAGES in found.folders else "",
     }
 
 

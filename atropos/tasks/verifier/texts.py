@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from atropos.tasks.format.task import Task
 
 MAX_BYTES = 1 << 20
 """Most that is read of one file."""
+MAX_NAMED = 255
+"""Most folders that a view is asked for, beside that of packages."""
 _RENAMES = re.compile(
     r"\b(?:os\.(?:renames?|replace|link)|fs\.(?:rename|link)(?:Sync)?|File\.(?:rename|link)"
     r"|Path\([^()\n]*\)\.(?:rename|replace|hardlink_to))"
@@ -19,6 +22,7 @@ _RENAMES = re.compile(
 )
 """Calls and commands that fail between two file systems, to the end of the line; `mv` and `shutil.move` copy there."""
 _WHOLE_PATH = re.compile(r"(?<![\w.$}/-])/[\w.-][\w./-]*")
+_VENV = re.compile(r"(?<![\w.$}/-])((?:\.?/)?(?:[\w.-]+/){,20}[\w.-]+)/bin/(?:activate|python[\d.]*|pytest)\b")
 _TOP = re.compile(r"(?<![\w.$}/~-])/(\w[\w.-]*)")
 
 
@@ -36,28 +40,45 @@ def test_texts(task: Task) -> list[tuple[str, str]]:
 
 
 class TaskTexts(NamedTuple):
-    """All that a task says, and what its tests say of that."""
+    """What a task's instruction and solution say, and what its tests do."""
 
-    whole: str
+    asked: str
     tests: list[str]
+
+    @property
+    def whole(self) -> str:
+        """All that the task says."""
+        return "\n".join([self.asked, *self.tests])
 
 
 def read_texts(task: Task) -> TaskTexts:
     """Read a task's own files, which takes as long as they are large."""
     tests = [text for _, text in test_texts(task)]
-    return TaskTexts("\n".join([task.instruction, *(text for _, text in solution_texts(task)), *tests]), tests)
+    return TaskTexts("\n".join([task.instruction, *(text for _, text in solution_texts(task))]), tests)
+
+
+def paths_in(text: str) -> list[str]:
+    """Absolute paths in a text."""
+    return _WHOLE_PATH.findall(text)
 
 
 def named_folders(text: str) -> list[str]:
     """Folders at the top, as `/data`, that a text may name."""
-    return sorted({f"/{name}" for name in _TOP.findall(text)})[:256]
+    return sorted({f"/{name}" for name in _TOP.findall(text)})[:MAX_NAMED]
+
+
+def venvs_of_tests(texts: TaskTexts, workdir: str) -> list[str]:
+    """Virtual environments that tests run programs of, and that nobody speaks of to the agent."""
+    named = {match for text in texts.tests for match in _VENV.findall(text)}
+    paths = {posixpath.normpath(posixpath.join(workdir, name)) for name in named}
+    return sorted(path for path in paths if posixpath.basename(path) not in texts.asked)
 
 
 def renames_across(tests: Iterable[str], folders: Sequence[str]) -> bool:
     """Whether texts of tests rename or link files between these folders and others."""
     for text in tests:
         for match in _RENAMES.finditer(text):
-            paths = _WHOLE_PATH.findall(match[0])
+            paths = paths_in(match[0])
             if {any(f"{path}/".startswith(f"{top}/") for top in folders) for path in paths} == {True, False}:
                 return True
     return False

@@ -25,7 +25,7 @@ from atropos.tasks.format.recipe import PATH, Copy, Download, Folder, Mount, Run
 from atropos.tasks.verifier.exposure import exposure
 from atropos.tasks.verifier.mode import Choice, choose
 from atropos.tasks.verifier.reward import Verdict, combined
-from atropos.tasks.verifier.texts import read_texts, renames_across
+from atropos.tasks.verifier.texts import read_texts, renames_across, venvs_of_tests
 from atropos.wire import LeaseLimits
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"
@@ -1295,6 +1295,28 @@ def test_tests_run_in_a_view_unless_the_solution_changes_the_machine(folder, tom
     (folder / "solution").mkdir(exist_ok=True)
     (folder / "solution" / "solve.sh").write_text(f"#!/bin/bash\n{solution}\n")
     assert choose(load_task(folder)).mode == mode
+
+
+@pytest.mark.parametrize(
+    ("test", "mode"),
+    [
+        ("s = socket.socket(socket.AF_UNIX)", "shared"),
+        ("curl --unix-socket app http://x/", "shared"),
+        ("cat /app/run/app.sock", "shared"),
+        ("curl localhost; cat x.socket", "view"),
+    ],
+)
+def test_tests_that_use_unix_sockets_run_in_the_agent_s_slot(folder, test, mode):
+    (folder / "tests/helper.py").write_text(test)
+    assert choose(load_task(folder)).mode == mode
+
+
+def test_virtual_environments_that_only_tests_name_are_known(folder):
+    (folder / "environment/Dockerfile").write_text("FROM debian:13\nWORKDIR /app\n")
+    (folder / "instruction.md").write_text("Put numpy into mine.")
+    run = ". ./.venv/bin/activate; /venv/bin/python3.11 x; ../v/bin/pytest; $HOME/h/bin/python; mine/bin/python; /usr/bin/awk"
+    (folder / "tests/helper.sh").write_text(run)
+    assert venvs_of_tests(read_texts(load_task(folder)), "/app") == ["/app/.venv", "/v", "/venv"]
 
 
 @pytest.mark.parametrize(

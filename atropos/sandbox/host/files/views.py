@@ -110,14 +110,18 @@ class View:
 
     def _optional(self) -> Iterator[str]:
         for folder in self.wanted.optional:
-            if _is_own(folder) and self._find(self.layers, folder)[0] and not self._find(self.below, folder)[1]:
+            if self._may_show(folder) and not self._find(self.below, folder)[1]:
                 yield folder
 
     def _top_level(self) -> Iterator[str]:
         """Top-level folders that the slot and the view's root both have, and no usual system."""
         for folder in sorted({f"/{name}" for layer in self.below for name in os.listdir(layer)}):
-            if _is_own(folder) and self._find(self.below, folder)[0] and self._find(self.layers, folder)[0]:
+            if self._may_show(folder) and self._find(self.below, folder)[0]:
                 yield folder
+
+    def _may_show(self, folder: str) -> bool:
+        """Whether the slot has a top-level folder that is neither of the system nor one of programs."""
+        return _is_own(folder) and folder not in self.programs and self._find(self.layers, folder)[0]
 
     @staticmethod
     def _find(layers: Sequence[str], folder: str) -> tuple[bool, bool]:

@@ -1,0 +1,139 @@
+"""What an agent put elsewhere and its work needs: a view shows it where the agent's work is.
+
+Links in its folders to other files of its own become these files. Python packages that it installed are found by its
+own code, and by nothing else: hard links of them lie in a folder of their own, where `verifier_site` looks, last, for
+what code of the agent's imports. Tests don't find them, nor do installed packages: tests that install pytest where
+there is none must not get the agent's. For the same reason programs that an agent installed are not shown.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from atropos.slot_python import SLOT_PYTHON
+from atropos.slots import Slot
+from atropos.slots.slot.results import ExecResult
+
+_log = logging.getLogger(__name__)
+PACKAGES = "/atropos-packages"
+"""Where packages are linked to, in a folder for each version of Python."""
+MAX_PACKAGE_FILES, MAX_LIST_CHARS = 50_000, 4 * 1024 * 1024
+"""Most files of packages, and most that is read of a package's own list of them."""
+MAX_COPY_BYTES, MAX_COPY_FILES = 64 * 1024 * 1024, 10_000
+"""Most that is put in the place of one link."""
+_LINKS = r"""
+import os, stat, sys, time
+count, most, most_files = map(int, sys.argv[1:4])
+folders, others = sys.argv[4:4 + count], sys.argv[4 + count:]
+def below(path, tops):
+    return any(path == top or path.startswith(top.rstrip("/") + "/") for top in tops)
+def files(path):  # by their names in a folder; None: they are too many, or there are pipes or sockets
+    found, size = {}, 0
+    for at, _, names in [("", [], [""])] if os.path.isfile(path) else os.walk(path):
+        for source in (os.path.join(at, name) if at else path for name in names):
+            if os.path.isfile(source):
+                found[source[len(path) + 1:]] = source
+                size += os.path.getsize(source)
+            elif not os.path.islink(source):
+                return None
+        if size > most or len(found) > most_files:
+            return None
+    return found
+def copy(source, target):
+    with open(source, "rb") as read, open(target, "wb") as write:
+        write.write(read.read())
+    os.chmod(target, os.stat(source).st_mode & 0o777)
+def replace(link, end, found, put):
+    os.unlink(link)
+    if os.path.isdir(end):
+        os.mkdir(link)
+    for name, source in found.items():
+        target = os.path.join(link, name) if name else link
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        put(source, target)
+def may_be_replaced(end):
+    return not below(end, [*folders, "/proc", "/sys"]) and (os.path.isfile(end) or os.path.isdir(end))
+names = (os.path.join(at, name) for top in folders for at, *found in os.walk(top) for name in sum(found, []))
+ends = {link: os.path.realpath(link) for link in names if os.path.islink(link)}
+ends = {link: end for link, end in ends.items() if may_be_replaced(end)}
+"""
+"""For the Python that every slot has, with the number of folders, the most bytes and files, folders and `others`.
+`ends` has the links in these folders that lead out of them."""
+_BRING = r"""
+uptime = float(open("/proc/uptime").read().split()[0])
+ticks = int(open("/proc/1/stat").read().rpartition(")")[2].split()[19])
+began = time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK") - 1
+def put(source, target):
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        copy(source, target)
+for link, end in ends.items():
+    if os.stat(end).st_ctime >= began and not any(below(each, [end]) for each in (*folders, "/proc")):
+        found = files(end)
+        if found is not None:
+            replace(link, end, found, put)
+if not others:
+    sys.exit()
+into, left, most_chars, *tops = others
+left, most_chars = int(left), int(most_chars)
+def listed(*path):
+    try:
+        return os.listdir(os.path.join(*path))
+    except OSError:
+        return []
+def modules(info):  # the top-level names of a package that was installed since this machine started
+    try:
+        record = os.path.join(info, "RECORD")
+        status = os.lstat(record)
+        if not stat.S_ISREG(status.st_mode) or status.st_ctime < began:
+            return set()
+        lines = open(record, errors="replace").read(most_chars).splitlines()
+        found = {line.replace(",", "/").split("/")[0] for line in lines}
+        return found - {"", "..", "__pycache__"} | {os.path.basename(info)}
+    except OSError:
+        return set()
+def link(source, target):
+    global left
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.isdir(source) and not os.path.islink(source):
+        os.makedirs(target, exist_ok=True)
+        for name in listed(source):
+            link(os.path.join(source, name), os.path.join(target, name))
+    elif left > 0 and not os.path.lexists(target):
+        left -= 1
+        os.link(source, target, follow_symlinks=False)
+tops += [os.path.join(home, ".local") for home in ["/root", *(os.path.join("/home", name) for name in listed("/home"))]]
+for top in tops:
+    for version in (name for name in listed(top, "lib") if name.startswith("python3.")):
+        for site in (os.path.join(top, "lib", version, kind) for kind in ("site-packages", "dist-packages")):
+            for info in (name for name in listed(site) if name.endswith(".dist-info")):
+                for name in modules(os.path.join(site, info)):
+                    if os.path.lexists(os.path.join(site, name)):
+                        link(os.path.join(site, name), os.path.join(into, version, name))
+if left <= 0:
+    sys.exit("too many files of packages")
+"""
+
+
+async def bring(slot: Slot, folders: Sequence[str], programs: Sequence[str] | None = None) -> None:
+    """Bring it to an agent's folders in its own slot, before a view is opened or artifacts are carried.
+
+    Args:
+        slot: where the agent worked.
+        folders: what will be shown.
+        programs: folders that may be virtual environments of the image's; None: packages are of no use.
+    """
+    bounds = (str(MAX_PACKAGE_FILES), str(MAX_LIST_CHARS))
+    packages = () if programs is None else (PACKAGES, *bounds, "/usr/local", "/usr", *programs)
+    done = await with_links(slot, _BRING, folders, packages)
+    if done.exit_code != 0:
+        _log.warning("what the agent has elsewhere is not all shown: %s", done.output[-300:].strip())
+
+
+async def with_links(slot: Slot, script: str, folders: Sequence[str], others: Sequence[str]) -> ExecResult:
+    """Run a script that knows the links in folders."""
+    bounds = (str(len(folders)), str(MAX_COPY_BYTES), str(MAX_COPY_FILES))
+    command = (*SLOT_PYTHON, "-c", _LINKS + script, *bounds, *folders, *others)
+    return await slot.exec(command, workdir="/", clean_env=True, timeout_s=30)
