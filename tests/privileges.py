@@ -16,6 +16,7 @@ owners = _root("owners of files need root")
 cgroups = _root("limits of memory and processes need cgroups: root, or delegation")
 device_nodes = _root("device nodes are made as root")
 mounts = _root("needs root to mount")
+processes = _root("servers of an ordinary user have ids of their own: root alone sees what they hold")
 volumes_on_disk = _root("a limit of volumes on disk needs root")
 
 

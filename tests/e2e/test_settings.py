@@ -235,6 +235,7 @@ async def test_leases_have_the_configured_time_to_live():
         assert slot.lease.ttl_s == 7
 
 
+@privileges.owners
 @shows("sandbox_base")
 async def test_slots_start_from_the_base_that_is_named(tmp_path_factory):
     folder = tiny_base(tmp_path_factory.mktemp("base") / "root", os.geteuid())

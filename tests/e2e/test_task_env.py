@@ -14,6 +14,7 @@ from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.prepare import TaskImages
 from atropos.tasks.workspace import WAITS
 from examples.policy.truth import Truth
+from tests import privileges
 from tests.e2e.hermes_support import call, groups, make, sampled, script
 from tests.processes import out_of_descriptors
 from tests.settings import shows
@@ -526,6 +527,7 @@ async def test_a_step_that_is_never_prepared_is_no_agents_doing(policy, tmp_path
         await run(policy, tmp_path)
 
 
+@privileges.owners
 @shows("verifier_layers")
 @pytest.mark.parametrize("mode", ["view", "shared"])
 async def test_verifier_layers_are_there_for_the_tests_and_not_for_the_agent(policy, tmp_path, mode):

@@ -17,6 +17,7 @@ import pytest
 from atropos.errors import SandboxError
 from atropos.slots.client import SandboxClient
 from atropos.wire import Exec, LeaseRequest, ProcStart, ReadFile, WriteFile
+from tests import privileges
 from tests.processes import descendants
 from tests.unit.server.test_serve import Process, running
 
@@ -100,6 +101,7 @@ async def trajectory(client: SandboxClient, names: itertools.count, rng: random.
             await client.drop_snapshot(snapshot)
 
 
+@privileges.processes
 @pytest.mark.timeout(SOAK_S + 240)
 async def test_under_mixed_load_everything_stays_flat():
     rng = random.Random(5)

@@ -167,6 +167,7 @@ async def test_no_link_that_a_program_leaves_keeps_a_view_from_opening(pool, nam
         assert found.output == "42\nt\n"
 
 
+@privileges.processes
 async def test_folders_deeper_and_more_than_a_path_holds_cost_the_server_no_memory(pool):
     """A list of their whole paths took 235 MB; the default limits allow 50 times as many."""
     code = """

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from atropos.errors import SandboxError
+from tests import privileges
 from tests.processes import descendants
 from tests.waiting import until
 
@@ -100,6 +101,7 @@ async def load(pool, seconds: float, rng: random.Random, seen: Counter) -> None:
     await asyncio.gather(*(worker() for _ in range(16)))
 
 
+@privileges.processes
 @pytest.mark.timeout(SOAK_S + 300)
 async def test_mixed_load_leaves_every_count_as_it_was(local_pool):
     rng = random.Random(7)

@@ -126,8 +126,9 @@ class HostState:
                 raise ConfigError(f"{field}: {path} is not a folder that the server can read")
             if not any(os.path.lexists(f"{path}/bin/{shell}") for shell in ("bash", "sh")):
                 raise ConfigError(f"{field}: {path} has no /bin/sh: it is no root file system")
-            # an owner that slots don't have is shown as the overflow id
-            if os.stat(path).st_uid == sysctl("kernel/overflowuid", 65_534):
+            # an owner that nobody here has is shown as the overflow id; after the slots' ids comes the server's own
+            owner = os.stat(path).st_uid
+            if owner >= self.entered.slot_ids or owner == sysctl("kernel/overflowuid", 65_534):
                 root = Path("/proc/self/uid_map").read_text(encoding="ascii").split()[1]
                 raise ConfigError(
                     f"{field}: {path} belongs to a user that slots don't have; give it to theirs (chown -R to uid "

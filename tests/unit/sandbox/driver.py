@@ -22,7 +22,12 @@ def main() -> None:
     passed = root_phase.passed_on()
     if passed is None:
         config = ServerConfig(
-            token="-", slots=8, limits=LIMITS, die_with_parent=True, bases={"tiny": sys.argv[1]}, volume=sys.argv[2]
+            token="-",
+            slots=8,
+            limits=LIMITS,
+            die_with_parent=True,
+            bases=dict(zip(("tiny",), sys.argv[2:], strict=False)),
+            volume=sys.argv[1],
         )
         root_phase.enter(root_phase.RootPhaseSettings.of(config))
     text, entered = passed

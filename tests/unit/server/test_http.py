@@ -28,6 +28,7 @@ from atropos.wire import (
     Status,
     client_name,
 )
+from tests import privileges
 from tests.processes import descendants
 from tests.unit.server.fakes import TOKEN, FakeHost, Running, serving
 from tests.waiting import SLOWNESS, until
@@ -253,6 +254,7 @@ def archive(*names: str) -> bytes:
     return out.getvalue()
 
 
+@privileges.owners
 async def test_a_snapshot_that_is_sent_here_can_be_leased(server, curl):
     path = "/v1/snapshots/snap-sent/archive"
     status, raw = await curl("PUT", path + "?layers=1", data=archive("0/a", "0/b"))
@@ -264,6 +266,7 @@ async def test_a_snapshot_that_is_sent_here_can_be_leased(server, curl):
     assert server.core.state.runs["lease-fork"].sandbox.files == {"a": b"abc", "b": b"abc"}
 
 
+@privileges.owners
 @pytest.mark.parametrize(
     ("query", "data", "status", "says"),
     [
@@ -298,6 +301,7 @@ async def test_a_sender_that_goes_away_leaves_nothing(server, curl):
     await until(lambda: not left(), "nothing left")
 
 
+@privileges.owners
 async def test_archives_are_unpacked_two_at_a_time_whoever_sends_how_many(server, curl):
     lease = await curl.lease()
     whole, go_on, most = archive("0/a"), asyncio.Event(), 0
@@ -330,6 +334,7 @@ def unpacking() -> int:
     return sum("snapshot_tar" in command for command in descendants().values())
 
 
+@privileges.owners
 async def test_an_archive_that_is_sent_again_waits_for_what_became_of_the_first(server, curl):
     path, whole = "/v1/snapshots/snap-sent/archive?layers=1", archive("0/a")
     go_on = asyncio.Event()
