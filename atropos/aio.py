@@ -77,8 +77,23 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any] | None], seconds: fl
     return not late
 
 
+async def race(*work: Coroutine[object, object, T]) -> T:
+    """Run these side by side until the first has ended, and cancel the others; its result, or its error."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        results = [task.result() for task in tasks if task.done()]
+        return results[0]
+    finally:
+        await cancel_and_wait(tasks)
+
+
 class Tasks:
-    """The tasks that one object started, which ends them before it ends itself: none is lost, none fails in silence."""
+    """The tasks that one object started, which ends them before it ends itself: none is lost, none fails in silence.
+
+    As a context, it cancels those that still run at the end of its body; unlike a `TaskGroup`, whose body waits for
+    them and is cancelled when one fails.
+    """
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -86,6 +101,12 @@ class Tasks:
 
     def __len__(self) -> int:
         return len(self._tasks)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.cancel()
 
     def spawn(self, work: Coroutine[object, object, T], name: str, *, awaited: bool = False) -> asyncio.Task[T]:
         """Start a task. Unless its caller awaits it (`awaited`), a failure is logged with its traceback."""
@@ -96,8 +117,8 @@ class Tasks:
             task.add_done_callback(_log_failure)
         return task
 
-    async def settle(self, timeout_s: float, cancelled_s: float | None = None) -> None:
-        """Wait until all have ended, within a limit; then cancel the rest and await it, at most `cancelled_s`."""
+    async def settle(self, timeout_s: float | None, cancelled_s: float | None = None) -> None:
+        """Wait until all have ended, at most this long; then cancel the rest and await it, at most `cancelled_s`."""
         me = asyncio.current_task()
         if others := [task for task in self._tasks if task is not me]:
             await asyncio.wait(others, timeout=timeout_s)
@@ -105,7 +126,7 @@ class Tasks:
 
     def stop(self) -> None:
         """Cancel all, and wait for none."""
-        for task in self._tasks:
+        for task in [*self._tasks]:
             task.cancel()
 
     async def cancel(self, seconds: float | None = None) -> None:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
-from atropos.aio import cancel_and_wait
+from atropos.aio import task_group
 
 Value = TypeVar("Value")
 
@@ -38,11 +38,7 @@ def gate_for(tokens: int) -> contextlib.AbstractAsyncContextManager[None]:
 
 async def started_in_turn(work: Callable[[], Coroutine[object, object, Value]]) -> Value:
     """Await `work()` in a task of its own; its first step, which builds and sends a request, holds the lock too."""
-    async with gate():
-        task = asyncio.get_running_loop().create_task(work())
-        try:
-            await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            await cancel_and_wait([task])
-            raise
-    return await task
+    async with task_group() as tasks, gate():
+        task = tasks.create_task(work())
+        await asyncio.sleep(0)
+    return task.result()

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Header, Path, Request, Response
 from fastapi.responses import StreamingResponse
 
 from atropos import tracing
-from atropos.aio import cancel_and_wait
+from atropos.aio import Tasks
 from atropos.api.e2b.app import create_e2b_app
 from atropos.api.executor.models import (
     MAX_REQUEST_BYTES,
@@ -77,11 +77,11 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
             ready = executor or await stack.enter_async_context(_made(settings))
             app.state.executor = ready
             tenants.open(ready)
-            following = asyncio.create_task(tenants.reload())
             try:
-                yield
+                async with Tasks("executor API") as tasks:
+                    tasks.spawn(tenants.reload(), "keys file")
+                    yield
             finally:
-                await cancel_and_wait([following])
                 await app.state.shells.aclose()
                 await tenants.aclose()
 

@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from atropos.aio import Tasks
 from atropos.api.http import NO_TOKEN, OPEN_PATHS
 from atropos.net.admission import ACCEPTS, Admission, Credentials
 from atropos.net.sockets import BACKLOG, is_loopback, listen
@@ -36,7 +37,8 @@ class _Server(uvicorn.Server):
         self._admission = admission
         self._drain = drain
         self._ready = ready
-        self._draining: asyncio.Task[None] | None = None
+        self._tasks = Tasks("server")
+        self._draining = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and print the address to stderr."""
@@ -53,7 +55,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """SIGINT or SIGTERM: drain; again: end now."""
-        if self._draining is not None:
+        if self._draining:
             super().handle_exit(sig, frame)
             self.force_exit = True
             return
@@ -61,8 +63,8 @@ class _Server(uvicorn.Server):
             "ending: running calls are finished first; the same signal again ends at once", file=sys.stderr, flush=True
         )
         # signal handlers run between two steps of the loop, in its thread
-        loop = asyncio.get_event_loop()
-        self._draining = loop.create_task(self._drained())
+        self._draining = True
+        self._tasks.spawn(self._drained(), "drain")
 
     async def _drained(self) -> None:
         try:

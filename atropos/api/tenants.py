@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from starlette.requests import Request
 from starlette.types import Scope
 
-from atropos.aio import cancel_and_wait
+from atropos.aio import Tasks
 from atropos.api.accounts.account import Account
 from atropos.api.accounts.audit import AuditLog
 from atropos.api.accounts.keys import KeySettings, digest, read_keys
@@ -46,7 +46,9 @@ class Tenant:
         self.trajectories = Trajectories(executor, settings, account)
         self.sandboxes = Sandboxes(executor.pool, settings, account)
         self.images = PreparedImages(executor.pool, account)
-        self._reapers = [asyncio.create_task(self.trajectories.reap()), asyncio.create_task(self.sandboxes.reap())]
+        self._reapers = Tasks(f"key {account.name}")
+        self._reapers.spawn(self.trajectories.reap(), "idle trajectories")
+        self._reapers.spawn(self.sandboxes.reap(), "ends of sandboxes")
 
     def slot_of(self, subject: str) -> Slot | None:
         """The slot of its running sandbox or open trajectory of this id; None: it has none."""
@@ -60,7 +62,7 @@ class Tenant:
 
     async def aclose(self) -> None:
         """End all that it has."""
-        await cancel_and_wait(self._reapers)
+        await self._reapers.cancel()
         await asyncio.gather(self.trajectories.aclose(), self.sandboxes.aclose(), self.images.aclose())
 
 
@@ -81,7 +83,7 @@ class Tenants:
         self._secrets: dict[str, tuple[EgressSecret, ...]] = {}
         self._names: dict[str, str] = {}
         """Names by digest: a digest says nothing of how far a guess is off, so that it can be looked up."""
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = Tasks("end of key")
         self._draining = False
         self._seen = self._state_of_files()
         self._adopt(self._read())
@@ -113,9 +115,7 @@ class Tenants:
 
     def _close(self, tenant: Tenant) -> None:
         tenant.refuse_new()
-        task = asyncio.create_task(tenant.aclose(), name=f"close {tenant.account.name}")
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._closing.spawn(tenant.aclose(), tenant.account.name)
 
     def _state_of_files(self) -> dict[str, tuple[int, int, int]]:
         """Of the keys file, and those that the keys' secrets are in."""
@@ -195,7 +195,7 @@ class Tenants:
     async def aclose(self) -> None:
         """End all that tenants have."""
         self._draining = True
-        await asyncio.gather(*(tenant.aclose() for tenant in self.all()), *self._closing)
+        await asyncio.gather(*(tenant.aclose() for tenant in self.all()), self._closing.settle(None))
         self._audit.close()
 
     # -------------------------------------------------------------------------------------------------------- looks

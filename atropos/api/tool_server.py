@@ -12,7 +12,7 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import SecretStr
 from starlette.convertors import PathConvertor, register_url_convertor
 
-from atropos.aio import cancel_and_wait
+from atropos.aio import Tasks
 from atropos.api.external import external_services
 from atropos.api.http import Gate, Refusal, add_error_handlers, describe_auth, door_of, problems
 from atropos.api.settings import ToolServerSettings, search_from_environment
@@ -70,11 +70,11 @@ def create_app(
             for tool in (*offered, *tools):
                 host.offer(tool)
             host.check_overrides()
-            reaper = asyncio.create_task(host.reap())
             try:
-                yield
+                async with Tasks("ToolServer") as tasks:
+                    tasks.spawn(host.reap(), "idle trajectories")
+                    yield
             finally:
-                await cancel_and_wait([reaper])
                 await host.aclose()
 
     app = FastAPI(
@@ -120,8 +120,7 @@ def _add_routes(app: FastAPI, host: ToolHost) -> None:
     )
     async def batch(request: BatchRequest) -> StreamingResponse:
         """Run many calls. Each answer is a line of JSON, sent as soon as its call has ended."""
-        answers = [asyncio.create_task(_answer(host, call)) for call in request.calls]
-        return StreamingResponse(_lines(answers), media_type="application/x-ndjson")
+        return StreamingResponse(_lines(host, request.calls), media_type="application/x-ndjson")
 
     @app.delete("/trajectories/{trajectory_id:anything}", responses=problems(401, 422))
     async def end(
@@ -153,10 +152,8 @@ async def _answer(host: ToolHost, call: ExternalCall) -> ExecuteAnswer | Execute
         return host.refused(call, refusal)
 
 
-async def _lines(answers: list[asyncio.Task[ExecuteAnswer | ExecuteRefusal]]) -> AsyncIterator[str]:
-    try:
+async def _lines(host: ToolHost, calls: Sequence[ExternalCall]) -> AsyncIterator[str]:
+    async with Tasks("batch") as tasks:
+        answers = [tasks.spawn(_answer(host, call), call.call_id, awaited=True) for call in calls]
         for finished in asyncio.as_completed(answers):
             yield (await finished).model_dump_json() + "\n"
-    finally:
-        for task in answers:
-            task.cancel()

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import httpx
 import typer
 
+from atropos.aio import Tasks
 from atropos.api.cli import EXECUTOR_TOKEN_VARIABLE
 from atropos.errors import BackendUnavailable, ConfigError
 
@@ -74,14 +75,12 @@ def _size() -> dict[str, int]:
 
 async def _attached(client: httpx.AsyncClient, path: str) -> int:
     """Pass keys and output on until the shell ends; its exit code."""
-    sending = asyncio.create_task(_send(client, path))
-    try:
+    async with Tasks("shell") as tasks:
+        tasks.spawn(_send(client, path), "keys")
         with _raw():
             async with client.stream("GET", f"{path}/output", timeout=httpx.Timeout(_ANSWER_S, read=None)) as output:
                 async for data in output.aiter_raw():
                     _print(data)
-    finally:
-        sending.cancel()
     answer = await client.delete(path)
     code = answer.json().get("exit_code") if answer.status_code == 200 else None
     if code is None:

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import h11
 
+from atropos.aio import Tasks
+
 if TYPE_CHECKING:
     import ssl
 
@@ -95,6 +97,7 @@ class Admission:
         self.refusal = refusal
         self.head_s = head_s
         self.tls = tls
+        self.tasks = Tasks("admission")
         self._token = token
         self._token_headers = frozenset(token_headers)
         self._open_paths = None if open_paths is None else frozenset(path.encode() for path in open_paths)
@@ -164,7 +167,7 @@ class _Unauthenticated(asyncio.Protocol):
         self._admission.add(self)
         if self._admission.tls is not None:
             self._transport.pause_reading()  # what comes first is for the handshake
-            self._handshake = loop.create_task(self._start_tls(self._admission.tls))
+            self._handshake = self._admission.tasks.spawn(self._start_tls(self._admission.tls), "handshake")
 
     async def _start_tls(self, tls: ssl.SSLContext) -> None:
         loop, plain, limit_s = asyncio.get_running_loop(), self._transport, self._admission.head_s

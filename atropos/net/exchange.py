@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import h11
 
-from atropos.aio import cancel_and_wait
+from atropos.aio import race
 from atropos.net.egress_policy import EgressRefused
 from atropos.net.insertion import BlottedStream, Insertion
 
@@ -73,14 +73,7 @@ class Forwarding:
             kept = self.insertion.into(kept)
         headers = [(b"host", authority), *kept, (b"connection", b"close")]
         asked = h11.Request(method=request.method, target=target, headers=headers)
-        tasks = [asyncio.ensure_future(self._up(asked)), asyncio.ensure_future(self._down())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task.done():
-                    task.result()
-        finally:
-            await cancel_and_wait(tasks)
+        await race(self._up(asked), self._down())
 
     async def _send(self, data: bytes | None, sink: asyncio.StreamWriter) -> None:
         if data:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from atropos.aio import cancel_and_wait
+from atropos.aio import task_group
 from atropos.net.egress_policy import Address, EgressRefused, plain
 from atropos.net.exchange import (
     CHUNK_BYTES,
@@ -277,14 +277,9 @@ async def _splice(
         with contextlib.suppress(OSError, RuntimeError):
             sink.write_eof()
 
-    tasks = [
-        asyncio.ensure_future(pump(reader, upstream, first)),
-        asyncio.ensure_future(pump(remote, writer)),
-    ]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await cancel_and_wait(tasks)
+    async with task_group() as tasks:
+        tasks.create_task(pump(reader, upstream, first))
+        tasks.create_task(pump(remote, writer))
 
 
 async def _hang_up(*streams: asyncio.StreamWriter) -> None:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from atropos import tracing
-from atropos.aio import outlive, set_within
+from atropos.aio import Tasks, outlive, set_within
 from atropos.errors import (
     AcquireTimeout,
     ConfigError,
@@ -68,6 +68,7 @@ class ToolExecutor:
         self.tools = tools
         self.config = config or ToolExecutorConfig()
         self._trajectories: dict[str, TrajectoryState] = {}
+        self._tasks = Tasks("executor")
         self._releases: dict[TrajectoryState, asyncio.Task[None]] = {}
         self._isolated: set[str] = set()
         """Containers that have the isolation which the configuration requires."""
@@ -380,7 +381,7 @@ class ToolExecutor:
         trajectory.released = True
         for call in trajectory.calls:
             call.cancel()
-        task = asyncio.get_running_loop().create_task(self._release(trajectory), name=f"release {trajectory.id}")
+        task = self._tasks.spawn(self._release(trajectory), f"release {trajectory.id}")
         self._releases[trajectory] = task
         task.add_done_callback(lambda _: self._releases.pop(trajectory, None))
         return task

@@ -10,7 +10,7 @@ import logging
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
 
-from atropos.aio import cancel_and_wait
+from atropos.aio import Tasks
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.files import path_of
@@ -162,8 +162,8 @@ async def _events(
         outputs = [("pty" if command.pty else "stdout", process)]
         if process.errors is not None:
             outputs.append(("stderr", process.errors))
-        pump = loop.create_task(_pump(outputs, queue))
-        try:
+        async with Tasks(f"output of {process.pid}") as tasks:
+            pump = tasks.spawn(_pump(outputs, queue), "events", awaited=True)
             while True:
                 left_s = ping_s if deadline is None else min(ping_s, deadline - loop.time())
                 try:
@@ -180,8 +180,6 @@ async def _events(
             await pump
             assert process.exit_code is not None
             yield _event("end", _ending(process.exit_code))
-        finally:
-            await cancel_and_wait([pump])
 
 
 async def _pump(outputs: list[tuple[str, Process]], queue: asyncio.Queue[Json | None]) -> None:

@@ -69,6 +69,7 @@ class Sandboxes:
         self._settings = settings
         self._open: dict[str, E2bSandbox] = {}
         self._paused: dict[str, E2bSandbox] = {}
+        self._freezes = Tasks("pause of sandbox")
         self._starting = 0
         self._moved = asyncio.Event()
         self.snapshots: dict[str, NamedSnapshot] = {}
@@ -287,7 +288,7 @@ class Sandboxes:
         del self._open[sandbox.id]
         sandbox.tasks.stop()
         self._paused[sandbox.id] = sandbox
-        sandbox.frozen = asyncio.create_task(self._freeze(sandbox), name=f"pause {sandbox.id}")
+        sandbox.frozen = self._freezes.spawn(self._freeze(sandbox), sandbox.id, awaited=True)
         await asyncio.shield(sandbox.frozen)
 
     async def _freeze(self, sandbox: E2bSandbox) -> Snapshot:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from atropos.aio import cancel_and_wait
+from atropos.aio import Tasks
 from atropos.api.accounts.account import Account
 from atropos.api.http import Refusal
 from atropos.errors import ConfigError, QuotaReached, SandboxError
@@ -64,6 +64,7 @@ class PreparedImages:
     def __init__(self, pool: SlotPool, account: Account) -> None:
         self._pool = pool
         self._account = account
+        self._tasks = Tasks("images of a key")
         self._all: dict[str, _Preparation] = {}
 
     async def prepare(self, image: str, wait_s: float) -> ImageState:
@@ -96,10 +97,10 @@ class PreparedImages:
             if state.phase not in {"ready", "failed"}:  # ready and failed are of one container, not of the pool
                 preparation.at = state.model_copy(update={"source": image})
 
-        task = asyncio.create_task(self._pool.prepare(image, progress=report))
+        task = self._tasks.spawn(self._pool.prepare(image, progress=report), image, awaited=True)
         preparation = self._all[image] = _Preparation(ImageState(source=image, phase="queued"), task)
         return preparation
 
     async def aclose(self) -> None:
         """Cancel what is under way."""
-        await cancel_and_wait([one.task for one in self._all.values()])
+        await self._tasks.cancel()

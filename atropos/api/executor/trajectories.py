@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from atropos.aio import Tasks
 from atropos.api.accounts.account import Account
 from atropos.api.executor.images import checked_source
 from atropos.api.executor.models import (
@@ -157,7 +158,8 @@ class Trajectories:
         self._account = account
         self._settings = settings
         self._open: dict[str, Trajectory] = {}
-        self._releases: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks("trajectories")
+        self._releases = Tasks("trajectories")
         self.draining = False
 
     def __repr__(self) -> str:
@@ -232,7 +234,7 @@ class Trajectories:
         trajectory_id = wanted.trajectory_id or f"t-{uuid.uuid4().hex}"
         key = f"{trajectory_id}#{uuid.uuid4().hex[:12]}"
         # a task of its own: a client that goes away during the acquire may ask again under its id
-        opening = asyncio.create_task(self._lease(trajectory_id, key, image))
+        opening = self._tasks.spawn(self._lease(trajectory_id, key, image), f"open {key}", awaited=True)
         trajectory = Trajectory(trajectory_id, key, wanted.ttl_s or self._settings.ttl_s, opening, image)
         self._open[trajectory_id] = trajectory
 
@@ -281,7 +283,8 @@ class Trajectories:
             raise Refusal(503, "draining", "the server is shutting down", retry_after_s=5)
         if trajectory.running >= self._settings.max_pending:
             raise Refusal(429, "busy", f"{trajectory.running} calls of this trajectory wait", retry_after_s=1)
-        task = asyncio.create_task(self._run(trajectory, ToolCall(name=body.name, arguments=body.arguments)))
+        work = self._run(trajectory, ToolCall(name=body.name, arguments=body.arguments))
+        task = self._tasks.spawn(work, f"call {call_id}", awaited=True)
         call = trajectory.calls[call_id] = OpenCall(call_id, trajectory.id, content, task)
         trajectory.calls.move_to_end(call_id)
         task.add_done_callback(lambda _: self._ended(trajectory, call))
@@ -327,10 +330,7 @@ class Trajectories:
         return True
 
     def _release(self, trajectory: Trajectory) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._give_back(trajectory))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-        return task
+        return self._releases.spawn(self._give_back(trajectory), f"release {trajectory.key}")
 
     async def _give_back(self, trajectory: Trajectory) -> None:
         trajectory.opening.cancel()
@@ -373,4 +373,4 @@ class Trajectories:
         for trajectory in self._open.values():
             trajectory.how = "server ended"
         await asyncio.gather(*(self.end(one) for one in list(self._open)), return_exceptions=True)
-        await asyncio.gather(*self._releases, return_exceptions=True)
+        await self._releases.settle(None)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from pydantic import BaseModel, ConfigDict
 
-from atropos.aio import Allowance, cancel_and_wait, done_within, first_of
+from atropos.aio import Allowance, Tasks, cancel_and_wait, done_within, first_of
 from atropos.api.settings import McpServerSettings
 from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
 from atropos.tools.base import Tool, ToolScope
@@ -51,6 +51,7 @@ class McpConnection:
     def __init__(self, server: McpServerSettings) -> None:
         self.server = server
         self._ready: asyncio.Future[Client] | None = None
+        self._tasks = Tasks(f"MCP server {server.name}")
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._lock = asyncio.Lock()
@@ -75,7 +76,7 @@ class McpConnection:
                 async with self._lock:
                     if self._ready is None or self._task is None or self._task.done():
                         self._ready, self._stop = asyncio.get_running_loop().create_future(), asyncio.Event()
-                        self._task = asyncio.create_task(self._hold(self._ready, self._stop))
+                        self._task = self._tasks.spawn(self._hold(self._ready, self._stop), "connection")
                     ready = self._ready
                 return await asyncio.shield(ready)
         except Exception as error:
@@ -132,7 +133,7 @@ class McpConnection:
     def suspect(self, client: Client) -> None:
         """After a call timed out: check whether the whole server hangs, or only the tool."""
         if self._check is None or self._check.done():
-            self._check = asyncio.create_task(self.answers(client))
+            self._check = self._tasks.spawn(self.answers(client), "check")
 
     async def answers(self, client: Client) -> bool:
         """Whether the server answers this connection, which is dropped if not."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 
-from atropos.aio import cancel_and_wait
+from atropos.aio import Tasks
 from atropos.api.external.guard import Guard
 from atropos.net.exchange import CHUNK_BYTES
 from atropos.net.relay import basic_credentials, connect, relay
@@ -26,8 +26,7 @@ class GuardedProxy:
         self.password = secrets.token_urlsafe(24)
         self._credentials = basic_credentials(self.username, self.password)
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._closing = False
+        self._tasks = Tasks("guarded proxy")
 
     @property
     def url(self) -> str:
@@ -41,24 +40,18 @@ class GuardedProxy:
 
     async def aclose(self) -> None:
         """Stop listening and cut what is open."""
-        self._closing = True
         if self._server is not None:
             self._server.close()
-        await cancel_and_wait(self._tasks)
+        await self._tasks.cancel()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tasks.spawn(self._serve(reader, writer), "connection")
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             if len(self._tasks) <= _MAX_CONNECTIONS:
                 await relay(reader, writer, self._dial, credentials=self._credentials)
-        except asyncio.CancelledError:
-            if not self._closing:
-                raise
-            # the end of this task: asyncio's streams would log its cancellation
         finally:
-            self._tasks.discard(task)
             writer.close()
 
     async def _dial(self, host: str, port: int) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:

@@ -10,7 +10,7 @@ import uuid
 from collections import Counter
 from dataclasses import dataclass, field
 
-from atropos.aio import Allowance
+from atropos.aio import Allowance, Tasks
 from atropos.api.http import Refusal
 from atropos.api.settings import ToolServerSettings
 from atropos.api.tool_host.answers import bounded
@@ -60,7 +60,8 @@ class ToolHost:
         self._journal = ToolCallJournal(
             calls=settings.journal_calls, max_bytes=settings.journal_bytes, ttl_s=settings.journal_ttl_s
         )
-        self._endings: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks("ToolServer")
+        self._endings = Tasks("ToolServer")
         self._failures: Counter[tuple[str, str]] = Counter()
         self.calls = 0
 
@@ -159,7 +160,7 @@ class ToolHost:
         turn = trajectory.turnstile.enter()
         trajectory.running += 1
         self.calls += 1
-        task = asyncio.create_task(self._in_turn(call, tool, arguments, trajectory, turn))
+        task = self._tasks.spawn(self._in_turn(call, tool, arguments, trajectory, turn), tool.name, awaited=True)
 
         def ended(_: asyncio.Task[ToolResult]) -> None:
             # here and not in the task: a task cancelled before its first step never reaches its `finally`
@@ -298,10 +299,8 @@ class ToolHost:
         running = self._journal.forget(owner)
         if trajectory is None:
             return False
-        task = asyncio.create_task(self._close(trajectory, running))
-        self._endings.add(task)  # continues when the client has disconnected
-        task.add_done_callback(self._endings.discard)
-        await asyncio.shield(task)
+        ending = self._endings.spawn(self._close(trajectory, running), "end of a trajectory")
+        await asyncio.shield(ending)  # continues when the client has disconnected
         return True
 
     async def _close(self, trajectory: HostedTrajectory, running: list[asyncio.Future[ToolResult]]) -> None:
@@ -344,4 +343,4 @@ class ToolHost:
         for task in self._journal.running():
             task.cancel()
         await asyncio.gather(*(self._end(one) for one in list(self._trajectories)), return_exceptions=True)
-        await asyncio.gather(*self._endings, return_exceptions=True)
+        await self._endings.settle(None)

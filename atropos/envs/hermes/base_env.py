@@ -35,6 +35,7 @@ from dataclasses import asdict
 
 from atropos.agent import AgentConfig, AtroposAgent, ExecuteTool
 from atropos.agent.model import EXACT, server_type
+from atropos.aio import Tasks
 from atropos.envs.adapter import Item, ServerConfigs
 from atropos.envs.hermes.bridge import body as bridge_body
 from atropos.envs.hermes.bridge import bridged
@@ -289,11 +290,12 @@ class HermesAgentBaseEnv(SandboxEnv):
         idle_s = self.config.terminal_lifetime
         timer: asyncio.TimerHandle | None = None
         release: asyncio.Task[None] | None = None
+        tasks = Tasks(trajectory_id)
         loop = asyncio.get_running_loop()
 
         def expire() -> None:
             nonlocal release
-            release = loop.create_task(self.executor.release_trajectory(trajectory_id))
+            release = tasks.spawn(self.executor.release_trajectory(trajectory_id), "release")
 
         async def execute(call: ToolCall) -> ToolResult:
             nonlocal timer
@@ -315,8 +317,7 @@ class HermesAgentBaseEnv(SandboxEnv):
         finally:
             if timer is not None:
                 timer.cancel()
-            if release is not None:
-                await asyncio.gather(release, return_exceptions=True)
+            await tasks.settle(None)
 
     async def _set_up_base(self) -> None:
         """Set up inference and the tool backend, once."""

@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from itertools import islice
 
-from atropos.aio import cancel_and_wait
+from atropos.aio import Tasks
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveSample, LiveView
 from atropos.dashboard.server import DashboardServer
 from atropos.dashboard.store import TrajectoryStore
@@ -44,7 +44,7 @@ class EnvDashboard:
         self._history: deque[LiveSample] = deque(maxlen=SAMPLES)
         self._recent: deque[tuple[float, str, str]] = deque(maxlen=RECENT)
         self._finished: asyncio.Queue[tuple[str, tuple[Rollout, ...]]] = asyncio.Queue(QUEUED)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks("dashboard")
         self._started = time.monotonic()
         token = config.dashboard_token.get_secret_value() if config.dashboard_token else None
         self.server = (
@@ -71,13 +71,13 @@ class EnvDashboard:
             return
         await self.server.start()
         self._started = time.monotonic()
-        self._tasks = [asyncio.create_task(self._sample()), asyncio.create_task(self._keep())]
+        self._tasks.spawn(self._sample(), "samples")
+        self._tasks.spawn(self._keep(), "groups")
         print(f"dashboard: {self.server.url}", flush=True)  # not logged: the token is for the user who started the env
 
     async def close(self) -> None:
         """Stop listening. Idempotent."""
-        tasks, self._tasks = self._tasks, []
-        await cancel_and_wait(tasks)
+        await self._tasks.cancel()
         if self.server is not None:
             await self.server.close()
 

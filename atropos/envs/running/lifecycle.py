@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from atropos import aio
-from atropos.aio import cancel_and_wait, outlive
+from atropos.aio import Tasks, outlive
 from atropos.envs.running.hooks import Interrupted, in_hook
 from atropos.envs.running.rollout import GroupDropped
 
@@ -149,11 +149,9 @@ class _Signals:
 @contextlib.asynccontextmanager
 async def beside(work: Coroutine[object, object, None]) -> AsyncGenerator[None]:
     """Run `work` while the body does, and end it with the body."""
-    task = asyncio.get_running_loop().create_task(work)
-    try:
+    async with Tasks("env") as tasks:
+        tasks.spawn(work, work.__qualname__)
         yield
-    finally:
-        await cancel_and_wait([task])
 
 
 def task_group() -> AbstractAsyncContextManager[asyncio.TaskGroup]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import cast
 
-from atropos.aio import cancel_and_wait
+from atropos.aio import Tasks
 from atropos.config import ServerConfig
 from atropos.errors import IsolationUnavailable, NotSupported, SandboxError
 from atropos.net.egress_policy import Narrowed, Policy
@@ -80,7 +80,7 @@ class EgressSupervisor:
         self._sock: socket.socket | None = None
         self._orders: deque[tuple[bytes, Listener | None]] = deque()
         """What the proxy is still to be sent, each perhaps with sockets."""
-        self._watch: asyncio.Task[None] | None = None
+        self._tasks = Tasks("egress proxy")
         self._serials = itertools.count(1)
         self._unconfirmed: dict[int, asyncio.Future[dict[str, object]]] = {}
         """Of changes, by their serial, until the proxy has confirmed them."""
@@ -102,7 +102,7 @@ class EgressSupervisor:
         if find_spec("h11") is None:
             raise IsolationUnavailable("allow_network: the Python package h11 is missing (python3-h11)")
         self._spawn()
-        self._watch = asyncio.get_running_loop().create_task(self._keep_running(), name="egress proxy")
+        self._tasks.spawn(self._keep_running(), "restarts")
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -294,7 +294,7 @@ class EgressSupervisor:
 
     async def aclose(self) -> None:
         """End the proxy."""
-        await cancel_and_wait([self._watch])
+        await self._tasks.cancel()
         for number in list(self._listeners):
             self.drop(number)
         self._close()

@@ -6,13 +6,12 @@ slot's private Python, so that the probe works on any base.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from atropos.aio import cancel_and_wait
+from atropos.aio import Tasks
 from atropos.config import SlotLimits
 from atropos.errors import SandboxError
 from atropos.sandbox.host import egress_supervisor
@@ -262,15 +261,14 @@ async def run(host: HostState, start: Start) -> list[Feature]:
         SandboxError: not even the throw-away sandbox could be started.
     """
     gateway = host.gateway is not None
-    egress = asyncio.create_task(_egress(start, gateway=gateway)) if host.egress is not None else None
-    try:
+    async with Tasks("probe") as tasks:
+        if host.egress is None:
+            return await _properties(host, start)
+        egress = tasks.spawn(_egress(start, gateway=gateway), "egress", awaited=True)
         features = await _properties(host, start)
-        if egress is not None:
-            passed, detail = await egress
-            features.append(_feature("egress", passed, detail))
-            features.append(_feature("gateway", gateway, "no network device could be made"))
-    finally:
-        await cancel_and_wait([egress])
+        passed, detail = await egress
+    features.append(_feature("egress", passed, detail))
+    features.append(_feature("gateway", gateway, "no network device could be made"))
     return features
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from atropos.aio import done_within
+from atropos.aio import Tasks, done_within
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import RootUnchanged, Sandbox, SnapshotLayer, Stopped
@@ -89,7 +89,7 @@ class SlotSandbox:
         self.host_pid: int | None = None
         """PID 1 of the slot, as the server sees it."""
         self._host = host
-        self._changing: asyncio.Task[None] | None = None
+        self._tasks = Tasks(f"slot {name}")
         self._channel: RunnerLink | None = None
         self._started: asyncio.Future[int] | None = None
         self._ended: asyncio.Future[float] | None = None
@@ -183,7 +183,7 @@ class SlotSandbox:
             else:
                 done(Done())
 
-        self._changing = self._loop.create_task(change(), name=f"network of {self.name}")
+        self._tasks.spawn(change(), "network")
 
     async def set_network(self, hosts: tuple[str, ...] | None) -> None:
         """Change `hosts`; see `contract.Sandbox.set_network`."""
@@ -447,7 +447,7 @@ class SlotSandbox:
     async def stop(self) -> Stopped:
         """Kill everything in it and confirm; see `contract.Sandbox.stop`."""
         if self._stopping is None or (self._stopping.done() and not self._stopping.result().clean):
-            self._stopping = self._loop.create_task(self._stop(), name=f"stop {self.name}")
+            self._stopping = self._tasks.spawn(self._stop(), "stop", awaited=True)
         return await asyncio.shield(self._stopping)
 
     async def _stop(self) -> Stopped:
@@ -519,7 +519,7 @@ class SlotSandbox:
         if self._stopping is not None:
             raise SandboxError(f"slot {self.name} has ended, so it can't be frozen")
         frozen: asyncio.Future[SnapshotLayer] = self._loop.create_future()
-        self._stopping = self._loop.create_task(self._freeze(frozen), name=f"freeze {self.name}")
+        self._stopping = self._tasks.spawn(self._freeze(frozen), "freeze", awaited=True)
         await asyncio.shield(self._stopping)
         return frozen.result()
 

@@ -57,7 +57,7 @@ class SlotTraffic:
     servers: list[asyncio.Server] = field(default_factory=list[asyncio.Server])
     resolver: Resolver | None = None
     secrets: SlotSecrets = NO_SECRETS
-    tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    tasks: Tasks = field(default_factory=lambda: Tasks("egress of a slot"))
     lookups: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LOOKUPS))
 
     def spend(self, count: int) -> None:
@@ -73,8 +73,7 @@ class SlotTraffic:
 
     def cut(self) -> None:
         """End all connections, those included that are just being made, and answers about names."""
-        for task in list(self.tasks):
-            task.cancel()
+        self.tasks.stop()
         if self.resolver is not None:
             self.resolver.forget()
 
@@ -158,9 +157,7 @@ class Proxy:
         if account.closed:
             streams[1].transport.abort()
             return
-        task = asyncio.get_running_loop().create_task(handle(account, streams))
-        account.tasks.add(task)
-        task.add_done_callback(account.tasks.discard)
+        account.tasks.spawn(handle(account, streams), "connection")
 
     def _within(self, hosts: Sequence[str] | None) -> Policy | Narrowed:
         return self.policy if hosts is None else Narrowed.to(self.policy, hosts)
@@ -292,9 +289,9 @@ async def serve(server: socket.socket, allow: list[str], deny: list[str], slots:
     """Take listening sockets from the server until it goes."""
     proxy = Proxy(Policy.of_slots(allow, deny), slots)
     loop = asyncio.get_running_loop()
-    denied = loop.create_task(proxy.watch_denied())
     gone = asyncio.Event()
     tasks = Tasks("egress proxy")
+    tasks.spawn(proxy.watch_denied(), "denied names")
 
     async def entrust(order: dict[str, Any]) -> None:
         try:
@@ -334,7 +331,7 @@ async def serve(server: socket.socket, allow: list[str], deny: list[str], slots:
     server.setblocking(False)
     loop.add_reader(server, readable)
     await gone.wait()
-    denied.cancel()
+    await tasks.cancel()
 
 
 def main() -> None:

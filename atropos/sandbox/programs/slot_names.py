@@ -7,8 +7,9 @@ import contextlib
 import ipaddress
 import socket
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 
+from atropos.aio import Tasks
 from atropos.net import dns
 from atropos.net.egress_policy import Address, EgressRefused
 from atropos.sandbox.programs import gateway
@@ -67,13 +68,14 @@ class Resolver:
         find: the canonical form of a name that the slot may reach; raises EgressRefused or OSError.
     """
 
-    def __init__(self, sock: socket.socket, find: Callable[[str], Awaitable[str]]) -> None:
+    def __init__(self, sock: socket.socket, find: Callable[[str], Coroutine[object, object, str]]) -> None:
         self._sock = sock
         self._find = find
         self.addresses = FakeAddresses()
         self._found: dict[str, asyncio.Future[str]] = {}
         """By the requested name: its canonical form, or the look-up of it, for `TTL_S`."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._answers = Tasks("names of a slot")
+        self._lookups = Tasks("names of a slot")
         self._ipv6 = sock.family == socket.AF_INET6
         # an answer leaves from the address that was asked
         if self._ipv6:
@@ -92,8 +94,8 @@ class Resolver:
 
     def forget(self) -> None:
         """Ask anew for each name: what the slot may reach has changed."""
-        for task in [*self._tasks, *self._found.values()]:
-            task.cancel()
+        self._answers.stop()
+        self._lookups.stop()
         self._found.clear()
 
     def _readable(self) -> None:
@@ -101,10 +103,8 @@ class Resolver:
             data, control, _, client = self._sock.recvmsg(dns.MESSAGE_BYTES, socket.CMSG_SPACE(32))
         except OSError:  # no datagram, or the kernel's report that a client is gone
             return
-        if len(self._tasks) < _MOST_WAITING:
-            task = asyncio.get_running_loop().create_task(self._answer_datagram(data, control, client))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        if len(self._answers) < _MOST_WAITING:
+            self._answers.spawn(self._answer_datagram(data, control, client), "answer")
 
     async def _answer_datagram(
         self, data: bytes, control: list[tuple[int, int, bytes]], client: tuple[object, ...]
@@ -145,7 +145,7 @@ class Resolver:
         if lookup is None:
             if len(self._found) >= MOST_NAMES:
                 raise OSError("this slot asks for too many names")
-            lookup = self._found[asked] = asyncio.ensure_future(self._find(asked))
+            lookup = self._found[asked] = self._lookups.spawn(self._find(asked), "look-up", awaited=True)
             lookup.add_done_callback(lambda done: self._keep(asked, done))
         return await asyncio.shield(lookup)
 

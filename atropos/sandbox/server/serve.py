@@ -67,9 +67,9 @@ class Server:
 
     async def _serve(self, listener: socket.socket, host: Host) -> int:
         core = self.core = Core(self._config, host)
-        loop = asyncio.get_running_loop()
-        upkeep = loop.create_task(pulse(core))
-        probing = loop.create_task(host.probe())
+        tasks = core.state.tasks
+        upkeep = tasks.spawn(pulse(core), "upkeep")
+        probing = tasks.spawn(host.probe(), "probe", awaited=True)
         site = contextlib.AsyncExitStack()
         try:
             core.leasing.warm_pool.fill()
@@ -160,19 +160,14 @@ class Server:
         """Until a signal, until a broken server has lost its last lease, or until it was unattended for too long."""
         loop, limit_s = asyncio.get_running_loop(), core.state.config.unattended_s
         attended_at = loop.time()
-        stopped = loop.create_task(self._stop.wait())
-        try:
-            while not stopped.done():
-                await asyncio.wait([stopped], timeout=0.5)
-                if core.leasing.broken and not core.state.runs:
-                    return
-                if core.state.streams or core.state.runs:
-                    attended_at = loop.time()
-                elif limit_s is not None and loop.time() > attended_at + limit_s:
-                    log.warning("no client was connected for unattended_s (%g s): the server ends", limit_s)
-                    return
-        finally:
-            stopped.cancel()
+        while not await set_within(self._stop, 0.5):
+            if core.leasing.broken and not core.state.runs:
+                return
+            if core.state.streams or core.state.runs:
+                attended_at = loop.time()
+            elif limit_s is not None and loop.time() > attended_at + limit_s:
+                log.warning("no client was connected for unattended_s (%g s): the server ends", limit_s)
+                return
 
     async def _drained(self, core: Core) -> None:
         """Until no lease is left, or their time is over."""

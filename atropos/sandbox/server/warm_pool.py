@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from atropos.aio import done_within
+from atropos.aio import Tasks, done_within
 from atropos.errors import BackendUnavailable, SandboxError
 from atropos.sandbox.contract import Host, HostBroken, Sandbox, Stopped
 
@@ -39,7 +39,7 @@ class _Kind:
     network: bool
     ready: deque[Sandbox] = field(default_factory=deque[Sandbox])
     waiting: deque[asyncio.Future[Sandbox]] = field(default_factory=deque["asyncio.Future[Sandbox]"])
-    starts: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"])
+    starts: Tasks = field(default_factory=lambda: Tasks("warm pool"))
     failures: int = 0
     """Failed starts in a row; those side by side are one."""
     paused_until: float = 0.0
@@ -71,7 +71,7 @@ class WarmPool:
         self._names = itertools.count(1)
         self._kinds = _Kind(network=False), _Kind(network=True)
         self._recent: deque[bool] = deque(maxlen=RECENT)
-        self._stops: set[asyncio.Task[None]] = set()
+        self._stops = Tasks("warm pool")
         self._closed = False
         self.started = 0
 
@@ -95,10 +95,7 @@ class WarmPool:
             return
         for kind, count in zip(self._kinds, self._wanted(), strict=True):
             for _ in range(count + len(kind.waiting) - len(kind.ready) - len(kind.starts)):
-                task = asyncio.get_running_loop().create_task(self._start_one(kind))
-                kind.starts.add(task)
-                task.add_done_callback(kind.starts.discard)
-                task.add_done_callback(lambda _: self.fill())
+                kind.starts.spawn(self._start_one(kind), "start").add_done_callback(lambda _: self.fill())
             while len(kind.ready) > count + RECENT // 4:  # the requests changed
                 self.drop(kind.ready.popleft(), "its kind is no longer requested")
 
@@ -150,22 +147,16 @@ class WarmPool:
                 log.error("unused sandbox %s could not be confirmed gone: %s", sandbox.name, stopped.detail)
             self.fill()
 
-        task = asyncio.get_running_loop().create_task(end())
-        self._stops.add(task)
-        task.add_done_callback(self._stops.discard)
+        self._stops.spawn(end(), f"stop {sandbox.name}")
 
     async def aclose(self) -> list[Stopped]:
         """Stop all sandboxes; returns how each stopped."""
         self._closed = True
         for kind in self._kinds:
             self._refuse_waiting(kind, "the sandbox server is ending")
-        if starts := [start for kind in self._kinds for start in kind.starts]:
-            # A start that is interrupted might leave something; one that ends puts its sandbox in the pool.
-            _, late = await asyncio.wait(starts, timeout=STOP_S)
-            for start in late:
-                start.cancel()
-        if self._stops:
-            await asyncio.wait(self._stops, timeout=STOP_S)
+        # A start that is interrupted might leave something; one that ends puts its sandbox in the pool.
+        await asyncio.gather(*(kind.starts.settle(STOP_S, 0) for kind in self._kinds))
+        await self._stops.settle(STOP_S, 0)
         sandboxes = [sandbox for kind in self._kinds for sandbox in kind.ready]
         for kind in self._kinds:
             kind.ready.clear()
@@ -233,9 +224,10 @@ class WarmPool:
 
 async def stop(sandbox: Sandbox) -> Stopped:
     """Stop a sandbox, bounded in time; a failure or a timeout is `not clean`."""
-    stopping = asyncio.get_running_loop().create_task(sandbox.stop())
-    if not await done_within(stopping, STOP_S):
-        return Stopped(clean=False, seconds=STOP_S, detail=f"the sandbox did not end within {STOP_S:g} s")
+    async with Tasks(f"sandbox {sandbox.name}") as tasks:
+        stopping = tasks.spawn(sandbox.stop(), "stop", awaited=True)
+        if not await done_within(stopping, STOP_S):
+            return Stopped(clean=False, seconds=STOP_S, detail=f"the sandbox did not end within {STOP_S:g} s")
     if (error := stopping.exception()) is not None:
         log.error("stopping sandbox %s failed", sandbox.name, exc_info=error)
         return Stopped(clean=False, seconds=0, detail=f"stopping failed: {error!r}")

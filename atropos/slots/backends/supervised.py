@@ -6,11 +6,11 @@ import asyncio
 import logging
 import secrets
 from abc import abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from atropos.aio import Backoff, Tasks, cancel_and_wait, outlive, set_within
+from atropos.aio import Backoff, Tasks, outlive, race, set_within
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.base import Backend, Container
@@ -231,7 +231,7 @@ class _Place:
         try:
             self.container = Container(server.id, self._index, None, token, "starting")
             self._backend.news()
-            await self._unless_over(self._serve(server, self.container))
+            await race(self._serve(server, self.container), self._over.wait())
         finally:
             grace_s = self._grace_s if self._over.is_set() else 0.0
             try:
@@ -249,14 +249,3 @@ class _Place:
         self.container = replace(container, url=server.url, state="running")
         self._backend.news()
         raise await server.ended()
-
-    async def _unless_over(self, work: Coroutine[object, object, None]) -> None:
-        """Await `work`, and cancel it when `end` is called first."""
-        task = asyncio.ensure_future(work)
-        over = asyncio.ensure_future(self._over.wait())
-        try:
-            await asyncio.wait([task, over], return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-        finally:
-            await cancel_and_wait([task, over])

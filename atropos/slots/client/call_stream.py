@@ -21,7 +21,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from atropos import tracing
-from atropos.aio import Backoff, cancel_and_wait, receive_small, set_within
+from atropos.aio import Backoff, Tasks, race, receive_small, set_within
 from atropos.errors import BackendUnavailable, OutcomeUnknown, SandboxError, SlotLost, from_code
 from atropos.net import web_socket
 from atropos.resources import Resources
@@ -133,7 +133,7 @@ class CallStream:
         self._beat_now = asyncio.Event()
         self._heard_at = 0.0
         self._heartbeat_s = 5.0
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = Tasks(f"stream {url}")
         self.boot_id: str | None = None
         self.draining = False
         self.up = asyncio.Event()
@@ -210,13 +210,12 @@ class CallStream:
         """
         socket = await self._connect()
         self.up.set()
-        self._task = asyncio.get_running_loop().create_task(self._live(socket), name=f"stream {self._url}")
+        self._tasks.spawn(self._live(socket), "connection")
 
     async def close(self, reason: str) -> None:
         """End the stream; calls that wait end as lost."""
         self._lose(reason, report=False)
-        task, self._task = self._task, None
-        await cancel_and_wait([task], 2)
+        await self._tasks.cancel(2)
 
     async def _connect(self) -> aiohttp.ClientWebSocketResponse:
         try:
@@ -299,15 +298,11 @@ class CallStream:
 
     async def _serve(self, socket: aiohttp.ClientWebSocketResponse) -> str:
         """Until the connection breaks; returns why."""
-        loop = asyncio.get_running_loop()
-        parts = [loop.create_task(part) for part in (self._read(socket), self._write(socket), self._beat())]
         self._socket = socket
         try:
-            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
+            return await race(self._read(socket), self._write(socket), self._beat())
         finally:
             self._socket = None
-            await cancel_and_wait(parts)
             with contextlib.suppress(aiohttp.ClientError, OSError):
                 async with asyncio.timeout(1):
                     await socket.close()

@@ -12,7 +12,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 
-from atropos.aio import Backoff, backoff_s, cancel_and_wait
+from atropos.aio import Backoff, Tasks, backoff_s
 from atropos.errors import BackendUnavailable, OutcomeUnknown
 from atropos.slots.client.call_stream import PAUSE_S
 from atropos.slots.client.sandbox_client import SandboxClient
@@ -51,12 +51,10 @@ async def _send(client: SandboxClient, lease: Lease, stream: str, pieces: Iterat
 
     offset, piece, after = 0, await following(), await following()
     while after:
-        reading = asyncio.ensure_future(following())
-        try:
+        async with Tasks(f"stream {stream}") as tasks:
+            reading = tasks.spawn(following(), "piece", awaited=True)
             await _put(client, lease, stream, offset, piece, last=False)
             offset, piece, after = offset + len(piece), after, await reading
-        finally:
-            reading.cancel()
     await _put(client, lease, stream, offset, piece, last=True)
 
 
@@ -126,9 +124,5 @@ async def _both(
     call: Coroutine[object, object, OpResult], copy: Coroutine[object, object, None]
 ) -> AsyncGenerator[tuple[asyncio.Task[OpResult], asyncio.Task[None]]]:
     """Two tasks that end with the block."""
-    loop = asyncio.get_running_loop()
-    tasks = loop.create_task(call), loop.create_task(copy)
-    try:
-        yield tasks
-    finally:
-        await cancel_and_wait(tasks)
+    async with Tasks("stream") as tasks:
+        yield tasks.spawn(call, "call", awaited=True), tasks.spawn(copy, "bytes", awaited=True)

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from atropos.aio import Tasks
 from atropos.errors import ConfigError
 from atropos.images.manifests import named, parse
 from atropos.images.reference import ImageSource, check_digest
@@ -51,6 +52,7 @@ class LocalImage:
         self._file = file
         self._turns = turns
         self._readers = 0
+        self._tasks = Tasks(f"image {name}")
         self._making: asyncio.Task[IO[bytes]] | None = None
 
     @contextlib.asynccontextmanager
@@ -73,7 +75,7 @@ class LocalImage:
         self._readers += 1
         try:
             if self._making is None:
-                self._making = asyncio.create_task(self._make(self._file))
+                self._making = self._tasks.spawn(self._make(self._file), "archive", awaited=True)
             yield self._bytes_of(await asyncio.shield(self._making))
         finally:
             self._readers -= 1

@@ -21,6 +21,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+from atropos.aio import Tasks
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError, SlotLost
 from atropos.images.locks import locked
 from atropos.images.reference import SERVERS_OWN, ImageSource
@@ -48,6 +49,7 @@ class PoolImages:
         self._links = links
         self._tasks: dict[ContainerLink, dict[str, asyncio.Task[ImageInfo]]] = {}
         """Each container's preparations, by the image's name in leases."""
+        self._reads = Tasks("images")
         self._local: dict[str, asyncio.Task[LocalImage]] = {}
         """By their sources."""
         self.archives: dict[str, Archive] = {}
@@ -273,7 +275,7 @@ class PoolImages:
             work = asyncio.to_thread(
                 local_image, source, self._state.config.of(DockerSettings).docker_host, self._archive_turns
             )
-            reading = self._local[key] = asyncio.get_running_loop().create_task(work)
+            reading = self._local[key] = self._reads.spawn(work, f"read {key}", awaited=True)
         return await asyncio.shield(reading)
 
     async def aclose(self) -> None:

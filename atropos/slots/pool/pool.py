@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Concatenate, ParamSpec, Protocol, Self
 
 from atropos import wire
-from atropos.aio import Tasks, cancel_and_wait, set_within
+from atropos.aio import Tasks, set_within
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
 from atropos.metrics import Family, gauge
 from atropos.resources import Resources
@@ -100,9 +100,8 @@ class SlotPool:
         self._keeper = Keeper(self._state, self._links, make_client or self._sandbox_client)
         self._images = PoolImages(self._state, self._links)
         self._grants = Grants(self._state, self._links, self._images)
-        self._loops = Tasks("pool")
+        self._tasks = Tasks("pool")
         self._frames = FrameLimit(self.config.max_batch_size)
-        self._starting: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -129,12 +128,12 @@ class SlotPool:
         if self._state.phase != "new":
             raise RuntimeError(f"the pool is {self._state.phase}: make a new pool")
         self._state.enter("starting")
-        self._starting = asyncio.create_task(self._start(), name="pool: start")
+        starting = self._tasks.spawn(self._start(), "start", awaited=True)
         try:
-            await asyncio.wait([self._starting])
+            await asyncio.wait([starting])
             if self._stopping is not None:
                 raise BackendUnavailable("the pool was stopped")
-            self._starting.result()
+            starting.result()
         except BaseException:
             try:
                 await self.stop()
@@ -143,17 +142,17 @@ class SlotPool:
             raise
         self._state.enter("running")
         for image in dict.fromkeys([*filter(None, [self.config.slot_image]), *self.config.images]):
-            self._loops.spawn(self._prepare_ahead(image), f"prepare {image}")
+            self._tasks.spawn(self._prepare_ahead(image), f"prepare {image}")
 
     async def _start(self) -> None:
         await self.backend.start()
-        self._loops.spawn(self._guard(self._keeper.watch()), "watch")
+        self._tasks.spawn(self._guard(self._keeper.watch()), "watch")
         self._keeper.reconcile()
         if self._keeper.containers < self.config.min_containers:
             await self._keeper.ask(self.config.min_containers, "start")
         self._keeper.reconcile()
         await self._first_containers()
-        self._loops.spawn(self._guard(self._keeper.scale()), "scale")
+        self._tasks.spawn(self._guard(self._keeper.scale()), "scale")
 
     async def _first_containers(self) -> None:
         deadline = self._state.now() + self.config.start_timeout_s
@@ -200,14 +199,13 @@ class SlotPool:
                 self._state.enter("stopped")
                 return
             purge = self.config.purge_job_on_shutdown if purge_job is None else purge_job
-            self._stopping = asyncio.create_task(self._stop(purge=purge), name="pool: stop")
+            self._stopping = self._tasks.spawn(self._stop(purge=purge), "stop", awaited=True)
         await asyncio.shield(self._stopping)
 
     async def _stop(self, *, purge: bool) -> None:
         self._state.enter("stopping")
         self._state.fail_all(BackendUnavailable("the pool was stopped"))
-        await cancel_and_wait([self._starting])
-        await self._loops.cancel()
+        await self._tasks.cancel()
         links = list(self._links.values())
         try:
             for link in links:

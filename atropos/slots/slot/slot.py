@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Self
 
 from atropos import tracing, wire
-from atropos.aio import cancel_and_wait, done_within
+from atropos.aio import Tasks, done_within
 from atropos.errors import ConfigError, LeaseExpired, NotSupported, SandboxError, SlotLost
 from atropos.net.egress_policy import parse
 from atropos.resources import Resources
@@ -180,13 +180,11 @@ class Slot(SlotFiles):
         """
         if not self._due:
             return
-        asking = asyncio.create_task(self.run(wire.ProcList()))  # this call waits for no other
-        try:
+        async with Tasks(f"slot {self.name}") as tasks:
+            asking = tasks.spawn(self.run(wire.ProcList()), "alive", awaited=True)  # this call waits for no other
             if not await done_within(asking, ALIVE_S):
                 raise SlotLost(f"slot {self.name} of container {self.container} does not answer")
             asking.result()
-        finally:
-            await cancel_and_wait([asking])
 
     @named_if_wrong
     async def exec(

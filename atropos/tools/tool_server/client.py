@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from pydantic import SecretStr, ValidationError
 
-from atropos.aio import backoff_s, retry_after_s
+from atropos.aio import Tasks, backoff_s, retry_after_s
 from atropos.errors import ConfigError, OutcomeUnknown, ToolServerUnavailable
 from atropos.tools.base import Tool
 from atropos.tools.models import ToolResult
@@ -280,17 +280,15 @@ async def _lifespan(app: Starlette) -> AsyncGenerator[None]:
                 raise
             ready.set_exception(error if isinstance(error, Exception) else RuntimeError(f"start ended: {error!r}"))
 
-    task = asyncio.create_task(live(), name="ToolServer in this process")
-    try:
-        await ready
-        yield
-    finally:
-        over.set()
-        if ready.cancelled():  # the caller gave up the start
-            task.cancel()
-        await asyncio.wait([task])
-        if not task.cancelled() and (failure := task.exception()) is not None:
-            _log.warning("the ToolServer in this process failed at its end: %r", failure)
+    async with Tasks("ToolServer in this process") as tasks:
+        task = tasks.spawn(live(), "lifespan")
+        try:
+            await ready
+            yield
+        finally:
+            over.set()
+            if not ready.cancelled():  # else the caller gave up the start
+                await asyncio.wait([task])
 
 
 def _problem(response: TransportResponse) -> Problem:

@@ -1,4 +1,4 @@
-"""Work that outlives a cancellation loses neither the cancellation nor its own error; waits double and are bounded; reads are small."""
+"""What asyncio leaves to its users: nothing is lost by a cancellation, no task by its owner; waits and reads are bounded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from atropos.aio import RECEIVE_BYTES, backoff_s, outlive, receive_small
+from atropos.aio import RECEIVE_BYTES, Tasks, backoff_s, outlive, race, receive_small
 
 
 async def cancelled_while(work) -> asyncio.Task[None]:
@@ -56,6 +56,50 @@ async def test_an_error_without_a_cancellation_is_raised():
 
     with pytest.raises(OSError, match="disk full"):
         await outlive(work())
+
+
+async def test_tasks_end_with_their_owner_s_block_and_fail_aloud(caplog):
+    ended = []
+
+    async def work():
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    async def failing():
+        raise OSError("disk full")
+
+    async with Tasks("store") as tasks:
+        tasks.spawn(failing(), "sweep")
+        with pytest.raises(OSError, match="disk full"):
+            await tasks.spawn(failing(), "awaited", awaited=True)
+        tasks.spawn(work(), "work")
+        await asyncio.sleep(0)
+    assert ended == [True]
+    assert not tasks
+    assert [record.getMessage() for record in caplog.records] == ["store: sweep failed"]
+
+
+async def test_the_first_to_end_wins_and_the_others_are_gone_then():
+    gone = []
+
+    async def never():
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            gone.append(True)
+
+    async def at_once(value):
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    assert await race(never(), at_once("won"), never()) == "won"
+    assert gone == [True, True]
+    with pytest.raises(OSError, match="disk full"):
+        await race(at_once("won"), at_once(OSError("disk full")))
 
 
 def test_waits_double_up_to_a_bound():

@@ -6,6 +6,7 @@ import ast
 import pkgutil
 import re
 from collections import Counter
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -45,6 +46,25 @@ def test_every_archive_that_is_read_is_read_to_its_end() -> None:
         if not any(each.arg == "tarinfo" for each in call.keywords)
     ]
     assert opened == []
+
+
+def test_every_task_has_an_owner():
+    """`atropos.aio` alone starts tasks, beside groups that wait for theirs. The conformance suite's are its tests' own."""
+    package = Path(atropos.__file__).parent
+    started = [
+        f"{path.relative_to(package)}:{call.lineno}"
+        for path in sorted({*package.rglob("*.py")} - {package / "aio.py", *(package / "testing").glob("*.py")})
+        for tree in [ast.parse(path.read_text())]
+        for groups in [{ast.unparse(item.optional_vars) for item in _contexts(tree) if item.optional_vars is not None}]
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and re.search(r"(?:^|\.)(create_task|ensure_future)$", ast.unparse(call.func))
+        if ast.unparse(call.func).rpartition(".")[0] not in groups
+    ]
+    assert started == []
+
+
+def _contexts(tree: ast.Module) -> Iterator[ast.withitem]:
+    return (item for each in ast.walk(tree) if isinstance(each, ast.AsyncWith) for item in each.items)
 
 
 def test_no_two_classes_have_one_name():

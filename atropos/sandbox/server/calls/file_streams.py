@@ -15,7 +15,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
-from atropos.aio import cancel_and_wait
+from atropos.aio import Tasks, cancel_and_wait
 from atropos.errors import SandboxError
 from atropos.wire import OpError
 
@@ -106,13 +106,13 @@ class FileStream:
             await cancel_and_wait([self._turn])
         if self.closed or offset > self.received:
             raise StreamGone(f"a piece starts at {offset}, and the stream has {self.received} bytes")
-        self._turn = turn = self._loop.create_task(self._receive(offset, chunks, last=last))
-        try:
-            await asyncio.wait([turn])
-        finally:
-            turn.cancel()
-            if self._turn is turn:
-                self._turn = None
+        async with Tasks("file stream") as tasks:
+            self._turn = turn = tasks.spawn(self._receive(offset, chunks, last=last), "piece", awaited=True)
+            try:
+                await asyncio.wait([turn])
+            finally:
+                if self._turn is turn:
+                    self._turn = None
         if turn.cancelled():
             raise StreamGone("the stream is over, or another request continues it")
         await turn

@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from atropos.aio import Tasks
 from atropos.errors import LeaseExpired, OutcomeUnknown, SandboxError
 from atropos.sandbox.contract import Sandbox
 from atropos.sandbox.server.calls.file_streams import FileStream, FileStreams
@@ -109,8 +110,9 @@ class Lanes:
         self._running: dict[str, JournalEntry] = {}
         self._barrier: Barrier | None = None
         """The one whose turn it is."""
-        self._congested: asyncio.Task[None] | None = None
-        """Waits while the journal takes no more."""
+        self._tasks = Tasks("lanes")
+        self._congested = False
+        """Whether the journal takes no more."""
         self._closed: tuple[str, str] | None = None
 
     @property
@@ -191,8 +193,7 @@ class Lanes:
             self._starts.ended(entry)
         self._running.clear()
         self.streams.close()
-        if self._congested is not None:
-            self._congested.cancel()
+        self._tasks.stop()
 
     def start_next(self) -> None:
         """Start what may start. Results come by callbacks: a task for each call would cost more than the call's way."""
@@ -234,13 +235,14 @@ class Lanes:
 
     def _has_room(self) -> bool:
         """Whether the journal has room; otherwise the lanes continue once it has."""
-        if self._journal.congested and self._congested is None:
-            self._congested = asyncio.get_running_loop().create_task(self._wait_for_room())
-        return self._congested is None
+        if self._journal.congested and not self._congested:
+            self._congested = True
+            self._tasks.spawn(self._wait_for_room(), "room")
+        return not self._congested
 
     async def _wait_for_room(self) -> None:
         await self._room()
-        self._congested = None
+        self._congested = False
         self.start_next()
 
     def _begin(self, entry: JournalEntry, operation: Operation, lane: Lane[Work] | Lane[Work | Barrier] | None) -> None:

@@ -10,6 +10,7 @@ import logging
 import time
 from dataclasses import replace
 
+from atropos.aio import Tasks
 from atropos.errors import (
     BackendUnavailable,
     ConfigError,
@@ -52,7 +53,7 @@ class Leasing:
         self.broken = ""
         self.idle = asyncio.Event()
         self.idle.set()
-        self._confirming: set[asyncio.Task[None]] = set()
+        self._confirming = Tasks("leasing")
         spare = config.warm if config.warm is not None else min(4, max(1, config.slots // 4))
         self.warm_pool = WarmPool(
             state.host,
@@ -290,9 +291,7 @@ class Leasing:
                 f"{len(self._table.retired)} of {self._config.slots} slots are retired; the last: {detail}"
             )
         elif run.sandbox is not None:
-            confirming = self._state.tasks.spawn(self._confirm_later(run), f"confirm slot-{run.held.slot}")
-            self._confirming.add(confirming)
-            confirming.add_done_callback(self._confirming.discard)
+            self._confirming.spawn(self._confirm_later(run), f"confirm slot-{run.held.slot}")
 
     async def _confirm_later(self, run: LeaseRun) -> None:
         """Use a retired slot again once its old sandbox is confirmed gone."""
@@ -350,8 +349,7 @@ class Leasing:
     async def aclose(self) -> list[Stopped]:
         """End every lease and stop every sandbox. Returns how those of the warm pool stopped."""
         self.drain(0)
-        for task in self._confirming:
-            task.cancel()
+        await self._confirming.cancel()
         ends = [self.end(run.held, SlotLost.code, "the sandbox server ended") for run in list(self._runs.values())]
         if ends:
             await asyncio.wait(ends)

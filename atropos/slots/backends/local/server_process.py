@@ -16,7 +16,7 @@ from typing import Self
 
 import atropos
 from atropos import cgroup_paths
-from atropos.aio import outlive
+from atropos.aio import Tasks, outlive
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable
 from atropos.slots.backends.spec import refused
@@ -76,8 +76,8 @@ class ServerProcess:
         self.id = self._name.rpartition("-")[0]
         self.port = 0
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
-        self._log = asyncio.create_task(self._follow(), name=f"log of server {self.pid}")
-        self._stdout: asyncio.Task[None] | None = None
+        self._tasks = Tasks(f"server {self.pid}")
+        self._log = self._tasks.spawn(self._follow(), "log")
 
     @classmethod
     async def start(cls, config: ServerConfig, command: Sequence[str] = COMMAND) -> Self:
@@ -125,7 +125,7 @@ class ServerProcess:
             self.port = int(json.loads(line)["port"])
         except (ValueError, KeyError, TypeError):
             raise BackendUnavailable(f"a sandbox server printed {line[:200]!r} in place of its ready line") from None
-        self._stdout = asyncio.create_task(self._drain(), name=f"stdout of server {self.pid}")
+        self._tasks.spawn(self._drain(), "stdout")
 
     async def _first_line(self) -> bytes:
         """The first line on stdout; empty when the server has ended."""
@@ -174,9 +174,7 @@ class ServerProcess:
                 await self._process.wait()
         except TimeoutError:
             log.critical("sandbox server %d was killed and has not ended", self.pid)
-        for task in (self._log, self._stdout):
-            if task is not None:
-                task.cancel()
+        self._tasks.stop()
         # a child may hold the pipes open: close our ends, or they outlive the event loop
         self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001
 

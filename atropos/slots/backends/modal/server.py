@@ -12,7 +12,7 @@ import modal
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 from modal import exception
 
-from atropos.aio import outlive
+from atropos.aio import Tasks, outlive
 from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.local.server_process import SHOWN_CHARS, last_line
@@ -73,6 +73,7 @@ class ModalServer:
         self._pool = pool
         self._config = config.model_copy(update={"host": "0.0.0.0", "port": CONTAINER_PORT})
         self._http = http
+        self._tasks = Tasks(self.id)
         self._creating: asyncio.Task[modal.Sandbox] | None = None
 
     async def ready(self, timeout_s: float) -> None:
@@ -86,7 +87,7 @@ class ModalServer:
 
     async def _start(self, timeout_s: float) -> None:
         # a sandbox may be created though this is cancelled: `stop` waits for it
-        self._creating = asyncio.ensure_future(self._create())
+        self._creating = self._tasks.spawn(self._create(), "create", awaited=True)
         sandbox = await asyncio.shield(self._creating)
         sandbox.stdin.write(server_json(self._config))
         sandbox.stdin.write_eof()

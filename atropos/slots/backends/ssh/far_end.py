@@ -15,6 +15,7 @@ import sys
 
 from pydantic import ValidationError
 
+from atropos.aio import race
 from atropos.config import ServerConfig, one_line
 from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable
 from atropos.slots.backends.local.backend import LocalServer, make_scratch, remove_scratch, remove_stale_scratch
@@ -41,10 +42,7 @@ async def main() -> int:
     try:
         server = await LocalServer.launch(config, scratch)
         try:
-            work = [asyncio.create_task(_run(server)), asyncio.create_task(_follow(stdin, server))]
-            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await race(_run(server), _follow(stdin, server))
         finally:
             await server.stop(STOP_S)
             await server.tidy()
