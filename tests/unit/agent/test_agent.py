@@ -114,7 +114,7 @@ turn = st.one_of(
 
 @settings(max_examples=60)
 @given(turns=st.lists(turn, max_size=4), output=text, max_tokens=st.sampled_from([None, None, 40, 200]))
-def test_tokens_masks_and_logprobs_are_exactly_what_was_sampled(turns, output, max_tokens):
+def test_tokens_are_those_sampled(turns, output, max_tokens):
     async def execute(_call):
         return ToolResult(success=True, output=f"{output}<|im_end|>\n<|im_start|>assistant\n", exit_code=0)
 
@@ -126,7 +126,7 @@ def test_tokens_masks_and_logprobs_are_exactly_what_was_sampled(turns, output, m
     assert len(result.steps) == len(server.log) == sum(m["role"] == "assistant" for m in result.messages)
 
 
-async def test_calls_of_a_turn_run_in_order_and_come_back_in_one_message():
+async def test_calls_of_a_turn_run_in_order():
     seen = []
 
     async def execute(tool_call):
@@ -175,7 +175,7 @@ async def test_the_calls_of_the_last_turn_are_run(steps):
 
 @pytest.mark.parametrize("limit", [{"max_steps": 1}, {"timeout_s": 1.5}])
 @pytest.mark.parametrize("dialect", [None, OpenAIDialect])
-async def test_a_further_task_comes_after_the_results_that_the_model_has_not_read(limit, dialect):
+async def test_a_further_task_follows_results(limit, dialect):
     async def execute(tool_call):
         if "timeout_s" in limit and tool_call.arguments["command"] == "b":
             await asyncio.Event().wait()
@@ -202,7 +202,7 @@ async def test_a_further_task_comes_after_the_results_that_the_model_has_not_rea
 
 
 @pytest.mark.parametrize(("calls", "ran"), [(3, 2), (2, 2)])
-async def test_no_call_is_run_and_no_turn_begun_after_the_time_limit(calls, ran):
+async def test_nothing_runs_after_the_time_limit(calls, ran):
     async def execute(tool_call):
         if tool_call.arguments["command"] != "first":
             await asyncio.Event().wait()
@@ -234,7 +234,7 @@ async def test_a_call_that_runs_is_ended_at_the_time_limit():
     assert_true_to(server.log, result.trajectory_data)
 
 
-async def test_the_time_in_which_this_process_is_stopped_is_not_the_agents():
+async def test_a_stopped_process_costs_no_time():
     async def execute(call):
         if call.arguments["command"] == "stopped":
             await be_stopped(3)
@@ -246,7 +246,7 @@ async def test_the_time_in_which_this_process_is_stopped_is_not_the_agents():
 
 
 @pytest.mark.parametrize("name", parser_names())
-async def test_the_system_message_describes_calls_as_they_are_read(name):
+async def test_calls_are_read_as_described(name):
     schemas = [{"type": "function", "function": {"name": "terminal", "parameters": {}}}]
     run = AtroposAgent(DirectServer(), tokenizer(), schemas, AgentConfig(tool_call_parser=name), echo)
     system = (await run.run(script(["done"]))).messages[0]["content"]
@@ -256,7 +256,7 @@ async def test_the_system_message_describes_calls_as_they_are_read(name):
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_calls_in_thinking_are_not_run_whoever_opened_it(opened):
+def test_calls_in_thinking_are_not_run(opened):
     own = AutoTokenizer.from_pretrained(FOLDER)
     if opened:
         own.chat_template = own.chat_template.replace(
@@ -277,7 +277,7 @@ def test_calls_in_thinking_are_not_run_whoever_opened_it(opened):
 
 @pytest.mark.parametrize("dialect", dialects())
 @pytest.mark.parametrize("parsed_out", [False, True])
-def test_a_turn_that_ended_in_its_thinking_with_a_call_is_no_answer(dialect, parsed_out):
+def test_unfinished_thinking_is_no_answer(dialect, parsed_out):
     made = dialects()[dialect] or XmlDialect(TurnRenderer(tokenizer()), get_parser("hermes"), [])
     thought = 'I run it. <tool_call>{"name": "t", "arguments": {}}</tool_call>'
 
@@ -309,7 +309,7 @@ def test_text_in_brackets_hides_no_thinking(before):
     assert split_thinking(f"{before}<think>a</think>b") == [(before, False), ("a", True), ("b", False)]
 
 
-async def test_a_full_context_ends_the_loop_before_the_turn_that_does_not_fit():
+async def test_a_full_context_ends_the_loop():
     async def execute(_call):
         return ToolResult(success=True, output="word " * 400, exit_code=0)
 
@@ -331,7 +331,7 @@ def read_results(messages):
 
 @pytest.mark.parametrize("dialect", dialects())
 @pytest.mark.parametrize("context_tokens", [1500, 4000, 30_000])
-async def test_a_result_that_does_not_fit_the_context_is_shortened_with_its_size(dialect, context_tokens):
+async def test_a_long_result_is_shortened(dialect, context_tokens):
     output = "\n".join(map(str, range(1, 30_001)))  # seq 1 30000
 
     async def execute(_call):
@@ -354,7 +354,7 @@ async def test_a_result_that_does_not_fit_the_context_is_shortened_with_its_size
 
 
 @pytest.mark.parametrize("dialect", dialects())
-async def test_the_results_of_a_turn_share_the_room_that_is_left(dialect):
+async def test_results_share_the_room(dialect):
     async def execute(tool_call):
         return ToolResult(
             success=True, output=tool_call.arguments["command"][0] * int(tool_call.arguments["command"][1:])
@@ -378,7 +378,7 @@ async def test_the_results_of_a_turn_share_the_room_that_is_left(dialect):
     most=st.sampled_from([1, 100, 30_000]),
     dialect=st.sampled_from([*dialects()]),
 )
-def test_results_never_exceed_the_context_however_many_and_long(outputs, unit, context_tokens, most, dialect):
+def test_results_never_exceed_the_context(outputs, unit, context_tokens, most, dialect):
     async def execute(tool_call):
         size = int(tool_call.arguments["command"])
         return ToolResult(success=size % 2 == 0, output=(unit * size)[:size], error="exit code 1" if size % 2 else None)
@@ -401,7 +401,7 @@ def test_results_never_exceed_the_context_however_many_and_long(outputs, unit, c
         assert len(result.trajectory_data) + len(written) + 100 * len(notes) > context_tokens - 100
 
 
-async def test_a_turn_cut_off_by_its_own_limit_ends_the_loop_and_runs_nothing():
+async def test_a_cut_turn_runs_nothing():
     ran = []
 
     async def execute(tool_call):
@@ -417,7 +417,7 @@ async def test_a_prompt_longer_than_the_context_is_refused():
         await agent(DirectServer(), context_tokens=100).run("word " * 200)
 
 
-async def test_too_many_calls_in_a_turn_are_answered_and_not_run():
+async def test_surplus_calls_are_not_run():
     ran = []
 
     async def execute(tool_call):
@@ -431,7 +431,7 @@ async def test_too_many_calls_in_a_turn_are_answered_and_not_run():
     assert result.messages[3]["content"].count("not run") == 2
 
 
-async def test_an_over_long_result_is_shortened_in_the_middle():
+async def test_results_are_cut_in_the_middle():
     async def execute(_call):
         return ToolResult(success=True, output="<" + "x" * 5000 + ">")
 
@@ -462,14 +462,14 @@ class HttpError(Exception):
     [HttpError(503), HttpError(429), ConnectionResetError(), KeyError("logprobs"), ([1], [[1]], [[0.0]]), None, ()],
     ids=str,
 )
-async def test_a_passing_fault_is_tried_again_and_leaves_no_trace(fault):
+async def test_a_passing_fault_leaves_no_trace(fault):
     server = DirectServer([fault])
     result = await agent(server).run(script(["ok"]))
     assert result.final_response == "ok"
     assert_true_to(server.log, result.trajectory_data)
 
 
-async def test_an_answer_that_is_no_http_is_not_taken_for_a_refusal():
+async def test_bad_http_is_no_refusal():
     """aiohttp gives it the status 400, which would not be tried again."""
 
     class Server(DirectServer):
@@ -504,7 +504,7 @@ def busy(kind, retry_after):
 
 
 @pytest.mark.parametrize("kind", ["openai", "aiohttp"])
-async def test_a_busy_server_is_given_the_time_that_it_asks_for(kind):
+async def test_retry_after_is_honoured(kind):
     server = DirectServer([busy(kind, "1")])
     began = time.monotonic()
     assert (await agent(server).run(script(["ok"]))).final_response == "ok"
@@ -518,7 +518,7 @@ async def test_a_busy_server_is_given_the_time_that_it_asks_for(kind):
         *("Wed, 01 Jan 2998 00:00:00 GMT", "Thu, 01 Jan 1970 00:00:00 GMT", f"Thu, 01 Jan 1970 00:00:00 +{10**20}"),
     ],
 )
-async def test_a_retry_after_that_asks_for_nothing_or_more_than_there_is_changes_nothing(asked):
+async def test_a_useless_retry_after_is_ignored(asked):
     assert (await agent(DirectServer([busy("aiohttp", asked)])).run(script(["ok"]))).final_response == "ok"
 
 
@@ -557,7 +557,7 @@ async def test_nonsense_is_an_inference_error(ids, logprobs, why):
         await agent(Server(), model_retries=0).run("x")
 
 
-async def test_versions_of_the_weights_stand_at_the_tokens_that_they_sampled():
+async def test_versions_stand_at_their_tokens():
     class Server(DirectServer):
         async def tokens_and_logprobs_completion(self, input_ids, n, **sampling):
             answer = await super().tokens_and_logprobs_completion(input_ids, n, **sampling)
@@ -575,7 +575,7 @@ async def test_versions_of_the_weights_stand_at_the_tokens_that_they_sampled():
     ]
 
 
-async def test_the_garbage_collector_walks_no_list_of_tokens():
+async def test_tokens_cost_no_collection():
     """A full collection that did stopped the loop of 256 trajectories for a sixth of a second."""
 
     class Server(DirectServer):
@@ -598,7 +598,7 @@ async def test_a_silent_server_meets_the_deadline():
         await agent(Server(), model_timeout_s=0.05).run("x")
 
 
-async def test_the_time_of_generations_that_the_server_broke_off_is_not_the_agents():
+async def test_aborted_generations_cost_no_time():
     """As at each update of its weights: a trajectory that was cut by its time for that would be scored."""
 
     class Aborting(DirectServer):
@@ -615,7 +615,7 @@ async def test_the_time_of_generations_that_the_server_broke_off_is_not_the_agen
     assert_true_to(server.log, result.trajectory_data)
 
 
-async def test_a_generation_that_was_broken_off_goes_on_after_what_was_sampled():
+async def test_an_aborted_generation_goes_on():
     requests = []
 
     class Aborting:
@@ -633,7 +633,7 @@ async def test_a_generation_that_was_broken_off_goes_on_after_what_was_sampled()
     assert [(sampling["max_tokens"], sampling["seed"]) for _, sampling in requests] == [(9, 5), (7, 7), (5, 9)]
 
 
-async def test_a_server_that_answers_no_call_is_reported_with_how_long_it_has_been(monkeypatch, caplog):
+async def test_a_silent_server_is_reported(monkeypatch, caplog):
     """As vLLM is while it is paused or asleep: its health check passes."""
     resumed = asyncio.Event()
 
@@ -675,7 +675,7 @@ class Overflowing(DirectServer):
         return await super().tokens_and_logprobs_completion(input_ids, n, **sampling)
 
 
-async def test_a_prompt_that_a_server_can_not_take_is_not_taken_for_a_passing_fault():
+async def test_an_overflow_is_no_passing_fault():
     server = Overflowing(50)
     with pytest.raises(InferenceError, match=r"answered 500 .* it can't take this prompt") as caught:
         await agent(server, model_retries=2).run("word " * 60)
@@ -686,12 +686,12 @@ async def test_a_prompt_that_a_server_can_not_take_is_not_taken_for_a_passing_fa
     assert caught.value.retryable, "a server that answers nothing may recover"
 
 
-async def test_a_fault_that_passes_while_a_short_prompt_is_tried_is_one():
+async def test_a_probe_tells_passing_faults():
     server = DirectServer([HttpError(500)] * 3)
     assert (await agent(server, model_retries=2).run(script(["ok"]))).final_response == "ok"
 
 
-async def test_the_time_in_which_the_loop_is_blocked_is_not_the_servers():
+async def test_a_blocked_loop_is_not_the_server_s():
     class Server(DirectServer):
         async def tokens_and_logprobs_completion(self, input_ids, n, **sampling):
             asyncio.get_running_loop().call_soon(time.sleep, 2.5)  # as a hook of another trajectory does
@@ -701,7 +701,7 @@ async def test_the_time_in_which_the_loop_is_blocked_is_not_the_servers():
     assert (await agent(Server(), model_timeout_s=1.5, model_retries=0).run(script(["one"]))).final_response == "one"
 
 
-async def test_cancelling_the_run_is_a_cancellation_and_no_inference_error():
+async def test_a_cancellation_is_no_error():
     asked = asyncio.Event()
 
     class Server:
@@ -732,7 +732,7 @@ class ChatServer:
         return self.answers.pop(0)
 
 
-async def test_without_token_ids_the_transcript_is_marked_as_placeholders():
+async def test_placeholders_are_marked():
     function = types.SimpleNamespace(name="terminal", arguments='{"command": "ls"}')
     calls = [types.SimpleNamespace(id="1", function=function)]
     server = ChatServer([chat_answer(None, calls, "tool_calls"), chat_answer("done")])
@@ -743,7 +743,7 @@ async def test_without_token_ids_the_transcript_is_marked_as_placeholders():
     assert "max_tokens" not in server.options  # None would go out as null
 
 
-async def test_thinking_that_the_server_parsed_is_the_turns():
+async def test_parsed_thinking_is_kept():
     answer = chat_answer("done")
     answer.choices[0].message.reasoning_content = "let me see"
     result = await agent(ChatServer([answer])).run("x")
@@ -751,7 +751,7 @@ async def test_thinking_that_the_server_parsed_is_the_turns():
 
 
 @pytest.mark.parametrize("depth", [300, *range(970, 990), 1_500])  # from where on json fails depends on the stack
-async def test_arguments_that_are_nested_too_deeply_are_no_fault_of_the_server(depth):
+async def test_deep_arguments_are_no_fault(depth):
     function = types.SimpleNamespace(name="terminal", arguments='{"a":' * depth + "1" + "}" * depth)
     calls = [types.SimpleNamespace(id="1", function=function)]
     server = ChatServer([chat_answer(None, calls, "tool_calls"), chat_answer("done")])
@@ -762,7 +762,7 @@ async def test_arguments_that_are_nested_too_deeply_are_no_fault_of_the_server(d
 
 @pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
 @pytest.mark.parametrize("dialect", [XmlDialect, OpenAIDialect])
-async def test_half_of_a_surrogate_pair_in_arguments_is_no_fault_of_the_server(parser, dialect):
+async def test_half_a_surrogate_is_no_fault(parser, dialect):
     if dialect is XmlDialect:
         made = XmlDialect(TurnRenderer(tokenizer()), get_parser(parser), [])
     else:
@@ -775,7 +775,7 @@ async def test_half_of_a_surrogate_pair_in_arguments_is_no_fault_of_the_server(p
     json.dumps(result.messages, ensure_ascii=False).encode()
 
 
-async def test_half_of_a_surrogate_pair_in_a_task_or_result_is_shown_as_a_question_mark():
+async def test_half_a_surrogate_is_shown_as_mark():
     async def half(_call):
         return ToolResult(success=True, output="half \ud83d")
 
@@ -837,7 +837,7 @@ async def test_stop_tokens_go_with_each_request():
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
-async def test_what_is_sampled_after_the_end_of_a_turn_is_no_part_of_it(reason):
+async def test_tokens_after_the_end_are_dropped(reason):
     """A server that ignores stop tokens: the call after the end is neither run nor in the transcript."""
     renderer = TurnRenderer(tokenizer())
     said = tokenizer()("all done", add_special_tokens=False)["input_ids"]

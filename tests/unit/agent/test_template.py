@@ -89,14 +89,14 @@ def test_a_program_cannot_write_a_special_token(name):
     assert [i for i in renderer.encode_text(evil) if i in specials] == []
 
 
-def test_a_turn_that_was_cut_off_is_closed_and_one_that_ended_is_not_closed_twice():
+def test_a_turn_is_closed_once():
     renderer = TurnRenderer(tokenizer_for("chatml"))
     answer = [{"role": "user", "content": "x"}]
     cut, ended = renderer.following(answer, [700]), renderer.following(answer, [700, renderer.end_id])
     assert cut == [renderer.end_id, *ended]
 
 
-def test_where_turns_are_not_closed_what_opens_the_next_one_ends_them():
+def test_unclosed_turns_end_at_the_next():
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]}
@@ -111,14 +111,14 @@ def test_where_turns_are_not_closed_what_opens_the_next_one_ends_them():
     assert tokenizer.decode([*call, observation, *result]) == "<tool_call>x<|observation|>\n4<|assistant|>"
 
 
-def test_a_tokenizer_without_a_template_is_refused_by_name():
+def test_a_missing_template_is_refused():
     tokenizer = tokenizer_for("chatml")
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"tokenizer_name.*no chat template"):
         TurnRenderer(tokenizer)
 
 
-def test_a_template_that_drops_the_assistants_text_is_refused():
+def test_a_lossy_template_is_refused():
     tokenizer = tokenizer_for("chatml")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
     with pytest.raises(ConfigError, match=r"can.t be continued"):

@@ -96,7 +96,7 @@ MORE = {"role": "user", "content": "and now?"}
 
 
 @pytest.mark.parametrize("name", SPECIAL)
-def test_tools_and_their_results_turn_by_turn_equal_the_whole_template(name):
+def test_turn_by_turn_equals_the_whole(name):
     ours, whole = rendered(name, [RESULT], thinking=False)
     assert ours == whole
     assert "terminal" in ours.partition("count the files")[0] + ours
@@ -104,14 +104,14 @@ def test_tools_and_their_results_turn_by_turn_equal_the_whole_template(name):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3.1", "mistral3"])
-def test_thinking_between_tool_calls_stays_where_the_template_keeps_it(name):
+def test_thinking_between_calls_stays(name):
     ours, whole = rendered(name, [RESULT], thinking=True)
     assert ours == whole
     assert ours.count("I look") == 2
 
 
 @pytest.mark.parametrize(("name", "later"), [("qwen3", [RESULT, MORE]), ("deepseek-r1", [RESULT])])
-def test_thinking_that_a_template_takes_out_of_history_is_the_only_difference(name, later):
+def test_only_old_thinking_differs(name, later):
     """The model was given what it had said, and the trainer gets just that: history is never rewritten."""
     ours, whole = rendered(name, later, thinking=True)
     assert "I look" in ours
@@ -120,7 +120,7 @@ def test_thinking_that_a_template_takes_out_of_history_is_the_only_difference(na
     assert cleaned == re.sub(r"\n\n(?=<tool_call>|seven)", "", whole)
 
 
-def test_mistral_tells_the_tools_again_with_a_later_user_message_as_its_template_puts_them_before_the_last():
+def test_mistral_repeats_the_tools():
     ours, whole = rendered("mistral3", [RESULT, MORE], thinking=False)
     assert (ours.count("[AVAILABLE_TOOLS]"), whole.count("[AVAILABLE_TOOLS]")) == (2, 1)
     first = ours[: ours.index("[INST]")].removeprefix("<s>")
@@ -140,7 +140,7 @@ STRICT = (
 
 
 @pytest.mark.parametrize("tools", [True, False])
-def test_results_and_unread_calls_keep_the_rules_of_a_template_whose_roles_alternate(tools):
+def test_alternating_roles_are_kept(tools):
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     tokenizer.chat_template = STRICT if tools else STRICT.replace("m.tool_call_id|length != 9", "true")
     dialect = OpenAIDialect(tokenizer, TOOLS, "mistral")
@@ -162,7 +162,7 @@ KIMI = (
 )
 
 
-def test_a_kimi_template_names_a_result_as_the_model_named_its_call():
+def test_kimi_names_results_as_calls():
     own = AutoTokenizer.from_pretrained(FOLDER)
     own.chat_template = KIMI
     dialect = OpenAIDialect(own, [], "kimi_k2")
@@ -173,7 +173,7 @@ def test_a_kimi_template_names_a_result_as_the_model_named_its_call():
     assert re.findall("Return of (.*)", text) == ["functions.terminal:0", "functions.terminal:1"]
 
 
-def test_other_templates_are_given_the_ids_of_calls_as_they_are():
+def test_call_ids_are_passed_on():
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     tokenizer.chat_template = STRICT.replace("m.tool_call_id|length != 9", "false")
     answer = {"role": "tool", "tool_call_id": "functions.terminal:0", "name": "terminal", "content": "seen "}

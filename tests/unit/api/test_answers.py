@@ -61,14 +61,14 @@ async def test_what_json_cannot_say_is_the_tools_error(value: Any):
         assert result.truncated
 
 
-async def test_a_cut_keeps_head_and_tail_and_counts_exactly():
+async def test_a_cut_counts_exactly():
     text, dropped = await cut("é" * 3000, 1000)
     head, note, tail = text.split("\n")
     assert (len(head), len(tail), dropped) == (250, 250, 5000)
     assert "5,000 bytes left out" in note
 
 
-async def test_others_get_their_turn_while_an_answer_is_weighed():
+async def test_weighing_holds_up_no_other():
     turns = 0
 
     async def other() -> None:

@@ -35,7 +35,7 @@ def said_by(
         (("--token-file", "/no/such/token"), "--token-file"),
     ],
 )
-def test_a_bad_setting_of_the_tool_server_is_one_clear_line(
+def test_tool_server_errors_are_a_line(
     arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("ATROPOS_TOOL_SERVER_TOKEN", "x")
@@ -54,7 +54,7 @@ def test_without_a_token_nothing_listens(
     assert "token: missing" in said_by(command, ("--port", "0"), monkeypatch, capfd)
 
 
-def test_a_token_file_that_is_no_text_is_one_clear_line(
+def test_a_binary_token_file_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     (tmp_path / "token").write_bytes(b"\xff\xfe")
@@ -104,7 +104,7 @@ def test_a_bad_settings_file_names_the_field(
         (("--tool-server-url", "ftp://x"), "neither an http(s) URL nor 'inprocess'"),
     ],
 )
-def test_a_bad_setting_of_the_executor_server_is_one_clear_line(
+def test_executor_server_errors_are_a_line(
     arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("ATROPOS_EXECUTOR_TOKEN", "x")
@@ -123,7 +123,7 @@ def test_a_bad_setting_of_the_executor_server_is_one_clear_line(
         (("surplus",), "surplus"),
     ],
 )
-def test_a_bad_setting_of_the_mcp_server_is_one_clear_line(
+def test_mcp_server_errors_are_a_line(
     arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     assert said in said_by("mcp", arguments, monkeypatch, capfd)

@@ -22,7 +22,7 @@ from atropos.slots import ExecResult
         ("1", "f"),
     ],
 )
-async def test_what_no_find_prints_is_an_answer_of_the_protocol(printed: tuple[str, ...]) -> None:
+async def test_nonsense_of_find_is_answered(printed: tuple[str, ...]) -> None:
     async def run(*_: object, **__: object) -> ExecResult:
         return ExecResult(
             exit_code=0, output="", output_bytes=b"", stdout="".join(f"{field}\0" for field in printed), stderr=""

@@ -15,7 +15,7 @@ from tests.unit.api.account import own_account
 
 
 @pytest.mark.slow("starts servers")
-async def test_a_step_of_the_clock_ends_no_sandbox_and_moves_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_clock_step_moves_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = time.time
     config = SlotPoolConfig(backend="local", slots_per_container=2, max_containers=1)
     async with SlotPool(config) as pool:

@@ -141,7 +141,7 @@ async def test_open_call_end(executor: HeldExecutor):
         assert executor.free == 4
 
 
-async def test_opening_again_under_an_id_answers_the_same_trajectory(executor: HeldExecutor):
+async def test_opening_again_is_idempotent(executor: HeldExecutor):
     async with api(executor) as client:
         first = await client.post("/trajectories", json={"trajectory_id": "mine"})
         again = await client.post("/trajectories", json={"trajectory_id": "mine"})
@@ -149,7 +149,7 @@ async def test_opening_again_under_an_id_answers_the_same_trajectory(executor: H
         assert len(executor.leased) == 1
 
 
-async def test_when_full_it_says_when_to_come_back_and_leaks_nothing(executor: HeldExecutor):
+async def test_when_full_it_says_so(executor: HeldExecutor):
     async with api(executor, acquire_s=0.05) as client:
         answers = await asyncio.gather(*(client.post("/trajectories", json={}) for _ in range(7)))
         assert sorted(answer.status_code for answer in answers) == [201] * 4 + [429] * 3
@@ -176,7 +176,7 @@ async def test_a_call_sent_again_is_not_run_again(executor: HeldExecutor):
         assert (both.status_code, both.json()["code"]) == (409, "ids_differ")
 
 
-async def test_a_client_that_lost_its_connection_gets_the_result_later(executor: HeldExecutor):
+async def test_a_lost_client_gets_its_result(executor: HeldExecutor):
     async with api(executor) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
         lost = asyncio.create_task(client.post(path, json={"name": "hang", "id": "h"}))
@@ -224,9 +224,7 @@ async def test_a_long_call_answers_events(executor: HeldExecutor, monkeypatch: p
         (BackendUnavailable("a stream broke"), 503, "backend_unavailable"),
     ],
 )
-async def test_a_failure_of_the_slot_is_told_as_such_and_breaks_the_trajectory(
-    error: SandboxError, status: int, code: str
-):
+async def test_a_lost_slot_breaks_the_trajectory(error: SandboxError, status: int, code: str):
     pool = FakePool()
     async with ToolExecutor(pool, build_tool_registry()) as executor, serving(executor) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"]
@@ -243,7 +241,7 @@ async def test_a_failure_of_the_slot_is_told_as_such_and_breaks_the_trajectory(
         assert f'"code":"{expected}"' in again.text
 
 
-async def test_a_call_that_did_not_run_is_run_when_it_is_sent_again(executor: HeldExecutor):
+async def test_an_unrun_call_may_be_repeated(executor: HeldExecutor):
     async with api(executor) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"]
         executor.error = ToolServerUnavailable("it restarts")
@@ -256,7 +254,7 @@ async def test_a_call_that_did_not_run_is_run_when_it_is_sent_again(executor: He
         assert len(executor.ran) == 1
 
 
-async def test_a_call_of_a_trajectory_that_gets_no_slot_is_answered_as_its_opening(executor: HeldExecutor):
+async def test_calls_fail_as_the_opening_did(executor: HeldExecutor):
     executor.free = 0
     async with api(executor) as client:
         opening = asyncio.create_task(client.post("/trajectories", json={"trajectory_id": "w"}))
@@ -303,7 +301,7 @@ async def test_ending_a_trajectory_interrupts_its_calls(executor: HeldExecutor):
         assert (answer.status_code, answer.json()["code"]) == (410, "lease_expired")
 
 
-async def test_ending_a_trajectory_that_still_waits_for_its_slot_leaks_nothing(executor: HeldExecutor):
+async def test_an_end_during_the_acquire(executor: HeldExecutor):
     executor.free = 0
     async with api(executor) as client:
         waiting = asyncio.create_task(client.post("/trajectories", json={"trajectory_id": "w"}))
@@ -315,7 +313,7 @@ async def test_ending_a_trajectory_that_still_waits_for_its_slot_leaks_nothing(e
 
 
 @pytest.mark.parametrize("named", [False, True])
-async def test_a_client_that_gave_up_before_it_had_the_id_keeps_no_slot(executor: HeldExecutor, named: bool):
+async def test_a_lost_opener_keeps_no_slot(executor: HeldExecutor, named: bool):
     executor.free = 0
     app = create_executor_app(ExecutorServerSettings(token=SecretStr("x")), executor=executor)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="on"))
@@ -339,7 +337,7 @@ async def test_a_client_that_gave_up_before_it_had_the_id_keeps_no_slot(executor
     await running
 
 
-async def test_a_client_that_waits_for_an_image_is_answered_when_the_server_ends(executor: HeldExecutor):
+async def test_an_end_answers_image_waiters(executor: HeldExecutor):
     class Pulling:
         started = asyncio.Event()
         share = Share()
@@ -366,13 +364,13 @@ async def test_too_many_waiting_calls_are_refused(executor: HeldExecutor):
         assert {(await call).status_code for call in calls} == {200}
 
 
-def test_no_more_calls_may_wait_than_the_executor_takes():
+def test_waiting_calls_are_bounded():
     assert ExecutorServerSettings(token=SecretStr("x"), max_pending=256)
     with pytest.raises(ValidationError, match="max_pending"):
         ExecutorServerSettings(token=SecretStr("x"), max_pending=257)
 
 
-async def test_finished_calls_are_remembered_within_a_bound(executor: HeldExecutor):
+async def test_finished_calls_are_bounded(executor: HeldExecutor):
     async with api(executor, remembered=5) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
         for number in range(20):
@@ -443,7 +441,7 @@ async def test_nonsense_is_422(executor: HeldExecutor, body: bytes):
         ('"terminal"', '"[]"', "must be a JSON object"),
     ],
 )
-async def test_what_a_model_can_write_is_answered_by_a_result(name: str, arguments: str, said: str):
+async def test_bad_arguments_are_a_result(name: str, arguments: str, said: str):
     async with ToolExecutor(FakePool(), build_tool_registry()) as made, serving(made) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"]
         body = f'{{"name": {name}, "arguments": {arguments}}}'
@@ -451,7 +449,7 @@ async def test_what_a_model_can_write_is_answered_by_a_result(name: str, argumen
         assert said in answer.json()["result"]["error"]
 
 
-async def test_a_trajectory_asked_for_again_under_its_key_is_opened_once(executor: HeldExecutor):
+async def test_a_repeated_key_opens_once(executor: HeldExecutor):
     async with api(executor) as client:
         asked = [
             await client.post("/trajectories", json={}, headers={"Idempotency-Key": "a key / of mine"})

@@ -96,7 +96,7 @@ def test_only_plain_web_addresses_are_opened(url: str):
         Guard().check_url(url)
 
 
-def test_an_international_name_is_judged_as_it_is_asked_for():
+def test_idna_names_are_judged():
     assert Guard().check_url("https://Bücher.example/a") == ("xn--bcher-kva.example", 443)
     with pytest.raises(EgressRefused, match="is not a host name"):
         Guard().check_url("https://\u2603\u200d.example/")
@@ -140,7 +140,7 @@ def test_a_bad_rule_is_named(rule: str):
         Guard([rule])
 
 
-async def test_the_servers_own_addresses_are_refused_however_public_and_opened_by_name(monkeypatch: pytest.MonkeyPatch):
+async def test_own_addresses_are_refused(monkeypatch: pytest.MonkeyPatch):
     own = frozenset({*own_addresses(), ipaddress.ip_address("93.184.215.14")})
     monkeypatch.setattr("atropos.api.external.guard.own_addresses", lambda: own)
     for host in ("93.184.215.14", "::ffff:93.184.215.14", "64:ff9b::5db8:d70e"):
@@ -167,7 +167,7 @@ async def test_an_answer_that_sends_nowhere_else_is_a_page(site: Site):
         assert (await fetch(client, guard, site.url("/choices"), max_bytes=1000)).content == b"one of several"
 
 
-async def test_each_page_is_fetched_with_its_own_cookies_and_none_are_kept(site: Site):
+async def test_no_cookies_are_kept(site: Site):
     guard = Guard(["127.0.0.1"])
     async with guarded_client(guard) as client:
         visits = [fetch(client, guard, site.url("/visit"), max_bytes=1000) for _ in range(20)]
@@ -176,9 +176,7 @@ async def test_each_page_is_fetched_with_its_own_cookies_and_none_are_kept(site:
         assert (await fetch(client, guard, site.url("/visit"), max_bytes=1000)).content == b"21"
 
 
-async def test_a_name_that_changes_its_mind_is_dialled_where_it_was_checked(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-):
+async def test_rebinding_changes_no_address(site: Site, monkeypatch: pytest.MonkeyPatch):
     """DNS rebinding: the first answer is public, the second would be loopback."""
     answers = ["1.1.1.1", "127.0.0.1"]
     dialled: list[str] = []
@@ -202,7 +200,7 @@ async def test_a_name_that_changes_its_mind_is_dialled_where_it_was_checked(
     assert dialled == ["1.1.1.1"]
 
 
-async def test_dead_name_servers_keep_neither_other_names_nor_other_threads_waiting(monkeypatch: pytest.MonkeyPatch):
+async def test_dead_name_servers_block_nothing(monkeypatch: pytest.MonkeyPatch):
     answering, look_up = threading.Event(), socket.getaddrinfo
 
     def slow(host: str, *rest: Any, **options: Any):
@@ -250,7 +248,7 @@ async def test_a_page_is_unpacked(site: Site, how: str):
 
 
 @pytest.mark.parametrize("how", ["twice", "zstd", "unknown", "broken"])
-async def test_a_page_in_a_packing_that_was_not_asked_for_is_never_unpacked(site: Site, how: str):
+async def test_unasked_encodings_stay_packed(site: Site, how: str):
     guard = Guard(["127.0.0.1"])
     async with guarded_client(guard) as client:
         with pytest.raises(FetchError, match=r"not requested|can't be unpacked"):

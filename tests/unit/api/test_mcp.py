@@ -68,7 +68,7 @@ async def little() -> AsyncGenerator[httpx.AsyncClient, None]:
 
 
 @in_one_loop
-async def test_an_mcp_servers_tools_are_offered_run_and_fail_as_tools_do(little: httpx.AsyncClient):
+async def test_mcp_tools_are_tools(little: httpx.AsyncClient):
     tools = {tool["name"]: tool for tool in (await little.get("/tools")).json()["tools"]}
     add = tools["little_add"]
     assert add["toolset"] == "mcp-little"
@@ -83,9 +83,7 @@ async def test_an_mcp_servers_tools_are_offered_run_and_fail_as_tools_do(little:
 
 
 @in_one_loop
-async def test_a_wrong_answer_of_an_mcp_tool_is_its_own_failure_and_harms_no_other_call(
-    little: httpx.AsyncClient, tmp_path: Path
-):
+async def test_a_wrong_answer_fails_one_call(little: httpx.AsyncClient, tmp_path: Path):
     body = call("little_slow", "beside a wrong answer", mark=str(tmp_path / "mark"))
     slow = asyncio.create_task(little.post("/execute", json=body))
     await until((tmp_path / "mark").exists)
@@ -98,7 +96,7 @@ async def test_a_wrong_answer_of_an_mcp_tool_is_its_own_failure_and_harms_no_oth
 
 
 @in_one_loop
-async def test_a_hanging_mcp_tool_times_out_and_the_others_go_on(little: httpx.AsyncClient):
+async def test_a_hanging_tool_times_out(little: httpx.AsyncClient):
     slow = asyncio.create_task(little.post("/execute", json={**call("little_slow", "hangs"), "timeout_s": 0.5}))
     assert (await ask(little, "little_add", a=1, b=1)).json()["result"]["output"] == "2"
     assert (await slow).json()["result"]["timed_out"] is True
@@ -106,7 +104,7 @@ async def test_a_hanging_mcp_tool_times_out_and_the_others_go_on(little: httpx.A
 
 @pytest.mark.slow("starts servers")
 @in_one_loop
-async def test_a_dead_mcp_server_is_an_infrastructure_fault_and_comes_back(little: httpx.AsyncClient):
+async def test_a_dead_server_comes_back(little: httpx.AsyncClient):
     died = await ask(little, "little_die")
     assert died.status_code == 409, died.text
     assert died.json()["code"] == "outcome_unknown"
@@ -114,9 +112,7 @@ async def test_a_dead_mcp_server_is_an_infrastructure_fault_and_comes_back(littl
 
 
 @pytest.mark.slow("starts servers")
-async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+async def test_a_hanging_server_is_restarted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     others = descendants()
 
     def servers() -> list[int]:
@@ -136,9 +132,7 @@ async def test_an_mcp_server_that_hangs_with_all_its_tools_is_started_anew(
 
 
 @pytest.mark.slow("starts servers")
-async def test_a_check_that_a_stop_of_the_tool_server_outlasts_drops_no_mcp_server(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+async def test_a_stopped_process_drops_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("atropos.api.external.mcp.PING_S", 3.0)
     async with offering(STDIO.model_copy(update={"timeout_s": 300})) as client:
         body = call("little_slow", "other", mark=str(tmp_path / "mark"))
@@ -153,7 +147,7 @@ async def test_a_check_that_a_stop_of_the_tool_server_outlasts_drops_no_mcp_serv
 
 
 @pytest.mark.slow("starts servers")
-async def test_an_mcp_server_that_is_busy_with_the_calls_of_others_is_not_taken_for_hanging(
+async def test_a_busy_server_does_not_hang(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     server = STDIO.model_copy(update={"timeout_s": 300, "env": {"LISTING_HELD": str(tmp_path / "held")}})
@@ -179,7 +173,7 @@ async def test_an_mcp_server_that_is_busy_with_the_calls_of_others_is_not_taken_
 
 
 @pytest.mark.slow("starts servers")
-async def test_calls_that_wait_for_a_server_that_does_not_come_back_are_no_failures_of_its_tools(tmp_path: Path):
+async def test_a_gone_server_fails_no_tool(tmp_path: Path):
     others = descendants()
     script = f"[ -e {tmp_path}/mute ] && exec sleep 3600; exec {sys.executable} {SERVER}"
     server = STDIO.model_copy(update={"command": "sh", "args": ("-c", script)})
@@ -196,7 +190,7 @@ async def test_calls_that_wait_for_a_server_that_does_not_come_back_are_no_failu
 
 
 @pytest.mark.slow("starts servers")
-async def test_an_mcp_server_that_does_not_start_is_told_at_start():
+async def test_a_failed_start_is_reported():
     with pytest.raises(ToolServerUnavailable, match="MCP server 'gone'"):
         async with offering(McpServerSettings(name="gone", command="/no/such/program")):
             pass
@@ -221,7 +215,7 @@ async def over_http(port: int, server: str = SERVER) -> asyncio.subprocess.Proce
                 await asyncio.sleep(0.05)
 
 
-async def test_a_proxys_error_and_a_lost_session_are_infrastructure_faults_and_the_session_is_opened_again(port: int):
+async def test_a_lost_session_is_reopened(port: int):
     process = await over_http(port, SESSIONS)
     try:
         async with offering(McpServerSettings(name="old", url=f"http://127.0.0.1:{port}/mcp", timeout_s=60)) as client:

@@ -76,7 +76,7 @@ async def test_a_resend_attaches_to_the_running_call(bench: Workbench):
         assert bench.most == 1
 
 
-async def test_a_resend_to_a_restarted_server_is_told_that_nobody_knows(bench: Workbench):
+async def test_a_restart_makes_outcomes_unknown(bench: Workbench):
     async with served(bench) as client:
         answer = await client.post("/execute", json={**call("note", text="a"), "boot_id": "of-another-life"})
         assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
@@ -84,7 +84,7 @@ async def test_a_resend_to_a_restarted_server_is_told_that_nobody_knows(bench: W
 
 
 @pytest.mark.parametrize("how", ["unknown", "afterwards", "grouped", "stray"])
-async def test_a_call_whose_outcome_is_unknown_is_not_run_again(bench: Workbench, how: str):
+async def test_unknown_outcomes_are_not_rerun(bench: Workbench, how: str):
     async with served(bench) as client:
         for boot_id in (None, client.host.boot_id):
             answer = await client.post("/execute", json={**call("fail", how=how), "boot_id": boot_id})
@@ -93,7 +93,7 @@ async def test_a_call_whose_outcome_is_unknown_is_not_run_again(bench: Workbench
         assert bench.ran == [how]
 
 
-async def test_what_is_kept_of_a_call_whose_outcome_is_unknown_holds_no_arguments(bench: Workbench):
+async def test_unknown_outcomes_keep_no_arguments(bench: Workbench):
     async with served(bench) as client:
         tracemalloc.start()
         try:
@@ -107,7 +107,7 @@ async def test_what_is_kept_of_a_call_whose_outcome_is_unknown_holds_no_argument
             tracemalloc.stop()
 
 
-async def test_what_only_reads_may_be_run_again_after_any_failure(bench: Workbench):
+async def test_reads_may_be_repeated(bench: Workbench):
     async with served(bench) as client:
         for _ in range(2):
             answer = await client.post("/execute", json=call("look"))
@@ -133,9 +133,7 @@ async def test_a_call_id_of_another_call_is_refused(bench: Workbench):
         ("infrastructure", 503, "the provider is down"),
     ],
 )
-async def test_a_tools_failure_is_a_result_and_the_infrastructures_is_not(
-    bench: Workbench, how: str, status: int, said: str
-):
+async def test_only_a_tool_s_failure_is_a_result(bench: Workbench, how: str, status: int, said: str):
     async with served(bench) as client:
         answer = await client.post("/execute", json=call("fail", how=how))
         assert answer.status_code == status
@@ -155,7 +153,7 @@ async def test_a_tools_failure_is_a_result_and_the_infrastructures_is_not(
         (call("notes", text="a"), "there is no tool 'notes'"),
     ],
 )
-async def test_bad_arguments_are_a_result_that_says_what_would_be_right(bench: Workbench, body: dict, said: str):
+async def test_bad_arguments_are_explained(bench: Workbench, body: dict, said: str):
     async with served(bench) as client:
         answer = await client.post("/execute", json=body)
         assert answer.status_code == 200
@@ -178,7 +176,7 @@ async def test_a_hanging_tool_delays_nobody_else(bench: Workbench):
         assert {(await task).status_code for task in held} == {200}
 
 
-async def test_a_batchs_answers_come_as_they_finish_and_each_trajectory_keeps_its_order(bench: Workbench):
+async def test_a_batch_answers_as_calls_finish(bench: Workbench):
     calls = [call("hang", "slow", "s1", text="s1"), call("note", "slow", "s2", text="s2")]
     calls += [call("note", f"q{i}", text=str(i)) for i in range(5)]
     async with served(bench) as client:
@@ -194,7 +192,7 @@ async def test_a_batchs_answers_come_as_they_finish_and_each_trajectory_keeps_it
         assert bench.ran[-2:] == ["s1", "s2"]
 
 
-async def test_a_batch_says_of_each_call_why_it_was_refused(bench: Workbench):
+async def test_a_batch_explains_refusals(bench: Workbench):
     calls = [call("note", text="a"), call("fail", "t2", how="infrastructure"), call("note", "t3", text=1)]
     async with served(bench) as client:
         answer = await client.post("/batch", json={"calls": calls})
@@ -215,7 +213,7 @@ async def test_a_full_queue_is_429_with_retry_after(bench: Workbench):
         assert (await client.post("/execute", json=call("hang", "t9"))).status_code == 200
 
 
-async def test_bounds_of_a_tool_that_does_not_exist_are_refused(bench: Workbench):
+async def test_bounds_need_a_tool(bench: Workbench):
     with pytest.raises(ConfigError, match="tool_overrides: there is no tool 'web_serach'"):
         async with served(bench, tool_overrides={"web_serach": ONE_AT_A_TIME}):
             pass
@@ -242,7 +240,7 @@ async def test_one_trajectory_cannot_take_all_places(bench: Workbench):
         await asyncio.gather(*mine)
 
 
-async def test_a_call_that_waits_for_its_own_trajectory_takes_no_place_of_the_tool(bench: Workbench):
+async def test_waiting_takes_no_place_of_the_tool(bench: Workbench):
     async with served(bench, tool_overrides={"hang": Bounds(concurrency=2, queue=0)}) as client:
         mine = [asyncio.create_task(client.post("/execute", json=call("hang", "a", f"c{i}"))) for i in range(4)]
         await until(lambda: client.host.stats()["running"] == 4)
@@ -275,13 +273,13 @@ async def test_a_stop_of_the_server_is_no_time_of_a_tool(bench: Workbench):
         assert (await asked).json()["result"]["output"] == "held "
 
 
-async def test_a_tools_own_timeout_error_is_not_told_as_the_servers_timeout(bench: Workbench):
+async def test_a_tool_s_timeout_error_is_its_own(bench: Workbench):
     async with served(bench) as client:
         result = (await client.post("/execute", json=call("fail", how="late"))).json()["result"]
         assert (result["timed_out"], result["error"]) == (True, "fail timed out: the shop did not answer")
 
 
-async def test_the_longest_timeout_of_a_caller_does_not_shorten_a_tools_own(bench: Workbench):
+async def test_callers_shorten_no_tool_s_timeout(bench: Workbench):
     async with served(bench, max_timeout_s=0.05) as client:
         assert (await client.post("/execute", json=call("slow"))).json()["result"]["output"] == "done"
         asked = await client.post("/execute", json={**call("slow", call_id="c2"), "timeout_s": 0.05})
@@ -314,7 +312,7 @@ async def test_a_huge_request_is_refused(bench: Workbench):
         assert (await client.post("/execute", content=endless())).status_code == 413
 
 
-async def test_state_is_kept_per_trajectory_and_closed_at_its_end(bench: Workbench):
+async def test_state_ends_with_its_trajectory(bench: Workbench):
     async with served(bench) as client:
         await client.post("/execute", json=call("keep", "t1", "c1", item="a"))
         mine = await client.post("/execute", json=call("keep", "t1", "c2", item="b"))
@@ -338,7 +336,7 @@ async def test_state_that_cannot_be_closed_ends_no_server(bench: Workbench, fail
         assert (await client.post("/execute", json=call("note", text="a"))).status_code == 200
 
 
-async def test_a_trajectory_of_the_same_name_does_not_get_the_old_ones_answers(bench: Workbench):
+async def test_a_namesake_gets_no_old_answers(bench: Workbench):
     async with served(bench) as client:
         for item in ("a", "b"):
             answer = await client.post("/execute", json=call("keep", item=item))
@@ -347,7 +345,7 @@ async def test_a_trajectory_of_the_same_name_does_not_get_the_old_ones_answers(b
         assert client.host.stats()["journal"] == 0
 
 
-async def test_a_call_that_comes_after_the_end_of_its_trajectory_begins_nothing(bench: Workbench):
+async def test_late_calls_begin_nothing(bench: Workbench):
     """A call that was given up on its way, and reaches the server when its trajectory has ended, is told so."""
     async with served(bench) as client:
         first = {**call("keep", "t", "c1", item="a"), "life": "one"}
@@ -367,7 +365,7 @@ async def test_a_call_that_comes_after_the_end_of_its_trajectory_begins_nothing(
         assert unnamed.json()["result"]["output"] == "d"
 
 
-async def test_what_is_known_of_ended_trajectories_is_bounded(bench: Workbench):
+async def test_ended_trajectories_are_bounded(bench: Workbench):
     async with served(bench, journal_calls=10) as client:
         for number in range(100):
             await client.delete(f"/trajectories/t{number}?life=x")
@@ -393,7 +391,7 @@ async def test_idle_state_ends_after_its_ttl(bench: Workbench):
         assert client.host.stats()["trajectories"] == 0
 
 
-async def test_a_trajectory_that_began_anew_does_not_end_for_its_forerunners_idleness(bench: Workbench):
+async def test_a_new_life_starts_its_own_clock(bench: Workbench):
     closing, closed = asyncio.Event(), asyncio.Event()
 
     class Slow(Jar):
@@ -443,7 +441,7 @@ async def test_a_timeout_is_a_number(bench: Workbench, timeout_s: object):
         assert (await client.post("/execute", json={**call("note", text="a"), "timeout_s": 5})).status_code == 200
 
 
-async def test_draining_refuses_new_calls_and_finishes_running_ones(bench: Workbench):
+async def test_draining_finishes_running_calls(bench: Workbench):
     async with served(bench) as client:
         running = asyncio.create_task(client.post("/execute", json=call("hang")))
         await bench.started.wait()
@@ -458,7 +456,7 @@ async def test_draining_refuses_new_calls_and_finishes_running_ones(bench: Workb
 
 
 @pytest.mark.slow("large input")
-async def test_trajectories_and_journal_stay_bounded_over_many_calls(bench: Workbench):
+async def test_the_journal_stays_bounded(bench: Workbench):
     async with served(bench, max_trajectories=50, journal_calls=100) as client:
         for number in range(600):
             answer = await client.post("/execute", json=call("note", f"t{number}", text="a"))
@@ -481,7 +479,7 @@ async def test_nonsense_is_422_with_one_line(bench: Workbench, path: str, conten
         assert "\n" not in answer.json()["message"]
 
 
-async def test_a_body_that_is_not_sent_as_json_is_told_how_to_send_it(bench: Workbench):
+async def test_a_body_must_be_json(bench: Workbench):
     async with served(bench) as client:
         answer = await client.post("/execute", data={"name": "note"})
         assert answer.status_code == 422
@@ -490,7 +488,7 @@ async def test_a_body_that_is_not_sent_as_json_is_told_how_to_send_it(bench: Wor
 
 @pytest.mark.slow("large input")
 @pytest.mark.parametrize("what", ["calls", "empty", "fields", "arguments"])
-async def test_a_request_of_a_million_mistakes_is_one_complaint(bench: Workbench, what: str):
+async def test_a_million_mistakes_are_one_error(bench: Workbench, what: str):
     many = json.dumps({f"k{i}": 0 for i in range(100_000)})
     content = {
         "calls": '{"calls": [' + "0," * 500_000 + "0]}",
@@ -514,7 +512,7 @@ async def test_a_surrogate_in_an_argument_does_no_harm(bench: Workbench):
 
 
 @pytest.mark.parametrize("path", ["/execute", "/batch"])
-async def test_half_of_a_surrogate_pair_in_a_result_is_replaced(bench: Workbench, path: str):
+async def test_half_a_surrogate_is_replaced(bench: Workbench, path: str):
     async with served(bench) as client:
         for body in (call("halves"), call("fail", call_id="c2", how="half")):
             answer = await client.post(path, json=body if path == "/execute" else {"calls": [body]})

@@ -61,7 +61,7 @@ async def extract(site: Site, *paths: str, allow: bool = True) -> ToolResult:
         await extractor.aclose()
 
 
-async def test_pages_pdfs_and_text_are_read_and_a_failing_one_spoils_nothing(site: Site):
+async def test_a_failing_page_spoils_no_other(site: Site):
     result = await extract(site, "/article", "/paper.pdf", "/data.json", "/broken", "/file.bin")
     assert result.success
     pages: list[Any] = result.data["pages"]
@@ -81,7 +81,7 @@ async def test_a_page_that_never_ends_to_come_is_given_up(site: Site, monkeypatc
     assert "within 0.5 s" in (result.error or "")
 
 
-async def test_a_private_page_is_refused_and_never_asked_for(site: Site):
+async def test_private_pages_are_not_requested(site: Site):
     result = await extract(site, "/article", allow=False)
     assert not result.success
     assert "is not on the list of allowed hosts" in result.error
@@ -90,9 +90,7 @@ async def test_a_private_page_is_refused_and_never_asked_for(site: Site):
 
 @pytest.mark.slow("starts servers")
 @in_one_loop
-async def test_a_hanging_parser_is_killed_and_the_next_page_is_read(
-    extractor: Extractor, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_hanging_parser_is_killed(extractor: Extractor, monkeypatch: pytest.MonkeyPatch):
     page = Page("http://x/", "application/pdf", None, pdf("fine"), truncated=False)
     assert (await extractor.extract(page))["text"] == "fine"
     monkeypatch.setattr("atropos.api.external.extract.PARSE_S", 0.0)
@@ -122,7 +120,7 @@ async def test_a_killed_worker_is_replaced(extractor: Extractor):
 
 
 @in_one_loop
-async def test_a_title_does_not_push_the_text_of_its_page_out(extractor: Extractor):
+async def test_a_title_leaves_room_for_text(extractor: Extractor):
     page = Page("http://x/", "text/html", None, b"<title>%b</title><p>text" % (b"x" * 100_000), truncated=False)
     assert (await extractor.extract(page))["title"] == "x" * 300
 
@@ -159,7 +157,7 @@ async def test_every_provider_answers_in_the_same_form(site: Site, provider: Any
     assert "javascript" not in result.output
 
 
-async def test_no_query_of_a_model_is_an_infrastructure_fault(site: Site):
+async def test_no_query_is_a_fault(site: Site):
     settings = SearchSettings(provider="brave", url=site.url(""), api_key=SecretStr("brave-key"))
     async with search_client() as client:
         made = WebSearch(client, settings)
@@ -170,7 +168,7 @@ async def test_no_query_of_a_model_is_an_infrastructure_fault(site: Site):
 
 
 @pytest.mark.parametrize("query", ["fail", "nonsense"])
-async def test_a_provider_that_fails_is_an_infrastructure_fault(site: Site, query: str):
+async def test_a_failing_provider_is_a_fault(site: Site, query: str):
     settings = SearchSettings(url=site.url(""))
     async with search_client() as client:
         made = WebSearch(client, settings)
@@ -178,7 +176,7 @@ async def test_a_provider_that_fails_is_an_infrastructure_fault(site: Site, quer
             await made.run(WebSearchArguments(query=query), SCOPE)
 
 
-async def test_a_wrong_key_or_a_dead_provider_is_an_infrastructure_fault(site: Site):
+async def test_a_wrong_key_is_a_fault(site: Site):
     async with search_client() as client:
         wrong = SearchSettings(provider="brave", url=site.url(""), api_key=SecretStr("wrong"))
         with pytest.raises(ToolServerUnavailable, match="401"):

@@ -21,7 +21,7 @@ async def cancelled_while(work) -> asyncio.Task[None]:
     return task
 
 
-async def test_work_is_finished_though_its_caller_is_cancelled_several_times():
+async def test_work_outlives_cancellations():
     go, done = asyncio.Event(), []
 
     async def work():
@@ -35,7 +35,7 @@ async def test_work_is_finished_though_its_caller_is_cancelled_several_times():
     assert done == [True]
 
 
-async def test_neither_the_cancellation_nor_the_error_is_lost():
+async def test_cancellation_and_error_both_show():
     go = asyncio.Event()
 
     async def work():
@@ -58,7 +58,7 @@ async def test_an_error_without_a_cancellation_is_raised():
         await outlive(work())
 
 
-async def test_tasks_end_with_their_owner_s_block_and_fail_aloud(caplog):
+async def test_tasks_end_with_their_owner(caplog):
     ended = []
 
     async def work():
@@ -82,7 +82,7 @@ async def test_tasks_end_with_their_owner_s_block_and_fail_aloud(caplog):
     assert [record.getMessage() for record in caplog.records] == ["store: sweep failed"]
 
 
-async def test_the_first_to_end_wins_and_the_others_are_gone_then():
+async def test_the_first_to_end_wins():
     gone = []
 
     async def never():
@@ -108,7 +108,7 @@ def test_waits_double_up_to_a_bound():
     assert backoff_s(10_000, first_s=0.2, longest_s=1.0) <= 1.0
 
 
-async def test_a_connection_of_small_frames_reads_no_more_than_its_bound_at_once():
+async def test_small_frames_read_little():
     sizes: list[int] = []
     ended = asyncio.Event()
 

@@ -44,7 +44,7 @@ async def test_a_call_runs_and_its_result_comes_back():
         assert (released.released, released.clean) == (True, True)
 
 
-async def test_calls_of_one_lease_run_in_order_and_one_at_a_time():
+async def test_calls_of_a_lease_run_in_order():
     host = FakeHost()
     async with serving(host) as running, client_of(running) as client:
         lease = await client.acquire(request())
@@ -77,7 +77,7 @@ async def test_a_process_is_watched_while_a_command_runs():
         waiting.cancel()
 
 
-async def test_a_full_server_refuses_and_says_when_a_slot_is_free():
+async def test_a_full_server_says_when_it_has_room():
     told: list[Resources] = []
     async with serving(slots=1) as running, client_of(running, on_capacity=told.append) as client:
         lease = await client.acquire(request())
@@ -102,7 +102,7 @@ async def test_a_cancelled_call_is_cancelled_on_the_server():
         await until(lambda: not running.core.state.clients.of("tester").journal.entries)
 
 
-async def test_a_call_that_a_signal_s_handler_breaks_off_is_cancelled_on_the_server():
+async def test_a_signal_cancels_its_call():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         call = client.call(lease, Exec(command="hang"))
@@ -127,7 +127,7 @@ async def test_a_cancelled_acquire_leaks_no_slot():
         await until(lambda: running.core.state.table.free == 1)
 
 
-async def test_release_during_execution_ends_the_calls_as_lease_expired():
+async def test_release_ends_running_calls():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         calls = [asyncio.create_task(client.call(lease, Exec(command="hang"))) for _ in range(3)]
@@ -141,7 +141,7 @@ async def test_release_during_execution_ends_the_calls_as_lease_expired():
         assert (await client.release(lease)).released  # again, with the same answer
 
 
-async def test_a_dying_sandbox_ends_its_lease_and_nothing_else():
+async def test_a_dying_sandbox_ends_its_lease():
     ended: list[LeaseEnded] = []
     async with serving() as running, client_of(running, on_lease_ended=ended.append) as client:
         lease, other = await client.acquire(request()), await client.acquire(request())
@@ -155,7 +155,7 @@ async def test_a_dying_sandbox_ends_its_lease_and_nothing_else():
         await until(lambda: running.core.state.table.free == 3)
 
 
-async def test_an_unknown_failure_inside_the_server_is_never_a_result():
+async def test_unknown_failures_are_no_results():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         with pytest.raises(OutcomeUnknown):
@@ -174,7 +174,7 @@ async def test_the_same_call_id_runs_once():
         assert running.host.ran["count a"] == 1
 
 
-async def test_a_lease_is_renewed_by_heartbeats_and_ends_soon_without_them():
+async def test_heartbeats_renew_a_lease():
     async with serving() as running:
         client, ttl_s = client_of(running), 2.2  # a server that was kept waiting for longer extends its leases
         await client.connect()
@@ -270,7 +270,7 @@ def open_sessions() -> set[int]:
     return {id(one) for one in every if not one.closed}
 
 
-async def test_a_close_that_is_cut_short_closes_its_connections_all_the_same():
+async def test_a_cut_close_closes_connections():
     async with serving() as running:
         before = open_sessions()
         client = client_of(running)
@@ -303,7 +303,7 @@ async def test_close_leaves_no_task_and_no_socket():
         await until(lambda: not [t for t in asyncio.all_tasks() - before if "Stream" in repr(t) or "stream" in repr(t)])
 
 
-async def test_an_answer_that_is_long_in_coming_and_cut_off_is_asked_for_again():
+async def test_a_cut_answer_is_asked_for_again():
     async with serving() as running, proxied(running.server.port, strikes=b"POST ") as proxy:
         proxy.next_fault = Fault(down=0, jitter_s=0.2)  # after longer than reconnecting may take
         async with SandboxClient(proxy.url, TOKEN, client_id="tester", reconnect_s=0.05) as client:
@@ -312,7 +312,7 @@ async def test_an_answer_that_is_long_in_coming_and_cut_off_is_asked_for_again()
             assert (proxy.struck, running.core.state.table.free) == (1, 3)
 
 
-async def test_a_server_whose_host_takes_no_connection_can_not_be_reached(monkeypatch):
+async def test_an_unreachable_host_is_named(monkeypatch):
     monkeypatch.setattr("atropos.slots.client.server_requests.CONNECT_S", 0.1)
     with socket.socket() as listener, contextlib.ExitStack() as others:
         listener.bind(("127.0.0.1", 0))
@@ -330,7 +330,7 @@ async def test_a_server_whose_host_takes_no_connection_can_not_be_reached(monkey
         await requests.close_sessions()
 
 
-async def test_a_stream_comes_back_though_as_many_requests_wait_as_there_may_be(monkeypatch):
+async def test_a_stream_comes_back_when_full(monkeypatch):
     monkeypatch.setattr("atropos.slots.client.server_requests.MAX_REQUESTS", 3)
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
@@ -355,7 +355,7 @@ async def test_a_stream_comes_back_though_as_many_requests_wait_as_there_may_be(
 
 
 @pytest.mark.parametrize("cuts", [1, 9])
-async def test_a_copy_that_breaks_is_begun_again_and_one_that_always_breaks_leaves_nothing(monkeypatch, cuts):
+async def test_a_broken_copy_is_begun_again(monkeypatch, cuts):
     """What was copied is there, only the answer is lost."""
     tries = 0
 
@@ -383,7 +383,7 @@ async def test_a_copy_that_breaks_is_begun_again_and_one_that_always_breaks_leav
             await until(lambda: not target.host.layers)
 
 
-async def test_an_image_copy_that_breaks_off_is_a_fault_of_the_infrastructure():
+async def test_a_broken_image_copy_is_a_fault():
     async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 1000)
@@ -402,7 +402,7 @@ async def test_an_image_copy_that_breaks_off_is_a_fault_of_the_infrastructure():
             await giver.close_sessions()
 
 
-async def test_a_copy_that_is_answered_with_nonsense_is_a_fault_of_the_infrastructure(monkeypatch):
+async def test_nonsense_in_a_copy_is_a_fault(monkeypatch):
     async def nonsense(self, path, to, query, kind):
         return b"<html>"
 
@@ -415,7 +415,7 @@ async def test_a_copy_that_is_answered_with_nonsense_is_a_fault_of_the_infrastru
                 await copying
 
 
-async def test_a_snapshot_waits_for_calls_that_take_longer_than_a_request_may(monkeypatch):
+async def test_a_snapshot_waits_for_long_calls(monkeypatch):
     monkeypatch.setattr("atropos.slots.client.server_requests.REQUEST_S", 1.0)  # in which a busy machine connects
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())

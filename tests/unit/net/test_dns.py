@@ -21,7 +21,7 @@ def message(labels: list[str], kind: int = dns.A, *, flags: int = 0x100, network
 
 
 @given(LABELS, st.sampled_from((dns.A, dns.AAAA, 15)))
-def test_a_question_is_read_and_repeated_in_its_answer(labels, kind):
+def test_an_answer_repeats_its_question(labels, kind):
     asked = Question.parse(message(labels, kind))
     assert (asked.name, asked.kind) == (".".join(labels), kind)
     answer = asked.answer(dns.NO_ERROR, b"\xc6\x12\0\x09", 30)
@@ -30,7 +30,7 @@ def test_a_question_is_read_and_repeated_in_its_answer(labels, kind):
     assert len(answer) <= 512
 
 
-def test_an_answer_without_an_address_has_the_code_alone():
+def test_no_address_has_a_code():
     answer = Question.parse(message(["a", "org"])).answer(dns.NO_SUCH_NAME)
     assert struct.unpack_from(">HHHHHH", answer) == (77, 0x8183, 1, 0, 0, 0)
     assert answer[12:] == b"\1a\3org\0\0\1\0\1"
@@ -54,7 +54,7 @@ def test_what_is_no_question_is_refused(data):
         Question.parse(data)
 
 
-def test_other_networks_and_operations_ask_for_nothing_that_exists():
+def test_other_classes_are_not_known():
     assert Question.parse(message(["a"], network=3)).kind == 0
     assert Question.parse(message(["a"], flags=0x2800)).kind == 0
 

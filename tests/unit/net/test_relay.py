@@ -54,7 +54,7 @@ async def trickle(writer, pieces: int, data: bytes, every_s: float = IDLE_S / 8)
         await asyncio.sleep(every_s)
 
 
-async def test_what_goes_on_for_longer_than_the_idle_time_is_whole_in_either_direction(monkeypatch):
+async def test_long_transfers_are_whole(monkeypatch):
     monkeypatch.setattr(relay, "IDLE_S", IDLE_S)
 
     async def download():
@@ -78,7 +78,7 @@ async def test_what_goes_on_for_longer_than_the_idle_time_is_whole_in_either_dir
     await asyncio.gather(download(), upload())
 
 
-async def test_an_idle_request_is_answered_and_an_idle_tunnel_is_reset(monkeypatch):
+async def test_an_idle_tunnel_is_reset(monkeypatch):
     monkeypatch.setattr(relay, "IDLE_S", IDLE_S / 2)
 
     async def origin(reader, _):
@@ -92,7 +92,7 @@ async def test_an_idle_request_is_answered_and_an_idle_tunnel_is_reset(monkeypat
             await idle.read()
 
 
-async def test_an_origin_that_speaks_no_http_is_said_to_be_at_fault():
+async def test_no_http_is_the_origin_s_fault():
     async def origin(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
@@ -102,7 +102,7 @@ async def test_an_origin_that_speaks_no_http_is_said_to_be_at_fault():
         assert (await reader.read()).startswith(b"HTTP/1.1 502 egress: the origin's answer is not HTTP")
 
 
-async def test_a_tunnel_that_its_client_resets_ends_without_an_error():
+async def test_a_client_s_reset_is_no_error():
     failed = []
     gc.collect()  # what other tests left may complain as it is collected
     gc.collect()  # what earlier tests left
@@ -124,7 +124,7 @@ async def test_a_tunnel_that_its_client_resets_ends_without_an_error():
     assert failed == []
 
 
-async def test_a_tunnel_whose_bytes_are_used_up_is_reset_and_gets_no_answer():
+async def test_a_used_up_tunnel_is_reset():
     async def origin(_, writer):
         await trickle(writer, 10, b"piece", 0.1)
 
@@ -163,7 +163,7 @@ async def exchanged(request: bytes, answer: bytes) -> tuple[bytes, bytes]:
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
-async def test_a_message_has_one_length_whatever_it_came_with():
+async def test_a_message_has_one_length():
     request = (
         b"POST http://origin/ HTTP/1.1\r\nHost: origin\r\nContent-Length: 44\r\nTransfer-Encoding: chunked\r\n\r\n"
         b"2\r\nhi\r\n0\r\n\r\nGET http://origin/smuggled HTTP/1.1\r\n"
@@ -176,7 +176,7 @@ async def test_a_message_has_one_length_whatever_it_came_with():
         assert message.partition(b"\r\n\r\n")[2] == body
 
 
-async def test_headers_of_one_connection_do_not_travel_on_and_those_of_the_message_do():
+async def test_hop_by_hop_headers_stay():
     request = (
         b"GET http://origin/ HTTP/1.1\r\nHost: origin\r\nConnection: X-One, Host,x-two\r\nX-One: 1\r\nX-Two: 2\r\nX-Three: 3\r\n"
         b"Proxy-Authorization: Basic x\r\nTE: trailers\r\n\r\n"
@@ -202,12 +202,12 @@ async def test_headers_of_one_connection_do_not_travel_on_and_those_of_the_messa
         ("http://[::1]:81/", "[::1]:81"),
     ],
 )
-async def test_an_origin_is_named_with_its_port_where_that_is_not_the_usual_one(url, host):
+async def test_unusual_ports_are_named(url, host):
     got, _ = await exchanged(f"GET {url} HTTP/1.1\r\nHost: other\r\n\r\n".encode(), OK)
     assert f"host: {host}\r\n" in got.decode().lower()
 
 
-async def test_an_origin_that_goes_before_it_answers_is_at_fault():
+async def test_a_gone_origin_is_at_fault():
     async def origin(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
 

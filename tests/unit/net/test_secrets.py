@@ -132,7 +132,7 @@ async def test_a_host_gets_its_secrets_and_sends_none_back(world: World, way: st
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_an_answer_comes_whole_and_unpacked_however_it_is_asked_for(world: World, way: str):
+async def test_answers_come_unpacked(world: World, way: str):
     echoed = await world.ask(way, "/echo", "Accept-Encoding: gzip, br", "Range: bytes=0-20", "If-Range: x")
     assert b"GET /echo" in echoed
     assert b"identity" in echoed
@@ -141,20 +141,20 @@ async def test_an_answer_comes_whole_and_unpacked_however_it_is_asked_for(world:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_program_can_drop_no_secret_by_naming_its_header_a_connections_own(world: World, way: str):
+async def test_connection_headers_drop_no_secret(world: World, way: str):
     await world.ask(way, "/hop", "Connection: authorization, x-api-key")
     assert "None" not in world.got("/hop").split(" | ")[2]
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_method_that_is_answered_with_the_request_is_refused(world: World, way: str):
+async def test_trace_is_refused(world: World, way: str):
     for method in ("TRACE", "TRACK"):
         assert b" 403 egress refused" in await world.ask(way, "/trace", method=method)
     assert world.got("/trace") == ""
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-async def test_a_request_that_names_another_host_is_refused(world: World, way: str):
+async def test_another_host_is_refused(world: World, way: str):
     for target in (f"http://{OTHER}/absolute", f"{OTHER}:443", "*"):
         assert b" 403 egress refused" in await world.ask(way, target)
     assert world.seen.read_text() == ""
@@ -177,9 +177,7 @@ async def test_what_is_for_tls_goes_into_no_other_request(world: World):
     assert finds(world.seen.read_bytes()) == []
 
 
-async def test_a_host_is_known_by_its_certificate_before_it_gets_a_secret(
-    world: World, monkeypatch: pytest.MonkeyPatch
-):
+async def test_secrets_need_a_certificate(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("SSL_CERT_FILE")
     relay._trusted.cache_clear()
     for way in ("connect", "direct tls"):
@@ -207,7 +205,7 @@ async def test_events_are_not_held_back(world: World):
 
 @given(st.binary(max_size=40), st.sampled_from([TOKEN.encode(), base64.b64encode(TOKEN.encode()), TOKEN.upper().encode()]),
        st.binary(max_size=40), st.lists(st.integers(0, 150), max_size=8))  # fmt: skip
-def test_a_secret_is_found_however_it_is_cut_and_nothing_else_changes(before, secret, after, cuts):
+def test_a_cut_secret_is_found(before, secret, after, cuts):
     stream, data = BlottedStream(Blot([TOKEN.encode()])), before + secret + after
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     pieces = [stream.feed(data[start:end]) for start, end in pairwise(edges)]
@@ -230,13 +228,13 @@ def test_a_secret_is_found_however_it_is_cut_and_nothing_else_changes(before, se
         ({"value": "Basic " + base64.b64encode(b"longer-user-name:short").decode()}, "value: at least 8 characters"),
     ],
 )
-def test_a_wrong_secret_is_refused_without_being_shown(wrong: dict, why: str):
+def test_a_wrong_secret_is_not_shown(wrong: dict, why: str):
     with pytest.raises(ValueError, match=why) as refused:
         EgressSecret(**{"hosts": ("a.example",), "value": f"Bearer {TOKEN}", **wrong})
     assert wrong.get("value", TOKEN) not in str(refused.value)
 
 
-def test_a_secret_is_in_no_repr_and_in_its_json_alone():
+def test_secrets_are_in_no_repr():
     secret = EgressSecret.basic(["a.example"], "deploy", KEY)
     assert finds(repr(secret).encode() + str(secret).encode()) == []
     assert EgressSecret.model_validate_json(secret.model_dump_json()) == secret

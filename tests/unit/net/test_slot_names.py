@@ -16,7 +16,7 @@ from tests.unit.net.test_dns import message
 from tests.waiting import until
 
 
-def test_a_name_keeps_its_address_in_this_slot_and_has_it_in_others():
+def test_names_keep_their_address():
     one, other = FakeAddresses(), FakeAddresses()
     address = one.address_of("files.example.org")
     assert one.name_of(address) == "files.example.org"
@@ -25,14 +25,14 @@ def test_a_name_keeps_its_address_in_this_slot_and_has_it_in_others():
     assert one.name_of(six) == "files.example.org"
 
 
-def test_an_address_that_stands_for_no_name_is_only_itself():
+def test_other_addresses_are_themselves():
     found = FakeAddresses()
     found.address_of("files.example.org")
     for text in ("198.18.0.1", "198.18.0.2", "198.19.255.255", "8.8.8.8", "0.0.0.0", "fd61:7472:6f70:6f73::1", "::1"):
         assert found.name_of(ipaddress.ip_address(text)) is None
 
 
-def test_names_share_no_address_and_the_least_used_one_goes_first():
+def test_the_least_used_name_goes_first():
     found = FakeAddresses()
     addresses = {name: found.address_of(name) for name in (f"{number}.example.org" for number in range(MOST_NAMES))}
     assert len(set(addresses.values())) == MOST_NAMES
@@ -95,7 +95,7 @@ async def test_answers_say_what_became_of_a_name():
         assert len(six) == len(four) + 12
 
 
-async def test_a_name_is_looked_up_once_for_all_that_ask_and_a_failure_is_tried_again():
+async def test_look_ups_are_shared():
     async with resolver() as (finder, made, client), asyncio.timeout(20):
         waiting = asyncio.create_task(ask(client, "late"))
         for kind in (dns.A, dns.AAAA, dns.A):

@@ -7,7 +7,7 @@ import socket
 from atropos.net.sockets import listen
 
 
-def test_the_kernel_looks_whether_the_client_of_a_connection_is_still_there() -> None:
+def test_gone_clients_are_noticed() -> None:
     with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
         listening.setblocking(True)
         with listening.accept()[0] as connection:

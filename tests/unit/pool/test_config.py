@@ -51,7 +51,7 @@ def test_acquire_timeout_is_another_spelling():
 
 
 @pytest.mark.parametrize("limits", [{"memory_mib": 2048}, SlotLimits(memory_mib=2048)])
-def test_other_limits_of_a_hosts_pool_leave_its_output_and_time_as_they_are(limits):
+def test_limits_change_alone(limits):
     config = pool_config({"limits": limits}, network=True)
     assert (config.limits.memory_mib, config.limits.output_bytes) == (2048, MAX_OUTPUT_BYTES)
     assert config.limits.wall_s == 24 * 3600  # an agent is one command, and the host has time limits of its own
@@ -60,7 +60,7 @@ def test_other_limits_of_a_hosts_pool_leave_its_output_and_time_as_they_are(limi
         pool_config({"limits": {"memory": 1}}, network=True)
 
 
-def test_the_servers_configuration_arrives_whole_and_neither_its_repr_nor_an_error_shows_the_token():
+def test_the_token_is_never_shown():
     config = SlotPoolConfig(slots_per_container=3, limits={"pids": 64}).server_config('hunter"2', die_with_parent=True)
     assert ServerConfig.model_validate(json.loads(server_json(config))) == config
     assert (config.slots, config.limits.pids, config.die_with_parent) == (3, 64, True)
@@ -70,7 +70,7 @@ def test_the_servers_configuration_arrives_whole_and_neither_its_repr_nor_an_err
     assert one_line(refused.value).startswith("token: input should be a valid string (got ''); slots: ")
 
 
-def test_by_default_a_partition_of_20_s_costs_neither_a_lease_nor_a_call():
+def test_a_partition_of_20_s_costs_nothing():
     config = SlotPoolConfig()
     assert 20 < config.reconnect_s < config.lease_ttl_s
 
@@ -90,11 +90,11 @@ def test_by_default_a_partition_of_20_s_costs_neither_a_lease_nor_a_call():
         ({"backend": "nomad", "nomad_address": "http://["}, r"nomad_address 'http://\[' must look like"),
     ],
 )
-async def test_an_engines_address_that_is_none_is_told_by_its_setting(settings, says):
+async def test_a_bad_engine_address_is_named(settings, says):
     with pytest.raises(ConfigError, match=says):
         await SlotPool(SlotPoolConfig(**settings)).start()
 
 
-def test_a_backends_name_in_place_of_a_backend_is_told_with_the_cure():
+def test_a_name_is_no_backend():
     with pytest.raises(ConfigError, match=r"backend: 'local' is a name.*SlotPoolConfig\(backend="):
         SlotPool(backend="local")

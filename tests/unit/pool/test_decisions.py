@@ -25,7 +25,7 @@ limits = st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 16)).m
     st.builds(PoolState, containers=counts, ready=counts, waiting=counts, needed=counts, late=counts),
     limits,
 )
-def test_a_plan_stays_within_its_bounds_and_never_shrinks_while_somebody_waits(state, bounds):
+def test_a_plan_stays_within_its_bounds(state, bounds):
     target = plan(state, bounds).target
     if target > state.containers:
         assert target <= bounds.max_containers
@@ -75,7 +75,7 @@ def worn(key, retired, **fields):
         ({"waiting": 0}, [worn("a", 2)], None),
     ],
 )
-def test_a_container_with_retired_slots_is_replaced_when_they_are_missed(state, seats, key):
+def test_missed_retired_slots_are_replaced(state, seats, key):
     state = PoolState(**{"containers": 2, "ready": 2, "waiting": 1, "needed": 2} | state)
     seat = worn_out(state, Limits(min_containers=1, max_containers=2, slots_per_container=4), seats)
     assert (seat and seat.key) == key
@@ -197,7 +197,7 @@ test_the_fleet_does_as_the_naive_model = pytest.mark.slow("large input")(FleetMa
 
 
 @pytest.mark.slow("large input")
-def test_an_acquire_costs_the_same_in_a_fleet_a_hundred_times_larger():
+def test_acquiring_is_constant_time():
     """The cost is compared in the same run, generously: a linear one would be a hundred times as high."""
 
     def cost(containers: int) -> float:
@@ -223,7 +223,7 @@ def test_an_acquire_costs_the_same_in_a_fleet_a_hundred_times_larger():
 
 
 @pytest.mark.parametrize(("unprepared", "wanted"), [(0, 0), (20, 0), (21, 1), (50, 3)])
-def test_acquires_whose_image_is_prepared_want_slots_beyond_the_free_ones(unprepared, wanted):
+def test_prepared_acquires_raise_demand(unprepared, wanted):
     fleet = Fleet(Resources(memory_mib=10))
     fleet.join(Seat("a", 0), slots=2, free=Resources(memory_mib=20), now=0)
     fleet.unprepared_room = Resources(memory_mib=unprepared)
@@ -234,7 +234,7 @@ def test_acquires_whose_image_is_prepared_want_slots_beyond_the_free_ones(unprep
     assert fleet.wanted_slots == 2 + -(-unprepared // 10)
 
 
-def test_a_container_that_was_restarted_in_place_has_a_seat_beside_its_old_one():
+def test_a_restart_in_place_has_two_seats():
     fleet = Fleet(SLOT)
     for _ in range(3):  # the old seats still lie in the heap, with the same index and key
         seat = Seat("same", 0)

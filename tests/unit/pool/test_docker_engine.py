@@ -93,7 +93,7 @@ LAYER = {"id": "4f4fb700ef54", "status": "Downloading", "progress": "1MB/30MB", 
         ([LAYER], True, "4f4fb700ef54 Downloading 1MB/30MB"),
     ],
 )
-async def test_a_pull_that_gets_no_further_is_said_and_ends(tmp_path, monkeypatch, caplog, events, repeats, said):
+async def test_a_stuck_pull_ends(tmp_path, monkeypatch, caplog, events, repeats, said):
     monkeypatch.setattr("atropos.slots.backends.docker.engine.PULL_NOTE_S", 0.1)
     monkeypatch.setattr("atropos.slots.backends.docker.engine.PULL_S", 0.5)
     async with engine_that_pulls(tmp_path, events, repeats=repeats) as connection:
@@ -129,7 +129,7 @@ async def test_a_pull_that_breaks_off_gives_dockers_reason(tmp_path):
         (500, "reading manifest 1 in registry.example/sandbox: manifest unknown"),
     ],
 )
-async def test_an_image_that_a_registry_has_not_or_denies_is_a_wrong_setting_with_any_status(tmp_path, status, message):
+async def test_a_missing_image_is_a_config_error(tmp_path, status, message):
     async def pull(request: web.Request) -> web.Response:
         return web.json_response({"message": message}, status=status)
 
@@ -157,7 +157,7 @@ async def test_a_registry_in_trouble_is_no_wrong_setting(tmp_path, message):
             await asyncio.to_thread(connection.image_id, IMAGE)
 
 
-async def test_a_container_that_the_engine_refuses_ends_the_start_at_once_with_its_sentence(tmp_path, monkeypatch):
+async def test_a_refused_container_ends_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr("atropos.sandbox.linux.host_limits.BUSY", 0)
     asked = 0
 

@@ -64,7 +64,7 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-async def test_servers_start_are_listed_with_address_and_token_and_end():
+async def test_servers_start_and_end():
     async with running(GOOD, 3) as backend:
         await until(ready(backend, 3))
         found = backend.containers()
@@ -94,7 +94,7 @@ async def test_a_server_that_ignores_sigterm_is_killed():
     assert not alive(pid_of(container))
 
 
-async def test_a_killed_server_is_gone_though_the_loop_was_blocked_until_the_end_s_last_deadline():
+async def test_a_kill_outlives_a_blocked_loop():
     async with running(f"memory = bytearray(100 << 20)\n{DEAF}") as backend:  # which takes the kernel a while to free
         await until(ready(backend, 1))
         (container,) = backend.containers()
@@ -114,7 +114,7 @@ async def test_a_retired_server_is_replaced_and_ended():
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, ConfigError), (3, IsolationUnavailable)])
-async def test_a_refusal_is_told_at_once_in_the_servers_words_and_not_tried_again(code, kind):
+async def test_a_refusal_is_final(code, kind):
     program = f"""
         import sys
         print("noise\\nbase: no such folder", file=sys.stderr)
@@ -128,14 +128,14 @@ async def test_a_refusal_is_told_at_once_in_the_servers_words_and_not_tried_agai
         assert "no such folder" in backend.trouble()
 
 
-async def test_a_crash_loop_from_the_start_is_given_up_and_says_the_last_words():
+async def test_a_crash_loop_is_given_up():
     async with running("import sys; sys.exit('port 80 is in use')") as backend:
         await until(lambda: backend.failure() is not None)
         assert isinstance(backend.failure(), BackendUnavailable)
         assert "port 80 is in use" in str(backend.failure())
 
 
-async def test_a_server_that_never_starts_ends_no_other_that_may_still_become_ready(tmp_path):
+async def test_a_failed_start_ends_no_other(tmp_path):
     first, go = tmp_path / "first", tmp_path / "go"
     crashing_but_the_first = f"""
 import os, sys, time
@@ -154,7 +154,7 @@ while not os.path.exists({str(go)!r}):
         assert "no GPU" in backend.trouble()
 
 
-async def test_a_pool_does_not_start_on_servers_that_refuse_and_leaves_nothing():
+async def test_a_refused_pool_leaves_nothing():
     command = [sys.executable, "-S", "-c", "import sys; print('user namespaces are off', file=sys.stderr); sys.exit(3)"]
     config = SlotPoolConfig()
     pool = SlotPool(config, backend=LocalBackend(config, command=command))
@@ -163,14 +163,14 @@ async def test_a_pool_does_not_start_on_servers_that_refuse_and_leaves_nothing()
     assert not pool.backend.scratch.exists()
 
 
-async def test_nonsense_in_place_of_the_ready_line_and_silence_are_failures():
+async def test_a_bad_ready_line_is_a_failure():
     async with running("print('hello')\nimport time; time.sleep(60)") as backend:
         await until(lambda: "hello" in backend.trouble())
     async with running("import time; time.sleep(60)", start_timeout_s=0.1) as backend:
         await until(lambda: "not ready within" in backend.trouble())
 
 
-async def test_a_flood_on_its_log_neither_blocks_a_server_nor_fills_memory():
+async def test_a_log_flood_is_bounded():
     flood = READY + "\nfor _ in range(200): sys.stderr.write('x' * 100000)\nprint('done', file=sys.stderr)\nsys.exit(1)"
     async with running(flood) as backend:
         await until(lambda: "done" in backend.trouble())
@@ -184,7 +184,7 @@ async def test_no_secret_of_the_trainer_reaches_a_server(monkeypatch):
         assert "OPENAI" not in backend.trouble()
 
 
-async def test_scratch_of_the_dead_is_removed_and_that_of_the_living_kept(tmp_path, monkeypatch):
+async def test_scratch_of_the_dead_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(backend.tempfile, "gettempdir", lambda: str(tmp_path))
     dead, mine = tmp_path / "atropos-1-99999999999-abc", tmp_path / "atropos-x"
     (dead / "0-ab" / "mnt").mkdir(parents=True)
@@ -205,7 +205,7 @@ async def test_scratch_of_the_dead_is_removed_and_that_of_the_living_kept(tmp_pa
     assert kept.exists()
 
 
-async def test_a_temporary_folder_without_locks_is_named_at_the_start_and_nothing_is_left_there(tmp_path, monkeypatch):
+async def test_a_folder_without_locks_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "atropos-1-99999999999-abc").mkdir()
 
@@ -224,7 +224,7 @@ async def test_ending_while_a_server_starts_leaves_nothing():
             await asyncio.sleep(delay)
 
 
-async def test_a_server_whose_folder_can_not_be_made_is_started_once_it_can():
+async def test_a_missing_folder_delays_a_start():
     async with running(GOOD) as backend:
         await until(ready(backend, 1), "a server")
         away = backend.scratch.with_name(f"away-{backend.scratch.name}")

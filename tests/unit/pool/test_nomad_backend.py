@@ -26,7 +26,7 @@ def nonsense() -> web.Response:
     return web.json_response([])
 
 
-async def test_containers_without_a_place_are_taken_back_when_nobody_waits_for_them_any_more():
+async def test_unplaced_containers_are_taken_back():
     async with FakeNomad() as nomad, nomad.pool(max_containers=5) as pool:
         nomad.room = 2
         slots = [await pool.acquire(f"t{n}") for n in range(2)]
@@ -45,7 +45,7 @@ async def test_containers_without_a_place_are_taken_back_when_nobody_waits_for_t
         await low.release()
 
 
-async def test_an_adopted_job_of_which_not_all_has_a_place_shrinks_without_starting_anything():
+async def test_an_unplaced_adopted_job_shrinks():
     async with FakeNomad() as nomad:
         nomad.room = 3
         await nomad.register(5)
@@ -55,7 +55,7 @@ async def test_an_adopted_job_of_which_not_all_has_a_place_shrinks_without_start
             assert len(nomad.allocations) == 3
 
 
-async def test_containers_are_closed_one_by_one_though_no_list_says_yet_that_the_last_one_ends():
+async def test_containers_close_one_by_one():
     async with FakeNomad() as nomad:
         nomad.streams = "silent"
         await nomad.register(3)
@@ -65,7 +65,7 @@ async def test_containers_are_closed_one_by_one_though_no_list_says_yet_that_the
             assert len(nomad.allocations) == 3, "nothing was started in place of what was closed"
 
 
-async def test_a_count_without_a_place_that_a_person_or_dead_process_set_is_lowered_without_starting_anything():
+async def test_a_count_set_by_others_is_lowered():
     async with FakeNomad() as nomad, nomad.pool(max_containers=2) as pool, pool.lease("t"):
         nomad.room = 3
         await nomad.register(5)
@@ -74,7 +74,7 @@ async def test_a_count_without_a_place_that_a_person_or_dead_process_set_is_lowe
         assert len(nomad.allocations) == 3
 
 
-async def test_why_one_more_container_does_not_come_up_is_told_though_others_run():
+async def test_a_failed_growth_is_explained():
     async with FakeNomad() as nomad, nomad.pool(max_containers=2) as pool, pool.lease("t"):
         nomad.broken_images = True
         waiting = asyncio.create_task(pool.acquire("u", timeout_s=60))
@@ -90,7 +90,7 @@ async def test_why_one_more_container_does_not_come_up_is_told_though_others_run
 
 
 @pytest.mark.parametrize("streams", ["refused", "silent"])
-async def test_without_events_a_placement_failure_is_told_in_seconds(monkeypatch, streams):
+async def test_placement_failures_need_no_events(monkeypatch, streams):
     monkeypatch.setattr("atropos.slots.backends.nomad.api.SILENCE_S", 0.3)
     async with FakeNomad() as nomad:
         nomad.room, nomad.streams, nomad.blocks = 0, streams, True
@@ -101,7 +101,7 @@ async def test_without_events_a_placement_failure_is_told_in_seconds(monkeypatch
 
 
 @pytest.mark.parametrize("streams", ["cut", "refused"])
-async def test_streams_that_are_cut_and_queries_that_do_not_block_are_asked_for_ever_less_often(streams):
+async def test_failing_streams_back_off(streams):
     async with FakeNomad() as nomad, nomad.pool() as pool:
         nomad.streams = streams
         await nomad.register(1)  # ends the stream that was open
@@ -110,7 +110,7 @@ async def test_streams_that_are_cut_and_queries_that_do_not_block_are_asked_for_
         assert pool.stats().ready == 1
 
 
-async def test_a_change_is_told_before_its_line_has_come_whole_and_a_heartbeat_is_none():
+async def test_half_a_line_is_a_change():
     pieces: asyncio.Queue[bytes] = asyncio.Queue()
 
     class SlowStream(FakeNomad):
@@ -134,7 +134,7 @@ async def test_a_change_is_told_before_its_line_has_come_whole_and_a_heartbeat_i
             await asyncio.wait_for(told, 20 * SLOWNESS)
 
 
-async def test_an_event_stream_that_is_refused_in_another_encoding_is_refused():
+async def test_a_refusal_in_any_encoding_is_one():
     async with FakeNomad() as nomad, contextlib.AsyncExitStack() as stack:
         api = NomadApi(NomadAccess(nomad.url), "job")
         stack.push_async_callback(api.close)
@@ -143,7 +143,7 @@ async def test_an_event_stream_that_is_refused_in_another_encoding_is_refused():
             await anext(api.events())
 
 
-async def test_nonsense_in_place_of_any_answer_costs_a_running_pool_nothing(monkeypatch):
+async def test_nonsense_costs_a_running_pool_nothing(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.REFUSED_S", (0.01, 0.05))
     async with FakeNomad() as nomad, nomad.pool(max_containers=2) as pool, pool.lease("t") as slot:
         for end in ("/atropos-sandbox-agent-env", "/allocations", "/evaluations"):
@@ -154,7 +154,7 @@ async def test_nonsense_in_place_of_any_answer_costs_a_running_pool_nothing(monk
 
 
 @pytest.mark.parametrize(("status", "kind"), [(500, BackendUnavailable), (400, ConfigError)])
-async def test_a_parser_that_is_away_is_no_mistake_in_the_job(status, kind):
+async def test_an_absent_parser_is_an_outage(status, kind):
     async with FakeNomad() as nomad:
         nomad.answers["/parse"] = [web.Response(status=status, text="rpc error: EOF")]
         with pytest.raises(kind, match="Nomad refused to parse the job: rpc error: EOF"):
@@ -170,7 +170,7 @@ PAGES = [
 
 
 @pytest.mark.parametrize(("page", "says"), PAGES)
-async def test_what_a_proxy_says_in_place_of_nomad_is_no_answer_of_nomads(page, says):
+async def test_a_proxy_s_answer_is_not_nomad_s(page, says):
     def answer() -> web.Response:
         return web.Response(**({"status": 404} | page))
 
@@ -186,7 +186,7 @@ async def test_what_a_proxy_says_in_place_of_nomad_is_no_answer_of_nomads(page, 
             await nomad.pool().start()
 
 
-async def test_an_allocation_that_nomad_does_not_know_any_more_needs_no_stop():
+async def test_an_unknown_allocation_is_stopped():
     async with FakeNomad() as nomad, nomad.pool(max_containers=1) as pool:
         (link,) = pool.links.values()
         nomad.answers["/stop"] = [web.Response(status=404, text="allocation not found")]
@@ -194,7 +194,7 @@ async def test_an_allocation_that_nomad_does_not_know_any_more_needs_no_stop():
         assert [each.state for each in pool.backend.containers()] == ["ending"]
 
 
-async def test_a_tls_connection_that_is_closed_is_an_agent_that_is_away_and_no_wrong_setting():
+async def test_a_closed_tls_connection_is_an_outage():
     async def closed(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
@@ -206,14 +206,14 @@ async def test_a_tls_connection_that_is_closed_is_an_agent_that_is_away_and_no_w
     assert "Caused by" not in str(caught.value)
 
 
-async def test_a_name_that_nomad_can_not_take_is_refused_before_it_is_asked():
+async def test_a_bad_job_name_is_refused_early():
     async with FakeNomad() as nomad:
         with pytest.raises(ConfigError, match=r"sandbox_job_id 'my\.env' must be letters, digits"):
             nomad.pool(job_id="my.env")
         assert not nomad.asked
 
 
-async def test_an_operator_hears_of_a_namespace_that_is_not_there(monkeypatch):
+async def test_a_missing_namespace_is_named(monkeypatch):
     monkeypatch.setenv("NOMAD_NAMESPACE", "nowhere")
     async with FakeNomad() as nomad:
         nomad.answers["/nowhere"] = [web.Response(status=404, text="Namespace not found")]
@@ -221,7 +221,7 @@ async def test_an_operator_hears_of_a_namespace_that_is_not_there(monkeypatch):
             await open_survey("nomad", "any", address=nomad.url)
 
 
-async def test_an_operator_hears_why_a_container_does_not_start():
+async def test_a_failed_start_is_explained():
     async with FakeNomad() as nomad:
         nomad.broken_images = True
         await nomad.register(1)
@@ -237,7 +237,7 @@ async def test_an_operator_hears_why_a_container_does_not_start():
             assert (seen.container.state, trouble) == ("running", "")
 
 
-async def test_a_change_whose_caller_was_cancelled_is_waited_for_at_the_end():
+async def test_the_end_waits_for_changes():
     begun, let = asyncio.Event(), asyncio.Event()
 
     class SlowScale(FakeNomad):
@@ -259,7 +259,7 @@ async def test_a_change_whose_caller_was_cancelled_is_waited_for_at_the_end():
         assert nomad.job is not None
 
 
-async def test_at_the_end_a_nomad_without_a_leader_is_given_the_time_that_it_takes_to_say_so():
+async def test_the_end_waits_for_a_leader():
     settled = mock.patch.object(NomadApi, "settled", autospec=True, side_effect=NomadApi.settled)
     with settled as ending:
         async with FakeNomad() as nomad, nomad.pool():
@@ -268,7 +268,7 @@ async def test_at_the_end_a_nomad_without_a_leader_is_given_the_time_that_it_tak
     assert ending.call_args.args[1] > held_s
 
 
-async def test_a_job_that_changes_all_the_time_is_listed_once_a_second_after_a_burst():
+async def test_lists_are_rate_limited():
     async with FakeNomad() as nomad, nomad.pool(min_containers=1, max_containers=1) as pool:
         await until(lambda: pool.stats().ready == 1, "a container")
         before, began = nomad.asked["allocations"], time.monotonic()
@@ -278,7 +278,7 @@ async def test_a_job_that_changes_all_the_time_is_listed_once_a_second_after_a_b
         assert nomad.asked["allocations"] - before < 18 + time.monotonic() - began
 
 
-async def test_containers_that_stop_answering_all_at_once_are_stopped_at_a_pace_unless_nomad_gives_them_up_first():
+async def test_silent_containers_stop_at_a_pace():
     async with FakeNomad() as nomad:
         nomad.room = 0
         await nomad.register(40)

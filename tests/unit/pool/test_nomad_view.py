@@ -33,7 +33,7 @@ def states(view):
     return {each.id: each.state for each in view.containers()}
 
 
-def test_a_container_runs_once_its_server_has_answered():
+def test_running_means_answered():
     view = view_of()
     assert listed(view, row(0), row(1, "starting"))
     assert view.unanswered() == {"a0.0": "http://a0"}
@@ -51,7 +51,7 @@ def test_a_restart_in_place_is_a_new_container():
     assert not view.ready
 
 
-def test_what_nomad_does_not_list_is_kept_while_its_server_answers():
+def test_unlisted_and_answering_is_kept():
     view = view_of(row(0), row(1), ready=[row(0), row(1)])
     assert view.doubtful([row(0)]) == [row(1)]
     assert not listed(view, row(0), answering=[row(1)])
@@ -59,7 +59,7 @@ def test_what_nomad_does_not_list_is_kept_while_its_server_answers():
     assert states(view) == {"a0.0": "running"}
 
 
-def test_what_nomad_gave_up_with_its_node_goes_on_and_gets_nothing_new():
+def test_lost_with_its_node_goes_on():
     view = view_of(row(0), ready=[row(0)])
     lost = row(0, "lost")
     assert view.doubtful([lost]) == [lost]
@@ -75,7 +75,7 @@ def test_the_token_is_read_anew_while_servers_start():
     assert view.needs_token({"a0.0": row(0, "starting")})
 
 
-def test_a_job_of_which_nothing_is_placed_is_given_up_and_taken_back():
+def test_an_unplaced_job_is_taken_back():
     view = view_of(target=2)
     listed(view)
     assert view.lacking
@@ -92,7 +92,7 @@ def test_a_job_of_which_nothing_is_placed_is_given_up_and_taken_back():
     assert view.trouble() == ""
 
 
-def test_a_failure_is_explained_once_and_is_final_when_no_other_container_may_come_up():
+def test_a_failure_is_explained_once():
     bad = row(0, "starting", detail="Driver Failure: No such image: x", node="n1", modified=3)
     view = view_of(target=1)
     listed(view, bad, row(1, "starting"))
@@ -105,7 +105,7 @@ def test_a_failure_is_explained_once_and_is_final_when_no_other_container_may_co
     assert view.failures == 1
 
 
-def test_a_failed_container_beside_one_that_serves_its_index_is_no_trouble():
+def test_a_replaced_failure_is_no_trouble():
     good, bad = row(0), row(0, "over", name="old", failed=True, detail="exit code 1", exit_code=1)
     view = view_of(good, ready=[good])
     listed(view, good, bad)
@@ -116,13 +116,13 @@ def test_a_failed_container_beside_one_that_serves_its_index_is_no_trouble():
     ("target", "count", "may"),
     [(1, 2, True), (2, 2, False), (1, 3, False), (1, 1, False)],
 )
-def test_a_count_is_lowered_only_to_take_the_highest_container_away(target, count, may):
+def test_lowering_takes_the_highest_away(target, count, may):
     view = view_of(row(0), row(1))
     view.target = target
     assert view.may_lower(1, count) == may
 
 
-def test_the_highest_container_goes_first_and_a_drained_one_before_it():
+def test_drained_ones_go_first():
     view = view_of(row(0), row(1), row(2))
     assert view.next_shrink() is None
     view.target = 1
@@ -133,7 +133,7 @@ def test_the_highest_container_goes_first_and_a_drained_one_before_it():
     assert view.next_shrink() == row(2)
 
 
-def test_what_found_no_place_is_asked_for_no_longer_and_others_wishes_stay():
+def test_unplaced_wishes_are_dropped():
     view = view_of(row(0), target=4)
     view.target = 1
     assert view.unplaced_count(4) == 1

@@ -22,7 +22,7 @@ GONE = "Nomad does not answer at http://nomad:4646"
 
 
 @pytest.mark.parametrize(("patience_s", "is_final"), [(3600, False), (0, True)])
-def test_an_outage_is_told_once_and_final_after_outage_s(caplog, patience_s, is_final):
+def test_an_outage_ends_after_outage_s(caplog, patience_s, is_final):
     caplog.set_level(logging.WARNING)
     outage = Outage(patience_s=patience_s)
     assert (outage.reason, outage.away_s, outage.failure(), outage.over()) == ("", 0, None, False)
@@ -35,13 +35,13 @@ def test_an_outage_is_told_once_and_final_after_outage_s(caplog, patience_s, is_
     assert [GONE in record.message for record in caplog.records] == [True, False], caplog.messages
 
 
-def test_an_outage_of_a_wrong_setting_asks_for_no_restart_of_the_engine():
+def test_a_wrong_setting_is_no_outage():
     outage = Outage(patience_s=0)
     outage.noted(NomadMisconfigured("NOMAD_TOKEN is no token of the cluster: make one"))
     assert str(outage.failure()).endswith("make one; that has been so for longer than outage_s (0 s)")
 
 
-async def test_who_waits_hears_of_an_engine_that_is_gone_for_good_and_who_has_a_container_does_not():
+async def test_waiters_hear_of_a_lost_engine():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         slot = await pool.acquire("t")
@@ -62,7 +62,7 @@ async def test_who_waits_hears_of_an_engine_that_is_gone_for_good_and_who_has_a_
             await pool.wait_for_engine()
 
 
-async def test_an_outage_is_outlasted_until_the_engine_or_a_container_is_back():
+async def test_an_outage_is_outlasted():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         await pool.wait_for_engine()
@@ -78,7 +78,7 @@ async def test_an_outage_is_outlasted_until_the_engine_or_a_container_is_back():
         assert backend.away, "a container is enough"
 
 
-async def test_a_container_out_of_reach_that_the_engine_could_not_replace_is_used_again_when_it_is_back(monkeypatch):
+async def test_an_unreachable_container_comes_back(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 0.02)
     monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.02)
     pool, backend = model_pool(slots=1, containers=1)
@@ -96,7 +96,7 @@ async def test_a_container_out_of_reach_that_the_engine_could_not_replace_is_use
         assert list(pool.links) == [key]
 
 
-async def test_an_engine_that_can_not_replace_a_container_is_asked_again_at_a_pace(monkeypatch):
+async def test_replacements_are_paced(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 0.1)
     monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.02)
     pool, backend = model_pool(slots=1, containers=1)
@@ -110,7 +110,7 @@ async def test_an_engine_that_can_not_replace_a_container_is_asked_again_at_a_pa
         assert looks.call_count < 100
 
 
-async def test_a_purge_is_tried_for_as_long_as_its_refusal_allows():
+async def test_a_refused_purge_is_tried_again():
     tried = 0
 
     async def action() -> None:
@@ -123,7 +123,7 @@ async def test_a_purge_is_tried_for_as_long_as_its_refusal_allows():
     assert tried == 2
 
 
-def test_a_call_that_an_engine_never_answers_does_not_hold_up_the_end_of_the_process():
+def test_a_hanging_call_holds_up_no_exit():
     program = (
         "import asyncio, time\n"
         "from atropos.slots.backends.engines import BlockingCalls\n"
@@ -139,7 +139,7 @@ def test_a_call_that_an_engine_never_answers_does_not_hold_up_the_end_of_the_pro
     assert (done.stdout, done.stderr) == ("the next one has its turn\n", "")
 
 
-async def test_what_a_cancelled_caller_left_behind_is_waited_for_when_it_changes_something():
+async def test_cancelled_changes_are_awaited():
     calls, begun, ended = BlockingCalls("test", at_once=2), threading.Event(), []
 
     def change() -> None:

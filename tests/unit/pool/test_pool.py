@@ -41,7 +41,7 @@ async def test_a_slot_is_leased_used_and_given_back():
     assert not pool_tasks()
 
 
-async def test_a_concurrent_command_with_a_long_input_ends_without_waiting_for_other_commands(monkeypatch):
+async def test_a_long_input_waits_for_no_command(monkeypatch):
     commands = []
     call = ModelClient.call
 
@@ -59,7 +59,7 @@ async def test_a_concurrent_command_with_a_long_input_ends_without_waiting_for_o
     assert (removes.command[0], removes.concurrent) == ("rm", True)
 
 
-async def test_a_file_as_long_as_may_be_read_is_read_where_its_stream_breaks_off_at_the_end(monkeypatch):
+async def test_a_stream_that_breaks_at_the_end(monkeypatch):
     data = bytes(300_000)
 
     async def call(self, lease, operation, *, call_id=None):
@@ -77,7 +77,7 @@ async def test_a_file_as_long_as_may_be_read_is_read_where_its_stream_breaks_off
         assert await slot.read_file("f", max_bytes=len(data)) == data
 
 
-async def test_a_slot_that_can_not_list_its_processes_says_why(monkeypatch):
+async def test_unlisted_processes_are_explained(monkeypatch):
     async def call(self, lease, operation, *, call_id=None):
         return OpError(error="limit", message="out of memory", limit="memory")
 
@@ -122,7 +122,7 @@ async def test_waiters_are_served_first_come_first_served():
     assert order == list(range(20))
 
 
-async def test_answers_that_overtake_each_other_change_nothing_of_the_order(monkeypatch):
+async def test_overtaking_answers_keep_the_order(monkeypatch):
     monkeypatch.setattr("atropos.slots.pool.grants.IN_TURN_S", 60)
     pool, backend = model_pool(slots=4, containers=1)
     backend.delay_s, backend.jitter = 0.003, random.Random(7)
@@ -136,7 +136,7 @@ async def test_answers_that_overtake_each_other_change_nothing_of_the_order(monk
     ]
 
 
-async def test_a_refused_acquire_keeps_its_place_in_the_line():
+async def test_a_refused_acquire_keeps_its_place():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         (server,) = backend.servers.values()
@@ -148,7 +148,7 @@ async def test_a_refused_acquire_keeps_its_place_in_the_line():
         assert order == list(range(5))
 
 
-async def test_a_server_full_of_others_leases_hears_who_waits():
+async def test_a_full_server_hears_who_waits():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         (server,) = backend.servers.values()
@@ -170,7 +170,7 @@ async def test_a_server_full_of_others_leases_hears_who_waits():
         await (await waiting).release()
 
 
-async def test_demand_opens_containers_up_to_the_maximum_and_idleness_closes_them():
+async def test_demand_opens_idleness_closes():
     pool, backend = model_pool(slots=2, containers=3, idle_container_s=0.2)
     async with pool:
         slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(6)))
@@ -181,7 +181,7 @@ async def test_demand_opens_containers_up_to_the_maximum_and_idleness_closes_the
         assert pool.stats().containers == 1
 
 
-async def test_containers_without_a_place_are_not_asked_for_for_ever_and_do_not_keep_idle_ones_open():
+async def test_unplaced_containers_are_given_up():
     pool, backend = model_pool(slots=1, containers=5, idle_container_s=0.2)
     async with pool:
         slots = [await pool.acquire(f"t{n}") for n in range(2)]
@@ -196,7 +196,7 @@ async def test_containers_without_a_place_are_not_asked_for_for_ever_and_do_not_
         await slots[0].release()
 
 
-async def test_a_container_in_use_is_not_closed_and_low_ones_fill_first():
+async def test_low_containers_fill_first():
     pool, backend = model_pool(slots=2, containers=2, idle_container_s=0.1)
     async with pool:
         slots = [await pool.acquire(f"t{n}") for n in range(4)]
@@ -213,7 +213,7 @@ async def test_a_container_in_use_is_not_closed_and_low_ones_fill_first():
         await until(lambda: len(backend.listed) == 1, "the idle one closed")
 
 
-async def test_a_container_that_is_leased_from_while_the_others_are_asked_is_not_closed():
+async def test_a_late_lease_keeps_a_container():
     pool, backend = model_pool(slots=1, containers=3, idle_container_s=0.1)
     async with pool:
         slots = [await pool.acquire(f"t{n}") for n in range(3)]
@@ -236,7 +236,7 @@ async def test_a_container_that_is_leased_from_while_the_others_are_asked_is_not
             assert len(backend.listed) == 3
 
 
-async def test_a_container_that_does_not_answer_stops_no_scaling(monkeypatch):
+async def test_silence_stops_no_scaling(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.ANSWER_S", 0.1)
     pool, _ = model_pool(slots=1, containers=4, idle_container_s=0.1, acquire_timeout_s=3)
     async with pool:
@@ -254,7 +254,7 @@ async def test_a_container_that_does_not_answer_stops_no_scaling(monkeypatch):
         await asyncio.gather(*(slot.release() for slot in [*slots[:2], *more]))
 
 
-async def test_another_clients_leases_keep_a_container_open():
+async def test_others_leases_keep_a_container():
     pool, backend = model_pool(slots=2, containers=2, idle_container_s=0.05)
     async with pool:
         slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(4)))
@@ -264,7 +264,7 @@ async def test_another_clients_leases_keep_a_container_open():
         assert len(backend.listed) == 2
 
 
-async def test_an_acquire_that_times_out_says_what_there_is_and_why():
+async def test_a_timeout_says_why():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         async with pool.lease("holder"):
@@ -276,7 +276,7 @@ async def test_an_acquire_that_times_out_says_what_there_is_and_why():
         assert pool.stats().timeouts == 1
 
 
-async def test_the_time_in_which_the_loop_is_blocked_is_no_wait_for_a_slot():
+async def test_a_blocked_loop_is_no_wait():
     pool, _ = model_pool(slots=1, containers=1)
     async with pool:
         held = await pool.acquire("holder")
@@ -306,7 +306,7 @@ async def test_cancelled_acquire_leaks_no_slot(moment):
         assert (pool.stats().free, pool.stats().leased, pool.stats().waiting) == (2, 0, 0)
 
 
-async def test_an_acquire_whose_answer_was_lost_is_taken_back():
+async def test_an_unanswered_acquire_is_taken_back():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         (server,) = backend.servers.values()
@@ -333,7 +333,7 @@ async def test_a_cancelled_release_goes_on():
     assert backend.held == 0
 
 
-async def test_a_lost_container_ends_its_leases_at_once_and_others_never_notice():
+async def test_a_lost_container_ends_its_leases():
     pool, backend = model_pool(slots=1, containers=2, min_containers=2)
     async with pool:
         a, b = [await pool.acquire(f"t{n}") for n in range(2)]
@@ -346,7 +346,7 @@ async def test_a_lost_container_ends_its_leases_at_once_and_others_never_notice(
         assert pool.stats().lost == 1
 
 
-async def test_changes_of_one_container_at_a_time_do_not_each_read_all_containers():
+async def test_a_change_reads_one_container():
     pool, backend = model_pool(slots=1, containers=2000, min_containers=2000)
     changes = 300
     async with pool:
@@ -368,7 +368,7 @@ async def test_changes_of_one_container_at_a_time_do_not_each_read_all_container
         assert backend.reads < changes / 3
 
 
-async def test_waiters_go_elsewhere_when_their_container_dies():
+async def test_waiters_go_elsewhere():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         slot = await pool.acquire("holder")
@@ -381,7 +381,7 @@ async def test_waiters_go_elsewhere_when_their_container_dies():
         await other.release()
 
 
-async def test_a_server_that_is_lost_and_does_not_come_back_is_replaced(monkeypatch):
+async def test_a_lost_server_is_replaced(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.1)
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
@@ -392,7 +392,7 @@ async def test_a_server_that_is_lost_and_does_not_come_back_is_replaced(monkeypa
         assert backend.retired == [slot.container]
 
 
-async def test_a_server_that_answers_nothing_when_it_is_connected_to_again_is_replaced(monkeypatch):
+async def test_a_silent_server_is_replaced(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.05)
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
@@ -419,7 +419,7 @@ async def test_a_server_restarted_in_place_is_used_again():
         assert backend.retired == []
 
 
-async def test_a_lease_is_counted_as_released_or_as_lost_and_a_reset_only_where_there_was_one():
+async def test_releases_and_losses_are_counted():
     pool, backend = model_pool(slots=4, containers=1)
     async with pool:
         (server,) = backend.servers.values()
@@ -457,7 +457,7 @@ async def test_an_unclean_slot_is_not_leased_again():
         assert pool.stats().retired == 1
 
 
-async def test_retired_slots_are_replaced_at_max_containers_and_no_lease_is_lost():
+async def test_retired_slots_are_replaced():
     pool, backend = model_pool(slots=3, containers=1, acquire_timeout_s=2)
     async with pool:
         (server,) = backend.servers.values()
@@ -477,7 +477,7 @@ async def test_retired_slots_are_replaced_at_max_containers_and_no_lease_is_lost
             await slot.release()
 
 
-async def test_a_lease_that_the_server_ends_is_lost_and_its_slot_is_used_again():
+async def test_an_ended_lease_frees_its_slot():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         (server,) = backend.servers.values()
@@ -489,7 +489,7 @@ async def test_a_lease_that_the_server_ends_is_lost_and_its_slot_is_used_again()
         await slot.release()
 
 
-async def test_a_container_whose_lease_the_server_ended_is_not_taken_for_worn_out():
+async def test_an_ended_lease_wears_nothing_out():
     pool, backend = model_pool(slots=2, containers=1)
     async with pool:
         (server,) = backend.servers.values()
@@ -505,7 +505,7 @@ async def test_a_container_whose_lease_the_server_ended_is_not_taken_for_worn_ou
         await other
 
 
-async def test_a_draining_container_takes_nothing_new_and_demand_opens_another():
+async def test_a_draining_container_is_passed():
     pool, backend = model_pool(slots=2, containers=2, idle_container_s=60)
     async with pool:
         (server,) = backend.servers.values()
@@ -520,7 +520,7 @@ async def test_a_draining_container_takes_nothing_new_and_demand_opens_another()
         await slot.release()
 
 
-async def test_start_fails_with_the_backends_own_words_and_leaves_nothing():
+async def test_a_failed_start_says_why():
     pool, backend = model_pool()
     backend.never = True
     backend.fatal = IsolationUnavailable("kernel.unprivileged_userns_clone is 0: set it to 1")
@@ -532,7 +532,7 @@ async def test_start_fails_with_the_backends_own_words_and_leaves_nothing():
         await pool.acquire("t")
 
 
-async def test_start_that_finds_no_container_in_time_says_why():
+async def test_a_late_start_says_why():
     pool, backend = model_pool(start_timeout_s=0.1)
     backend.never = True
     backend.sick = "image missing"
@@ -544,7 +544,7 @@ async def test_start_that_finds_no_container_in_time_says_why():
 
 
 @pytest.mark.parametrize("engine_s", [0, 0.1])
-async def test_stop_while_the_pool_starts_ends_the_start_and_leaves_nothing(engine_s):
+async def test_stop_ends_a_start(engine_s):
     pool, backend = model_pool(start_s=0.3)
     connect = backend.start
 
@@ -579,7 +579,7 @@ async def test_waiters_hear_of_a_fatal_failure_at_once():
             await waiting
 
 
-async def test_a_container_that_was_refused_is_forgotten_once_another_one_has_joined(monkeypatch):
+async def test_a_refusal_is_forgotten_in_time(monkeypatch):
     pool, backend = model_pool(slots=1, containers=2, require_sandbox=True)
     whole, isolated = ModelClient.capabilities, False
 
@@ -596,7 +596,7 @@ async def test_a_container_that_was_refused_is_forgotten_once_another_one_has_jo
         assert pool.trouble() == ""
 
 
-async def test_what_the_backend_refused_is_no_trouble_when_nothing_is_asked_of_it_any_more(monkeypatch):
+async def test_an_old_refusal_is_no_trouble(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.REFUSED_S", (0.01, 0.05))
     monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 0.1)
     pool, backend = model_pool(slots=1, containers=2)
@@ -616,7 +616,7 @@ async def test_what_the_backend_refused_is_no_trouble_when_nothing_is_asked_of_i
         await until(lambda: not pool.trouble(), "no trouble")
 
 
-async def test_a_backend_that_refuses_to_grow_is_asked_again(monkeypatch):
+async def test_a_refused_growth_is_retried(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.REFUSED_S", (0.01, 0.05))
     pool, backend = model_pool(slots=1, containers=2)
     async with pool, pool.lease("a"):
@@ -628,7 +628,7 @@ async def test_a_backend_that_refuses_to_grow_is_asked_again(monkeypatch):
         await (await waiting).release()
 
 
-async def test_containers_that_somebody_else_removed_are_asked_for_again(monkeypatch):
+async def test_removed_containers_are_replaced(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 0.05)
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
@@ -637,7 +637,7 @@ async def test_containers_that_somebody_else_removed_are_asked_for_again(monkeyp
             pass
 
 
-async def test_stop_ends_waiting_acquires_and_gives_slots_back():
+async def test_stop_ends_acquires_and_leases():
     pool, backend = model_pool(slots=1, containers=1)
     await pool.start()
     slot = await pool.acquire("t")
@@ -666,7 +666,7 @@ async def test_stop_in_the_middle_of_an_acquire_ends_it(moment):
     assert backend.held == 0 or backend.closed
 
 
-async def test_what_a_container_does_not_support_is_told_and_nothing_leaks():
+async def test_unsupported_requests_leak_nothing():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         (server,) = backend.servers.values()
@@ -678,7 +678,7 @@ async def test_what_a_container_does_not_support_is_told_and_nothing_leaks():
             pass
 
 
-async def test_unknown_bases_and_networks_are_the_programmers_mistake():
+async def test_unknown_bases_are_config_errors():
     pool, _ = model_pool(bases={"ml": "/srv/ml"})
     async with pool:
         with pytest.raises(ConfigError, match=r"base: 'x'.*ml"):
@@ -687,7 +687,7 @@ async def test_unknown_bases_and_networks_are_the_programmers_mistake():
             await pool.acquire("t", network=True)
 
 
-async def test_a_fork_that_may_not_travel_waits_for_the_container_of_its_snapshot():
+async def test_a_bound_fork_waits_for_its_container():
     pool, backend = model_pool(slots=2, containers=2, min_containers=2, travel_mib=0)
     async with pool:
         slot = await pool.acquire("t")
@@ -711,7 +711,7 @@ async def test_a_fork_that_may_not_travel_waits_for_the_container_of_its_snapsho
         await snapshot.drop()
 
 
-async def test_a_fork_whose_container_ends_while_it_waits_goes_on_in_another_one_that_has_its_snapshot():
+async def test_a_waiting_fork_moves_on():
     pool, backend = model_pool(slots=1, containers=3, min_containers=3)
     async with pool:
         origin = await pool.acquire("origin")
@@ -730,7 +730,7 @@ async def test_a_fork_whose_container_ends_while_it_waits_goes_on_in_another_one
             assert slot.container == stays.container
 
 
-async def test_an_archive_that_can_not_be_read_when_the_pool_starts_is_told_in_one_line(caplog):
+async def test_a_bad_archive_is_one_line(caplog):
     pool, _ = model_pool(images=("oci-archive:/nowhere.tar",))
     async with pool:
         await until(lambda: caplog.records, "a word")
@@ -739,7 +739,7 @@ async def test_an_archive_that_can_not_be_read_when_the_pool_starts_is_told_in_o
         assert "oci-archive:/nowhere.tar can't be read: No such file or directory" in record.getMessage()
 
 
-async def test_a_built_image_is_found_and_brought_to_others_while_one_container_does_not_answer():
+async def test_a_built_image_is_brought_to_others():
     pool, backend = model_pool(containers=3, min_containers=3)
     async with pool:
         silent, has, lacks = backend.servers.values()
@@ -755,7 +755,7 @@ async def test_a_built_image_is_found_and_brought_to_others_while_one_container_
 
 
 @pytest.mark.parametrize("there", [True, False])
-async def test_builds_follow_no_link_that_another_user_put_in_the_place_of_their_locks(monkeypatch, tmp_path, there):
+async def test_locks_follow_no_link(monkeypatch, tmp_path, there):
     elsewhere = tmp_path / "elsewhere"
     if there:
         elsewhere.mkdir()
@@ -769,7 +769,7 @@ async def test_builds_follow_no_link_that_another_user_put_in_the_place_of_their
     assert not there or not os.listdir(elsewhere)
 
 
-async def test_a_lease_whose_image_a_container_prepares_that_ends_gets_a_slot_in_another_one():
+async def test_a_lost_preparation_moves_on():
     pool, backend = model_pool(containers=2)
     async with pool:
         (server,) = backend.servers.values()
@@ -782,7 +782,7 @@ async def test_a_lease_whose_image_a_container_prepares_that_ends_gets_a_slot_in
             assert slot.container != server.name
 
 
-async def test_a_lease_on_an_image_costs_the_same_where_the_pool_has_prepared_hundreds_of_images():
+async def test_many_images_cost_a_lease_nothing():
     """The cost is compared in the same run, generously: one that grew with the images was six times as high."""
     pool, _ = model_pool(containers=30, min_containers=30)
     async with pool:
@@ -804,7 +804,7 @@ async def test_a_lease_on_an_image_costs_the_same_where_the_pool_has_prepared_hu
         assert await cost(300) < 3 * few
 
 
-async def test_leases_on_an_image_that_a_container_still_prepares_are_served_first_come_first_served():
+async def test_image_leases_are_fifo():
     pool, backend = model_pool(slots=4, containers=2, min_containers=2, acquire_timeout_s=60)
     async with pool:
         has, lacks = backend.servers.values()
@@ -829,7 +829,7 @@ async def test_leases_on_an_image_that_a_container_still_prepares_are_served_fir
 
 
 @pytest.mark.parametrize("gone", ["dropped", "lost"])
-async def test_a_lease_on_an_image_and_a_snapshot_that_is_gone_fails(gone):
+async def test_a_gone_snapshot_on_an_image_fails(gone):
     pool, backend = model_pool(slots=2, containers=2, min_containers=2)
     async with pool:
         slot = await pool.acquire("origin")
@@ -843,7 +843,7 @@ async def test_a_lease_on_an_image_and_a_snapshot_that_is_gone_fails(gone):
             await pool.acquire("fork", snapshot=snapshot, image="python:3.13-slim")
 
 
-async def test_forks_that_find_no_room_take_their_snapshot_along_once_and_outlive_its_origin():
+async def test_forks_take_their_snapshot_along():
     pool, backend = model_pool(slots=3, containers=2)
     async with pool:
         slot = await pool.acquire("t")
@@ -865,7 +865,7 @@ async def test_forks_that_find_no_room_take_their_snapshot_along_once_and_outliv
             await pool.acquire("f", snapshot=snapshot)
 
 
-async def test_a_fork_that_finds_no_room_says_why_its_snapshot_can_not_travel():
+async def test_a_fork_says_why_it_stays():
     pool, backend = model_pool(slots=1, containers=2, min_containers=2)
     async with pool:
         slot = await pool.acquire("origin")
@@ -890,7 +890,7 @@ async def gets_the_slot_of_its_origin(waiting, origin, pool):
     assert (pool.stats().free, pool.stats().leased) == (2, 0)
 
 
-async def test_a_fork_whose_copy_fails_says_why_at_once_and_later_ones_wait_where_the_snapshot_is():
+async def test_a_failed_copy_is_explained():
     pool, backend = model_pool(slots=1, containers=2, min_containers=2)
     async with pool:
         slot = await pool.acquire("origin")
@@ -905,7 +905,7 @@ async def test_a_fork_whose_copy_fails_says_why_at_once_and_later_ones_wait_wher
         await gets_the_slot_of_its_origin(later, slot, pool)
 
 
-async def test_a_fork_whose_target_ends_during_the_copy_goes_to_another_one(monkeypatch):
+async def test_a_copy_survives_its_target(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.05)
     pool, backend = model_pool(slots=1, containers=2, min_containers=2)
     async with pool:
@@ -921,7 +921,7 @@ async def test_a_fork_whose_target_ends_during_the_copy_goes_to_another_one(monk
         assert not snapshot.stays_because
 
 
-async def test_a_snapshot_that_another_container_does_not_take_is_waited_for():
+async def test_a_refused_snapshot_is_waited_for():
     pool, backend = model_pool(slots=1, containers=2, min_containers=2)
     async with pool:
         slot = await pool.acquire("t")
@@ -932,7 +932,7 @@ async def test_a_snapshot_that_another_container_does_not_take_is_waited_for():
         await gets_the_slot_of_its_origin(waiting, slot, pool)
 
 
-async def test_random_traffic_with_cancellations_and_dying_containers_leaks_nothing():
+async def test_random_traffic_leaks_nothing():
     rng = random.Random(11)
     pool, backend = model_pool(slots=3, containers=4, acquire_timeout_s=30, idle_container_s=0.05)
     backend.delay_s, backend.jitter = 0.001, rng
@@ -971,7 +971,7 @@ async def test_random_traffic_with_cancellations_and_dying_containers_leaks_noth
     assert not pool_tasks()
 
 
-async def test_snapshots_in_a_server_that_was_lost_and_comes_back_are_dropped():
+async def test_stale_snapshots_are_dropped():
     pool, backend = model_pool(slots=2, containers=1)
     async with pool:
         slot = await pool.acquire("t")
@@ -989,7 +989,7 @@ async def test_snapshots_in_a_server_that_was_lost_and_comes_back_are_dropped():
         assert server.snapshot_store == set()
 
 
-async def test_a_snapshot_whose_drop_failed_is_dropped_when_its_server_is_connected_to_again():
+async def test_a_failed_drop_is_repeated():
     pool, backend = model_pool(slots=2, containers=1)
     async with pool, pool.lease("t") as slot:
         server = backend.servers[slot.container]
@@ -1008,7 +1008,7 @@ async def test_a_snapshot_whose_drop_failed_is_dropped_when_its_server_is_connec
         assert server.snapshot_store == set()
 
 
-async def test_a_pool_that_stops_waits_until_its_snapshots_are_dropped():
+async def test_stop_waits_for_drops():
     pool, backend = model_pool(slots=2, containers=1)
     async with pool:
         slot = await pool.acquire("t")

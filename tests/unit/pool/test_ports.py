@@ -82,7 +82,7 @@ async def ended(forward: PortForward) -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_a_port_that_tcp_does_not_have_is_refused_by_name():
+async def test_an_invalid_port_is_refused():
     slot = OneRelay(Relay(LISTENS))
     for port, listen, says in ((70_000, 0, "port: 70000"), (0, 0, "port: 0"), (80, 70_000, "listen: 70000")):
         with pytest.raises(ConfigError, match=f"{says} is no TCP port"):
@@ -91,7 +91,7 @@ async def test_a_port_that_tcp_does_not_have_is_refused_by_name():
         await PortForward.from_slot(slot, 80, 70_000)
 
 
-async def test_a_forward_to_the_slot_leads_no_program_of_it_to_this_machine():
+async def test_a_forward_in_leads_nothing_out():
     async with service() as (port, visits):
         relay = Relay(LISTENS)
         async with await PortForward.to_slot(OneRelay(relay), port) as forward:
@@ -101,7 +101,7 @@ async def test_a_forward_to_the_slot_leads_no_program_of_it_to_this_machine():
         assert not visits
 
 
-async def test_a_forward_from_the_slot_leads_to_its_target_but_not_twice_by_one_number():
+async def test_a_forward_out_has_one_target():
     async with service() as (port, visits):
         relay = Relay(LISTENS, frame(b"O", 1))
         async with await PortForward.from_slot(OneRelay(relay), 9, port):
@@ -112,14 +112,14 @@ async def test_a_forward_from_the_slot_leads_to_its_target_but_not_twice_by_one_
         assert len(visits) == 1
 
 
-async def test_a_frame_longer_than_any_of_the_relay_s_ends_the_forward():
+async def test_a_long_frame_ends_the_forward():
     relay = Relay(LISTENS)
     async with await PortForward.to_slot(OneRelay(relay), 9) as forward:
         relay.says.put_nowait(b"D" + bytes(4) + (READ_BYTES + 1).to_bytes(4))
         await ended(forward)
 
 
-async def test_a_service_whose_queue_is_full_holds_up_no_connection_that_it_has_taken():
+async def test_a_full_queue_holds_up_no_other():
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0), backlog=1) as service, contextlib.ExitStack() as taken:
         service.setblocking(False)
@@ -139,7 +139,7 @@ async def test_a_service_whose_queue_is_full_holds_up_no_connection_that_it_has_
     assert said == {b"%d" % n for n in range(8)}
 
 
-async def test_connections_to_the_slot_beyond_the_bound_are_refused_and_the_others_go_on():
+async def test_connections_are_bounded():
     loop = asyncio.get_running_loop()
     program = PROGRAM.replace("\nMAX_CONNECTIONS = 1024\n", "\nMAX_CONNECTIONS = 4\n")
     assert program != PROGRAM
@@ -164,7 +164,7 @@ async def test_connections_to_the_slot_beyond_the_bound_are_refused_and_the_othe
             await relay.communicate()
 
 
-async def test_a_request_in_two_pieces_waits_for_no_acknowledgement():
+async def test_two_pieces_wait_for_no_ack():
     """Which Linux delays by 40 ms: a client's head and body, sent apart, arrive as two frames."""
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as service:
@@ -209,7 +209,7 @@ async def test_a_frame_that_is_not_sent_ends_the_forward():
         await ended(forward)
 
 
-async def test_no_connection_to_this_machine_outlives_the_relay():
+async def test_connections_end_with_the_relay():
     async with service() as (port, visits):
         relay = Relay(LISTENS)
         async with await PortForward.from_slot(OneRelay(relay), 9, port):

@@ -48,7 +48,7 @@ class FakeEngine:
         self.containers = [each for each in self.containers if each.id != container_id]
 
 
-async def test_a_docker_container_that_another_process_is_connected_to_stays_open_for_this_one(caplog, monkeypatch):
+async def test_a_shared_container_stays_open(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     async with serving(slots=1, heartbeat_s=5) as one, serving(slots=1, heartbeat_s=5) as two:
         config = SlotPoolConfig(backend="docker", slots_per_container=1, max_containers=2, idle_container_s=0.2)
@@ -68,7 +68,7 @@ async def test_a_docker_container_that_another_process_is_connected_to_stays_ope
                 pass
 
 
-async def test_a_docker_container_that_could_not_be_removed_yet_is_not_used_again(monkeypatch):
+async def test_an_ending_container_is_not_reused(monkeypatch):
     async with serving(slots=1, heartbeat_s=5) as server:
         config = SlotPoolConfig(backend="docker", slots_per_container=1, max_containers=1)
         engine = FakeEngine([server.url], ContainerSpec.from_pool(config).fingerprint(config.image))
@@ -94,7 +94,7 @@ async def test_a_docker_container_that_could_not_be_removed_yet_is_not_used_agai
             await docker.aclose(purge=True)
 
 
-async def test_a_docker_container_that_starts_after_all_ends_what_was_said_of_those_before_it(monkeypatch):
+async def test_a_start_ends_earlier_trouble(monkeypatch):
     monkeypatch.setattr("atropos.aio.backoff_s", lambda *_, **__: 0.01)
     async with serving(slots=1, heartbeat_s=5) as server:
         engine, works = FakeEngine([], ""), False
@@ -126,7 +126,7 @@ def status(leased: int) -> web.Response:
     return web.json_response(text=found.model_dump_json())
 
 
-async def test_a_server_that_is_too_busy_to_answer_is_neither_idle_nor_unused(monkeypatch):
+async def test_a_busy_server_is_not_idle(monkeypatch):
     monkeypatch.setattr("atropos.slots.backends.server_http.ANSWER_S", 0.1)
     leases: list[int | None] = []  # None: it does not answer; the last one holds, however often it is asked for
 

@@ -135,7 +135,7 @@ MixedSizes.TestCase.settings = settings(max_examples=200, stateful_step_count=50
 test_mixed_sizes = MixedSizes.TestCase
 
 
-def test_a_large_lease_is_not_starved_by_small_ones_and_they_go_on_elsewhere():
+def test_small_leases_starve_no_large_one():
     fleet = Fleet(SLOT)
     one, two = Seat("one", 0), Seat("two", 1)
     for seat in (one, two):
@@ -160,7 +160,7 @@ def test_a_large_lease_is_not_starved_by_small_ones_and_they_go_on_elsewhere():
     assert behind.waiting
 
 
-def test_a_lease_that_waits_for_a_gpu_keeps_the_gpu_and_its_own_slot_alone():
+def test_a_gpu_lease_reserves_one_slot():
     fleet, seat = Fleet(SLOT, devices=Resources(gpus=1)), Seat("one", 0)
     fleet.join(seat, slots=4, free=SLOT * 4 + Resources(gpus=1), now=0)
     gpu = SLOT + Resources(gpus=1)
@@ -189,7 +189,7 @@ def settle(fleet):
         fleet.granted(ticket)
 
 
-def test_a_large_lease_whose_container_is_gone_is_passed_by_no_later_one_at_the_next():
+def test_no_later_lease_passes_a_large_one():
     fleet = Fleet(SLOT)
     first, second, third = Seat("first", 0), Seat("second", 1), Seat("third", 2)
     fleet.join(first, slots=4, free=SLOT * 4, now=0)
@@ -207,7 +207,7 @@ def test_a_large_lease_whose_container_is_gone_is_passed_by_no_later_one_at_the_
     assert (large.seat, later.seat) == (third, None)
 
 
-def test_a_large_lease_whose_container_is_gone_takes_the_one_that_is_kept_for_a_later_one():
+def test_an_older_lease_takes_the_reserved():
     fleet = Fleet(SLOT)
     first, second = Seat("first", 0), Seat("second", 1)
     for seat in (first, second):
@@ -228,7 +228,7 @@ def test_a_large_lease_whose_container_is_gone_takes_the_one_that_is_kept_for_a_
     assert later.seat is second
 
 
-def test_a_large_lease_gets_the_room_of_another_container_that_an_older_one_does_not_need():
+def test_unneeded_room_goes_to_the_next():
     fleet = Fleet(SLOT)
 
     def full(key, index):
@@ -250,7 +250,7 @@ def test_a_large_lease_gets_the_room_of_another_container_that_an_older_one_does
     assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(older, fourth), (younger, third)]
 
 
-def test_a_large_lease_gets_the_room_that_was_kept_for_one_that_is_given_up():
+def test_given_up_room_goes_to_the_next():
     fleet = Fleet(SLOT)
     first, second = Seat("first", 0), Seat("second", 1)
     fleet.join(first, slots=4, free=SLOT * 2, now=0)
@@ -263,7 +263,7 @@ def test_a_large_lease_gets_the_room_that_was_kept_for_one_that_is_given_up():
     assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(younger, first)]
 
 
-def test_a_container_that_can_no_longer_hold_the_large_lease_that_it_was_kept_for_serves_others():
+def test_a_shrunken_container_serves_others():
     fleet = Fleet(SLOT)
     fleet.join(seat := Seat("worn", 0), slots=4, free=SLOT * 2, now=0)
     fleet.ask(large := fleet.ticket(room=SLOT * 4))
@@ -276,7 +276,7 @@ def test_a_container_that_can_no_longer_hold_the_large_lease_that_it_was_kept_fo
     assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(large, whole)]
 
 
-def test_a_lease_that_is_too_large_for_every_container_holds_up_no_other():
+def test_an_impossible_lease_holds_up_none():
     fleet = Fleet(SLOT)
     fleet.join(seat := Seat("worn", 0), slots=4, free=SLOT * 3, now=0)
     seat.retired, seat.retired_room = 1, SLOT
@@ -288,7 +288,7 @@ def test_a_lease_that_is_too_large_for_every_container_holds_up_no_other():
     assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(large, whole), (later, seat)]
 
 
-def test_a_large_lease_that_finds_only_scattered_room_makes_the_pool_grow():
+def test_scattered_room_makes_the_pool_grow():
     fleet = Fleet(SLOT)
     for n in range(4):
         fleet.join(Seat(f"c{n}", n), slots=2, free=SLOT, now=0)
@@ -300,7 +300,7 @@ def test_a_large_lease_that_finds_only_scattered_room_makes_the_pool_grow():
         assert plan(state, Limits(1, 8, slots_per_container=2)).target == containers
 
 
-async def test_those_behind_a_large_lease_get_what_was_kept_for_it_when_it_is_given_up():
+async def test_those_behind_get_given_up_room():
     pool, _ = model_pool(slots=2, containers=1)
     async with pool, pool.lease("holder"):
         large = asyncio.create_task(pool.acquire("large", limits=LeaseLimits(memory_mib=2 * MODEL_SLOT.memory_mib)))
@@ -311,7 +311,7 @@ async def test_those_behind_a_large_lease_get_what_was_kept_for_it_when_it_is_gi
         await (await behind).release()
 
 
-async def test_a_large_lease_does_not_wait_for_the_leases_of_its_container_where_the_pool_may_grow():
+async def test_a_large_lease_grows_the_pool():
     pool, _ = model_pool(slots=2, containers=3, min_containers=2)
     async with pool:
         held = [await pool.acquire(f"t{n}") for n in range(3)]
@@ -329,7 +329,7 @@ async def test_a_large_lease_does_not_wait_for_the_leases_of_its_container_where
         (LeaseLimits(disk_mib=401), "disk_mib", 400),
     ],
 )
-async def test_more_than_a_whole_container_is_refused_at_once_by_name(asked, field, largest):
+async def test_more_than_a_container_is_refused(asked, field, largest):
     pool, _ = model_pool(slots=4, containers=1, limits=SlotLimits(memory_mib=100, pids=25))
     async with pool:
         with pytest.raises(LimitTooLarge, match=rf"limits\.{field}: {largest + 1} asked for.*has {largest}") as caught:
@@ -343,7 +343,7 @@ def test_a_refused_size_is_named_digit_by_digit():
     assert refused == "limits.memory_mib: 1048577 asked for, the largest container has 4194304 (4 slots)"
 
 
-def test_a_lease_takes_what_it_asks_for_and_no_less_than_a_slot():
+def test_a_lease_takes_at_least_a_slot():
     config = SlotPoolConfig(limits=SlotLimits(memory_mib=100, pids=20))
     slot = Resources(memory_mib=100, pids=20)
     assert config.room(None) == config.room(LeaseLimits()) == slot
@@ -353,7 +353,7 @@ def test_a_lease_takes_what_it_asks_for_and_no_less_than_a_slot():
     assert config.room(LeaseLimits(cpu_quota=8, disk_mib=90, wall_s=9)) == slot
 
 
-async def test_a_lease_and_the_forks_of_its_snapshot_ask_for_its_size():
+async def test_forks_have_the_lease_s_size():
     pool, backend = model_pool(slots=4, containers=1)
     async with pool:
         slot = await pool.acquire("t", limits=LeaseLimits(memory_mib=3000))

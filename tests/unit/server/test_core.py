@@ -24,7 +24,7 @@ from tests.unit.server.fakes import TOKEN, FakeHost, FakeSandbox, serving
 from tests.waiting import SLOWNESS, until
 
 
-async def test_too_many_retired_slots_break_the_server_which_ends_with_its_last_lease():
+async def test_many_retired_slots_end_the_server():
     host = FakeHost()
     async with serving(host, slots=4, max_retired=2) as running, client_of(running) as client:
         leases = [await client.acquire(request()) for _ in range(3)]
@@ -41,7 +41,7 @@ async def test_too_many_retired_slots_break_the_server_which_ends_with_its_last_
         assert await asyncio.wait_for(running.task, 10) == 1
 
 
-async def test_a_retired_slot_comes_back_once_it_is_confirmed_empty():
+async def test_a_retired_slot_comes_back():
     host = FakeHost()
     async with serving(host, slots=4) as running, client_of(running) as client:
         lease = await client.acquire(request())
@@ -52,7 +52,7 @@ async def test_a_retired_slot_comes_back_once_it_is_confirmed_empty():
         await until(lambda: running.core.state.table.free == 4)
 
 
-async def test_starts_that_fail_side_by_side_are_one_failure(monkeypatch):
+async def test_parallel_failures_count_once(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (0.5,) * 5)
     host = FakeHost()
     async with serving(host, slots=16) as running, client_of(running) as client:
@@ -68,7 +68,7 @@ async def test_starts_that_fail_side_by_side_are_one_failure(monkeypatch):
         await client.release(await client.acquire(request()))
 
 
-async def test_a_view_that_is_not_confirmed_gone_retires_its_slot():
+async def test_a_doubtful_view_retires_its_slot():
     host = FakeHost()
     async with serving(host, slots=4) as running, client_of(running) as client:
         lease = await client.acquire(request())
@@ -82,7 +82,7 @@ async def test_a_view_that_is_not_confirmed_gone_retires_its_slot():
         await until(lambda: running.core.state.table.free == 4)
 
 
-async def test_the_log_names_neither_leases_nor_clients_by_their_ids_which_are_secrets(caplog, monkeypatch):
+async def test_the_log_names_no_secret_ids(caplog, monkeypatch):
     caplog.set_level("INFO", "atropos.sandbox")
     host = FakeHost()
     async with serving(host) as running, client_of(running) as client:
@@ -104,7 +104,7 @@ async def test_the_log_names_neither_leases_nor_clients_by_their_ids_which_are_s
     assert "tester" not in said
 
 
-async def test_sandboxes_that_do_not_start_fail_the_acquire_and_then_the_server(monkeypatch):
+async def test_failed_starts_end_the_server(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (0.01,) * 5)
     host = FakeHost()
     async with serving(host, slots=2, warm=0) as running, client_of(running) as client:
@@ -121,7 +121,7 @@ async def test_sandboxes_that_do_not_start_fail_the_acquire_and_then_the_server(
 
 
 @pytest.mark.parametrize("network", [False, True])
-async def test_a_host_that_starts_no_sandbox_any_more_ends_the_server_at_once(monkeypatch, network):
+async def test_a_broken_host_ends_the_server(monkeypatch, network):
     monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (3600.0,) * 5)
     host = FakeHost()
     async with serving(host, slots=2, allow_network=network) as running, client_of(running) as client:
@@ -170,7 +170,7 @@ async def test_a_warm_sandbox_that_died_is_never_leased():
         await until(lambda: not host.live & set(dead))
 
 
-async def test_an_unused_sandbox_that_is_not_confirmed_gone_is_in_the_log(caplog):
+async def test_a_doubtful_spare_is_logged(caplog):
     host = FakeHost()
     async with serving(host) as running:
         await until(lambda: running.core.leasing.warm_pool.ready == 5)
@@ -199,7 +199,7 @@ async def test_what_was_asked_for_of_late_is_started_ahead():
             await client.release(lease)
 
 
-async def test_a_release_while_the_lease_still_starts_leaves_nothing():
+async def test_a_release_during_the_start():
     host = FakeHost()
     async with serving(host, slots=1, warm=0) as running, client_of(running) as client:
         await until(lambda: running.core.leasing.warm_pool.ready == 1)
@@ -218,7 +218,7 @@ async def test_a_release_while_the_lease_still_starts_leaves_nothing():
         await until(lambda: not host.layers)
 
 
-async def test_a_snapshot_waits_for_the_calls_before_it_and_ends_what_watches_processes():
+async def test_a_snapshot_waits_for_earlier_calls():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         watching = asyncio.create_task(client.call(lease, ProcRead(id="p", wait_s=3600)))
@@ -232,7 +232,7 @@ async def test_a_snapshot_waits_for_the_calls_before_it_and_ends_what_watches_pr
         assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
 
 
-async def test_concurrent_commands_pass_the_others_which_keep_their_order(monkeypatch):
+async def test_concurrent_commands_pass_others(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.calls.lanes.MAX_CONCURRENT", 2)
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
@@ -257,7 +257,7 @@ async def test_concurrent_commands_pass_the_others_which_keep_their_order(monkey
             call.cancel()
 
 
-async def test_a_snapshot_runs_once_no_concurrent_command_does():
+async def test_a_snapshot_waits_for_concurrent_ones():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         agent = asyncio.create_task(client.call(lease, Exec(command="hang", concurrent=True)))
@@ -279,7 +279,7 @@ async def test_a_snapshot_runs_once_no_concurrent_command_does():
         await asyncio.gather(freezing, behind)
 
 
-async def test_a_copy_of_the_workspace_waits_for_no_concurrent_command_and_none_starts_meanwhile():
+async def test_a_copy_runs_beside_commands():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         lanes = running.core.state.runs[lease.lease_id].lanes
@@ -297,7 +297,7 @@ async def test_a_copy_of_the_workspace_waits_for_no_concurrent_command_and_none_
         agent.cancel()
 
 
-async def test_a_snapshot_that_fails_ends_its_lease_and_nothing_else():
+async def test_a_failed_snapshot_ends_its_lease():
     host = FakeHost()
     async with serving(host) as running, client_of(running) as client:
         lease, other = await client.acquire(request()), await client.acquire(request())
@@ -342,7 +342,7 @@ async def test_asking_twice_for_one_snapshot_freezes_once():
         assert len(running.host.layers) == 1
 
 
-async def test_of_two_leases_that_are_frozen_under_one_id_one_is_refused_and_no_layer_is_left():
+async def test_one_snapshot_id_serves_one_lease():
     async with serving() as running, client_of(running) as client:
         leases = [await client.acquire(request()) for _ in range(2)]
         both = [running.core.workspaces.snapshot(lease.lease_id, "snap-mine-1", None) for lease in leases]
@@ -355,7 +355,7 @@ async def test_of_two_leases_that_are_frozen_under_one_id_one_is_refused_and_no_
         await until(lambda: not running.host.layers)
 
 
-async def test_a_snapshot_that_is_asked_for_again_after_a_release_is_the_one_that_was_under_way():
+async def test_a_repeated_snapshot_is_the_same():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         running.host.may_start.clear()
@@ -371,7 +371,7 @@ async def test_a_snapshot_that_is_asked_for_again_after_a_release_is_the_one_tha
         await releasing
 
 
-async def test_snapshots_are_bounded_in_number_bytes_and_depth():
+async def test_snapshots_are_bounded():
     async with serving(max_snapshots=20, max_snapshot_mib=1) as running, client_of(running) as client:
         lease = await client.acquire(request())
         for depth in range(16):
@@ -393,7 +393,7 @@ async def test_snapshots_are_bounded_in_number_bytes_and_depth():
         assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
 
 
-async def test_snapshots_that_are_asked_for_side_by_side_are_no_deeper_than_others():
+async def test_parallel_snapshots_share_the_bound():
     async with serving(max_snapshots=20) as running, client_of(running) as client:
         lease = await client.acquire(request())
         outcomes = await asyncio.gather(*(client.snapshot(lease) for _ in range(20)), return_exceptions=True)
@@ -405,7 +405,7 @@ async def test_snapshots_that_are_asked_for_side_by_side_are_no_deeper_than_othe
         assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
 
 
-async def test_too_many_snapshots_are_refused_and_the_lease_goes_on():
+async def test_one_snapshot_too_many_is_refused():
     async with serving(max_snapshots=1) as running, client_of(running) as client:
         lease = await client.acquire(request())
         info = await client.snapshot(lease)
@@ -417,7 +417,7 @@ async def test_too_many_snapshots_are_refused_and_the_lease_goes_on():
         assert len(running.core.state.snapshots.by_id) == 1
 
 
-async def test_an_unknown_snapshot_is_refused_and_no_slot_is_lost():
+async def test_an_unknown_snapshot_costs_no_slot():
     async with serving() as running, client_of(running) as client:
         with pytest.raises(SandboxError, match="'never'"):
             await client.acquire(request(snapshot="never"))
@@ -441,7 +441,7 @@ async def test_snapshots_of_a_client_long_gone_are_dropped():
         assert len(core.state.clients) == 0
 
 
-async def test_a_snapshot_that_outlives_its_owner_is_dropped_after_its_last_use():
+async def test_an_orphaned_snapshot_is_dropped():
     async with serving() as running, client_of(running) as client:
         core = running.core
         async with client_of(running, client_id="owner") as owner:
@@ -460,7 +460,7 @@ async def test_a_snapshot_that_outlives_its_owner_is_dropped_after_its_last_use(
         assert not core.state.snapshots.by_id
 
 
-async def test_an_image_is_kept_while_a_snapshot_on_it_is_imported(tmp_path, monkeypatch):
+async def test_an_import_keeps_its_image(tmp_path, monkeypatch):
     base, bases = "image:" + "a" * 64, {}
     monkeypatch.setattr(FakeHost, "store", SimpleNamespace(find=lambda key: key), raising=False)
     monkeypatch.setattr(FakeHost, "add_base", lambda _, name, image: bases.update({name: image}), raising=False)
@@ -485,7 +485,7 @@ async def test_an_image_is_kept_while_a_snapshot_on_it_is_imported(tmp_path, mon
         assert not bases
 
 
-async def test_a_copy_of_a_workspace_waits_for_no_snapshot_that_arrives_slowly(tmp_path):
+async def test_a_slow_import_holds_up_no_copy(tmp_path):
     begun: list[str] = []
     silent = asyncio.Event()
 
@@ -510,7 +510,7 @@ async def test_a_copy_of_a_workspace_waits_for_no_snapshot_that_arrives_slowly(t
         await asyncio.gather(*imports, return_exceptions=True)
 
 
-async def test_what_a_dead_client_left_makes_room_for_the_living():
+async def test_the_dead_make_room():
     async with serving(max_snapshots=2) as running, client_of(running) as client:
         dead = client_of(running, client_id="dead")
         await dead.connect()
@@ -528,7 +528,7 @@ async def test_what_a_dead_client_left_makes_room_for_the_living():
         assert set(core.state.snapshots.by_id) == {taken.snapshot_id, left[1]}
 
 
-async def test_a_client_that_floods_is_refused_and_others_go_on():
+async def test_a_flood_is_refused():
     async with serving() as running, client_of(running) as client, client_of(running, client_id="other") as other:
         lease, theirs = await client.acquire(request()), await other.acquire(request())
         hanging = asyncio.create_task(client.call(lease, Exec(command="hang")))
@@ -543,7 +543,7 @@ async def test_a_client_that_floods_is_refused_and_others_go_on():
         assert sum(running.host.ran[f"echo {n}"] for n in range(50, 1500)) == len(outcomes) - len(refused) - 50
 
 
-async def test_a_new_client_of_the_same_name_ends_what_the_old_one_held():
+async def test_a_namesake_ends_old_leases():
     async with serving() as running:
         old = client_of(running)
         await old.connect()
@@ -566,7 +566,7 @@ async def copy_beside(lanes: Lanes, copied: asyncio.Event) -> None:
 
 
 @pytest.mark.parametrize("asked", ["before", "after"])
-async def test_a_barrier_that_has_not_begun_is_answered_when_the_lease_ends(asked):
+async def test_a_waiting_barrier_is_answered(asked):
     async def work(lanes: Lanes) -> None:
         async with lanes.barrier():
             raise AssertionError("it ran")
@@ -583,7 +583,7 @@ async def test_a_barrier_that_has_not_begun_is_answered_when_the_lease_ends(aske
         await asyncio.wait_for(done, 10)
 
 
-async def test_what_watched_a_process_of_a_slot_that_died_during_a_copy_gets_no_result():
+async def test_a_death_in_a_copy_gives_no_result():
     sandbox, journal, copied = await FakeHost().start("slot"), Journal(), asyncio.Event()
     lanes = lanes_of(sandbox, journal)
     call = Call(call_id="call", lease_id="lease", epoch=1, operation=ProcRead(id="p", wait_s=3600))
@@ -600,7 +600,7 @@ async def test_what_watched_a_process_of_a_slot_that_died_during_a_copy_gets_no_
     await copying
 
 
-async def test_commands_that_wait_for_their_turn_are_cancelled_and_answered_like_any_other(monkeypatch):
+async def test_waiting_commands_are_cancelled(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.calls.start_queue.STARTING_S", 3600)
     host, journal, starts = FakeHost(), Journal(), StartQueue(1)
     first, second, third = [lanes_of(await host.start(f"{number}"), journal, starts) for number in range(3)]
@@ -622,7 +622,7 @@ async def test_commands_that_wait_for_their_turn_are_cancelled_and_answered_like
     assert submit(third, "next").state == "running"
 
 
-async def test_a_cancelled_call_that_waited_takes_no_place_in_its_lease_and_its_data_is_gone():
+async def test_a_cancelled_call_leaves_no_data():
     sandbox, journal = await FakeHost().start("slot"), Journal()
     lanes = lanes_of(sandbox, journal)
 

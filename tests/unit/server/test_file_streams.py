@@ -16,7 +16,7 @@ async def piece() -> AsyncIterator[bytes]:
     await asyncio.Event().wait()
 
 
-async def test_of_requests_that_continue_a_stream_at_the_same_moment_the_last_one_does():
+async def test_the_last_request_continues():
     stream = FileStream(lambda: None)
     first = asyncio.create_task(stream.receive(0, piece(), last=False))
     await asyncio.sleep(0.01)
@@ -35,7 +35,7 @@ async def test_of_requests_that_continue_a_stream_at_the_same_moment_the_last_on
         await asyncio.gather(first, *others, return_exceptions=True)
 
 
-async def test_a_slot_that_sends_more_than_was_asked_for_is_not_read_on():
+async def test_surplus_bytes_end_the_stream():
     stream = FileStream(lambda: None, max_bytes=10)
     stream.far.sendall(b"0123456789")
     chunks = stream.chunks()

@@ -97,7 +97,7 @@ def test_no_frame_breaks_either_end_of_the_stream(data: bytes):
         wire.ProcRead(id="p", until="quiet", quiet_s=math.inf),
     ],
 )
-def test_a_call_that_may_take_any_time_is_read_as_it_was_written(operation: wire.Operation):
+def test_endless_calls_are_read_as_written(operation: wire.Operation):
     call = wire.Call(call_id="c", lease_id="lease-1", epoch=1, operation=operation)
     assert wire.CLIENT_FRAME.validate_json(frame([call])) == [call]
 
@@ -152,7 +152,7 @@ ANSWERS = [
 @EXAMPLES
 @example(data=answer(ENDED | {"duration_s": math.inf}, ("output", b"ok")), pieces=1, seed=0)
 @given(data=spoilt(ANSWERS), pieces=st.integers(1, 4), seed=st.integers(0, 99))
-def test_no_bytes_of_a_runner_break_more_than_its_own_channel(data: bytes, pieces: int, seed: int):
+def test_bad_bytes_break_one_channel(data: bytes, pieces: int, seed: int):
     """The call is answered by a result of its kind, or the channel is given up with a reason; nothing else happens."""
     asyncio.run(_told(data, pieces, random.Random(seed)))
 
@@ -195,7 +195,7 @@ async def _told(data: bytes, pieces: int, rng: random.Random) -> None:
     assert complaints == []
 
 
-async def test_a_slot_is_not_empty_while_another_command_may_run():
+async def test_a_busy_slot_is_not_empty():
     """An answer that says so may have been sent before the other command reached the runner."""
     ours, theirs = socket.socketpair()
     channel = RunnerLink(ours, output_bytes=1000, on_broken=pytest.fail)
@@ -210,7 +210,7 @@ async def test_a_slot_is_not_empty_while_another_command_may_run():
     theirs.close()
 
 
-def test_a_runner_that_is_late_is_sent_all_that_a_client_may_have_unanswered():
+def test_a_late_runner_is_sent_everything():
     """As many concurrent commands as run at once, each with the longest input that one call carries."""
     asyncio.run(_all_sent(MAX_CONCURRENT, bytes(PIECE_BYTES)))
 

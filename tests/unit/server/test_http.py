@@ -86,7 +86,7 @@ ROUTES = [
 @pytest.mark.parametrize(
     "given", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": "Bearer \xff"}]
 )
-async def test_without_the_token_nothing_is_done_and_nothing_told(server, curl, given):
+async def test_no_token_no_answer(server, curl, given):
     await curl.lease()
     for method, path in ROUTES:
         status, raw = await curl(method, path, {} if method == "POST" else None, headers=given)
@@ -118,7 +118,7 @@ async def test_a_whole_life_by_hand(server, curl):
     assert (status, Problem.model_validate_json(raw).code) == (410, "lease_expired")
 
 
-async def test_the_same_call_id_gives_the_same_answer_and_runs_once(server, curl):
+async def test_a_call_id_runs_once(server, curl):
     lease = await curl.lease()
     body = {"call_id": "mine", "operation": {"op": "exec", "command": "count a"}}
     answers = await asyncio.gather(*(curl("POST", f"/v1/leases/{lease.lease_id}/calls", body) for _ in range(5)))
@@ -136,7 +136,7 @@ async def test_an_older_epoch_is_refused(server, curl):
     assert server.core.state.table.free == 3
 
 
-async def test_a_full_server_answers_409_with_its_free_count(server, curl):
+async def test_a_full_server_answers_409(server, curl):
     for number in range(4):
         await curl.lease(f"lease-000{number}")
     status, raw = await curl("POST", "/v1/leases", {"lease_id": "lease-more", "client_id": "curl"})
@@ -207,7 +207,7 @@ async def test_a_token_alone_opens_nobodys_lease(server, curl):
     assert (await curl("POST", f"/v1/leases/{lease_id}/calls", ECHO))[0] == 200
 
 
-async def test_a_missing_limit_is_named_in_capabilities_and_leases():
+async def test_a_missing_limit_is_named():
     host = FakeHost()
     host.features = [Feature(name="memory_limit", ok=False, required=False, detail="no memory controller")]
     async with serving(host) as running, aiohttp.ClientSession() as session:
@@ -217,7 +217,7 @@ async def test_a_missing_limit_is_named_in_capabilities_and_leases():
         assert (await curl.lease()).limit_note == "memory_limit: no memory controller"
 
 
-async def test_drain_by_hand_ends_the_server_when_the_last_lease_is_gone():
+async def test_a_drain_waits_for_the_last_lease():
     async with serving(drain_s=60) as running, aiohttp.ClientSession() as session:
         curl = Curl(running, session)
         lease = await curl.lease()
@@ -280,7 +280,7 @@ async def test_a_snapshot_that_is_sent_here_can_be_leased(server, curl):
         ("?layers=1&base=other", b"", 422, "base 'other'"),
     ],
 )
-async def test_an_archive_that_is_broken_or_does_not_fit_leaves_nothing(server, curl, query, data, status, says):
+async def test_a_bad_archive_leaves_nothing(server, curl, query, data, status, says):
     got, raw = await curl("PUT", "/v1/snapshots/snap-sent/archive" + query, data=data)
     problem = Problem.model_validate_json(raw)
     assert (got, says in problem.message) == (status, True), problem
@@ -302,7 +302,7 @@ async def test_a_sender_that_goes_away_leaves_nothing(server, curl):
 
 
 @privileges.owners
-async def test_archives_are_unpacked_two_at_a_time_whoever_sends_how_many(server, curl):
+async def test_two_archives_are_unpacked_at_once(server, curl):
     lease = await curl.lease()
     whole, go_on, most = archive("0/a"), asyncio.Event(), 0
     paths = [f"/v1/snapshots/snap-{n}/archive?layers=1" for n in range(8)]
@@ -335,7 +335,7 @@ def unpacking() -> int:
 
 
 @privileges.owners
-async def test_an_archive_that_is_sent_again_waits_for_what_became_of_the_first(server, curl):
+async def test_a_repeated_archive_waits(server, curl):
     path, whole = "/v1/snapshots/snap-sent/archive?layers=1", archive("0/a")
     go_on = asyncio.Event()
     for breaks in (True, False):
@@ -377,7 +377,7 @@ def hello(**fields) -> str:
         "[" * 100_000,
     ],
 )
-async def test_a_stream_that_does_not_say_hello_is_closed_with_a_reason(server, curl, first):
+async def test_a_stream_without_hello_is_closed(server, curl, first):
     async with curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as socket:
         await socket.send_str(first)
         assert await frames(socket) == []
@@ -385,7 +385,7 @@ async def test_a_stream_that_does_not_say_hello_is_closed_with_a_reason(server, 
     await until(lambda: not server.core.state.streams, "the end of the stream")
 
 
-async def test_a_stream_that_breaks_the_format_later_is_closed_and_its_lease_lives(server, curl):
+async def test_a_bad_frame_costs_no_lease(server, curl):
     lease = await curl.lease()
     async with curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as socket:
         await socket.send_str(hello())
@@ -412,7 +412,7 @@ async def test_one_connection_a_client_the_newest(server, curl):
         assert (await frames(second))[0]["seq"] == 7
 
 
-async def test_another_clients_lease_can_not_be_used_over_a_stream(server, curl):
+async def test_others_leases_are_refused(server, curl):
     lease = await curl.lease()
     async with curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as socket:
         await socket.send_str(hello())

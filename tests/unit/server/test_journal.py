@@ -27,7 +27,7 @@ def code_of(found: object) -> str:
     return found.code
 
 
-def test_a_call_is_new_once_then_running_then_answered_then_gone():
+def test_a_call_is_new_once():
     journal = Journal()
     assert journal.look_up(call("c")) is None
     entry = journal.open(call("c"))
@@ -53,7 +53,7 @@ def test_a_call_id_of_another_lease_is_not_run():
     assert code_of(journal.look_up(call("c", "lease-02"))) == "sandbox_error"
 
 
-def test_an_answer_that_was_dropped_is_unknown_and_the_newest_is_kept():
+def test_a_dropped_answer_is_unknown():
     journal = Journal(max_answer_bytes=10_000)
     finish(journal, "small", "lease-02")
     entries = [finish(journal, f"c{n}", size=4000) for n in range(5)]
@@ -75,7 +75,7 @@ def test_the_number_of_answers_is_bounded():
     assert code_of(journal.look_up(call("c0"))) == "outcome_unknown"
 
 
-def test_forgotten_ids_are_unknown_only_to_calls_sent_again():
+def test_forgotten_ids_concern_resent_calls():
     journal = Journal(max_gone=5, max_answers=1)
     for n in range(10):
         finish(journal, f"c{n}")  # each drops the answer before it
@@ -107,7 +107,7 @@ def test_a_cancel_that_comes_first_wins():
     assert [n for n, state in states.items() if state == "done"] == [10, MAX_EARLY + 9], "the latest are remembered"
 
 
-def test_an_ended_lease_keeps_its_answers_until_they_are_fetched():
+def test_an_ended_lease_keeps_its_answers():
     journal = Journal()
     finish(journal, "acked")
     journal.ack("acked")
@@ -127,7 +127,7 @@ def test_open_calls_are_counted():
     assert journal.open_calls == 0
 
 
-def test_large_answers_congest_until_they_are_acknowledged():
+def test_large_answers_congest():
     journal = Journal()
     finish(journal, "a", size=GATE_BYTES)
     assert journal.congested

@@ -63,7 +63,7 @@ def test_epochs_grow_and_slots_are_not_shared():
     assert (again.slot, again.epoch) == (leases[1].slot, 4)
 
 
-def test_asking_again_gives_the_same_lease_and_never_a_second_one():
+def test_asking_again_gives_the_same_lease():
     table = LeaseTable(2, SLOT)
     first = held(ask(table, "x"))
     assert ask(table, "x", now=5) is first
@@ -73,7 +73,7 @@ def test_asking_again_gives_the_same_lease_and_never_a_second_one():
     assert other.code == "lease_expired"
 
 
-def test_an_ended_lease_is_not_granted_again_and_says_why():
+def test_an_ended_lease_is_not_granted():
     table = LeaseTable(2, SLOT)
     end(table, held(ask(table, "x")))
     end(table, held(ask(table, "y")), "slot_lost")
@@ -83,14 +83,14 @@ def test_an_ended_lease_is_not_granted_again_and_says_why():
     assert (over.code, lost.code) == ("lease_expired", "slot_lost")
 
 
-def test_a_release_that_overtook_its_acquire_refuses_it():
+def test_an_early_release_refuses():
     table = LeaseTable(1, SLOT)
     table.refuse_later("lease-of-x", 0)
     assert isinstance(ask(table, "x"), SandboxError)
     assert table.free == 1
 
 
-def test_a_lease_ends_by_its_time_unless_its_client_gives_a_sign_of_life():
+def test_signs_of_life_prolong_a_lease():
     table = LeaseTable(2, SLOT)
     mine, other = held(ask(table, "1", "a")), held(ask(table, "2", "b"))
     table.seen("a", 9.0)
@@ -112,7 +112,7 @@ def test_an_older_epoch_finds_what_is_over():
         assert found.code == "lease_expired"
 
 
-def test_gpus_are_leased_alone_stay_with_a_retired_slot_and_are_shared_evenly():
+def test_gpus_are_leased_alone():
     one, both = SLOT + Resources(gpus=1), SLOT + Resources(gpus=2)
     table = LeaseTable(4, SLOT, Resources(gpus=2), 2)
     first, second = held(sized(table, "1", one)), held(sized(table, "2", one))
@@ -131,7 +131,7 @@ def test_gpus_are_leased_alone_stay_with_a_retired_slot_and_are_shared_evenly():
     assert sorted(held(sized(shared, str(n), one)).gpus[0] for n in range(4)) == [0, 0, 1, 1]
 
 
-def test_a_slot_in_doubt_is_retired_until_it_is_confirmed():
+def test_a_doubtful_slot_is_retired():
     table = LeaseTable(1, SLOT)
     lease = held(ask(table, "x"))
     end(table, lease, clean=False)
@@ -142,7 +142,7 @@ def test_a_slot_in_doubt_is_retired_until_it_is_confirmed():
     assert held(ask(table, "z")).slot == 0
 
 
-def test_a_draining_server_refuses_but_keeps_what_is_leased():
+def test_a_draining_server_keeps_leases():
     table = LeaseTable(2, SLOT)
     lease = held(ask(table, "x"))
     table.draining = "the server is draining"
@@ -160,7 +160,7 @@ def test_the_memory_of_ended_leases_is_bounded():
     assert table.free == 1
 
 
-def test_a_slot_that_comes_free_goes_to_the_client_with_fewest_leases():
+def test_the_client_with_fewest_is_next():
     table = LeaseTable(4, SLOT)
     greedy = [held(ask(table, f"g{n}", "greedy")) for n in range(4)]
     assert isinstance(ask(table, "g4", "greedy", now=0.1), SandboxError)
@@ -171,7 +171,7 @@ def test_a_slot_that_comes_free_goes_to_the_client_with_fewest_leases():
     assert held(ask(table, "p1", "poor", now=0.4)).client_id == "poor"
 
 
-def test_a_client_that_stopped_asking_blocks_nobody_for_long():
+def test_a_silent_client_blocks_nobody():
     table = LeaseTable(1, SLOT)
     lease = held(ask(table, "a", "a"))
     assert isinstance(ask(table, "b", "b"), SandboxError)
@@ -186,7 +186,7 @@ def test_a_client_that_stopped_asking_blocks_nobody_for_long():
     assert held(ask(table, "a3", "a", now=WANT_S + 0.1))
 
 
-def test_a_client_that_waits_to_hear_of_a_slot_gets_it_however_long_it_takes():
+def test_a_waiting_client_gets_its_slot():
     """Leases last longer than a refused request is kept; whoever gives one back asks again before the other has heard."""
     table = LeaseTable(2, SLOT)
     greedy = [held(ask(table, f"g{n}", "greedy")) for n in range(2)]
@@ -202,7 +202,7 @@ def test_a_client_that_waits_to_hear_of_a_slot_gets_it_however_long_it_takes():
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
-def test_a_client_that_waits_no_more_costs_the_others_one_moment_once(is_connected):
+def test_a_gone_waiter_costs_a_moment(is_connected):
     table = LeaseTable(2, SLOT)
     lease, _ = (held(ask(table, f"g{n}", "greedy")) for n in range(2))
     assert isinstance(ask(table, "p0", "poor"), SandboxError)
@@ -216,7 +216,7 @@ def test_a_client_that_waits_no_more_costs_the_others_one_moment_once(is_connect
         )
 
 
-def test_what_is_remembered_of_the_refused_is_bounded(monkeypatch):
+def test_refusals_are_bounded(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.state.lease_table.MAX_WANTING", 20)
     table = LeaseTable(2, SLOT)
     for n in range(2):
@@ -227,7 +227,7 @@ def test_what_is_remembered_of_the_refused_is_bounded(monkeypatch):
     assert len(table.wanting()) == 20
 
 
-def test_of_one_client_as_many_refused_requests_are_remembered_as_there_are_slots():
+def test_refusals_are_bounded_by_client():
     table = LeaseTable(2, SLOT)
     leases = [held(ask(table, f"g{n}", "greedy")) for n in range(2)]
     for n in range(100):
@@ -239,7 +239,7 @@ def test_of_one_client_as_many_refused_requests_are_remembered_as_there_are_slot
     assert not table.wanting()
 
 
-def test_clients_that_keep_asking_share_evenly_and_nobody_starves():
+def test_nobody_starves():
     """Three clients with unlimited demand ask in turns of very different speed; leases last as long for all."""
     table = LeaseTable(6, SLOT)
     active: list[tuple[float, HeldLease]] = []
@@ -262,7 +262,7 @@ def test_clients_that_keep_asking_share_evenly_and_nobody_starves():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(SIZES), st.integers(0, 9))))
-def test_leases_of_different_sizes_never_take_more_than_there_is(steps: list[tuple[str, int, int]]):
+def test_sizes_never_exceed_the_room(steps: list[tuple[str, int, int]]):
     table = LeaseTable(4, SLOT)
     for number, (client, room, other) in enumerate(steps):
         decision = sized(table, f"{number:03}", room, client, now=number / 3)
@@ -276,7 +276,7 @@ def test_leases_of_different_sizes_never_take_more_than_there_is(steps: list[tup
         )
 
 
-def test_room_is_kept_for_a_large_lease_while_small_ones_of_others_come_and_go():
+def test_room_is_kept_for_a_large_lease():
     table = LeaseTable(4, SLOT)
     small = [held(sized(table, f"s{n}", SLOT, "many")) for n in range(4)]
     now = 0.0
@@ -293,7 +293,7 @@ def test_room_is_kept_for_a_large_lease_while_small_ones_of_others_come_and_go()
     assert held(sized(table, "big9", SLOT * 4, "one", now)).room == SLOT * 4
 
 
-def test_a_large_lease_whose_client_went_away_costs_the_others_little():
+def test_a_gone_large_lease_costs_little():
     table = LeaseTable(4, SLOT)
     lease = held(sized(table, "s", SLOT, "many"))
     assert isinstance(sized(table, "big", SLOT * 4, "one"), SandboxError)

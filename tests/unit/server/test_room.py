@@ -74,7 +74,7 @@ async def running(monkeypatch):
         yield running
 
 
-async def test_an_answer_that_was_given_up_lets_the_next_call_start(running):
+async def test_a_given_up_answer_makes_room(running):
     """Given up while the connection was away: the cancel is all that ever comes of it."""
     lease, other = await leased(running), await leased(running)
     async with peer(running) as first:
@@ -89,7 +89,7 @@ async def test_an_answer_that_was_given_up_lets_the_next_call_start(running):
         assert (await second.answer("waits"))["kind"] == "reply"
 
 
-async def test_what_a_client_left_unacknowledged_does_not_stop_the_one_that_follows_it(running):
+async def test_old_answers_stop_no_new_client(running):
     """A pool that lost its connection for good and comes back knows nothing of the old one's calls."""
     lease = await leased(running)
     async with peer(running) as old:
@@ -102,7 +102,7 @@ async def test_what_a_client_left_unacknowledged_does_not_stop_the_one_that_foll
         assert running.core.state.clients.of("peer").journal.bytes < 1000
 
 
-async def test_a_call_of_a_lease_that_its_client_does_not_hold_any_more_has_an_answer_all_the_same(running):
+async def test_calls_of_lost_leases_are_answered(running):
     lease = await leased(running)
     async with peer(running) as old:
         await old.call(lease, "ran", Exec(command="count a"))
@@ -124,7 +124,7 @@ class Curl:
             return response.status, await response.json()
 
 
-async def test_calls_by_hand_under_ids_of_ones_own_go_on_and_the_latest_answers_are_kept(running, monkeypatch):
+async def test_own_ids_keep_the_latest_answers(running, monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.calls.journal.KEPT_BYTES", 3000)
     lease = await leased(running)
     async with aiohttp.ClientSession(headers=HEADERS) as session:
@@ -141,7 +141,7 @@ async def test_calls_by_hand_under_ids_of_ones_own_go_on_and_the_latest_answers_
         assert (status, Problem.model_validate(problem).code) == (500, "outcome_unknown")
 
 
-async def test_a_call_by_hand_is_answered_again_when_its_lease_is_over(running):
+async def test_an_answer_outlives_its_lease(running):
     lease = await leased(running)
     async with aiohttp.ClientSession(headers=HEADERS) as session:
         curl = Curl(running, session)
@@ -153,7 +153,7 @@ async def test_a_call_by_hand_is_answered_again_when_its_lease_is_over(running):
     assert running.host.ran["count a"] == 1
 
 
-async def test_a_dead_client_that_sent_more_than_is_read_loses_its_leases(monkeypatch):
+async def test_a_dead_flooder_loses_its_leases(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.http.stream.MAX_QUEUED_BYTES", 100_000)
     async with serving(heartbeat_s=0.5, slots=1) as running, peer(running) as client:
         stream = running.core.state.clients.of("peer").connection
@@ -166,7 +166,7 @@ async def test_a_dead_client_that_sent_more_than_is_read_loses_its_leases(monkey
         await until(lambda: running.core.state.table.free == 1 and not running.core.state.streams, "its end")
 
 
-async def test_a_client_that_reads_nothing_is_not_read_without_end(monkeypatch):
+async def test_a_client_must_read(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.http.stream.MAX_WAITING", 1000)
     async with serving(heartbeat_s=0.3) as running, peer(running) as client:
         stream = running.core.state.clients.of("peer").connection
@@ -185,7 +185,7 @@ async def test_a_client_that_reads_nothing_is_not_read_without_end(monkeypatch):
         await sending
 
 
-async def test_a_server_that_slept_does_not_give_the_dead_the_time_it_slept(running):
+async def test_sleep_prolongs_no_dead_lease(running):
     core = running.core
     lease = await leased(running, ttl_s=10)
     held = core.state.table.held[lease.lease_id]
@@ -196,7 +196,7 @@ async def test_a_server_that_slept_does_not_give_the_dead_the_time_it_slept(runn
     assert core.state.table.expires_at(held) - core.state.now() <= 10
 
 
-async def test_a_snapshot_that_is_dropped_while_its_export_begins_is_exported_whole(running, monkeypatch):
+async def test_a_dropped_snapshot_is_exported(running, monkeypatch):
     lease = await leased(running)
     info = await running.core.workspaces.snapshot(lease.lease_id, None, None)
     await running.core.leasing.release(lease.lease_id, None)

@@ -125,7 +125,7 @@ async def gone(pids: set[int]) -> None:
         ('{"token": "t", "limits": {"pids": 1}}', "limits.pids: Input should be greater"),
     ],
 )
-async def test_a_wrong_configuration_is_one_line_and_exit_2(config, says):
+async def test_a_config_error_is_exit_2(config, says):
     code, text = await (await spawn(config)).ended()
     assert code == 2, text
     assert says in text
@@ -149,13 +149,13 @@ async def test_a_port_in_use_is_one_line_and_exit_2():
     assert f"can't listen on 127.0.0.1:{port}: it is in use" in text
 
 
-async def test_a_base_that_is_not_there_is_refused_and_nothing_is_left():
+async def test_a_missing_base_is_refused():
     code, text = await (await spawn(json.dumps({"token": TOKEN, "slots": 1, "base": "/no/such/base"}))).ended()
     assert code in {2, 3}
     assert (len(text.splitlines()), "/no/such/base" in text) == (1, True), text
 
 
-async def test_a_base_that_holds_the_servers_own_folder_by_another_name_is_refused(tmp_path):
+async def test_a_base_over_the_folder_is_refused(tmp_path):
     base = tmp_path / "base"
     base.mkdir()
     (tmp_path / "link").symlink_to(base)
@@ -183,7 +183,7 @@ async def test_the_whole_way_through_real_slots():
 
 
 @pytest.mark.parametrize("wall_s", [math.inf, 1e8])
-async def test_commands_may_run_without_an_end_or_for_years(wall_s):
+async def test_commands_may_run_for_years(wall_s):
     async with running(limits={"wall_s": wall_s}) as server, server.client() as client:
         lease = await client.acquire(request(limits=LeaseLimits(wall_s=wall_s)))
         ended = await client.call(lease, Exec(command="sleep 0.1; echo hi"))
@@ -196,7 +196,7 @@ async def test_commands_may_run_without_an_end_or_for_years(wall_s):
         assert not waited.running
 
 
-async def test_a_server_of_low_priority_empties_its_slots_all_the_same():
+async def test_low_priority_empties_its_slots():
     # lower than the threads that free volumes; the lowest would not start in time on a busy machine
     async with running(before=("nice", "-n", "11")) as server, server.client() as client:
         for number in range(3):
@@ -204,7 +204,7 @@ async def test_a_server_of_low_priority_empties_its_slots_all_the_same():
         assert (await client.status()).retired == 0
 
 
-async def test_a_snapshot_is_forked_and_the_original_goes_on():
+async def test_a_fork_leaves_the_original():
     async with running() as server, server.client() as client:
         lease = await client.acquire(request())
         await client.call(lease, Exec(command="echo base > f; mkdir d; rmdir d"))
@@ -249,7 +249,7 @@ async def test_a_snapshot_travels_to_another_server_whole():
         assert (await other.status()).snapshots == ()
 
 
-async def test_sigterm_ends_everything_with_exit_0_and_a_second_one_is_harmless():
+async def test_sigterm_is_exit_0():
     async with running(drain_s=30) as server:
         client = server.client()
         await client.connect()
@@ -270,7 +270,7 @@ async def test_sigterm_ends_everything_with_exit_0_and_a_second_one_is_harmless(
         await client.close()
 
 
-async def test_sigterm_ends_a_server_that_an_operator_drains_for_longer():
+async def test_sigterm_shortens_a_drain():
     async with running(drain_s=0.5) as server, server.client() as client, aiohttp.ClientSession() as session:
         await client.acquire(request())
         headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -281,7 +281,7 @@ async def test_sigterm_ends_a_server_that_an_operator_drains_for_longer():
         assert code == 0, text
 
 
-async def test_a_server_that_ends_while_a_snapshot_arrives_leaves_no_traceback():
+async def test_an_end_in_an_import_is_quiet():
     async def never_whole():
         yield bytes(512)
         await asyncio.Event().wait()
@@ -296,7 +296,7 @@ async def test_a_server_that_ends_while_a_snapshot_arrives_leaves_no_traceback()
             await sending
 
 
-async def test_a_server_whose_clients_were_killed_ends_by_itself_and_one_in_use_does_not():
+async def test_an_unattended_server_ends():
     async with running(unattended_s=3) as server:
         client = server.client()
         await client.connect()
@@ -320,7 +320,7 @@ async def test_sigterm_during_the_start_leaves_nothing():
         await gone(pids)
 
 
-async def test_kill_9_of_the_server_ends_every_sandbox_and_the_client_knows():
+async def test_kill_9_ends_every_sandbox():
     async with running(slots=4) as server:
         client = server.client(reconnect_s=1)
         await client.connect()
@@ -336,7 +336,7 @@ async def test_kill_9_of_the_server_ends_every_sandbox_and_the_client_knows():
         await client.close()
 
 
-async def test_a_stopped_server_comes_back_and_nobody_lost_a_lease():
+async def test_a_stopped_server_comes_back():
     async with running(heartbeat_s=0.3) as server, server.client(reconnect_s=30) as client:
         lease = await client.acquire(request(ttl_s=2.5))
         call = asyncio.create_task(client.call(lease, Exec(command="echo a >> f; sleep 0.2; cat f")))
@@ -378,7 +378,7 @@ async def test_a_client_killed_with_9_gives_its_slots_back():
             assert (await client.call(await client.acquire(request()), Exec(command="echo ok"))).output == b"ok\n"
 
 
-async def test_require_sandbox_refuses_what_is_not_complete():
+async def test_require_sandbox_refuses_gaps():
     async with running() as server, server.client() as client:
         found = await client.capabilities()
     config = {"token": TOKEN, "slots": 1, "require_sandbox": True, "require_stateful_sandbox": True}
@@ -393,7 +393,7 @@ async def test_require_sandbox_refuses_what_is_not_complete():
     assert missing.fix in text
 
 
-async def test_requests_that_can_not_be_read_are_a_line_each_in_the_log_and_readers_that_go_away_are_none():
+async def test_bad_requests_are_a_log_line():
     def send(port, rest):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
             head = f"POST /v1/leases HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\n"

@@ -31,7 +31,7 @@ def no_limit_of_time(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_limit_of_time")
-async def test_as_many_start_as_may_and_the_next_when_one_ends():
+async def test_starts_are_bounded():
     queue, log = StartQueue(2), list[str]()
     for name in "abc":
         Lease(name, queue, log).start_next()
@@ -41,7 +41,7 @@ async def test_as_many_start_as_may_and_the_next_when_one_ends():
 
 
 @pytest.mark.usefixtures("no_limit_of_time")
-async def test_of_those_that_wait_the_one_goes_first_whose_last_start_was_longest_ago():
+async def test_the_longest_waiting_goes_first():
     queue, log = StartQueue(1), list[str]()
     Lease("busy", queue, log, 3).start_next()
     Lease("new", queue, log, since=2.0).start_next()
@@ -79,7 +79,7 @@ async def test_after_the_longest_start_nobody_waits():
 
 
 @pytest.mark.usefixtures("no_limit_of_time")
-async def test_a_lease_that_has_nothing_to_start_any_more_gives_its_turn_to_the_next():
+async def test_an_idle_lease_gives_its_turn():
     queue, log = StartQueue(1), list[str]()
     leases = [Lease(name, queue, log) for name in "abc"]
     for lease in leases:

@@ -63,7 +63,7 @@ def client_of(server, certificate: str | None, scheme: str = "https") -> Sandbox
     return SandboxClient(url, TOKEN, client_id="c", certificate=certificate)
 
 
-async def test_calls_go_through_tls_to_the_certificate_that_is_known(server, files):
+async def test_calls_go_to_the_known_certificate(server, files):
     async with client_of(server, certificate_of(files)) as client:
         lease = await client.acquire(LeaseRequest(lease_id="lease-0001", client_id="c"))
         for _ in range(3):
@@ -73,7 +73,7 @@ async def test_calls_go_through_tls_to_the_certificate_that_is_known(server, fil
         assert (await client.release(lease)).released
 
 
-async def test_a_real_server_with_volumes_on_disk_shows_its_certificate(files):
+async def test_a_real_server_shows_its_certificate(files):
     pem = "".join(read_pair(*files) or ())
     config = {"token": TOKEN, "tls": pem, "volume": "disk", "slots": 1, "drain_s": 1, "die_with_parent": True}
     pipe = asyncio.subprocess.PIPE
@@ -101,7 +101,7 @@ async def test_a_real_server_with_volumes_on_disk_shows_its_certificate(files):
             process.kill()
 
 
-async def test_another_certificate_and_a_plain_client_are_refused(server, tmp_path):
+async def test_other_certificates_are_refused(server, tmp_path):
     other = certificate_of(pair(tmp_path, "other"))
     for client in (client_of(server, other), client_of(server, None), client_of(server, None, "http")):
         with pytest.raises(BackendUnavailable):
@@ -109,7 +109,7 @@ async def test_another_certificate_and_a_plain_client_are_refused(server, tmp_pa
         await client.close()
 
 
-async def test_no_plain_request_is_answered_and_none_without_the_token(server, files):
+async def test_plain_requests_get_no_answer(server, files):
     reader, writer = await asyncio.open_connection("127.0.0.1", server.server.port)
     writer.write(b"GET /v1/health HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b"HTTP" not in await asyncio.wait_for(reader.read(), 20 * SLOWNESS)
@@ -125,7 +125,7 @@ async def test_no_plain_request_is_answered_and_none_without_the_token(server, f
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01\x00"], ids=["nothing", "half a handshake"])
-async def test_half_open_handshakes_are_bounded_and_keep_no_client_out(server, files, sent):
+async def test_half_open_handshakes_are_bounded(server, files, sent):
     opened: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
     try:
         for _ in range(MAX_UNAUTHENTICATED + 100):
@@ -162,7 +162,7 @@ async def test_a_head_and_its_handshake_share_a_deadline(files):
     accepting.close()
 
 
-def test_files_that_are_no_pair_are_refused_by_setting(tmp_path, files):
+def test_a_mismatched_pair_is_refused(tmp_path, files):
     certificate, key = files
     (tmp_path / "text").write_text("no PEM")
     for given, names in (

@@ -61,7 +61,7 @@ async def test_many_wait_at_once_and_the_loop_stays_free():
     assert await asyncio.gather(*running) == list(range(50))
 
 
-async def test_cancellation_reaches_the_function_and_its_finally():
+async def test_a_cancellation_reaches_finally():
     seen = []
 
     async def reward():
@@ -90,7 +90,7 @@ async def _run(function):
     return await bridged(function)
 
 
-async def test_timeouts_and_nested_bridges_and_context_work():
+async def test_bridges_may_be_nested():
     variable = contextvars.ContextVar("variable", default="unset")
     variable.set("outer")
 

@@ -47,7 +47,7 @@ def plain(tokenizer):
     return tokenizer
 
 
-def test_a_template_that_knows_tools_renders_them_itself(tokenizer):
+def test_templates_render_tools(tokenizer):
     dialect = OpenAIDialect(tokenizer, SCHEMAS, "hermes")
     opening = dialect.opening("hi", AgentConfig(), exact=True)
     assert opening == [{"role": "user", "content": "hi"}]
@@ -57,7 +57,7 @@ def test_a_template_that_knows_tools_renders_them_itself(tokenizer):
 
 
 @pytest.mark.parametrize("parser", parser_names())
-def test_a_template_without_tools_gets_them_in_the_system_message(plain, parser):
+def test_tools_go_into_the_system_message(plain, parser):
     dialect = OpenAIDialect(plain, SCHEMAS, parser)
     [system, _] = dialect.opening("hi", AgentConfig(system_prompt="Be good."), exact=True)
     assert system["content"].startswith("Be good.")
@@ -67,7 +67,7 @@ def test_a_template_without_tools_gets_them_in_the_system_message(plain, parser)
     assert OpenAIDialect(plain, [], parser).opening("hi", AgentConfig(), exact=True)[0]["role"] == "user"
 
 
-def test_results_are_one_user_message_where_the_template_has_no_tool_messages(plain):
+def test_results_are_one_user_message(plain):
     dialect = OpenAIDialect(plain, SCHEMAS, "hermes")
     answers = [{"role": "tool", "tool_call_id": "a", "name": "look_around", "content": seen} for seen in ("one", "two")]
     text = plain.decode(dialect.following([*answers, {"role": "user", "content": "three"}], []))
@@ -117,7 +117,7 @@ async def run(server, tokenizer, extra_body=None, **settings):
     return HermesResult(await agent.run("go")), ran
 
 
-async def test_openai_mode_sends_tools_and_extra_body_and_keeps_the_servers_calls(tokenizer):
+async def test_openai_mode_keeps_server_calls(tokenizer):
     server = Server(("", [("look_around", '{"a": 1}'), ("look_around", "not json")], "tool_calls"), ("end", [], "stop"))
     result, ran = await run(server, tokenizer, extra_body={"top_k": 5}, system_prompt="Sys.", context_tokens=4000)
     assert [request["extra_body"] for request in server.asked] == [{"top_k": 5}] * 2
@@ -140,7 +140,7 @@ async def test_a_call_whose_arguments_are_null_has_none(tokenizer):
     assert parse_object("look_around", ran[0].arguments) == {}
 
 
-async def test_calls_left_in_the_text_are_read_by_our_parser(tokenizer):
+async def test_our_parser_reads_calls_in_text(tokenizer):
     text = (
         'I look.\n<tool_call>\n{"name": "look_around", "arguments": {}}\n</tool_call><tool_call>{"name": </tool_call>'
     )
@@ -152,7 +152,7 @@ async def test_calls_left_in_the_text_are_read_by_our_parser(tokenizer):
     assert len(result.tool_errors) == 1
 
 
-async def test_thinking_beside_calls_that_our_parser_reads_stays_in_the_conversation(tokenizer):
+async def test_thinking_beside_calls_stays(tokenizer):
     call = '<tool_call>\n{"name": "look_around", "arguments": {}}\n</tool_call>'
     server = Server((f"<think>Where am I?</think>I look.\n{call}", [], "stop"), ("end", [], "stop"))
     result, ran = await run(server, tokenizer)
@@ -171,7 +171,7 @@ def refusal(status, message):
     return openai.OpenAI(api_key="x")._make_status_error_from_response(response)
 
 
-async def test_a_server_that_refuses_the_limit_is_asked_without_it(tokenizer):
+async def test_a_refused_limit_is_left_out(tokenizer):
     """vLLM refuses one beyond its own context, and some of OpenAI's models the name."""
 
     class Short(Server):
@@ -197,7 +197,7 @@ async def test_a_server_that_refuses_the_limit_is_asked_without_it(tokenizer):
         (400, "Failed to call a function. code: tool_use_failed"),
     ],
 )
-async def test_a_call_that_the_server_says_it_could_not_read_is_the_models_mistake(tokenizer, status, message):
+async def test_an_unread_call_is_the_model_s(tokenizer, status, message):
     server = Server(refusal(status, message), ("end", [], "stop"))
     result, ran = await run(server, tokenizer)
     assert (ran, result.stop_reason, result.final_response) == ([], "final", "end")
@@ -215,7 +215,7 @@ async def test_other_failures_stay_the_servers(tokenizer, status, message):
         await run(Server(refusal(status, message)), tokenizer)
 
 
-async def test_a_conversation_to_which_a_server_answers_500_each_time_is_asked_for_no_longer(tokenizer):
+async def test_a_hopeless_conversation_ends(tokenizer):
     """`transformers serve` says no more where it can't read the call that its model wrote."""
     silent = [refusal(500, "Internal Server Error") for _ in range(4)]
     server = Server(*silent[:3], ("hi", [], "length"), silent[3])
@@ -225,7 +225,7 @@ async def test_a_conversation_to_which_a_server_answers_500_each_time_is_asked_f
     assert [request["messages"][-1]["content"] for request in server.asked] == ["go", "go", "go", "hi", "go"]
 
 
-async def test_a_server_that_answers_500_to_everything_may_recover(tokenizer):
+async def test_a_broken_server_may_recover(tokenizer):
     server = Server(*[refusal(500, "Internal Server Error") for _ in range(2)])
     with pytest.raises(InferenceError, match="answered 500") as caught:
         await run(server, tokenizer)
@@ -240,7 +240,7 @@ async def test_thinking_is_not_read_as_a_call(tokenizer):
     assert "look_around" in result.reasoning_per_turn[0]
 
 
-async def test_thinking_whose_opening_the_template_wrote_is_not_read_as_a_call(tokenizer):
+async def test_template_opened_thinking_is_no_call(tokenizer):
     tokenizer.chat_template = PLAIN.replace("assistant\n", "assistant\n<think>\n")
     text = 'I could <tool_call>{"name": "look_around", "arguments": {}}</tool_call>\n</think>\n\nNo.'
     result, ran = await run(Server((text, [], "stop")), tokenizer)
@@ -289,12 +289,12 @@ def make(**settings):
 
 
 @pytest.mark.parametrize("written", ["[" * 100_000, f'{{"median": 1{"0" * 400}}}', '{"median": [1]}', "[1]", "x"])
-async def test_nothing_that_the_agent_writes_makes_the_example_s_reward_raise(written):
+async def test_the_example_s_reward_never_raises(written):
     ctx = SimpleNamespace(read_file=lambda _path: {"content": written})
     assert await DataEnv.compute_reward(DataEnv, {"seed": 1, "sensor": "attic"}, None, ctx) == 0.0
 
 
-async def test_wandb_gets_tool_errors_once_and_readable_rollouts(monkeypatch):
+async def test_wandb_gets_tool_errors_once(monkeypatch):
     sent = []
 
     async def log(self, metrics=None):
@@ -343,7 +343,7 @@ def test_a_row_without_a_text_is_no_prompt(value, kind):
         make().format_prompt({"prompt": value})
 
 
-async def test_a_subclass_sets_up_after_the_frame_with_or_without_super(monkeypatch):
+async def test_super_is_optional_in_setup(monkeypatch):
     order = []
 
     async def frame(_self):

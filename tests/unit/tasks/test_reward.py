@@ -24,14 +24,14 @@ def task(tmp_path):
     return load_task(tmp_path / "old")
 
 
-def test_tests_run_where_the_one_file_of_a_solution_works(task):
+def test_tests_run_where_the_solution_works(task):
     assert choose(task).mode == "view"
     (task.path / "solution.sh").write_text("apt-get install -y nginx\n")
     chosen = choose(load_task(task.path))
     assert (chosen.mode, chosen.reason.split()[0]) == ("shared", "solution.sh")
 
 
-async def test_time_is_linear_in_what_a_program_printed_before_pytests_summary(task):
+async def test_summaries_are_found_in_linear_time(task):
     async def seconds(count):
         started = time.process_time()
         output = "=" * count
@@ -44,13 +44,13 @@ async def test_time_is_linear_in_what_a_program_printed_before_pytests_summary(t
     assert large < max(small, 0.01) * 30  # quadratic work would take 64 times as long
 
 
-async def test_the_summary_counts_whatever_stands_before_it(task):
+async def test_the_last_summary_counts(task):
     output = "=====\n== short test summary info ===\nPASSED a\nFAILED b\n"
     verdict = await read_verdict(None, task, ExecResult(0, output, output.encode()))
     assert verdict.metrics == {"reward": 0.0, "tests": 2.0, "passed": 1.0}
 
 
-async def test_a_summary_of_which_a_part_was_dropped_is_no_reward(task):
+async def test_a_cut_summary_is_no_reward(task):
     output = "= short test summary info =\nPASSED a\n[... 12 bytes dropped ...]\nPASSED z\n"
     with pytest.raises(VerifierFailed, match="12 bytes in its middle were dropped"):
         await read_verdict(None, task, ExecResult(0, output, output.encode(), truncated=True, dropped_bytes=12))

@@ -72,7 +72,7 @@ def test_every_example_task_is_complete():
     assert len({task.instruction for task in tasks}) == len(tasks)
 
 
-def test_files_land_in_the_workspace_with_their_modes(folder):
+def test_files_keep_their_modes(folder):
     (folder / "environment/link").symlink_to("a.txt")
     task = load_task(folder)
     start, step = task.recipe.steps
@@ -85,7 +85,7 @@ def test_files_land_in_the_workspace_with_their_modes(folder):
     }
 
 
-def test_files_that_an_authors_tools_leave_never_come_into_a_slot(folder):
+def test_litter_is_left_out(folder):
     every = load_task(folder).recipe.steps[-1]
     wanted = unpacked(folder, every)
     for name in (".DS_Store", "__pycache__/a.pyc", "sub/.DS_Store", "sub/__pycache__/b.pyc"):
@@ -98,7 +98,7 @@ def test_files_that_an_authors_tools_leave_never_come_into_a_slot(folder):
     assert sorted(unpacked(folder, below)) == ["/y/b.sh"]
 
 
-def test_setup_runs_in_the_workspace_and_is_no_part_of_it(folder):
+def test_setup_is_not_in_the_workspace(folder):
     (folder / "environment/setup.sh").write_text("touch made")
     task = load_task(folder)
     _, files, script, run = task.recipe.steps
@@ -130,7 +130,7 @@ def test_dockerfile_is_honoured(folder):
     assert unpacked(folder, recipe.steps[4]) == {"/app/src/keys/a.txt": (0o600, 0, "a")}
 
 
-def test_setup_follows_a_dockerfile_that_leaves_it_alone(folder):
+def test_setup_follows_the_dockerfile(folder):
     (folder / "environment/setup.sh").write_text("touch made")
     (folder / "environment/Dockerfile").write_text("FROM a\nWORKDIR /app\nCOPY a.txt .\n")
     _, copy, _, run = load_task(folder).recipe.steps
@@ -145,7 +145,7 @@ def recipe_of(folder, text):
     return load_task(folder).recipe
 
 
-def test_variables_are_replaced_as_the_reference_says(folder):
+def test_variables_are_replaced(folder):
     recipe = recipe_of(
         folder,
         "ARG BASE=debian\nARG VERSION=12\nFROM ${BASE}:${VERSION}\nARG VERSION\nARG NAME=x PLACE=/srv\n"
@@ -171,23 +171,23 @@ def test_the_later_one_of_an_arg_and_an_env_holds(folder):
     assert recipe.settings.env == {"A": "3", "B": "2"}, "an ARG is no part of the image"
 
 
-def test_a_download_has_the_name_of_its_address_without_escapes(folder):
+def test_a_download_s_name_is_unescaped(folder):
     recipe = recipe_of(folder, "FROM debian\nADD https://example.com/torch-2%2Bcpu.whl?x=%2F /tmp/\n")
     assert [step.target for step in recipe.steps] == ["/tmp/torch-2+cpu.whl"]
 
 
 @pytest.mark.parametrize("platform", ["linux/amd64", "linux/x86_64", "$BUILDPLATFORM"])
-def test_a_from_may_name_the_platform_that_slots_have(folder, platform):
+def test_from_may_name_the_platform(folder, platform):
     assert recipe_of(folder, f"FROM --platform={platform} debian\n").image == "debian"
 
 
-def test_an_entrypoint_is_known_and_nothing_of_the_build(folder):
+def test_an_entrypoint_is_known(folder):
     text = "FROM debian AS one\nENTRYPOINT start $X\nRUN id\nFROM one AS two\nFROM one\nENTRYPOINT []\n"
     assert recipe_of(folder, text).settings.entrypoint == ()
     assert recipe_of(folder, text.rpartition("FROM")[0]).settings.entrypoint == ("/bin/sh", "-c", "start $X")
 
 
-def test_users_and_shells_hold_for_what_follows_and_a_containers_start_has_no_effect(folder):
+def test_users_and_shells_hold_on(folder):
     recipe = recipe_of(
         folder,
         'FROM debian\nSHELL ["/bin/bash", "-eo", "pipefail", "-c"]\nRUN a | b\nUSER dev:staff\nWORKDIR /home/dev/app\n'
@@ -218,7 +218,7 @@ def test_here_documents_are_scripts_and_files(folder):
     }
 
 
-def test_stages_that_are_copied_from_are_kept_and_others_dropped(folder):
+def test_unused_stages_are_dropped(folder):
     recipe = recipe_of(
         folder,
         "FROM debian AS base\nENV A=1\nRUN base\nFROM base AS build\nRUN build\nFROM debian AS unused\nRUN unused\n"
@@ -233,7 +233,7 @@ def test_stages_that_are_copied_from_are_kept_and_others_dropped(folder):
     assert second == Copy(("x",), "/y", stage=1)
 
 
-def test_the_ignore_file_and_exclusions_leave_files_behind(folder):
+def test_ignored_files_are_left_out(folder):
     for name in ("b.log", "keep.log", "sub/c.log", "secret/key"):
         (folder / "environment" / name).parent.mkdir(exist_ok=True)
         (folder / "environment" / name).write_text("x")
@@ -256,7 +256,7 @@ def test_the_ignore_file_and_exclusions_leave_files_behind(folder):
             recipe_of(folder, f"FROM debian\nCOPY {source} /\n")
 
 
-def test_a_here_document_is_filled_in_as_buildkit_does_it(folder):
+def test_here_documents_are_expanded(folder):
     """By buildkit 0.25.2's own tests and lexer: backslashes go, quotes stay; a quoted one stays as it is."""
     raw = 'a\\$X b\\\\c d\\`e f\\n g\\"q $X \'$X\' "${X}"'
     recipe = recipe_of(folder, f"FROM debian\nARG X=val\nCOPY <<E /filled\n{raw}\nE\nCOPY <<'E' /raw\n{raw}\nE\n")
@@ -265,14 +265,14 @@ def test_a_here_document_is_filled_in_as_buildkit_does_it(folder):
     assert as_it_is == f"{raw}\n"
 
 
-def test_a_here_document_with_an_indented_first_line_is_the_shells(folder):
+def test_indented_here_documents_are_bash_s(folder):
     recipe = recipe_of(folder, "FROM debian\nRUN <<-E\n\t#!/bin/cat\n\techo\nE\nRUN <<-E\n#!/bin/cat\n\tx\nE\n")
     shells, program = (step.command for step in recipe.steps)
     assert shells == ("/bin/sh", "-c", "#!/bin/cat\necho\n")
     assert program == ("/.heredocs/E",)
 
 
-def test_parents_are_kept_from_the_context_or_the_pivot_on(folder):
+def test_parents_start_at_the_pivot(folder):
     for name in ("x/y/deep/f.txt", "x/y/g.txt", "z/y/g.txt"):
         (folder / "environment" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "environment" / name).write_text("x")
@@ -291,7 +291,7 @@ def test_parents_are_kept_from_the_context_or_the_pivot_on(folder):
     assert found[6] == ["/plain"]
 
 
-def test_an_ignore_file_of_a_dockerfiles_own_comes_before_the_one_of_all(folder):
+def test_own_ignore_files_come_first(folder):
     environment = folder / "environment"
     for name, ignored in (("", "nothing"), ("Dockerfile", "sub"), ("Other", "a.txt")):
         (environment / f"{name}.dockerignore").write_text(f"{ignored}\n*ockerfile\nOther\n*.dockerignore\n")
@@ -306,7 +306,7 @@ def test_an_ignore_file_of_a_dockerfiles_own_comes_before_the_one_of_all(folder)
         (environment / name).unlink()
 
 
-def test_a_source_may_climb_within_its_context_or_stage(folder):
+def test_a_source_may_climb_in_its_context(folder):
     recipe = recipe_of(folder, "FROM a AS b\nFROM a\nCOPY ./sub/../a.txt /x/../a/\nCOPY --from=b /opt/../etc/x /\n")
     assert [step.sources for step in recipe.steps] == [("a.txt",), ("etc/x",)]
 
@@ -317,7 +317,7 @@ def test_a_source_may_have_parts_that_say_nothing(folder, source):
     assert sorted(unpacked(folder, step)) == ["/x/a.txt"]
 
 
-def test_a_link_that_a_copy_names_is_followed_within_the_context(folder):
+def test_copied_links_stay_in_the_context(folder):
     environment = folder / "environment"
     (environment / "below").mkdir(exist_ok=True)
     (environment / "below/in.txt").write_text("in")
@@ -338,7 +338,7 @@ def test_a_link_that_a_copy_names_is_followed_within_the_context(folder):
 
 
 @pytest.mark.parametrize("source", ["way/key", "w*/key", "way/below", "round"])
-def test_no_way_through_a_link_leads_out_of_the_context(folder, tmp_path, source):
+def test_no_link_leads_out_of_the_context(folder, tmp_path, source):
     (tmp_path / "secret/below").mkdir(parents=True)
     for name in ("key", "below/key"):
         (tmp_path / "secret" / name).write_text("of the host")
@@ -365,7 +365,7 @@ def test_an_archive_that_is_added_is_unpacked(folder):
     assert (as_they_are.sources, as_they_are.unpack) == (("disk.img", "torn.tar.gz"), False)
 
 
-def test_a_dockerfile_below_the_context_adds_what_is_in_the_context(folder):
+def test_a_dockerfile_may_stand_below(folder):
     environment = folder / "environment"
     (environment / "docker").mkdir()
     (environment / "docker-compose.yaml").write_text("services: {main: {build: {dockerfile: docker/Dockerfile}}}")
@@ -377,14 +377,14 @@ def test_a_dockerfile_below_the_context_adds_what_is_in_the_context(folder):
     assert plain == Copy(("a.txt",), "/opt/it/")
 
 
-def test_a_pattern_matches_leading_dots_and_a_caret_negates(folder):
+def test_patterns_match_leading_dots(folder):
     (folder / "environment/.hidden").write_text("")
     every, rest = recipe_of(folder, "FROM debian\nCOPY * /all/\nADD [^.Da]* /rest/\n").steps
     assert {"/all/.hidden", "/all/a.txt"} < set(unpacked(folder, every))
     assert (rest.sources, sorted(unpacked(folder, rest))) == (("sub",), ["/rest/b.sh"])
 
 
-def test_a_pattern_may_match_nothing_and_two_stars_are_one(folder):
+def test_a_pattern_may_match_nothing(folder):
     (folder / "environment/sub/deep").mkdir()
     (folder / "environment/sub/deep/c.txt").write_text("")
     some, below, none = recipe_of(
@@ -455,7 +455,7 @@ def test_mounts_are_there_for_one_command(folder):
         ("# nothing", "no FROM"),
     ],
 )
-def test_what_a_dockerfile_asks_in_vain_is_refused_by_name(folder, line, named):
+def test_vain_instructions_are_refused(folder, line, named):
     (folder / "environment/Dockerfile").write_text(line)
     with pytest.raises(ConfigError, match="environment") as refused:
         load_task(folder)
@@ -535,7 +535,7 @@ def test_a_bad_task_toml_is_refused_by_field(folder, text, named):
         ),
     ],
 )
-def test_a_task_s_gpus_reach_its_lease_or_are_refused_by_name(folder, toml, pool, limits, said):
+def test_gpus_reach_the_lease(folder, toml, pool, limits, said):
     (folder / "task.toml").write_text(f"[environment]\n{toml}\n")
     settings = SandboxSettings(**pool)
     room = Room(Resources(memory_mib=1024, disk_mib=512), gpu_refusal=settings.gpu_refusal)
@@ -574,14 +574,14 @@ def test_a_part_that_is_no_file_is_not_waited_for(folder, name):
 
 
 @pytest.mark.parametrize("name", [*TEXTS, "environment/Dockerfile", "environment/compose.yaml"])
-def test_a_part_that_nobody_wrote_is_refused_before_it_is_read(folder, name):
+def test_special_files_are_not_read(folder, name):
     with (folder / name).open("ab") as file:
         file.truncate(5 << 30)
     with pytest.raises(ConfigError, match=f"{name}: has 5,368,709,120 bytes; at most 67,108,864 are read$"):
         load_task(folder)
 
 
-def test_windows_line_ends_and_byte_order_marks_are_read_and_scripts_that_cannot_run_refused(folder):
+def test_windows_text_is_read(folder):
     (folder / "task.toml").write_bytes(
         b'\xef\xbb\xbfversion = "1.0"\r\n[environment]\r\nos = "Linux"\r\nmemory = "1.5G"\r\n'
     )
@@ -597,7 +597,7 @@ def test_windows_line_ends_and_byte_order_marks_are_read_and_scripts_that_cannot
         load_task(folder)
 
 
-def test_a_task_that_goes_on_from_an_earlier_conversation_is_refused(folder):
+def test_continued_conversations_are_refused(folder):
     (folder / "trajectory.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"trajectory\.json: no agent is given an earlier conversation"):
         load_task(folder)
@@ -610,7 +610,7 @@ def test_a_task_that_goes_on_from_an_earlier_conversation_is_refused(folder):
         load_task(folder)
 
 
-def test_no_model_reads_the_canary_of_a_published_instruction(folder):
+def test_canaries_are_left_out(folder):
     (folder / "instruction.md").write_text("<!-- harbor-canary GUID 1 -->\n# CANARY 2\n\n# Title\nNo canary.\n")
     assert load_task(folder).instruction == "# Title\nNo canary."
     prompt = "Ship build #4 to the canary first.\n\n## The canary\nIt is ours."
@@ -619,7 +619,7 @@ def test_no_model_reads_the_canary_of_a_published_instruction(folder):
         assert load_task(folder).instruction == text, "only the head has marks"
 
 
-def test_a_task_on_an_image_needs_no_environment_and_one_whose_verifier_holds_the_tests_no_script(folder):
+def test_images_need_no_environment(folder):
     shutil.rmtree(folder / "environment")
     (folder / "tests/test.sh").unlink()
     text = "[environment]\ndocker_image = 'a:1'\n[verifier.environment]\ndocker_image = 'judge:1'\n"
@@ -630,7 +630,7 @@ def test_a_task_on_an_image_needs_no_environment_and_one_whose_verifier_holds_th
 
 
 @pytest.mark.parametrize("table", ["environment", "verifier.environment"])
-def test_a_dockerfile_that_cannot_be_honoured_counts_only_where_it_is_built(folder, table):
+def test_unbuilt_dockerfiles_do_not_count(folder, table):
     place = folder / ("environment" if table == "environment" else "tests")
     (place / "Dockerfile").write_text("FROM debian\nRUN --network=host true\n")
     (folder / "task.toml").write_text(f"[{table}]\ncpus = 1\n")
@@ -645,7 +645,7 @@ def test_a_dockerfile_that_cannot_be_honoured_counts_only_where_it_is_built(fold
     assert "Dockerfile:2: " in refused and "or pull a:1, which `task_images`" in refused
 
 
-def test_a_task_is_called_as_its_folder_also_where_that_is_a_link(folder, tmp_path):
+def test_a_task_is_named_as_its_folder(folder, tmp_path):
     (tmp_path / "linked").symlink_to(folder)
     assert [task.name for task in read_tasks(tmp_path).tasks] == ["demo", "linked"]
     with pytest.raises(ConfigError, match="have the same name; rename one"):
@@ -654,7 +654,7 @@ def test_a_task_is_called_as_its_folder_also_where_that_is_a_link(folder, tmp_pa
 
 
 @pytest.mark.parametrize("part", ["instruction.md", "environment", "tests", "solution", "steps", "steps/one/workdir"])
-def test_a_part_of_a_task_that_is_a_link_out_of_its_folder_is_refused(folder, tmp_path, part):
+def test_links_out_of_the_task_are_refused(folder, tmp_path, part):
     outside, link = tmp_path / "outside", folder / part
     link.parent.mkdir(parents=True, exist_ok=True)
     if link.exists():
@@ -697,7 +697,7 @@ def test_files_that_cannot_be_honoured_are_named(folder):
         assert "\n" not in str(refused.value)
 
 
-def test_a_folder_that_can_not_be_read_for_now_is_not_taken_for_an_empty_one(folder):
+def test_an_unread_folder_is_not_empty(folder):
     assert dict(walk(folder / "tests"))
     free = os.dup(0)
     os.close(free)
@@ -711,7 +711,7 @@ def test_a_folder_that_can_not_be_read_for_now_is_not_taken_for_an_empty_one(fol
     assert not dict(walk(folder / "nothing"))
 
 
-def test_folders_without_tasks_and_patterns_without_match_are_named(folder, tmp_path):
+def test_empty_matches_are_named(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no task"):
         read_tasks(tmp_path / "empty")
@@ -757,7 +757,7 @@ def test_older_spellings_and_empty_forms_are_read(folder):
     assert (found.refused, found.limits) == ((), LeaseLimits(memory_mib=2048, disk_mib=512, cpu_quota=2))
 
 
-def test_a_pattern_says_for_which_images_the_base_stands_in(folder):
+def test_patterns_choose_the_base(folder):
     (folder / "environment/Dockerfile").write_text("FROM python:3.11-slim\nCOPY . .\n")
     task = load_task(folder)
     room = Room(Resources(memory_mib=1, disk_mib=1))
@@ -765,7 +765,7 @@ def test_a_pattern_says_for_which_images_the_base_stands_in(folder):
     assert fit(task, room, images=("debian*",)).notes == ()
 
 
-def test_what_images_set_is_where_a_dockerfile_starts(folder):
+def test_dockerfiles_start_from_image_settings(folder):
     (folder / "environment/Dockerfile").write_text(
         "FROM app:1\nENV PATH=/own:$PATH\nWORKDIR sub\nCOPY --from=tools:2 /bin/x /x\nCOPY --from=tools:2 /y /y\n"
         "ADD --checksum=sha256:"
@@ -804,7 +804,7 @@ def test_symbolic_modes_are_those_of_chmod(mode, words, folder, changed, tmp_pat
         assert oct(path.stat().st_mode & 0o7777) == oct(changed)
 
 
-def test_large_folders_are_cut_into_archives_that_fit(tmp_path):
+def test_large_folders_are_several_archives(tmp_path):
     for number in range(8):
         (tmp_path / f"f{number}").write_bytes(b"x" * 50_000)
     pieces = list(pack([(f"f{n}", tmp_path / f"f{n}") for n in range(8)], limit=200_000))
@@ -835,12 +835,12 @@ def test_a_fifo_is_refused_where_the_task_is_loaded(folder, where):
         load_task(folder)
 
 
-def test_what_an_earlier_stage_copies_is_looked_for_too(folder):
+def test_earlier_stages_are_checked(folder):
     with pytest.raises(ConfigError, match="absent: is missing, and a COPY needs it"):
         recipe_of(folder, "FROM debian AS one\nCOPY absent /x\nFROM debian\nCOPY --from=one /x /x\n")
 
 
-def test_a_copy_without_its_file_refuses_no_task_on_an_image(folder):
+def test_missing_files_matter_when_built(folder):
     (folder / "task.toml").write_text("[environment]\ndocker_image = 'own:1'\n")
     (folder / "environment/Dockerfile").write_text("FROM debian\nCOPY absent /x\n")
     task = load_task(folder)
@@ -860,7 +860,7 @@ def sized(folder, version, **sizes):
     return load_task(folder)
 
 
-def test_files_in_memory_need_room_beside_the_programs(folder):
+def test_memory_files_need_room(folder):
     task = sized(folder, "1.4", memory_mb=512, storage_mb=2048)
     (problem,) = fit(task, Room(Resources(memory_mib=2048, disk_mib=2048), volume="memory")).refused
     assert "2048 of files in memory beside 512 for programs wanted, slots have at most 2048 for both" in problem
@@ -902,7 +902,7 @@ def test_files_that_don_t_fit_in_memory_are_on_disk(folder, storage, memory, lim
         ("1.4", {"cpus": 4}, LeaseLimits(cpu_quota=4), 0, 0),
     ],
 )
-def test_what_a_slot_lacks_is_asked_for_up_to_a_whole_container(folder, version, sizes, limits, clamped, refused):
+def test_leases_grow_to_a_whole_container(folder, version, sizes, limits, clamped, refused):
     found = fit(
         sized(folder, version, **sizes), Room(Resources(memory_mib=1024, disk_mib=512), volume="memory", most_mib=4096)
     )
@@ -911,7 +911,7 @@ def test_what_a_slot_lacks_is_asked_for_up_to_a_whole_container(folder, version,
         assert found.limits == limits
 
 
-def test_with_clamp_everything_is_lowered_to_the_largest_lease(folder):
+def test_clamp_lowers_everything(folder):
     task = sized(folder, "1.4", memory_mb=8192, storage_mb=8192)
     found = fit(task, Room(Resources(memory_mib=1024, disk_mib=512), volume="memory", most_mib=4096), policy="clamp")
     assert (found.refused, len(found.clamped), found.limits) == ((), 2, LeaseLimits(memory_mib=4096, disk_mib=4096))
@@ -921,7 +921,7 @@ def test_with_clamp_everything_is_lowered_to_the_largest_lease(folder):
     ("version", "policy", "refused", "clamped"),
     [("1.1", "old", 0, 2), ("1.4", "old", 2, 0), ("1.1", "refuse", 2, 0), ("1.4", "clamp", 0, 2)],
 )
-def test_sizes_that_old_schemas_wrote_out_are_lowered_and_others_refused(folder, version, policy, refused, clamped):
+def test_default_sizes_of_old_are_lowered(folder, version, policy, refused, clamped):
     task = sized(folder, version, memory_mb=2048, storage_mb=10_240)
     found = fit(task, Room(Resources(memory_mib=1024, disk_mib=512), volume="memory"), policy=policy)
     assert (len(found.refused), len(found.clamped)) == (refused, clamped)
@@ -952,7 +952,7 @@ def test_each_phase_has_its_network(folder, text, agent, verifier, offline):
     assert (task.agent_hosts, task.verifier_hosts, task.offline) == (agent, verifier, offline)
 
 
-def test_hosts_that_the_pool_leaves_out_are_noted_and_nonsense_is_refused(folder):
+def test_unreachable_hosts_are_noted(folder):
     room = Room(Resources(memory_mib=1024, disk_mib=512), egress=("pypi.org", "*.debian.org"))
     (folder / "task.toml").write_text(
         "[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['pypi.org', 'a.b', '*.debian.org', '10.0.0.0/8']\n"
@@ -988,7 +988,7 @@ def test_hosts_that_the_pool_leaves_out_are_noted_and_nonsense_is_refused(folder
         ("task.toml", '[[steps]]\nname = "a\\u0000b"\n'),
     ],
 )
-def test_what_no_system_can_hold_is_one_bad_task_of_its_set(folder, tmp_path, name, text):
+def test_an_impossible_task_is_one_bad_one(folder, tmp_path, name, text):
     shutil.copytree(folder, tmp_path / "other")
     (folder / "environment/Dockerfile").unlink(missing_ok=True)
     (folder / name).write_text(text)
@@ -1022,7 +1022,7 @@ def test_every_bad_task_of_a_set_is_named_at_once(folder, tmp_path):
         found.check()
 
 
-def test_unknown_keys_are_listed_and_empty_tables_are_fine(folder):
+def test_unknown_keys_are_listed(folder):
     (folder / "task.toml").write_text(
         "frobnicate = 1\n[verifier]\ntimout_sec = 1\n[environment]\nmcp_servers = []\n[environment.env]\n"
         "[environment.healthcheck]\n[verifier.environment]\n[metadata]\nanything = 'goes'\n[agent]\n"
@@ -1047,7 +1047,7 @@ def test_unknown_keys_are_listed_and_empty_tables_are_fine(folder):
         ("frame.rename(columns={'/app': '/tmp'})", False),
     ],
 )
-def test_tests_that_rename_or_link_out_of_the_agent_s_folders_are_known(folder, test, across):
+def test_renaming_tests_are_known(folder, test, across):
     (folder / "environment/Dockerfile").write_text("FROM debian:13\nWORKDIR /app\n")
     (folder / "tests/helper.py").write_text(test)
     task = load_task(folder)
@@ -1055,7 +1055,7 @@ def test_tests_that_rename_or_link_out_of_the_agent_s_folders_are_known(folder, 
     assert choose(task).mode == "view"
 
 
-def test_variables_of_this_machine_are_given_by_name_only(folder):
+def test_own_variables_are_passed_by_name(folder):
     (folder / "task.toml").write_text("[verifier.env]\nKEY = '${KEY}'\nURL = 'http://${HOST:-localhost}:1'\n")
     with pytest.raises(ConfigError, match="KEY} is not given to tasks"):
         load_task(folder)
@@ -1080,7 +1080,7 @@ def test_a_variable_without_an_end_is_text(folder, value, filled):
     assert load_task(folder, variables={"A": "1"}).verifier_settings.env["KEY"] == filled
 
 
-def test_a_compose_file_of_one_service_says_how_its_commands_start(folder):
+def test_one_service_sets_the_start(folder):
     (folder / "environment/Dockerfile").write_text("FROM debian\nENV A=1\nWORKDIR /app\n")
     (folder / "environment/docker-compose.yaml").write_text(
         "services:\n  main:\n    build: {context: .}\n    command: [sh, -c, sleep infinity]\n    working_dir: /srv\n"
@@ -1127,7 +1127,7 @@ def test_a_compose_file_may_have_defaults(folder):
         ("image: app, command: ['" + "${A-" * 5000 + "']", "services.main.command: ${A-"),
     ],
 )
-def test_what_a_compose_file_asks_in_vain_is_refused_by_name(folder, keys, named):
+def test_vain_compose_keys_are_refused(folder, keys, named):
     (folder / "environment/compose.yaml").write_text(f"services: {{main: {{{keys}}}}}")
     with pytest.raises(ConfigError) as refused:
         load_task(folder)
@@ -1147,16 +1147,14 @@ def test_what_a_compose_file_asks_in_vain_is_refused_by_name(folder, keys, named
         ("entrypoint: [], command: serve", (), ("serve",)),
     ],
 )
-def test_a_compose_file_says_what_is_started_in_the_place_of_what_its_image_would_start(
-    folder, keys, entrypoint, command
-):
+def test_compose_replaces_the_image_s_start(folder, keys, entrypoint, command):
     (folder / "environment/Dockerfile").write_text('FROM debian\nENTRYPOINT ["/start"]\nCMD ["image"]\n')
     (folder / "environment/compose.yaml").write_text(f"services: {{main: {{build: .{keys and ', '}{keys}}}}}")
     settings = load_task(folder).recipe.settings
     assert (settings.entrypoint, settings.command) == (entrypoint, command)
 
 
-def test_steps_inherit_from_the_task_and_add_their_own(folder):
+def test_steps_inherit_from_the_task(folder):
     (folder / "task.toml").write_text(
         "multi_step_reward_strategy = 'final'\n[agent]\ntimeout_sec = 5\nuser = 'dev'\n[verifier.env]\nA = '1'\n"
         "[[steps]]\nname = 'one'\n[steps.agent]\ntimeout_sec = 9\n[[steps]]\nname = 'two'\nmin_reward = 0.5\n"
@@ -1185,7 +1183,7 @@ def test_the_mean_of_steps_is_exact_for_any_numbers(folder, rewards, mean):
     assert combined(load_task(folder), [Verdict(reward, 0, "", 0.0, {"reward": reward}) for reward in rewards]) == mean
 
 
-def test_the_mean_of_steps_is_of_each_number_by_its_name_and_what_is_missing_is_0(folder):
+def test_the_mean_of_steps_counts_gaps_as_0(folder):
     (folder / "steps/one").mkdir(parents=True)
     (folder / "steps/one/instruction.md").write_text("Do it.")
     (folder / "task.toml").write_text("[[steps]]\nname = 'one'\n")
@@ -1196,7 +1194,7 @@ def test_the_mean_of_steps_is_of_each_number_by_its_name_and_what_is_missing_is_
 
 
 @pytest.mark.parametrize("table", ["steps.verifier", "steps.verifier.environment"])
-def test_a_variable_that_is_not_given_is_refused_in_a_step_too(folder, table):
+def test_steps_need_their_variables(folder, table):
     (folder / "steps/one").mkdir(parents=True)
     (folder / "steps/one/instruction.md").write_text("Do it.")
     (folder / "task.toml").write_text(f"[[steps]]\nname = 'one'\n[{table}.env]\nA = '${{A_SECRET}}'\n")
@@ -1225,7 +1223,7 @@ def test_a_variable_that_is_not_given_is_refused_in_a_step_too(folder, table):
         ),
     ],
 )
-def test_a_separate_verifier_has_the_machine_that_harbor_gives_it(folder, toml, files, image, bundled):
+def test_a_separate_verifier_s_machine(folder, toml, files, image, bundled):
     for name, text in {"task.toml": toml, **files}.items():
         (folder / name).write_text(text)
     task = load_task(folder)
@@ -1245,7 +1243,7 @@ def test_a_separate_verifier_has_the_machine_that_harbor_gives_it(folder, toml, 
         assert (sized.limits, sized.verifier.limits) == (None, LeaseLimits(memory_mib=4096))
 
 
-def test_a_step_has_its_own_verifiers_machine_before_the_tasks(folder):
+def test_a_step_s_verifier_comes_first(folder):
     (folder / "task.toml").write_text(
         "[verifier]\nenvironment_mode = 'separate'\ntimeout_sec = 7\n"
         "[[steps]]\nname = 'one'\n[[steps]]\nname = 'two'\n[steps.verifier]\nuser = 'judge'\n"
@@ -1290,7 +1288,7 @@ def test_a_step_has_its_own_verifiers_machine_before_the_tasks(folder):
         ("[verifier]\nenvironment_mode = 'separate'", "echo 42 > answer", "separate"),
     ],
 )
-def test_tests_run_in_a_view_unless_the_solution_changes_the_machine(folder, toml, solution, mode):
+def test_tests_run_in_a_view_by_default(folder, toml, solution, mode):
     (folder / "task.toml").write_text(toml)
     (folder / "solution").mkdir(exist_ok=True)
     (folder / "solution" / "solve.sh").write_text(f"#!/bin/bash\n{solution}\n")
@@ -1327,7 +1325,7 @@ def test_a_folder_of_the_system_is_shown_in_no_view(folder, workdir, mode):
     assert choose(load_task(folder)).mode == mode
 
 
-def test_what_people_wrote_is_read_in_time_that_grows_with_its_length(folder):
+def test_reading_is_linear(folder):
     (folder / "solution").mkdir()
     (folder / "solution/solve.sh").write_text("apt -" * 15_000)
     (folder / "instruction.md").write_text(f"<!--{'canary' * 50_000}")
@@ -1339,7 +1337,7 @@ def test_what_people_wrote_is_read_in_time_that_grows_with_its_length(folder):
     assert time.process_time() - started < 2
 
 
-def test_what_a_link_in_a_solution_names_on_this_machine_is_not_read(folder):
+def test_links_read_nothing_of_this_machine(folder):
     (folder / "solution").mkdir()
     (folder / "solution/solve.sh").write_text("echo 42 > answer\n")
     (folder / "solution/memory").symlink_to("/proc/self/mem")
@@ -1347,7 +1345,7 @@ def test_what_a_link_in_a_solution_names_on_this_machine_is_not_read(folder):
     assert choose(load_task(folder)).mode == "view"
 
 
-def test_steps_have_no_view_since_the_agent_would_go_on_in_it(folder):
+def test_steps_have_no_view(folder):
     (folder / "task.toml").write_text('[verifier]\nenvironment_mode = "view"\n[[steps]]\nname = "one"\n')
     (folder / "steps/one").mkdir(parents=True)
     (folder / "steps/one/instruction.md").write_text("Do.")
@@ -1380,7 +1378,7 @@ def test_steps_have_no_view_since_the_agent_would_go_on_in_it(folder):
         ("cmp /app/a /tests/b", None),
     ],
 )
-def test_what_tests_run_of_the_agent_s_is_read_from_their_text(folder, test, found):
+def test_agent_programs_of_tests_are_known(folder, test, found):
     (folder / "environment/Dockerfile").write_text("FROM debian:13\nWORKDIR /app\n")
     (folder / "tests/helper.py").write_text(f"# comment\n{test}\n")
     seen = exposure(load_task(folder))

@@ -87,7 +87,7 @@ async def test_the_specification_example(pool):
     assert pool.free == 8
 
 
-async def test_a_slot_is_leased_at_the_first_sandboxed_call_and_kept(executor, pool):
+async def test_the_first_call_leases_a_slot(executor, pool):
     assert not (await executor.execute("t", ToolCall(name="nope"))).success
     assert not (await executor.execute("t", ToolCall(name="terminal"))).success
     assert pool.free == 8
@@ -96,7 +96,7 @@ async def test_a_slot_is_leased_at_the_first_sandboxed_call_and_kept(executor, p
     assert pool.free == 7
 
 
-async def test_calls_of_a_trajectory_run_in_the_order_given(executor):
+async def test_calls_run_in_order(executor):
     calls = [executor.execute("t", terminal(f"sleep 0.0{5 - i}; echo {i} >> log")) for i in range(5)]
     await asyncio.gather(*calls)
     assert (await executor.execute("t", terminal("cat log"))).output == "0\n1\n2\n3\n4\n"
@@ -118,7 +118,7 @@ async def test_a_call_that_is_given_twice_runs_twice(executor):
     assert [result.output.strip() for result in results] == ["1", "2"]
 
 
-async def test_a_lost_slot_breaks_the_trajectory_until_it_is_released(executor, pool):
+async def test_a_lost_slot_breaks_the_trajectory(executor, pool):
     await executor.execute("t", terminal("true"))
     pool.slots[0].fault = SlotLost("the container died")
     with pytest.raises(SlotLost, match="container died"):
@@ -163,7 +163,7 @@ async def test_a_tools_own_failure_is_a_result(executor, kind, text):
     assert text in result.error
 
 
-async def test_a_result_can_be_encoded_whatever_a_tool_answered(pool):
+async def test_any_result_can_be_encoded(pool):
     @tool(toolsets=("test",))
     async def odd(deep: bool) -> object:
         """Answer what UTF-8 or JSON can't hold."""
@@ -186,7 +186,7 @@ async def test_a_result_can_be_encoded_whatever_a_tool_answered(pool):
 
 
 @pytest.mark.parametrize(("kind", "error"), [("lost", SlotLost), ("grouped loss", SlotLost), ("stray", OutcomeUnknown)])
-async def test_the_infrastructures_failure_within_a_tool_is_an_exception(executor, kind, error):
+async def test_infrastructure_faults_are_raised(executor, kind, error):
     with pytest.raises(error):
         await executor.execute("t", ToolCall(name="fail", arguments={"kind": kind}))
 
@@ -197,7 +197,7 @@ async def test_a_tools_own_time_bound_is_a_result(executor):
     assert "longer than 0.05 s" in result.error
 
 
-async def test_the_time_in_which_the_loop_is_blocked_is_not_a_tools(pool):
+async def test_a_blocked_loop_is_not_the_tool_s(pool):
     @tool(toolsets=("test",), timeout_s=1.5)
     async def asks() -> str:
         """Ask somebody who answers at once."""
@@ -209,7 +209,7 @@ async def test_the_time_in_which_the_loop_is_blocked_is_not_a_tools(pool):
         assert (await made.execute("t", ToolCall(name="asks"))).output == "answer"
 
 
-async def test_a_time_bound_within_a_tool_is_not_the_tools_own(pool):
+async def test_an_inner_timeout_is_not_the_tool_s(pool):
     @tool(toolsets=("test",), timeout_s=60)
     async def asks() -> None:
         """Ask somebody who does not answer."""
@@ -267,7 +267,7 @@ async def test_release_interrupts_what_runs_and_what_waits(executor, pool):
     assert not any(one.cancelled() or one.cancelling() for one in calls)
 
 
-async def test_release_interrupts_a_tool_that_swallows_its_cancellation(executor):
+async def test_release_outlasts_a_stubborn_tool(executor):
     call = asyncio.create_task(executor.execute("t", ToolCall(name="hold", arguments={"swallow": True})))
     await asyncio.sleep(0.01)
     await executor.release_trajectory("t")
@@ -275,7 +275,7 @@ async def test_release_interrupts_a_tool_that_swallows_its_cancellation(executor
         await call
 
 
-async def test_a_caller_cancelled_during_a_release_is_cancelled(executor):
+async def test_cancelled_during_a_release(executor):
     call = asyncio.create_task(executor.execute("t", ToolCall(name="hold")))
     await asyncio.sleep(0.01)
     release = asyncio.create_task(executor.release_trajectory("t"))
@@ -286,7 +286,7 @@ async def test_a_caller_cancelled_during_a_release_is_cancelled(executor):
     assert isinstance(result, asyncio.CancelledError)
 
 
-async def test_release_is_idempotent_and_outlives_cancellation(executor, pool):
+async def test_release_is_idempotent(executor, pool):
     await executor.execute("t", terminal("true"))
     pool.release_s = 0.05
     release = asyncio.create_task(executor.release_trajectory("t"))
@@ -301,7 +301,7 @@ async def test_release_is_idempotent_and_outlives_cancellation(executor, pool):
     await executor.release_trajectory("never seen")
 
 
-async def test_a_call_after_a_release_begins_a_new_trajectory(executor, pool):
+async def test_a_released_name_begins_anew(executor, pool):
     await executor.execute("t", terminal("touch f"))
     pool.release_s = 0.05
     release = asyncio.create_task(executor.release_trajectory("t"))
@@ -332,7 +332,7 @@ async def test_release_without_waiting_for_the_reset(executor, pool):
     assert pool.free == 8
 
 
-async def test_random_calls_cancellations_and_releases_leak_nothing(pool):
+async def test_random_calls_leak_nothing(pool):
     pool.free = 64
     async with make(pool) as executor:
 
@@ -355,7 +355,7 @@ async def test_random_calls_cancellations_and_releases_leak_nothing(pool):
     assert all(slot.released == 1 for slot in pool.slots)
 
 
-async def test_close_releases_everything_and_ends_the_executor(pool):
+async def test_close_releases_everything(pool):
     executor = make(pool)
     with pytest.raises(RuntimeError, match="not started"):
         await executor.execute("t", terminal("true"))
@@ -410,7 +410,7 @@ async def test_the_bound_of_a_frame_reaches_the_pool(pool):
         assert pool.max_batch_size == 7
 
 
-async def test_a_trajectory_that_holds_nothing_is_forgotten(executor, pool):
+async def test_empty_trajectories_are_forgotten(executor, pool):
     for index in range(50):
         assert not (await executor.execute(f"t{index}", ToolCall(name="nope"))).success
     pool.acquire_error = AcquireTimeout("full")
@@ -439,7 +439,7 @@ async def test_counts(executor):
     assert "open" in repr(executor)
 
 
-def test_external_tools_without_a_tool_server_are_refused(pool):
+def test_external_tools_need_a_server(pool):
     tools = build_tool_registry(["default", "web"], tool_server_url="http://127.0.0.1:1")
     with pytest.raises(ConfigError, match="tool_server_url"):
         ToolExecutor(pool, tools)
@@ -468,7 +468,7 @@ async def test_a_trajectory_needs_an_id(executor):
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("a bug of its own"), SystemExit(1)])
-async def test_what_a_tool_kept_and_cannot_finish_keeps_no_slot(pool, tmp_path, failure):
+async def test_unfinished_state_keeps_no_slot(pool, tmp_path, failure):
     class Kept(ToolState):
         async def finish(self, scope):
             raise failure

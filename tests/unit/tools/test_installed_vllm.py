@@ -96,7 +96,7 @@ def test_theirs_reads_what_ours_writes(vllm, tokenizer, name):
     assert parser.parse("nothing to do") == get_parser(name).parse("nothing to do")
 
 
-def test_a_malformed_call_is_still_an_error_that_the_model_reads(vllm, tokenizer):
+def test_a_malformed_call_is_an_error(vllm, tokenizer):
     text = '<tool_call>\n{"name": "terminal", "arguments": {"command": }\n</tool_call>'
     parsed = parser_for("hermes", tokenizer, [SCHEMA]).parse(text)
     assert (parsed.calls, parsed.errors) == ((), get_parser("hermes").parse(text).errors)

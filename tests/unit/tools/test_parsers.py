@@ -61,7 +61,7 @@ def test_a_rendered_call_is_parsed_back(name, call_name, arguments):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_several_calls_keep_their_order_and_the_content(name):
+def test_calls_keep_their_order(name):
     calls = [
         ToolCall(name="terminal", arguments={"command": 'echo "a" && cat <<EOF\n{"x": [1]}\nEOF'}),
         ToolCall(name="read_file", arguments={"path": "näïve/😀.txt"}),
@@ -92,7 +92,7 @@ def test_no_text_breaks_a_parser(name, pieces):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40)
 @given(data=st.data())
-def test_a_turn_cut_off_anywhere_is_never_another_call(name, data):
+def test_a_cut_turn_is_no_other_call(name, data):
     call = ToolCall(name="write_file", arguments={"path": "a.txt", "content": "one\ntwo }} ]] \"q\" 'z'"})
     text = get_parser(name).render(call)
     cut = data.draw(st.integers(0, len(text)))
@@ -121,7 +121,7 @@ FILLERS = (" ", "\n", "0,", "{},", '{"name": 1},', "a", "\\", "''", "[", '"', "1
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_time_and_complaints_are_bounded_where_a_call_does_not_end(name):
+def test_unended_calls_are_bounded(name):
     """What opens a call, then the same over and over, then something else: nothing is looked at again and again."""
     parser = get_parser(name)
     openings = [one for one in TOKENS if one[:1] in "<[{" and len(one) > 1]
@@ -140,7 +140,7 @@ def test_time_and_complaints_are_bounded_where_a_call_does_not_end(name):
     assert large < max(small, 0.05) * 30
 
 
-def test_json_nested_too_deeply_is_an_error_and_not_a_crash():
+def test_deep_json_is_an_error():
     for depth in (70, 5000, 200_000):
         text = '<tool_call>{"name": "a", "arguments": {"x": ' + "[" * depth + "]" * depth + "}}</tool_call>"
         parsed = get_parser("hermes").parse(text)
@@ -158,12 +158,12 @@ class TestHermes:
         assert parsed.calls[0].arguments == {"c": "echo </tool_call> <tool_call>"}
         assert not parsed.errors
 
-    def test_a_missing_end_tag_is_forgiven_where_the_json_is_whole(self):
+    def test_a_missing_end_tag_is_forgiven(self):
         parsed = self.parse('a <tool_call>{"name": "t", "arguments": {}}<tool_call>{"name": "u"}</tool_call> b')
         assert [one.name for one in parsed.calls] == ["t", "u"]
         assert parsed.content == "a  b"
 
-    def test_a_malformed_call_between_good_ones_is_told_with_its_place(self):
+    def test_a_malformed_call_has_its_place(self):
         parsed = self.parse(
             '<tool_call>{"name": "a"}</tool_call><tool_call>{"name": b}</tool_call><tool_call>{"name": "c"}</tool_call>'
         )
@@ -171,12 +171,12 @@ class TestHermes:
         assert [(one.position, one.text) for one in parsed.errors] == [(1, '{"name": b}')]
         assert "<tool_call>{" in parsed.errors[0].message
 
-    def test_raw_line_breaks_in_strings_and_stray_brackets_are_let_pass(self):
+    def test_raw_line_breaks_pass(self):
         parsed = self.parse('<tool_call>\n{"name": "t", "arguments": {"c": "a\nb"}}}\n</tool_call>')
         assert parsed.calls[0].arguments == {"c": "a\nb"}
         assert parsed.content == ""
 
-    def test_arguments_as_text_reach_the_executor_as_text(self):
+    def test_text_arguments_stay_text(self):
         parsed = self.parse('<tool_call>{"name": "t", "arguments": "{\\"a\\": 1}"}</tool_call>')
         assert parsed.calls[0].arguments == '{"a": 1}'
 
@@ -196,7 +196,7 @@ class TestHermes:
         assert "cut off" in cut.errors[0].message
 
     @pytest.mark.parametrize("rest", ["and b", '[{"name": "b"}]', '{"name": b}', "{}"])
-    def test_what_follows_a_call_within_its_tag_is_another_or_an_error(self, rest):
+    def test_trailing_text_in_a_tag(self, rest):
         parsed = self.parse(
             f'<tool_call>{{"name": "a"}} {rest}</tool_call> after <tool_call>{{"name": "z"}}</tool_call>'
         )
@@ -204,7 +204,7 @@ class TestHermes:
         assert [(one.position, one.text) for one in parsed.errors] == [(1, rest)]
         assert parsed.content == "after"
 
-    def test_calls_of_one_turn_are_bounded_and_it_is_told(self):
+    def test_calls_of_a_turn_are_bounded(self):
         parsed = self.parse('<tool_call>{"name": "a"}</tool_call>' * 1000)
         assert len(parsed.calls) == 128
         assert "more than 128" in parsed.errors[-1].message
@@ -229,7 +229,7 @@ def test_mistral_reads_both_generations():
     assert parser.parse('[TOOL_CALLS] {"name": "a"} {"name": b}').errors[0].text == '{"name": b}'
 
 
-def test_llama3_reads_tagged_and_untagged_calls_and_leaves_other_json_alone():
+def test_llama3_leaves_other_json_alone():
     parser = get_parser("llama3_json")
     tagged = parser.parse(
         '<|python_tag|>{"name": "a", "parameters": {"x": 1}}; {"name": "b", "parameters": {}}<|eom_id|>'
@@ -259,7 +259,7 @@ def test_llama4_reads_python_literals():
     assert not wrong.calls
 
 
-def test_values_without_types_take_the_type_of_the_schema():
+def test_the_schema_types_values():
     parsed = get_parser("qwen3_coder").parse(
         "<tool_call>\n<function=f>\n<parameter=n>\n5\n</parameter>\n<parameter=s>\n5\n</parameter>\n"
         '<parameter=l>\n["a", 1]\n</parameter>\n<parameter=b>\nTrue\n</parameter>\n</function>\n</tool_call>'
@@ -295,7 +295,7 @@ def test_the_type_of_a_value_is_found_in_any_schema(schema, read):
     assert coerce({"p": written}, schema) == {"p": read or written}
 
 
-def test_qwen3_coder_reads_on_where_a_parameter_is_not_closed():
+def test_qwen3_coder_forgives_open_parameters():
     """As vLLM does. The next parameter, or all of the next call, became part of the value, and the call was run so."""
     open_call = "<tool_call>\n<function=t>\n<parameter=a>\nTX\n"
     rest = "<parameter=b>\n</parameter\n</parameter>\n</function>\n</tool_call>"
@@ -305,7 +305,7 @@ def test_qwen3_coder_reads_on_where_a_parameter_is_not_closed():
     assert (read.content, read.errors) == ("", ())
 
 
-def test_deepseek_and_kimi_as_their_templates_write_them():
+def test_deepseek_and_kimi_templates():
     v3 = get_parser("deepseek_v3").parse(
         "x<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n"
         '{"a": "```"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
@@ -318,7 +318,7 @@ def test_deepseek_and_kimi_as_their_templates_write_them():
     assert (kimi.calls[0].name, kimi.calls[0].arguments) == ("get", {"a": 1})
 
 
-def test_every_promised_parser_is_there_and_an_unknown_one_is_refused():
+def test_every_promised_parser_exists():
     assert set(NAMES) <= set(parser_names())
     with pytest.raises(ConfigError, match="hermes"):
         get_parser("herms")
@@ -351,7 +351,7 @@ def shapes():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", shapes())
-def test_what_is_shaped_like_a_call_is_never_the_answer_without_a_word(name, shape):
+def test_a_call_s_shape_is_never_ignored(name, shape):
     parsed = get_parser(name).parse(f"First this.\n{shapes()[shape]}")
     assert parsed.calls or parsed.errors
     assert all(error.message for error in parsed.errors)
@@ -384,7 +384,7 @@ def test_an_answer_that_is_no_call_is_an_answer(name, answer):
 
 
 @pytest.mark.parametrize("inside", ['{"name": "terminal", "arguments": {"command": "ls"}}', "", "terminal(ls)"])
-def test_qwen3_coder_answers_what_is_no_function_in_its_tags_with_an_error(inside):
+def test_qwen3_coder_needs_a_function(inside):
     good = "<tool_call>\n<function=t>\n</function>\n</tool_call>"
     parsed = get_parser("qwen3_coder").parse(
         f"Look:\n{good}\n<tool_call>\n{inside}\n</tool_call>\n{good}\n<tool_call>{inside}"

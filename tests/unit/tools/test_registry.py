@@ -76,7 +76,7 @@ async def adjust(level: Literal[1, 2, 3], quiet: Literal[True] | None = None, un
     return f"{level} {quiet} {unit}"
 
 
-def test_a_choice_of_numbers_can_be_named_by_a_format_without_types():
+def test_numbers_may_be_named_as_text():
     written = "<tool_call>adjust\n" + "".join(
         f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
         for key, value in {"level": "2", "quiet": "true", "unit": "2"}.items()
@@ -99,7 +99,7 @@ async def plant(tree: Node) -> str:
     return tree.model_dump_json()
 
 
-def test_a_model_within_itself_is_shown_once_and_read_whole():
+def test_recursive_models_are_read():
     assert plant.schema.parameters == {
         "type": "object",
         "properties": {"name": {"type": "string"}, "left": {}, "right": {}},
@@ -184,7 +184,7 @@ async def test_ones_own_tools_in_ten_lines(pool):
     assert count_words.schema.parameters["properties"]["least"]["default"] == 0
 
 
-def test_own_tools_join_toolsets_and_replace_built_in_ones():
+def test_own_tools_replace_built_in_ones():
     tools = build_tool_registry(["text"], tools=[count_words, add])
     assert tools.names == ["count_words", "add"]
     assert build_tool_registry(["default"], ["maths"], tools=[add]).names == DEFAULT
@@ -199,7 +199,7 @@ def test_own_tools_join_toolsets_and_replace_built_in_ones():
     assert build_tool_registry(tools=[meant]).get("terminal") is meant
 
 
-def test_tools_of_installed_packages_are_found_by_entry_point(monkeypatch):
+def test_entry_points_offer_tools(monkeypatch):
     points = [
         EntryPoint("one", f"{__name__}:count_words", registry_module.ENTRY_POINTS),
         EntryPoint("more", f"{__name__}:offered", registry_module.ENTRY_POINTS),
@@ -233,7 +233,7 @@ async def bare_coroutine() -> str:
     return ""
 
 
-def test_a_package_that_is_installed_offers_its_tools(tmp_path):
+def test_an_installed_package_offers_tools(tmp_path):
     """As a new user writes one: ten lines and an entry point, found by another process."""
     (tmp_path / "mine.py").write_text(
         "from atropos.tools import tool\n\n"
@@ -312,13 +312,13 @@ async def _reserved(model_config: int):
     pass
 
 
-def test_an_external_tool_of_ones_own_needs_a_tool_server():
+def test_own_external_tools_need_a_server():
     with pytest.raises(ConfigError, match="'weather' is external"):
         build_tool_registry(tools=[weather])
     assert build_tool_registry(None, None, "inprocess", tools=[weather]).external == [weather]
 
 
-def test_a_distribution_draws_each_toolset_with_its_probability():
+def test_distributions_draw_toolsets():
     distribution = Distribution("test", {"terminal": 1.0, "file": 0.5, "web": 0.0})
     assert distribution.sample(7) == distribution.sample(7)
     generator = random.Random(1)
@@ -345,7 +345,7 @@ def test_distributions_by_name():
         get_distribution("nope")
 
 
-def test_every_named_distribution_names_toolsets_that_exist():
+def test_distributions_name_toolsets():
     from atropos.tools.toolsets import DISTRIBUTIONS, TOOLSETS
 
     for one in DISTRIBUTIONS.values():

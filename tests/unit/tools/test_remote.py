@@ -86,7 +86,7 @@ async def test_in_this_process(pool):
     assert pool.free == 8
 
 
-async def test_a_token_of_any_characters_holds_in_this_process(pool):
+async def test_tokens_may_have_any_characters(pool):
     async with executor(pool, "inprocess", token="schlüssel-🔑") as made:
         assert (await made.execute("t", call("note", text="hi"))).output == "hi None"
 
@@ -118,7 +118,7 @@ async def test_a_wrong_token_is_told_at_the_start(pool, served, token):
             pass
 
 
-async def test_a_token_with_the_line_break_of_its_file_is_refused_by_name(pool, served):
+async def test_a_token_has_no_line_break(pool, served):
     with pytest.raises(ConfigError, match=r"tool_server_token: .* line break"):
         executor(pool, served, token="right\n")
 
@@ -171,7 +171,7 @@ async def test_tools_that_the_server_lacks_are_not_offered(pool):
         (["all"], ["mcp"], False),
     ],
 )
-async def test_tools_that_are_found_on_the_server_join_their_toolset(pool, enabled, disabled, offered):
+async def test_server_tools_join_toolsets(pool, enabled, disabled, offered):
     @tool("jot", sandboxed=False, toolsets=("mcp-notes",))
     async def jot(text: str) -> str:
         """Jot it down."""
@@ -190,7 +190,7 @@ async def test_tools_that_are_found_on_the_server_join_their_toolset(pool, enabl
             assert schema["required"] == ["text"]
 
 
-async def test_a_toolset_that_only_the_server_has_is_enabled_by_its_name(pool):
+async def test_server_toolsets_can_be_enabled(pool):
     registry = build_tool_registry(["test"], None, "inprocess")
     config = ToolExecutorConfig(tool_server_url="inprocess")
     app = create_app(ToolServerSettings(), tools=[note])
@@ -200,7 +200,7 @@ async def test_a_toolset_that_only_the_server_has_is_enabled_by_its_name(pool):
 
 
 @pytest.mark.parametrize("name", ["mcp-isues", "mcp", "defualt"])
-async def test_a_toolset_of_which_the_server_has_nothing_is_refused_at_the_start(pool, name):
+async def test_empty_toolsets_are_refused(pool, name):
     app = create_app(ToolServerSettings(), tools=[note])
     with pytest.raises(ConfigError, match=f"no tool of '{name}'; its toolsets: .*test"):
         async with executor(pool, "inprocess", enabled=("default", name), tool_server_app=lambda: app):
@@ -208,7 +208,7 @@ async def test_a_toolset_of_which_the_server_has_nothing_is_refused_at_the_start
     assert app.state.host.draining, "the ToolServer in this process outlived the refusal"
 
 
-async def test_a_start_that_is_given_up_ends_the_start_of_the_server_in_this_process(pool):
+async def test_a_cancelled_start_ends_the_server(pool):
     begun, ended = asyncio.Event(), asyncio.Event()
 
     @asynccontextmanager
@@ -314,13 +314,13 @@ async def test_what_is_safe_is_tried_again(made, scripted, steps):
     assert len({one["call_id"] for one in scripted.seen}) == 1
 
 
-async def test_a_call_sent_again_says_which_server_it_was_sent_to(made, scripted):
+async def test_a_resend_names_its_server(made, scripted):
     scripted.steps = ["drop"]
     await made.execute("t", call("note", text="x"))
     assert [one["boot_id"] for one in scripted.seen] == [None, "one"]
 
 
-async def test_a_server_that_came_anew_meanwhile_is_not_taken_for_the_first(made, scripted):
+async def test_a_restarted_server_is_another(made, scripted):
     scripted.steps = ["drop", 409]
     scripted.boot = "two"
     with pytest.raises(OutcomeUnknown):
@@ -352,7 +352,7 @@ async def test_too_long_arguments_are_the_models_business(made, scripted):
     assert "too long" in result.error
 
 
-async def test_a_server_that_stays_away_is_unavailable_or_unknown(made, scripted, monkeypatch):
+async def test_a_gone_server_is_unavailable(made, scripted, monkeypatch):
     pauses = []
 
     def pause_s(attempt, **_):
@@ -370,7 +370,7 @@ async def test_a_server_that_stays_away_is_unavailable_or_unknown(made, scripted
     assert pauses == 2 * [*range(remote_module.MAX_ATTEMPTS - 1)]  # nobody waits after the last attempt
 
 
-async def test_each_execution_has_an_id_of_its_own_on_the_wire(made, scripted):
+async def test_each_execution_has_an_id(made, scripted):
     one = ToolCall(name="note", arguments={"text": "a"}, id="call_0")
     other = ToolCall(name="note", arguments={"text": "b"}, id="call_0")
     await made.execute("t", one)
@@ -378,7 +378,7 @@ async def test_each_execution_has_an_id_of_its_own_on_the_wire(made, scripted):
     assert len({seen["call_id"] for seen in scripted.seen}) == 2
 
 
-async def test_each_life_of_a_trajectory_has_a_name_of_its_own_and_ends_by_it(made, scripted):
+async def test_each_life_has_its_name(made, scripted):
     await made.execute("t", call("note", text="a"))
     await made.execute("t", call("note", text="b"))
     await made.execute("u", call("note", text="c"))
@@ -390,7 +390,7 @@ async def test_each_life_of_a_trajectory_has_a_name_of_its_own_and_ends_by_it(ma
     assert scripted.ended == [f"/trajectories/t?life={first}"]
 
 
-async def test_a_trajectory_of_a_name_whose_release_is_under_way_has_a_life_of_its_own(made, scripted, pool):
+async def test_a_namesake_has_a_life_of_its_own(made, scripted, pool):
     pool.release_s = 0.2
     await made.execute("t", call("terminal", command="true"))
     await made.execute("t", call("note", text="a"))
@@ -403,7 +403,7 @@ async def test_a_trajectory_of_a_name_whose_release_is_under_way_has_a_life_of_i
     assert {*scripted.ended} == {f"/trajectories/t?life={first}", f"/trajectories/t?life={second}"}
 
 
-async def test_a_call_given_up_on_its_way_does_not_begin_its_trajectory_anew(pool, served, monkeypatch):
+async def test_a_late_call_begins_nothing(pool, served, monkeypatch):
     """It is sent, its trajectory is released, and only then does it arrive."""
     held = []
 

@@ -36,7 +36,7 @@ def test_what_scrolls_off_is_kept_and_bounded():
     assert screen.scrollback(1000).split("\n")[0] == "47"
 
 
-def test_the_alternate_screen_covers_the_main_one_and_gives_it_back():
+def test_the_alternate_screen_gives_way():
     screen = Screen(5, 20)
     screen.feed(b"$ vim\r\n\x1b[?1049h\x1b[2J\x1b[Hediting\r\n~\r\n~\r\n~\r\n~\r\n~")
     assert "editing" not in screen.text()
@@ -95,7 +95,7 @@ def test_nothing_breaks_it(pieces, rows, cols):
     assert column >= 1
 
 
-def test_a_smaller_screen_has_its_cursor_and_what_is_written_there():
+def test_a_smaller_screen_keeps_its_cursor():
     screen = Screen(24, 80)
     screen.feed(b"".join(b"line %d\r\n" % number for number in range(30)) + b"$ ")
     screen.resize(4, 40)
@@ -110,7 +110,7 @@ def test_a_smaller_screen_has_its_cursor_and_what_is_written_there():
     assert screen.text() == "top      x\nxxxxxxxxxx"
 
 
-def test_what_an_editor_covered_fits_a_screen_that_was_made_smaller_meanwhile():
+def test_a_covered_screen_is_resized():
     screen = Screen(24, 80)
     screen.feed(b"".join(b"line %d\r\n" % number for number in range(23)) + b"$ vi\x1b[?1049h\x1b[2J\x1b[Htext")
     screen.resize(3, 80)
@@ -119,7 +119,7 @@ def test_what_an_editor_covered_fits_a_screen_that_was_made_smaller_meanwhile():
 
 
 @pytest.mark.slow("large input")
-def test_floods_and_endless_sequences_cost_no_more_than_their_length():
+def test_floods_cost_their_length():
     def seconds(size):
         started = time.process_time()
         screen = Screen(24, 80)

@@ -88,7 +88,7 @@ class TestTerminal:
         late = await use("process", action="write", session_id=session, data="x")
         assert "has ended" in late.error
 
-    async def test_a_character_that_comes_in_two_pieces_is_shown_whole(self, use):
+    async def test_split_characters_are_joined(self, use):
         command = r"printf 'gr\303'; read x; printf '\274n'; read x; printf 'end\303'"
         session = (await use("terminal", command=command, background=True)).data["session_id"]
         polled = ""
@@ -102,7 +102,7 @@ class TestTerminal:
                 await use("process", action="submit", session_id=session)
         assert polled == "grünend\ufffd"
 
-    async def test_the_log_shows_the_last_lines_and_what_was_dropped(self, use):
+    async def test_the_log_shows_the_last_lines(self, use):
         started = await use("terminal", command="seq 100000", background=True)
         session = started.data["session_id"]
         await use("process", action="wait", session_id=session)
@@ -238,7 +238,7 @@ class TestPatch:
         assert "lines 2 to 2 differ in white space" in (await use("patch", path="f", old="two words", new="x")).error
         assert "changed f (lines 2 to 2," in (await use("patch", path="f", old="two  words", new="2")).output
 
-    async def test_the_lines_of_a_long_file_are_counted_beside_the_event_loop(self, use, root, monkeypatch):
+    async def test_lines_are_counted_off_the_loop(self, use, root, monkeypatch):
         """Of 32 MiB of short lines it takes seconds."""
         threads = []
 
@@ -252,7 +252,7 @@ class TestPatch:
         assert threads
         assert threading.current_thread() not in threads
 
-    async def test_many_hunks_are_applied_beside_the_event_loop(self, use, root, monkeypatch):
+    async def test_hunks_are_applied_off_the_loop(self, use, root, monkeypatch):
         """Each may search its whole file: 2,000 of them take seconds in a file of 32 KiB."""
         threads = []
 
@@ -292,7 +292,7 @@ class TestPatch:
         assert (root / "new name").read_text() == "same\n"
         assert not (root / "old name").exists()
 
-    async def test_a_diff_of_a_mode_and_of_a_file_that_it_replaces(self, use, root, pool):
+    async def test_a_diff_may_replace_a_file(self, use, root, pool):
         (root / "run.sh").write_text("x\n")
         mode = await use("patch", diff="diff --git a/run.sh b/run.sh\nold mode 100644\nnew mode 100755\n")
         assert (mode.output, (root / "run.sh").stat().st_mode & 0o777) == ("changed the mode of run.sh", 0o755)
@@ -308,7 +308,7 @@ class TestPatch:
         assert not failed.success
         assert (root / "run.sh").read_text() == "y\n", "what was there is restored"
 
-    async def test_a_diff_between_two_names_changes_the_file_there_is(self, use, root):
+    async def test_a_diff_changes_the_file_there_is(self, use, root):
         (root / "f").write_text("a\n")
         assert (await use("patch", diff="--- f.orig\n+++ f\n@@ -1 +1 @@\n-a\n+b\n")).success
         assert (await use("patch", diff="--- f\t2026-01-01\n+++ f.new\n@@ -1 +1 @@\n-b\n+c\n")).success
@@ -326,7 +326,7 @@ class TestPatch:
             ("--- /dev/null\n+++ b/refused\n@@ -0,0 +1 @@\n+x\n", "nothing was changed"),
         ],
     )
-    async def test_where_one_file_does_not_fit_nothing_is_changed(self, use, root, pool, last, wanted):
+    async def test_a_diff_applies_whole_or_not(self, use, root, pool, last, wanted):
         (root / "a").write_text("a\n")
         (root / "b").write_text("b\n")
         pool.refuse_write = "refused"
@@ -377,9 +377,7 @@ class TestSearch:
         listed = await use("search_files", pattern="", glob="*.py")
         assert listed.output == "src/a.py\n[1 file]"
 
-    async def test_paths_are_relative_to_the_folder_that_commands_start_in(
-        self, use, executor, repository, monkeypatch
-    ):
+    async def test_paths_start_at_the_workdir(self, use, executor, repository, monkeypatch):
         slot = await executor.slot("t")
         slot.profile = Profile("/app")
         run = slot.run
@@ -407,16 +405,14 @@ class TestSearch:
         assert "there are more" in result.output
         assert (await use("search_files", pattern="absent")).output == "no match found in ."
 
-    async def test_no_more_is_read_of_a_slots_own_rg_and_head_than_was_asked_for(self, use, tmp_path, monkeypatch):
+    async def test_output_of_own_rg_is_bounded(self, use, tmp_path, monkeypatch):
         for name, script in {"rg": r"printf '%0.sf\0001-x\n' {1..1000}; printf 'f\0002:x\n'", "head": "cat"}.items():
             (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
             (tmp_path / name).chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         assert (await use("search_files", pattern="x", limit=1)).output == "no match found in ."
 
-    async def test_git_is_asked_about_no_more_repositories_than_it_was_to_name(
-        self, use, executor, root, tmp_path, monkeypatch
-    ):
+    async def test_repositories_are_bounded(self, use, executor, root, tmp_path, monkeypatch):
         """Each takes a command in the slot, and time on the event loop for each path."""
         for name, script in {"rg": "exit 97", "git": "exit 1", "head": r"printf './%.0s\n' {1..100}"}.items():
             (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
@@ -427,7 +423,7 @@ class TestSearch:
         ran = [op.command for op in (await executor.slot("t")).ran if op.op == "exec"]
         assert sum("check-ignore" in command for command in ran) == NESTED
 
-    async def test_a_row_of_a_slots_own_rg_with_a_number_of_any_length_is_none(self, use, tmp_path, monkeypatch):
+    async def test_bad_rows_of_own_rg_are_dropped(self, use, tmp_path, monkeypatch):
         (tmp_path / "rg").write_text("#!/bin/bash\nprintf 'f\\0%05000d:x\\ng\\0007:x\\n' 1\n")
         (tmp_path / "rg").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -439,7 +435,7 @@ class TestSearch:
 
 
 @pytest.mark.parametrize("pattern", ["x{999999999}", "(?:x{1000}){1000}", "((x{30}){30}){30}+", "(?ix)x{9 9 9 9 9 9}"])
-def test_a_pattern_that_would_take_all_memory_is_refused(pattern):
+def test_huge_patterns_are_refused(pattern):
     with pytest.raises(ValidationError, match="repeats too much"):
         SessionArguments(action="wait", pattern=pattern)
 
@@ -480,7 +476,7 @@ async def test_wrong_arguments_say_what_would_be_right(executor, arguments, want
     result.to_xml().encode()
 
 
-async def test_arguments_that_mean_the_right_thing_are_taken(executor):
+async def test_near_right_arguments_are_taken(executor):
     for arguments in ('{"command": "echo hi", "timeout": "5"}', '"{\\"command\\": \\"echo hi\\"}"',
                       {"command": "echo hi", "timeout": "5", "background": "false"}):  # fmt: skip
         result = await executor.execute("t", ToolCall(name="terminal", arguments=arguments))
@@ -513,7 +509,7 @@ async def test_overhead_is_small():
         assert len(pool.slots[0].ran) == 3
 
 
-async def test_a_pattern_that_came_while_this_process_was_stopped_is_found(pool):
+async def test_a_stopped_process_misses_no_pattern(pool):
     async with ToolExecutor(pool, build_tool_registry(["session"])) as executor:
 
         async def use(**arguments):
@@ -537,7 +533,7 @@ async def test_a_pattern_that_came_while_this_process_was_stopped_is_found(pool)
         assert (found.success, found.data["found"]) == (True, True), found.output
 
 
-async def test_recordings_of_forgotten_sessions_are_kept_up_to_a_bound(pool, monkeypatch):
+async def test_recordings_are_bounded(pool, monkeypatch):
     limits = ToolLimits(max_sessions=1, record_sessions=True)
     async with ToolExecutor(pool, build_tool_registry(["session"]), ToolExecutorConfig(limits=limits)) as executor:
 
