@@ -63,7 +63,7 @@ ELSEWHERE = {
     "prepare_timeout_s": "images/test_leases.py::test_an_image_that_does_not_come_is_waited_for_within_its_time",
     "slot_image": "images/test_leases.py::test_slot_image_is_the_image_of_leases_that_name_none",
     "check_tasks": "e2e/test_solvable_tasks.py::test_a_task_that_cannot_be_solved_here_is_left_out_by_name",
-    "allow_raw_logprobs": "unit/envs/test_inference.py::test_raw_logprobs_are_taken_where_they_are_right_or_allowed",
+    "allow_raw_logprobs": "unit/envs/test_inference.py::test_raw_logprobs_need_permission",
     "egress_deny": "egress/test_egress.py::test_allow_and_deny_lists",
     "egress_mib": "egress/test_egress.py::test_bytes_and_connections_are_bounded_per_slot",
     "egress_connections": "egress/test_egress.py::test_bytes_and_connections_are_bounded_per_slot",

@@ -48,9 +48,7 @@ def atropos(
 
 
 @pytest.mark.slow("starts Python anew")
-def test_help_and_version_answer_without_loading_atroposlib(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_help_does_not_load_atroposlib(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert "doctor" in ended(monkeypatch, capfd, "--help").out
     assert ended(monkeypatch, capfd, "--version").out.startswith("atropos ")
     loaded = subprocess.run(
@@ -96,7 +94,7 @@ def test_wrong_usage_is_one_clear_message_and_code_2(
     assert said in done.err
 
 
-def test_an_encoding_without_a_character_gets_its_escape(tmp_path: Path) -> None:
+def test_unencodable_characters_are_escaped(tmp_path: Path) -> None:
     lines = tmp_path / "out.jsonl"
     lines.write_text(
         json.dumps({"scores": [1], "messages": [[{"role": "user", "content": "café \x1b[2J 日本"}]]}) + "\n"
@@ -125,7 +123,7 @@ def test_a_full_disk_is_one_line(arguments: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("starts servers")
-def test_exec_passes_output_stdin_and_exit_code_on_and_bytes_as_they_are() -> None:
+def test_exec_passes_bytes_on() -> None:
     done = atropos("exec", r"cat; printf 'to-stderr\xfd' >&2; exit 7", stdin=b"from stdin\n\xff\x00\xfe")
     assert (done.returncode, done.stdout) == (7, b"from stdin\n\xff\x00\xfe")
     assert without_gaps(done.stderr.decode("latin-1")) == "to-stderr\xfd"
@@ -155,7 +153,7 @@ def test_exec_runs_without_a_standard_input() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's server keeps its user, who may enter it")
-def test_a_tmpdir_that_the_servers_user_cannot_enter_is_named(tmp_path: Path) -> None:
+def test_a_closed_tmpdir_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     done = atropos("exec", "true", env={"TMPDIR": str(tmp_path)})
     assert done.returncode == 3
@@ -177,7 +175,7 @@ def test_exec_says_that_it_timed_out() -> None:
 
 
 @pytest.mark.slow("starts servers")
-def test_exec_says_that_output_is_missing_and_stops_nothing_for_that() -> None:
+def test_exec_says_that_output_is_missing() -> None:
     done = atropos("exec", "head -c 2000000 /dev/zero; echo end")
     assert (done.returncode, done.stdout[-4:]) == (0, b"end\n")
     assert b"bytes are missing in the middle" in done.stderr
@@ -280,7 +278,7 @@ async def test_a_slot_for_a_command_is_of_a_job_of_its_own(command: list[str]) -
 
 
 @pytest.mark.slow("starts servers")
-async def test_images_are_prepared_in_nomads_job_as_it_is_which_stays() -> None:
+async def test_images_are_prepared_in_nomad_s_job() -> None:
     async def prepare(nomad: FakeNomad) -> tuple[int | None, str]:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "atropos.cli", "image", "prepare", "x:1", "--backend", "nomad"),
@@ -336,7 +334,7 @@ class AnEngine(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow("starts servers")
-def test_doctor_names_the_engine_at_a_port_and_what_it_can_not_do(monkeypatch) -> None:
+def test_doctor_names_an_engine_s_gaps(monkeypatch) -> None:
     monkeypatch.setattr("atropos.cli.doctor.ANSWER_S", 60)
     with ThreadingHTTPServer(("127.0.0.1", 0), AnEngine) as server, kept_port() as other:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -354,7 +352,7 @@ def test_doctor_names_the_engine_at_a_port_and_what_it_can_not_do(monkeypatch) -
 
 
 @pytest.mark.slow("starts servers")
-def test_doctor_finds_a_nomad_agent_behind_its_own_authority(monkeypatch, tmp_path) -> None:
+def test_doctor_finds_nomad_behind_tls(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("atropos.cli.doctor.ANSWER_S", 60)
     certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=nomad -addext"
@@ -383,7 +381,7 @@ def test_doctor_finds_a_nomad_agent_behind_its_own_authority(monkeypatch, tmp_pa
     assert "must look like http://host:4646" in engines()[1].detail
 
 
-def test_the_password_of_a_proxy_before_nomad_is_in_no_message(monkeypatch, capfd) -> None:
+def test_no_message_shows_a_proxy_s_password(monkeypatch, capfd) -> None:
     monkeypatch.setenv("NOMAD_ADDR", "http://someone:s3cret@127.0.0.1:9")
     said = [ended(monkeypatch, capfd, "pool", "status").err, str(engines())]
     assert all("http://127.0.0.1:9" in text for text in said)
@@ -444,7 +442,7 @@ def test_an_engines_own_words_are_shown_as_they_are(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
-def test_watch_goes_on_while_the_engine_does_not_answer(monkeypatch, arguments: list[str]) -> None:
+def test_watch_outlasts_an_outage(monkeypatch, arguments: list[str]) -> None:
     looks = iter(["", "away", "", "end"])
 
     async def listed() -> tuple[list[Container], str]:
@@ -469,7 +467,7 @@ def test_watch_goes_on_while_the_engine_does_not_answer(monkeypatch, arguments: 
     assert "Nomad does not answer" in result.output
 
 
-def test_a_drain_of_a_container_that_is_not_there_drains_none(monkeypatch) -> None:
+def test_an_unknown_container_drains_none(monkeypatch) -> None:
     ended: list[int] = []
 
     async def listed() -> tuple[list[Container], str]:

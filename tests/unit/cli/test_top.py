@@ -63,7 +63,7 @@ async def dashboard():
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
-async def test_an_env_fits_every_width_and_its_texts_can_do_nothing(dashboard, columns):
+async def test_an_env_fits_every_width(dashboard, columns):
     code, text = await run(dashboard.url, "--once", columns=columns)
     assert code == 0, text
     assert max(map(len, text.splitlines())) <= columns
@@ -124,7 +124,7 @@ async def test_an_answer_that_refuses_is_one_line(dashboard):
     assert (code, "refuses the token" in text, len(text.splitlines())) == (2, True, 1), text
 
 
-async def test_without_a_terminal_each_look_is_printed_when_it_is_had(dashboard):
+async def test_without_a_terminal_looks_are_printed(dashboard):
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "atropos.cli", "top", dashboard.url, "--interval", "0.2"),
         stdin=asyncio.subprocess.DEVNULL,

@@ -79,7 +79,7 @@ def test_the_page_is_bounded(tmp_path, monkeypatch):
     assert "1 group, 3 trajectories, mean score 0.500. Each" in whole
 
 
-def test_a_page_that_found_no_room_leaves_no_part_of_itself_and_the_last_one_as_it_was(tmp_path):
+def test_a_failed_page_leaves_the_last_one(tmp_path):
     (tmp_path / "g.jsonl").write_text(json.dumps(group("x")) + "\n")
     (tmp_path / "g.html").write_text("the last one")
     (tmp_path / "g.html.part").symlink_to("/dev/full")
@@ -93,7 +93,7 @@ def test_surrogates_do_not_break_it(tmp_path):
     page_of(tmp_path, [json.dumps(group("\ud800 lone"))])
 
 
-def test_calls_and_results_are_shown_as_lines_and_not_as_json(tmp_path):
+def test_calls_are_shown_as_lines(tmp_path):
     call = '<tool_call>\n{"name": "terminal", "arguments": {"command": "cd x\\nls -la"}}\n</tool_call>'
     result = '<tool_response>\n{"success": true, "output": "a\\nb\\n", "exit_code": 0}\n</tool_response>'
     messages = [{"role": "assistant", "content": "I look.\n" + call}, {"role": "user", "content": result}]
@@ -104,7 +104,7 @@ def test_calls_and_results_are_shown_as_lines_and_not_as_json(tmp_path):
     assert "tool_call" not in page
 
 
-def test_calls_that_are_no_json_are_shown_as_they_are(tmp_path):
+def test_malformed_calls_are_shown(tmp_path):
     messages = [
         {"role": "assistant", "content": "<tool_call>{broken</tool_call>", "tool_calls": [{"function": {"name": "f"}}]},
         {"role": "tool", "content": '["odd"]'},
@@ -117,7 +117,7 @@ def test_calls_that_are_no_json_are_shown_as_they_are(tmp_path):
     assert "odd" in page
 
 
-def test_text_around_calls_stays_where_it_was_and_a_tag_without_its_end_is_text():
+def test_text_around_calls_stays():
     content = "</tool_call>a<tool_call>{x<tool_call></tool_call>b<tool_call>{y</tool_call></tool_call><tool_call>c"
     (message,) = conversation([{"role": "assistant", "content": content}])
     assert [(part.kind, part.text) for part in message.parts] == [
@@ -129,7 +129,7 @@ def test_text_around_calls_stays_where_it_was_and_a_tag_without_its_end_is_text(
     ]
 
 
-def test_a_call_in_thinking_is_thinking_and_takes_no_result():
+def test_a_call_in_thinking_takes_no_result():
     def call(command):
         return f'<tool_call>{{"name": "terminal", "arguments": {{"command": "{command}"}}}}</tool_call>'
 
@@ -157,14 +157,14 @@ def test_time_is_linear_where_calls_do_not_end(role, tag):
     assert large < max(small, 0.01) * 30  # quadratic work would take 64 times as long
 
 
-def test_text_that_turns_its_direction_can_not_turn_a_score(tmp_path):
+def test_bidirectional_text_turns_no_score(tmp_path):
     page = page_of(tmp_path, [json.dumps(group("a\u202eb\u2066c")).replace("31m", "31m\\u202e")])
     assert "\u202e" not in page
     assert "\u2066" not in page
     assert "a\\u202eb\\u2066c" in page
 
 
-def test_openai_messages_are_readable_with_their_thinking_and_seconds(tmp_path):
+def test_openai_messages_are_readable(tmp_path):
     call = {"id": "c", "type": "function", "function": {"name": "terminal", "arguments": '{"command": "a\\nb"}'}}
     messages = [
         {"role": "assistant", "content": "", "reasoning_content": "first I think", "tool_calls": [call]},

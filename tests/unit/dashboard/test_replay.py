@@ -25,7 +25,7 @@ def answered(*outputs, exit_code=0):
     return {"role": "user", "content": "".join(f"<tool_response>{result}</tool_response>" for result in results)}
 
 
-def test_calls_and_outputs_come_at_the_times_of_the_record():
+def test_a_replay_keeps_the_times():
     turns = [
         {"model_s": 2.0, "tools_s": 1.0, "calls_s": [0.25, 0.5]},
         {"model_s": 3.0, "tools_s": 0.0, "calls_s": []},
@@ -39,7 +39,7 @@ def test_calls_and_outputs_come_at_the_times_of_the_record():
     assert "# fin" in found[4][1]
 
 
-def test_results_are_found_by_their_call_and_a_failed_one_is_red():
+def test_failed_results_are_red():
     calls = [{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in ("a", "b")]
     messages = [
         {"role": "assistant", "content": "", "tool_calls": calls},
@@ -57,7 +57,7 @@ def test_odd_or_missing_times_are_a_second_each(turns):
     assert [at for at, _ in found] == [1.0, 2.0]
 
 
-def test_a_file_for_asciinema_holds_no_sequence_that_acts_on_the_terminal():
+def test_asciinema_files_are_harmless():
     evil = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x1b[31mred\x1b[0m \x9b31m\x1bP1\x1b\\\u202e 1%\r\x1b[K2%"
     entry, details = read([called(evil), answered(evil)], name=f"t{evil}")
     header, *lines = [json.loads(line) for line in asciicast(entry, details).splitlines()]

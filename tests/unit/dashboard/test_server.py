@@ -100,7 +100,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_no_path_answers_without_the_token_and_none_is_changed_by_it(path):
+async def test_no_path_answers_without_the_token(path):
     async with serving(ordinary(), live=view, token="right") as server:
         async with client(server) as bare:
             assert (await bare.get(path)).status_code == 401
@@ -116,7 +116,7 @@ async def test_no_path_answers_without_the_token_and_none_is_changed_by_it(path)
             assert (await known.post(path)).status_code in {404, 405}
 
 
-async def test_the_printed_url_opens_it_once_and_leaves_no_token_in_the_address():
+async def test_the_address_keeps_no_token():
     async with serving(ordinary()) as server, httpx.AsyncClient(follow_redirects=True) as reader:
         assert server.host == "127.0.0.1"
         answer = await reader.get(server.url)
@@ -126,7 +126,7 @@ async def test_the_printed_url_opens_it_once_and_leaves_no_token_in_the_address(
 
 
 @pytest.mark.parametrize(("path", "said"), [("/trajectory/99", "This trajectory"), ("/group/99", "This group")])
-async def test_what_is_not_kept_says_so_and_leads_to_the_list(path, said):
+async def test_forgotten_pages_lead_to_the_list(path, said):
     async with serving(ordinary(), token="right") as server, client(server, Authorization="Bearer right") as known:
         answer = await known.get(path)
         assert answer.status_code == 404
@@ -135,7 +135,7 @@ async def test_what_is_not_kept_says_so_and_leads_to_the_list(path, said):
 
 
 @pytest.mark.parametrize("text", ["caf%C3%A9", "%FF"])
-async def test_a_new_connection_may_begin_with_a_search_for_any_text(text):
+async def test_a_search_may_come_first(text):
     async with serving(ordinary(), token="right") as server:
         async with client(server, Authorization="Bearer right") as known:
             assert (await known.get(f"/trajectories?text={text}")).status_code == 200
@@ -184,7 +184,7 @@ async def keeps_few_half_open_connections(port: int) -> None:
             writer.close()
 
 
-async def test_half_open_connections_are_bounded_and_keep_no_reader_out():
+async def test_half_open_connections_are_bounded():
     async with serving(ordinary(), token="right") as server, client(server, Authorization="Bearer right") as known:
         await keeps_few_half_open_connections(server.port)
         assert (await known.get("/trajectories")).status_code == 200
@@ -216,7 +216,7 @@ async def test_metrics_with_a_token_answer_nobody_else():
         await endpoint.close()
 
 
-async def test_a_body_is_no_part_of_a_request_without_the_token():
+async def test_no_token_no_body():
     """An HTTP server would read it, or unpack it: 0.2 MB are 200."""
     async with serving(ordinary(), token="right") as server:
         for method in ("GET", "POST"):
@@ -227,7 +227,7 @@ async def test_a_body_is_no_part_of_a_request_without_the_token():
             writer.close()
 
 
-async def test_a_cookie_opens_it_on_a_connection_of_its_own():
+async def test_a_cookie_opens_a_connection():
     async with serving(ordinary()) as server, httpx.AsyncClient() as first, httpx.AsyncClient() as other:
         cookie = (await first.get(server.url)).headers["set-cookie"].partition(";")[0]
         url = f"http://127.0.0.1:{server.port}/trajectories"
@@ -237,7 +237,7 @@ async def test_a_cookie_opens_it_on_a_connection_of_its_own():
 
 
 @pytest.mark.parametrize("other", [b'prefs={"a": 1}', b"name=a b", b"a@b=1", "name=é".encode(), b'name="', b"flag"])
-async def test_no_cookie_of_another_program_on_this_host_keeps_a_reader_out(other):
+async def test_other_programs_cookies_are_ignored(other):
     """Browsers send the cookies of all ports of a host to each of them."""
     async with serving(ordinary(), token='r;i"ght') as server, client(server) as first:
         cookie = (await first.get(server.url)).headers["set-cookie"].rpartition("; HttpOnly")[0].encode()
@@ -309,7 +309,7 @@ def test_a_file_is_followed_line_by_line(tmp_path):
     assert len(store) == 6
 
 
-def test_while_a_file_is_missing_what_was_read_of_it_is_shown(tmp_path):
+def test_a_missing_file_stays_shown(tmp_path):
     path, store = tmp_path / "g.jsonl", TrajectoryStore()
     path.write_text(json.dumps(ordinary()[0]) + "\n")
     file = GroupFile(path, store)
@@ -320,7 +320,7 @@ def test_while_a_file_is_missing_what_was_read_of_it_is_shown(tmp_path):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_of_a_file_that_is_written_anew_only_the_new_groups_are_shown(in_place, tmp_path):
+def test_a_rewritten_file_is_read_anew(in_place, tmp_path):
     path, store = tmp_path / "g.jsonl", TrajectoryStore()
 
     def shown():
@@ -347,7 +347,7 @@ def test_of_a_file_that_is_written_anew_only_the_new_groups_are_shown(in_place, 
     assert shown()[0] == "third-0"
 
 
-def test_a_number_that_no_float_holds_is_zero_and_ends_nothing(tmp_path):
+def test_a_huge_number_is_zero(tmp_path):
     path, store = tmp_path / "g.jsonl", TrajectoryStore()
     odd = group("odd", trajectory("odd", 10**400, steps=10**400, changes={"folder": "/w", "more": -(10**400)}))
     path.write_text(json.dumps(odd) + "\n" + json.dumps(group("next", trajectory("next", 1.0))) + "\n")
@@ -359,7 +359,7 @@ def test_a_number_that_no_float_holds_is_zero_and_ends_nothing(tmp_path):
     assert "next" in write_page(path).read_text()
 
 
-async def test_siblings_that_did_the_same_are_folded_whatever_their_calls_ids_are():
+async def test_equal_siblings_are_folded():
     def did(call_id: str, command: str):
         call = {"id": call_id, "function": {"name": "terminal", "arguments": json.dumps({"command": command})}}
         result = {"role": "tool", "tool_call_id": call_id, "content": '{"success": true, "output": "x"}'}
@@ -411,7 +411,7 @@ async def inert(page) -> None:
 
 @pytest.mark.slow("starts servers")
 @in_the_browser_s_loop
-async def test_a_replay_plays_seeks_and_follows_the_keyboard_on_both_pages(browser, tmp_path):
+async def test_a_replay_follows_the_keyboard(browser, tmp_path):
     bar = "10%\r\x1b[K\x1b[32m100%\x1b[0m done\b\b\b\bDONE"
     one = group("bars", trajectory("bars-0", 1.0, output=bar, turns=[{"model_s": 2.5, "tools_s": 1, "calls_s": [1]}]))
     (tmp_path / "g.jsonl").write_text(json.dumps(one) + "\n")
@@ -483,7 +483,7 @@ async def test_no_page_is_wider_than_a_phone(browser):
 
 @pytest.mark.slow("starts servers")
 @in_the_browser_s_loop
-async def test_a_name_of_any_length_breaks_no_tool_and_no_label_in_two(browser):
+async def test_long_names_break_no_label(browser):
     row = trajectory("square", 1.0, info={"verifier_seconds": 1.5, "verifier_exit_code": 0})
     async with serving([group("square", row, row), hostile()]) as server:
         page = await browser.new_page(viewport={"width": 1280, "height": 800})
@@ -497,7 +497,7 @@ async def test_a_name_of_any_length_breaks_no_tool_and_no_label_in_two(browser):
 
 @pytest.mark.slow("starts servers")
 @in_the_browser_s_loop
-async def test_the_live_page_follows_pauses_and_works_with_the_keyboard(browser, port):
+async def test_the_live_page_follows_the_keyboard(browser, port):
     numbers = {"n": 0}
 
     def counting() -> LiveView:
@@ -542,7 +542,7 @@ async def test_the_live_page_follows_pauses_and_works_with_the_keyboard(browser,
 
 @pytest.mark.slow("starts servers")
 @in_the_browser_s_loop
-async def test_an_answer_that_was_on_its_way_at_a_pause_changes_no_number(browser):
+async def test_a_pause_holds_every_number(browser):
     looks, asked, answer = itertools.count(1), asyncio.Event(), asyncio.Event()
 
     async def held(route) -> None:

@@ -26,7 +26,7 @@ GROUP = {
 }
 
 
-def test_a_trajectory_is_a_prompt_and_a_response_with_its_mask():
+def test_a_trajectory_is_prompt_and_response():
     first, second = bridges.samples([GROUP])
     assert (first.prompt_ids, first.response_ids, first.mask) == ([1, 2], [7, 8, 3, 7], [1, 1, 0, 1])
     assert (first.logprobs, first.reward, first.turns) == ([-0.1, -0.2, 0.0, -0.3], 1.0, 2)
@@ -44,7 +44,7 @@ def test_each_trainer_gets_all_trajectories_in_order():
     assert (skyrl["stop_reasons"], skyrl["rewards"]) == (["stop", "length"], [1.0, 0.0])
 
 
-def test_of_a_trajectory_from_which_nothing_is_learned_the_last_token_is_the_response():
+def test_an_unlearned_response_is_one_token():
     group = {**GROUP, "masks": [[MASKED] * 6, GROUP["masks"][1]]}
     first, _ = bridges.samples([group])
     assert (first.prompt_ids, first.response_ids, first.mask, first.logprobs) == ([1, 2, 7, 8, 3], [7], [0], [0.0])
@@ -55,7 +55,7 @@ def test_placeholders_are_refused():
         bridges.trl([{**GROUP, "group_overrides": {"placeholder_tokens": True}}])
 
 
-async def test_a_program_without_an_event_loop_gets_an_envs_groups(policy, tmp_path):
+async def test_groups_without_an_event_loop(policy, tmp_path):
     def train():
         env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl")
         env.items = items(5, {"calls": [call("ls")]}, "done")
@@ -75,7 +75,7 @@ async def test_a_program_without_an_event_loop_gets_an_envs_groups(policy, tmp_p
     assert [one["tokens"] for one in written[:3]] == [group["tokens"] for group in groups] or len(written) >= 3
 
 
-async def test_an_env_that_can_not_start_says_so_where_its_groups_are_asked_for(tmp_path):
+async def test_a_failed_start_shows_at_its_groups(tmp_path):
     def train():
         with bridges.collecting(make(ScriptEnv, "http://127.0.0.1:9/v1", None)):
             raise AssertionError

@@ -40,7 +40,7 @@ async def cancelled_at_every_step(work):
     raise AssertionError("it never ends")
 
 
-async def test_a_group_that_is_cancelled_while_it_is_prepared_leaves_no_snapshot():
+async def test_a_cancelled_group_leaves_no_snapshot():
     class Env(ScriptEnv):
         async def setup_group_workspace(self, item, *, exec_tool):
             await asyncio.sleep(0)
@@ -58,7 +58,7 @@ async def test_a_group_that_is_cancelled_while_it_is_prepared_leaves_no_snapshot
     assert [snapshot for snapshot in executor.snapshots if not snapshot.dropped] == [whole]
 
 
-async def test_a_fork_that_is_cancelled_while_it_begins_leaves_no_slot():
+async def test_a_cancelled_fork_leaves_no_slot():
     pool = FakePool()
     free = pool.free
     async with ToolExecutor(pool, build_tool_registry(["default"])) as executor:

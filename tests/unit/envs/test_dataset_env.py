@@ -32,7 +32,7 @@ async def names(env, count):
 
 
 @pytest.mark.parametrize("given", [3, 5, 8])
-async def test_an_env_that_is_started_again_goes_on_where_its_checkpoint_was(tmp_path, given):
+async def test_a_restart_goes_on_at_its_checkpoint(tmp_path, given):
     def registered():
         env = make(epochs=4, shuffle=True, seed=7)
         env.checkpoint_dir, env.wandb_prepend = str(tmp_path), "dataset_0"
@@ -49,7 +49,7 @@ async def test_an_env_that_is_started_again_goes_on_where_its_checkpoint_was(tmp
     assert await again.get_next_item() is None
 
 
-async def test_items_that_a_checkpoint_finds_unfinished_come_first_in_the_next_run(tmp_path, policy):
+async def test_unfinished_items_come_first(tmp_path, policy):
     held = asyncio.Event()
 
     class Env(Dataset):
@@ -80,7 +80,7 @@ async def test_items_that_a_checkpoint_finds_unfinished_come_first_in_the_next_r
     assert await names(started_again(), 3) == ["item-2", "item-3", "item-4"]
 
 
-async def test_a_checkpoint_that_can_not_be_written_ends_no_run(tmp_path, caplog):
+async def test_an_unwritten_checkpoint_ends_no_run(tmp_path, caplog):
     env = make()
     (tmp_path / "file").touch()
     env.checkpoint_dir, env.wandb_prepend = str(tmp_path / "file"), "dataset_0"
@@ -88,7 +88,7 @@ async def test_a_checkpoint_that_can_not_be_written_ends_no_run(tmp_path, caplog
     assert "checkpoint" in caplog.text
 
 
-async def test_an_item_whose_hook_awaits_what_others_cancelled_is_missing_from_no_evaluation(policy, capsys):
+async def test_a_cancelled_hook_is_evaluated(policy, capsys):
     class Env(Dataset):
         async def score_trajectory(self, item, final_response):
             if item["name"] == "item-1":
@@ -103,7 +103,7 @@ async def test_an_item_whose_hook_awaits_what_others_cancelled_is_missing_from_n
     assert "4 of 4 solved" in capsys.readouterr().out
 
 
-async def test_a_hook_s_config_error_ends_an_evaluation_as_itself(policy):
+async def test_a_config_error_ends_an_evaluation(policy):
     class Env(Dataset):
         def build_task(self, item):
             raise ConfigError("task_names: wrong")
@@ -112,7 +112,7 @@ async def test_a_hook_s_config_error_ends_an_evaluation_as_itself(policy):
         await make(Env, policy.url)._run_evaluate()
 
 
-async def test_an_evaluation_beside_training_leaves_its_mean_score_alone(policy):
+async def test_evaluation_changes_no_mean_score(policy):
     env = make(url=policy.url)
     await env.setup()
     await env.collect_trajectories({"name": "one letter", "script": ["x"]})

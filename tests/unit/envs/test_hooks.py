@@ -30,7 +30,7 @@ def terminal(command):
 
 @pytest.mark.parametrize("failure", [SlotLost("killed"), ToolServerUnavailable("gone")])
 @pytest.mark.parametrize("hook", ["setup_group", "setup", "verify"])
-async def test_a_hook_that_catches_everything_can_not_turn_a_fault_into_a_score(policy, tmp_path, hook, failure):
+async def test_no_caught_fault_becomes_a_score(policy, tmp_path, hook, failure):
     class Env(ScriptEnv):
         faults = 0
 
@@ -64,7 +64,7 @@ async def test_a_hook_that_catches_everything_can_not_turn_a_fault_into_a_score(
     assert env.metrics.retries == {failure.code: 2}
 
 
-async def test_a_hook_that_gives_a_call_up_scores_no_slot_that_answers_nothing(policy, tmp_path):
+async def test_silent_slots_are_not_scored(policy, tmp_path):
     """Its loss is known later than the hook's own timeout. With slots that are really frozen: e2e/test_frozen_slots."""
 
     def frozen(trajectory_id):
@@ -99,7 +99,7 @@ async def test_a_hook_that_gives_a_call_up_scores_no_slot_that_answers_nothing(p
     assert env.metrics.retries == {"slot_lost": 1}
 
 
-async def test_a_hook_s_own_timeout_is_a_verdict_where_the_slot_answers(policy, tmp_path):
+async def test_a_hook_s_timeout_is_a_verdict(policy, tmp_path):
     class Env(ScriptEnv):
         async def start_tool_backend(self, tools=None):
             await super().start_tool_backend(tools)
@@ -122,7 +122,7 @@ async def test_a_hook_s_own_timeout_is_a_verdict_where_the_slot_answers(policy, 
     assert [group["scores"] for group in groups_in(tmp_path / "g.jsonl")] == [[0.5] * 3] * 3
 
 
-async def test_what_a_hook_catches_is_a_fault_though_it_raises_something_else(policy, tmp_path):
+async def test_a_caught_fault_stays_one(policy, tmp_path):
     class Env(ScriptEnv):
         @staticmethod
         def fault(trajectory, tool_call):
@@ -180,9 +180,7 @@ class Preparing(ScriptEnv):
         (ToolCall(name="termnal", arguments={"command": "true"}), "exec_tool: .*termnal"),
     ],
 )
-async def test_a_set_up_that_fails_is_a_fault_of_the_task_and_nothing_is_scored(
-    policy, tmp_path, call, says, caught, caplog
-):
+async def test_a_failed_set_up_scores_nothing(policy, tmp_path, call, says, caught, caplog):
     env = make(Preparing, policy.url, tmp_path / "g.jsonl")
     env.items, env.calls, env.caught = items(1), (terminal("true"), call), caught
     with pytest.raises(GroupsDropped, match="1 x task_fault"):
@@ -201,7 +199,7 @@ async def test_a_set_up_call_that_may_fail_says_so(policy, tmp_path):
     assert len(groups_in(tmp_path / "g.jsonl")) == 3
 
 
-async def test_a_set_up_hook_that_raises_is_a_fault_of_the_task(policy, tmp_path):
+async def test_a_raising_set_up_is_the_task_s_fault(policy, tmp_path):
     class Env(ScriptEnv):
         async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
             raise KeyError("fixture")
@@ -243,7 +241,7 @@ async def test_a_hook_that_hangs_ends_by_its_limit(policy, tmp_path, hook, code,
     assert "did not end within hook_timeout_s (0.3 s)" in caplog.text
 
 
-async def test_the_time_in_which_the_loop_is_blocked_is_not_a_hooks():
+async def test_a_blocked_loop_is_not_the_hook_s():
     async def hook():
         asyncio.get_running_loop().call_soon(time.sleep, 2.5)  # as a hook of another trajectory does, or a stop
         await asyncio.sleep(0.1)
@@ -253,7 +251,7 @@ async def test_the_time_in_which_the_loop_is_blocked_is_not_a_hooks():
 
 
 @pytest.mark.parametrize("hook", ["build_task", "verify"])
-async def test_a_hook_that_awaits_what_others_cancelled_drops_its_group(policy, tmp_path, hook, caplog):
+async def test_a_cancelled_hook_drops_its_group(policy, tmp_path, hook, caplog):
     async def await_a_cancelled_task():
         task = asyncio.create_task(asyncio.sleep(9))
         task.cancel()
@@ -304,7 +302,7 @@ async def test_a_call_without_await_is_a_fault(policy, tmp_path, hook, code, cap
 
 
 @pytest.mark.parametrize(("setup", "fault"), [(True, TaskFault), (False, HookError)])
-async def test_a_hermes_call_without_await_in_a_task_of_its_own_is_a_fault(setup, fault):
+async def test_an_unawaited_hermes_call_is_a_fault(setup, fault):
     context = ToolContext(StandInExecutor(None), "t", setup=setup)
 
     async def hook():
@@ -318,7 +316,7 @@ async def test_a_hermes_call_without_await_in_a_task_of_its_own_is_a_fault(setup
         await Hooks("Env", EnvMetrics(), 10).call("compute_reward", lambda: bridged(hook), calls=context, setup=setup)
 
 
-async def test_a_reward_that_needs_a_tool_which_the_env_lacks_is_no_score():
+async def test_a_reward_without_its_tool_fails():
     context = ToolContext(StandInExecutor(build_tool_registry(["default"])), "t")
 
     def reward():
@@ -333,7 +331,7 @@ async def test_a_reward_that_needs_a_tool_which_the_env_lacks_is_no_score():
 
 
 @pytest.mark.parametrize("how", ["given up", "not awaited", "no dict"])
-async def test_a_set_up_that_was_not_finished_is_a_fault_of_the_task(policy, tmp_path, how, caplog):
+async def test_an_unfinished_set_up_is_a_fault(policy, tmp_path, how, caplog):
     class Slow(StandInExecutor):
         async def execute(self, trajectory_id, tool_call):
             if tool_call.arguments == {"command": "slow"}:
@@ -368,7 +366,7 @@ class Wordless:
 
 
 @pytest.mark.parametrize("details", [{("a", 1): 2}, {"a": Wordless()}, "a circle", "deep"])
-async def test_details_that_can_not_be_kept_drop_their_group_and_no_other(policy, tmp_path, details):
+async def test_bad_details_drop_their_group(policy, tmp_path, details):
     class Env(ScriptEnv):
         async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
             if item["name"] != "item-1":
@@ -389,7 +387,7 @@ async def test_details_that_can_not_be_kept_drop_their_group_and_no_other(policy
     assert len(groups_in(tmp_path / "g.jsonl")) == 2
 
 
-async def test_a_hermes_prompt_that_is_no_text_is_no_empty_prompt(policy):
+async def test_a_hermes_prompt_must_be_text(policy):
     """Templates such as Qwen3's render a list of messages, or None, as an empty one."""
 
     class Env(HermesAgentBaseEnv):
@@ -406,7 +404,7 @@ async def test_a_hermes_prompt_that_is_no_text_is_no_empty_prompt(policy):
         await env.collect_trajectory({"name": "x"})
 
 
-async def test_a_hermes_set_up_that_fails_is_a_fault_of_the_task(policy, tmp_path, caplog):
+async def test_a_failed_hermes_set_up_is_a_fault(policy, tmp_path, caplog):
     ways = {
         "terminal": "terminal 'echo no; exit 4' ended with exit code 4: no",
         "read_file": "read_file missing failed: No such file or directory: missing",
@@ -463,7 +461,7 @@ async def test_a_hermes_set_up_that_fails_is_a_fault_of_the_task(policy, tmp_pat
 
 
 @pytest.mark.parametrize("hook", ["build_task", "verify"])
-async def test_ctrl_c_interrupts_every_hook_that_blocks_the_loop(policy, tmp_path, hook):
+async def test_ctrl_c_interrupts_blocking_hooks(policy, tmp_path, hook):
     class Env(ScriptEnv):
         def build_task(self, item):
             if hook == "build_task":
@@ -495,7 +493,7 @@ async def test_ctrl_c_interrupts_every_hook_that_blocks_the_loop(policy, tmp_pat
     assert env.stand_in.closed
 
 
-async def test_a_missing_method_is_named_before_anything_starts():
+async def test_a_missing_method_is_named():
     class NoItems(AgentEnv):
         def build_task(self, item):
             return ""

@@ -112,7 +112,7 @@ async def server(api, answer, *, raw=False):
 
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("name", SERVERS)
-async def test_the_api_and_whose_logprobs_it_gives_are_found_out(name, raw):
+async def test_the_api_is_found_out(name, raw):
     kind, api, answer = SERVERS[name]
     async with server(api, answer, raw=raw) as (url, _):
         one = InferenceServer(url, kind, "default", "x", 20)
@@ -127,7 +127,7 @@ async def test_the_api_and_whose_logprobs_it_gives_are_found_out(name, raw):
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm, scale-out"])
-async def test_a_probe_that_the_server_breaks_off_is_asked_again(name):
+async def test_a_broken_probe_is_repeated(name):
     """As at the start of an env while weights change."""
     kind, api, answer = SERVERS[name]
     asked = []
@@ -149,7 +149,7 @@ async def test_a_probe_that_the_server_breaks_off_is_asked_again(name):
 
 
 @pytest.mark.parametrize("name", SERVERS)
-async def test_every_request_asks_for_the_whole_distribution(name):
+async def test_requests_want_the_whole_distribution(name):
     kind, api, answer = SERVERS[name]
     async with server(api, answer) as (url, bodies):
         one = InferenceServer(url, kind, "tiny", "x", 20)
@@ -173,7 +173,7 @@ async def test_every_request_asks_for_the_whole_distribution(name):
         ),
     ],
 )
-async def test_a_setting_that_the_server_contradicts_is_refused(settings, says):
+async def test_contradicted_settings_are_refused(settings, says):
     _, api, answer = SERVERS["vllm"]
     async with server(api, answer, raw=True) as (url, _):
         env = make(ScriptEnv, url, None, **settings)
@@ -183,7 +183,7 @@ async def test_a_setting_that_the_server_contradicts_is_refused(settings, says):
         assert not env.backend.running
 
 
-async def test_a_model_that_the_server_does_not_have_is_refused():
+async def test_an_unknown_model_is_refused():
     _, api, answer = SERVERS["vllm"]
     async with server(api, answer) as (url, _):
         env = make(ScriptEnv, url, None)
@@ -194,7 +194,7 @@ async def test_a_model_that_the_server_does_not_have_is_refused():
 @pytest.mark.parametrize(
     "settings", [{"agent_temperature": 1.0}, {"agent_temperature": 0.7, "allow_raw_logprobs": True}]
 )
-async def test_raw_logprobs_are_taken_where_they_are_right_or_allowed(settings):
+async def test_raw_logprobs_need_permission(settings):
     _, api, answer = SERVERS["vllm"]
     async with server(api, answer, raw=True) as (url, _):
         env = make(ScriptEnv, url, None, **settings)
@@ -225,7 +225,7 @@ def test_real_answers_are_read(name):
     assert found.finish_reason == "length"
 
 
-async def test_the_stand_in_answers_in_the_shape_of_the_real_server():
+async def test_the_stand_in_has_the_real_shape():
     def shape(value, real):
         """What the stand-in has that the real one lacks, or has in another type."""
         if isinstance(value, dict):
@@ -273,9 +273,7 @@ class Halting:
         return app
 
 
-async def test_what_a_server_is_paused_for_is_not_the_agents_time_and_the_log_says_that_it_is_paused(
-    monkeypatch, caplog
-):
+async def test_a_pause_is_not_the_agent_s_time(monkeypatch, caplog):
     monkeypatch.setattr(watch, "HEALTH_S", 0.05)
     monkeypatch.setattr(watch, "SILENT_S", 0.5)
     halting = Halting()
@@ -296,7 +294,7 @@ async def test_what_a_server_is_paused_for_is_not_the_agents_time_and_the_log_sa
         await stop_servers(env.server)
 
 
-async def test_a_server_that_does_not_tell_whether_it_is_paused_is_asked_once(monkeypatch):
+async def test_pause_state_may_be_unknown(monkeypatch):
     _, api, answer = SERVERS["vllm"]
     async with server(api, answer) as (url, _):
         one = InferenceServer(url, "vllm", "tiny", "x", 20)
@@ -306,7 +304,7 @@ async def test_a_server_that_does_not_tell_whether_it_is_paused_is_asked_once(mo
     await one.close()
 
 
-async def test_a_server_that_takes_no_tools_ends_an_env_that_sends_them_at_the_start(tmp_path):
+async def test_a_server_must_take_tools(tmp_path):
     """As `vllm serve` without `--enable-auto-tool-choice`."""
     why = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
 
@@ -336,7 +334,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-async def test_what_a_real_server_refuses_is_asked_for_no_longer_and_its_reason_is_said(case):
+async def test_refused_requests_are_not_repeated(case):
     """It answers what is short: what an env asks at its start, and to find out whether the server is well."""
     path, refusal = REFUSALS[case]
     answers = {
@@ -382,7 +380,7 @@ async def test_what_a_real_server_refuses_is_asked_for_no_longer_and_its_reason_
         assert len(refused) == 1
 
 
-async def test_a_cold_server_is_waited_for_and_the_log_says_so(monkeypatch, caplog):
+async def test_a_cold_server_is_waited_for(monkeypatch, caplog):
     monkeypatch.setattr(servers, "PROBE_SAID_S", 0.2)
     halting = Halting()
     async with serving(halting.application()) as url:

@@ -109,7 +109,7 @@ async def test_a_refusal_in_another_encoding_is_counted(caplog):
     assert "did not take them (GroupRefused: 413: zu gro" in caplog.text
 
 
-async def test_a_full_disk_under_the_record_keeps_no_group_from_the_trainer(caplog):
+async def test_a_full_disk_keeps_no_group_back(caplog):
     with Path("/dev/full").open("w") as full:
         async with trajectory_api() as (api, taken):
             env = env_at(api)
@@ -121,7 +121,7 @@ async def test_a_full_disk_under_the_record_keeps_no_group_from_the_trainer(capl
                 await env.handle_send_to_api(group(), {}, do_send_to_api=False)
 
 
-async def test_a_group_that_found_no_room_leaves_no_part_of_its_line(tmp_path):
+async def test_a_failed_write_leaves_no_half_line(tmp_path):
     record = tmp_path / "out.jsonl"
     env = env_at("http://127.0.0.1:9")
     env.config.data_path_to_save_groups = str(record)
@@ -136,7 +136,7 @@ async def test_a_group_that_found_no_room_leaves_no_part_of_its_line(tmp_path):
 
 
 @pytest.mark.parametrize("answers", [(0,), (0, 0, 0)])
-async def test_a_group_whose_answer_is_lost_reaches_the_trainer_once(answers, caplog):
+async def test_a_lost_answer_sends_a_group_once(answers, caplog):
     async with trajectory_api(*answers) as (api, taken):
         env = env_at(api)
         env.items_sent_this_step = 0
@@ -161,7 +161,7 @@ async def test_a_group_is_sent_though_it_can_not_be_shown(caplog):
     assert "KeyError: 'mine'" in caplog.text
 
 
-async def test_a_group_that_is_being_shown_when_its_worker_is_cancelled_is_sent():
+async def test_a_group_being_shown_is_sent():
     showing = asyncio.Event()
 
     class Env(ScriptEnv):
@@ -189,7 +189,7 @@ async def worked(env, api):
     return next(iter(env.workers))
 
 
-async def test_a_group_whose_postprocessing_fails_is_counted(policy):
+async def test_failed_postprocessing_is_counted(policy):
     class Env(ScriptEnv):
         async def postprocess_histories(self, trajectories):
             raise KeyError("mine")
@@ -201,7 +201,7 @@ async def test_a_group_whose_postprocessing_fails_is_counted(policy):
     assert not taken
 
 
-async def test_a_group_that_is_cancelled_while_it_is_postprocessed_is_counted(policy):
+async def test_cancelled_postprocessing_is_counted(policy):
     begun = asyncio.Event()
 
     class Env(ScriptEnv):
@@ -217,7 +217,7 @@ async def test_a_group_that_is_cancelled_while_it_is_postprocessed_is_counted(po
     assert env.metrics.unsent == {"postprocess_histories": 1}
 
 
-async def test_a_group_of_arrays_whose_answer_is_lost_reaches_the_trainer_once():
+async def test_a_group_of_arrays_is_sent_once():
     computed = {"scores": np.array([0.0, 1.0, 0.5]), "masks": np.array([[-100, 2, 3]] * 3), "tokens": [(1, 2, 3)] * 3}
     async with trajectory_api(0) as (api, taken):
         env = env_at(api)
@@ -227,7 +227,7 @@ async def test_a_group_of_arrays_whose_answer_is_lost_reaches_the_trainer_once()
     assert (env.metrics.maybe_sent_twice, dict(env.metrics.unsent)) == (0, {})
 
 
-async def test_a_group_that_is_given_up_without_an_answer_may_be_there_more_than_once_and_is_counted(caplog):
+async def test_unanswered_groups_are_counted(caplog):
     async with trajectory_api(0, 0, 0, latest=False) as (api, taken):
         env = env_at(api)
         env.items_sent_this_step = 0
@@ -237,7 +237,7 @@ async def test_a_group_that_is_given_up_without_an_answer_may_be_there_more_than
     assert "answered none of 3 tries and may have them" in caplog.text
 
 
-async def test_a_group_that_is_lost_after_another_like_it_arrives_all_the_same():
+async def test_equal_groups_are_both_sent():
     """The newest group that run-api has is then this one, to all appearances."""
     async with trajectory_api(200, -1) as (api, taken):
         env = env_at(api)
@@ -248,7 +248,7 @@ async def test_a_group_that_is_lost_after_another_like_it_arrives_all_the_same()
     assert env.metrics.maybe_sent_twice == 1
 
 
-async def test_a_group_that_may_be_there_twice_is_counted_and_said(caplog):
+async def test_possible_duplicates_are_counted(caplog):
     async with trajectory_api(0, latest=False) as (api, taken):
         env = env_at(api)
         env.items_sent_this_step = 0
@@ -258,7 +258,7 @@ async def test_a_group_that_may_be_there_twice_is_counted_and_said(caplog):
     assert "may have reached the trajectory API twice" in caplog.text
 
 
-async def test_a_finished_group_is_sent_though_its_worker_is_cancelled():
+async def test_a_finished_group_is_sent():
     async with trajectory_api(delay_s=0.3) as (api, taken):
         env = env_at(api)
         env.items_sent_this_step = 0
@@ -270,7 +270,7 @@ async def test_a_finished_group_is_sent_though_its_worker_is_cancelled():
     assert len(taken) == 1
 
 
-async def test_a_group_whose_worker_is_cancelled_at_any_step_reaches_the_record_and_the_trainer(tmp_path):
+async def test_no_cancellation_loses_a_group(tmp_path):
     """A full queue cancels all workers; atroposlib hands out the items of running ones again, but not those of finished ones."""
     record, groups = tmp_path / "out.jsonl", 12
     async with trajectory_api() as (api, taken):
@@ -285,7 +285,7 @@ async def test_a_group_whose_worker_is_cancelled_at_any_step_reaches_the_record_
     assert len(record.read_text().splitlines()) == groups
 
 
-async def test_a_shutdown_waits_for_all_sends_together_in_bounded_time(caplog):
+async def test_a_shutdown_waits_for_sends(caplog):
     async with trajectory_api(delay_s=60) as (api, _):
         env = env_at(api)
         env.items_sent_this_step = 0
@@ -298,7 +298,7 @@ async def test_a_shutdown_waits_for_all_sends_together_in_bounded_time(caplog):
     assert "had not answered when the run ended" in caplog.text
 
 
-async def test_a_worker_that_does_not_end_does_not_keep_the_pool_open(monkeypatch, caplog):
+async def test_a_stuck_worker_keeps_no_pool_open(monkeypatch, caplog):
     monkeypatch.setattr(sandbox_env, "WORKERS_S", 0.1)
     env, over = env_at("http://127.0.0.1:9"), asyncio.Event()
     await env.start_tool_backend()
@@ -319,7 +319,7 @@ async def test_a_worker_that_does_not_end_does_not_keep_the_pool_open(monkeypatc
 
 
 @pytest.mark.parametrize(("batch", "size"), [(4, 3), (2, 3)])
-async def test_sizes_of_which_no_batch_is_ever_made_are_refused_by_name(batch, size):
+async def test_impossible_batch_sizes_are_refused(batch, size):
     async with trajectory_api(batch_size=batch) as (api, _):
         env = env_at(api, group_size=size)
         with pytest.raises(ConfigError, match=r"env\.group_size"):
@@ -333,7 +333,7 @@ async def test_the_trainers_limit_bounds_every_trajectory():
         assert env.context_tokens == 999
 
 
-async def test_a_group_that_takes_too_long_is_named_and_counted(caplog):
+async def test_a_slow_group_is_counted(caplog):
     class Hangs(ScriptEnv):
         async def run_trajectory(self, item, trajectory_id, member):
             await asyncio.Event().wait()
@@ -367,7 +367,7 @@ def told(trainer, env, **status) -> None:
     trainer.queue(env.status_dict, env.derived_batch_size)
 
 
-async def test_a_trainer_that_fetches_nothing_is_told_once_and_its_return_too(monkeypatch, caplog):
+async def test_an_idle_trainer_is_reported_once(monkeypatch, caplog):
     caplog.set_level("INFO", "atropos")
     monkeypatch.setattr(watch, "WAITED_S", 0.0)
     env = env_at("http://127.0.0.1:9", batch_size=9, max_batches_offpolicy=2)
@@ -394,7 +394,7 @@ async def test_a_trainer_that_fetches_nothing_is_told_once_and_its_return_too(mo
         ({"unallocated_fraction": 0.0}, {"min_batch_allocation": 0.5}, ""),
     ],
 )
-async def test_groups_that_would_be_in_no_batch_are_told_once(status, settings, says, caplog):
+async def test_groups_in_no_batch_are_reported(status, settings, says, caplog):
     env = env_at("http://127.0.0.1:9", batch_size=9, **settings)
     trainer = trainer_of(env)
     for _ in range(3):
@@ -409,7 +409,7 @@ async def test_a_share_of_less_than_a_trajectory_is_told(caplog):
     assert "0.1 of a batch of 9 is less than one trajectory" in caplog.text
 
 
-async def test_a_trainer_that_does_not_come_is_reported_within_seconds(monkeypatch, caplog):
+async def test_a_missing_trainer_is_reported(monkeypatch, caplog):
     monkeypatch.setattr(watch, "TRAINER_S", 0.05)
     trainer = trainer_of(env_at("http://127.0.0.1:9"))
     with trainer.awaiting_trainer():
@@ -422,7 +422,7 @@ async def test_a_trainer_that_does_not_come_is_reported_within_seconds(monkeypat
     assert caplog.text.count("no trainer has registered at http://127.0.0.1:9") == 1
 
 
-async def test_an_inference_server_in_the_place_of_run_api_is_named(policy):
+async def test_a_wrong_server_for_run_api_is_named(policy):
     with pytest.raises(
         ConfigError,
         match=r"^env\.rollout_server_url: the server at .* is no trajectory API; run-api and many inference servers use port 8000",
@@ -438,20 +438,20 @@ async def test_a_run_api_that_hangs_is_said_to_hang(monkeypatch):
             await check_run_api(url)
 
 
-async def test_weights_that_run_api_can_not_share_out_are_named():
+async def test_impossible_weights_are_named():
     env = env_at("http://127.0.0.1:9", inference_weight=-1)
     env.env_id = 0
     with pytest.raises(TrajectoryApiLost, match=r"set env\.inference_weight"):
         await env.get_status()
 
 
-async def test_groups_of_one_would_all_have_equal_scores_and_are_refused():
+async def test_groups_of_one_are_refused():
     env = env_at("http://127.0.0.1:9", group_size=1, ensure_scores_are_not_same=True)
     with pytest.raises(ConfigError, match=r"env\.group_size: a group of 1"):
         await env.env_manager()
 
 
-async def test_the_end_of_the_items_is_reported_once_and_an_error_of_theirs_is_named(caplog):
+async def test_the_end_of_items_is_reported_once(caplog):
     env = env_at("http://127.0.0.1:9", batch_size=9)
     env.items, env.max_num_workers, env.status_dict = [], 2, STATUS | {"self_queue_size": 0}
     for _ in range(3):
@@ -462,7 +462,7 @@ async def test_the_end_of_the_items_is_reported_once_and_an_error_of_theirs_is_n
         await env.add_train_workers()
 
 
-async def test_an_evaluation_that_fails_when_serving_is_reported(caplog):
+async def test_a_failed_evaluation_is_reported(caplog):
     class Env(ScriptEnv):
         async def evaluate(self, *args, **kwargs):
             raise ZeroDivisionError("in evaluate")
@@ -476,7 +476,7 @@ async def test_an_evaluation_that_fails_when_serving_is_reported(caplog):
     assert "in evaluate" in caplog.text
 
 
-async def test_an_inference_server_that_goes_and_comes_is_told_once_each(monkeypatch, caplog):
+async def test_inference_outages_are_logged_once(monkeypatch, caplog):
     caplog.set_level("INFO", "atropos")
     monkeypatch.setattr(watch, "HEALTH_S", 0.01)
     env = env_at("http://127.0.0.1:9")
@@ -489,7 +489,7 @@ async def test_an_inference_server_that_goes_and_comes_is_told_once_each(monkeyp
     assert caplog.text.count("http://127.0.0.1:9/v1 answers again") == 1
 
 
-async def test_an_evaluation_reports_an_inference_server_that_is_gone_too(policy, caplog):
+async def test_evaluations_report_outages(policy, caplog):
     class Env(ScriptEnv):
         async def evaluate(self, *_args, **_kwargs):
             self.server.servers[0].server_healthy = False
@@ -498,7 +498,7 @@ async def test_an_evaluation_reports_an_inference_server_that_is_gone_too(policy
     await make(Env, policy.url, None)._run_evaluate()
 
 
-async def test_messages_are_kept_for_wandb_and_sent_only_where_the_trainer_wants_them(policy, tmp_path):
+async def test_messages_are_sent_on_request(policy, tmp_path):
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", use_wandb=True, include_messages=False)
     await env.setup()
     collected, _ = await env.collect_trajectories(env.items[0])

@@ -82,7 +82,7 @@ async def run(env, *script):
 
 
 @shows("agent_max_steps")
-async def test_a_trajectory_has_no_more_turns_than_agent_max_steps(policy, tmp_path):
+async def test_agent_max_steps_bounds_turns(policy, tmp_path):
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", agent_max_steps=2)
     group, _ = await run(env, *TWO_CALLS)
     assert {one["steps"] for one in group["atropos"]["trajectories"]} == {2}
@@ -106,7 +106,7 @@ class OneIsCut(ScriptEnv):
 
 
 @shows("cut_trajectories")
-async def test_a_trajectory_that_a_bound_cut_is_kept_masked_or_drops_its_group(policy, tmp_path):
+async def test_cut_trajectories_follow_the_setting(policy, tmp_path):
     script = [{"calls": [call("ls")]}, "done"]
     groups = {}
     for choice in ("keep", "mask"):
@@ -128,7 +128,7 @@ async def test_a_trajectory_that_a_bound_cut_is_kept_masked_or_drops_its_group(p
         await run(env, *script)
 
 
-async def test_a_group_of_which_every_member_is_cut_teaches_nothing_where_they_are_masked(policy, tmp_path):
+async def test_masked_groups_teach_nothing(policy, tmp_path):
     settings = {"cut_trajectories": "mask", "agent_max_steps": 1}
     with pytest.raises(GroupsDropped, match="1 x cut"):
         await run(make(ScriptEnv, policy.url, tmp_path / "g.jsonl", **settings), *TWO_CALLS)
@@ -195,7 +195,7 @@ def test_toolsets_are_offered_and_taken_away():
 
 @shows("trajectory_retries")
 @pytest.mark.parametrize("retries", [0, 2])
-async def test_a_trajectory_is_tried_again_as_often_as_told(policy, tmp_path, retries):
+async def test_retries_are_counted(policy, tmp_path, retries):
     tried: list[str] = []
 
     class Env(ScriptEnv):
@@ -248,7 +248,7 @@ async def test_as_many_groups_are_in_flight_as_told(policy, tmp_path, groups):
 
 
 @shows("allow_placeholder_tokens")
-async def test_serve_refuses_placeholder_tokens_unless_they_are_allowed(policy):
+async def test_serve_refuses_placeholders(policy):
     def env(**settings):
         return make(
             ScriptEnv, policy.url, None, server_type="openai", rollout_server_url="http://127.0.0.1:9", **settings
@@ -320,7 +320,7 @@ async def test_extra_fields_reach_an_openai_server(policy, tmp_path):
 
 
 @shows("max_agent_turns")
-async def test_a_rollout_has_no_more_turns_than_max_agent_turns(policy, tmp_path):
+async def test_max_agent_turns_bounds_turns(policy, tmp_path):
     env, messages = await hermes(policy, tmp_path, TWO_CALLS, max_agent_turns=2)
     assert sum(message["role"] == "assistant" for message in messages) == 2
     assert env.metrics.stop_reasons == {"max_turns": 2}
@@ -334,7 +334,7 @@ async def test_hermes_calls_are_read_in_the_parsers_format(policy, tmp_path):
 
 @shows("tool_pool_size")
 @pytest.mark.parametrize("size", [1, 3])
-async def test_no_more_rewards_are_in_flight_than_tool_pool_size(policy, tmp_path, monkeypatch, size):
+async def test_tool_pool_size_bounds_rewards(policy, tmp_path, monkeypatch, size):
     monkeypatch.setattr(Hermes, "together", size)
     env, _ = await hermes(policy, tmp_path, ["done"], tool_pool_size=size, group_size=4)
     assert env.most_rewards == size
@@ -383,7 +383,7 @@ def test_a_folder_is_a_dataset_of_the_files_in_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("load", [lambda path: load_rows(str(path)), load_problems])
-def test_a_row_with_separators_of_lines_in_its_text_is_one_row(tmp_path, load):
+def test_line_separators_split_no_row(tmp_path, load):
     names = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
     rows = [dict.fromkeys(names, text) for text in ("a\u2028b\u2029c\x85d", "second")]
     path = tmp_path / "rows.jsonl"
@@ -409,7 +409,7 @@ TERMINAL, FILE = ("process", "terminal"), ("patch", "read_file", "search_files",
 
 
 @pytest.mark.parametrize("gone", [{"disabled_toolsets": ["session"]}, {}])
-def test_a_draw_of_toolsets_that_are_gone_offers_no_others_instead(tmp_path, monkeypatch, gone):
+def test_missing_toolsets_are_not_replaced(tmp_path, monkeypatch, gone):
     shares = {"session" if gone else "web": 1.0, "terminal": 0.02, "file": 0.01}
     monkeypatch.setitem(DISTRIBUTIONS, "rarely", Distribution("rarely", shares))
     config = {"distribution": "rarely", "enabled_toolsets": None, "seed": 1, **gone}
@@ -420,7 +420,7 @@ def test_a_draw_of_toolsets_that_are_gone_offers_no_others_instead(tmp_path, mon
     assert drawn <= {TERMINAL, FILE}
 
 
-def test_a_distribution_of_which_no_toolset_is_left_is_refused_before_anything_starts(tmp_path):
+def test_empty_distributions_are_refused(tmp_path):
     config = {"distribution": "default", "enabled_toolsets": None, "disabled_toolsets": ["terminal", "file"]}
     env = make_hermes(Hermes, ("http://127.0.0.1:9/v1", None), tmp_path, [], **config)
     with pytest.raises(ConfigError, match="disabled_toolsets: terminal, file leaves no tool of terminal, file"):
@@ -430,7 +430,7 @@ def test_a_distribution_of_which_no_toolset_is_left_is_refused_before_anything_s
 
 
 @pytest.mark.parametrize("wide", ["mcp", "all"])
-def test_a_distribution_may_draw_toolsets_that_have_those_of_others(tmp_path, monkeypatch, wide):
+def test_toolsets_may_contain_others(tmp_path, monkeypatch, wide):
     monkeypatch.setitem(DISTRIBUTIONS, "wide", Distribution("wide", {"terminal": 1.0, wide: 1.0}))
     others = ["file", "session", "web", "browser"]
     config = {"distribution": "wide", "enabled_toolsets": None, "disabled_toolsets": others}
@@ -448,14 +448,14 @@ def test_a_distribution_may_draw_toolsets_that_have_those_of_others(tmp_path, mo
 @pytest.mark.parametrize(
     "settings", [AgentEnvConfig(tool_pool_mode="docker"), HermesAgentEnvConfig(terminal_backend="docker")]
 )
-async def test_a_backend_without_tls_is_refused_a_certificate(settings):
+async def test_certificates_need_a_tls_backend(settings):
     backend = ToolBackend(settings.model_copy(update={"tls_certificate": "c.pem", "tls_key": "k.pem"}))
     with pytest.raises(ConfigError, match=r"^env\.tls_certificate: a setting of 'nomad', which backend 'docker' lacks"):
         await backend.start(ToolRegistry())
 
 
 @shows("terminal_timeout")
-def test_a_command_that_names_no_timeout_gets_the_configured_one():
+def test_the_default_timeout_is_configured():
     limits = HermesAgentEnvConfig(terminal_timeout=900).executor_config().limits
     assert (limits.command_timeout_s, limits.max_timeout_s) == (900, 900)
     assert HermesAgentEnvConfig(terminal_timeout=5).executor_config().limits.command_timeout_s == 5
@@ -475,7 +475,7 @@ def test_privileged_is_refused_with_an_explanation():
 
 
 @pytest.mark.parametrize("name", [*PoolSettings.model_fields])
-def test_a_setting_of_the_pool_is_declared_once_and_reaches_it(name):
+def test_pool_settings_are_declared_once(name):
     own, pools = AgentEnvConfig.model_fields[name], SlotPoolConfig.model_fields[name]
     assert (own.description, own.metadata, own.annotation) == (pools.description, pools.metadata, pools.annotation)
     value = {"max_containers": 7, "min_containers": 2, "volume": "disk", "egress_allow": "a.example, b.example"}.get(
@@ -490,7 +490,7 @@ def test_a_setting_of_the_pool_is_declared_once_and_reaches_it(name):
     assert getattr(env.pool_config(), name) == getattr(SlotPoolConfig(**{name: value}), name) == getattr(env, name)
 
 
-def test_every_limit_of_a_slot_is_a_setting_of_an_env():
+def test_every_limit_is_a_setting():
     limits = SlotLimits(memory_mib=99, open_files=777, wall_s=5)
     env = AgentEnvConfig(slot_memory_mib=99, slot_open_files=777, slot_wall_s=5)
     assert env.pool_config().limits == limits

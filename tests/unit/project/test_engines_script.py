@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SOON = "import sys; sys.path.insert(0, 'scripts'); import engines; engines.GRACE_S = 0.2; sys.exit(engines.main())"
 
 
-def test_what_a_command_started_ends_with_it_even_if_it_is_killed_itself(tmp_path: Path) -> None:
+def test_processes_end_with_their_command(tmp_path: Path) -> None:
     """As the workers of pytest do, and Nomad agents of the cluster's tests: in sessions of their own."""
     with subprocess.Popen(
         [sys.executable, "-c", SOON, "local", "sh", "-c", "setsid sleep 1000 >&- 2>&- & echo $!; exec sleep 1000"],
@@ -85,7 +85,7 @@ def machine(tmp_path: Path) -> Callable[[str, str], subprocess.CompletedProcess[
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="packages are installed by root")
 @pytest.mark.parametrize("packages", [DEBIAN_12, DEBIAN_13], ids=["Debian 12", "Debian 13"])
-def test_the_client_of_docker_is_installed_whichever_package_holds_it(machine, tmp_path: Path, packages: str) -> None:
+def test_docker_s_client_is_installed(machine, tmp_path: Path, packages: str) -> None:
     done = machine(packages, "engines.Engines().install()")
     assert done.returncode == 0, done.stderr
     assert {"docker", "dockerd", "ip", "iptables"} <= {path.name for path in (tmp_path / "bin").iterdir()}
@@ -101,7 +101,7 @@ def test_the_client_of_docker_is_installed_whichever_package_holds_it(machine, t
     ],
     ids=["no client", "no engine"],
 )
-def test_an_engine_that_cannot_be_had_is_named_at_once_and_leaves_nothing(machine, tmp_path, packages, named) -> None:
+def test_a_missing_engine_is_named(machine, tmp_path, packages, named) -> None:
     done = machine(packages, "sys.exit(engines.main())", "docker", "sh", "-c", "echo ran")
     assert (done.returncode, done.stdout.endswith("ran\n")) == (1, False)
     assert re.search(f"LEFT OUT docker: {named}", done.stderr, re.MULTILINE), done.stderr

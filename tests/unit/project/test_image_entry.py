@@ -22,9 +22,7 @@ ENTRY = Path(__file__).resolve().parents[3] / "docker/sandbox/entry.py"
         (b"{}", None, "ATROPOS_TOKEN_FILE 'token' cannot be read: No such file"),
     ],
 )
-def test_wrong_settings_end_the_container_with_a_line_that_names_them(
-    tmp_path: Path, config: bytes, token: bytes | None, said: str
-) -> None:
+def test_wrong_settings_are_named(tmp_path: Path, config: bytes, token: bytes | None, said: str) -> None:
     (tmp_path / "config").write_bytes(config)
     if token is not None:
         (tmp_path / "token").write_bytes(token)

@@ -18,7 +18,7 @@ GIVEN_NAMES = {"AtroposEnvironment", "AtroposRuntime", "PortForward", "Process",
 """Classes that other evaluation stacks' configurations name, and those of `slots.sync`, which are called as the async ones."""
 
 
-def test_every_module_is_imported_or_names_the_package_that_it_lacks() -> None:
+def test_every_module_can_be_imported() -> None:
     def failed(name: str) -> None:
         raise AssertionError(f"the package {name} can't be imported")
 
@@ -34,7 +34,7 @@ def test_every_module_is_imported_or_names_the_package_that_it_lacks() -> None:
             assert module.__doc__, f"{name} says nothing of itself"
 
 
-def test_every_archive_that_is_read_is_read_to_its_end() -> None:
+def test_archives_are_read_to_their_end() -> None:
     """The tar module takes a damaged header for the end: what opens one without `WholeTar` loses files in silence."""
     opened = [
         f"{path}:{call.lineno}"

@@ -33,7 +33,7 @@ def test_every_relative_link_leads_to_a_file(page: Path) -> None:
     assert not missing
 
 
-def test_no_page_installs_the_other_project_that_the_package_index_has_under_this_name() -> None:
+def test_no_page_installs_the_namesake() -> None:
     named = re.compile(r"pip install (?:-\S+ )*['\"]?atropos\b")
     assert [page.name for page in PAGES if page.name != "CHANGELOG.md" and named.search(page.read_text())] == []
 
@@ -53,7 +53,7 @@ def whole_command() -> Any:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_option_of_atropos_that_a_page_names_exists(page: Path) -> None:
+def test_every_named_option_exists(page: Path) -> None:
     blocks = "".join(re.findall(r"^ *```console\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE))
     unknown: list[str] = []
     for line in re.findall(r"^ *\$ (?:\.venv/bin/)?atropos (.*)$", blocks.replace("\\\n", " "), re.MULTILINE):
@@ -76,7 +76,7 @@ def test_every_page_of_the_site_is_there() -> None:
         assert written - {"index.md"} <= linked, front
 
 
-def test_every_error_code_and_every_alert_has_its_row_in_the_operations_guide() -> None:
+def test_codes_and_alerts_are_documented() -> None:
     guide = (ROOT / "docs/operations.md").read_text()
     alerts = yaml.safe_load((ROOT / "monitoring/alerts.yml").read_text())["groups"][0]["rules"]
     dropped = {kind.code for kind in (HookError, PromptTooLong, TaskFault, VerifierError, WorkspaceLost)}
@@ -101,7 +101,7 @@ def test_the_configuration_table_matches_the_models(monkeypatch: pytest.MonkeyPa
     runpy.run_path(str(ROOT / "scripts/config_table.py"), run_name="__main__")
 
 
-def test_a_plain_import_loads_neither_atroposlib_nor_an_engine() -> None:
+def test_a_plain_import_is_light() -> None:
     code = (
         "import sys, atropos, atropos.slots, atropos.tools, atropos.envs;"
         "print([m for m in ('atroposlib', 'torch', 'transformers', 'docker', 'nomad') if m in sys.modules])"
@@ -123,14 +123,14 @@ OF_A_TASK = {"tests/test.sh", "tests/docker-compose.yaml"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_file_of_the_repository_that_a_page_names_exists(page: Path) -> None:
+def test_every_named_file_exists(page: Path) -> None:
     """Paths begin at the root or, as in the tables of the design, at `atropos/`."""
     named = {name for name in FILE.findall(page.read_text()) if name.split("/")[0] in FOLDERS} - OF_A_TASK
     missing = [name for name in named if not any([*ROOT.glob(name), *(ROOT / "atropos").glob(name)])]
     assert missing == []
 
 
-def test_parts_of_a_pool_change_what_they_share_through_its_methods():
+def test_shared_state_has_methods():
     """No module assigns to an attribute of the shared state, its fleet, a seat or the counters but their own."""
     shared = {"_state", "state", "fleet", "seat", "counters"}
     own = {"containers/state.py", "containers/fleet.py", "containers/counters.py"}

@@ -58,7 +58,7 @@ def test_(number):
         pytest.param("a", 0.5, id="crash_while_more_tests_are_sent"),
     ],
 )
-def test_tests_that_must_be_alone_run_last_and_on_one_worker(tmp_path: Path, crashing: str, lag: float) -> None:
+def test_alone_tests_run_last(tmp_path: Path, crashing: str, lag: float) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST.format(lag=lag))
     for name in ("a", "alone1", "alone2", "b", "c", "d"):
         (tmp_path / f"test_{name}.py").write_text(MODULE.format(name=name, crash=name == crashing))

@@ -34,7 +34,7 @@ def write(machine: GpuMachine, spec: dict, name: str = "gpu-test.json") -> None:
     (machine.specs / name).write_text(text)
 
 
-def test_a_device_has_its_own_nodes_and_what_all_of_its_kind_have(machine):
+def test_a_device_has_its_kind_s_edits(machine):
     first, second = gpus(machine, count=2)
     assert [first.name, second.name] == [f"{KIND}=0", f"{KIND}=1"]
     assert dict(second.env) == {"GPU": "1", "GPU_LIBRARY": "yes"}
@@ -56,7 +56,7 @@ def test_yaml_is_read_as_json_is(machine):
     assert gpus(machine, count=2) == before
 
 
-def test_a_later_folder_comes_first_and_two_files_of_one_folder_take_a_device_from_each_other(machine):
+def test_later_folders_come_first(machine):
     later = machine.folder / "run"
     later.mkdir()
     spec = machine.spec()
@@ -69,7 +69,7 @@ def test_a_later_folder_comes_first_and_two_files_of_one_folder_take_a_device_fr
         find([str(machine.specs), str(later)], [f"{KIND}=0"], 1)
 
 
-def test_all_and_second_names_and_cards_in_parts_are_no_devices_of_their_own(machine):
+def test_aliases_are_no_devices(machine):
     spec = machine.spec()
     whole, other, _ = spec["devices"]
     part = {
@@ -85,21 +85,21 @@ def test_all_and_second_names_and_cards_in_parts_are_no_devices_of_their_own(mac
         gpus(machine, count=3)
 
 
-def test_a_container_has_the_devices_whose_nodes_it_has(machine):
+def test_a_container_has_devices_with_nodes(machine):
     (machine.folder / "dev" / "gpu0").unlink()
     assert [each.name for each in gpus(machine)] == [f"{KIND}=1"]
     with pytest.raises(ConfigError, match=r"atropos\.test/gpu=0: .*/dev/gpu0 is no device node"):
         gpus(machine, f"{KIND}=0")
 
 
-def test_what_an_engine_has_put_into_the_server_s_container_is_found_there(machine):
+def test_an_engine_s_devices_are_found(machine):
     spec = machine.spec()
     spec["devices"][0]["containerEdits"]["deviceNodes"] = [{"path": "/dev/full", "hostPath": "/driver/dev/gpu0"}]
     write(machine, spec)
     assert Bind("/dev/full", "/dev/full", device=True) in gpus(machine)[0].binds
 
 
-def test_a_node_that_no_slot_could_open_is_refused_with_the_cure(machine):
+def test_unopenable_nodes_are_refused(machine):
     node = machine.folder / "dev" / "gpu0"
     node.chmod(0o660)
     pid = os.fork()
@@ -143,7 +143,7 @@ HOOK = {"hookName": "createContainer", "path": "/usr/bin/vendor-hook", "args": [
         ),
     ],
 )
-def test_what_is_no_specification_or_no_slot_can_have_is_refused(machine, change, said):
+def test_bad_specifications_are_refused(machine, change, said):
     write(machine, change(machine.spec()))
     with pytest.raises(ConfigError) as caught:
         gpus(machine)

@@ -75,14 +75,14 @@ NO_PROTOCOL = {"DCCP": 33, "L2TP": 115, "SCTP": 132, "UDP-Lite": 136, "SMC": 256
 
 
 @pytest.mark.parametrize("high", [0, HIGH])
-def test_no_program_has_the_kernel_compile_filters_of_its_own(program, high):
+def test_no_program_installs_filters(program, high):
     for option in (26, 51):  # SO_ATTACH_FILTER, SO_ATTACH_REUSEPORT_CBPF
         assert answer(program, "setsockopt", 3, 1 | high, option | high, 0x1000, 16) == errno.ENOPROTOOPT
     assert answer(program, "prctl", 22 | high, 2) == errno.EINVAL
     assert answer(program, "seccomp", 1 | high, 0, 0x1000) == errno.EINVAL
 
 
-def test_what_is_asked_of_the_same_calls_otherwise_is_allowed(program):
+def test_other_uses_are_allowed(program):
     for option in (2, 7, 9, 15):  # SO_REUSEADDR, SO_SNDBUF, SO_KEEPALIVE, SO_REUSEPORT
         assert answer(program, "setsockopt", 3, 1, option, 0x1000, 4) == 0
     assert answer(program, "setsockopt", 3, 6, 26, 0x1000, 4) == 0  # an option of TCP's
@@ -94,12 +94,12 @@ def test_what_is_asked_of_the_same_calls_otherwise_is_allowed(program):
 
 
 @pytest.mark.parametrize("name", PRIVILEGED)
-def test_what_needs_a_capability_is_answered_as_to_programs_without_it(program, name):
+def test_privileged_calls_get_eperm(program, name):
     assert program.number(name) < 0 or answer(program, name) == errno.EPERM
 
 
 @pytest.mark.parametrize("name", ABSENT)
-def test_what_a_kernel_can_lack_is_answered_as_by_one_that_does(program, name):
+def test_optional_calls_get_enosys(program, name):
     assert program.number(name) < 0 or answer(program, name) == errno.ENOSYS
 
 
@@ -140,7 +140,7 @@ def test_no_socket_has_the_kernel_look_for_a_module(program, high):
 
 
 @pytest.mark.parametrize("high", [0, HIGH])
-def test_a_terminal_takes_no_characters_from_programs_and_no_other_line_discipline(program, high):
+def test_terminals_take_no_injected_input(program, high):
     for request, expected in ((0x5412, errno.EIO), (0x541C, errno.ENOTTY), (0x5423, errno.EINVAL)):
         assert answer(program, "ioctl", 3, request | high, 0x1000) == expected
     for request in (0x5401, 0x5413, 0x540E, 0x5424, 0x541B):  # TCGETS, TIOCGWINSZ, TIOCSCTTY, TIOCGETD, FIONREAD
@@ -148,20 +148,20 @@ def test_a_terminal_takes_no_characters_from_programs_and_no_other_line_discipli
 
 
 @pytest.mark.parametrize("high", [0, HIGH])
-def test_namespaces_hand_out_neither_their_owners_nor_their_neighbours(program, high):
+def test_namespaces_show_no_owner(program, high):
     for request in (0xB701, 0xB702, 0xB704, 0x8008B705, 0x8010B70A, 0x8010B70B, 0x8010B70C, 0x8008B70D):
         assert answer(program, "ioctl", 3, request | high, 0x1000) == errno.ENOTTY
 
 
 @pytest.mark.parametrize("flags", [4, 5, 7, 0xFFFFFFFF, 0xFFFFFFE7])
-def test_a_memory_file_with_every_flag_is_answered_as_by_a_kernel_that_does_not_know_them(program, flags):
+def test_unknown_memfd_flags_are_refused(program, flags):
     """Chromium, Electron and others try this, and end when the answer is another."""
     assert answer(program, "memfd_create", 0x1000, flags) == errno.EINVAL
     assert answer(program, "memfd_create", 0x1000, flags & ~4) == 0  # the kernel's own to answer
 
 
 @pytest.mark.parametrize("high", [0, HIGH])
-def test_no_advice_is_about_pages_that_are_others_too(program, high):
+def test_no_advice_on_shared_pages(program, high):
     for advice in (12, 20, 21):  # MADV_MERGEABLE, MADV_COLD, MADV_PAGEOUT
         assert answer(program, "madvise", 0x1000, 4096, advice | high) == errno.EINVAL
     for advice in (0, 1, 3, 4, 8, 9, 10, 13, 14, 15, 18, 23):  # MADV_NORMAL, MADV_DONTNEED, MADV_HUGEPAGE and others
@@ -174,7 +174,7 @@ def test_only_namespaces_can_t_be_made_anew(program):
     assert answer(program, "unshare", 0x600) == 0  # a working directory and descriptors of a thread's own
 
 
-def test_a_newer_libseccomp_allows_no_call_that_was_not_judged(program, monkeypatch):
+def test_unjudged_calls_are_refused(program, monkeypatch):
     known = slot_filter._Filter.resolve
     monkeypatch.setattr(slot_filter._Filter, "resolve", lambda self, call: call if call == 500 else known(self, call))
     made = made_for(program.machine)

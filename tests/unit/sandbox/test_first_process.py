@@ -11,7 +11,7 @@ from atropos.sandbox.linux import pause_program
 from atropos.sandbox.programs import runner
 
 
-def test_the_runner_imports_nothing_later_than_at_its_start():
+def test_the_runner_imports_at_its_start():
     """In a slot there is nothing to import from: such an operation would fail."""
     files = sorted(Path(runner.__file__).parent.rglob("*.py"))
     assert len(files) > 20
@@ -26,7 +26,7 @@ def test_the_runner_imports_nothing_later_than_at_its_start():
         assert not late, f"{file}: line {late[0].lineno}"
 
 
-def test_the_program_that_pauses_says_so_and_waits_for_its_input(tmp_path):
+def test_the_pausing_program_waits(tmp_path):
     program = tmp_path / "pause"
     program.write_bytes(pause_program.elf())
     program.chmod(0o755)

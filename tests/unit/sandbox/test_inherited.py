@@ -24,7 +24,7 @@ def test_a_server_starts_and_its_slots_are_as_ever(folder, state):
     driver.close()
 
 
-def test_a_user_without_a_home_has_no_store_of_images_and_no_folder_is_made_for_one(folder):
+def test_no_home_has_no_store(folder):
     place = folder / "here"
     place.mkdir()
     place.chmod(0o777)
@@ -44,7 +44,7 @@ def test_a_user_without_a_home_has_no_store_of_images_and_no_folder_is_made_for_
 
 
 @pytest.mark.parametrize("closed", [".", "layers"])
-def test_a_store_of_images_that_is_named_and_may_not_be_written_is_refused_at_start(folder, closed):
+def test_a_read_only_store_is_refused(folder, closed):
     """As another user, or root, left it."""
     store = folder / f"store {closed}"
     (store / "layers").mkdir(parents=True)
@@ -57,7 +57,7 @@ def test_a_store_of_images_that_is_named_and_may_not_be_written_is_refused_at_st
     assert "ConfigError: image_store.folder: " in done.stderr and "give it to this user, or name another" in done.stderr
 
 
-def test_each_ordinary_user_of_a_test_has_a_home_of_its_own():
+def test_each_test_user_has_a_home():
     code = "from atropos.sandbox.boot.folders import image_folder; print(image_folder(None, 1))"
     asked = [sys.executable, "-m", "tests.unit.sandbox.as_user", sys.executable, "-c", code]
     for _ in range(2):

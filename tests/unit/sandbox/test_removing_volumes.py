@@ -51,7 +51,7 @@ print(os.listdir(os.path.dirname(disk)) == [os.path.basename(disk)])
 """A server that is over once it has a volume, and removes nothing."""
 
 
-async def test_a_volume_is_freed_whose_remover_is_cancelled_while_others_are_before_it(monkeypatch):
+async def test_a_cancelled_remover_frees_its_volume(monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(volumes, "remove_tree", lambda _folder: go.wait())
     disposer = volumes.Disposer(lambda _folder: None)
@@ -73,7 +73,7 @@ REMOVE = "import sys; from atropos.trees import remove_tree; remove_tree(sys.arg
 
 
 @needs_root
-def test_a_file_that_cannot_be_removed_keeps_none_of_those_beside_it(folder):
+def test_a_stuck_file_keeps_no_other(folder):
     """For example, one that is mounted, or that NFS keeps for a program which has it open."""
     top = folder / "full"
     for number in range(8):
@@ -88,7 +88,7 @@ def test_a_file_that_cannot_be_removed_keeps_none_of_those_beside_it(folder):
 
 
 @needs_root
-def test_a_tree_that_cannot_be_removed_is_left_and_does_not_hold_up_its_remover(folder):
+def test_a_stuck_tree_is_left(folder):
     top = folder / "top"
     (top / "kept").mkdir(parents=True)
     (top / "kept/file").touch()
@@ -103,7 +103,7 @@ def test_a_tree_that_cannot_be_removed_is_left_and_does_not_hold_up_its_remover(
 @needs_root
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, for a newuidmap of its own")
 @pytest.mark.skipif(not os.path.exists("/etc/subuid"), reason="needs /etc/subuid, to mount another one there")
-def test_an_ordinary_users_next_server_removes_what_the_slots_of_a_killed_one_wrote(folder):
+def test_the_next_server_removes_leftovers(folder):
     """Their files belong to ids of /etc/subuid, which the user alone may not touch."""
     programs, ids = folder / "programs", folder / "ids"
     programs.mkdir()

@@ -90,7 +90,7 @@ def said(*command: str) -> str:
     return done.stdout
 
 
-def test_a_large_file_that_may_have_changed_is_not_read_into_memory_whole(tmp_path):
+def test_large_files_are_not_read_whole(tmp_path):
     """The memory of PID 1 is its slot's: a file of half of it would be the end of both."""
     file = tmp_path / "large"
     with file.open("wb") as opened:
@@ -98,15 +98,15 @@ def test_a_large_file_that_may_have_changed_is_not_read_into_memory_whole(tmp_pa
     assert said(sys.executable, "-c", CHANGED, str(file)) == "changed None\n"
 
 
-def test_pipes_that_background_children_hold_leave_most_descriptors_of_a_small_slot():
+def test_orphan_pipes_are_bounded():
     assert said(sys.executable, "-c", ORPHANS) == "16\n"
 
 
-def test_what_ended_before_the_runner_could_hear_of_it_is_reaped():
+def test_early_ends_are_reaped():
     assert said(sys.executable, "-c", ENDED_BEFORE) == "False\n"
 
 
-def test_starts_that_find_no_room_for_processes_cost_no_descriptors():
+def test_failed_starts_cost_no_descriptors():
     """The server asks again and again: without any left, no slot would ever start once there is room."""
     refused = f"{OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))}\n"
     assert said(sys.executable, "-c", NO_ROOM) == "0\n" + 10 * refused

@@ -18,7 +18,7 @@ from atropos.sandbox.programs.runner.processes.head_tail import HeadTail
 
 @settings(max_examples=100)
 @given(st.integers(2, 64), st.lists(st.binary(max_size=200), max_size=30))
-def test_an_output_is_whole_or_its_head_and_tail_with_what_is_missing(limit: int, pieces: list[bytes]) -> None:
+def test_an_output_is_whole_or_head_and_tail(limit: int, pieces: list[bytes]) -> None:
     kept = HeadTail(limit)
     for piece in pieces:
         kept.add(piece)
@@ -32,7 +32,7 @@ def test_an_output_is_whole_or_its_head_and_tail_with_what_is_missing(limit: int
     assert kept.value() == whole[:half] + note + whole[-half:]
 
 
-def test_what_is_kept_of_an_output_in_tiny_pieces_takes_no_more_memory_than_its_bytes() -> None:
+def test_tiny_pieces_cost_their_bytes() -> None:
     """It is PID 1's memory, and so its slot's."""
     kept = HeadTail(200_000)
     tracemalloc.start()
@@ -73,7 +73,7 @@ def test_a_user_that_the_slot_has_not_got_is_refused(monkeypatch, user) -> None:
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "dangling", "circle", "folder", "fifo", "file/below"])
-def test_a_file_that_cant_be_written_costs_no_descriptor(tmp_path, name) -> None:
+def test_a_failed_write_costs_no_descriptor(tmp_path, name) -> None:
     """PID 1 writes small files itself: it would soon have no descriptors for commands."""
     (tmp_path / "dangling").symlink_to("/no-such-folder/file")
     (tmp_path / "circle").symlink_to("circle")
@@ -93,7 +93,7 @@ def test_a_file_has_its_size_wherever_it_is_read(tmp_path, offset) -> None:
     assert (fields["size"], blobs["data"]) == (5, b"hello"[offset:])
 
 
-def test_a_file_that_grows_meanwhile_is_read_as_far_as_it_went(tmp_path) -> None:
+def test_a_growing_file_is_read_in_part(tmp_path) -> None:
     """PID 1 has decided by that length to read the file itself, into its slot's memory."""
     (tmp_path / "file").write_bytes(b"hello")
     fd, found = open_regular(str(tmp_path / "file"))

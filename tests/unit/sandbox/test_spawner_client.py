@@ -23,7 +23,7 @@ def process():
         yield process
 
 
-async def test_a_start_without_room_for_descriptors_in_flight_fails_alone(monkeypatch, process):
+async def test_a_start_without_room_fails_alone(monkeypatch, process):
     """The kernel counts them per user: where the server shares its user with slots, one of them can hold all."""
 
     def full(*_):
@@ -48,7 +48,7 @@ async def test_a_start_without_room_for_descriptors_in_flight_fails_alone(monkey
         theirs.close()
 
 
-async def test_a_spawner_that_is_gone_starts_nothing_any_more(process):
+async def test_a_gone_spawner_starts_nothing(process):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     client = SpawnerClient(process, ours)
@@ -63,7 +63,7 @@ async def test_a_spawner_that_is_gone_starts_nothing_any_more(process):
         await client.aclose()
 
 
-def test_a_spawner_whose_server_has_ended_before_it_runs_ends_without_a_word():
+def test_an_orphaned_spawner_ends_quietly():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.close()
     with theirs:
