@@ -30,7 +30,7 @@ COUNTED_TOGETHER = (
 )
 """Attack programs that use up what is counted for a user, or for the whole machine, and not in a slot's cgroup."""
 BOMBS = "tests/security/test_attack_programs.py::test_no_bomb_harms_more_than_its_own_slot"
-RELEASES = "tests/security/test_attack_programs.py::test_a_slot_released_in_the_middle_of_it_is_whole_for_the_next"
+RELEASES = "tests/security/test_attack_programs.py::test_a_slot_released_midway_is_whole"
 ALONE = {
     **{f"{test}[{name}]": USES_UP for test in (BOMBS, RELEASES) for name in COUNTED_TOGETHER},
     "tests/e2e/test_honest_verdicts.py::test_verifiers_that_measure": MEASURES,

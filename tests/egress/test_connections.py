@@ -90,7 +90,7 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
     return got
 
 
-async def test_a_connection_counts_until_its_answer_has_been_read():
+async def test_an_unread_answer_counts():
     """A program that half-closes and does not read keeps its connection, and so its place."""
     async with proxied(connections=4) as (proxy, port, origin, _), asyncio.timeout(20):
         kept, before = [], asyncio.all_tasks()
@@ -144,7 +144,7 @@ async def test_a_name_server_that_fails_refuses_nothing(monkeypatch):
     assert said[0].startswith("HTTP/1.1 502 egress: files.example.org has no address (Temporary failure")
 
 
-async def test_look_ups_that_found_no_room_for_a_thread_leave_room_for_later_ones(monkeypatch):
+async def test_failed_look_ups_leave_room(monkeypatch):
     def full(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -161,7 +161,7 @@ async def test_look_ups_that_found_no_room_for_a_thread_leave_room_for_later_one
 
 @pytest.mark.parametrize("path", ["too-large", "too-large-and-gone"])
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_an_answer_that_comes_before_the_end_of_an_upload_is_read(path, chunked):
+async def test_early_answers_are_read(path, chunked):
     async with proxied() as (_, port, origin, _), asyncio.timeout(20 * SLOWNESS):
         assert (await upload(port, f"http://{origin}/{path}", chunked=chunked)).startswith(b"HTTP/1.1 413 Too large")
 
@@ -171,14 +171,14 @@ async def test_a_refusal_of_an_upload_is_read():
         assert (await upload(port, "ftp://files.example.org/")).startswith(b"HTTP/1.1 403 egress refused")
 
 
-async def test_the_rest_of_an_upload_that_is_answered_is_counted():
+async def test_answered_uploads_are_counted():
     async with proxied(budget=1 << 20) as (_, port, origin, _), asyncio.timeout(20 * SLOWNESS):
         await upload(port, f"http://{origin}/too-large")
         after, _ = await ask(port, f"http://{origin}/after")
         assert b"as many bytes as it may" in await answer(after)
 
 
-async def test_a_slot_s_connections_wait_in_the_kernel_while_the_proxy_is_busy():
+async def test_connections_wait_in_the_kernel():
     """A queue that is full drops them, and their kernel tries again after a second, three, and seven."""
     async with proxied(connections=64) as (_, port, _, _):
         with contextlib.ExitStack() as opened:

@@ -59,7 +59,7 @@ def test_a_lease_is_told_what_it_moved(request: pytest.FixtureRequest, how: str)
     assert 3_300_000 + (8 << 20) < moved < 16 << 20
 
 
-def test_what_concerns_one_connection_goes_no_further_than_the_proxy(public: dict) -> None:
+def test_hop_by_hop_headers_end_at_the_proxy(public: dict) -> None:
     assert public["hop"] == [0, "hello from files.example.org to /"]
 
 
@@ -74,14 +74,14 @@ NOT_PUBLIC = [
 
 
 @pytest.mark.parametrize("what", [*NOT_PUBLIC, "decimal", "octal", "port", "unknown", "around"])
-def test_no_address_that_is_not_public_is_reached_without_variables(direct: dict, what: str) -> None:
+def test_no_private_address_without_variables(direct: dict, what: str) -> None:
     code, output = direct[what]
     assert code != 0
     assert "hello" not in output
 
 
 @pytest.mark.parametrize("what", NOT_PUBLIC)
-def test_no_address_that_is_not_public_is_reached(public: dict, what: str) -> None:
+def test_no_private_address_is_reached(public: dict, what: str) -> None:
     output = public[what][1]
     assert "hello" not in output
     assert "only public addresses can be reached" in output
@@ -106,7 +106,7 @@ def test_there_is_no_way_around_the_proxy(public: dict) -> None:
     assert "hello" not in public["around"][1]
 
 
-def test_a_second_request_on_a_connection_is_not_smuggled(public: dict) -> None:
+def test_no_second_request_is_smuggled(public: dict) -> None:
     assert "/one" in public["smuggle"][1]
     assert "/two" not in public["smuggle"][1]
 
@@ -134,7 +134,7 @@ def test_allow_and_deny_lists() -> None:
             assert outcome[1] == proxied[1] if "hello" in proxied[1] else "hello" not in outcome[1], what
 
 
-def test_bytes_and_connections_are_bounded_per_slot() -> None:
+def test_bytes_and_connections_are_bounded() -> None:
     found = scenario("bounds")
     assert "this slot has 4 connections open already" in found["many"][1]
     lines = found["spent"][1].splitlines()
@@ -144,7 +144,7 @@ def test_bytes_and_connections_are_bounded_per_slot() -> None:
     assert found["again"] == [0, "hello from files.example.org to /again"]
 
 
-def test_bytes_and_connections_are_bounded_without_variables_too() -> None:
+def test_bounds_hold_without_variables() -> None:
     found = scenario("bounds_direct")
     assert found["spent"][1].splitlines()[:2] == ["8388608", "8388608"]
     for refused in ("many", "spent"):  # reset, at once or a moment after it was connected
@@ -153,7 +153,7 @@ def test_bytes_and_connections_are_bounded_without_variables_too() -> None:
     assert found["again"] == [0, "hello from files.example.org to /again"]
 
 
-def test_names_are_answered_in_the_slot_and_plain_connections_go_by_them() -> None:
+def test_names_are_answered_in_the_slot() -> None:
     found = scenario("names")
     (code, four), (code6, six) = found["both"]
     assert (code, code6) == (0, 0)
@@ -179,7 +179,7 @@ def test_names_are_answered_in_the_slot_and_plain_connections_go_by_them() -> No
     assert found["next_sockets"] == "1\n1\n", "no connection is left but the proxy's socket"
 
 
-def test_a_dead_proxy_is_replaced_and_forks_have_networks_of_their_own() -> None:
+def test_a_dead_proxy_is_replaced() -> None:
     found = scenario("ends")
     assert found["before"].endswith("/1")
     assert found["proxies"] == 1
@@ -195,7 +195,7 @@ def test_a_dead_proxy_is_replaced_and_forks_have_networks_of_their_own() -> None
     assert "hello" not in found["off"][1]
 
 
-def test_a_lease_s_network_is_narrowed_and_widened_within_the_pool_s() -> None:
+def test_a_lease_s_network_can_be_narrowed() -> None:
     found = scenario("phases")
     reached = {
         "all": {"files", "other", "deep", "private"},
@@ -222,7 +222,7 @@ def test_a_lease_s_network_is_narrowed_and_widened_within_the_pool_s() -> None:
     assert not {"bad", "off"} & found.keys()
 
 
-def test_a_task_s_agent_and_tests_have_each_their_own_network() -> None:
+def test_agent_and_tests_have_own_networks() -> None:
     found = scenario("task_phases")
     assert found["reward"] == 1.0
     for phase in ("agent", "again"):

@@ -26,14 +26,14 @@ def got(found: dict, path: str) -> set[str]:
     return {line.partition(" | ")[2] for line in found["seen"] if line.startswith(path)}
 
 
-def test_requests_for_a_host_have_its_secrets_by_the_proxy_and_without_it(ran: tuple[dict, str]) -> None:
+def test_requests_have_their_secrets(ran: tuple[dict, str]) -> None:
     found, _ = ran
     assert got(found, "/echo") == {PLAIN_GOT, TLS_GOT}
     assert len([line for line in found["seen"] if line.startswith("/echo")]) == 4
     assert got(found, "/python") == {TLS_GOT}
 
 
-def test_a_slot_that_looks_for_secrets_finds_none(ran: tuple[dict, str]) -> None:
+def test_a_slot_finds_no_secrets(ran: tuple[dict, str]) -> None:
     found, logged = ran
     shown = json.dumps({name: each for name, each in found.items() if name != "seen"}) + logged
     for secret in (TOKEN, CHANGED, KEY, PASSWORD, BASIC, TOKEN.encode().hex()):
@@ -54,7 +54,7 @@ def test_a_slot_trusts_no_more_hosts_than_before(ran: tuple[dict, str]) -> None:
         assert "SSL certificate problem" in found[f"unknown authority{way}"]
 
 
-def test_secrets_outlive_the_proxy_and_a_snapshot_and_end_with_the_lease(ran: tuple[dict, str]) -> None:
+def test_secrets_end_with_the_lease(ran: tuple[dict, str]) -> None:
     found, _ = ran
     assert got(found, "/again") == {PLAIN_GOT, TLS_GOT}
     assert len([line for line in found["seen"] if line.startswith("/again")]) == 4
@@ -63,7 +63,7 @@ def test_secrets_outlive_the_proxy_and_a_snapshot_and_end_with_the_lease(ran: tu
     assert got(found, "/fork") == {"files.example.org:8081 | None | None", "files.example.org:8443 | None | None"}
 
 
-def test_a_keys_secrets_are_its_own_and_follow_their_files(ran: tuple[dict, str]) -> None:
+def test_a_key_s_secrets_are_its_own(ran: tuple[dict, str]) -> None:
     found, _ = ran
     assert got(found, "/alice") == {f"files.example.org:8081 | Bearer {TOKEN} | None"}
     assert got(found, "/bob") == {"files.example.org:8081 | None | None"}

@@ -104,7 +104,7 @@ async def test_a_restart_that_fails_is_tried_again(monkeypatch):
         await supervisor.aclose()
 
 
-async def test_slots_that_end_while_the_proxy_starts_leave_no_socket_in_it():
+async def test_ended_slots_leave_no_socket():
     supervisor = EgressSupervisor(ServerConfig(token="-", slots=4, allow_network=True), None)
     supervisor.start()
     try:
@@ -121,7 +121,7 @@ async def test_slots_that_end_while_the_proxy_starts_leave_no_socket_in_it():
         await supervisor.aclose()
 
 
-async def test_a_change_that_is_asked_for_again_is_confirmed_too():
+async def test_a_repeated_change_is_confirmed():
     supervisor = EgressSupervisor(ServerConfig(token="-", slots=4, allow_network=True), None)
     supervisor.start()
     try:

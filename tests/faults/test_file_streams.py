@@ -61,7 +61,7 @@ def pieces(data: bytes, size: int = 1 << 20) -> list[bytes]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
-async def test_a_write_over_connections_that_break_goes_on_where_it_was():
+async def test_a_write_outlasts_broken_connections():
     data = os.urandom(12 << 20)
     host = FakeHost()
     async with serving(host, heartbeat_s=5) as running, brittle(running.server.port, 2_500_000) as (url, passed):
@@ -99,7 +99,7 @@ def broken_source():
     raise OSError("the disk is gone")
 
 
-async def test_a_source_that_fails_midway_leaves_the_old_file_and_the_next_call_runs():
+async def test_a_failed_source_leaves_the_old_file():
     host = FakeHost()
     async with serving(host, heartbeat_s=5) as running:
         async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
@@ -110,7 +110,7 @@ async def test_a_source_that_fails_midway_leaves_the_old_file_and_the_next_call_
             assert (await asyncio.wait_for(client.call(lease, Exec(command="echo on")), 20)).output == b"on"
 
 
-async def test_after_a_source_that_failed_nobody_sends_or_waits_any_more():
+async def test_a_failed_source_ends_its_stream():
     async with serving(FakeHost(), heartbeat_s=5) as running:
         async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
             lease = await client.acquire(request())
@@ -120,7 +120,7 @@ async def test_after_a_source_that_failed_nobody_sends_or_waits_any_more():
             assert not [task for task in asyncio.all_tasks() if any(part in repr(task) for part in ours)]
 
 
-async def test_a_stream_that_nobody_sends_ends_as_a_fault_of_the_infrastructure(monkeypatch):
+async def test_an_unsent_stream_is_a_fault(monkeypatch):
     monkeypatch.setattr(server_streams, "IDLE_S", 0.2)
     async with serving(FakeHost(), heartbeat_s=5) as running:
         async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
@@ -130,7 +130,7 @@ async def test_a_stream_that_nobody_sends_ends_as_a_fault_of_the_infrastructure(
 
 
 @pytest.mark.parametrize("size", [1000, 4 << 20])
-async def test_a_stream_whose_process_in_the_slot_was_stopped_ends_as_a_result(monkeypatch, size):
+async def test_a_stopped_reader_is_a_result(monkeypatch, size):
     """A program of the slot can do that: it may not turn what is asked of its slot into a fault of the infrastructure."""
     monkeypatch.setattr(server_streams, "IDLE_S", 1.0)  # in less, this process might not send its first byte
     async with serving(FakeHost(), heartbeat_s=5) as running:
@@ -145,7 +145,7 @@ async def test_a_stream_whose_process_in_the_slot_was_stopped_ends_as_a_result(m
             assert isinstance(result, OpError) and result.error == "timeout", result
 
 
-async def test_reads_that_are_given_up_keep_no_stream_open():
+async def test_abandoned_reads_close_their_stream():
     async with serving(FakeHost(), heartbeat_s=5) as running:
         async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
             lease = await client.acquire(request())
@@ -160,7 +160,7 @@ async def test_reads_that_are_given_up_keep_no_stream_open():
                 await until(lambda: not lanes.queued)
 
 
-async def test_a_stop_of_the_server_is_no_pause_of_a_stream(monkeypatch):
+async def test_a_server_s_stop_is_no_idle_stream(monkeypatch):
     monkeypatch.setattr(server_streams, "IDLE_S", 1.0)
     async with serving(FakeHost(), heartbeat_s=5) as running:
         async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
@@ -175,7 +175,7 @@ async def test_a_stop_of_the_server_is_no_pause_of_a_stream(monkeypatch):
             assert await asyncio.wait_for(call, 20) == Done(count=15)
 
 
-async def test_an_empty_file_and_one_that_fits_in_a_piece():
+async def test_small_files_arrive():
     host = FakeHost()
     async with serving(host, heartbeat_s=5) as running:
         async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:

@@ -40,7 +40,7 @@ def request(**fields) -> LeaseRequest:
     return LeaseRequest.model_validate({"lease_id": f"lease-{next(ids):05}", "client_id": "tester", **fields})
 
 
-async def test_stops_and_cuts_neither_double_nor_lose_what_a_call_did_in_its_slot():
+async def test_stops_and_cuts_double_nothing():
     rng = random.Random(11)
     async with running(slots=4, heartbeat_s=0.2) as server, proxied(server.port, seed=3) as proxy:
         client = SandboxClient(proxy.url, TOKEN, client_id="tester", reconnect_s=60)
@@ -82,7 +82,7 @@ async def test_stops_and_cuts_neither_double_nor_lose_what_a_call_did_in_its_slo
         await client.close()
 
 
-async def test_a_partition_of_20_s_costs_neither_a_lease_nor_a_call_with_default_settings():
+async def test_a_partition_of_20_s_costs_nothing():
     defaults = SlotPoolConfig()
     heartbeat_s = defaults.server_config(TOKEN).heartbeat_s
     async with running(heartbeat_s=heartbeat_s) as server, proxied(server.port) as proxy:
@@ -113,7 +113,7 @@ async def granted(client):
                 await asyncio.sleep(0.05)
 
 
-async def test_clients_killed_at_random_moments_leave_no_slot_taken():
+async def test_killed_clients_keep_no_slot():
     rng = random.Random(12)
     async with running(slots=4, heartbeat_s=0.5) as server, server.client() as client:
         code = (
@@ -156,7 +156,7 @@ async def test_clients_killed_at_random_moments_leave_no_slot_taken():
             assert result.output.split() == [b"0", b"0"]
 
 
-async def test_a_server_killed_at_random_moments_gives_only_results_and_typed_errors():
+async def test_a_killed_server_gives_typed_errors():
     """What was answered is right and came in order, and nothing of the server or its slots is left."""
     rng = random.Random(13)
     adopt_orphans()
@@ -196,7 +196,7 @@ async def test_a_server_killed_at_random_moments_gives_only_results_and_typed_er
     assert [name for name in groups if name.startswith(tuple(f"atropos-{pid}-" for pid in killed))] == []
 
 
-async def test_a_client_that_slept_through_its_time_is_fenced():
+async def test_a_sleeping_client_is_fenced():
     """It wakes, takes its lease for its own, and reaches nothing of the lease that followed."""
     code = (
         "import asyncio, sys\n"
@@ -259,7 +259,7 @@ PLACES = {
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a small file system")
 @pytest.mark.parametrize("kind", PLACES)
-async def test_a_disk_that_runs_full_ends_no_call_without_an_answer(small_disk, kind):
+async def test_a_full_disk_leaves_no_call_unanswered(small_disk, kind):
     """Volumes on a disk that is too small for them, and filled from outside at random moments."""
     rng = random.Random(14)
     extra, settings = PLACES[kind]
@@ -313,7 +313,7 @@ async def test_a_disk_that_runs_full_ends_no_call_without_an_answer(small_disk, 
         assert isinstance(result, CommandResult) and result.output == b"room\n"
 
 
-async def test_a_lease_on_a_snapshot_outlives_the_kill_of_sandboxes_that_it_might_get():
+async def test_snapshot_leases_outlive_kills():
     rng = random.Random(7)
     served = 0
     async with running(slots=4) as server, server.client() as client:
@@ -380,7 +380,7 @@ exec nsenter --pid=/proc/self/fd/5 sleep 1000
 parent."""
 
 
-async def test_slots_that_are_starting_end_with_the_process_that_starts_them():
+async def test_starting_slots_end_with_their_server():
     """bubblewrap's child waits for its parent without end; PID 1 waited for that child, the next PID 1 for the first."""
     folder = Path(tempfile.mkdtemp(prefix="held-", dir="/tmp"))  # where the server's own user may execute it
     folder.chmod(0o755)
@@ -411,7 +411,7 @@ async def test_slots_that_are_starting_end_with_the_process_that_starts_them():
 
 
 @privileges.owners
-async def test_leases_on_an_image_are_granted_or_fail_typed_whatever_is_killed_meanwhile(tmp_path):
+async def test_image_leases_outlive_kills(tmp_path):
     rng = random.Random(8)
     busybox_image(tmp_path / "layout")
     image = f"oci:{tmp_path}/layout:image"

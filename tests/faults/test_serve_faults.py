@@ -134,7 +134,7 @@ def item_of(group: dict) -> str:
 
 
 @pytest.mark.timeout(SECONDS + STRUCK_S + 240)
-async def test_every_item_is_accounted_for_and_none_is_scored_by_a_fault(tmp_path):
+async def test_no_fault_scores_an_item(tmp_path):
     truth = Truth(tmp_path / "truth.jsonl")
     received: Counter[str] = Counter()
     killed: list[int] = []

@@ -285,7 +285,7 @@ def fuzzed(fuzz: Fuzz, examples: int) -> None:
 
 
 @pytest.mark.timeout(240 * FACTOR)
-async def test_no_request_crashes_a_sandbox_server_or_gets_a_5xx(tmp_path):
+async def test_no_request_gets_a_5xx(tmp_path):
     images = {"image_store": {"folder": str(tmp_path)}}
     async with running(slots=8, **images) as server:
         fuzz = Fuzz(server)

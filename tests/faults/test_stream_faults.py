@@ -34,7 +34,7 @@ def client_of(proxy: Proxy) -> SandboxClient:
     return SandboxClient(proxy.url, TOKEN, client_id="tester", reconnect_s=20)
 
 
-async def test_a_cut_at_every_byte_of_a_call_and_of_its_result_neither_doubles_nor_loses_it():
+async def test_a_cut_at_any_byte_doubles_no_call():
     host = FakeHost()
     async with serving(host, heartbeat_s=5) as running, proxied(running.server.port) as proxy:
         async with client_of(proxy) as client:
@@ -54,7 +54,7 @@ async def test_a_cut_at_every_byte_of_a_call_and_of_its_result_neither_doubles_n
     assert set(host.ran.values()) == {1}
 
 
-async def test_cuts_beside_concurrent_commands_neither_double_nor_lose_one():
+async def test_cuts_double_no_concurrent_command():
     host = FakeHost()
     async with serving(host, heartbeat_s=5) as running, proxied(running.server.port) as proxy:
         async with client_of(proxy) as client:
@@ -69,7 +69,7 @@ async def test_cuts_beside_concurrent_commands_neither_double_nor_lose_one():
     assert set(host.ran.values()) == {1}
 
 
-async def test_a_cut_while_connecting_is_survived_at_every_byte():
+async def test_a_cut_while_connecting():
     host = FakeHost()
     async with serving(host, heartbeat_s=5) as running, proxied(running.server.port) as proxy:
         async with client_of(proxy) as client:
@@ -83,7 +83,7 @@ async def test_a_cut_while_connecting_is_survived_at_every_byte():
     assert set(host.ran.values()) == {1}
 
 
-async def test_random_faults_under_load_neither_double_nor_lose_a_call():
+async def test_random_faults_double_no_call():
     host = FakeHost()
     rng = random.Random(20261121)
     outcomes: list[str] = []
@@ -125,7 +125,7 @@ async def test_random_faults_under_load_neither_double_nor_lose_a_call():
     assert all(times == 1 for command, times in host.ran.items() if command.startswith("count"))
 
 
-async def test_random_cancellations_under_faults_leave_no_call_running_and_no_journal_entry():
+async def test_cancelled_calls_leave_no_entry():
     host = FakeHost()
     rng = random.Random(7)
     async with serving(host, slots=8, heartbeat_s=0.2) as running, proxied(running.server.port, seed=2) as proxy:
@@ -160,7 +160,7 @@ async def test_random_cancellations_under_faults_leave_no_call_running_and_no_jo
                     await asyncio.sleep(0.02)
 
 
-async def test_what_an_old_connection_delivers_late_is_not_run_again():
+async def test_late_deliveries_are_not_run():
     host = FakeHost()
     async with serving(host) as running, proxied(running.server.port) as proxy:
         async with client_of(proxy) as client:
@@ -174,7 +174,7 @@ async def test_what_an_old_connection_delivers_late_is_not_run_again():
     assert set(host.ran.values()) == {1}
 
 
-async def test_a_connection_that_is_played_again_from_its_first_byte_runs_nothing():
+async def test_a_replayed_connection_runs_nothing():
     host, rng = FakeHost(), random.Random(18)
     async with serving(host) as running, proxied(running.server.port) as proxy:
         async with client_of(proxy) as client:
@@ -205,7 +205,7 @@ async def test_a_connection_that_is_played_again_from_its_first_byte_runs_nothin
     assert {times for command, times in host.ran.items() if command.startswith("count")} == {1}
 
 
-async def test_every_outcome_of_a_server_that_goes_away_is_a_result_or_typed():
+async def test_a_gone_server_gives_typed_errors():
     rng = random.Random(3)
     for _ in range(4 * TIMES):
         host = FakeHost()
@@ -241,7 +241,7 @@ async def test_every_outcome_of_a_server_that_goes_away_is_a_result_or_typed():
             await client.close()
 
 
-async def test_a_clock_that_is_stepped_at_random_moments_changes_nothing(monkeypatch):
+async def test_clock_steps_change_nothing(monkeypatch):
     """The time of day leaps by up to years, both ways, under server and client: no lease ends, no call is lost."""
     host, rng, real, steps = FakeHost(), random.Random(17), time.time, 100 * TIMES
     async with serving(host, slots=4, heartbeat_s=0.1) as running, proxied(running.server.port) as proxy:

@@ -85,7 +85,7 @@ def expected_with_a_network(image) -> dict[str, str]:
 class TestSlots:
     pytestmark = needs_docker
 
-    async def test_programs_find_what_they_find_in_docker_run(self, backend, image, expected):
+    async def test_programs_find_what_docker_run_shows(self, backend, image, expected):
         from atropos.slots import SlotPool
 
         config = engines.pool_config(backend, limits=LIMITS, max_containers=1, start_timeout_s=120 * SLOWNESS)
@@ -99,7 +99,7 @@ class TestSlots:
 class TestNetworks:
     pytestmark = needs_docker
 
-    async def test_programs_find_a_network_as_in_docker_run(self, backend, image, expected_with_a_network):
+    async def test_the_network_is_docker_run_s(self, backend, image, expected_with_a_network):
         from atropos.slots import SlotPool
 
         limits = {**LIMITS, "wall_s": 300}
@@ -109,7 +109,7 @@ class TestNetworks:
         assert json.loads(result.output) == expected_with_a_network
 
 
-def test_the_table_of_the_docs_lists_what_differs():
+def test_the_docs_list_what_differs():
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.fidelity.differences"
     assert len(DIFFERENCES) <= 12
     assert PROBES.keys() | TOOLS.keys() >= KNOWN

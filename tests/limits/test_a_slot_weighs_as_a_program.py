@@ -36,7 +36,7 @@ cgroups.release(found)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who has a cgroup wherever there are any")
-def test_a_slot_weighs_as_a_program_on_any_number_of_cores_and_leaves_its_group_to_the_next(tmp_path):
+def test_on_any_number_of_cores(tmp_path):
     place = Place()
     try:
         if place.version != 1:

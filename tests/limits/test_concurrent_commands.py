@@ -58,7 +58,7 @@ async def until_there(slot, name: str) -> None:
 
 
 @needs_cgroups
-async def test_room_for_processes_is_never_made_of_a_command_that_runs(slot):
+async def test_running_commands_keep_their_room(slot):
     agent = asyncio.create_task(slot.exec(WAITS.format(0), concurrent=True))
     await until_there(slot, "go0")
     bomb = await slot.exec(["python3", "-c", FILL], concurrent=True)
@@ -70,7 +70,7 @@ async def test_room_for_processes_is_never_made_of_a_command_that_runs(slot):
 
 
 @needs_cgroups
-async def test_commands_that_find_no_room_beside_one_that_runs_end_at_once(slot):
+async def test_commands_without_room_end_at_once(slot):
     """The runner tried each start for 5 s, in which it answered nothing: the slot was taken for dead."""
     hog = asyncio.create_task(slot.exec(["python3", "-c", HOLD], concurrent=True))
     await until_there(slot, "full")
@@ -82,7 +82,7 @@ async def test_commands_that_find_no_room_beside_one_that_runs_end_at_once(slot)
 
 
 @needs_cgroups
-async def test_the_limit_that_one_command_hits_is_not_said_of_another_that_runs(slot):
+async def test_a_limit_is_named_where_it_was_hit(slot):
     beside = [asyncio.create_task(slot.exec(WAITS.format(n), concurrent=True)) for n in range(2)]
     for n in range(2):
         await until_there(slot, f"go{n}")

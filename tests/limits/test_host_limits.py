@@ -42,7 +42,7 @@ sys.stdin.read()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user whose pipes are all used up")
-def test_slots_start_and_work_for_a_user_whose_pipes_hold_a_page_or_two():
+def test_slots_work_with_tiny_pipes():
     code = HOG.format(user=USER)
     hog = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/")
     try:
@@ -77,7 +77,7 @@ def test_the_limit_that_ends_first_comes_first():
     assert [one.name for one in host_limits.nearly_reached(limits)] == ["gone"]
 
 
-def test_doctor_names_each_limit_that_is_too_low_and_else_the_lowest():
+def test_doctor_names_low_limits():
     limits = [HostLimit("mounts", 1000, 100, 15, "raise mounts"), HostLimit("pids", 500, 450, 2, "raise pids")]
     assert [(one.name, one.ok, one.fix) for one in room_for(30, limits)] == [("pids", False, "raise pids")]
     assert [one.name for one in room_for(100, limits)] == ["pids", "mounts"]
@@ -93,7 +93,7 @@ def test_this_host_s_limits_are_read():
     assert min(before, after) - 200 < found["kernel.pid_max"].used < max(before, after) + 200
 
 
-def test_a_limit_of_open_files_is_named_by_a_process_that_has_none_left():
+def test_a_limit_of_open_files_is_named():
     code = """if True:
         import os, resource
         from atropos.sandbox.linux import host_limits
@@ -109,7 +109,7 @@ def threads() -> int:
     return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
 
 
-def test_a_file_for_others_words_takes_no_more_than_its_bound():
+def test_memory_files_are_bounded():
     from atropos.sandbox.linux import memory_files
 
     fd = memory_files.bounded("words", 4096)
@@ -125,7 +125,7 @@ def test_a_file_for_others_words_takes_no_more_than_its_bound():
 
 
 @pytest.mark.parametrize(("load", "named"), [(400.0, True), (0.1, False)])
-async def test_a_pool_that_does_not_start_in_time_names_a_high_load(monkeypatch, load, named):
+async def test_a_late_start_names_a_high_load(monkeypatch, load, named):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     with pytest.raises(BackendUnavailable, match="start_timeout_s") as refused:
         await SlotPool(SlotPoolConfig(slots_per_container=1, start_timeout_s=0.01)).start()
@@ -133,7 +133,7 @@ async def test_a_pool_that_does_not_start_in_time_names_a_high_load(monkeypatch,
 
 
 @pytest.mark.parametrize(("load", "named"), [(400.0, True), (0.1, False)])
-def test_doctor_names_a_high_load_where_slots_do_not_start(monkeypatch, load, named):
+def test_doctor_names_a_high_load(monkeypatch, load, named):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     no_folder = CliRunner().invoke(command_line(), ["doctor", "--base", "/nonexistent"], env={"COLUMNS": "200"})
     assert "base: /nonexistent is not a folder" in no_folder.output and "the load is" not in no_folder.output

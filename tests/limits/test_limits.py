@@ -68,7 +68,7 @@ async def slots(pool):
 @needs_cgroups
 @pytest.mark.parametrize("name", HIT)
 @in_one_loop
-async def test_a_limit_is_named_in_the_result_and_felt_in_that_slot_alone(slots, name):
+async def test_a_limit_is_felt_in_its_slot_alone(slots, name):
     slot, neighbour = slots
     hit = asyncio.create_task(slot.exec(HIT[name]))
     # meanwhile, what the slot may not have is there for its neighbour
@@ -87,7 +87,7 @@ async def test_a_limit_is_named_in_the_result_and_felt_in_that_slot_alone(slots,
 
 
 @in_one_loop
-async def test_open_files_are_bounded_and_the_program_is_told(slots):
+async def test_open_files_are_bounded(slots):
     """No counter of the kernel's tells of this one: the call that is refused says so to the program."""
     slot, neighbour = slots
     result = await slot.exec(f'python3 -c "{MANY_FILES}"')
@@ -118,7 +118,7 @@ os.wait()
 
 
 @in_one_loop
-async def test_the_kernel_s_memory_that_no_cgroup_counts_is_bounded_by_the_number_of_sockets(slots):
+async def test_sockets_bound_kernel_memory(slots):
     slot, neighbour = slots
     for left_running in (False, True, True):
         behind = '(setsid python3 -c "$CODE" &); until grep -qsx python3 /proc/[0-9]*/comm; do sleep 0.05; done'
@@ -141,7 +141,7 @@ async def until_over(slot) -> None:
             await asyncio.sleep(1)
 
 
-async def test_the_most_output_that_can_be_kept_is_answered_with_its_streams_apart():
+async def test_the_most_output_arrives_split():
     most = 16_000_000
     limits = SlotLimits(output_bytes=most, memory_mib=256)
     async with (
@@ -156,7 +156,7 @@ async def test_the_most_output_that_can_be_kept_is_answered_with_its_streams_apa
 
 
 @in_one_loop
-async def test_a_shorter_deadline_and_a_smaller_output_can_be_asked_for_but_no_larger(slots):
+async def test_calls_may_lower_their_limits(slots):
     slot, _ = slots
     assert (await slot.exec("sleep 1000", timeout_s=0.2)).limit == "time"
     assert (await slot.exec("sleep 1000", timeout_s=100_000)).limit == "time"
@@ -167,7 +167,7 @@ async def test_a_shorter_deadline_and_a_smaller_output_can_be_asked_for_but_no_l
 @needs_cgroups
 @pytest.mark.parametrize("bomb", LEFT_RUNNING.values(), ids=LEFT_RUNNING)
 @in_one_loop
-async def test_what_fills_every_place_for_processes_is_ended_and_the_slot_goes_on(slots, bomb):
+async def test_a_fork_bomb_is_ended(slots, bomb):
     """A bomb outlives the command that set it off. What was started as a background process is nobody's leftover."""
     slot, neighbour = slots
     server = await slot.run(wire.ProcStart(command="sleep 1000"))
@@ -189,7 +189,7 @@ async def test_what_fills_every_place_for_processes_is_ended_and_the_slot_goes_o
 
 @privileges.cgroups
 @in_one_loop
-async def test_what_a_command_hit_before_is_not_said_of_the_next(slots):
+async def test_an_old_limit_is_not_named_again(slots):
     slot, _ = slots
     assert (await slot.exec("python3 -c 'x = bytearray(500 << 20)'; exit 0")).limit == "memory"
     for command in ("true", "exit 3", "kill -9 $$"):

@@ -134,7 +134,7 @@ async def end(pool: asyncio.subprocess.Process) -> None:
     assert await asyncio.wait_for(pool.wait(), DEADLINE_S) == 0
 
 
-async def test_a_pool_that_ends_leaves_no_cgroup_even_if_its_server_was_killed(place):
+async def test_a_killed_server_leaves_no_cgroup(place):
     pool = await pool_in(place)
     server = await ask(pool, "goes on")
     limited = place.of(server)
@@ -146,7 +146,7 @@ async def test_a_pool_that_ends_leaves_no_cgroup_even_if_its_server_was_killed(p
     assert place.below() == []
 
 
-async def test_the_folder_that_servers_share_stays_for_the_others(place):
+async def test_the_shared_folder_stays(place):
     pools = await asyncio.gather(pool_in(place), pool_in(place))
     first, second = await asyncio.gather(*(ask(pool, "goes on") for pool in pools))
     groups = len(place.of(second))
@@ -157,7 +157,7 @@ async def test_the_folder_that_servers_share_stays_for_the_others(place):
     assert place.below() == []
 
 
-def test_a_server_that_starts_while_others_remove_what_they_shared_has_all_its_limits(place):
+def test_a_start_beside_removals_has_limits(place):
     done = subprocess.run(
         place.enter(CLAIMS), capture_output=True, text=True, check=False, cwd=ROOT, timeout=DEADLINE_S
     )
@@ -165,7 +165,7 @@ def test_a_server_that_starts_while_others_remove_what_they_shared_has_all_its_l
     assert int(done.stdout) == len(place.folders) or place.version == 2
 
 
-def test_a_server_of_another_pid_namespace_is_not_taken_for_dead() -> None:
+def test_other_pid_namespaces_are_not_dead() -> None:
     here = cgroup_paths.server_name(os.getpid())
     assert cgroup_paths.may_live(here)
     process, started, namespace = here.split("-")

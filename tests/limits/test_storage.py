@@ -42,7 +42,7 @@ async def pool():
 
 @needs_cells
 @in_one_loop
-async def test_more_files_than_memory_are_on_disk_up_to_what_was_asked_for(pool):
+async def test_more_files_than_memory_are_on_disk(pool):
     for _ in range(2):
         async with pool.lease("large", limits=LARGE) as slot:
             assert (await slot.exec(write(180))).output == f"{180 << 20}\n"
@@ -59,7 +59,7 @@ async def test_more_files_than_memory_are_on_disk_up_to_what_was_asked_for(pool)
 
 @needs_cells
 @in_one_loop
-async def test_a_snapshot_of_files_on_disk_goes_on_in_the_same_place_and_its_forks_in_others(pool):
+async def test_snapshots_on_disk_keep_their_place(pool):
     async with pool.lease("large", limits=LARGE) as slot:
         assert (await slot.exec(write(150))).exit_code == 0
         async with await slot.snapshot() as snapshot:
@@ -80,7 +80,7 @@ async def test_a_view_shows_files_on_disk(pool):
 
 
 @in_one_loop
-async def test_more_than_a_place_holds_and_more_than_memory_without_places_are_refused_at_once(pool):
+async def test_more_than_a_place_is_refused(pool):
     with pytest.raises(LimitTooLarge, match=r"limits\.disk_mib: 257 asked for.*256.*largest_disk_mib"):
         await pool.acquire("x", limits=LeaseLimits(disk_mib=257))
     async with SlotPool(config(largest_disk_mib=None)) as without:
@@ -89,7 +89,7 @@ async def test_more_than_a_place_holds_and_more_than_memory_without_places_are_r
 
 
 @privileges.cgroups
-async def test_without_file_systems_of_its_own_one_line_says_what_nothing_bounds(caplog):
+async def test_unbounded_storage_is_named(caplog):
     """There is no disk on which a place of 512 TiB has room."""
     huge = 1 << 29
     async with SlotPool(config(largest_disk_mib=huge)) as pool:

@@ -97,14 +97,14 @@ async def run(slot: Slot, program: str, *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("user", ["0", "1000"])
-async def test_no_slot_makes_a_neighbour_s_gpu_by_its_number(slots, user):
+async def test_no_slot_makes_a_neighbour_s_gpu(slots, user):
     _, two, none, _ = slots
     for slot, number in ((two, NUMBERS[0]), (none, NUMBERS[1])):
         done = await slot.exec(["python3", "-c", MAKE, str(os.major(number)), str(os.minor(number))], user=user)
         assert done.output.strip() == "[]"
 
 
-async def test_no_slot_finds_a_neighbour_s_gpu_or_its_descriptors(slots):
+async def test_no_slot_finds_a_neighbour_s_gpu(slots):
     one, two, none, _ = slots
     number = os.major(NUMBERS[0]), os.minor(NUMBERS[0])
     assert "/dev/test-gpu0" in await run(one, SEARCH, *number)  # so that the search can find it
@@ -116,7 +116,7 @@ async def test_no_slot_mounts_or_uncovers_one(slots):
     assert [await run(slot, MOUNT, machine.folder / "dev") for slot in (two, none)] == ["[]", "[]"]
 
 
-async def test_a_slot_changes_nothing_of_its_gpu_s_nodes(slots):
+async def test_gpu_nodes_can_not_be_changed(slots):
     _, two, _, machine = slots
     before = [(each.stat().st_mode, each.stat().st_mtime_ns) for each in sorted((machine.folder / "dev").iterdir())]
     assert await run(two, CHANGE) == "12"

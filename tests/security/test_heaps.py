@@ -75,7 +75,7 @@ while True:
 """
 
 
-async def test_heaps_of_files_and_processes_that_fight_are_forgotten_whole_at_the_release():
+async def test_heaps_are_gone_at_the_release():
     engine, rng = Engine("local"), random.Random(41)
     limits = {"memory_mib": 1024, "inodes": FILES + 20_000, "disk_mib": 64, "pids": 48, "open_files": 1024}
     config = engine.config(slots_per_container=1, max_containers=1, min_containers=1, limits=limits)
@@ -135,7 +135,7 @@ print(open("bottom").read())
 
 
 @privileges.volumes_on_disk
-async def test_a_snapshot_on_disk_of_a_folder_deeper_than_python_recurses_leaves_the_server_running():
+async def test_deep_folders_leave_the_server_running():
     config = Engine("local").config(slots_per_container=3, max_containers=1, volume="disk")
     async with SlotPool(config) as pool, pool.lease("neighbour") as neighbour, pool.lease("deep") as slot:
         await slot.exec("exec python3 -I -", stdin=DEEP)
@@ -202,7 +202,7 @@ except OSError as error:
 """
 
 
-async def test_counters_that_no_namespace_divides_touch_no_call_of_a_neighbour(pool, beside):
+async def test_shared_counters_touch_no_neighbour(pool, beside):
     """One slot takes all that it can of what the kernel counts per user.
 
     Others: calls, files, terminals, forks as ever.

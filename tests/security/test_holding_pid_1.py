@@ -13,7 +13,7 @@ from tests.security.test_what_programs_say_and_leave import says
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_a_server_in_the_background_answers_however_much_it_says(attacker):
+async def test_a_loud_background_server_answers(attacker):
     """Nobody reads its log, which is the pipe of a call that is long over; and many more such come after it."""
     ask = (
         "import socket\n"
@@ -36,7 +36,7 @@ async def test_a_server_in_the_background_answers_however_much_it_says(attacker)
     await attacker.quiesce()
 
 
-async def test_a_program_that_asks_to_be_traced_ends_as_any_other(attacker):
+async def test_a_traced_program_ends(attacker):
     """Its parent is PID 1, which would be told of its stops instead of its end."""
     trace = "import ctypes, os, signal; l = ctypes.CDLL(None); assert l.ptrace(0, 0, 0, 0) == 0\n"
     for number in ("SIGWINCH", "SIGTRAP", "SIGCHLD", "SIGURG"):
@@ -62,7 +62,7 @@ async def test_a_program_that_asks_to_be_traced_ends_as_any_other(attacker):
     await says(attacker, "echo next", "next\n")
 
 
-async def test_input_that_its_reader_gives_up_costs_no_time(attacker):
+async def test_abandoned_input_costs_no_time(attacker):
     """A full pipe whose reader closes it while it goes on: PID 1 doesn't turn in circles."""
     begun = await attacker.run(wire.ProcStart(command="sleep 0.5; exec 0<&-; echo closed; exec sleep 1000"))
     assert (await attacker.run(wire.ProcWrite(id=begun.id, data=bytes(500_000)))).kind == "done"
@@ -74,7 +74,7 @@ async def test_input_that_its_reader_gives_up_costs_no_time(attacker):
     assert (await attacker.run(wire.ProcWrite(id=begun.id, data=b"x"))).kind == "op_error"
 
 
-async def test_a_program_that_stops_all_others_again_and_again_makes_no_fault_of_a_call(attacker):
+async def test_stopping_all_others_is_no_fault(attacker):
     """It catches programs in the moment of their start, when PID 1 waits for them in the kernel."""
     stopper = (
         "import os, signal\n"
@@ -96,7 +96,7 @@ async def test_a_program_that_stops_all_others_again_and_again_makes_no_fault_of
     await says(attacker, "echo next", "next\n")
 
 
-async def test_no_copy_of_pid_1_that_serves_files_can_be_read_or_traced(attacker):
+async def test_copies_of_pid_1_can_not_be_read(attacker):
     """Large files and archives are served by forks of PID 1, which know what it knows."""
     spy = r"""
 import ctypes, os, time
@@ -144,7 +144,7 @@ print("saw" if seen else "saw none", flush=True)
     assert (looks.exit_code, looks.output) == (0, b"looking\nsaw\n"), looks
 
 
-async def test_a_program_that_makes_itself_dear_to_the_memory_killer_does_not_have_it_take_pid_1(attacker):
+async def test_the_memory_killer_spares_pid_1(attacker):
     """Many processes smaller than PID 1, in memory that is full of pipes: the kernel ends the largest of equals."""
     code = r"""
 #define _GNU_SOURCE
@@ -172,7 +172,7 @@ int main() {
     await says(attacker, "echo next", "next\n")
 
 
-async def test_tables_of_users_without_end_cost_a_call_its_user_and_pid_1_no_memory(attacker):
+async def test_endless_user_tables_cost_no_memory(attacker):
     """PID 1 reads them for each call with a user: were it ended for want of memory, its slot would be lost."""
     lines = "head -c 1000000 /dev/zero | tr '\\0' '\\n'"
     await attacker.exec(f"{lines} | tee -a /etc/passwd >> /etc/group; head -c 40000000 /dev/zero > full")
@@ -194,7 +194,7 @@ time.sleep(1000)
 SERVING = "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -c ^atropos-runner"
 
 
-async def test_a_start_that_is_broken_off_takes_no_stream_with_it(attacker):
+async def test_a_broken_start_takes_no_stream(attacker):
     """The server ends a child that PID 1 waits for in the kernel. One that waits for a file's bytes looks alike."""
     holder = await attacker.run(wire.ProcStart(command=("python3", "-c", LEASED)))
     assert (await attacker.run(wire.ProcRead(id=holder.id, wait_s=20, until="output"))).output == b"held\n"

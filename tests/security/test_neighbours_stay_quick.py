@@ -85,7 +85,7 @@ async def test_beside_a_bomb_neighbours_stay_quick(watch, attacker, pool, secret
     assert (result.exit_code, result.output) == (0, "usable\n"), result
 
 
-async def test_beside_programs_that_try_to_break_out_neighbours_stay_quick(watch, attacker, pool, secret_file):
+async def test_beside_attacks(watch, attacker, pool, secret_file):
     texts = itertools.cycle([source(attacker, body, secret_file) for body in REST.values()])
 
     async def attack(until: float) -> None:
@@ -176,7 +176,7 @@ CALLS = [floods_output, answers_as_much_as_it_may, is_cancelled_again_and_again,
 
 
 @pytest.mark.parametrize("use", CALLS, ids=lambda use: use.__name__)
-async def test_beside_a_slot_that_is_used_badly_neighbours_stay_quick(watch, attacker, pool, use):
+async def test_beside_bad_use(watch, attacker, pool, use):
     async def attack(until: float) -> None:
         with contextlib.suppress(TimeoutError):
             while time.monotonic() < until:

@@ -130,7 +130,7 @@ async def test_it_runs_in_a_slot(pool, name):
 
 @pytest.mark.skipif(shutil.which("sudo") is None, reason="sudo is not installed here")
 @in_one_loop
-async def test_sudo_of_an_ordinary_user_says_why_it_can_t(pool):
+async def test_sudo_says_why_it_can_not(pool):
     """No program in a slot gains privilege by being executed: docs/security.md."""
     async with pool.lease("sudo") as slot:
         result = await slot.exec("useradd -m user; su user -c 'sudo -n id -u'")

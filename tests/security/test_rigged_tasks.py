@@ -100,7 +100,7 @@ async def test_tests_find_no_package_that_the_agent_installed(pool, loaded):
         assert await reward(pool, loaded["packages of its own"], trick, "view") == 0
 
 
-async def test_in_the_agents_slot_honest_work_is_scored_and_most_tricks_raise_a_reward(pool, loaded):
+async def test_shared_mode_is_open_to_tricks(pool, loaded):
     """That they are tricks at all."""
 
     async def judged(name, work):

@@ -204,12 +204,12 @@ NO_WORK_LEFT = {
 
 
 @pytest.mark.parametrize("name", [name for name in RIGS if name not in NO_WORK_LEFT])
-async def test_honest_work_is_scored_whatever_else_was_left(pool, task, name):
+async def test_honest_work_scores_whatever_was_left(pool, task, name):
     assert await reward(pool, task, "echo 42 > answer", "shared", RIGS[name]) == 1
 
 
 @pytest.mark.parametrize(("mode", "artifacts"), [("view", ["/data/out"]), ("separate", ["/data", "/data/out"])])
-async def test_an_artifact_that_is_a_link_puts_nothing_where_it_leads(pool, task, tmp_path, mode, artifacts):
+async def test_a_linked_artifact_leads_nowhere(pool, task, tmp_path, mode, artifacts):
     folder = tmp_path / "task"
     shutil.copytree(task.path, folder)
     (folder / "task.toml").write_text(f'version = "1.0"\nartifacts = {artifacts}\n')
@@ -277,13 +277,11 @@ NO_ANSWER_LEFT = {name for name in TRICKS if "answer" in name} | NO_WORK_LEFT | 
 
 
 @pytest.mark.parametrize("name", [name for name in TRICKS if name not in NO_ANSWER_LEFT])
-async def test_honest_work_is_scored_in_a_view_whatever_else_was_left(pool, plain, name):
+async def test_honest_work_scores_in_a_view(pool, plain, name):
     assert await reward(pool, plain, "echo 42 > answer", "task", TRICKS[name]) == 1
 
 
-async def test_a_folder_where_the_image_has_a_file_does_not_bring_the_tests_into_the_agent_s_slot(
-    pool, plain, tmp_path
-):
+async def test_a_folder_over_a_file_moves_no_tests(pool, plain, tmp_path):
     shutil.copytree(plain.path, tmp_path / "task")
     dockerfile = "FROM debian\nWORKDIR /workspace\nCOPY answer .\nRUN echo > /start\n"
     (tmp_path / "task/environment/Dockerfile").write_text(dockerfile)

@@ -24,7 +24,7 @@ SERVER = "cd /workspace; (setsid python3 -m http.server 8123 >/dev/null 2>&1 &);
 FETCH = "python3 -I -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8123/answer').read().decode(), end='')\""
 
 
-async def test_a_view_shows_the_workspace_and_nothing_else_that_was_written(pool):
+async def test_a_view_shows_the_workspace_alone(pool):
     async with pool.lease("agent") as slot:
         await slot.exec(
             "echo 42 > answer; mkdir -p /data/x sub; echo d > /data/x/y; echo e > /etc/made; echo t > /tmp/made"
@@ -35,7 +35,7 @@ async def test_a_view_shows_the_workspace_and_nothing_else_that_was_written(pool
         assert (await slot.exec("ls -d /etc/made /tmp/made /unittest /none 2>/dev/null")).output == ""
 
 
-async def test_a_view_shows_what_an_image_has_in_the_folder(pool):
+async def test_a_view_shows_the_image_s_folder(pool):
     prepared = await TaskImages(pool).prepare(load_task(TASK))
     async with pool.lease("agent", image=prepared.image) as slot:
         await slot.exec("cd /workspace; ls; echo 42 > answer; rm ledger.py")
@@ -43,7 +43,7 @@ async def test_a_view_shows_what_an_image_has_in_the_folder(pool):
         assert (await slot.exec("ls /workspace")).output == "answer\ntest_ledger.py\n"
 
 
-async def test_a_server_of_the_slot_answers_in_its_view(pool):
+async def test_servers_answer_in_the_view(pool):
     async with pool.lease("agent") as slot:
         await slot.exec("echo 42 > answer")
         assert (await slot.exec(SERVER)).exit_code == 0
@@ -52,7 +52,7 @@ async def test_a_server_of_the_slot_answers_in_its_view(pool):
 
 
 @pytest.mark.parametrize("running", ["true", "(setsid sleep 1000 >/dev/null 2>&1 &)"])
-async def test_files_are_renamed_and_linked_between_the_workspace_and_the_rest_of_a_view(pool, running):
+async def test_files_move_within_a_view(pool, running):
     """Beside programs where it is asked for; the slot keeps its files."""
     prepared = await TaskImages(pool).prepare(load_task(TASK))
     async with pool.lease("agent", image=prepared.image) as slot:
@@ -63,7 +63,7 @@ async def test_files_are_renamed_and_linked_between_the_workspace_and_the_rest_o
         assert (await slot.exec("ls /workspace; cat /workspace/b")).output == "b\n42\n"
 
 
-async def test_programs_of_the_slot_see_nothing_that_a_view_writes_and_the_view_sees_what_they_write(pool):
+async def test_writes_pass_one_way(pool):
     async with pool.lease("agent") as slot:
         loop = "while :; do cp test seen 2>/dev/null; ls /tests > tests 2>/dev/null; date +%N > beat; sleep 0.02; done"
         await slot.exec(f"(setsid bash -c '{loop}' >/dev/null 2>&1 &)")
@@ -76,7 +76,7 @@ async def test_programs_of_the_slot_see_nothing_that_a_view_writes_and_the_view_
         assert "secret" not in (await slot.exec("cat seen tests")).output
 
 
-async def test_a_link_leads_to_nothing_that_only_the_view_has(pool):
+async def test_links_lead_into_no_view(pool):
     links = "ln -s /tests/expected a; ln -s ../tests/expected b; ln -s / c; ln -s c/tests/expected d; ln -s ../proc/self/root e; mkdir f; ln -s f/../../tests/expected g"
     async with pool.lease("agent") as slot:
         for more in ("", "ln -s f h; echo 1 > f/x; "):  # links that must be followed, and none
@@ -92,7 +92,7 @@ async def test_a_link_leads_to_nothing_that_only_the_view_has(pool):
                 assert (await slot.exec("cat h/x")).output == "1\n"
 
 
-async def test_programs_of_a_concurrent_command_stop_while_the_slot_settles_and_go_on(pool):
+async def test_programs_stop_while_it_settles(pool):
     async with pool.lease("agent") as slot:
         command = "> go; until [ -e over ]; do sleep 0.02; done; echo done"
         agent = asyncio.create_task(slot.exec(command, concurrent=True, timeout_s=60))
@@ -117,7 +117,7 @@ loop() {
 
 
 @pytest.mark.parametrize("volume", ["memory", pytest.param("disk", marks=privileges.volumes_on_disk)])
-async def test_a_link_that_is_made_later_leads_to_nothing_that_only_the_view_has(volume):
+async def test_later_links_lead_into_no_view(volume):
     """Beside links that must be followed. What is written into files that are there shows through meanwhile."""
     config = Engine("local").config(slots_per_container=1, max_containers=1, volume=volume)
     async with SlotPool(config) as pool, pool.lease("agent") as slot:
@@ -130,7 +130,7 @@ async def test_a_link_that_is_made_later_leads_to_nothing_that_only_the_view_has
         assert found.output == "1\n"
 
 
-async def test_without_room_for_a_copy_no_link_is_followed_in_a_view(pool):
+async def test_without_room_no_link_is_followed(pool):
     async with pool.lease("agent") as slot:
         await slot.exec(
             "echo 42 > answer; ln -s answer h; for i in $(seq 99999); do : > f$i || break; done 2>/dev/null"
@@ -159,7 +159,7 @@ if os.fork() == 0:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_no_link_that_a_program_leaves_keeps_a_view_from_opening(pool, name):
+async def test_no_link_keeps_a_view_shut(pool, name):
     async with pool.lease("agent") as slot:
         await slot.exec(f"echo 42 > answer; {HOSTILE[name]}")
         await slot.view()
@@ -168,7 +168,7 @@ async def test_no_link_that_a_program_leaves_keeps_a_view_from_opening(pool, nam
 
 
 @privileges.processes
-async def test_folders_deeper_and_more_than_a_path_holds_cost_the_server_no_memory(pool):
+async def test_deep_folders_cost_no_memory(pool):
     """A list of their whole paths took 235 MB; the default limits allow 50 times as many."""
     code = """
 import os
@@ -197,7 +197,7 @@ def peak_kib(status: Path) -> int:
     return int(status.read_text().split("VmHWM:")[1].split()[0])
 
 
-async def test_a_folder_in_the_place_of_a_link_does_not_keep_a_view_from_opening(pool):
+async def test_a_folder_over_a_link_opens(pool):
     async with pool.lease("base") as slot:
         await slot.exec("ln -s /opt /data; echo x > /start")
         async with await slot.snapshot() as snapshot, pool.lease("agent", snapshot=snapshot) as agent:
@@ -206,7 +206,7 @@ async def test_a_folder_in_the_place_of_a_link_does_not_keep_a_view_from_opening
             assert (await agent.exec("cat answer; readlink /data; cat /start")).output == "42\n/opt\nx\n"
 
 
-async def test_links_of_an_earlier_part_of_a_lease_lead_nowhere_either(pool):
+async def test_earlier_links_lead_nowhere(pool):
     async with pool.lease("agent") as slot:
         await slot.exec(
             "ln -s /tests/expected a; ln -s /tests/expected b; ln -s f h; echo 1 > f; mkdir s; ln -s /tests s/t"
@@ -219,7 +219,7 @@ async def test_links_of_an_earlier_part_of_a_lease_lead_nowhere_either(pool):
 
 
 @privileges.volumes_on_disk
-async def test_a_view_of_a_slot_whose_volume_is_on_disk_shows_the_same():
+async def test_a_view_of_a_volume_on_disk():
     config = Engine("local").config(slots_per_container=1, max_containers=1, volume="disk")
     async with SlotPool(config) as pool, pool.lease("agent") as slot:
         await slot.exec("echo 42 > answer; mkdir /data; echo d > /data/x; echo e > /etc/made")
@@ -242,7 +242,7 @@ async def test_what_was_settled_is_in_the_view(pool):
         assert (await slot.exec("ls /etc/more")).exit_code != 0
 
 
-async def test_what_was_settled_beside_programs_is_in_the_view_and_they_go_on(pool):
+async def test_settled_files_are_in_the_view(pool):
     async with pool.lease("agent") as slot:
         assert (await slot.exec(f"echo 42 > answer; mkdir /opt/x; echo before > /etc/made; {SERVER}")).exit_code == 0
         await slot.settle()
@@ -254,7 +254,7 @@ async def test_what_was_settled_beside_programs_is_in_the_view_and_they_go_on(po
         ).output == "before\n/opt/x\n43\n43\n"
 
 
-async def test_programs_go_on_while_a_slot_is_settled_whose_working_folder_is_gone(pool):
+async def test_a_gone_workdir_stops_no_settling(pool):
     async with pool.lease("agent") as slot:
         slot.profile = Profile(workdir="/app")
         await slot.exec("mkdir /app", workdir="/")
@@ -264,7 +264,7 @@ async def test_programs_go_on_while_a_slot_is_settled_whose_working_folder_is_go
         assert await sleeping.poll() is None
 
 
-async def test_a_snapshot_ends_the_view_and_freezes_the_slot(pool):
+async def test_a_snapshot_ends_the_view(pool):
     async with pool.lease("agent") as slot:
         await slot.exec("echo 42 > answer; echo e > /etc/made")
         await slot.view()
@@ -274,7 +274,7 @@ async def test_a_snapshot_ends_the_view_and_freezes_the_slot(pool):
                 assert (await each.exec("cat answer /etc/made")).output == "42\ne\n"
 
 
-async def test_a_folder_that_cannot_be_shown_changes_nothing(pool):
+async def test_an_unshown_folder_changes_nothing(pool):
     async with pool.lease("agent") as slot:
         await slot.exec("echo 42 > answer; echo e > /etc/made")
         for folder in ("/", "/proc", "/dev/shm"):
@@ -283,7 +283,7 @@ async def test_a_folder_that_cannot_be_shown_changes_nothing(pool):
         assert (await slot.exec("cat answer /etc/made")).output == "42\ne\n"
 
 
-async def test_a_folder_in_the_place_of_a_file_or_link_of_the_root_is_not_shown(pool):
+async def test_no_folder_covers_a_file_of_the_root(pool):
     async with pool.lease("agent") as slot:
         await slot.exec("echo run > /entrypoint.sh; ln -s /etc /app")
         await slot.settle()
@@ -293,7 +293,7 @@ async def test_a_folder_in_the_place_of_a_file_or_link_of_the_root_is_not_shown(
         assert seen.output.startswith("42\nrun\n/etc\nls: ")
 
 
-async def test_no_folder_is_shown_that_tools_look_for_above_the_tests(pool):
+async def test_no_folder_above_the_tests_is_shown(pool):
     async with pool.lease("agent") as slot:
         made = await slot.exec(
             "git init -q / && git -C / config core.fsmonitor 'echo agent >&2; echo' && mkdir -p /node_modules/chai /.cargo "
@@ -307,14 +307,14 @@ async def test_no_folder_is_shown_that_tools_look_for_above_the_tests(pool):
         assert "agent" not in seen.output, seen
 
 
-async def test_a_workspace_that_is_no_folder_is_an_empty_one_in_the_view(pool):
+async def test_a_missing_workspace_is_empty(pool):
     async with pool.lease("agent") as slot:
         await slot.exec("cd /; rm -rf /workspace; ln -s /etc /workspace", workdir="/")
         await slot.view()
         assert (await slot.exec("ls -A /workspace", workdir="/")).output == ""
 
 
-async def test_folders_that_are_made_for_a_view_are_its_root_user_s(pool):
+async def test_made_folders_are_root_s(pool):
     """One in the place of a folder that the slot's programs removed, and those above a folder that the view's root lacks."""
     async with pool.lease("agent") as slot:
         await slot.exec("rm -rf /workspace; : > /workspace; mkdir -p /var/made/deep", workdir="/")
@@ -324,7 +324,7 @@ async def test_folders_that_are_made_for_a_view_are_its_root_user_s(pool):
         assert done.output == "0:0\n" * 3
 
 
-async def test_all_slots_may_have_a_view_at_once_and_leave_nothing(pool):
+async def test_all_slots_may_have_a_view(pool):
     async def one(number: int) -> str:
         async with pool.lease(f"agent-{number}") as slot:
             await slot.exec(f"echo {number} > answer")
@@ -334,7 +334,7 @@ async def test_all_slots_may_have_a_view_at_once_and_leave_nothing(pool):
     assert await asyncio.gather(*map(one, range(12))) == [f"{number}\n" for number in range(12)]
 
 
-async def test_a_settling_that_is_cancelled_leaves_no_snapshot(pool):
+async def test_a_cancelled_settling_leaves_nothing(pool):
     async with pool.lease("agent") as slot:
         await slot.exec("(setsid sleep 1000 >/dev/null 2>&1 &)")
         settling = asyncio.create_task(slot.settle())

@@ -44,7 +44,7 @@ async def test_output_that_pretends_to_be_a_frame(attacker, text):
     await says(attacker, "echo next", "next\n")
 
 
-async def test_no_descriptor_of_the_runner_is_there_to_write_to(attacker):
+async def test_no_descriptor_of_the_runner_is_open(attacker):
     command = "for fd in $(seq 3 200); do (printf x >&$fd) 2>/dev/null && echo open $fd; done; ls /proc/self/fd | wc -l"
     await says(attacker, command, "4\n")  # 0, 1, 2 and the one that ls reads with
     await says(
@@ -62,7 +62,7 @@ async def test_a_program_that_ends_its_parent_or_itself(attacker):
     await says(attacker, "echo next", "next\n")
 
 
-async def test_a_daemon_of_an_earlier_call_does_not_speak_in_a_later_one(attacker):
+async def test_daemons_do_not_speak_in_later_calls(attacker):
     result = await attacker.exec(
         "(setsid bash -c 'while :; do echo INTRUDER; echo INTRUDER >&2; sleep 0.01; done' &) ; echo first"
     )
@@ -73,7 +73,7 @@ async def test_a_daemon_of_an_earlier_call_does_not_speak_in_a_later_one(attacke
     assert await attacker.quiesce() >= 1
 
 
-async def test_start_up_files_of_the_shell_do_not_speak(attacker):
+async def test_shell_start_up_files_do_not_speak(attacker):
     files = (
         "~/.bashrc ~/.bash_profile ~/.profile ~/.bash_login /etc/profile /etc/bash.bashrc /etc/environment ~/.inputrc"
     )
@@ -82,7 +82,7 @@ async def test_start_up_files_of_the_shell_do_not_speak(attacker):
     await says(attacker, "echo $BASH_ENV$ENV$LD_PRELOAD$PROMPT_COMMAND", "\n")
 
 
-async def test_a_preloaded_library_reaches_neither_the_runner_nor_the_next_call(attacker):
+async def test_preloaded_libraries_stay_in_their_call(attacker):
     code = '#include <unistd.h>\n__attribute__((constructor)) static void f(void){write(1,"PRELOADED\\n",10);}\n'
     await attacker.write_file("evil.c", code)
     result = await attacker.exec(
@@ -105,7 +105,7 @@ async def test_a_removed_or_replaced_workspace(attacker):
     await says(attacker, "echo next", "next\n")
 
 
-async def test_a_gigabyte_of_output_is_counted_and_forgotten(attacker):
+async def test_a_gigabyte_of_output_is_counted(attacker):
     result = await attacker.exec("head -c 300000000 /dev/zero", timeout_s=60)
     assert result.truncated and result.limit == "output"
     assert result.dropped_bytes == 300_000_000 - 200_000
@@ -129,7 +129,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES)
-async def test_links_do_not_lead_the_file_interface_to_the_runner(attacker, place):
+async def test_links_lead_nowhere_in_the_runner(attacker, place):
     await attacker.exec(f"ln -sfn {place} link; ln -sfn {os.path.dirname(place)} folder")
     for path in (place, "link", f"folder/{os.path.basename(place)}"):
         async with asyncio.timeout(20):
@@ -140,14 +140,14 @@ async def test_links_do_not_lead_the_file_interface_to_the_runner(attacker, plac
     await says(attacker, "echo next", "next\n")
 
 
-async def test_what_the_file_interface_reads_of_proc_is_no_secret(attacker):
+async def test_proc_shows_no_secret(attacker):
     data = await attacker.run(wire.ReadFile(path="/proc/self/environ"))
     assert data.kind == "op_error" or b"HOST_SECRET" not in data.data
     listing = await attacker.run(wire.Search(pattern="HOST_SECRET|NOMAD_|correct-horse", path="/proc"))
     assert listing.kind == "op_error" or not listing.matches
 
 
-async def test_pipes_devices_and_sparse_files_hold_nobody_up(attacker):
+async def test_special_files_hold_nobody_up(attacker):
     await attacker.exec(
         "mkfifo pipe; truncate -s 1T sparse; ln -s /dev/zero zero; ln -s /dev/tty tty; mkdir many; (cat pipe &) ; true"
     )
@@ -162,7 +162,7 @@ async def test_pipes_devices_and_sparse_files_hold_nobody_up(attacker):
     await says(attacker, "rm -f sparse; echo next", "next\n")
 
 
-async def test_a_file_that_is_leased_or_guessed_is_said_to_be_so_and_can_be_replaced(attacker):
+async def test_a_leased_file_can_be_replaced(attacker):
     """A lease (F_SETLEASE) makes who opens the file wait; names beside it may all be taken."""
     code = (
         "import fcntl, os, signal, time\n"
@@ -203,7 +203,7 @@ async def test_an_expression_that_never_ends_is_ended(attacker):
 
 
 @pytest.mark.parametrize("name", ["../../up", "/absolute", "in/../../../out"])
-async def test_an_archive_cannot_name_a_path_outside_its_folder(attacker, name):
+async def test_archives_stay_in_their_folder(attacker, name):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         info = tarfile.TarInfo(name)
@@ -213,7 +213,7 @@ async def test_an_archive_cannot_name_a_path_outside_its_folder(attacker, name):
     assert result.kind == "op_error" and result.error == "bad_path", result
 
 
-async def test_an_archive_with_devices_or_links_does_no_harm(attacker):
+async def test_archived_devices_do_no_harm(attacker):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         link = tarfile.TarInfo("link")
@@ -281,7 +281,7 @@ done
 """
 
 
-async def test_a_program_that_writes_into_a_port_relay_s_output_reaches_nothing_of_this_machine(attacker):
+async def test_a_relay_s_output_leads_nowhere(attacker):
     visits = []
     async with await asyncio.start_server(lambda _, writer: visits.append(writer), "127.0.0.1", 0) as here:
         port = here.sockets[0].getsockname()[1]
@@ -323,7 +323,7 @@ async def test_a_lease_finds_nothing_of_the_one_before(pool, beside):
             assert lines[:2] == ["0", "/srv"] and int(lines[2]) <= 4 and lines[3:] == ["512", "0", "0"], result.output
 
 
-async def test_a_released_slot_leaves_no_process_on_the_machine(pool, beside):
+async def test_a_released_slot_leaves_no_process(pool, beside):
     async with pool.lease("daemon") as slot:
         await slot.exec("for i in $(seq 20); do (setsid setsid sleep 54321 &); done")
         # what starts one has its words too, until it ends
@@ -341,7 +341,7 @@ async def test_a_slot_that_was_released_answers_nothing(pool, beside):
 # ------------------------------------------------------------------------------------------------------------- forks
 
 
-async def test_a_snapshot_cannot_run_code_in_pid_1_of_its_forks(pool, beside):
+async def test_no_snapshot_runs_code_in_pid_1(pool, beside):
     code = (
         "#include <unistd.h>\n#include <fcntl.h>\n"
         '__attribute__((constructor)) static void f(void){if(getpid()==1){close(open("/workspace/OWNED",O_CREAT|O_WRONLY,0644));}}\n'
@@ -370,7 +370,7 @@ async def test_a_snapshot_cannot_run_code_in_pid_1_of_its_forks(pool, beside):
         await snapshot.drop()
 
 
-async def test_planted_overlay_attributes_do_nothing_in_a_fork(pool, beside):
+async def test_planted_attributes_do_nothing(pool, beside):
     code = (
         "import os\n"
         "os.mkdir('/workspace/d'); os.mkdir('/workspace/e')\n"
@@ -391,7 +391,7 @@ async def test_planted_overlay_attributes_do_nothing_in_a_fork(pool, beside):
         await snapshot.drop()
 
 
-async def test_forks_do_not_see_each_other_or_change_their_origin(pool, beside):
+async def test_forks_do_not_see_each_other(pool, beside):
     async with pool.lease("origin") as slot:
         await slot.exec("echo origin > file; (setsid sleep 4242 &); exec 9>open; echo x >&9; sleep 0.05")
         snapshot = await slot.snapshot()

@@ -74,7 +74,7 @@ async def trajectory(pool, ledger: Ledger, name: str, rng: random.Random) -> Non
         await slot.release()
 
 
-async def test_200_trajectories_with_random_calls_cancellations_and_releases(local_pool):
+async def test_200_random_trajectories(local_pool):
     rng = random.Random(20261121)
     ledger = Ledger()
     async with local_pool(slots_per_container=8, max_containers=2, min_containers=2, acquire_timeout_s=120) as pool:

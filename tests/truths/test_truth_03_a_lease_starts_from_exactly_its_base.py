@@ -44,7 +44,7 @@ async def one_slot(local_pool):
         yield pool
 
 
-async def test_nothing_of_an_earlier_lease_is_left_whatever_it_did(one_slot):
+async def test_nothing_of_an_earlier_lease_is_left(one_slot):
     async with one_slot.lease("first") as slot:
         fresh = (await slot.exec(LOOK)).output
         assert "/workspace" in fresh

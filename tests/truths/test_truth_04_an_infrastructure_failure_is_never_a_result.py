@@ -20,7 +20,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_infrastructure_failures_are_one_family_apart_from_the_programmers_and_the_files():
+async def test_infrastructure_failures_are_one_family():
     for kind in errors.BY_CODE.values():
         assert issubclass(kind, SandboxError)
         assert not issubclass(kind, OSError | ValueError | TimeoutError | asyncio.CancelledError)
@@ -51,14 +51,14 @@ async def test_however_a_program_ends_it_is_a_result(shared_pool, command):
         assert (await slot.exec("echo fine")).output == "fine\n"
 
 
-async def test_a_workdir_that_is_not_there_is_a_result_too(shared_pool):
+async def test_a_missing_workdir_is_a_result(shared_pool):
     async with shared_pool.lease("t") as slot:
         result = await slot.exec("true", workdir="/no/such")
     assert result.exit_code != 0
     assert "no" in (result.error or result.output).lower()
 
 
-async def test_whatever_kills_the_server_no_result_is_made_up(local_pool, engine):
+async def test_no_kill_makes_up_a_result(local_pool, engine):
     async with local_pool(slots_per_container=4, max_containers=1) as pool:
         slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(4)))
         commands = ["sleep 60; echo done", "yes", "cat", "while :; do :; done"]
@@ -72,7 +72,7 @@ async def test_whatever_kills_the_server_no_result_is_made_up(local_pool, engine
             assert isinstance(result, ExecResult if call in ended else SandboxError), result
 
 
-async def test_a_slot_that_answered_while_its_own_client_was_busy_is_alive(shared_pool, monkeypatch):
+async def test_a_busy_client_s_slot_is_alive(shared_pool, monkeypatch):
     """A hook that computes without an `await` keeps the event loop, and with it the check of another trajectory."""
     monkeypatch.setattr("atropos.slots.slot.slot.ALIVE_S", 3.0)
     async with shared_pool.lease("t") as slot:

@@ -25,7 +25,7 @@ async def calls_without_pause(slot, seconds: list[float]) -> None:
 
 @pytest.mark.parametrize("busy", [0, 2], ids=["quick calls", "two compilers beside quick calls"])
 @pytest.mark.parametrize("containers", [2, 4])
-async def test_no_container_stands_still_while_another_goes_on(local_pool, containers, busy):
+async def test_no_container_stands_still(local_pool, containers, busy):
     size = {"slots_per_container": TRAJECTORIES // containers, "min_containers": containers}
     async with local_pool(max_containers=containers, **size) as pool, contextlib.AsyncExitStack() as stack:
         slots = [await stack.enter_async_context(pool.lease(f"t{n}")) for n in range(TRAJECTORIES)]

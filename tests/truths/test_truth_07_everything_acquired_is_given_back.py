@@ -66,7 +66,7 @@ async def trainer(mark: str) -> asyncio.subprocess.Process:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-async def test_a_trainer_that_is_ended_leaves_no_server_and_no_process(engine, number):
+async def test_an_ended_trainer_leaves_no_process(engine, number):
     before = set(descendants())
     mark = str(1_000_000 + secrets.randbelow(1_000_000))
     process = await trainer(mark)
@@ -81,7 +81,7 @@ async def test_a_trainer_that_is_ended_leaves_no_server_and_no_process(engine, n
     await process.communicate()  # which closes its pipes
 
 
-async def test_a_host_that_breaks_its_event_loop_ends_though_its_clean_up_uses_the_slot(engine):
+async def test_a_broken_event_loop_ends(engine):
     before = set(descendants())
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", HOST, stdout=asyncio.subprocess.PIPE)
     try:
@@ -96,7 +96,7 @@ async def test_a_host_that_breaks_its_event_loop_ends_though_its_clean_up_uses_t
     await until(lambda: not descendants(but=before), "the end of every process of it")
 
 
-async def test_the_next_pool_removes_what_a_killed_trainer_left_on_disk(engine, local_pool):
+async def test_the_next_pool_removes_leftovers(engine, local_pool):
     process = await trainer("1234567")
     scratch = list(Path(tempfile.gettempdir()).glob(f"atropos-{process.pid}-*"))
     assert scratch
@@ -110,7 +110,7 @@ async def test_the_next_pool_removes_what_a_killed_trainer_left_on_disk(engine, 
     await until(lambda: not any(path.exists() for path in scratch), "the end of what it left")
 
 
-async def test_a_dead_clients_leases_end_within_twice_their_ttl():
+async def test_a_dead_client_s_leases_end():
     ttl_s = 4.0  # whoever is alive says so in it, also on a machine that is busy for seconds
     scratch = make_scratch()
     config = SlotPoolConfig(slots_per_container=2).server_config("token", state_dir=str(scratch), heartbeat_s=0.3)
@@ -139,7 +139,7 @@ async def test_a_dead_clients_leases_end_within_twice_their_ttl():
     assert not scratch.exists()
 
 
-async def test_a_server_killed_while_it_starts_its_slots_leaves_no_process(engine):
+async def test_a_kill_at_the_start_leaves_no_process(engine):
     before = set(descendants())
     scratch = make_scratch()
     for n in range(3):
@@ -157,7 +157,7 @@ async def test_a_server_killed_while_it_starts_its_slots_leaves_no_process(engin
     remove_scratch(scratch)
 
 
-async def test_a_dead_containers_slots_are_gone_at_once_and_the_pool_is_whole_again(local_pool, engine):
+async def test_a_dead_container_is_replaced(local_pool, engine):
     async with local_pool(slots_per_container=2, max_containers=2, min_containers=2) as pool:
         slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(4)))
         victim = slots[0].container
@@ -192,7 +192,7 @@ async def test_cancelled_acquires_leak_no_slot(shared_pool):
     await all_are_free(shared_pool)
 
 
-async def test_an_acquire_that_the_wire_cannot_carry_takes_no_slot(shared_pool):
+async def test_an_unsendable_acquire_takes_no_slot(shared_pool):
     with pytest.raises(ValueError, match="trajectory_id"):
         await shared_pool.acquire("item-\udcff")
     await all_are_free(shared_pool)
@@ -213,7 +213,7 @@ async def left_in_tmp(slot):
 
 
 @pytest.mark.parametrize("user", [None, "1:1"])
-async def test_a_long_input_leaves_no_file_however_its_command_ends(local_pool, user):
+async def test_a_long_input_leaves_no_file(local_pool, user):
     async with local_pool(limits={"disk_mib": 32}) as pool, pool.lease("t") as slot:
         too_long = bytes(40 << 20)
         assert (await slot.exec("wc -c", stdin=too_long, user=user)).error.startswith("no_space")
@@ -231,7 +231,7 @@ async def test_a_long_input_leaves_no_file_however_its_command_ends(local_pool, 
         assert began.cancelled()
 
 
-async def test_stopping_with_slots_in_use_leaves_nothing(local_pool):
+async def test_stopping_in_use_leaves_nothing(local_pool):
     async with local_pool(slots_per_container=4, max_containers=2) as pool:
         slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(8)))
         calls = [asyncio.create_task(slot.exec("exec sleep 1007")) for slot in slots]

@@ -26,7 +26,7 @@ async def test_what_the_probe_found_is_published(shared_pool):
         assert bool(slot.lease.limit_note) == (not found.isolated)
 
 
-async def test_require_sandbox_refuses_exactly_what_the_probe_misses(engine, shared_pool):
+async def test_require_sandbox_goes_by_the_probe(engine, shared_pool):
     isolated = (await capabilities(shared_pool)).isolated
     strict = SlotPool(engine.config(slots_per_container=1, max_containers=1, require_sandbox=True))
     if isolated:
@@ -38,7 +38,7 @@ async def test_require_sandbox_refuses_exactly_what_the_probe_misses(engine, sha
     assert await engine.residue(strict.config) == []
 
 
-async def test_without_bubblewrap_nothing_starts_and_the_message_names_it(engine, monkeypatch, tmp_path):
+async def test_without_bubblewrap_nothing_starts(engine, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     pool = SlotPool(engine.config())
     with pytest.raises(IsolationUnavailable, match=r"bwrap|bubblewrap"):
@@ -53,7 +53,7 @@ async def test_a_base_that_is_not_there_is_named(engine):
     assert await engine.residue(pool.config) == []
 
 
-async def test_egress_is_tried_and_published_where_slots_may_have_a_network(local_pool, shared_pool):
+async def test_egress_is_tried_at_start(local_pool, shared_pool):
     names = {"egress", "gateway"}
     assert not names & {feature.name for feature in (await capabilities(shared_pool)).features}
     async with local_pool(slots_per_container=1, max_containers=1, allow_network=True) as pool:
@@ -61,7 +61,7 @@ async def test_egress_is_tried_and_published_where_slots_may_have_a_network(loca
         assert all(found[name].ok for name in names), found
 
 
-async def test_a_proxy_that_lets_through_what_it_must_not_is_found_out_at_start(engine, monkeypatch, tmp_path):
+async def test_a_leaky_proxy_is_found_at_start(engine, monkeypatch, tmp_path):
     """Also without require_sandbox: it would be a hole, not a missing limit."""
     tmp_path.chmod(0o755)
     (tmp_path / "sitecustomize.py").write_text(

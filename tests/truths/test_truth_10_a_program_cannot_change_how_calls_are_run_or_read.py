@@ -27,7 +27,7 @@ TRICKS = {
 
 
 @pytest.mark.parametrize("name", TRICKS)
-async def test_the_next_call_runs_and_is_reported_as_ever(shared_pool, name):
+async def test_the_next_call_is_as_ever(shared_pool, name):
     async with shared_pool.lease("t") as slot, shared_pool.lease("neighbour") as other:
         await slot.exec(TRICKS[name], timeout_s=3)
         result = await slot.exec("echo honest; exit 5", workdir="/")
