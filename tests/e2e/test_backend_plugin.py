@@ -65,7 +65,7 @@ def python(tmp_path):
     return run
 
 
-def test_the_backends_setting_is_the_pools_and_the_envs(python, tmp_path):
+def test_the_setting_is_the_pool_s_and_env_s(python, tmp_path):
     link = tmp_path / "python-of-the-setting"
     link.write_text(f'#!/bin/sh\ntouch {tmp_path}/used\nexec {sys.executable} "$@"\n')
     link.chmod(0o755)
@@ -76,7 +76,7 @@ def test_the_backends_setting_is_the_pools_and_the_envs(python, tmp_path):
     assert "ConfigError: processes_python: there is no program '/no/python'" in ran.stderr
 
 
-def test_an_envs_help_and_command_line_have_the_backends_setting(python):
+def test_the_setting_is_in_the_help(python):
     shown = python("-m", "atropos.envs.humaneval_env", "process", "--help").stdout
     assert "env (ProcessSettings)" in shown
     assert "--env.processes_python TEXT" in shown or "--env.processes_python STR" in shown
@@ -94,13 +94,13 @@ def test_an_envs_help_and_command_line_have_the_backends_setting(python):
         ("lacking", "can't be loaded: No module named 'nowhere'"),
     ],
 )
-def test_settings_that_cannot_be_used_refuse_their_backend_alone(python, backend, why):
+def test_bad_settings_refuse_one_backend(python, backend, why):
     ran = python("-c", f"from atropos.slots import SlotPoolConfig as C; C(); C(backend={backend!r})")
     assert f"ConfigError: backend: the settings of backend {backend!r}" in ran.stderr
     assert why in ran.stderr
 
 
-def test_operators_ask_the_backend_for_its_containers(python):
+def test_operators_ask_the_backend(python):
     ran = python("-m", "atropos.cli", "pool", "status", "--backend", "processes")
     assert (ran.returncode, "known to their pool's own process alone" in ran.stderr) == (2, True)
     ran = python("-m", "atropos.cli", "top", "--once", "--backend", "k8s")

@@ -29,9 +29,7 @@ async def processed(env, count):
 @pytest.mark.parametrize("fault", BROKEN_OFF)
 @pytest.mark.parametrize("server_type", ["vllm", "sglang", "openai"])
 @pytest.mark.parametrize(("cls", "config"), ENVS)
-async def test_a_generation_that_was_broken_off_is_continued_or_asked_for_again(
-    tmp_path, cls, config, server_type, fault
-):
+async def test_an_aborted_generation_goes_on(tmp_path, cls, config, server_type, fault):
     settings = {"server_type": server_type, "config_cls": config, "model_retries": 9, "seed": 3}
     async with running_policy(tmp_path, fault=fault, fault_rate=0.3) as policy:
         env = make(cls, policy, tmp_path, [], **settings)
@@ -48,7 +46,7 @@ async def test_a_generation_that_was_broken_off_is_continued_or_asked_for_again(
 
 @pytest.mark.parametrize("server_type", ["vllm", "sglang"])
 @pytest.mark.parametrize(("cls", "config"), ENVS)
-async def test_a_server_that_aborts_each_generation_again_and_again_loses_none(tmp_path, cls, config, server_type):
+async def test_repeated_aborts_lose_none(tmp_path, cls, config, server_type):
     """As where weights are updated more often than the model ends a turn."""
     settings = {
         "server_type": server_type,
@@ -67,9 +65,7 @@ async def test_a_server_that_aborts_each_generation_again_and_again_loses_none(t
 
 @pytest.mark.parametrize(("server_type", "fault"), [("vllm", "error"), ("sglang", "unfinished"), ("openai", "abort")])
 @pytest.mark.parametrize(("cls", "config"), ENVS)
-async def test_a_server_that_breaks_every_generation_off_gets_nothing_scored(
-    tmp_path, monkeypatch, cls, config, server_type, fault
-):
+async def test_endless_aborts_score_nothing(tmp_path, monkeypatch, cls, config, server_type, fault):
     settings = {"server_type": server_type, "config_cls": config, "model_retries": 1, "trajectory_retries": 1}
     async with running_policy(tmp_path) as policy:
         env = make(cls, policy, tmp_path, [], **settings, model_timeout_s=2)

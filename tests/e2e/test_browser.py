@@ -99,7 +99,7 @@ async def test_navigate_read_click_and_back(ada: Person, site: Site):
         await ada("back")
 
 
-async def test_references_stay_the_same_between_snapshots(ada: Person, site: Site):
+async def test_references_stay_the_same(ada: Person, site: Site):
     home = await ada("navigate", url=site.url("/"))
     renamed = await ada("click", ref=ref(home, "Rename"))
     assert "page: clicked" in renamed
@@ -117,9 +117,7 @@ async def test_a_form_is_filled_chosen_and_sent(ada: Person, site: Site):
     assert "Hello Enter" in await ada("type", ref=ref(page, "textbox"), text="Enter", submit=True)
 
 
-async def test_a_login_is_kept_in_its_trajectory_and_not_seen_by_another(
-    ada: Person, site: Site, world: tuple[BrowserHost, Site, Site]
-):
+async def test_a_login_stays_in_its_trajectory(ada: Person, site: Site, world: tuple[BrowserHost, Site, Site]):
     bob = Person(world[0], "bob")
     await ada("navigate", url=site.url("/login"))
     mine, other = await asyncio.gather(ada("navigate", url=site.url("/who")), bob("navigate", url=site.url("/who")))
@@ -128,7 +126,7 @@ async def test_a_login_is_kept_in_its_trajectory_and_not_seen_by_another(
     await bob.leave()
 
 
-async def test_a_download_is_refused_with_a_clear_message(ada: Person, site: Site):
+async def test_downloads_are_refused(ada: Person, site: Site):
     with pytest.raises(ToolError, match="download, which this browser refuses"):
         await ada("navigate", url=site.url("/file.bin"))
     home = await ada("navigate", url=site.url("/"))
@@ -150,7 +148,7 @@ async def test_a_new_window_is_shown(ada: Person, site: Site):
             answer = await ada("snapshot")
 
 
-async def test_a_bad_reference_says_what_would_be_right(ada: Person, site: Site):
+async def test_a_bad_reference_is_explained(ada: Person, site: Site):
     await ada("navigate", url=site.url("/"))
     for bad in ("e99999", "f9e9", "nonsense", "[ref=e99999]", "e1; drop", "'", "aria-ref=e1", "css=body"):
         with pytest.raises(ToolError, match=r"snapshot"):
@@ -186,9 +184,7 @@ async def test_local_and_private_addresses_are_refused(ada: Person):
             pytest.fail(f"{address} was opened")
 
 
-async def test_a_page_cannot_lead_the_browser_to_a_private_address(
-    ada: Person, site: Site, world: tuple[BrowserHost, Site, Site]
-):
+async def test_no_page_leads_to_a_private_address(ada: Person, site: Site, world: tuple[BrowserHost, Site, Site]):
     """By redirect, by script, by picture, by a name for loopback: the private site is never asked."""
     private = world[2]
     with pytest.raises(ToolError, match=r"port|public address"):
@@ -200,7 +196,7 @@ async def test_a_page_cannot_lead_the_browser_to_a_private_address(
     assert private.seen == []
 
 
-async def test_no_way_that_a_page_has_leads_to_a_private_address(ada: Person, site: Site):
+async def test_no_trick_leads_to_a_private_address(ada: Person, site: Site):
     """Sub-resources, frames, workers, service workers, WebSockets, WebRTC, forms, windows: not one connection is made."""
     met: list[str] = []
 
@@ -234,7 +230,7 @@ async def test_no_way_that_a_page_has_leads_to_a_private_address(ada: Person, si
 
 
 @pytest.mark.parametrize("how", ["meta", "script", "click", "frame", "form", "header"])
-async def test_a_page_that_leads_its_window_elsewhere_shows_nothing_private(
+async def test_no_navigation_shows_private_pages(
     ada: Person, site: Site, world: tuple[BrowserHost, Site, Site], how: str
 ):
     private = world[2].url("/who")
@@ -271,9 +267,7 @@ async def test_contexts_are_bounded_and_all_are_closed(site: Site, world: tuple[
     assert browser.contexts == []
 
 
-async def test_calls_of_one_trajectory_that_run_at_once_share_a_context(
-    world: tuple[BrowserHost, Site, Site], ada: Person
-):
+async def test_parallel_calls_share_a_context(world: tuple[BrowserHost, Site, Site], ada: Person):
     host, state = world[0], ada.scope.state
     first, second = await asyncio.gather(*(host.session(state, opening=True) for _ in range(2)))
     assert first is second is state["browser"]
@@ -296,9 +290,7 @@ def browsers() -> list[int]:
     return [pid for pid in found if parent_of(pid) not in found]
 
 
-async def test_trajectories_leave_no_context_page_process_or_connection(
-    site: Site, world: tuple[BrowserHost, Site, Site], ada: Person
-):
+async def test_trajectories_leave_nothing(site: Site, world: tuple[BrowserHost, Site, Site], ada: Person):
     """ATROPOS_BROWSERS says how many trajectories (4 in CI, hundreds by hand)."""
     host = world[0]
     await ada("navigate", url=site.url("/"))  # Chromium runs now
@@ -333,9 +325,7 @@ async def test_trajectories_leave_no_context_page_process_or_connection(
     print(before, census())
 
 
-async def test_a_crashed_browser_is_restarted_and_says_so(
-    ada: Person, site: Site, world: tuple[BrowserHost, Site, Site]
-):
+async def test_a_crashed_browser_is_restarted(ada: Person, site: Site, world: tuple[BrowserHost, Site, Site]):
     bob = Person(world[0], "bob")
     await ada("navigate", url=site.url("/login"))
     await bob("navigate", url=site.url("/"))
@@ -355,7 +345,7 @@ async def test_a_crashed_browser_is_restarted_and_says_so(
     await bob.leave()
 
 
-async def test_a_crashed_page_is_told_and_its_logins_are_kept(ada: Person, site: Site):
+async def test_a_crashed_page_keeps_its_logins(ada: Person, site: Site):
     await ada("navigate", url=site.url("/login"))
     async with ada.scope.state["browser"].page.expect_event("crash", timeout=30_000):
         for pid in processes("--type=renderer"):
@@ -383,9 +373,7 @@ async def test_a_new_page_that_never_opens_is_given_up(ada: Person, site: Site, 
     assert "You are ada" in await ada("navigate", url=site.url("/who"))
 
 
-async def test_a_browser_that_hangs_at_its_start_is_no_failure_of_the_tool(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_hanging_start_is_no_tool_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys.modules[BrowserTool.__module__], "SESSION_S", 1.0)
     monkeypatch.setattr(BrowserTool, "timeout_s", 3.0)
     chromium = tmp_path / "chromium"
@@ -414,9 +402,7 @@ async def test_a_page_that_does_not_answer_is_replaced(ada: Person, site: Site, 
     assert "You are ada" in await ada("navigate", url=site.url("/who"))
 
 
-async def test_a_page_that_hangs_right_after_its_snapshot_is_replaced(
-    ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_hanging_page_is_replaced(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atropos.api.external.browser.CLOSE_S", 1.0)
     await ada("navigate", url=site.url("/login"))
     page = ada.scope.state["browser"].page
@@ -435,9 +421,7 @@ async def test_a_page_that_hangs_right_after_its_snapshot_is_replaced(
         assert "You are ada" in await ada("navigate", url=site.url("/who"))
 
 
-async def test_a_browser_or_a_driver_that_gives_no_sign_of_life_is_started_again(
-    ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_silent_browser_is_restarted(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atropos.api.external.browser.PROBE_S", 1.0)
     monkeypatch.setattr("atropos.api.external.browser.CLOSE_S", 1.0)
     await ada("navigate", url=site.url("/"))
@@ -457,7 +441,7 @@ async def test_a_browser_or_a_driver_that_gives_no_sign_of_life_is_started_again
     assert "page: Home" in await ada("navigate", url=site.url("/"))
 
 
-async def test_what_a_stop_of_the_tool_server_outlasts_fails_no_call_and_closes_no_page_and_no_browser(
+async def test_a_stopped_process_fails_no_call(
     ada: Person, site: Site, world: tuple[BrowserHost, Site, Site], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("atropos.api.external.browser.PROBE_S", 3.0)

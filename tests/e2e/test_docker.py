@@ -71,7 +71,7 @@ async def leave_behind(config) -> None:
     assert ended.returncode == -9
 
 
-async def test_a_container_has_only_what_its_root_phase_needs_and_its_processes_none_of_it():
+async def test_a_container_has_least_privilege():
     async with SlotPool(pool_config("docker")) as pool, pool.lease("t") as slot:
         found = json.loads(await docker("inspect", slot.container))[0]
         host = found["HostConfig"]
@@ -98,7 +98,7 @@ async def test_a_container_has_only_what_its_root_phase_needs_and_its_processes_
         assert all(int(user) >= lowest for user in users), users
 
 
-async def test_what_a_killed_run_left_is_adopted_when_it_is_made_of_the_same_parts():
+async def test_equal_leftovers_are_adopted():
     config = pool_config("docker", lease_ttl_s=10)
     await leave_behind(config)
     (before,) = containers(config.job_id)
@@ -110,7 +110,7 @@ async def test_what_a_killed_run_left_is_adopted_when_it_is_made_of_the_same_par
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_what_a_killed_run_left_is_removed_when_it_is_made_of_other_parts():
+async def test_other_leftovers_are_removed():
     config = pool_config("docker", lease_ttl_s=2)
     await leave_behind(config)
     (before,) = containers(config.job_id)
@@ -122,7 +122,7 @@ async def test_what_a_killed_run_left_is_removed_when_it_is_made_of_other_parts(
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_a_purge_spares_containers_that_another_pool_works_in():
+async def test_a_purge_spares_others_containers():
     config = pool_config("docker", max_containers=1)
     async with SlotPool(config) as two:
         async with SlotPool(config) as one, one.lease("a") as a, two.lease("b") as b:
@@ -133,7 +133,7 @@ async def test_a_purge_spares_containers_that_another_pool_works_in():
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_to_an_operator_a_container_that_was_created_is_starting_and_one_that_ended_is_not_there():
+async def test_operators_see_containers_start():
     pool = f"test-{secrets.token_hex(4)}"
     name = (
         await docker("create", "--label", f"atropos.pool={pool}", "--entrypoint", "false", "atropos-sandbox:local")
@@ -153,7 +153,7 @@ async def test_to_an_operator_a_container_that_was_created_is_starting_and_one_t
 
 
 @pytest.mark.skipif(not os.path.exists(ENGINE), reason="the engine is not on a unix socket of this machine")
-async def test_a_copy_that_the_engine_breaks_off_is_no_answer_and_costs_a_running_pool_nothing():
+async def test_a_broken_copy_costs_nothing():
     def broken_off(request: web.Request) -> web.Response | None:
         return web.Response(body=b"\0" * 100) if request.method == "GET" and "/archive" in request.path else None
 
@@ -172,7 +172,7 @@ async def test_a_copy_that_the_engine_breaks_off_is_no_answer_and_costs_a_runnin
 
 
 @pytest.mark.skipif(not os.path.exists(ENGINE), reason="the engine is not on a unix socket of this machine")
-async def test_a_container_that_is_being_removed_while_it_is_asked_why_it_ended_is_told_as_removed():
+async def test_a_removal_is_a_reason():
     def marked_for_removal(request: web.Request) -> web.Response | None:
         return web.json_response({"message": "marked for removal"}, status=409) if "/logs" in request.path else None
 
@@ -188,7 +188,7 @@ async def test_a_container_that_is_being_removed_while_it_is_asked_why_it_ended_
 
 
 @pytest.mark.skipif(not os.path.exists(ENGINE), reason="the engine is not on a unix socket of this machine")
-async def test_of_two_containers_that_two_processes_started_for_one_only_one_is_kept():
+async def test_one_of_two_containers_is_kept():
     made: list[str] = []
 
     def blind(request: web.Request) -> web.Response | None:
@@ -216,7 +216,7 @@ async def test_of_two_containers_that_two_processes_started_for_one_only_one_is_
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_an_image_or_an_engine_that_is_not_there_is_told_at_once_by_name():
+async def test_missing_images_and_engines_are_named():
     with pytest.raises(ConfigError, match=rf"{ENGINE_NAME} has no image 'no-such-image:local'.*make image"):
         await SlotPool(pool_config("docker", image="no-such-image:local")).start()
     with pytest.raises(BackendUnavailable, match=r"no Docker engine answers at unix:///nowhere"):
@@ -233,9 +233,7 @@ async def test_an_image_or_an_engine_that_is_not_there_is_told_at_once_by_name()
         (500, "UNKNOWN", BackendUnavailable),
     ],
 )
-async def test_an_image_that_is_not_there_is_a_wrong_setting_and_a_registry_in_trouble_is_none(
-    status, code, error, caplog
-):
+async def test_only_a_missing_image_is_a_config_error(status, code, error, caplog):
     podman = "Podman" in await docker("version", "--format", "{{json .Server.Components}}")
     if not podman and "rootless" in await docker("info", "--format", "{{.SecurityOptions}}"):
         pytest.skip("a rootless dockerd's 127.0.0.1 is its own, so that no registry of this test is there")
@@ -259,7 +257,7 @@ async def test_an_image_that_is_not_there_is_a_wrong_setting_and_a_registry_in_t
     assert re.search(f"{ENGINE_NAME} has no image {image}: pulling it", caplog.text)
 
 
-async def test_an_image_that_is_removed_while_a_pool_has_no_container_is_found_by_its_name_once_it_is_there_again():
+async def test_a_removed_image_is_found_again():
     image = f"atropos-removed-{secrets.token_hex(3)}:local"
 
     async def build(number: int) -> None:
@@ -285,7 +283,7 @@ async def test_an_image_that_is_removed_while_a_pool_has_no_container_is_found_b
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_a_server_that_is_slow_to_start_has_as_long_as_the_start_may_take(monkeypatch):
+async def test_a_slow_server_may_use_start_timeout_s(monkeypatch):
     monkeypatch.setattr("atropos.slots.backends.docker.backend.READY_S", 0.5)
     image = f"atropos-slow-{secrets.token_hex(3)}:local"
     text = b'FROM atropos-sandbox:local\nENTRYPOINT ["sh", "-c", "sleep 3; exec python3 -S -I /usr/lib/atropos/entry.py"]\n'
@@ -298,7 +296,7 @@ async def test_a_server_that_is_slow_to_start_has_as_long_as_the_start_may_take(
         await docker("rmi", "--force", image)
 
 
-async def test_an_image_without_a_sandbox_server_fails_the_start_with_a_question_about_it():
+async def test_an_image_without_a_server_fails():
     image = "atropos-other:local"
     text = b'FROM atropos-sandbox:local\nENTRYPOINT ["true"]\n'
     await asyncio.to_thread(
@@ -315,7 +313,7 @@ async def test_an_image_without_a_sandbox_server_fails_the_start_with_a_question
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_a_server_that_can_not_isolate_fails_the_start_with_its_own_words():
+async def test_failed_isolation_ends_the_start():
     config = pool_config("docker", base="/no/such/folder")
     with pytest.raises((ConfigError, BackendUnavailable), match="/no/such/folder"):
         await SlotPool(config).start()
@@ -346,7 +344,7 @@ async def over_tcp():
         server.close()
 
 
-async def test_a_remote_engines_containers_are_met_on_a_published_port_and_adopted():
+async def test_a_remote_engine_publishes_ports():
     async with over_tcp() as host:
         config = pool_config("docker", docker_host=host, lease_ttl_s=3)
         await leave_behind(config)
@@ -360,7 +358,7 @@ async def test_a_remote_engines_containers_are_met_on_a_published_port_and_adopt
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_the_image_says_what_it_is_and_its_health_check_tells_a_server_from_none():
+async def test_the_image_has_labels_and_health():
     image = json.loads(await docker("image", "inspect", "atropos-sandbox:local"))[0]
     assert image["Config"]["Labels"]["org.opencontainers.image.title"] == "atropos-sandbox"
     assert image["Config"].get("Healthcheck", {}).get("Test", ["CMD", *HEALTH_CHECK]) == ["CMD", *HEALTH_CHECK]

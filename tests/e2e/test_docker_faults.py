@@ -46,7 +46,7 @@ MORE_FAULTS = {
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-async def test_a_container_killed_stopped_or_restarted_costs_what_ran_there_alone(turn):
+async def test_a_lost_container_costs_its_own_calls(turn):
     config = pool_config("docker", min_containers=3, max_containers=3)
     hit: set[str] = set()
     took: dict[str, float] = {}
@@ -84,9 +84,7 @@ RESTARTS = [
 
 @pytest.mark.parametrize("turn", range(TIMES))
 @pytest.mark.parametrize(("live_restore", "number"), RESTARTS if TIMES > 1 else RESTARTS[:2])
-async def test_a_docker_daemon_that_is_restarted_costs_at_most_the_containers_that_it_ends(
-    own, live_restore, number, turn
-):
+async def test_a_restarted_daemon_costs_containers(own, live_restore, number, turn):
     if own.live_restore != live_restore:
         await asyncio.to_thread(own.end, signal.SIGTERM)
         own.live_restore = live_restore
@@ -112,7 +110,7 @@ async def test_a_docker_daemon_that_is_restarted_costs_at_most_the_containers_th
     assert own.containers(config.job_id) == []
 
 
-async def test_containers_are_purged_though_the_daemon_is_away_for_a_moment_at_the_end(own):
+async def test_a_purge_outlasts_an_outage(own):
     config = pool_config("docker", docker_host=own.host, max_containers=1)
     pool = SlotPool(config)
     await pool.start()

@@ -154,7 +154,7 @@ async def run(
     return groups, Truth(log), env, work
 
 
-async def test_killed_sandboxes_and_a_flaky_server_change_nothing_and_cost_what_they_ended(tmp_path):
+async def test_faults_change_no_group(tmp_path):
     tasks = asyncio.all_tasks()
     quiet, _, _, calm = await run(tmp_path / "quiet", kills=0, failing=0)
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -229,7 +229,7 @@ class CatchingEnv(NumberingEnv):
         return float(written.result().output.split() == [str(turn) for turn in range(TURNS)]), {}
 
 
-async def test_a_verification_that_catches_everything_scores_no_killed_sandbox(tmp_path):
+async def test_no_killed_sandbox_is_scored(tmp_path):
     groups, _, env, work = await run(tmp_path / "caught", kills=0, failing=0, env_class=CatchingEnv, count=3)
     assert len(work.killed) == 3 * MEMBERS
     assert [group["scores"] for group in groups.values()] == [[1.0] * MEMBERS] * 3
@@ -259,7 +259,7 @@ class ForkingEnv(NumberingEnv):
         return score, {"prepared": seen.output}
 
 
-async def test_groups_survive_the_containers_that_held_their_prepared_workspaces(tmp_path):
+async def test_groups_survive_lost_workspaces(tmp_path):
     count = 2
     groups, _, env, work = await run(tmp_path / "forked", kills=0, failing=0, env_class=ForkingEnv, count=count)
     assert len(work.killed) == len(groups) == count

@@ -64,7 +64,7 @@ async def terminal(client: httpx.AsyncClient, path: str, command: str, **more: A
     return await client.post(f"{path}/calls", json={"name": "terminal", "arguments": {"command": command}, **more})
 
 
-async def test_trajectories_of_other_processes_run_in_slots_of_their_own(api: httpx.AsyncClient):
+async def test_trajectories_have_own_slots(api: httpx.AsyncClient):
     one, two = await granted(api), await granted(api)
     await terminal(api, one, "echo secret > note; sleep 0.1")
     answers = await asyncio.gather(terminal(api, one, "cat note"), terminal(api, two, "cat note"))
@@ -86,7 +86,7 @@ async def test_trajectories_of_other_processes_run_in_slots_of_their_own(api: ht
     assert (await api.get(away)).status_code == 404
 
 
-async def test_a_resent_call_is_not_run_again_and_a_long_one_answers_events(api: httpx.AsyncClient):
+async def test_a_resent_call_is_not_run_again(api: httpx.AsyncClient):
     path = await granted(api)
     for _ in range(3):
         await terminal(api, path, "echo x >> log", id="once")
@@ -101,7 +101,7 @@ async def test_a_resent_call_is_not_run_again_and_a_long_one_answers_events(api:
     assert "done" in events.text
 
 
-async def test_a_call_that_outlasts_the_drain_is_answered(tmp_path: Path):
+async def test_a_long_call_outlasts_the_drain(tmp_path: Path):
     settings = tmp_path / "executor.toml"
     settings.write_text('drain_s = 0.2\n[pool]\nbackend = "local"\nslots_per_container = 2\nmax_containers = 1\n')
     async with running("executor-server", "--config", str(settings)) as server:
@@ -129,7 +129,7 @@ async def test_a_call_that_outlasts_the_drain_is_answered(tmp_path: Path):
         assert "Traceback" not in server.log
 
 
-async def test_an_executor_server_uses_a_tool_server_by_two_flags():
+async def test_a_tool_server_takes_two_flags():
     flags = ("--backend", "local", "--slots-per-container", "1", "--max-containers", "1", "--toolset", "all")
     async with (
         running("tool-server", *OWN) as tools,
@@ -141,7 +141,7 @@ async def test_an_executor_server_uses_a_tool_server_by_two_flags():
         assert said.json()["result"]["output"] == "hi"
 
 
-async def test_an_executor_uses_the_tool_server_in_its_own_process():
+async def test_a_tool_server_in_process():
     site = Site()
     await site.start()
     app = create_app(ToolServerSettings(allow_hosts=(f"127.0.0.1:{site.port}",)))
@@ -178,7 +178,7 @@ def images(tmp_path: Path) -> Generator[Registry]:
         yield found
 
 
-async def test_a_trajectory_stands_on_the_image_that_it_names(tmp_path: Path, images: Registry):
+async def test_a_trajectory_names_its_image(tmp_path: Path, images: Registry):
     busybox_image(tmp_path / "layout", "from the image")
     images.push(tmp_path / "layout", "busy:1")
     name = f"{images.host}/busy:1"

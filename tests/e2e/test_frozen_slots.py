@@ -140,7 +140,7 @@ KINDS = {
         pytest.param(HermesEnv, True, id="its container, Hermes"),
     ],
 )
-async def test_a_call_that_a_hook_gave_up_in_a_frozen_slot_is_no_score(tmp_path, monkeypatch, env_class, whole):
+async def test_a_frozen_slot_is_no_score(tmp_path, monkeypatch, env_class, whole):
     monkeypatch.setattr(slot, "ALIVE_S", 1.0)
     config_cls, ways = KINDS[env_class]
     settings = {"terminal_backend": "local"} if env_class is HermesEnv else {"tool_pool_mode": "local"}
@@ -175,7 +175,7 @@ class BusyEnv(HermesEnv):
         return 1.0
 
 
-async def test_a_call_that_a_hook_gave_up_in_a_busy_slot_is_a_verdict(tmp_path):
+async def test_a_busy_slot_is_a_verdict(tmp_path):
     """Else an agent could have its group dropped instead of scored."""
     async with running_policy(tmp_path) as policy:
         env = make(BusyEnv, policy, tmp_path, [], group_size=1, terminal_backend="local")
@@ -191,7 +191,7 @@ async def wait(slot) -> str:
     return (await slot.exec("sleep 600")).output
 
 
-async def test_a_tools_own_time_bound_in_a_frozen_slot_is_no_result_of_the_tool():
+async def test_a_tool_in_a_frozen_slot_has_no_result():
     config = SlotPoolConfig(backend="local", slots_per_container=1, max_containers=1)
     async with SlotPool(config) as pool, ToolExecutor(pool, build_tool_registry(tools=[wait])) as executor:
         asked = ToolCall(name="terminal", arguments={"command": "readlink /proc/self/ns/pid"})

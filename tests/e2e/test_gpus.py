@@ -44,7 +44,7 @@ def nodes(*gpus: int) -> str:
     return " ".join(f"/dev/test-gpu{name}" for name in (*gpus, "ctl"))
 
 
-async def test_each_lease_has_its_own_gpu_with_library_and_variables_and_others_have_none(machine):
+async def test_each_lease_has_its_own_gpu(machine):
     async with running(machine) as pool, pool.lease("plain") as plain:
         async with pool.lease("a", limits=ONE) as one, pool.lease("b", limits=ONE) as two:
             assert [await output(slot, SEEN) for slot in (one, two)] == [nodes(0), nodes(1)]
@@ -60,7 +60,7 @@ async def test_each_lease_has_its_own_gpu_with_library_and_variables_and_others_
             assert await output(slot, SEEN) == nodes(0, 1)
 
 
-async def test_a_lease_waits_for_a_gpu_and_those_that_want_none_pass_it(machine):
+async def test_leases_without_a_gpu_pass(machine):
     async with running(machine) as pool:
         first = await pool.acquire("first", limits=BOTH)
         waiting = asyncio.create_task(pool.acquire("second", limits=ONE))
@@ -76,7 +76,7 @@ async def test_a_lease_waits_for_a_gpu_and_those_that_want_none_pass_it(machine)
         await second.release()
 
 
-async def test_what_no_container_has_is_refused_at_once_by_name(machine):
+async def test_unknown_gpus_are_refused(machine):
     async with running(machine) as pool:
         with pytest.raises(ConfigError, match=r"limits\.gpus: 3 wanted, a container has 2; set gpus"):
             await pool.acquire("many", limits=LeaseLimits(gpus=3))
@@ -92,7 +92,7 @@ async def test_what_no_container_has_is_refused_at_once_by_name(machine):
     assert SlotPoolConfig(gpus=1).max_containers == 1
 
 
-async def test_shared_gpus_have_as_many_leases_as_they_are_said_to(machine):
+async def test_shared_gpus_have_slots_per_gpu_leases(machine):
     async with running(machine, slots_per_gpu=2) as pool:
         with pytest.raises(ConfigError, match="a lease one, since slots_per_gpu"):
             await pool.acquire("both", limits=BOTH)
@@ -103,7 +103,7 @@ async def test_shared_gpus_have_as_many_leases_as_they_are_said_to(machine):
             await slot.release()
 
 
-async def test_snapshots_forks_and_views_keep_the_gpu_and_nothing_of_its_files(machine):
+async def test_snapshots_keep_no_gpu_files(machine):
     async with running(machine) as pool, pool.lease("a", limits=ONE) as slot:
         await slot.exec("echo kept > /workspace/file")
         snapshot = await slot.snapshot()
@@ -116,7 +116,7 @@ async def test_snapshots_forks_and_views_keep_the_gpu_and_nothing_of_its_files(m
         assert await output(slot, f"{SEEN}; cat /workspace/file; {LOADS}") == f"{nodes(0)}\nkept\n42"
 
 
-async def test_a_lease_that_ends_while_a_program_uses_its_gpu_leaves_it_to_the_next(machine):
+async def test_a_gpu_in_use_is_left_to_the_next(machine):
     async with running(machine, gpus=1) as pool:
         for number in range(3):
             slot = await pool.acquire(f"t{number}", limits=ONE)
@@ -141,7 +141,7 @@ def holders(machine: GpuMachine) -> list[str]:
     return found
 
 
-async def test_a_root_that_can_t_hold_a_library_is_refused_with_the_cure(machine):
+async def test_a_read_only_root_is_refused(machine):
     (machine.specs / "gpu-test.json").write_text(json.dumps(machine.spec("/usr/lib/no-such-folder")))
     async with running(machine) as pool:
         with pytest.raises(NotSupported, match=r"gpus: this root can't hold .*lease an image"):

@@ -82,7 +82,7 @@ async def test_a_run_from_prompt_to_reward(policy, tmp_path, server_type):
     assert (error.turn, error.tool_name, json.loads(error.arguments)) == (3, "nosuch", {"x": 1})
 
 
-async def test_rewards_use_the_rollouts_own_slot_every_way(policy, tmp_path):
+async def test_rewards_use_the_rollout_s_slot(policy, tmp_path):
     class Rewarded(Env):
         async def judge(self, item, result, ctx):
             assert ctx.terminal("cat made.txt")["output"] == "made\n"
@@ -123,7 +123,7 @@ async def test_rewards_use_the_rollouts_own_slot_every_way(policy, tmp_path):
     assert groups(tmp_path)[0]["scores"] == [1.0, 1.0]
 
 
-async def test_infrastructure_failures_and_raising_rewards_are_no_scores(policy, tmp_path):
+async def test_failures_are_no_scores(policy, tmp_path):
     class Failing(Env):
         async def judge(self, item, result, ctx):
             if item["kind"] == "raises":
@@ -148,7 +148,7 @@ async def test_infrastructure_failures_and_raising_rewards_are_no_scores(policy,
     assert env.metrics.retries["slot_lost"] >= 1
 
 
-async def test_a_local_disk_that_takes_no_download_is_no_score(policy, tmp_path):
+async def test_a_full_local_disk_is_no_score(policy, tmp_path):
     """A failed download scores 0 here, as it should where the model left nothing, or what can't be unpacked."""
     deep = "mkdir out; cd out; for _ in $(seq 30); do d=$(printf %0200d); mkdir $d; cd -P $d; done"
 
@@ -172,7 +172,7 @@ async def test_a_local_disk_that_takes_no_download_is_no_score(policy, tmp_path)
     assert found == {"deep": [0.0], "nothing": [0.0]}
 
 
-async def test_members_start_as_forks_and_verify_in_a_fork(policy, tmp_path):
+async def test_members_are_forks(policy, tmp_path):
     class Forking(Env):
         prepared = 0
 
@@ -197,7 +197,7 @@ async def test_members_start_as_forks_and_verify_in_a_fork(policy, tmp_path):
     assert env.metrics.retries == {}  # no rollout of a full pool waits for another's slot
 
 
-async def test_turns_and_context_and_idle_time_are_bounded(policy, tmp_path):
+async def test_rollouts_are_bounded(policy, tmp_path):
     endless = script(*[{"calls": [call("terminal", command="echo again")]}] * 50)
     env = make(policy, tmp_path, [endless], max_agent_turns=3)
     await env.process_manager()
@@ -216,7 +216,7 @@ async def test_turns_and_context_and_idle_time_are_bounded(policy, tmp_path):
         await env.process_manager()
 
 
-async def test_groups_draw_toolsets_once_and_other_tools_are_refused(policy, tmp_path):
+async def test_groups_draw_toolsets_once(policy, tmp_path):
     ask = script({"calls": [call("terminal", command="echo hi"), call("read_file", path="x")]}, "end")
     settings = {"enabled_toolsets": None, "distribution": "interactive", "seed": 3}
     env = make(policy, tmp_path, [{"prompt": ask, "name": f"n{n}"} for n in range(8)], **settings)

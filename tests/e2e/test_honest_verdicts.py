@@ -34,7 +34,7 @@ def running(name):
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("mode", MODES)
-async def test_tests_that_were_stopped_from_outside_run_once_more(pool, tmp_path, mode, caplog):
+async def test_stopped_tests_run_once_more(pool, tmp_path, mode, caplog):
     name = f"stopped-{mode}-{os.getpid()}"
     test = f"(exec -a {name} sleep 0.5); cp answer /logs/verifier/reward.txt"
     task = make_task(tmp_path, test=test, toml=f"[verifier]\ntimeout_sec = {3 * SLOWNESS:g}\n", dockerfile=APP)
@@ -49,7 +49,7 @@ async def test_tests_that_were_stopped_from_outside_run_once_more(pool, tmp_path
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_tests_that_run_again_find_the_agent_s_server(pool, tmp_path):
+async def test_a_rerun_finds_the_agent_s_server(pool, tmp_path):
     name = f"stopped-server-{os.getpid()}"
     test = f"(exec -a {name} sleep 0.5); : < /dev/tcp/127.0.0.1/8124 && echo 1 > /logs/verifier/reward.txt"
     task = make_task(tmp_path, test=f"#!/bin/bash\n{test}", toml=f"[verifier]\ntimeout_sec = {3 * SLOWNESS:g}\n")
@@ -65,7 +65,7 @@ async def test_tests_that_run_again_find_the_agent_s_server(pool, tmp_path):
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("test", "runs"), [("while :; do :; done", 1), ("sleep 100", 2)])
-async def test_two_time_outs_are_no_reward_and_one_is_enough_of_tests_that_computed(pool, tmp_path, test, runs):
+async def test_two_time_outs_are_no_reward(pool, tmp_path, test, runs):
     test = f"echo >> /app/runs; {test}"
     toml = "[verifier]\ntimeout_sec = 3\n"
     async with working_on(pool, make_task(tmp_path, test=test, toml=toml, dockerfile=APP)) as run:
@@ -77,7 +77,7 @@ async def test_two_time_outs_are_no_reward_and_one_is_enough_of_tests_that_compu
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("mode", ["view", "shared"])
-async def test_a_server_that_is_not_listening_yet_stays_and_what_never_listens_ends(pool, tmp_path, monkeypatch, mode):
+async def test_a_starting_server_stays(pool, tmp_path, monkeypatch, mode):
     monkeypatch.setattr(services, "YOUNG_S", 10 * SLOWNESS)
     test = """#!/bin/bash
     for i in $(seq 100); do (: < /dev/tcp/127.0.0.1/8125) 2>/dev/null && up=1 && break; sleep 0.1; done
@@ -114,7 +114,7 @@ while True:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("when", ["pass", "os.stat('/tests/test.sh')", "os.stat('/logs/verifier/reward.txt')"])
 @pytest.mark.parametrize("test", ["true", "echo 0 > /logs/verifier/reward.txt; sleep 0.1"])
-async def test_a_reward_that_a_server_of_the_agent_s_writes_is_a_fault_by_name(pool, tmp_path, when, test):
+async def test_the_agent_s_server_writes_no_reward(pool, tmp_path, when, test):
     async with working_on(pool, make_task(tmp_path, test=test, dockerfile=APP)) as run:
         await run.slot.write_file("/app/pays.py", PAYS.replace("WHEN", when).encode())
         await run.slot.exec("setsid python3 pays.py >/dev/null 2>&1 &")
@@ -139,7 +139,7 @@ async def sized(pool, task):
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("mib", "fits"), [(700, True), (1500, False)])
-async def test_a_lower_limit_than_the_task_s_is_no_zero(pool, tmp_path, mode, mib, fits):
+async def test_a_lowered_limit_is_no_zero(pool, tmp_path, mode, mib, fits):
     """10 GiB of files were asked for, as old schemas do, and the slot has what fits into its memory."""
     task = make_task(
         tmp_path,
@@ -160,7 +160,7 @@ async def test_a_lower_limit_than_the_task_s_is_no_zero(pool, tmp_path, mode, mi
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_limit_as_large_as_the_task_asks_for_is_the_agent_s_matter(pool, tmp_path):
+async def test_the_task_s_own_limit_scores_zero(pool, tmp_path):
     task = make_task(tmp_path, test="echo 0 > /logs/verifier/reward.txt", dockerfile=APP)
     async with working_on(pool, task) as run:
         assert (await run.slot.exec("head -c 2G /dev/zero > /app/f; rm /app/f; exit 1")).exit_code == 1
@@ -170,7 +170,7 @@ async def test_a_limit_as_large_as_the_task_asks_for_is_the_agent_s_matter(pool,
 
 
 @pytest.mark.skipif(not DATA.exists(), reason=f"HumanEval is not at {DATA}")
-async def test_right_solutions_score_1_while_processes_of_the_pool_are_stopped_at_random():
+async def test_stopped_processes_cost_no_reward():
     tasks = fitting_tasks([EXAMPLES / "fix-ledger", EXAMPLES / "notes-server"], at_once=4)
     found = await measure(tasks, load_problems(DATA)[:6], [Condition.STORMS], at_once=4)
     assert (found["storms"]["false_zeros"], found["storms"]["dropped"]) == ({}, {})
@@ -202,7 +202,7 @@ async def beside_it() -> float:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_verifiers_that_measure_time_score_no_false_zero_beside_a_busy_host(pool, tmp_path):
+async def test_a_busy_host_costs_no_reward(pool, tmp_path):
     room = asyncio.Semaphore(AT_ONCE)
 
     async def score(number, within_s):

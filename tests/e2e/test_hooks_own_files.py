@@ -67,7 +67,7 @@ async def left(request, executor):
 
 
 @pytest.mark.parametrize("path", ["hidden.py", "tests/hidden.py"])
-async def test_a_write_that_fails_is_a_fault_even_if_the_hook_goes_on(left, path):
+async def test_a_failed_write_is_a_fault(left, path):
     hook = await left(f"mkdir -p {path}; echo 'print(42)' > {path}/__main__.py")
     with pytest.raises(VerifierError, match="write_file"):
         await hook.write_file(path, "raise SystemExit(1)")
@@ -77,7 +77,7 @@ async def test_a_write_that_fails_is_a_fault_even_if_the_hook_goes_on(left, path
     assert await quiet.calls.settled() is None
 
 
-async def test_a_failed_upload_and_a_failed_tool_of_a_reward_function_are_faults_too(executor, tmp_path):
+async def test_failed_uploads_of_rewards_are_faults(executor, tmp_path):
     (tmp_path / "hidden.py").write_text("...")
     slot = await executor.slot("reward")
     await slot.exec("mkdir hidden.py; echo kept > kept")
@@ -101,7 +101,7 @@ async def test_a_failed_upload_and_a_failed_tool_of_a_reward_function_are_faults
 
 
 @pytest.mark.parametrize("path", ["hidden.py", "tests/hidden.py"])
-async def test_bytecode_and_packages_beside_a_written_module_do_not_run_in_its_place(left, path):
+async def test_planted_bytecode_does_not_run(left, path):
     folder, _, _ = path.rpartition("/")
     imports = f"cd ./{folder} && python3 -c 'import hidden'"
     hook = await left(f"python3 -c '{COMPILED.replace(chr(39), chr(39) + chr(92) + chr(39) + chr(39))}'")

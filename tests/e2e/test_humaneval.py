@@ -158,7 +158,7 @@ async def test_a_call_has_cpu_time_and_not_the_hosts(executor, made, monkeypatch
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_solution_is_judged_whole_or_not_at_all(executor, made, tmp_path):
+async def test_a_solution_is_judged_whole(executor, made, tmp_path):
     """The second one raises at its end, which is beyond the bound."""
     config = HumanEvalEnvConfig(
         humaneval_path=str(tmp_path / "made.jsonl"), tool_pool_mode="local", tokenizer_name=str(FOLDER), use_wandb=False
@@ -229,7 +229,7 @@ asyncio.run(main(*json.load(sys.stdin)))
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_where_slots_have_one_user_nothing_is_judged_rather_than_rigged(made):
+async def test_one_user_slots_judge_nothing(made):
     solution = (
         "import os\nout = open(f'/proc/{os.getppid()}/fd/1', 'w')\n"
         'print(\'{"passed": true, "detail": ""}\', file=out, flush=True)\nos.kill(os.getppid(), 9)\n'
@@ -243,7 +243,7 @@ async def test_where_slots_have_one_user_nothing_is_judged_rather_than_rigged(ma
     assert "ConfigError: HumanEval needs slots with a second user" in text or "(False, " in text, text
 
 
-def test_files_that_are_no_humaneval_are_refused_by_line(tmp_path):
+def test_bad_files_are_refused_by_line(tmp_path):
     path = tmp_path / "x.jsonl"
     for text, named in (("", "holds no problem"), ("{", "line 1 is not JSON"), ("[]", "line 1 is not an object")):
         path.write_text(text)

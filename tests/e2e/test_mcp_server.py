@@ -35,7 +35,7 @@ async def test_an_mcp_client_works_in_a_slot():
         assert "'command' is missing" in wrong.content[0].text
 
 
-async def test_a_lost_slot_is_told_and_the_next_call_has_a_fresh_one():
+async def test_a_lost_slot_is_replaced():
     parameters = StdioServerParameters(command=sys.executable, args=["-m", "atropos.cli", "mcp"])
     async with asyncio.timeout(120), Client(parameters) as client:
         await client.call_tool("write_file", {"path": "a.txt", "content": "x"})
@@ -54,7 +54,7 @@ async def test_a_lost_slot_is_told_and_the_next_call_has_a_fresh_one():
         assert answer.content[0].text == "(no output)"
 
 
-async def test_a_client_that_leaves_in_the_middle_of_a_call_leaves_nothing():
+async def test_a_leaving_client_leaves_nothing():
     before = set(descendants())
     parameters = StdioServerParameters(command=sys.executable, args=["-m", "atropos.cli", "mcp"])
     async with asyncio.timeout(120):

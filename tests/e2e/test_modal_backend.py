@@ -30,7 +30,7 @@ def settings(**changes) -> SlotPoolConfig:
     return SlotPoolConfig(**(values | changes))
 
 
-async def test_a_sandbox_is_asked_for_with_the_pools_settings_and_ends_with_it():
+async def test_a_sandbox_has_the_pool_s_settings():
     others = set(descendants())
     with modal() as stand_in:
         async with SlotPool(settings(modal_cpus=2.5, container_memory_mib=900)) as pool, pool.lease("t") as slot:
@@ -67,14 +67,14 @@ async def test_what_modal_refuses_is_said_in_one_line(refusal, error, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-async def test_a_server_that_refuses_its_settings_and_an_image_in_no_registry_are_named():
+async def test_refusals_are_named():
     with modal(), pytest.raises(ConfigError, match=r"in Modal's sandbox: .*base: "):
         await SlotPool(settings(base="/nowhere")).start()
     with pytest.raises(ConfigError, match=r"image \(an env's sandbox_image\): Modal pulls it from a registry"):
         await SlotPool(SlotPoolConfig(backend="modal")).start()
 
 
-async def test_a_start_that_is_given_up_leaves_no_sandbox():
+async def test_a_cancelled_start_leaves_nothing():
     others = set(descendants())
     with modal() as stand_in:
         starting = asyncio.create_task(SlotPool(settings()).start())
@@ -85,7 +85,7 @@ async def test_a_start_that_is_given_up_leaves_no_sandbox():
     assert await gone_within(20, but=others) == []
 
 
-async def test_a_modal_that_does_not_answer_costs_no_lease_and_a_sandbox_that_ends_meanwhile_is_replaced():
+async def test_an_outage_costs_no_lease():
     others = set(descendants())
     with modal() as stand_in:
         async with SlotPool(settings(acquire_timeout_s=60)) as pool:
@@ -102,7 +102,7 @@ async def test_a_modal_that_does_not_answer_costs_no_lease_and_a_sandbox_that_en
     assert await gone_within(20, but=others) == []
 
 
-async def test_a_sandbox_whose_server_hangs_is_ended_with_the_pool_however_late_modal_does_it():
+async def test_a_hanging_sandbox_is_ended():
     others = set(descendants())
     with modal() as stand_in:
         async with SlotPool(settings()):
@@ -120,7 +120,7 @@ async def test_the_terminal_backend_of_a_hermes_env():
             assert (await slot.exec("echo ok")).output == "ok\n"
 
 
-def test_the_stand_in_is_called_as_modal_wants_to_be():
+def test_the_stand_in_has_modal_s_signatures():
     """Each call that the backend makes fits the real package's."""
     asked = dict.fromkeys(["app", "image", "tags", "cpu", "memory", "timeout", "encrypted_ports", "runtime"])
     inspect.signature(sdk.Sandbox.create).bind("python3", "-P", **asked)

@@ -56,7 +56,7 @@ async def run_by_hand(job_id: str) -> None:
     await asyncio.to_thread(subprocess.run, [*command, str(ROOT / job.DEFINITION)], check=True, capture_output=True)
 
 
-async def test_a_job_run_by_hand_serves_two_env_scripts_at_once(tmp_path):
+async def test_a_job_by_hand_serves_two_envs(tmp_path):
     job_id = f"atropos-{secrets.token_hex(4)}"
     await run_by_hand(job_id)
 
@@ -83,7 +83,7 @@ async def test_a_job_run_by_hand_serves_two_env_scripts_at_once(tmp_path):
     await nothing_left("nomad", job_id)
 
 
-async def test_a_job_run_by_hand_is_shared_by_two_pools_and_goes_with_the_last():
+async def test_a_job_goes_with_its_last_pool():
     config = pool_config("nomad", max_containers=1)
     await run_by_hand(config.job_id)
     before = nomad("GET", f"/v1/job/{config.job_id}")["CreateIndex"]
@@ -104,7 +104,7 @@ async def test_a_job_run_by_hand_is_shared_by_two_pools_and_goes_with_the_last()
     await nothing_left("nomad", config.job_id)
 
 
-async def test_stopped_allocations_and_killed_servers_are_lost_told_and_replaced():
+async def test_stopped_allocations_are_replaced():
     async with SlotPool(pool_config("nomad", min_containers=2, max_containers=2)) as pool:
         slots = [await pool.acquire(f"t{n}") for n in range(4)]
         stopped, killed = sorted({slot.container for slot in slots})
@@ -133,7 +133,7 @@ async def test_stopped_allocations_and_killed_servers_are_lost_told_and_replaced
             assert (await slot.exec("echo ok")).output == "ok\n"
 
 
-async def test_idle_containers_go_from_the_highest_index_and_never_one_in_use():
+async def test_idle_containers_go_from_the_top():
     async with SlotPool(pool_config("nomad", max_containers=3, idle_container_s=0.3, slots_per_container=1)) as pool:
         slots = [await pool.acquire(f"t{n}") for n in range(3)]
         by_index = {pool.links[slot.container].container.index: slot for slot in slots}
@@ -151,7 +151,7 @@ async def test_idle_containers_go_from_the_highest_index_and_never_one_in_use():
         assert [link.container.index for link in pool.links.values()] == [0]
 
 
-async def test_trajectories_go_on_while_nomad_fails_and_scaling_resumes_after():
+async def test_trajectories_outlast_an_outage():
     await asyncio.gather(*(goes_on_while_nomad_fails(mode) for mode in ("error", "empty", "gone")))
 
 
@@ -171,7 +171,7 @@ async def goes_on_while_nomad_fails(mode: Mode) -> None:
         await nothing_left("nomad", config.job_id)
 
 
-async def test_what_nomad_could_not_be_told_while_it_failed_is_made_up_for():
+async def test_missed_changes_are_made_up_for():
     async with NomadProxy() as proxy:
         config = pool_config("nomad", nomad_address=proxy.url, slots_per_container=1, idle_container_s=0.3)
         async with SlotPool(config) as pool:
@@ -194,7 +194,7 @@ async def test_what_nomad_could_not_be_told_while_it_failed_is_made_up_for():
         await nothing_left("nomad", config.job_id)
 
 
-async def test_a_job_is_purged_though_nomad_answers_errors_for_a_moment_at_the_end():
+async def test_a_purge_outlasts_errors():
     async with NomadProxy() as proxy:
         config = pool_config("nomad", nomad_address=proxy.url)
         pool = SlotPool(config)
@@ -207,7 +207,7 @@ async def test_a_job_is_purged_though_nomad_answers_errors_for_a_moment_at_the_e
     await nothing_left("nomad", config.job_id)
 
 
-async def test_a_job_that_is_being_changed_grows_when_its_deployment_is_over_and_a_pool_says_so_meanwhile(monkeypatch):
+async def test_a_deploying_job_grows_later(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 1.0)
     async with SlotPool(pool_config("nomad", slots_per_container=1)) as pool:
         path = f"/v1/job/{pool.config.job_id}"
@@ -231,7 +231,7 @@ async def test_a_job_that_is_being_changed_grows_when_its_deployment_is_over_and
         await until(lambda: not pool.trouble(), "no trouble")
 
 
-async def test_without_an_event_stream_changes_come_by_blocking_queries():
+async def test_blocking_queries_replace_events():
     async with NomadProxy(streams=False) as proxy:
         config = pool_config("nomad", nomad_address=proxy.url)
         async with SlotPool(config) as pool:
@@ -245,7 +245,7 @@ async def test_without_an_event_stream_changes_come_by_blocking_queries():
         assert proxy.asked[f"/v1/job/{config.job_id}/allocations"] > 0
 
 
-async def test_nomad_is_asked_for_changes_and_never_for_calls():
+async def test_no_call_asks_nomad():
     async with NomadProxy() as proxy, SlotPool(pool_config("nomad", nomad_address=proxy.url)) as pool:
         async with pool.lease("warm") as slot:
             await slot.exec("true")
@@ -257,7 +257,7 @@ async def test_nomad_is_asked_for_changes_and_never_for_calls():
         assert proxy.asked.total() - before <= 20  # changes and slow ends of long polls, for 100 calls in 5 leases
 
 
-async def test_a_killed_process_is_followed_by_one_that_finds_the_job_and_carries_on():
+async def test_the_next_process_adopts_the_job():
     config = pool_config("nomad", max_containers=1, lease_ttl_s=3)
     program = (
         "import asyncio, os, signal, sys\n"
@@ -281,7 +281,7 @@ async def test_a_killed_process_is_followed_by_one_that_finds_the_job_and_carrie
     await nothing_left("nomad", config.job_id)
 
 
-async def test_a_cold_start_ends_as_lost_not_as_a_result_when_the_job_is_taken_away():
+async def test_a_removed_job_is_no_result():
     config = pool_config("nomad", max_containers=1)
     async with SlotPool(config) as pool:
         slot = await pool.acquire("t")
@@ -303,7 +303,7 @@ def told(caplog, words: str) -> list[str]:
     return [message for message in caplog.messages if words in message]
 
 
-async def test_a_job_that_is_stopped_by_hand_stays_stopped_is_told_once_and_goes_on_when_it_is_started(caplog):
+async def test_a_stopped_job_stays_stopped(caplog):
     config = pool_config("nomad", max_containers=1)
     path = f"/v1/job/{config.job_id}"
     async with SlotPool(config) as pool:
@@ -324,7 +324,7 @@ async def test_a_job_that_is_stopped_by_hand_stays_stopped_is_told_once_and_goes
     await nothing_left("nomad", config.job_id)
 
 
-async def test_a_count_that_is_changed_by_hand_is_made_good_and_told_once(caplog):
+async def test_a_count_by_hand_is_made_good(caplog):
     config = pool_config("nomad", max_containers=3, idle_container_s=1)
 
     def scale(count: int) -> None:
@@ -348,7 +348,7 @@ async def test_a_count_that_is_changed_by_hand_is_made_good_and_told_once(caplog
     await nothing_left("nomad", config.job_id)
 
 
-async def test_a_job_that_is_run_by_hand_with_other_settings_is_followed_and_what_differs_is_told_once(caplog):
+async def test_a_rerun_job_is_followed(caplog):
     config = pool_config("nomad", max_containers=1)
     path = f"/v1/job/{config.job_id}"
     async with SlotPool(config) as pool:

@@ -55,11 +55,11 @@ async def refused(kind: type[Exception], **changes) -> str:
     ],
     ids=["memory", "cpu", "datacenter", "node pool", "constraint"],
 )
-async def test_what_nomad_can_not_place_fails_the_start_with_the_schedulers_reason(changes, says):
+async def test_unplaceable_jobs_say_why(changes, says):
     assert says in await refused(BackendUnavailable, placement_s=0.3, **changes)
 
 
-async def test_what_can_not_run_fails_the_start_with_the_cure(tmp_path):
+async def test_failed_tasks_name_the_cure(tmp_path):
     weak = json.loads((ROOT / "docker/sandbox/seccomp.json").read_text())
     for rule in weak["syscalls"]:
         rule["names"] = [name for name in rule["names"] if name != "unshare"]
@@ -86,7 +86,7 @@ async def test_what_can_not_run_fails_the_start_with_the_cure(tmp_path):
     assert "a seccomp profile that allows mount and unshare" in weak_profile
 
 
-async def test_an_image_that_takes_longer_to_pull_than_a_start_may_is_named_as_the_reason():
+async def test_a_slow_pull_is_named():
     async def drip(request: web.Request) -> web.StreamResponse:
         if request.path == "/v2/":
             return web.Response()
@@ -117,7 +117,7 @@ async def test_an_image_that_takes_longer_to_pull_than_a_start_may_is_named_as_t
         await runner.cleanup()
 
 
-def test_what_the_docker_driver_says_of_a_client_is_given_its_cure():
+def test_driver_messages_have_a_cure():
     # the words of Nomad 1.11.3's driver on clients without the plugin's settings of nomad/client-plugin.hcl
     begin = 'Driver Failure: Failed to create container configuration for image "x": '
     caps = set_up_fault(f"{begin}driver does not allow the following capabilities: sys_admin")
@@ -144,7 +144,7 @@ def test_a_quota_and_a_node_class_are_told_too():
     assert "`nomad node status` shows nodes that drain or are ineligible; else set node_pool" in said
 
 
-async def test_a_job_of_the_same_name_that_is_something_else_is_left_alone_by_pools_and_operators():
+async def test_another_s_job_is_left_alone():
     config = pool_config("nomad", purge_job_on_start=True)
     group = {"Name": "web", "Count": 0, "Tasks": [{"Name": "web", "Driver": "docker", "Config": {"image": "x:local"}}]}
     job = {"ID": config.job_id, "Name": config.job_id, "Datacenters": ["*"], "TaskGroups": [group]}
@@ -160,7 +160,7 @@ async def test_a_job_of_the_same_name_that_is_something_else_is_left_alone_by_po
         await asyncio.to_thread(nomad, "DELETE", f"/v1/job/{config.job_id}?purge=true")
 
 
-async def test_a_job_that_is_there_is_taken_as_it_is_and_what_differs_is_told(caplog):
+async def test_a_job_is_taken_as_it_is(caplog):
     async with SlotPool(pool_config("nomad")) as first:
         other = {"job_id": first.config.job_id, "slots_per_container": 3, "image": "atropos-sandbox:2"}
         async with SlotPool(pool_config("nomad", **other)) as second, second.lease("t") as slot:
@@ -188,7 +188,7 @@ async def test_wrong_settings_are_refused_by_name():
         SlotPool(pool_config("nomad", nomad_address="localhost:4646"))
 
 
-async def test_demand_of_three_times_the_capacity_waits_in_line_and_is_told_what_nomad_said():
+async def test_demand_beyond_capacity_waits():
     # of three containers that are asked for, this one node can take one
     config = pool_config("nomad", max_containers=3, placement_s=0.3, container_memory_mib=most_of_the_node())
     async with SlotPool(config) as pool:
@@ -216,7 +216,7 @@ async def test_demand_of_three_times_the_capacity_waits_in_line_and_is_told_what
         assert re.search(r"Nomad can't place [12] of its containers: memory exhausted on 1 of 1 nodes", told)
 
 
-async def test_a_job_without_a_place_is_told_and_runs_once_there_is_one():
+async def test_a_job_waits_for_a_place():
     large = {"container_memory_mib": most_of_the_node(), "placement_s": 0.3}
     async with SlotPool(pool_config("nomad", min_containers=0, **large)) as late:
         async with SlotPool(pool_config("nomad", **large)) as early:
@@ -229,7 +229,7 @@ async def test_a_job_without_a_place_is_told_and_runs_once_there_is_one():
             assert (await slot.exec("echo ok")).output == "ok\n"
 
 
-async def test_a_container_on_its_clients_own_network_listens_where_nomad_says_and_nowhere_else():
+async def test_host_networks_listen_at_one_address():
     chosen = {"host_network": True, "static_port": PORT, "node_pool": "all", "priority": 70}
     async with SlotPool(pool_config("nomad", nomad_variables=chosen)) as pool, pool.lease("t") as slot:
         assert (await slot.exec("tail -n +3 /proc/net/dev | wc -l")).output == "1\n"

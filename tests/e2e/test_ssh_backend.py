@@ -55,7 +55,7 @@ def edited(host: Sshd, folder: Path, **lines: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("known", ["nothing", "another key", "none"])
-async def test_a_host_whose_key_is_not_known_is_refused_before_it_learns_anything(host, tmp_path, known):
+async def test_an_unknown_host_key_is_refused(host, tmp_path, known):
     file = tmp_path / "known_hosts"
     if known == "another key":
         file.write_text(f"[127.0.0.1]:{host.port} {make_key(tmp_path / 'other')}")
@@ -67,7 +67,7 @@ async def test_a_host_whose_key_is_not_known_is_refused_before_it_learns_anythin
     assert "known_hosts" in said
 
 
-async def test_a_refused_login_a_missing_python_and_a_wrong_setting_are_named(host, tmp_path):
+async def test_failed_starts_are_named(host, tmp_path):
     make_key(tmp_path / "stranger")
     config = edited(host, tmp_path, IdentityFile=str(tmp_path / "stranger"))
     assert (await refusal(host, **config)).startswith("ssh_hosts: sandboxes refuses the login")
@@ -81,7 +81,7 @@ async def test_a_host_that_forwards_no_ports_is_named(tmp_path):
         assert "AllowTcpForwarding" in await refusal(strict)
 
 
-async def test_a_host_that_accepts_connections_and_says_nothing_is_named(host):
+async def test_a_silent_host_is_named(host):
     async with silent_server() as silent:
         with pytest.raises(BackendUnavailable, match=silent):
             await SlotPool(settings(host, ssh_hosts=[silent], start_timeout_s=1)).start()
@@ -110,7 +110,7 @@ async def test_the_terminal_backend_of_a_hermes_env(host):
     assert await gone_within(20, host.pid) == []
 
 
-async def test_a_cut_connection_loses_its_leases_ends_the_server_and_is_made_again(host):
+async def test_a_cut_connection_is_made_again(host):
     async with SlotPool(settings(host, acquire_timeout_s=60)) as pool:
         slot = await pool.acquire("t")
         call = asyncio.create_task(slot.exec("sleep 600"))
@@ -127,7 +127,7 @@ async def test_a_cut_connection_loses_its_leases_ends_the_server_and_is_made_aga
     assert await gone_within(20, host.pid) == []
 
 
-async def test_an_owner_that_is_killed_leaves_nothing_on_the_host(host):
+async def test_a_killed_owner_leaves_nothing(host):
     program = f"""
         import asyncio
         from atropos.slots import SlotPool, SlotPoolConfig

@@ -73,7 +73,7 @@ async def scores(policy, tmp_path, work, test=HIDDEN, base=Agent, **settings):
     return [found[str(number)] for number in range(len(pairs))]
 
 
-async def test_neither_a_daemon_nor_a_changed_machine_raises_a_score_and_honest_work_has_its_own(policy, tmp_path):
+async def test_no_daemon_raises_a_score(policy, tmp_path):
     rewrites = [REWRITES, (REWRITES, "/tmp/hidden.sh")] * 3
     honest = [f"{REWRITES}; echo 42 > answer", "echo 42 > answer; rm -rf /usr/bin/cat /etc"]
     found = await scores(policy, tmp_path, [*rewrites, MACHINE, *honest])
@@ -84,21 +84,21 @@ async def test_a_server_of_the_agent_answers(policy, tmp_path):
     assert await scores(policy, tmp_path, [SERVES], test=FETCHES) == [[1, 1]]
 
 
-async def test_by_name_a_hook_verifies_in_the_agents_own_slot(policy, tmp_path):
+async def test_a_hook_may_choose_the_slot(policy, tmp_path):
     work = ["echo 42 > /tmp/there; (sleep 1000 &)"]
     test = "cat /tmp/there; ! pgrep -x sleep"
     assert await scores(policy, tmp_path, work, test=test, verifier_mode="shared") == [[1, 1]]
 
 
 @pytest.mark.parametrize(("folders", "score"), [(["/workspace"], 0), (["/workspace", "/root"], 1)])
-async def test_a_view_shows_the_folders_that_are_listed(policy, tmp_path, folders, score):
+async def test_a_view_shows_listed_folders(policy, tmp_path, folders, score):
     found = await scores(
         policy, tmp_path, ["echo 42 > /root/answer"], test="cat /root/answer 2>&1", verifier_folders=folders
     )
     assert found == [[score, score]]
 
 
-async def test_quiesced_the_agents_programs_have_ended_before_the_view_opens(policy, tmp_path):
+async def test_quiesced_programs_have_ended(policy, tmp_path):
     assert await scores(policy, tmp_path, [SERVES], test=FETCHES, verifier_quiesce=True) == [[0, 0]]
 
 
@@ -112,12 +112,12 @@ class ServingAgent(Agent):
 
 
 @pytest.mark.parametrize(("quiesce", "score"), [(False, 1), (True, 0)])
-async def test_programs_that_set_up_left_answer_in_the_view_unless_quiesced(policy, tmp_path, quiesce, score):
+async def test_set_up_s_servers_answer_in_the_view(policy, tmp_path, quiesce, score):
     found = await scores(policy, tmp_path, ["true"], test=FETCHES, base=ServingAgent, verifier_quiesce=quiesce)
     assert found == [[score, score]]
 
 
-async def test_beside_programs_of_set_up_neither_a_daemon_nor_a_changed_machine_raises_a_score(policy, tmp_path):
+async def test_beside_set_up_s_programs(policy, tmp_path):
     works = ["rm answer; " + REWRITES, MACHINE]
     assert await scores(policy, tmp_path, works, base=ServingAgent) == [[0, 0]] * 2
 
@@ -138,12 +138,12 @@ async def test_a_reward_function_sees_the_view(policy, tmp_path):
     assert sorted(sum(group["scores"]) for group in groups(tmp_path)) == [0, 0, 0, 0, 2]
 
 
-async def test_what_leads_to_the_hooks_own_files_or_lies_at_the_top_raises_no_score(policy, tmp_path):
+async def test_no_link_to_a_hook_s_files_scores(policy, tmp_path):
     found = await scores(policy, tmp_path, [*LEADS, "echo 42 > answer"], test=COMPARES)
     assert found == [[0, 0]] * len(LEADS) + [[1, 1]]
 
 
-async def test_what_leads_to_a_reward_functions_own_files_raises_no_reward(policy, tmp_path):
+async def test_no_link_to_a_reward_s_files_scores(policy, tmp_path):
     class Env(HermesEnv):
         async def judge(self, item, result, ctx):
             return float(ctx.terminal(COMPARES)["output"] == "42\n")

@@ -48,7 +48,7 @@ AT_ONCE = 1 if TIMES > 1 else 2
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-async def test_a_container_killed_stopped_or_restarted_costs_what_ran_there_alone(cluster, turn):
+async def test_a_lost_container_costs_its_own_calls(cluster, turn):
     config = config_for(cluster)
     hit: set[str] = set()
     took: dict[str, float] = {}
@@ -73,7 +73,7 @@ async def test_a_container_killed_stopped_or_restarted_costs_what_ran_there_alon
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-async def test_nomad_that_answers_errors_nothing_or_an_empty_list_costs_nothing(cluster, turn):
+async def test_a_confused_nomad_costs_nothing(cluster, turn):
     async with NomadProxy(cluster.url) as proxy:
         config = config_for(cluster, nomad_address=proxy.url, min_containers=2, max_containers=2)
         hit: set[str] = set()

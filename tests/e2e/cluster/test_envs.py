@@ -35,9 +35,7 @@ def running(cluster, job_id: str) -> set[str]:
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-async def test_an_env_killed_with_9_is_followed_by_one_that_finds_its_job_and_carries_on(
-    cluster, policy, job_id, tmp_path, turn
-):
+async def test_a_killed_env_s_job_is_carried_on(cluster, policy, job_id, tmp_path, turn):
     async with env_program(cluster, job_id, policy, tmp_path / "a.jsonl") as first:
         await first.until_groups(1)
         await first.kill()
@@ -57,9 +55,7 @@ async def test_an_env_killed_with_9_is_followed_by_one_that_finds_its_job_and_ca
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-async def test_two_envs_share_a_job_and_both_end_well_though_one_purges_at_its_start_and_end(
-    cluster, policy, job_id, tmp_path, turn
-):
+async def test_two_envs_share_a_job(cluster, policy, job_id, tmp_path, turn):
     async with env_program(cluster, job_id, policy, tmp_path / "a.jsonl") as long:
         await long.until_groups(1)
         created = cluster.ask("GET", f"/v1/job/{job_id}")["CreateIndex"]
@@ -73,7 +69,7 @@ async def test_two_envs_share_a_job_and_both_end_well_though_one_purges_at_its_s
     await nothing_left(cluster, job_id)
 
 
-async def test_a_purge_spares_a_job_that_another_pool_has_registered_anew_meanwhile(cluster, job_id):
+async def test_a_purge_spares_another_s_job(cluster, job_id):
     config = config_for(cluster, job_id=job_id, min_containers=1, max_containers=1)
     first = SlotPool(config)
     await first.start()

@@ -67,7 +67,7 @@ async def nothing_left(cluster, job_id: str) -> None:
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-async def test_agents_that_crash_hang_and_come_back_are_noticed_by_no_trajectory(cluster, turn):
+async def test_no_trajectory_notices_agents(cluster, turn):
     config = config_for(cluster, nomad_variables={"lost_after": "60s"})
     async with SlotPool(config) as pool, Load(pool, width=2, witnesses=3) as load:
         cluster.signal("server", signal.SIGSTOP)  # no leader
@@ -101,7 +101,7 @@ async def test_agents_that_crash_hang_and_come_back_are_noticed_by_no_trajectory
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-async def test_a_node_that_drains_dies_or_is_given_up_costs_what_ran_there_and_is_made_up_for(cluster, turn):
+async def test_a_lost_node_is_made_up_for(cluster, turn):
     config = config_for(cluster)
     async with SlotPool(config) as pool, Load(pool, width=2, witnesses=3) as load:
         died, kept, drained = load.witnesses
