@@ -11,7 +11,7 @@ from tests.security.test_views import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 __all__ = [
-    "test_servers_answer_in_the_view",
     "test_a_view_shows_the_workspace_alone",
+    "test_servers_answer_in_the_view",
     "test_writes_pass_one_way",
 ]
