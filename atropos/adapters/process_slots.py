@@ -6,6 +6,7 @@ import asyncio
 from weakref import WeakValueDictionary
 
 from atropos.adapters.sharing import SLEEP, HeldSlot, SandboxGoneError, SlotRequest
+from atropos.aio import Tasks
 from atropos.event_loop import event_loop, in_event_loop, release
 
 _leased: WeakValueDictionary[str, HeldSlot] = WeakValueDictionary()
@@ -47,6 +48,7 @@ class LazySlot:
     def __init__(self, request: SlotRequest, name: str) -> None:
         self._request = request
         self._name = name
+        self._tasks = Tasks(f"slot {name}")
         self._leasing: asyncio.Task[HeldSlot] | None = None
         self._closed = False
 
@@ -60,7 +62,7 @@ class LazySlot:
         if self._closed:
             raise SandboxGoneError("the slot was given back")
         if self._leasing is None or (self._leasing.done() and self._failed(self._leasing)):
-            self._leasing = asyncio.create_task(lease_until_exit(self._request, self._name))
+            self._leasing = self._tasks.spawn(lease_until_exit(self._request, self._name), "lease", awaited=True)
         return await asyncio.shield(self._leasing)
 
     @staticmethod
