@@ -44,7 +44,8 @@ async def task_group(
             yield tasks
     except BaseExceptionGroup as errors:
         _, others = errors.split(last)
-        raise first_of(others or errors) from None
+        first = first_of(others or errors)
+        raise first from first.__cause__
 
 
 async def outlive(work: Coroutine[object, None, None]) -> None:

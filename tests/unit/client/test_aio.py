@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from atropos.aio import RECEIVE_BYTES, Tasks, backoff_s, outlive, race, receive_small
+from atropos.aio import RECEIVE_BYTES, Tasks, backoff_s, outlive, race, receive_small, task_group
 
 
 async def cancelled_while(work) -> asyncio.Task[None]:
@@ -136,3 +136,13 @@ async def test_small_frames_read_little():
     await asyncio.wait_for(ended.wait(), 10)
     assert sum(sizes) == sent
     assert max(sizes) <= RECEIVE_BYTES
+
+
+async def test_an_error_of_a_task_group_keeps_its_cause():
+    async def fail():
+        raise RuntimeError("no slot") from OSError("refused")
+
+    with pytest.raises(RuntimeError, match="no slot") as failed:
+        async with task_group() as tasks:
+            tasks.create_task(fail())
+    assert str(failed.value.__cause__) == "refused"
