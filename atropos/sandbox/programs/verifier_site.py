@@ -184,7 +184,9 @@ def _start():
     if _packages:
         sys.meta_path.append(_InstalledByTheAgent)
     if hasattr(PathFinder, "find_distributions"):
-        PathFinder.find_distributions = _without_plugins(PathFinder.find_distributions)
+        PathFinder.find_distributions = _without_plugins(  # pyright: ignore[reportAttributeAccessIssue]
+            PathFinder.find_distributions
+        )
     try:
         spec = _ElsewhereFirst.find_spec("sitecustomize")
     except ImportError:
