@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
-from atropos.aio import task_group
+from atropos.aio import Tasks
 
 Value = TypeVar("Value")
 
@@ -38,7 +38,8 @@ def gate_for(tokens: int) -> contextlib.AbstractAsyncContextManager[None]:
 
 async def started_in_turn(work: Callable[[], Coroutine[object, object, Value]]) -> Value:
     """Await `work()` in a task of its own; its first step, which builds and sends a request, holds the lock too."""
-    async with task_group() as tasks, gate():
-        task = tasks.create_task(work())
-        await asyncio.sleep(0)
-    return task.result()
+    async with Tasks("turn") as tasks:
+        async with gate():
+            task = tasks.spawn(work(), "request", awaited=True)
+            await asyncio.sleep(0)
+        return await task

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -144,8 +145,11 @@ class LayerStore:
         inode = place.stat().st_ino
         while not self.hold(layer):
             await asyncio.to_thread(self._drop, layer)  # it is damaged
-            with contextlib.suppress(FileExistsError):
+            try:
                 os.rename(place, self._path(layer))
+            except OSError as error:  # another server was first
+                if error.errno not in {errno.EEXIST, errno.ENOTEMPTY}:
+                    raise
         if not lasting:
             self._tasks.spawn(self._confirm(layer, size, inode, what), f"sync of layer {layer[:12]}")
 

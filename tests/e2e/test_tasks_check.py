@@ -135,7 +135,7 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
         ("no-start", "ENTRYPOINT /nothing"),
         ("too-big", "environment.memory_mb"),
         ("unreadable", "environment.gpus"),
-        ("unknown-base", "127.0.0.1:1/alpine:3: pulling: pinging container registry 127.0.0.1:1"),
+        ("unknown-base", "127.0.0.1:1/alpine:3: pulling: 127.0.0.1:1: connection refused"),
         ("unknown-base", "; pass --mirror 127.0.0.1:1=HOST[/PATH] where another registry has it"),
     ):
         assert reason in " ".join(found[name]["problems"]), name

@@ -25,6 +25,7 @@ from aiohttp.test_utils import TestServer
 from atropos.aio import cancel_and_wait
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
+from atropos.images.layer_store import LayerStore
 from atropos.images.locks import try_lock
 from atropos.images.manifests import MACHINE, MAX_JSON_BYTES
 from atropos.images.programs import run
@@ -729,6 +730,21 @@ async def test_a_layer_is_kept_once_whatever_images_have_it(tmp_path, images):
     )
     assert len({image.id for image in found}) == 4
     assert len(list((tmp_path / "store/layers").iterdir())) == 2
+
+
+async def test_a_layer_that_another_server_made_first_is_used(tmp_path):
+    store = LayerStore(ImageStoreSettings(), tmp_path)
+    place = tmp_path / "work/place"
+    (place / "files").mkdir(parents=True)
+
+    def another_is_first(layer: str) -> bool:
+        shutil.copytree(place, tmp_path / "layers" / layer)
+        return True
+
+    store._drop = another_is_first
+    await store.put(place, "a" * 64, 1, "a test", lasting=True)
+    assert place.exists()
+    store.release("a" * 64)
 
 
 @pytest.mark.usefixtures("at_once")

@@ -23,9 +23,9 @@ PLAIN = {"memory_mib": 96, "pids": 48, "disk_mib": 32, "inodes": 3000}
 LARGE = LeaseLimits(disk_mib=256)
 
 
-def config(**changes):
+def config(engine=None, **changes):
     settings = {"slots_per_container": 3, "max_containers": 1, "limits": PLAIN, "acquire_timeout_s": 60 * SLOWNESS}
-    return Engine("local").config(**settings | {"largest_disk_mib": 256} | changes)
+    return (engine or Engine("local")).config(**settings | {"largest_disk_mib": 256} | changes)
 
 
 def write(mib: int, name: str = "f") -> str:
@@ -34,10 +34,11 @@ def write(mib: int, name: str = "f") -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool():
-    async with SlotPool(config()) as pool:
+    engine = Engine("local")
+    async with SlotPool(config(engine)) as pool:
         yield pool
         assert pool.stats().retired == 0, repr(pool)
-    assert await Engine("local").residue(pool.config) == []
+    assert await engine.residue(pool.config) == []
 
 
 @needs_cells
