@@ -82,12 +82,11 @@ def main(
     report.show(console, described, rows, context.problems)
     for target in (path, Path("bench-results") / "last.json"):
         report.write(target, described, rows, context.problems)
-    charts.draw([row.as_json() for row in rows], path.with_suffix(""))
-    charts.draw_tails([row.as_json() for row in rows], path.with_name(f"{path.stem}-tails"))
+    drawn = [row.as_json() for row in rows]
+    charts.draw(drawn, path.with_suffix(""))
     whole = not only and not quick and revision is None and not no_peers
     if whole:
-        charts.draw([row.as_json() for row in rows], Path("docs/benchmarks"))
-        charts.draw_tails([row.as_json() for row in rows], Path("docs/benchmarks-tails"))
+        charts.draw(drawn, Path("docs/benchmarks"))
     console.print(f"written to {path}; the picture beside it{' and in docs/' if whole else ''}")
     if context.problems:
         raise typer.Exit(1)

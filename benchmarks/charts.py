@@ -33,7 +33,13 @@ def bars(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, bool]]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write `path`.png and .svg; nothing where no case has a peer."""
+    """Write `path`.png and .svg, of medians, and `path`-tails.png and .svg, of distributions."""
+    _draw_medians(rows, path)
+    _draw_tails(rows, path.with_name(f"{path.name}-tails"))
+
+
+def _draw_medians(rows: list[dict[str, Any]], path: Path) -> None:
+    """Nothing where no case has a peer."""
     if not (found := bars(rows)):
         return
     figure, (axes,) = _subplots(1, (9, 1 + 0.24 * len(found)))
@@ -55,8 +61,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-def draw_tails(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write `path`.png and .svg: of each case of calls, which share of them took at most how long."""
+def _draw_tails(rows: list[dict[str, Any]], path: Path) -> None:
+    """Of each case of calls, which share of them took at most how long."""
     called = [row for row in rows if row["curve"] and CALLS.search(row["case"])]
     cases = list(dict.fromkeys(row["case"] for row in called))
     if not cases:
@@ -109,9 +115,7 @@ def main(
     out: Annotated[Path, typer.Option(help="the picture, without its suffix")] = Path("docs/benchmarks"),
 ) -> None:
     """Draw runs."""
-    rows = [row for run in runs for row in json.loads(run.read_text())["rows"]]
-    draw(rows, out)
-    draw_tails(rows, out.with_name(f"{out.name}-tails"))
+    draw([row for run in runs for row in json.loads(run.read_text())["rows"]], out)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -75,7 +74,6 @@ def test_what_a_test_printed_acts_on_no_terminal_and_no_page(tmp_path):
     assert '<td class="one bad">unsound' in page
 
 
-@pytest.mark.skipif(shutil.which("skopeo") is None, reason="needs skopeo")
 def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
     tasks = tmp_path / "tasks"
     make(tasks, "sound", dockerfile="FROM ubuntu:24.04\nWORKDIR /app\n")

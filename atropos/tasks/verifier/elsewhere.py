@@ -123,7 +123,6 @@ while [ "$count" -gt 0 ]; do
   found=$(find "$1" -type l -print -quit) && [ -z "$found" ] || exit 1
   count=$((count - 1)); shift
 done
-read -r up _ < /proc/uptime; read -r stat < /proc/1/stat
 [ $# -gt 0 ] || exit 0
 sites=$(for top in "$@" /root/.local /home/*/.local; do
   for site in "$top"/lib/python3.*/site-packages "$top"/lib/python3.*/dist-packages; do
@@ -134,9 +133,10 @@ IFS='
 '
 set -f -- $sites
 [ $# -gt 0 ] || exit 0
+read -r up < /proc/uptime; read -r stat < /proc/1/stat
 fields=${stat##*) } IFS=' '
 ticks=$(set -- $fields; shift 19; echo "$1")
-minutes=$(( (${up%.*} - ticks / 100) / 60 + 2 ))
+minutes=$(( (${up%%.*} - ticks / 100) / 60 + 2 ))
 found=$(find "$@" -maxdepth 1 -name '*.dist-info' -cmin "-$minutes" -print -quit) && [ -z "$found" ]
 """
 """Succeeds where there is nothing to bring, as mostly: no link in the folders and no package that is younger than this
