@@ -53,8 +53,10 @@ def run(
     ) as process:
         try:
             output, _ = process.communicate(timeout=280)
-        except BaseException:
+        except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                pytest.fail(f"{program} has not ended within {error.timeout:.0f} s:\n{process.communicate()[0]}")
             raise
     assert process.returncode == status, output
     deadline = time.monotonic() + grace_s * SLOWNESS
