@@ -1,11 +1,12 @@
-"""Gets an image from its registry, and from nowhere else. A program of its own, without site-packages.
+"""Gets images from their registries, and from nowhere else. A program of its own, without site-packages.
 
-    fetch FOLDER < ORDERS
+    fetch < ORDERS
 
-The first line on stdin is JSON: the arguments of `Registry`. FOLDER gets `manifest.json`, this machine's, and the
-configuration, named by its digest; then a line of JSON is written. Each further line on stdin names a layer by its
-`digest` and `size` and a descriptor, `to`, which the packed layer is written to, several at once. Now and then a line
-is written: `bytes`, how many of all came. For exit codes see `untrusted.program`.
+An order is a line of JSON. One begins an image: `registry`, the arguments of `Registry`, and a `folder`, which gets
+`manifest.json`, this machine's, and the configuration, named by its digest; then `{}` is written. Those that follow
+name its layers, each by `digest` and `size` and a descriptor, `to`, which the packed layer is written to, several at
+once. Now and then a line is written: `bytes`, how many of all came. The next image begins when all layers have come.
+For exit codes see `untrusted.program`.
 
 What knows the credentials unpacks nothing. And a sandbox server's own process, which imports this module, has no TLS
 (`sandbox/__main__.py`).
@@ -46,6 +47,12 @@ class Fetch:
         self._lock = threading.Lock()
         self._came = self._reported = 0
         self._reported_at = 0.0
+        self._ended = False
+
+    def end(self) -> None:
+        """All layers have come: say nothing more of them."""
+        with self._lock:
+            self._ended = True
 
     def describe(self) -> None:
         """Get what the image is.
@@ -91,13 +98,16 @@ class Fetch:
         else:
             self._report(0, at_once=True)
             return
-        os._exit(1)
+        if not self._ended:
+            os._exit(1)
 
     def _report(self, count: int, *, at_once: bool = False) -> None:
         with self._lock:
             self._came += count
             now = time.monotonic()
-            if self._came > self._reported and (at_once or now - self._reported_at > REPORT_S):
+            if self._ended or self._came == self._reported:
+                return
+            if at_once or now - self._reported_at > REPORT_S:
                 self._reported, self._reported_at = self._came, now
                 print(json.dumps({"bytes": self._came}), flush=True)
 
@@ -106,13 +116,18 @@ def main() -> int:
     """The program."""
     from atropos.images.registry import Registry
 
-    (folder,) = sys.argv[1:]
-
     def fetch() -> None:
-        fetching = Fetch(Registry(**json.loads(sys.stdin.readline())), Path(folder))
-        fetching.describe()
-        print("{}", flush=True)
+        fetching: Fetch | None = None
         for line in sys.stdin:
-            threading.Thread(target=fetching.layer, kwargs=json.loads(line), daemon=True).start()
+            order = json.loads(line)
+            if "folder" not in order:
+                assert fetching is not None
+                threading.Thread(target=fetching.layer, kwargs=order, daemon=True).start()
+                continue
+            if fetching is not None:
+                fetching.end()
+            fetching = Fetch(Registry(**order["registry"]), Path(order["folder"]))
+            fetching.describe()
+            print("{}", flush=True)
 
     return program(fetch)

@@ -72,13 +72,11 @@ class Worker:
 
     Args:
         process: the program.
-        what: what it does, for errors.
         folder: what it writes to.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, what: str, folder: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
         self._process = process
-        self._what = what
         self._folder = folder
 
     @classmethod
@@ -86,7 +84,6 @@ class Worker:
     async def started(
         cls,
         module: ModuleType,
-        what: str,
         *arguments: object,
         folder: Path,
         stdin: int = asyncio.subprocess.PIPE,
@@ -96,25 +93,29 @@ class Worker:
 
         Args:
             module: the program.
-            what: what it does, for errors.
-            arguments: the program's.
+            arguments: its own.
             folder: what it writes to.
             stdin: what its orders come from, if not from `order`.
             passed: descriptors that it has, too.
         """
         process = await _start(module_command(module, *arguments), stdin, passed)
         try:
-            yield cls(process, what, folder)
+            yield cls(process, folder)
         finally:
             await _end(process)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.returncode is None
 
     def order(self, line: object) -> None:
         """Have it do something."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(line).encode() + b"\n")
 
-    async def answer(self) -> Any:
-        """What it writes next.
+    async def answer(self, what: str) -> Any:
+        """What it writes next; `what` it does, for errors.
 
         Raises:
             ImageUnavailable: it failed; with its last words.
@@ -124,7 +125,7 @@ class Worker:
         line = await self._process.stdout.readline()
         if not line.endswith(b"\n"):
             errors = await _tail(self._process.stderr)
-            raise _failure(self._what, self._folder, await self._process.wait(), errors)
+            raise _failure(what, self._folder, await self._process.wait(), errors)
         return json.loads(line)
 
 

@@ -1,13 +1,7 @@
-"""Completes a layer that was unpacked with what it takes from the layers below it.
+"""Completes a layer that was unpacked with what it takes from the layers below it. Standard library only.
 
-A program of its own, without site-packages.
-
-    settle PLACE MAX_BYTES LOWER…
-
-PLACE is as `unpack` leaves it; LOWER are the files of the layers below, topmost first. A folder that the layer has
-something in, but doesn't describe, is as it is there; whiteouts hide what is there, and nothing else; a hard link to a
-file there is one, as containerd has it: the file becomes this layer's. The last line on stdout is JSON: bytes that were
-added. For exit codes see `untrusted.program`.
+A folder that the layer has something in, but doesn't describe, is as it is there; whiteouts hide what is there, and
+nothing else; a hard link to a file there is one, as containerd has it: the file becomes this layer's.
 """
 
 from __future__ import annotations
@@ -17,13 +11,12 @@ import errno
 import json
 import os
 import stat
-import sys
 from collections.abc import Generator, Sequence
 
 from atropos.images import stack
 from atropos.images.folders import Folders, WrongFolder
 from atropos.images.unpack import BLOCK, NEEDS, Needs
-from atropos.images.untrusted import ImageRefused, program
+from atropos.images.untrusted import ImageRefused
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -49,6 +42,10 @@ class Lower:
         where, _, name = path.rpartition("/")
         return stack.look(self.folder(where), name)
 
+    def close(self) -> None:
+        """Close all that it has open."""
+        self._opened.close()
+
 
 class Settling:
     """The layer, while it is completed."""
@@ -59,6 +56,11 @@ class Settling:
         self._brought: set[str] = set()
         """Files of lower layers that this layer has by now."""
         self.bytes = 0
+
+    def close(self) -> None:
+        """Close all that it has open."""
+        self._folders.close()
+        self._lower.close()
 
     def run(self) -> None:
         """Do what the layer needs."""
@@ -190,14 +192,19 @@ def copy_attributes(source: int, target: int) -> None:
     os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def main() -> int:
-    """The program."""
-    place, max_bytes, *lower = sys.argv[1:]
+def settle(place: str, max_bytes: int, lower: Sequence[str]) -> dict[str, object]:
+    """Complete a layer.
 
-    def settle() -> dict[str, int]:
-        with open(f"{place}/{NEEDS}", encoding="ascii") as file:
-            settling = Settling(f"{place}/files", Needs(**json.load(file)), Lower(lower), int(max_bytes))
+    Args:
+        place: its folder, as `unpack` leaves it.
+        max_bytes: most that it may take there beyond that.
+        lower: the files of the layers below, topmost first.
+
+    Returns:
+        `bytes` that were added.
+    """
+    with open(f"{place}/{NEEDS}", encoding="ascii") as file:
+        needs = Needs(**json.load(file))
+    with contextlib.closing(Settling(f"{place}/files", needs, Lower(lower), max_bytes)) as settling:
         settling.run()
         return {"bytes": settling.bytes}
-
-    return program(settle)

@@ -10,22 +10,21 @@ import stat
 import tarfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Self
+from typing import Self
 
 from atropos.aio import task_group
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
-from atropos.images import flatten, settle, stack
+from atropos.images import flatten, stack
 from atropos.images.layer_store import LayerStore
 from atropos.images.layout import PackedLayer, PulledImage
 from atropos.images.programs import run_module
+from atropos.images.pulling import Puller
 
 MAX_LAYERS = 128
 """Most layers of an image. Overlay takes 500, named in one page of options, where a lease's snapshots come on top."""
 UNPACKED_RATIO = 3
 """Bytes of an unpacked layer for one of its compressed bytes: Debian's and Python's images have 2.5 to 3."""
-Unpack = Callable[[PackedLayer, Path, int], Awaitable[dict[str, Any]]]
 
 
 class Stacking:
@@ -62,13 +61,13 @@ class Stacking:
         self._held.callback(self._store.release, layer)
         return True
 
-    async def pulled(self, image: PulledImage, workdir: str, unpack: Unpack) -> tuple[str, ...]:
+    async def pulled(self, image: PulledImage, workdir: str, puller: Puller) -> tuple[str, ...]:
         """The layers of an image, topmost first.
 
         Args:
             image: what it is.
             workdir: a folder that is there afterwards, as Docker makes a container's WORKDIR.
-            unpack: unpacks a layer into a folder, with at most so many bytes; as `Unpackers.unpack`.
+            puller: makes layers.
 
         Raises:
             ImageUnavailable: what an image must not hold, or not what its configuration says; no room.
@@ -79,16 +78,16 @@ class Stacking:
         diff_ids = [layer.diff_id for layer in image.layers]
         async with task_group() as tasks:
             for layer in image.layers:
-                work = self._layer(layer, diff_ids[: len(keys) + 1], keys[:], unpack)
+                work = self._layer(layer, diff_ids[: len(keys) + 1], keys[:], puller)
                 keys.append(tasks.create_task(work))
         ids = tuple(key.result() for key in reversed(keys))
         if not ids or await asyncio.to_thread(self._lacks, [self._store.files(key) for key in ids], workdir):
             layer = _folder_layer(self._work / "workdir.tar", workdir)
-            ids = (await self._layer(layer, [*diff_ids, layer.diff_id], keys, unpack), *ids)
+            ids = (await self._layer(layer, [*diff_ids, layer.diff_id], keys, puller), *ids)
         return await self.fitted(ids)
 
     async def _layer(
-        self, layer: PackedLayer, diff_ids: Sequence[str], below: Sequence[asyncio.Task[str]], unpack: Unpack
+        self, layer: PackedLayer, diff_ids: Sequence[str], below: Sequence[asyncio.Task[str]], puller: Puller
     ) -> str:
         """Have a layer here, and held; its id.
 
@@ -101,12 +100,12 @@ class Stacking:
                     return key
             place = self._work / f"layer-{len(below)}"
             place.mkdir()
-            done = await unpack(layer, place, self._room)
+            done = await puller.unpack(layer, place, self._room)
             self._take(done["bytes"])
             lower = [self._store.files(await key) for key in reversed(below)]
             alone = done["stands_alone"] and (done["has_root"] or not lower or _has_plain_root(lower[0]))
             if not alone:
-                added = await self._run(settle, place, self._room, *lower)
+                added = await puller.settle(place, self._room, lower)
                 self._take(added["bytes"])
                 done["bytes"] += added["bytes"]
             return await self._put(place, layer.diff_id if alone else chain, done["bytes"])
@@ -138,7 +137,10 @@ class Stacking:
                 await self.claim(size)
                 place = self._work / "flat"
                 place.mkdir()
-                await self._run(flatten, place, *map(self._store.files, lowest))
+                files = map(self._store.files, lowest)
+                await run_module(
+                    flatten, self._what, place, *files, folder=self._store.root, deadline_s=self._deadline_s
+                )
                 await self._put(place, key, size)
         return (*upper, key)
 
@@ -177,9 +179,6 @@ class Stacking:
         await self._store.put(place, layer, size, self._what, lasting=lasting)
         self._held.callback(self._store.release, layer)
         return layer
-
-    async def _run(self, module: ModuleType, *arguments: object) -> Any:
-        return await run_module(module, self._what, *arguments, folder=self._store.root, deadline_s=self._deadline_s)
 
 
 def _digest(*parts: str) -> str:

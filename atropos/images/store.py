@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -27,9 +26,9 @@ from atropos.images import extract
 from atropos.images.layer_store import LayerStore
 from atropos.images.layout import PulledImage, image_info, read_folder
 from atropos.images.programs import run, run_module, within, write_whole
-from atropos.images.pulling import Fetcher, Unpackers
+from atropos.images.pulling import Puller, Pullers
 from atropos.images.reference import ImageSource, check_digest
-from atropos.images.stacking import Stacking, Unpack
+from atropos.images.stacking import Stacking
 from atropos.wire import ImageInfo
 
 BASE, BUILD = "atropos-base:", "atropos-build:"
@@ -75,6 +74,7 @@ class ImageStore:
         self._root = Path(folder)
         self._ids = ids
         self._layers = LayerStore(settings, self._root)
+        self._pullers = Pullers(settings, self._root, ids)
         self._turns = asyncio.Semaphore(PARALLEL)
         self._known: dict[str, StoredImage] = {}
         self._swept = -1
@@ -131,7 +131,8 @@ class ImageStore:
             self._layers.release(layer)
 
     async def aclose(self) -> None:
-        """As `LayerStore.aclose`."""
+        """End the programs that wait for another image, and wait for the disk no more."""
+        await self._pullers.aclose()
         await self._layers.aclose()
 
     def make_room(self, wanted: int) -> int:
@@ -177,18 +178,15 @@ class ImageStore:
         await run_module(extract, what, *arguments, folder=self._root, deadline_s=deadline_s)
         pulled = await self._read_parts(parts, what)
         progress("unpacking", None)
-        async with within(deadline_s, f"image {source}: unpacking"), self._unpackers(source) as unpackers:
-            return await self._stacked(pulled, source, work, functools.partial(unpackers.unpack, None))
+        async with within(deadline_s, f"image {source}: unpacking"), self._pullers.one(f"image {source}") as puller:
+            return await self._stacked(pulled, source, work, puller)
 
     async def _from_registry(self, source: ImageSource, work: Path, progress: Progress) -> ImageInfo:
         """Layers are unpacked as they come."""
         what, parts = f"image {source}: pulling", work / "parts"
         parts.mkdir()
-        async with (
-            within(self._settings.pull_timeout_s, what),
-            self._unpackers(source) as unpackers,
-            Fetcher.started(self._settings, source.name, what, parts, unpackers) as fetcher,
-        ):
+        async with within(self._settings.pull_timeout_s, what), self._pullers.one(f"image {source}") as puller:
+            await puller.describe(source.name, parts)
             pulled = await self._read_parts(parts, what)
             size = sum(layer.size for layer in pulled.layers)
             if size > self._layers.quota:
@@ -203,8 +201,8 @@ class ImageStore:
                     progress("unpacking", None)
 
             async with task_group() as tasks:
-                watching = tasks.create_task(fetcher.watch(report))
-                image = await self._stacked(pulled, source, work, functools.partial(unpackers.unpack, fetcher))
+                watching = tasks.create_task(puller.watch(report))
+                image = await self._stacked(pulled, source, work, puller)
                 watching.cancel()
             return image
 
@@ -214,12 +212,12 @@ class ImageStore:
         except ValueError as error:
             raise ImageUnavailable(f"{what}: not an image: {error}") from error
 
-    async def _stacked(self, pulled: PulledImage, source: ImageSource, work: Path, unpack: Unpack) -> ImageInfo:
+    async def _stacked(self, pulled: PulledImage, source: ImageSource, work: Path, puller: Puller) -> ImageInfo:
         info = image_info(pulled, str(source))
         if (here := self.find(info.id)) is not None:
             return here
         with self._stacking(f"image {source}: unpacking", work) as stacking:
-            layers = await stacking.pulled(pulled, info.workdir or "/", unpack)
+            layers = await stacking.pulled(pulled, info.workdir or "/", puller)
             size = sum(self._layers.size(layer) or 0 for layer in layers)
             return await self._write(StoredImage(info=info.model_copy(update={"bytes": size}), layers=layers))
 
@@ -253,9 +251,6 @@ class ImageStore:
         if parent is None:
             raise ImageUnavailable(f"image {image.source}: its parent is not on this server's host")
         return parent.layers, parent.base
-
-    def _unpackers(self, source: ImageSource) -> Unpackers:
-        return Unpackers(f"image {source}: unpacking", self._root, self._ids)
 
     def _stacking(self, what: str, work: Path) -> Stacking:
         return Stacking(self._layers, self._settings, self._ids, what, work)

@@ -1,15 +1,11 @@
-"""Unpacks layers of images, as overlay keeps them. A program of its own, without site-packages.
+"""Unpacks layers of images, as overlay keeps them. Standard library only.
 
-    unpack MAX_MEMBERS IDS < ORDERS
-
-An order is a line of JSON (`Order`); where it names no file, the packed layer follows it. Its place gets `files/`, and
-`needs` where the layer does not stand alone: what `settle` does once the layers below it are here.
+A layer's place gets `files/`, and `needs`: what `settle` does once the layers below it are here.
 
 Layers come from strangers. A member is opened below its parent's descriptor and no link is ever followed, so nothing
 reaches outside PLACE; names that try are refused. What a whiteout hides is a lower layer's (OCI image layout, "Layer
 Filesystem Changeset"). Device nodes are left out. Owners are those of the running user namespace, of which slots have
-the ids 0 to IDS-1; with IDS 1 everything belongs to root. For each layer a line of JSON is written: bytes, whether it
-`stands_alone`, and whether it `has_root`, the attributes of the image's root. For exit codes see `untrusted.program`.
+the ids 0 to `ids`-1; with one id everything belongs to root.
 """
 
 from __future__ import annotations
@@ -18,15 +14,15 @@ import contextlib
 import json
 import os
 import stat
-import sys
 import tarfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import IO, Self, cast
 
 from atropos.archives import WholeTar
 from atropos.images.folders import Folders, WrongFolder
 from atropos.images.tar_stream import TarStream
-from atropos.images.untrusted import BROKEN, ImageRefused, pieces, program
+from atropos.images.untrusted import BROKEN, ImageRefused
 
 NEEDS = "needs"
 BLOCK = 4096
@@ -67,29 +63,6 @@ class Member(WholeTar):
         if kind == tarfile.DIRTYPE:
             member.name = member.name.rstrip("/")
         return member
-
-
-@dataclass(frozen=True)
-class Order:
-    """A layer that is to be unpacked.
-
-    Attributes:
-        place: the folder for it.
-        max_bytes: most that it may take there.
-        diff_id: digest of the tar, SHA-256.
-        size: bytes of the packed layer.
-        file: where that is; None: on stdin.
-    """
-
-    place: str
-    max_bytes: int
-    diff_id: str
-    size: int
-    file: str | None = None
-
-    def line(self) -> bytes:
-        """As the program reads it; shorter than what a pipe takes at once."""
-        return json.dumps(asdict(self)).encode() + b"\n"
 
 
 @dataclass
@@ -360,20 +333,29 @@ def mtime_ns(member: tarfile.TarInfo) -> int:
     return min(int(seconds or "0"), 1 << 33) * NS + int(fraction[:9].ljust(9, "0"))
 
 
-def unpack(order: Order, max_members: int, ids: int) -> dict[str, object]:
-    """Unpack a layer.
+def unpack(
+    packed: Iterator[bytes], place: str, diff_id: str, *, max_bytes: int, max_members: int, ids: int
+) -> dict[str, object]:
+    """Unpack a layer into a folder.
+
+    Args:
+        packed: it, as it comes.
+        place: the folder.
+        diff_id: digest of the tar, SHA-256.
+        max_bytes: most that it may take there.
+        max_members: most files and folders that it may have.
+        ids: how many ids a slot has.
+
+    Returns:
+        `bytes`, whether it `stands_alone`, and whether it `has_root`, the attributes of the image's root.
 
     Raises:
         ImageRefused: it is no layer, not the one of this digest, or has what an image must not hold.
     """
-    with contextlib.ExitStack() as opened:
-        file = 0 if order.file is None else opened.enter_context(open(order.file, "rb")).fileno()
-        os.mkdir(f"{order.place}/files", 0o755)
-        layer = Layer(f"{order.place}/files", order.max_bytes, max_members, ids)
-        opened.callback(layer.close)
-        stream = TarStream(pieces(file, order.size), 2 * order.max_bytes + max_members * 1024)
-        _fill(layer, stream, order.diff_id)
-    with open(f"{order.place}/{NEEDS}", "w", encoding="ascii") as file:
+    os.mkdir(f"{place}/files", 0o755)
+    with contextlib.closing(Layer(f"{place}/files", max_bytes, max_members, ids)) as layer:
+        _fill(layer, TarStream(packed, 2 * max_bytes + max_members * 1024), diff_id)
+    with open(f"{place}/{NEEDS}", "w", encoding="ascii") as file:
         json.dump(asdict(layer.needs), file)
     return {"bytes": layer.bytes, "stands_alone": layer.stands_alone, "has_root": "" not in layer.needs.folders}
 
@@ -388,15 +370,3 @@ def _fill(layer: Layer, stream: TarStream, diff_id: str) -> None:
         raise ImageRefused(f"layer {diff_id[:12]} is no tar: {error}") from None
     if digest != diff_id:
         raise ImageRefused(f"layer {diff_id[:12]} is not the one that the image names ({digest[:12]})")
-
-
-def main() -> int:
-    """The program."""
-    max_members, ids = map(int, sys.argv[1:])
-
-    def unpack_all() -> None:
-        with open(0, "rb", buffering=0) as orders:  # a buffer would hold what follows a line
-            while line := orders.readline():
-                print(json.dumps(unpack(Order(**json.loads(line)), max_members, ids)), flush=True)
-
-    return program(unpack_all)

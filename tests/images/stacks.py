@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from atropos.images import flatten, settle, unpack
+from atropos.images import flatten
+from atropos.images import layers as program
 from atropos.images.programs import module_command
 from tests.images.making import plain
 
@@ -47,8 +48,8 @@ def unpacked_alone(
     place: Path, data: bytes, *, max_bytes=64 << 20, max_members=10_000, ids=65_536, digest: str | None = None
 ) -> tuple[int, str, dict]:
     """A layer without those below it, into a folder: as `ran`."""
-    order = unpack.Order(str(place), max_bytes, digest or hashlib.sha256(plain(data)).hexdigest(), len(data))
-    return ran(unpack, max_members, ids, stdin=order.line() + data)
+    order = program.Unpack(str(place), max_bytes, digest or hashlib.sha256(plain(data)).hexdigest(), len(data))
+    return ran(program, max_members, ids, stdin=program.line(order) + data)
 
 
 def stacked(
@@ -63,7 +64,8 @@ def stacked(
         bounds = {"max_bytes": max_bytes, "max_members": max_members, "ids": ids}
         code, said, found = unpacked_alone(place, data, **bounds, digest=digests[index] if digests else None)
         if code == 0 and not (found["stands_alone"] and found["has_root"]):
-            code, said, _ = ran(settle, place, max_bytes, *files)
+            order = program.Settle.on([str(each) for each in files], str(place), max_bytes)
+            code, said, _ = ran(program, max_members, ids, stdin=program.line(order))
         if code:
             return code, said, files
         files.insert(0, place / "files")
