@@ -114,6 +114,9 @@ def _second_stage(text: str, entered: root_phase.Entered) -> int:
 
     import asyncio
     import logging
+    import mimetypes
+
+    mimetypes.knownfiles.clear()  # a server has no files to answer with, for which aiohttp would read the host's types
 
     from atropos.sandbox.host.slot_host import SlotHost
     from atropos.sandbox.server.serve import Server

@@ -7,12 +7,15 @@ import os
 import shlex
 import stat
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from atropos.images import stack
-from atropos.sandbox.host.cdi import Device
 from atropos.sandbox.host.files.root_changer import RootChanger
 from atropos.sandbox.linux import sockets
 from atropos.wire import Exec
+
+if TYPE_CHECKING:
+    from atropos.sandbox.host.cdi import Device
 
 _LIBRARIES = "/etc/ld.so.conf.d/00-atropos-gpus.conf"
 _LINK = 'mkdir -p "${2%/*}"; [ "$(readlink "$2")" = "$1" ] || [ ! -w "${2%/*}" ] || ln -sfn "$1" "$2"'

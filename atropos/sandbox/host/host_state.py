@@ -14,7 +14,6 @@ from atropos.errors import ConfigError, IsolationUnavailable, NotSupported
 from atropos.sandbox.boot.root_phase import Entered
 from atropos.sandbox.contract import Sandbox, SnapshotLayer
 from atropos.sandbox.host import egress_supervisor, kernel_bounds
-from atropos.sandbox.host.cdi import find
 from atropos.sandbox.host.files import added, skeleton, sysfs, volumes
 from atropos.sandbox.host.files.disk_cells import DiskCells
 from atropos.sandbox.host.files.root_changer import RootChanger
@@ -22,9 +21,10 @@ from atropos.sandbox.host.process import bwrap, prestart, runtime
 from atropos.sandbox.host.process.spawner_client import SpawnerClient
 from atropos.sandbox.linux import slot_cgroup, syscalls
 from atropos.sandbox.linux.sysctl import sysctl
-from atropos.sandbox.programs.first_process import HOSTNAME
+from atropos.sandbox.programs.gateway import HOSTNAME
 
 if TYPE_CHECKING:
+    from atropos.sandbox.host.cdi import Device
     from atropos.sandbox.programs.spawner import StartRequest
 
 _ENVIRONMENT = {
@@ -87,7 +87,11 @@ class HostState:
             empty_file=f"{self.scratch}/runtime/{runtime.EMPTY}",
             empty_folder=f"{self.scratch}/empty",
         )
-        self.gpus = find(config.cdi_folders, config.gpu_devices, config.gpus) if config.gpus else []
+        self.gpus: list[Device] = []
+        if config.gpus:
+            from atropos.sandbox.host.cdi import find  # most servers have none, and need not load its models
+
+            self.gpus = find(config.cdi_folders, config.gpu_devices, config.gpus)
         self.ceilings = f"{self.scratch}/ceilings"
         self.bwrap = shutil.which("bwrap") or ""
         self.cells = DiskCells(config, entered)

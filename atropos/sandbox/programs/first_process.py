@@ -24,7 +24,6 @@ from atropos.sandbox.programs import gateway
 from atropos.sandbox.programs.runner import main as runner
 from atropos.sandbox.programs.runner.frames import SOCKET
 
-HOSTNAME = "atropos"
 NAME = b"atropos-runner"
 """What `ps` shows; no program that is started has it (see `linux.stopped_children`)."""
 CAPABILITIES = frozenset(
@@ -150,7 +149,7 @@ def _own_objects(bounds: dict[str, int | str]) -> None:
         except PermissionError:
             pass
     try:
-        _socket.sethostname(HOSTNAME)
+        _socket.sethostname(gateway.HOSTNAME)
     except PermissionError:  # a container's seccomp profile refuses it; ours bear the name already
         pass
 

@@ -15,6 +15,8 @@ import struct
 from atropos.sandbox.linux import syscalls
 from atropos.sandbox.linux.sysctl import tell_kernel
 
+HOSTNAME = "atropos"
+"""Name of a slot's machine."""
 ADDRESS, OWN_ADDRESS = "198.18.0.1", "198.18.0.2"
 """Of the gateway, where names are asked for, and of the slot: in the range for tests of networks (RFC 2544), which
 nobody routes."""

@@ -188,3 +188,8 @@ def without(package: str, code: str) -> str:
 def test_the_half_of_a_servers_start_that_others_wait_for_loads_neither_asyncio_nor_pydantic() -> None:
     code = "import sys, atropos.sandbox.__main__, atropos.sandbox.host.process.prestart; print({'asyncio', 'pydantic'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"set()\n"
+
+
+def test_a_server_loads_nothing_of_slots_or_gpus() -> None:
+    code = "import sys, atropos.sandbox.host.slot_host, atropos.sandbox.server.serve, atropos.sandbox.server.http.listening; print({'atropos.sandbox.programs.runner.main', 'atropos.sandbox.host.cdi'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"set()\n"

@@ -15,18 +15,17 @@ from collections.abc import Sequence
 from atropos.images import stack
 from atropos.sandbox.host.files import view_layers
 from atropos.sandbox.programs import gateway
-from atropos.sandbox.programs.first_process import HOSTNAME
 
 HOSTS = (
     "127.0.0.1\tlocalhost\n"
     "::1\tlocalhost ip6-localhost ip6-loopback\n"
     "ff02::1\tip6-allnodes\n"
     "ff02::2\tip6-allrouters\n"
-    f"127.0.1.1\t{HOSTNAME}\n"
+    f"127.0.1.1\t{gateway.HOSTNAME}\n"
 )
 """The own name has an address of its own, as Debian's installer gives it: the name of 127.0.0.1 is `localhost`
 alone."""
-FILES = {"hosts": HOSTS, "hostname": f"{HOSTNAME}\n", "resolv.conf": f"nameserver {gateway.ADDRESS}\n"}
+FILES = {"hosts": HOSTS, "hostname": f"{gateway.HOSTNAME}\n", "resolv.conf": f"nameserver {gateway.ADDRESS}\n"}
 MTAB = "/proc/mounts"
 _MAX_BYTES = 1 << 20
 _NAME_SERVER = re.compile(r"^nameserver\s+(?!127\.|::1\b)", re.MULTILINE)
