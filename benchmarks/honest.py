@@ -148,6 +148,7 @@ async def measure(
         slots_per_container=at_once,
         max_containers=1,
         acquire_timeout_s=600,
+        start_timeout_s=600,  # an emulated machine is slow
         limits=LIMITS,
         largest_disk_mib=largest_on_disk(tasks, LEAST),
     )
