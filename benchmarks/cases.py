@@ -165,6 +165,37 @@ async def acquire(ctx: Context) -> AsyncIterator[Row]:
             yield row(name, "atropos", taken, base=True)
 
 
+async def forks(ctx: Context) -> AsyncIterator[Row]:
+    """First answers of forks that are leased at once, of a workspace with 20,000 files; and of as many plain shells."""
+    made = "mkdir files && cd files && seq 20000 | split -l 1 -a 5 -d - file_"
+    async with ours.pool(34) as pool, pool.lease("origin") as origin:
+        await origin.exec(made)
+        snapshot = await origin.snapshot()
+
+        async def first_answer(name: str, start: float, finished: asyncio.Barrier) -> float:
+            async with pool.lease(name, snapshot=snapshot) as slot:
+                seen = await slot.exec("cat files/file_19999")
+                took = time.perf_counter() - start
+                await finished.wait()  # what a release sets off is measured by other cases
+            if seen.output != "20000\n":
+                raise RuntimeError(f"a fork answered {seen!r}")
+            return took
+
+        for count in (8, 32):
+            samples: dict[str, list[float]] = {"atropos": [], "bash alone": []}
+            for index in range(ctx.n(10, least=3)):
+                ctx.say(f"{count} forks together, {index + 1}")
+                await asyncio.sleep(3)  # until sandboxes are ready again
+                start, finished = time.perf_counter(), asyncio.Barrier(count)
+                samples["atropos"] += await asyncio.gather(
+                    *(first_answer(f"fork-{index}-{number}", start, finished) for number in range(count))
+                )
+                await asyncio.sleep(3)
+                samples["bash alone"] += await peers.shells_together(count)
+            for subject, taken in samples.items():
+                yield row(f"{count} forks together", subject, taken, base=subject == "atropos")
+
+
 async def reset(ctx: Context) -> AsyncIterator[Row]:
     """From release to the next lease of the *only* slot, whatever the last trajectory left behind."""
     for files in (1, 10_000, 100_000):
@@ -292,6 +323,7 @@ CASES: dict[str, Case] = {
     "tails": tails,
     "cpu": cpu,
     "acquire": acquire,
+    "forks": forks,
     "reset": reset,
     "neighbour": neighbour,
     "memory": memory,

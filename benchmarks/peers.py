@@ -1,7 +1,8 @@
-"""The floor: what a call costs with no server at all. Blocking on purpose: nothing but fork, exec and wait."""
+"""The floor: what a call costs with no server at all. Blocking on purpose, but for shells together."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -52,6 +53,18 @@ def fork_exec() -> None:
 def fork_exec_sh() -> None:
     """The same with /bin/sh (dash on Debian), which is what SWE-ReX starts."""
     _run("/bin/sh", ["/bin/sh", "-c", COMMAND])
+
+
+async def shells_together(count: int) -> list[float]:
+    """Seconds until each of so many bashes that are started at once has answered."""
+    start = time.perf_counter()
+
+    async def answer() -> float:
+        process = await asyncio.create_subprocess_exec("/bin/bash", "-c", COMMAND, stdout=asyncio.subprocess.PIPE)
+        await process.communicate()
+        return time.perf_counter() - start
+
+    return await asyncio.gather(*(answer() for _ in range(count)))
 
 
 def fresh_bwrap() -> None:

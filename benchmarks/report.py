@@ -24,6 +24,8 @@ GOALS: dict[str, str] = {
     "release to lease, 10,000 files": "10 ms",
     "release to lease, 100,000 files": "10 ms",
     "fork of a prepared workspace": "10 ms",
+    "8 forks together": "20 ms",
+    "32 forks together": "40 ms",
     "memory of an idle slot (PSS)": "half of that at commit c714036e",
 }
 """As docs/benchmarks.md has them."""
