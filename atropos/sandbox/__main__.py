@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -123,7 +124,12 @@ def _second_stage(text: str, entered: root_phase.Entered) -> int:
 
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
 
-    return asyncio.run(Server(config, lambda: SlotHost(config, entered, prestarted)).run())
+    with asyncio.Runner() as runner:
+        code = runner.run(Server(config, lambda: SlotHost(config, entered, prestarted)).run())
+        for number in (signal.SIGTERM, signal.SIGINT):  # repeated, they don't disturb what is left to undo
+            runner.get_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+    return code
 
 
 def _fail(code: int, error: Exception) -> int:

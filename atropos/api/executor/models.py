@@ -175,8 +175,8 @@ class ServerStatus(ApiMessage):
 class ShellSize(Request):
     """`PUT /shells/{id}/size`."""
 
-    rows: int = Field(default=24, ge=1, le=1000)
-    cols: int = Field(default=80, ge=1, le=1000)
+    rows: int = Field(default=24, ge=1, le=1000, strict=True)
+    cols: int = Field(default=80, ge=1, le=1000, strict=True)
 
 
 class OpenShell(ShellSize):

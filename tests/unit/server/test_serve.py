@@ -270,6 +270,17 @@ async def test_sigterm_is_exit_0():
         await client.close()
 
 
+async def test_signals_until_the_end_change_nothing():
+    for _ in range(3):
+        async with running() as server:
+            ended = asyncio.create_task(server.ended())
+            while not ended.done():
+                with contextlib.suppress(ProcessLookupError):
+                    server.process.terminate()
+                await asyncio.sleep(0.001)
+            assert await ended == (0, "")
+
+
 async def test_sigterm_shortens_a_drain():
     async with running(drain_s=0.5) as server, server.client() as client, aiohttp.ClientSession() as session:
         await client.acquire(request())
