@@ -73,6 +73,7 @@ ENGINES = [
         Engine(program, suite, rootless=True)
         for program in ("docker", "podman") for suite in ("bookworm", "trixie", "sid")
     ),
+    Engine("docker", "sid", rootless=True, containerd_store=True),
 ]  # fmt: skip
 
 
