@@ -20,6 +20,9 @@ UV_PROJECT_ENVIRONMENT=.peers/nemo-gym "${uv[@]}" sync --frozen --quiet --no-def
   grep -oE '^(nemo-gym|omegaconf|antlr4-python3-runtime)==[0-9.]+' | sort -V | awk -F== '{ newest[$1] = $0 } END { for (name in newest) print newest[name] }' \
     >.peers/nemo-gym.txt
 "${uv[@]}" pip install --quiet --no-deps --python-version 3.13.14 --python .peers/bin/python --target .peers/share/nemo-gym -r .peers/nemo-gym.txt
+# Harbor's `--env e2b` needs these two beside it.
+[ -e .peers/share/harbor-e2b/e2b-2.63.0.dist-info ] ||
+  "${uv[@]}" pip install --quiet --python .peers/bin/python --target .peers/share/harbor-e2b e2b==2.63.0 dockerfile-parse==2.0.1
 # verifiers' pins exclude most others'.
 UV_PROJECT_ENVIRONMENT=.peers/verifiers "${uv[@]}" sync --frozen --quiet --no-default-groups --python "$python" --extra testing --extra verifiers
 # Kits for agents, which have no extra: whoever uses one has it. Their pins exclude some of the others'.

@@ -91,7 +91,7 @@ def executor_server(
     ] = None,
 ) -> None:
     """Serve trajectories to agents in other processes or languages."""
-    from atropos.api.e2b.app import TOKEN_HEADERS
+    from atropos.api.e2b.app import TOKEN_HEADERS, needs_no_token
     from atropos.api.executor.models import ExecutorServerSettings
     from atropos.api.executor_api import create_executor_app, drain
     from atropos.api.serve import run
@@ -124,6 +124,7 @@ def executor_server(
         name="executor API",
         credentials=app.state.tenants,
         token_headers=TOKEN_HEADERS,
+        admits=partial(needs_no_token, app.state.e2b),
         drain=partial(drain, app, settings.drain_s),
     )
     raise typer.Exit(code)

@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from atropos import tracing
 from atropos.aio import Tasks
-from atropos.api.e2b.app import create_e2b_app
+from atropos.api.e2b.app import ROOT_PATH, create_e2b_app
 from atropos.api.executor.models import (
     MAX_REQUEST_BYTES,
     CallAnswer,
@@ -88,8 +88,9 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
     app.router.lifespan_context = lifespan
     add_error_handlers(app)
     describe_auth(app)
-    app.add_middleware(Gate, door=tenants.enter, max_body_bytes=MAX_REQUEST_BYTES, own_gate=("/e2b/",))
-    app.mount("/e2b", create_e2b_app(tenants.enter))
+    app.add_middleware(Gate, door=tenants.enter, max_body_bytes=MAX_REQUEST_BYTES, own_gate=(f"{ROOT_PATH}/",))
+    app.state.e2b = create_e2b_app(tenants.enter)
+    app.mount(ROOT_PATH, app.state.e2b)
     _add_service(app)
     _add_trajectories(app)
     _add_calls(app)

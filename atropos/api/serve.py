@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from types import FrameType
 from typing import Any, cast
 
+import h11
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -106,6 +107,7 @@ def run(
     name: str,
     credentials: Credentials | None,
     token_headers: Iterable[bytes] = (),
+    admits: Callable[[h11.Request], bool] = lambda _: False,
     drain: Callable[[], Awaitable[None]],
 ) -> int:
     """Serve until a signal ends it.
@@ -117,6 +119,7 @@ def run(
         name: for the line that says where it listens.
         credentials: the tokens that are let in; None: none is required.
         token_headers: headers besides `Authorization` in which the app takes the token.
+        admits: requests without a token that are the app's all the same.
         drain: awaited at the first signal, while the server still answers.
 
     Returns:
@@ -133,7 +136,7 @@ def run(
     ready = f"{name} on http://{shown}:{where[1]}"
     if not is_loopback(host):
         ready += " (reachable beyond this machine; put TLS in front of it)"
-    admission = Admission(credentials, OPEN_PATHS, NO_TOKEN.body(), token_headers=token_headers)
+    admission = Admission(credentials, OPEN_PATHS, NO_TOKEN.body(), token_headers=token_headers, admits=admits)
 
     server = _Server(_config(app, admission), admission, drain, ready)
     try:

@@ -77,6 +77,11 @@ def _full_name(name: str) -> str:
     return f"{host or DEFAULT_HOST}/{path}{suffix}"
 
 
+def is_built(source: str) -> bool:
+    """Whether a source is what was built from an image."""
+    return source.startswith("atropos-build:")
+
+
 def base_name(source: str) -> str | None:
     """The name of a base by its source, `atropos-base:NAME`; None: the pool's default one."""
     return None if source == POOL_BASE else source.removeprefix("atropos-base:")

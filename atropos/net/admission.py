@@ -78,6 +78,7 @@ class Admission:
         open_paths: paths that GET and HEAD may ask for without a token; None: every path.
         refusal: body of the 401, as JSON.
         token_headers: other headers that may carry the token itself.
+        admits: whether a request without a token is the app's all the same.
         tls: for every connection; None: plain HTTP.
         head_s: see `HEAD_S`.
         most: see `MAX_UNAUTHENTICATED`.
@@ -90,6 +91,7 @@ class Admission:
         refusal: bytes,
         *,
         token_headers: Iterable[bytes] = (),
+        admits: Callable[[h11.Request], bool] = lambda _: False,
         tls: ssl.SSLContext | None = None,
         head_s: float = HEAD_S,
         most: int = MAX_UNAUTHENTICATED,
@@ -100,6 +102,7 @@ class Admission:
         self.tasks = Tasks("admission")
         self._token = token
         self._token_headers = frozenset(token_headers)
+        self._admits = admits
         self._open_paths = None if open_paths is None else frozenset(path.encode() for path in open_paths)
         self._most = most
         self._waiting: dict[_Unauthenticated, None] = {}
@@ -126,14 +129,14 @@ class Admission:
         self._waiting.pop(connection, None)
 
     def authorizes(self, request: h11.Request) -> bool:
-        """Whether a head carries the token."""
+        """Whether a head carries the token, or needs none to be the app's."""
         if self._token is None:
             return True
         values = [value for name, value in request.headers if name == b"authorization"]
         if len(values) == 1 and self._token.is_token(bearer_of(values[0])):
             return True
         values = [value for name, value in request.headers if name in self._token_headers]
-        return len(values) == 1 and self._token.is_token(values[0])
+        return (len(values) == 1 and self._token.is_token(values[0])) or self._admits(request)
 
     def is_open(self, request: h11.Request) -> bool:
         """Whether a request needs no token."""

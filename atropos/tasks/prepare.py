@@ -19,12 +19,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.images.reference import POOL_BASE
-from atropos.slots import Slot, SlotPool
+from atropos.slots import Share, Slot, SlotPool
 from atropos.slots.slot.results import SlotFileError
 from atropos.tasks.builder import steps
 from atropos.tasks.builder.archive import digest_of
@@ -34,7 +35,7 @@ from atropos.tasks.fit import STAND_INS
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Run, Stage, Step, StepSettings, copies
 from atropos.tasks.format.task import Task
-from atropos.wire import ImageInfo, ImageSettings, ImageState, LeaseLimits
+from atropos.wire import ImageInfo, ImageSettings, ImageState
 
 RULES = 4
 """Part of every key: another number when a step's result changes though its instruction doesn't."""
@@ -106,12 +107,10 @@ class _Build:
         return remaining_s
 
     @contextlib.asynccontextmanager
-    async def lease(
-        self, pool: SlotPool, name: str, source: str | None, limits: LeaseLimits | None
-    ) -> AsyncGenerator[Slot]:
+    async def lease(self, lease: AbstractAsyncContextManager[Slot]) -> AsyncGenerator[Slot]:
         """A slot of the build; the time until one is free is not the task's."""
         asked = time.monotonic()
-        async with pool.lease(f"build-{self.task.name}{name}", image=source, limits=limits) as slot:
+        async with lease as slot:
             self.end += time.monotonic() - asked
             yield slot
 
@@ -144,10 +143,16 @@ class TaskImages:
     Args:
         pool: where they are built and leased.
         stand_ins: patterns of images in whose place the pool's own base is used.
+        share: whose leases the steps are; None: the pool's own.
+        owner: whose images they are: a step may have had what only its owner reaches, so that no other finds it.
     """
 
-    def __init__(self, pool: SlotPool, stand_ins: Sequence[str] = STAND_INS) -> None:
+    def __init__(
+        self, pool: SlotPool, stand_ins: Sequence[str] = STAND_INS, *, share: Share | None = None, owner: str = ""
+    ) -> None:
         self.pool = pool
+        self._share = share
+        self._owner = owner
         self._stand_ins = tuple(stand_ins)
         self._scratch = ""
         self._scratch_turn = asyncio.Lock()
@@ -204,7 +209,7 @@ class TaskImages:
         async with self.pool.building(key, lambda: None) as existing:
             if existing is not None:
                 return prepared, existing
-            async with self.pool.lease(f"build-{task.name}", image=image.source, limits=task.limits) as slot:
+            async with self._lease(task, image.source) as slot:
                 return prepared, await slot.keep(key, settings)
 
     async def pull(self, task: Task) -> Task:
@@ -301,8 +306,8 @@ class TaskImages:
             AcquireTimeout: no container came up.
         """
         while (image := await self.pool.prepare(source, progress=progress, everywhere=False)) is None:
-            async with self._starting, self.pool.lease("prepare"):  # containers are started only for leases
-                pass
+            async with self._starting, self.pool.lease("prepare", share=self._share):
+                pass  # containers are started only for leases
         return image
 
     # ------------------------------------------------------------------------------------------------------------ keys
@@ -314,7 +319,7 @@ class TaskImages:
         last = Stage(_LAST, recipe.image or "", recipe.steps or (Folder("/"),))
         for stage in (*recipe.stages, last):  # each copies only from earlier ones
             parent, source = images[stage.image or None]
-            key = parent.id
+            key = _hash(parent.id, self._owner) if self._owner else parent.id
             planned: list[_PlannedStep] = []
             for step in stage.steps:
                 described = self._described(step, context, plan)
@@ -346,6 +351,9 @@ class TaskImages:
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
+    def _lease(self, task: Task, source: str, what: str = "") -> AbstractAsyncContextManager[Slot]:
+        return self.pool.lease(f"build-{task.name}{what}", image=source, limits=task.limits, share=self._share)
+
     async def _stage(self, build: _Build, number: int) -> ImageInfo:
         """A stage's last image: from the last step that is there already."""
         stage = build.plan[number]
@@ -371,7 +379,7 @@ class TaskImages:
         build.progress(ImageState(source=_text(step), phase="building", step=number, steps=build.steps))
         self.counters["steps"] += 1
         try:
-            async with build.lease(self.pool, "", source, build.task.limits) as slot:
+            async with build.lease(self._lease(build.task, source)) as slot:
                 await self._carry_out(build, slot, step, archives, fetched)
                 await self._check_unchanged(build, planned)
                 return await slot.keep(planned.key)
@@ -417,14 +425,14 @@ class TaskImages:
         planned = build.plan[stage]
         image = await self._stage(build, stage)
         source = image.source if planned.steps else planned.source
-        async with build.lease(self.pool, "-from", source, build.task.limits) as slot:
+        async with build.lease(self._lease(build.task, source, "-from")) as slot:
             try:
                 return await pack_files(slot, step.sources)
             except TaskBroken as error:
                 raise TaskBroken(f"{build.task.name}: COPY --from: {error}") from None
 
     async def _fetched(self, build: _Build, step: Download) -> bytes:
-        async with build.lease(self.pool, "-add", None, None) as slot:
+        async with build.lease(self.pool.lease(f"build-{build.task.name}-add", share=self._share)) as slot:
             try:
                 return await steps.fetch(slot, step, build.left())
             except TaskBroken as error:

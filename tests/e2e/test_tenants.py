@@ -24,6 +24,7 @@ from tests.security.tenants import (
     alice_and_bob,
     ask,
     attack,
+    build,
     check_alice,
     key,
     serving,
@@ -71,6 +72,20 @@ async def test_a_name_is_each_keys_own(tmp_path: Path):
         assert [each["names"] for each in await get(world, ALICE, "/e2b/snapshots")] == [["mine"]]
         status, _, content = await ask(world.app, BOB, "POST", "/e2b/sandboxes", {"templateID": "mine"})
         assert (status, b"mine" in content) == (400, True), content  # an image of no registry, as any other word
+
+
+async def test_what_one_key_has_built_is_carried_out_again_for_another(tmp_path: Path):
+    """A step may have read what only its key's secrets open."""
+    async with serving(tmp_path, {"alice": key(ALICE), "bob": key(BOB)}, acquire_s=20) as world:
+        stamps: list[str] = []
+        for who in (ALICE, ALICE, BOB):
+            await build(world, who, "same", "date +%N > /stamp")
+            status, _, content = await ask(world.app, who, "POST", "/e2b/sandboxes", {"templateID": "same"})
+            assert status == 201, content
+            inside = [("e2b-sandbox-id", json.loads(content)["sandboxID"])]
+            stamps.append((await ask(world.app, who, "GET", "/e2b/files?path=/stamp", headers=inside))[2].decode())
+        assert stamps[0] == stamps[1] != stamps[2]
+        assert len(await get(world, BOB, "/e2b/templates")) == 1
 
 
 async def test_only_an_admins_key_sees_the_whole_server(tmp_path: Path):

@@ -30,7 +30,7 @@ from atropos.slots import SlotPoolConfig
 
 ALICE, BOB, ADMIN = "e2b_a11ce0", "e2b_b0b0", "e2b_ad0"
 SECRET = "the-moon-is-made-of-cheese"
-TRAJECTORY, CALL, NAME = "7ra1ec70ad", "ca11-0001abcd", "5nap-c0ffee42"
+TRAJECTORY, CALL, NAME, TEMPLATE = "7ra1ec70ad", "ca11-0001abcd", "5nap-c0ffee42", "7e3a1a7e-0c0a"
 Answer = tuple[int, dict[str, str], bytes]
 
 
@@ -134,6 +134,7 @@ async def alice_and_bob(folder: Path) -> AsyncGenerator[World]:
         await world.alice("POST", f"/e2b/sandboxes/{sandbox}/snapshots", {"name": NAME})
         paused = (await world.alice("POST", "/e2b/sandboxes", {"templateID": "base"}))["sandboxID"]
         await world.alice("POST", f"/e2b/sandboxes/{paused}/pause", {})
+        built = await build(world, ALICE, TEMPLATE, f"echo {SECRET} > /built")
         world.ids = {
             "trajectory_id": opened["trajectory_id"],
             "call_id": CALL,
@@ -141,10 +142,33 @@ async def alice_and_bob(folder: Path) -> AsyncGenerator[World]:
             "paused": paused,
             "template_id": NAME,
             "watcher": watcher["watcherId"],
+            "template": built["templateID"],
+            "template_name": TEMPLATE,
+            "build_id": built["buildID"],
         }
         status, _, _ = await ask(world.app, BOB, "POST", "/e2b/sandboxes", {"templateID": "base"})
         assert status == 201
         yield world
+
+
+async def build(world: World, who: str, name: str, command: str) -> Any:
+    """Build a template of one command as somebody; what the API said at the start."""
+    status, _, content = await ask(world.app, who, "POST", "/e2b/v3/templates", {"name": name})
+    assert status == 202, content
+    asked = json.loads(content)
+    place = f"templates/{asked['templateID']}/builds/{asked['buildID']}"
+    wanted = {"fromImage": "base", "steps": [{"type": "RUN", "args": [command]}]}
+    assert (await ask(world.app, who, "POST", f"/e2b/v2/{place}", wanted))[0] == 202
+
+    async def state() -> str:
+        _, _, content = await ask(world.app, who, "GET", f"/e2b/{place}/status")
+        assert json.loads(content)["status"] != "error", content
+        return json.loads(content)["status"]
+
+    async with asyncio.timeout(60):
+        while await state() != "ready":  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return asked
 
 
 async def check_alice(world: World) -> None:
@@ -160,13 +184,18 @@ async def check_alice(world: World) -> None:
         world.ids["paused"]: "paused",
     }
     assert [each["snapshotID"] for each in await world.alice("GET", "/e2b/snapshots")] == [NAME]
+    assert [each["names"] for each in await world.alice("GET", "/e2b/templates")] == [[TEMPLATE]]
+    assert [each["tag"] for each in await world.alice("GET", f"/e2b/templates/{TEMPLATE}/tags")] == ["default"]
     inside = [("e2b-sandbox-id", world.ids["sandbox_id"])]
     _, _, content = await ask(world.app, ALICE, "GET", "/e2b/files?path=/root/note", headers=inside)
     assert content.decode() == SECRET
 
 
 def routes(app: FastAPI) -> list[tuple[str, str]]:
-    """Every method and path of the server, those of the E2B API with `/e2b`."""
+    """Every method and path of the server, those of the E2B API with `/e2b`; but for what makes templates.
+
+    A name in it is the asker's own from then on.
+    """
     found = [
         (method, route.path)
         for route in app.routes
@@ -174,7 +203,15 @@ def routes(app: FastAPI) -> list[tuple[str, str]]:
         if method != "HEAD"
     ]
     mounted = [*rest.ROUTES, *daemon.ROUTES]
-    return [*found, *((method, f"/e2b{route.path}") for route in mounted for method in sorted(route.methods or ()))]
+    return [
+        *found,
+        *(
+            (method, f"/e2b{route.path}")
+            for route in mounted
+            for method in sorted(route.methods or ())
+            if (method, route.path[3:]) != ("POST", "/templates")
+        ),
+    ]
 
 
 BODIES: tuple[object, ...] = (
@@ -192,6 +229,8 @@ BODIES: tuple[object, ...] = (
     {"count": 1},
     {"name": "{id}"},
     {"allowOut": ["{id}"]},
+    {"fromTemplate": "{id}", "steps": [{"type": "RUN", "args": ["cat /built"]}]},
+    {"target": "{id}", "name": "{id}", "tags": ["{id}"]},
 )
 QUERIES = (
     "",
@@ -272,7 +311,7 @@ async def attack(world: World, count: int, seed: int = 1) -> dict[int, int]:
 
 def _steady(text: str) -> str:
     """Without what differs between two answers to one request: times, usage."""
-    return re.sub(r"\d+(\.\d+)?", "0", re.sub(r"[0-9a-f]{8,}", "ID", text))
+    return re.sub(r"\d+(\.\d+)?", "0", re.sub(r"[0-9a-f-]{8,}", "ID", text))
 
 
 async def _main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import h11
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -11,31 +12,45 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos.api.e2b import daemon, rest
 from atropos.api.e2b.rest import problem
+from atropos.api.e2b.template_rest import UploadLinks
 from atropos.api.http import Door, header_of
 
+ROOT_PATH = "/e2b"
+"""Where the server has this app."""
 TOKEN_HEADERS = (b"x-api-key", b"x-access-token")
 """Where the SDK sends the token: to the API, and to sandboxes."""
 _NO_TOKEN = "send this server's token as the API key (E2B_API_KEY)"
 
 
 def create_e2b_app(door: Door) -> Starlette:
-    """The E2B API as an app that answers nothing without a token that the door lets in."""
-    return Starlette(
+    """The E2B API as an app that answers nothing without a token that the door lets in, or an upload link."""
+    links = UploadLinks()
+    app = Starlette(
         routes=[*rest.ROUTES, *daemon.ROUTES],
-        middleware=[Middleware(_Gate, door=door)],
+        middleware=[Middleware(_Gate, door=door, links=links)],
         exception_handlers={HTTPException: _unknown},
     )
+    app.state.links = links
+    return app
+
+
+def needs_no_token(app: Starlette, request: h11.Request) -> bool:
+    """Whether a request to the server is for an upload link of this app."""
+    path = request.target.decode("ascii", "replace").removeprefix(ROOT_PATH)
+    return app.state.links.find(path) is not None
 
 
 class _Gate:
-    """401 without a token, 429 where its holder sends too many requests."""
+    """401 without a token, 429 where its holder sends too many requests; upload links open themselves."""
 
-    def __init__(self, app: ASGIApp, door: Door) -> None:
+    def __init__(self, app: ASGIApp, door: Door, links: UploadLinks) -> None:
         self._app = app
         self._door = door
+        self._links = links
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] == "http" and self._links.find(path) is None:
             refused = self._door(scope, header_of(scope, *TOKEN_HEADERS))
             if refused is not None:
                 message = _NO_TOKEN if refused.status == 401 else refused.message

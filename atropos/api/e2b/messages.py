@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
@@ -17,6 +18,8 @@ class ConnectMessage(BaseModel):
 
 
 AnyMessage = TypeVar("AnyMessage", bound=ConnectMessage)
+FILES_HASH = re.compile(r"^[0-9a-f]{16,128}$")
+TemplateTag = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 EVERYWHERE = frozenset({"0.0.0.0/0", "::/0"})
 """Networks that are all addresses."""
 
@@ -103,6 +106,51 @@ class NewSnapshot(ConnectMessage):
     """`POST /sandboxes/{id}/snapshots`."""
 
     name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9._:/-]{0,127}$")
+
+
+class NewTemplate(ConnectMessage):
+    """`POST /v3/templates`: `name` of late, `alias` before."""
+
+    name: str | None = Field(default=None, max_length=300)
+    alias: str | None = Field(default=None, max_length=300)
+    tags: tuple[TemplateTag, ...] = Field(default=(), max_length=64)
+    cpu_count: int | None = Field(default=None, ge=1, le=1024)
+    memory_mb: int | None = Field(default=None, ge=1, le=1 << 24, alias="memoryMB")
+
+
+class TemplateStep(ConnectMessage):
+    """One instruction of a template. Of COPY, `files_hash` names the files that were uploaded for it."""
+
+    type: Literal["COPY", "ENV", "RUN", "USER", "WORKDIR"]
+    args: tuple[str, ...] = Field(default=(), max_length=4096)
+    files_hash: str | None = Field(default=None, pattern=FILES_HASH.pattern)
+    force: bool = False
+
+
+class StartBuild(ConnectMessage):
+    """`POST /v2/templates/{id}/builds/{id}`: what is built, and what starts in each sandbox."""
+
+    from_image: str | None = Field(default=None, max_length=500)
+    from_template: str | None = Field(default=None, max_length=500)
+    from_image_registry: object = None
+    force: bool = False
+    steps: tuple[TemplateStep, ...] = Field(default=(), max_length=1000)
+    start_cmd: str = Field(default="", max_length=100_000)
+    ready_cmd: str = Field(default="", max_length=100_000)
+
+
+class AssignedTags(ConnectMessage):
+    """`POST /templates/tags`."""
+
+    target: str = Field(max_length=300)
+    tags: tuple[TemplateTag, ...] = Field(min_length=1, max_length=64)
+
+
+class DroppedTags(ConnectMessage):
+    """`DELETE /templates/tags`."""
+
+    name: str = Field(max_length=300)
+    tags: tuple[TemplateTag, ...] = Field(max_length=64)
 
 
 class Selector(ConnectMessage):

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from atropos.api.e2b import connect, messages
+from atropos.api.e2b import connect, messages, template_rest
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.sandbox import ENVD_VERSION, E2bSandbox
 from atropos.api.e2b.sandboxes import NoCapacity, sandboxes_of
@@ -114,9 +114,10 @@ async def _list_snapshots(request: Request) -> Response:
 
 async def _drop_template(request: Request) -> Response:
     template = request.path_params["template_id"]
-    if await sandboxes_of(request).drop_snapshot(template):
-        return Response(status_code=204)
-    return problem(404, f"snapshot {template[:100]!r} was not found")
+    sandboxes = sandboxes_of(request)
+    if not await sandboxes.drop_snapshot(template):
+        await sandboxes.templates.drop(sandboxes.templates.get(template))
+    return Response(status_code=204)
 
 
 async def _list(request: Request) -> Response:
@@ -230,6 +231,16 @@ ROUTES = [
         ("POST", "/sandboxes/{sandbox_id}/snapshots", _keep_snapshot, ("",)),
         ("PUT", "/sandboxes/{sandbox_id}/network", _network, ("",)),
         ("GET", "/snapshots", _list_snapshots, ("",)),
+        ("POST", "/templates", template_rest.create, ("/v2", "/v3")),
+        ("GET", "/templates", template_rest.list_all, ("",)),
+        ("GET", "/templates/aliases/{template_id}", template_rest.alias, ("",)),
+        ("POST", "/templates/tags", template_rest.assign_tags, ("",)),
+        ("DELETE", "/templates/tags", template_rest.drop_tags, ("",)),
+        ("GET", "/templates/{template_id}/tags", template_rest.tags, ("",)),
+        ("GET", "/templates/{template_id}/files/{files_hash}", template_rest.upload_link, ("",)),
+        ("PUT", f"{template_rest.UPLOADS}{{secret}}", template_rest.upload, ("",)),
+        ("POST", "/templates/{template_id}/builds/{build_id}", template_rest.start, ("/v2",)),
+        ("GET", "/templates/{template_id}/builds/{build_id}/status", template_rest.status, ("",)),
         ("DELETE", "/templates/{template_id:path}", _drop_template, ("",)),
     )
     for version in versions

@@ -13,6 +13,7 @@ from atropos.aio import Tasks
 from atropos.api.accounts.account import Account
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
+from atropos.api.e2b.recipes import SandboxStart
 from atropos.config import SlotLimits
 from atropos.slots.slot import Slot
 from atropos.slots.slot.processes import Process
@@ -73,6 +74,7 @@ class E2bSandbox:
         slot: while it is paused, the one that it had.
         hosts: what it reaches of what the pool allows; None: all of it.
         account: whose it is.
+        start: how it started, and starts again when it resumes.
         end: on the monotonic clock, as `began`: a step of the system's clock ends none and prolongs none.
         on_timeout: what becomes of it at its end.
         auto_resume: whether a request resumes it while it is paused.
@@ -86,6 +88,7 @@ class E2bSandbox:
     hosts: Sequence[str] | None
     end: float
     account: Account
+    start: SandboxStart
     on_timeout: Literal["kill", "pause"] = "kill"
     auto_resume: bool = False
     frozen: asyncio.Task[Snapshot] | None = None

@@ -8,56 +8,30 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from starlette.requests import Request
 
 from atropos.aio import Tasks, set_within
 from atropos.api.accounts.account import Account
-from atropos.api.e2b.connect import Json
+from atropos.api.e2b.recipes import SandboxStart
+from atropos.api.e2b.roots import NamedSnapshot, Root, root_of
 from atropos.api.e2b.sandbox import E2bSandbox
+from atropos.api.e2b.templates import Templates
 from atropos.api.executor.models import ExecutorServerSettings, Opened
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, QuotaReached, SandboxError, SlotLost
-from atropos.images.reference import ImageSource
-from atropos.slots.slot.profile import Profile, UserAccount
 
 if TYPE_CHECKING:
     from atropos.slots import Slot, SlotPool, Snapshot
 
 _log = logging.getLogger(__name__)
-HOME = "/home/user"
-"""Where commands start and relative paths begin, as E2B's templates have it."""
-_USER = UserAccount("root", 0, 0, HOME)
-"""Whom commands run as that name no other user: not an image's own, to whom the home doesn't belong."""
 MAX_TIMEOUT_S = 86_400
 
 
 class NoCapacity(Exception):
     """The server is shutting down, or has as many sandboxes as it may."""
-
-
-class Root(NamedTuple):
-    """What a sandbox starts from; nothing: the pool's base."""
-
-    snapshot: Snapshot | None = None
-    base: str | None = None
-    image: str | None = None
-
-
-@dataclass(frozen=True)
-class NamedSnapshot:
-    """A snapshot that new sandboxes name as their template."""
-
-    id: str
-    names: tuple[str, ...]
-    sandbox_id: str
-    snapshot: Snapshot
-
-    def info(self) -> Json:
-        """As clients see it."""
-        return {"snapshotID": self.id, "names": [*self.names]}
 
 
 class Sandboxes:
@@ -73,6 +47,7 @@ class Sandboxes:
         self._starting = 0
         self._moved = asyncio.Event()
         self.snapshots: dict[str, NamedSnapshot] = {}
+        self.templates = Templates(pool, account)
         self.draining = False
 
     def __repr__(self) -> str:
@@ -140,7 +115,7 @@ class Sandboxes:
         """Lease a slot.
 
         Args:
-            template: `base`, one of the pool's `bases`, a snapshot, or an image's reference.
+            template: `base`, one of the pool's `bases`, a snapshot, a template, or an image's reference.
             timeout_s: seconds until it ends; None: the server's `ttl_s`.
             metadata: labels, by which clients filter.
             env: variables of all of its commands.
@@ -151,17 +126,18 @@ class Sandboxes:
         Raises:
             NoCapacity: the server has no room for it.
             ConfigError: the timeout, the template or a host is invalid.
+            RpcError: the template is not built.
             NotSupported: hosts are named, and the pool's slots have no network.
             SandboxError: no slot came free, or the image is unavailable.
         """
         timeout_s = self._allowed(timeout_s)
         sandbox_id = _new_id("i")
+        root, start = root_of(template, self.snapshots, self.templates, self._pool.config.bases)
         try:
-            slot = await self._started(sandbox_id, self._root(template), hosts)
+            slot = await self._started(sandbox_id, root, hosts, start, env)
         except SandboxError as error:
             self.account.note("sandbox.refused", sandbox_id, image=template, outcome=error.code)
             raise
-        slot.profile = Profile(HOME, {"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, **env}, _USER)
         self.account.note("sandbox.create", sandbox_id, image=template)
         return self._opened(
             E2bSandbox(
@@ -172,6 +148,7 @@ class Sandboxes:
                 hosts,
                 time.monotonic() + timeout_s,
                 self.account,
+                start,
                 on_timeout,
                 auto_resume,
             )
@@ -191,10 +168,22 @@ class Sandboxes:
 
         async def copy(snapshot: Snapshot) -> E2bSandbox:
             sandbox_id = _new_id("i")
-            slot = await self._started(sandbox_id, Root(snapshot), sandbox.hosts)
-            env = {**sandbox.slot.profile.env, "E2B_SANDBOX_ID": sandbox_id}
-            slot.profile = replace(sandbox.slot.profile, env=env)
-            copied = E2bSandbox(sandbox_id, sandbox.template, slot, sandbox.metadata, sandbox.hosts, end, self.account)
+            env = sandbox.slot.profile.env
+            slot = await self._started(sandbox_id, Root(snapshot), sandbox.hosts, sandbox.start, env)
+            copied = replace(
+                sandbox,
+                id=sandbox_id,
+                slot=slot,
+                end=end,
+                on_timeout="kill",
+                auto_resume=False,
+                started=round(time.time(), 6),
+                began=time.monotonic(),
+                commands={},
+                watchers={},
+                tasks=Tasks("E2B sandbox"),
+                moving=asyncio.Lock(),
+            )
             self.account.note("sandbox.fork", sandbox_id, of=sandbox.id)
             return self._opened(copied)
 
@@ -206,56 +195,40 @@ class Sandboxes:
         self._moved.set()
         return sandbox
 
-    async def _started(self, sandbox_id: str, root: Root, hosts: Sequence[str] | None) -> Slot:
+    async def _started(
+        self, sandbox_id: str, root: Root, hosts: Sequence[str] | None, start: SandboxStart, env: Mapping[str, str]
+    ) -> Slot:
         count = len(self._open) + len(self._paused) + self._starting
         if self.draining or count >= self._settings.max_trajectories:
             raise NoCapacity("the server is shutting down" if self.draining else f"there are {count} sandboxes")
         self._starting += 1
         try:
-            return await self._leased(sandbox_id, root, hosts)
+            return await self._leased(sandbox_id, root, hosts, start, env)
         finally:
             self._starting -= 1
 
-    async def _leased(self, sandbox_id: str, root: Root, hosts: Sequence[str] | None) -> Slot:
+    async def _leased(
+        self, sandbox_id: str, root: Root, hosts: Sequence[str] | None, start: SandboxStart, env: Mapping[str, str]
+    ) -> Slot:
         network = None if hosts is None or hosts else False
         slot = await self._pool.acquire(
             sandbox_id,
-            **root._asdict(),
+            **root._replace(limits=root.limits or self.account.key.limits)._asdict(),
             network=network,
-            limits=self.account.key.limits,
             share=self.account.share,
             timeout_s=self._settings.acquire_s,
         )
         try:
             if hosts:
                 await slot.set_network(hosts)
-            await slot.exec(["mkdir", "-p", HOME], user="0:0")
+            await slot.exec(["mkdir", "-p", start.workdir], user="0:0")
+            await start.begin(slot, {**env, "E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id})
             if self.draining:
                 raise NoCapacity("the server is shutting down")
         except BaseException:
             await slot.release()
             raise
         return slot
-
-    def _root(self, template: str) -> Root:
-        """What a template names."""
-        named = self.snapshots.get(template)
-        if named is not None:
-            return Root(named.snapshot)
-        if template == "base":
-            return Root()
-        if template in self._pool.config.bases:
-            return Root(base=template)
-        if template.startswith("code-interpreter"):
-            raise ConfigError(
-                f"template {template!r}: it has a Jupyter server of E2B's, which slots lack; use `Sandbox` of "
-                "the package e2b, or name a root file system so in the pool's `bases`"
-            )
-        if ImageSource.parse(template).transport != "docker":  # on the server's own machine: not for clients
-            raise ConfigError(
-                f"template {template!r}: name `base`, a base of the pool, a snapshot, or an image of a registry"
-            )
-        return Root(image=template)
 
     def _allowed(self, timeout_s: float | None) -> float:
         if timeout_s is None:
@@ -319,11 +292,11 @@ class Sandboxes:
                 return self.find(sandbox_id)
             try:
                 snapshot = await asyncio.shield(paused.frozen)
-                slot = await self._leased(sandbox_id, Root(snapshot), paused.hosts)
+                env = paused.slot.profile.env
+                slot = await self._leased(sandbox_id, Root(snapshot), paused.hosts, paused.start, env)
             except SlotLost:
                 self._paused.pop(sandbox_id, None)
                 return None
-            slot.profile = paused.slot.profile
             end = time.monotonic() + timeout_s
             fresh = replace(
                 paused, slot=slot, end=end, frozen=None, commands={}, watchers={}, tasks=Tasks("E2B sandbox")
@@ -344,7 +317,8 @@ class Sandboxes:
         if name == "base" or name in self._pool.config.bases:
             raise ConfigError(f"name: {name!r} is a base of the pool")
         snapshot = await sandbox.slot.snapshot(keep_running=True)
-        named = NamedSnapshot(name or _new_id("s"), (name,) if name else (), sandbox.id, snapshot)
+        names = (name,) if name else ()
+        named = NamedSnapshot(name or _new_id("s"), names, sandbox.id, snapshot, sandbox.start)
         await self.drop_snapshot(named.id)
         self.snapshots[named.id] = named
         self.account.note("snapshot.keep", named.id, of=sandbox.id)
@@ -401,7 +375,8 @@ class Sandboxes:
         """End all sandboxes."""
         self.draining = True
         ends = [self.kill(each, "server ended") for each in [*self._open, *self._paused]]
-        await asyncio.gather(*ends, *map(self.drop_snapshot, [*self.snapshots]), return_exceptions=True)
+        drops = map(self.drop_snapshot, [*self.snapshots])
+        await asyncio.gather(*ends, *drops, self.templates.aclose(), return_exceptions=True)
 
 
 def _new_id(kind: str) -> str:

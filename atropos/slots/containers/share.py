@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from atropos.errors import QuotaReached
+from atropos.images.reference import is_built
 from atropos.slots.config import Quotas
 
 if TYPE_CHECKING:
@@ -137,13 +138,13 @@ class Share:
         self._claims.add(claim)
 
     def use_image(self, image: str) -> None:
-        """Count an image towards those of today.
+        """Count an image towards those of today; built ones are made of those.
 
         Raises:
             QuotaReached: there have been too many.
         """
         images = self._today().images
-        if self.quotas.images is not None and image != BASE and image not in images:
+        if self.quotas.images is not None and image != BASE and not is_built(image) and image not in images:
             _check("images (a day)", self.quotas.images, (1 for _ in images), 1)
             images.add(image)
 

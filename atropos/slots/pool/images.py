@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 from atropos.aio import Tasks
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError, SlotLost
 from atropos.images.locks import locked
-from atropos.images.reference import SERVERS_OWN, ImageSource
+from atropos.images.reference import SERVERS_OWN, ImageSource, is_built
 from atropos.resources import Resources
 from atropos.slots.backends.docker.settings import DockerSettings
 from atropos.slots.client.server_images import Archive
@@ -233,7 +233,7 @@ class PoolImages:
         with self._state.counters.measure(self._state.counters.prepare.observe):
             try:
                 async with asyncio.timeout(within_s):
-                    if name.startswith("atropos-build:"):
+                    if is_built(name):
                         return await self._built(link, name)
                     return await link.client.images.prepare(name, progress=report)
             except TimeoutError:

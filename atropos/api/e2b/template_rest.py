@@ -1,0 +1,181 @@
+"""E2B's REST API for templates: built, tagged, looked up and deleted."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from atropos.api.e2b import connect, messages
+from atropos.api.e2b.connect import Json, RpcError
+from atropos.api.e2b.sandbox import iso
+from atropos.api.e2b.sandboxes import sandboxes_of
+from atropos.api.e2b.templates import LOG_PAGE, Build, Template, Templates
+from atropos.api.e2b.uploads import MAX_UPLOAD_BYTES, Uploads
+
+MAX_BUILD_BYTES = 4 << 20
+"""Longest request that starts a build."""
+UPLOADS = "/uploads/"
+"""Below it are the links that files are sent to, which open themselves: some versions of the SDK send no key there."""
+MAX_LINKS = 10_000
+
+
+@dataclass(frozen=True)
+class Link:
+    """Where one archive of a build goes."""
+
+    uploads: Uploads
+    files_hash: str
+
+
+class UploadLinks:
+    """The upload links of a server, by the secret in each; the oldest goes where there are too many."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, Link] = {}
+
+    def add(self, link: Link) -> str:
+        """The link's secret."""
+        while len(self._all) >= MAX_LINKS:
+            del self._all[next(iter(self._all))]
+        secret = secrets.token_urlsafe(32)
+        self._all[secret] = link
+        return secret
+
+    def find(self, path: str) -> Link | None:
+        """What a path below the API's own leads to; None: it is no link."""
+        return self._all.get(path.removeprefix(UPLOADS)) if path.startswith(UPLOADS) else None
+
+
+def _templates(request: Request) -> Templates:
+    return sandboxes_of(request).templates
+
+
+def _template(request: Request) -> Template:
+    return _templates(request).get(request.path_params["template_id"])
+
+
+def _build(request: Request) -> Build:
+    build = _template(request).builds.get(request.path_params["build_id"])
+    if build is None:
+        raise RpcError("not_found", f"build {request.path_params['build_id'][:100]!r} was not found")
+    return build
+
+
+async def create(request: Request) -> Response:
+    """`POST /v3/templates`."""
+    wanted = messages.parse(messages.NewTemplate, await connect.body_of(request, MAX_BUILD_BYTES))
+    build, named = await _templates(request).request(wanted)
+    name = build.template.name
+    return JSONResponse(
+        {
+            "templateID": build.template.id,
+            "buildID": build.id,
+            "public": False,
+            "names": [name],
+            "aliases": [name],
+            "tags": [*named],
+        },
+        202,
+    )
+
+
+async def upload_link(request: Request) -> Response:
+    """`GET /templates/{id}/files/{hash}`: where an archive of files is sent to, and whether it is there already."""
+    files_hash = request.path_params["files_hash"]
+    if not messages.FILES_HASH.match(files_hash):
+        raise RpcError("invalid_argument", f"{files_hash[:100]!r} is no hash of files")
+    uploads = _templates(request).uploads_of(_template(request))
+    secret = request.app.state.links.add(Link(uploads, files_hash))
+    url, root = request.url, request.scope["root_path"]
+    address = f"{url.scheme}://{url.netloc}{root}{UPLOADS}{secret}"
+    return JSONResponse({"present": files_hash in uploads, "url": address}, 201)
+
+
+async def upload(request: Request) -> Response:
+    """`PUT` to an upload link."""
+    link: Link | None = request.app.state.links.find(request.scope["path"].removeprefix(request.scope["root_path"]))
+    if link is None:
+        raise RpcError("not_found", "there is no such upload link")
+
+    async def body() -> AsyncGenerator[bytes]:
+        total = 0
+        async for chunk in request.stream():
+            total += len(chunk)
+            if total > MAX_UPLOAD_BYTES:
+                raise RpcError("resource_exhausted", f"an upload is at most {MAX_UPLOAD_BYTES:,} bytes")
+            yield chunk
+
+    await link.uploads.receive(link.files_hash, body())
+    return Response(status_code=200)
+
+
+async def start(request: Request) -> Response:
+    """`POST /v2/templates/{id}/builds/{id}`."""
+    build = _build(request)
+    wanted = messages.parse(messages.StartBuild, await connect.body_of(request, MAX_BUILD_BYTES))
+    _templates(request).start(build, wanted)
+    return Response(status_code=202)
+
+
+async def status(request: Request) -> Response:
+    """`GET /templates/{id}/builds/{id}/status`."""
+
+    def number(name: str, default: int) -> int:
+        given = request.query_params.get(name, "")
+        return int(given) if given.isdecimal() and len(given) < 8 else default
+
+    return JSONResponse(_build(request).info(number("logsOffset", 0), number("limit", LOG_PAGE)))
+
+
+async def alias(request: Request) -> Response:
+    """`GET /templates/aliases/{name}`."""
+    return JSONResponse({"templateID": _template(request).id, "public": False})
+
+
+async def tags(request: Request) -> Response:
+    """`GET /templates/{id}/tags`."""
+    tagged = _template(request).tags.items()
+    return JSONResponse([{"tag": tag, "buildID": build.id, "createdAt": iso(when)} for tag, (build, when) in tagged])
+
+
+async def assign_tags(request: Request) -> Response:
+    """`POST /templates/tags`."""
+    wanted = messages.parse(messages.AssignedTags, await connect.body_of(request, MAX_BUILD_BYTES))
+    build = _templates(request).build_of(wanted.target)
+    if build is None:
+        raise RpcError("not_found", f"template {wanted.target[:200]!r} was not found")
+    build.template.tag(build, wanted.tags)
+    return JSONResponse({"buildID": build.id, "tags": [*wanted.tags]}, 201)
+
+
+async def drop_tags(request: Request) -> Response:
+    """`DELETE /templates/tags`."""
+    wanted = messages.parse(messages.DroppedTags, await connect.body_of(request, MAX_BUILD_BYTES))
+    template = _templates(request).get(wanted.name)
+    if missing := [tag for tag in wanted.tags if tag not in template.tags]:
+        raise RpcError("not_found", f"template {template.name!r} has no tag {missing[0]!r}")
+    for tag in wanted.tags:
+        template.tags.pop(tag, None)
+    return Response(status_code=204)
+
+
+async def list_all(request: Request) -> Response:
+    """`GET /templates`."""
+    return JSONResponse([_info(template) for template in _templates(request).all()])
+
+
+def _info(template: Template) -> Json:
+    build = next(reversed(template.builds.values()), None)
+    return {
+        "templateID": template.id,
+        "buildID": "" if build is None else build.id,
+        "buildStatus": "waiting" if build is None else build.status,
+        "buildCount": len(template.builds),
+        "names": [template.name],
+        "aliases": [template.name],
+        "public": False,
+    }
