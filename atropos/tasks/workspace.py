@@ -129,15 +129,9 @@ async def solve(slot: Slot, task: Task) -> ExecResult:
     """
     if task.solution is None:
         raise TaskBroken(f"{task.name}: solution/{task.solution_script} is missing")
-    profile, slot.profile = slot.profile, PLAIN
-    try:
-        await upload(slot, task.solution, "/solution")
-        script = f"/solution/{task.solution_script}"
-        await slot.exec(f"chmod -R a+rX /solution; chmod +x {script}")
-    finally:
-        slot.profile = profile
+    await upload(slot, task.solution, "/solution", program=task.solution_script, mode="a+rX")
     env = {"DEBIAN_FRONTEND": "noninteractive", **task.filled(task.config.solution.env)}
-    return await slot.exec(script, env=env, timeout_s=task.config.agent.timeout_sec)
+    return await slot.exec(f"/solution/{task.solution_script}", env=env, timeout_s=task.config.agent.timeout_sec)
 
 
 async def verify(

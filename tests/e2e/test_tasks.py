@@ -366,6 +366,23 @@ async def test_the_folders_for_logs_are_there_for_the_agents_user_as_in_harbor(p
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_scripts_that_are_links_and_closed_run_for_a_user(pool, tmp_path):
+    made = make_task(
+        tmp_path, toml="[agent]\nuser = 'nobody'\n", files={"solution/solve.sh": "cat /solution/part"}
+    ).path
+    (made / "solution/part").write_text("done")
+    for script in ("solution/solve.sh", "tests/test.sh"):
+        (made / script).rename(made / f"{script}.real")
+        (made / script).symlink_to(f"{Path(script).name}.real")
+    for file in ("solution/part", "solution/solve.sh.real", "tests/test.sh.real"):
+        (made / file).chmod(0o600)
+    task = load_task(made)
+    async with working_on(pool, task) as run:
+        assert (await workspace.solve(run.slot, task)).output == "done"
+        assert (await run.verify()).reward == 1.0
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_separate_verifier_runs_in_an_image_of_its_own_that_holds_the_tests(pool, tmp_path):
     task = make_task(
         tmp_path,

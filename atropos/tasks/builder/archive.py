@@ -135,13 +135,14 @@ def pack(
     members: Iterable[tuple[str, Path | bytes]],
     *,
     mode: int | str | None = None,
+    program: Path | None = None,
     limit: int = wire.MAX_FILE_BYTES,
     owner: tuple[int, int] = (0, 0),
 ) -> Iterator[bytes | LargeFile]:
     """The members as tar archives of at most `limit` bytes.
 
     What is too large for one comes by itself. Modes lose group and other write permission, so that a checkout under
-    another umask makes the same workspace.
+    another umask makes the same workspace. `program` is a file that everyone may run.
 
     Raises:
         ConfigError: a member is neither file, folder nor link.
@@ -150,6 +151,8 @@ def pack(
     for name, source in members:
         entry = _entry(name, source, mode)
         entry.uid, entry.gid = owner
+        if source == program:
+            entry.mode |= 0o111
         if isinstance(source, Path) and entry.size + OVERHEAD_BYTES > limit:
             yield LargeFile(name, source, entry.mode)
             continue

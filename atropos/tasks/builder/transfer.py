@@ -43,8 +43,15 @@ PackedFiles = list[tuple[str, IO[bytes]]]
 """Files of a stage or image: (name of the source, tar archive). A folder's members are named `./…`."""
 
 
-async def upload(slot: Slot, source: Path, where: str) -> None:
+async def upload(slot: Slot, source: Path, where: str, *, program: str | None = None, mode: str | None = None) -> None:
     """Copy a folder's content, or a file, into a folder of the slot.
+
+    Args:
+        slot: where.
+        source: what is copied.
+        where: the folder.
+        program: name of a file in it that everyone may run.
+        mode: of what is in it, as `Copy`'s.
 
     Raises:
         SlotFileError: the slot can't take it.
@@ -52,7 +59,9 @@ async def upload(slot: Slot, source: Path, where: str) -> None:
     """
     try:
         if source.is_dir():
-            await unpack_pieces(slot, where, pack(walk(source)))
+            folder = source.resolve()
+            runs = (folder / program).resolve() if program is not None else None  # it may be a link
+            await unpack_pieces(slot, where, pack(walk(folder), mode=mode, program=runs))
         else:
             await slot.write_file(f"{where}/{source.name}", await asyncio.to_thread(source.read_bytes), 0o755)
     except SlotFileError:

@@ -56,10 +56,11 @@ async def _run_tests(slot: Slot, task: Task, found: Surroundings) -> tuple[ExecR
         await slot.set_network(task.verifier_hosts)
     began, used, held = await _make_room(slot, task)
     for source in () if held else task.tests:
-        await upload(slot, source, "/tests")
+        await upload(slot, source, "/tests", program=task.test_script)
     user, script = profile.user, f"/tests/{task.test_script}"
     chown = "" if user is None else f"chown -R {user.uid}:{user.gid} /tests /logs/verifier && "
-    await exec_plain(slot, f"{chown}chmod +x {script}")
+    if held or user is not None:
+        await exec_plain(slot, f"{chown}chmod +x {script}")
     env = environment(task, profile, found)
     operation = profile.applied(
         wire.Exec(command=script, env=env, clean_env=True, timeout_s=task.config.verifier.timeout_sec)
@@ -75,8 +76,8 @@ async def _make_room(slot: Slot, task: Task) -> tuple[int, float, bool]:
     # links and files where folders belong would send the tests, or the reward, to a place of the agent's choice
     plain = "for d in /logs /tmp; do if [ -L $d ] || [ ! -d $d ]; then rm -f $d && mkdir -m 1777 $d; fi; done"
     held = task.bundled and not await is_missing(slot, f"/tests/{task.test_script}")
-    tests = "true" if held else "rm -rf /tests && mkdir /tests && chmod 700 /tests"
-    logs = "chmod a+rx /logs && rm -rf /logs/verifier && mkdir /logs/verifier"
+    folders, tests = ("/logs/verifier", "true") if held else ("/logs/verifier /tests", "mkdir -m 700 /tests")
+    logs = f"chmod a+rx /logs && rm -rf {folders} && mkdir /logs/verifier"
     clean = await exec_plain(slot, f"{plain} && {logs} && {tests} && {_STATE}")
     if clean.exit_code != 0:
         raise VerifierFailed(f"{task.name}: the tests' folder can't be created: {clean.output[-300:].strip()}")
