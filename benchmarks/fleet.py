@@ -62,6 +62,9 @@ class Server:
         self.free += 1
         return wire.ReleaseResult(released=True)
 
+    async def capabilities(self) -> wire.Capabilities:
+        return wire.Capabilities(boot_id=self.name, kernel="", features=(), limits={}, stateful=True, isolated=True)
+
     async def status(self) -> wire.Status:
         return wire.Status(
             boot_id=self.name,

@@ -158,6 +158,12 @@ variable "cdi_volume" {
   default     = "cdi"
 }
 
+variable "architecture" {
+  description = "What clients must be, as Nomad names it: amd64 or arm64; empty: any that can run the image."
+  type        = string
+  default     = ""
+}
+
 variable "constraints" {
   description = "Further placement constraints: [{attribute = \"$${node.class}\", operator = \"=\", value = \"sandbox\"}]."
   type        = list(object({ attribute = string, operator = string, value = string }))
@@ -183,6 +189,14 @@ job "sandbox" {
   constraint {
     attribute = "${attr.kernel.name}"
     value     = "linux"
+  }
+
+  dynamic "constraint" {
+    for_each = var.architecture == "" ? [] : [var.architecture]
+    content {
+      attribute = "${attr.cpu.arch}"
+      value     = constraint.value
+    }
   }
 
   dynamic "constraint" {

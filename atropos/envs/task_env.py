@@ -460,10 +460,11 @@ def _room(config: TaskEnvConfig) -> Room:
 
 def _read(config: TaskEnvConfig) -> TaskSet:
     variables = {name: os.environ[name] for name in config.task_variables if name in os.environ}
+    architecture = config.pool_config().built_for
     if config.dataset is None:
-        return read_tasks(config.tasks_path, config.task_names, variables=variables)
+        return read_tasks(config.tasks_path, config.task_names, variables=variables, architecture=architecture)
     folders = dataset_folders(config.dataset_path or ".", config.dataset, config.task_names)
-    return read_folders(folders, variables=variables)
+    return read_folders(folders, variables=variables, architecture=architecture)
 
 
 def _leave_out(tasks: TaskSet, config: TaskEnvConfig) -> None:

@@ -69,6 +69,13 @@ def architecture(text: str) -> str:
     return _ALIASES.get(text, text)
 
 
+def is_for(platform: str, machine: str) -> bool:
+    """Whether a platform, such as `linux/arm64/v8` or `arm64`, is that of every machine of an architecture."""
+    name, _, variant = platform.removeprefix("linux").removeprefix("/").partition("/")
+    name = architecture(name)
+    return name in {"", machine} and (not variant or (name, variant) in _ANY_MACHINE)
+
+
 def is_index(manifest: dict[str, Any]) -> bool:
     """Whether it names manifests instead of layers."""
     return "manifests" in manifest

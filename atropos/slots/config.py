@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +18,7 @@ from pydantic import (
 
 from atropos.config import SandboxSettings, ServerConfig, SlotSettings, one_line
 from atropos.errors import ConfigError
+from atropos.images.manifests import MACHINE
 from atropos.images.reference import ImageSource
 from atropos.slots.plugins import BackendSettings, find_settings, known
 
@@ -75,6 +76,11 @@ class PoolSettings(AllBackendSettings, SlotSettings):
         description="docker, modal and nomad: memory of a container; None: the server's and all slots' limits. Less is "
         "over-commit",
     )
+    architecture: Literal["amd64", "arm64"] | None = Field(
+        default=None,
+        description="what containers run on: others are refused, Nomad places by it, Dockerfiles are read for it; "
+        "None: any, and Dockerfiles for this machine's",
+    )
     privileged: bool = Field(default=False, description="kept for compatibility; True is refused")
     purge_job_on_start: bool = Field(default=False, description="remove the job of an earlier run first")
     purge_job_on_shutdown: bool = Field(default=True, description="remove the job at the end")
@@ -92,6 +98,11 @@ class PoolSettings(AllBackendSettings, SlotSettings):
                 "set it to False"
             )
         return self
+
+    @property
+    def built_for(self) -> str:
+        """The architecture that Dockerfiles are read for before a container has said its own."""
+        return self.architecture or MACHINE
 
 
 class Quotas(BaseModel):

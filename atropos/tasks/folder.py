@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from atropos.errors import ConfigError
+from atropos.images.manifests import MACHINE
 from atropos.tasks.builder.archive import check_copy, check_folder
-from atropos.tasks.format import dockerfile, machines
+from atropos.tasks.format import dockerfile
 from atropos.tasks.format.config import TaskConfig
 from atropos.tasks.format.harbor import load_harbor_task
-from atropos.tasks.format.recipe import Recipe, copies
+from atropos.tasks.format.recipe import BuildInputs, Recipe, copies
 from atropos.tasks.format.task import Task
 from atropos.tasks.format.terminal_bench import load_terminal_bench
 from atropos.tasks.prepare import build_task
@@ -55,18 +56,25 @@ class TaskSet:
             raise ConfigError(f"{len(self.refused)} of {total} tasks can't be used:\n{lines}")
 
 
-def read_tasks(path: str | Path, names: Sequence[str] = (), *, variables: Mapping[str, str] | None = None) -> TaskSet:
+def read_tasks(
+    path: str | Path,
+    names: Sequence[str] = (),
+    *,
+    variables: Mapping[str, str] | None = None,
+    architecture: str = MACHINE,
+) -> TaskSet:
     """All tasks of a folder (or the one task that it is), by name; none of them stops the others.
 
     Args:
         path: a folder of task folders, or one task folder.
         names: patterns (`git-*`); only tasks that match one are loaded. Empty: all.
         variables: what `${NAME}` in task files may stand for.
+        architecture: the one that slots have, as images name it.
 
     Raises:
         ConfigError: no such folder, no task in it, or a pattern without a match.
     """
-    return read_folders(task_folders(path, names), variables=variables)
+    return read_folders(task_folders(path, names), variables=variables, architecture=architecture)
 
 
 def task_folders(path: str | Path, names: Sequence[str] = ()) -> list[Path]:
@@ -89,8 +97,10 @@ def task_folders(path: str | Path, names: Sequence[str] = ()) -> list[Path]:
     return chosen
 
 
-def read_folders(folders: Sequence[Path], *, variables: Mapping[str, str] | None = None) -> TaskSet:
-    """The tasks that these folders are; a folder that is named twice is one.
+def read_folders(
+    folders: Sequence[Path], *, variables: Mapping[str, str] | None = None, architecture: str = MACHINE
+) -> TaskSet:
+    """The tasks that these folders are; a folder that is named twice is one. Arguments as `read_tasks`.
 
     Raises:
         ConfigError: two have one name, which is a task's id.
@@ -105,7 +115,7 @@ def read_folders(folders: Sequence[Path], *, variables: Mapping[str, str] | None
             raise ConfigError(f"{other} and {folder} have the same name; rename one, or load one set at a time")
     for folder in folders:
         try:
-            tasks.append(load_task(folder, variables=variables))
+            tasks.append(load_task(folder, variables=variables, architecture=architecture))
         except ConfigError as error:
             refused[folder.name] = str(error)
     return TaskSet(tuple(tasks), refused)
@@ -118,32 +128,34 @@ def is_task(path: Path) -> bool:
     return any(os.path.isfile(path / mark) for mark in _MARKS)  # such as lost+found, which may not be read
 
 
-def load_task(path: str | Path, *, variables: Mapping[str, str] | None = None) -> Task:
+def load_task(path: str | Path, *, variables: Mapping[str, str] | None = None, architecture: str = MACHINE) -> Task:
     """One task folder, checked; or a Dockerfile alone, as a task with a workspace and nothing else.
 
     Args:
         path: the folder, or the Dockerfile, whose folder is the build context.
         variables: what `${NAME}` in its files may stand for.
+        architecture: the one that slots have, as images name it.
 
     Raises:
         ConfigError: names the file, the field and the cure.
     """
     root = Path(os.path.abspath(path))  # a link keeps its own name
     try:
-        return _checked(_loaded(root, variables or {}))
+        images = BuildInputs(architecture=architecture)
+        return _checked(_loaded(root, variables or {}, images), images)
     except ConfigError:
         raise
     except (OSError, ValueError, OverflowError, RecursionError) as error:  # names too long, no permission, 400 digits
         raise ConfigError(f"{root}: can't be read: {error}".replace("\n", " ")) from error
 
 
-def _loaded(root: Path, variables: Mapping[str, str]) -> Task:
+def _loaded(root: Path, variables: Mapping[str, str], images: BuildInputs) -> Task:
     if root.is_file():
-        return _dockerfile_task(root)
+        return _dockerfile_task(root, images)
     _check_links(root)
     if (root / "task.yaml").is_file() and not (root / "task.toml").exists():
-        return load_terminal_bench(root, build_task)
-    return load_harbor_task(root, variables, build_task)
+        return load_terminal_bench(root, build_task, images)
+    return load_harbor_task(root, variables, build_task, images)
 
 
 def _check_links(root: Path) -> None:
@@ -155,8 +167,8 @@ def _check_links(root: Path) -> None:
             raise ConfigError(f"{path}: leads to {target}, outside the task's folder; copy it to there")
 
 
-def _dockerfile_task(path: Path) -> Task:
-    def make(images: machines.Images, *, prebuilt: bool) -> Recipe:
+def _dockerfile_task(path: Path, images: BuildInputs) -> Task:
+    def make(images: BuildInputs, *, prebuilt: bool) -> Recipe:
         del prebuilt  # there is no `docker_image`
         return dockerfile.parse(path, path.parent, images)
 
@@ -166,7 +178,7 @@ def _dockerfile_task(path: Path) -> Task:
         instruction="",
         config=TaskConfig(),
         context=path.parent,
-        recipe=make({}, prebuilt=False),
+        recipe=make(images, prebuilt=False),
         tests=(),
         solution=None,
         make=make,
@@ -174,17 +186,18 @@ def _dockerfile_task(path: Path) -> Task:
     )
 
 
-def _checked(task: Task) -> Task:
+def _checked(task: Task, images: BuildInputs) -> Task:
     """The task, once its folders hold only what slots can be given, and its machines the files that they copy."""
     for each in (task, *task.steps):
         for folder in (*each.tests, each.solution, each.files):
             if folder is not None:
                 check_folder(folder)
-    steps = tuple(replace(step, verifier=step.verifier and _with_sources(step.verifier)) for step in task.steps)
-    return _with_sources(replace(task, steps=steps, verifier=task.verifier and _with_sources(task.verifier)))
+    steps = tuple(replace(step, verifier=step.verifier and _with_sources(step.verifier, images)) for step in task.steps)
+    verifier = task.verifier and _with_sources(task.verifier, images)
+    return _with_sources(replace(task, steps=steps, verifier=verifier), images)
 
 
-def _with_sources(machine: Task) -> Task:
+def _with_sources(machine: Task, images: BuildInputs) -> Task:
     """A machine that has the files that it copies; without them, one that serves as its `docker_image` alone.
 
     Raises:
@@ -200,5 +213,5 @@ def _with_sources(machine: Task) -> Task:
     except ConfigError as error:
         if machine.config.environment.docker_image is None:
             raise
-        return replace(machine.on({}, prebuilt=True), unbuildable=str(error))
+        return replace(machine.on(images, prebuilt=True), unbuildable=str(error))
     return machine

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
+from atropos.images.manifests import MACHINE
 from atropos.images.reference import POOL_BASE
 from atropos.slots import Share, Slot, SlotPool
 from atropos.slots.slot.results import SlotFileError
@@ -33,7 +34,18 @@ from atropos.tasks.builder.transfer import PackedFiles, pack_files
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.fit import STAND_INS
 from atropos.tasks.format.context import Context
-from atropos.tasks.format.recipe import Copy, Download, Folder, Mount, Run, Stage, Step, StepSettings, copies
+from atropos.tasks.format.recipe import (
+    BuildInputs,
+    Copy,
+    Download,
+    Folder,
+    Mount,
+    Run,
+    Stage,
+    Step,
+    StepSettings,
+    copies,
+)
 from atropos.tasks.format.task import Task
 from atropos.wire import ImageInfo, ImageSettings, ImageState
 
@@ -231,9 +243,9 @@ class TaskImages:
         names = built_from if prebuilt is None else {prebuilt}
         images = dict(zip(names, await asyncio.gather(*(self._image(task, n, report) for n in names)), strict=True))
         pulled = {name: image for name, (image, _) in images.items() if name is not None and not self._stands_in(name)}
-        if pulled:
-            settings = {name: _settings(image) for name, image in pulled.items()}
-            task = task.on(settings, prebuilt=prebuilt is not None)
+        settings = {name: _settings(image) for name, image in pulled.items()}
+        if settings or self.pool.architecture != MACHINE:
+            task = task.on(BuildInputs(settings, self.pool.architecture), prebuilt=prebuilt is not None)
         return task, images
 
     async def _prepare(self, given: Task, report: Progress) -> tuple[Task, ImageInfo]:

@@ -237,6 +237,7 @@ class Capabilities(WireMessage):
     version: int = VERSION
     boot_id: str
     kernel: str
+    architecture: str = Field(default="", description="as images name it, such as amd64 or arm64")
     features: tuple[Feature, ...]
     limits: dict[str, float | int | str | None]
     stateful: bool = Field(description="sessions that live between calls work")

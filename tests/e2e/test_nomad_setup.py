@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, IsolationUnavailable
+from atropos.images.manifests import MACHINE
 from atropos.slots import SlotPool
 from atropos.slots.backends.loading import open_survey
 from atropos.slots.backends.nomad.view import Allocation, explain, set_up_fault
@@ -23,6 +24,9 @@ pytestmark = [
 ]
 PORT = 18_402
 """A port that no agent of the tests gives away by itself."""
+
+
+OTHER = "amd64" if MACHINE == "arm64" else "arm64"
 
 
 def most_of_the_node() -> int:
@@ -52,8 +56,9 @@ async def refused(kind: type[Exception], **changes) -> str:
             {"nomad_variables": {"constraints": [{"attribute": "${attr.cpu.arch}", "operator": "=", "value": "z80"}]}},
             "'${attr.cpu.arch} = z80' filtered 1 of 1 nodes",
         ),
+        ({"architecture": OTHER}, f"'${{attr.cpu.arch}} = {OTHER}' filtered 1 of 1 nodes"),
     ],
-    ids=["memory", "cpu", "datacenter", "node pool", "constraint"],
+    ids=["memory", "cpu", "datacenter", "node pool", "constraint", "architecture"],
 )
 async def test_unplaceable_jobs_say_why(changes, says):
     assert says in await refused(BackendUnavailable, placement_s=0.3, **changes)

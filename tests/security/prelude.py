@@ -3,22 +3,32 @@
 An attack prints BREACH for anything it achieved, and HELD at its end.
 """
 
+from __future__ import annotations
+
+from functools import cache
+
+import pyseccomp
+
+CALLS = (  # noqa: SIM905
+    "ptrace syslog modify_ldt pivot_root adjtimex acct settimeofday mount umount2 swapon swapoff reboot sethostname "
+    "setdomainname iopl ioperm init_module delete_module quotactl io_setup lookup_dcookie clock_settime mbind "
+    "set_mempolicy get_mempolicy kexec_load add_key request_key keyctl migrate_pages unshare move_pages "
+    "perf_event_open fanotify_init name_to_handle_at open_by_handle_at clock_adjtime setns process_vm_readv "
+    "process_vm_writev kcmp finit_module kexec_file_load bpf userfaultfd pidfd_send_signal io_uring_setup open_tree "
+    "move_mount fsopen fsmount fspick pidfd_open clone3 pidfd_getfd process_madvise mount_setattr quotactl_fd "
+    "memfd_secret process_mrelease set_mempolicy_home_node clone vhangup sched_setaffinity sched_setscheduler "
+    "setpriority prlimit64 ioprio_set mknod chroot uselib personality sysfs seccomp"
+).split()
+"""What attacks call by number: those that the machine has."""
+NEWER = {"statmount": 457, "listmount": 458, "lsm_get_self_attr": 459}
+"""Of every machine; libseccomp may be older."""
+
 PRELUDE = r'''
 import ctypes, errno, fcntl, os, resource, signal, socket, struct, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-NR = {"x86_64": dict(ptrace=101, syslog=103, modify_ldt=154, pivot_root=155, adjtimex=159, acct=163, settimeofday=164, mount=165,
-    umount2=166, swapon=167, swapoff=168, reboot=169, sethostname=170, setdomainname=171, iopl=172, ioperm=173, init_module=175,
-    delete_module=176, quotactl=179, io_setup=206, lookup_dcookie=212, clock_settime=227, mbind=237, set_mempolicy=238,
-    get_mempolicy=239, kexec_load=246, add_key=248, request_key=249, keyctl=250, migrate_pages=256, unshare=272, move_pages=279,
-    perf_event_open=298, fanotify_init=300, name_to_handle_at=303, open_by_handle_at=304, clock_adjtime=305, setns=308,
-    process_vm_readv=310, process_vm_writev=311, kcmp=312, finit_module=313, kexec_file_load=320, bpf=321, userfaultfd=323,
-    pidfd_send_signal=424, io_uring_setup=425, open_tree=428, move_mount=429, fsopen=430, fsmount=432, fspick=433,
-    pidfd_open=434, clone3=435, pidfd_getfd=438, process_madvise=440, mount_setattr=442, quotactl_fd=443, memfd_secret=447,
-    process_mrelease=448, set_mempolicy_home_node=450, statmount=457, listmount=458, lsm_get_self_attr=459, clone=56, vhangup=153,
-    sched_setaffinity=203, sched_setscheduler=144, setpriority=141, prlimit64=302, ioprio_set=251, mknod=133, chroot=161,
-    uselib=134, personality=135, sysfs=139, seccomp=317)}.get(os.uname().machine, {})
+NR = NUMBERS
 def breach(what):
     print("BREACH:", what, flush=True)
 def call(name, *arguments):
@@ -65,4 +75,11 @@ EPILOGUE = '\nprint("HELD", flush=True)\n'
 
 def program(body: str) -> str:
     """A whole attack program."""
-    return PRELUDE + body + EPILOGUE
+    return PRELUDE.replace("NUMBERS", repr(numbers())) + body + EPILOGUE
+
+
+@cache
+def numbers() -> dict[str, int]:
+    """Calls by name, of this machine's architecture."""
+    native = pyseccomp.Arch.NATIVE
+    return {name: number for name in CALLS if (number := pyseccomp.resolve_syscall(native, name)) >= 0} | NEWER

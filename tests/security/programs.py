@@ -237,6 +237,22 @@ if os.uname().machine == "x86_64":
         if result != -1 or ctypes.get_errno() != errno.ENOSYS:
             breach(f"x32 getpid: {result}, errno {ctypes.get_errno()}")
     forked(x32)
+if os.uname().machine == "aarch64":
+    # exit(3) of a program for 32-bit ARM
+    code = bytes.fromhex("0170a0e3 0300a0e3 000000ef")
+    size = 52 + 32 + len(code)
+    head = struct.pack("<16sHHIIIIIHHHHHH", b"\x7fELF" + bytes((1, 1, 1)), 2, 40, 1, 0x10054, 52, 0, 0x5000000, 52, 32, 1, 0, 0, 0)
+    with open("/workspace/arm", "wb") as file:
+        file.write(head + struct.pack("<8I", 1, 0, 0x10000, 0x10000, size, size, 5, 0x1000) + code)
+    os.chmod("/workspace/arm", 0o755)
+    def thirty_two_bits():
+        try:
+            os.execv("/workspace/arm", ["arm"])
+        except OSError as error:  # of a machine that runs none
+            os._exit(0 if error.errno == errno.ENOEXEC else 99)
+    status = forked(thirty_two_bits)
+    if status != 0 and not os.WIFSIGNALED(status):
+        breach(f"a 32-bit program did not end by a signal: {status}")
 """,
     "unknown_call_numbers": """
 for number in (*range(457, 480), 500, 511, 600, 1000, 100000):

@@ -93,7 +93,7 @@ class _Event:
 _PEAKS = ("memory.memsw.max_usage_in_bytes", "memory.max_usage_in_bytes")
 """cgroup v1's peak of memory use since its last reset: with swap where that is counted, since both have one limit."""
 _PEAK = "peak"
-_CHARGE_BYTES = 64 * 4096
+_CHARGE_BYTES = 64 * os.sysconf("SC_PAGESIZE")
 """The kernel charges memory in pieces of up to this size: a limit is reached when less than that is left."""
 # A slot's oom_kill also counts kills for the limit of the container or for memory of the host. Version 1 has no count
 # of its own limit: failcnt doesn't change on Linux 6.18.

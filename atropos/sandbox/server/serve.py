@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from atropos.aio import outlive, set_within
 from atropos.config import ServerConfig
 from atropos.errors import IsolationUnavailable
+from atropos.images.manifests import MACHINE
 from atropos.net.sockets import listen
 from atropos.sandbox.contract import Host
 from atropos.sandbox.server.core import Core
@@ -134,6 +135,7 @@ class Server:
         return Capabilities(
             boot_id=state.boot_id,
             kernel=os.uname().release,
+            architecture=MACHINE,
             features=tuple(features),
             limits={
                 **config.limits.model_dump(),

@@ -38,16 +38,18 @@ class ContainerSpec:
 
     Attributes:
         memory_mib: memory of the whole container; None: the server's and every slot's limit. Less is over-commit.
+        architecture: of the machine that it needs, as images name it; None: any.
     """
 
     image: str
     server: ServerConfig
     memory_mib: int | None = None
+    architecture: str | None = None
 
     @classmethod
     def from_pool(cls, config: SlotPoolConfig) -> ContainerSpec:
         """The spec of a pool's containers."""
-        return cls(config.image, config.server_config(token="-"), memory_mib=config.container_memory_mib)
+        return cls(config.image, config.server_config(token="-"), config.container_memory_mib, config.architecture)
 
     def config(self) -> dict[str, object]:
         """The server's settings for ATROPOS_CONFIG: those that differ from the defaults."""

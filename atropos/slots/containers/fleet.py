@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class Seat:
             use.
         idle_since: when it was last in use (or it joined), on the caller's monotonic clock, seconds.
         kept_for: the large lease that gets what comes free here.
+        architecture: what programs it can run, as images name it.
     """
 
     key: str
@@ -62,6 +64,7 @@ class Seat:
     open: bool = False
     queued: bool = False
     kept_for: Ticket | None = None
+    architecture: str = ""
 
     @property
     def unaccounted(self) -> bool:
@@ -142,6 +145,7 @@ class Fleet:
         share: of acquires that name none.
         expected: containers that are connected to, or being connected to.
         seats: of these, the ones that have joined, by their ids.
+        architectures: how many of these are of each.
         ready: of these, the ones that take new leases.
         waiting: acquires that any container could serve.
         waiting_room: what these ask for.
@@ -155,6 +159,7 @@ class Fleet:
     devices: Resources = NOTHING
     expected: set[Seat] = field(default_factory=set[Seat])
     seats: dict[str, Seat] = field(default_factory=dict[str, Seat])
+    architectures: Counter[str] = field(default_factory=Counter[str])
     ready: int = 0
     waiting: int = 0
     waiting_room: Resources = NOTHING
@@ -168,6 +173,11 @@ class Fleet:
     later."""
     _pinned: dict[Seat, list[Ticket]] = field(default_factory=dict[Seat, "list[Ticket]"])
     _seq: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether its containers are of several architectures."""
+        return sum(count > 0 for count in self.architectures.values()) > 1
 
     @property
     def free(self) -> int:
@@ -195,11 +205,13 @@ class Fleet:
         """A container is being connected to."""
         self.expected.add(seat)
 
-    def join(self, seat: Seat, *, slots: int, free: Resources, now: float) -> None:
+    def join(self, seat: Seat, *, slots: int, free: Resources, now: float, architecture: str = "") -> None:
         """A container can be used from now on."""
         if seat.key in self.seats:
             raise ValueError(f"container {seat.key} is already in the fleet")
         self.seats[seat.key] = seat
+        seat.architecture = architecture
+        self.architectures[architecture] += 1
         self.expected.add(seat)
         seat.slots = slots
         seat.capacity = self.slot_room * slots + self.devices
@@ -228,7 +240,8 @@ class Fleet:
         """A container is gone, and its leases with it. Returns as `close` does."""
         self.expected.discard(seat)
         stranded = self.close(seat)
-        self.seats.pop(seat.key, None)
+        if self.seats.pop(seat.key, None) is not None:
+            self.architectures[seat.architecture] -= 1
         seat.leased = seat.reserved = 0
         seat.leased_room = seat.reserved_room = NOTHING
         return stranded

@@ -8,7 +8,7 @@ import math
 import time
 
 from atropos.aio import Backoff, set_within
-from atropos.errors import BackendUnavailable, IsolationUnavailable, SandboxError
+from atropos.errors import BackendUnavailable, ConfigError, IsolationUnavailable, SandboxError
 from atropos.slots.backends.base import Container
 from atropos.slots.containers.link import ClientFactory, ContainerLink
 from atropos.slots.containers.scaling import Limits, PoolState, plan, worn_out
@@ -118,8 +118,8 @@ class Keeper:
         except TimeoutError:
             await self._condemn(link, f"its sandbox server did not answer within {patience_s:g} s")
             return
-        except SandboxError as error:
-            if isinstance(error, IsolationUnavailable):
+        except (SandboxError, ConfigError) as error:
+            if isinstance(error, IsolationUnavailable | ConfigError):
                 self._state.refuse(error)
             await self._condemn(link, f"the sandbox server did not become usable: {error}")
             return

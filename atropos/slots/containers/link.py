@@ -10,7 +10,7 @@ from typing import Protocol
 
 from atropos import wire
 from atropos.aio import Backoff, backoff_s, set_within
-from atropos.errors import IsolationUnavailable, LeaseExpired, SandboxError, SlotLost, from_code
+from atropos.errors import ConfigError, IsolationUnavailable, LeaseExpired, SandboxError, SlotLost, from_code
 from atropos.resources import Resources
 from atropos.slots.backends.base import Container
 from atropos.slots.client import SandboxClient
@@ -78,6 +78,7 @@ class ContainerLink:
         condemn: replaces a container that can't be used any more.
 
     Attributes:
+        architecture: what programs it can run, as images name it; empty until it is connected to.
         slots: leased here, by lease id.
         snapshots: kept here.
         gone: why it can't be used any more; None while it can.
@@ -97,6 +98,7 @@ class ContainerLink:
         self.seat = Seat(container.id, container.index)
         self.slots: dict[str, LeasedSlot] = {}
         self.snapshots: set[KeptSnapshot] = set()
+        self.architecture = ""
         self.gone: str | None = None
         self.task: asyncio.Task[None] | None = None
         self._condemn = condemn
@@ -111,10 +113,10 @@ class ContainerLink:
     # ------------------------------------------------------------------------------------------------------- life
 
     async def connect(self) -> None:
-        """Connect, with retries, and check that the server isolates what the pool's configuration requires.
+        """Connect, with retries, and check that the server is what the pool's configuration requires.
 
         Raises:
-            SandboxError: trying again would change nothing.
+            ConfigError, SandboxError: trying again would change nothing.
         """
         backoff = Backoff(*CONNECT_PAUSE_S)
         while True:
@@ -126,14 +128,22 @@ class ContainerLink:
                     raise
                 log.debug("container %s can't be reached yet: %s", self.container.id, error)
             await asyncio.sleep(backoff.failed())
-        await self._check_isolation()
+        await self._check()
 
-    async def _check_isolation(self) -> None:
-        """Refuse a container of another process that isolates less than this pool promises."""
+    async def _check(self) -> None:
+        """Refuse a container of another architecture, or of another process that isolates less than this pool promises.
+
+        Raises:
+            ConfigError, IsolationUnavailable: it is refused.
+        """
         config = self.state.config
-        if not (config.require_sandbox or config.require_stateful_sandbox):
-            return
         has = await self.client.capabilities()
+        self.architecture = has.architecture
+        if config.architecture not in {None, has.architecture}:
+            raise ConfigError(
+                f"architecture: {config.architecture} is set, and container {self.container.id} is {has.architecture}; "
+                "set what its machine is"
+            )
         refusal = has.refusal(
             self.container.id, sandbox=config.require_sandbox, stateful=config.require_stateful_sandbox
         )
@@ -143,7 +153,9 @@ class ContainerLink:
     def join(self, status: wire.Status) -> None:
         """Add the connected container to the fleet."""
         state = self.state
-        state.fleet.join(self.seat, slots=status.slots, free=status.room, now=state.now())
+        state.fleet.join(
+            self.seat, slots=status.slots, free=status.room, now=state.now(), architecture=self.architecture
+        )
         self.seat.count_retired(status.retired, status.retired_room)
         if self.seat.unaccounted:
             state.doubt(self.container.id)

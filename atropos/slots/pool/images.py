@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import random
 import stat
@@ -19,7 +20,7 @@ import tempfile
 from asyncio import ALL_COMPLETED, FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from pathlib import Path
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from atropos.aio import Tasks
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError, SlotLost
@@ -37,6 +38,9 @@ from atropos.wire import ImageInfo, ImageState
 log = logging.getLogger("atropos.slots")
 ARCHIVES = 4
 """Archives of local images that are on this machine's disk at once: a server unpacks three images at a time."""
+ASK_AGAIN_S = 60.0
+"""Pause before a container is asked again for an image that it could not prepare, while others have it: it may be of an
+architecture that the image lacks."""
 Progress = Callable[[str, ImageState], None]
 """Called with a container's id and how far the image is prepared there; of a build, with no id."""
 
@@ -49,6 +53,8 @@ class PoolImages:
         self._links = links
         self._tasks: dict[ContainerLink, dict[str, asyncio.Task[ImageInfo]]] = {}
         """Each container's preparations, by the image's name in leases."""
+        self._failed_at = WeakKeyDictionary[asyncio.Task[ImageInfo], float]()
+        """On the pool's clock."""
         self._reads = Tasks("images")
         self._local: dict[str, asyncio.Task[LocalImage]] = {}
         """By their sources."""
@@ -77,6 +83,8 @@ class PoolImages:
             SlotLost: the containers ended meanwhile.
         """
         waits = True
+        if everywhere:
+            self._failed_at.clear()  # who wants it in all of them asks all of them
 
         def report(container: str, state: ImageState) -> None:
             if waits and progress is not None:
@@ -209,14 +217,21 @@ class PoolImages:
     def _task(self, link: ContainerLink, name: str, progress: Progress | None) -> asyncio.Task[ImageInfo]:
         tasks = self._tasks.setdefault(link, {})
         task = tasks.get(name)
-        if task is None or _failed(task):
+        if task is None or (_failed(task) and not self._pausing(task, name)):
             work = self._prepare(link, name, progress)
             task = tasks[name] = self._state.tasks.spawn(work, f"prepare {name}", awaited=True)
             task.add_done_callback(self._prepared)
         return task
 
+    def _pausing(self, failed: asyncio.Task[ImageInfo], name: str) -> bool:
+        """Whether a container that failed waits before it is asked again, since leases go to others."""
+        elsewhere = (tasks.get(name) for tasks in self._tasks.values())
+        until = self._failed_at.get(failed, -math.inf) + ASK_AGAIN_S
+        return self._state.now() < until and any(task and task.done() and not _failed(task) for task in elsewhere)
+
     def _prepared(self, task: asyncio.Task[ImageInfo]) -> None:
-        _failed(task)  # retrieved, since no one may be waiting for it
+        if _failed(task):  # retrieved, since no one may be waiting for it
+            self._failed_at[task] = self._state.now()
         self._state.look_again()
 
     async def _prepare(self, link: ContainerLink, name: str, progress: Progress | None) -> ImageInfo:
@@ -252,9 +267,12 @@ class PoolImages:
         here = await link.client.images.find(name)
         if here is not None:
             return here
-        others = [each for each in self._links.values() if each is not link and each.gone is None]
+        machine = link.architecture
+        alike = (each for each in self._links.values() if each.architecture == machine)
+        others = [each for each in alike if each is not link and each.gone is None]
         if (holder := await self._holder(name, others)) is None:
-            raise ImageUnavailable(f"image {name}: no container's host has it")
+            of = f" of {machine}" if self._state.fleet.mixed else ""
+            raise ImageUnavailable(f"image {name}: no container's host{of} has it")
         giver, image = holder
         below = image.parent_source or ""
         if not below.startswith("atropos-base:"):

@@ -425,6 +425,20 @@ class SlotPool:
         return self._state.fleet.share
 
     @property
+    def architecture(self) -> str:
+        """What images are built for: its containers' architecture, as images name it.
+
+        Raises:
+            ConfigError: they are of several.
+        """
+        there = [name for name, count in self._state.fleet.architectures.items() if count and name]
+        if len(there) > 1:
+            raise ConfigError(
+                f"architecture: the pool has containers of {' and '.join(sorted(there))}; name one to build images"
+            )
+        return there[0] if there else self.config.built_for
+
+    @property
     def links(self) -> Mapping[str, ContainerLink]:
         """The containers that the pool is connected to, or connecting to, by id; for diagnosis."""
         return MappingProxyType(self._links)

@@ -102,8 +102,8 @@ class Snapshot:
         here = [link.seat for link in places if link.seat.open]
         if ready := next((seat for seat in here if seat.has_room(room)), None):
             return ready
-        config = self.state.config
-        if self.info.bytes <= config.travel_mib * 1024 * 1024 and config.max_containers > 1 and not self.stays_because:
+        config, travels = self.state.config, not self.stays_because and not self.state.fleet.mixed
+        if travels and self.info.bytes <= config.travel_mib * 1024 * 1024 and config.max_containers > 1:
             return None
         if not here:
             raise SlotLost(f"the container that holds snapshot {self.id} is ending")

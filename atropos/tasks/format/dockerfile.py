@@ -10,7 +10,6 @@ import posixpath
 import re
 import tarfile
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,10 +27,12 @@ from e2b_dockerfile_utils import (
 
 from atropos.archives import WholeTar
 from atropos.errors import ConfigError
+from atropos.images.manifests import is_for
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.files import read_text
 from atropos.tasks.format.recipe import (
     PATH,
+    BuildInputs,
     Copy,
     Download,
     Folder,
@@ -45,24 +46,19 @@ from atropos.tasks.format.recipe import (
     file_name,
 )
 
-_PLATFORM = {
-    f"{side}{key}": value
-    for side in ("TARGET", "BUILD")
-    for key, value in {"PLATFORM": "linux/amd64", "OS": "linux", "ARCH": "amd64", "VARIANT": ""}.items()
-}
 _SHELL = ("/bin/sh", "-c")
 _PROGRAMS = "/.heredocs"
 """Where a here-document lies that is a program; /dev/pipes with BuildKit."""
 _SYMBOLIC = re.compile(r"[ugoa]*([-+=][rwxXst]*)+(,[ugoa]*([-+=][rwxXst]*)+)*")
 
 
-def parse(path: Path, context: Path, images: Mapping[str, StepSettings]) -> Recipe:
+def parse(path: Path, context: Path, images: BuildInputs) -> Recipe:
     """Read a Dockerfile.
 
     Args:
         path: the file.
         context: the folder that it copies from.
-        images: what the images of its FROMs set, by name, where that is known.
+        images: what is known of the images of its FROMs, and what it is built for.
 
     Raises:
         ConfigError: an instruction that a slot can't honour, or one that can't be read; names file and line.
@@ -73,6 +69,12 @@ def parse(path: Path, context: Path, images: Mapping[str, StepSettings]) -> Reci
         message = str(error).partition(": ")[2]
         raise ConfigError(f"{path}:{error.line or 1}: {message}; see the Dockerfile reference") from None
     return _Reader(path, context, ast, images).read()
+
+
+def _platform_arguments(architecture: str) -> dict[str, str]:
+    """BuildKit's arguments of where a build runs and what it is for, which is one machine here."""
+    values = {"PLATFORM": f"linux/{architecture}", "OS": "linux", "ARCH": architecture, "VARIANT": ""}
+    return {f"{side}{key}": value for side in ("TARGET", "BUILD") for key, value in values.items()}
 
 
 @dataclass
@@ -99,11 +101,11 @@ class _Building:
 class _Reader:
     """Reads one Dockerfile, instruction by instruction."""
 
-    def __init__(self, path: Path, context: Path, ast: DockerfileAst, images: Mapping[str, StepSettings]) -> None:
+    def __init__(self, path: Path, context: Path, ast: DockerfileAst, images: BuildInputs) -> None:
         self.path, self.context, self.ast, self.images = path, context, ast, images
         self.copied: dict[str, int] = {}
-        """Images that files are copied from, each with a negative number in place of a stage's."""
-        self.globals: dict[str, str] = dict(_PLATFORM)
+        """BuildInputs that files are copied from, each with a negative number in place of a stage's."""
+        self.globals = _platform_arguments(images.architecture)
         self.stages: list[_Building] = []
         self.where = str(path)
 
@@ -169,9 +171,10 @@ class _Reader:
 
     def _from(self, instruction: DockerfileInstruction) -> None:
         flags = self._flags(instruction, {"platform": ""})
-        platform = self._word(flags["platform"][-1]) if "platform" in flags else "linux/amd64"
-        if platform not in {"linux/amd64", "linux/x86_64", ""}:  # one platform: containerd knows both names
-            raise self._refusal(f"--platform={platform}: slots are linux/amd64; remove the flag")
+        platform = self._word(flags["platform"][-1]) if "platform" in flags else ""
+        if platform and not is_for(platform, self.images.architecture):
+            own = f"linux/{self.images.architecture}"
+            raise self._refusal(f"--platform={platform}: slots are {own}; remove the flag, or set architecture")
         words = [self._word(word) for word in instruction.args]
         if len(words) not in {1, 3} or (len(words) == 3 and words[1].upper() != "AS") or not words[0]:
             raise self._refusal(f"{' '.join(words)}: write FROM IMAGE or FROM IMAGE AS NAME")
@@ -179,7 +182,7 @@ class _Reader:
         index = len(self.stages)
         parent = self._stage(words[0])
         if parent is None:
-            settings = self.images.get(words[0], StepSettings())
+            settings = self.images.settings.get(words[0], StepSettings())
             triggers = settings.onbuild
             plain = replace(settings, onbuild=(), shell=())
             self.stages.append(_Building(index, words[0], plain, name, shell=settings.shell or _SHELL))

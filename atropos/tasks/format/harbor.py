@@ -12,16 +12,18 @@ from atropos.tasks.format import machines
 from atropos.tasks.format.compose import read_compose
 from atropos.tasks.format.config import AgentSection, EnvironmentSection, StepSection
 from atropos.tasks.format.files import check_script, read_config, read_instruction
+from atropos.tasks.format.recipe import BuildInputs
 from atropos.tasks.format.task import VARIABLE, Build, Make, Task, first_recipe
 
 
-def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build) -> Task:
+def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build, images: BuildInputs) -> Task:
     """One folder, checked.
 
     Args:
         root: the folder.
         variables: what `${NAME}` in its files may stand for.
         builder: the task's.
+        images: what is known before any is pulled.
 
     Raises:
         ConfigError: names the file, the field and the cure.
@@ -45,7 +47,7 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build) -
     config = config.model_copy(update={"environment": machines.with_compose(service, config.environment)})
     make = partial(machines.workspace, environment, service, config.environment)
     solution = root / "solution"
-    recipe, unbuildable = first_recipe(make, config.environment)
+    recipe, unbuildable = first_recipe(make, images, config.environment)
     task = Task(
         name=root.name,
         path=root,
@@ -61,14 +63,14 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build) -
         make=make,
         builder=builder,
     )
-    task = replace(task, verifier=_verifier(task, ((config.verifier.environment, tests),)))
+    task = replace(task, verifier=_verifier(task, images, ((config.verifier.environment, tests),)))
     if not config.steps and not _holds_tests(task):
         check_script(tests / "test.sh")
     _check_variables(task)
-    return replace(task, steps=tuple(_step(task, section) for section in config.steps))
+    return replace(task, steps=tuple(_step(task, images, section) for section in config.steps))
 
 
-def _step(task: Task, section: StepSection) -> Task:
+def _step(task: Task, images: BuildInputs, section: StepSection) -> Task:
     folder = task.path / "steps" / section.name
     tests = tuple(path for path in (task.path / "tests", folder / "tests") if path.is_dir())
     agent = task.config.agent.model_copy(update=section.agent.model_dump(exclude_unset=True))
@@ -85,7 +87,7 @@ def _step(task: Task, section: StepSection) -> Task:
     )
     own = None if section.verifier is None else section.verifier.environment
     shared = (task.config.verifier.environment, task.path / "tests")
-    step = replace(step, verifier=_verifier(step, ((own, folder / "tests"), shared)))
+    step = replace(step, verifier=_verifier(step, images, ((own, folder / "tests"), shared)))
     if not _holds_tests(step):
         scripts = [path / "test.sh" for path in tests if (path / "test.sh").is_file()]
         check_script(scripts[-1] if scripts else folder / "tests" / "test.sh")
@@ -98,11 +100,12 @@ def _holds_tests(task: Task) -> bool:
     return task.verifier is not None and task.verifier.bundled
 
 
-def _verifier(task: Task, places: Sequence[tuple[EnvironmentSection | None, Path]]) -> Task | None:
+def _verifier(task: Task, images: BuildInputs, places: Sequence[tuple[EnvironmentSection | None, Path]]) -> Task | None:
     """The machine of a separate verifier, as Harbor finds it: an image or a Dockerfile of its own, else the task's.
 
     Args:
         task: the task, or a step.
+        images: as `load_harbor_task`.
         places: `[verifier.environment]` and the tests folder, a step's before the task's.
     """
     verifier = task.config.verifier
@@ -115,21 +118,24 @@ def _verifier(task: Task, places: Sequence[tuple[EnvironmentSection | None, Path
             config = (wants or task.config.environment).model_copy(update={"docker_image": image, "workdir": None})
             service = read_compose(folder)
             config = machines.with_compose(service, config)
-            return _machine_of(task, folder, config, partial(machines.machine, folder, service, config), bundled=True)
+            make = partial(machines.machine, folder, service, config)
+            return _machine_of(task, images, folder, config, make, bundled=True)
     if wants is None:
         return None
     base = task.config.environment
     update = {"docker_image": base.docker_image, "workdir": wants.workdir or base.workdir}
     config = wants.model_copy(update=update)
     make = partial(machines.workspace, task.context, read_compose(task.context), config)
-    return _machine_of(task, task.context, config, make, bundled=False)
+    return _machine_of(task, images, task.context, config, make, bundled=False)
 
 
-def _machine_of(task: Task, context: Path, wants: EnvironmentSection, make: Make, *, bundled: bool) -> Task:
+def _machine_of(
+    task: Task, images: BuildInputs, context: Path, wants: EnvironmentSection, make: Make, *, bundled: bool
+) -> Task:
     refused = next(wants.refusals("verifier.environment"), None)
     if refused is not None:
         raise ConfigError(f"{task.path / 'task.toml'}: {refused}")
-    recipe, unbuildable = first_recipe(make, wants)
+    recipe, unbuildable = first_recipe(make, images, wants)
     return replace(
         task,
         name=f"{task.name}/verifier",

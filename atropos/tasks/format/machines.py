@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +9,9 @@ from atropos.tasks.format import dockerfile
 from atropos.tasks.format.compose import COMPOSE_FILES, Service, dockerfile_in
 from atropos.tasks.format.config import EnvironmentSection
 from atropos.tasks.format.context import NEVER
-from atropos.tasks.format.recipe import DEFAULT_WORKDIR, Copy, Folder, Recipe, Run, Step, StepSettings
+from atropos.tasks.format.recipe import DEFAULT_WORKDIR, BuildInputs, Copy, Folder, Recipe, Run, Step, StepSettings
 
 SETUP = "setup.sh"
-Images = Mapping[str, StepSettings]
-"""What images set, by the name that a task gives them."""
 
 
 def is_machine(folder: Path) -> bool:
@@ -36,7 +33,7 @@ def with_compose(service: Service | None, wants: EnvironmentSection) -> Environm
 
 
 def machine(
-    folder: Path, service: Service | None, wants: EnvironmentSection, images: Images, *, prebuilt: bool
+    folder: Path, service: Service | None, wants: EnvironmentSection, images: BuildInputs, *, prebuilt: bool
 ) -> Recipe:
     """What `docker_image`, a Dockerfile or a compose file says, and nothing of the folder's own files.
 
@@ -44,7 +41,7 @@ def machine(
         folder: the build context.
         service: of its compose file.
         wants: `[environment]`, or `[verifier.environment]`.
-        images: what the images it names set, where that is known.
+        images: what is known of the images it names.
         prebuilt: `docker_image` is used, and not the Dockerfile beside it.
 
     Raises:
@@ -57,7 +54,7 @@ def machine(
     if built:
         recipe = dockerfile.parse(own, folder, images)
     else:
-        start = StepSettings(DEFAULT_WORKDIR) if image is None else images.get(image, StepSettings())
+        start = StepSettings(DEFAULT_WORKDIR) if image is None else images.settings.get(image, StepSettings())
         recipe = Recipe(image, start, ())
     if service is not None:
         recipe = service.applied(recipe)
@@ -69,7 +66,7 @@ def machine(
 
 
 def workspace(
-    environment: Path, service: Service | None, wants: EnvironmentSection, images: Images, *, prebuilt: bool
+    environment: Path, service: Service | None, wants: EnvironmentSection, images: BuildInputs, *, prebuilt: bool
 ) -> Recipe:
     """As `machine`, with the loose files of `environment/` where nothing is built, and its setup.sh.
 

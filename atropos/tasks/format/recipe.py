@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from atropos.images.manifests import MACHINE
+
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Of an image that sets none."""
 DEFAULT_WORKDIR = "/workspace"
@@ -39,6 +41,19 @@ class StepSettings:
     def __post_init__(self) -> None:
         if self.user in ROOT:
             object.__setattr__(self, "user", None)
+
+
+@dataclass(frozen=True)
+class BuildInputs:
+    """What a recipe depends on beside its own files.
+
+    Attributes:
+        settings: what images set, by the name that a task gives them, where that is known.
+        architecture: the one that is built for, as images name it.
+    """
+
+    settings: Mapping[str, StepSettings] = field(default_factory=dict[str, StepSettings])
+    architecture: str = MACHINE
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from atropos.errors import ConfigError
-from atropos.tasks.format import machines
 from atropos.tasks.format.config import (
     AgentSection,
     Artifact,
@@ -19,7 +18,7 @@ from atropos.tasks.format.config import (
     VerifierSection,
 )
 from atropos.tasks.format.context import Context
-from atropos.tasks.format.recipe import Recipe, StepSettings
+from atropos.tasks.format.recipe import BuildInputs, Recipe, StepSettings
 from atropos.wire import ImageInfo, ImageState, LeaseLimits, Limit
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ Hosts = tuple[str, ...] | None
 class Make(Protocol):
     """Makes a task's recipe once it is known what its images set."""
 
-    def __call__(self, images: machines.Images, *, prebuilt: bool) -> Recipe:
+    def __call__(self, images: BuildInputs, *, prebuilt: bool) -> Recipe:
         """The recipe; `prebuilt`: `docker_image` is used, and not the Dockerfile beside it."""
         ...
 
@@ -171,11 +170,11 @@ class Task:
             raise ConfigError(f"{self.name}: load it with load_task, or build it with TaskImages")
         return await self.builder(self, pool, progress)
 
-    def on(self, images: machines.Images, *, prebuilt: bool = False) -> Task:
+    def on(self, images: BuildInputs, *, prebuilt: bool = False) -> Task:
         """The task once it is known what its images set.
 
         Args:
-            images: what they set, by name.
+            images: what they set, and what is built for.
             prebuilt: `docker_image` is used, and not the Dockerfile beside it.
 
         Raises:
@@ -193,15 +192,15 @@ class Task:
         return {name: VARIABLE.sub(one, value) for name, value in env.items()}
 
 
-def first_recipe(make: Make, wants: EnvironmentSection) -> tuple[Recipe, str | None]:
+def first_recipe(make: Make, images: BuildInputs, wants: EnvironmentSection) -> tuple[Recipe, str | None]:
     """A recipe before any image is pulled, by the Dockerfile; or, if that can't be built, the named image's, and why.
 
     Raises:
         ConfigError: it can't be built, and no image is named.
     """
     try:
-        return make({}, prebuilt=False), None
+        return make(images, prebuilt=False), None
     except ConfigError as error:
         if wants.docker_image is None:
             raise
-        return make({}, prebuilt=True), str(error)
+        return make(images, prebuilt=True), str(error)

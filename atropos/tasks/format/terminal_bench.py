@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from atropos.tasks.format import dockerfile
 from atropos.tasks.format.compose import Service, dockerfile_in, read_compose
 from atropos.tasks.format.config import AgentSection, EnvironmentSection, TaskConfig, VerifierSection, explained
 from atropos.tasks.format.files import check_script, parse_yaml, read_text
-from atropos.tasks.format.recipe import Recipe, StepSettings
+from atropos.tasks.format.recipe import BuildInputs, Recipe, StepSettings
 from atropos.tasks.format.task import Build, Task
 
 _VARIABLES = {"TEST_DIR": "/tests"}
@@ -32,8 +31,8 @@ class _TaskYaml(BaseModel):
     run_tests_in_same_shell: bool = False
 
 
-def load_terminal_bench(root: Path, builder: Build) -> Task:
-    """One folder, checked.
+def load_terminal_bench(root: Path, builder: Build, images: BuildInputs) -> Task:
+    """One folder, checked. `images`: what is known before any is pulled.
 
     Raises:
         ConfigError: names the file, the field and the cure.
@@ -71,7 +70,7 @@ def load_terminal_bench(root: Path, builder: Build) -> Task:
         instruction=facts.instruction.strip(),
         config=config,
         context=root,
-        recipe=make({}, prebuilt=False),
+        recipe=make(images, prebuilt=False),
         tests=tests,
         solution=root / "solution.sh" if (root / "solution.sh").is_file() else None,
         warnings=(same_shell,) if facts.run_tests_in_same_shell else (),
@@ -83,13 +82,13 @@ def load_terminal_bench(root: Path, builder: Build) -> Task:
     )
 
 
-def _recipe(root: Path, service: Service | None, images: Mapping[str, StepSettings], *, prebuilt: bool) -> Recipe:
+def _recipe(root: Path, service: Service | None, images: BuildInputs, *, prebuilt: bool) -> Recipe:
     del prebuilt  # this layout has no `docker_image`
     file = dockerfile_in(root, service)
     if file.is_file():
         recipe = dockerfile.parse(file, root, images)
     elif service is not None and service.image is not None:
-        recipe = Recipe(service.image, images.get(service.image, StepSettings("/app")), ())
+        recipe = Recipe(service.image, images.settings.get(service.image, StepSettings("/app")), ())
     else:
         raise ConfigError(f"{file}: is missing; the workspace is made from it")
     recipe = recipe if service is None else service.applied(recipe)

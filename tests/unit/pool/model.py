@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 from atropos import wire
-from atropos.errors import BackendUnavailable, LeaseExpired, PoolFull, SandboxError, SlotLost
+from atropos.errors import BackendUnavailable, ImageUnavailable, LeaseExpired, PoolFull, SandboxError, SlotLost
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.backends.base import Backend, Container
 
@@ -46,6 +46,7 @@ class ModelServer:
     requests: list[wire.LeaseRequest] = field(default_factory=list)
     clients: list[ModelClient] = field(default_factory=list)
     snapshot_store: set[str] = field(default_factory=set)
+    architecture: str = "amd64"
 
     @property
     def free(self) -> int:
@@ -110,6 +111,9 @@ class ModelImages:
         if self.server.prepares is not None:
             await self.server.prepares.wait()
         await self.server.pause()
+        machine = self.server.architecture
+        if "only-for-" in source and not source.endswith(machine):
+            raise ImageUnavailable(f"image {source}: it has no image for linux/{machine}")
         return wire.ImageInfo(id="0" * 64, source=source, bytes=1)
 
     async def find(self, source: str) -> wire.ImageInfo | None:
@@ -193,7 +197,13 @@ class ModelClient:
 
     async def capabilities(self) -> wire.Capabilities:
         return wire.Capabilities(
-            boot_id=self.server.name, kernel="model", features=(), limits={}, stateful=True, isolated=True
+            boot_id=self.server.name,
+            kernel="model",
+            architecture=self.server.architecture,
+            features=(),
+            limits={},
+            stateful=True,
+            isolated=True,
         )
 
     async def status(self) -> wire.Status:
@@ -219,8 +229,9 @@ class ModelBackend(Backend):
 
     name = "model"
 
-    def __init__(self, slots: int, *, start_s: float = 0.0) -> None:
+    def __init__(self, slots: int, *, start_s: float = 0.0, architectures: tuple[str, ...] = ("amd64",)) -> None:
         self.slots = slots
+        self.architectures = architectures
         self.start_s = start_s
         self.servers: dict[str, ModelServer] = {}
         self.history: list[ModelServer] = []
@@ -259,7 +270,8 @@ class ModelBackend(Backend):
     def open(self, index: int) -> ModelServer:
         self.made += 1
         name = f"c{index}-{self.made}"
-        server = ModelServer(name, self.slots, delay_s=self.delay_s, jitter=self.jitter)
+        machine = self.architectures[index % len(self.architectures)]
+        server = ModelServer(name, self.slots, delay_s=self.delay_s, jitter=self.jitter, architecture=machine)
         self.servers[name] = server
         self.history.append(server)
         state = "starting" if self.start_s else "running"
@@ -323,10 +335,15 @@ class ModelBackend(Backend):
 
 
 def model_pool(
-    slots: int = 2, containers: int = 2, *, start_s: float = 0.0, **settings
+    slots: int = 2,
+    containers: int = 2,
+    *,
+    start_s: float = 0.0,
+    architectures: tuple[str, ...] = ("amd64",),
+    **settings,
 ) -> tuple[SlotPool, ModelBackend]:
     """A pool on a fresh model backend; `settings` are SlotPoolConfig's."""
-    backend = ModelBackend(slots, start_s=start_s)
+    backend = ModelBackend(slots, start_s=start_s, architectures=architectures)
     values = {"slots_per_container": slots, "max_containers": containers, "acquire_timeout_s": 5.0} | settings
     return SlotPool(SlotPoolConfig(**values), backend=backend, make_client=backend.make_client), backend
 

@@ -15,6 +15,7 @@ import pytest
 from atropos.sandbox.host.process import seccomp as slot_filter
 
 ALLOWED = 0x7FFF0000
+KILL_PROCESS = 0x80000000
 HIGH = 1 << 32
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
@@ -43,8 +44,17 @@ def program(request) -> Program:
 def answer(program: Program, call: str | int, *arguments: int) -> int:
     """The errno that a call gets; 0 where it is allowed."""
     number = program.number(call) if isinstance(call, str) else call
+    action = decided(program, ARCHITECTURES[program.machine], number, *arguments)
+    if action == ALLOWED:
+        return 0
+    assert action >> 16 == 0x0005, f"{action:#x} ends the process"
+    return action & 0xFFFF
+
+
+def decided(program: Program, architecture: int, number: int, *arguments: int) -> int:
+    """What the program returns for a call."""
     filled = [*arguments, *[0] * (6 - len(arguments))]
-    data = struct.pack("<IIQ6Q", number, ARCHITECTURES[program.machine], 0, *filled)
+    data = struct.pack("<IIQ6Q", number, architecture, 0, *filled)
     at = register = 0
     while True:
         code, yes, no, k = program.instructions[at]
@@ -60,10 +70,7 @@ def answer(program: Program, call: str | int, *arguments: int) -> int:
                 holds = {0x15: register == k, 0x25: register > k, 0x35: register >= k, 0x45: bool(register & k)}[code]
                 at += yes if holds else no
             case 0x06:
-                if k == ALLOWED:
-                    return 0
-                assert k >> 16 == 0x0005, f"{k:#x} ends the process"
-                return k & 0xFFFF
+                return k
             case _:
                 raise AssertionError(f"an instruction {code:#x}")
 
@@ -180,6 +187,20 @@ def test_unjudged_calls_are_refused(program, monkeypatch):
     made = made_for(program.machine)
     assert answer(made, "getpid") == 0
     assert [answer(made, number) for number in (457, 462, 470, 500, 501)] == [errno.ENOSYS] * 5
+
+
+def test_another_architecture_s_calls_end_the_process(program):
+    for other in {0x40000003, 0x40000028, *ARCHITECTURES.values()} - {ARCHITECTURES[program.machine]}:  # i386 and ARM
+        for number in (0, 1, 20, 39, 172, 456, 457, 1000, 0x40000027, 0x0F0002):
+            assert decided(program, other, number) == KILL_PROCESS
+
+
+def test_arm64_has_no_call_that_was_not_judged_on_amd64():
+    names = [
+        {name.decode() for number in range(slot_filter.LAST_CALL + 1) if (name := named(number))}
+        for named in (slot_filter._Filter(machine).resolve for machine in ("aarch64", "x86_64"))
+    ]
+    assert names[0] <= names[1]
 
 
 @pytest.mark.parametrize("values", [0, 1, 2, 12, 16, 0x5412, 0x8940, 0x10000000, 0x40000, 0x7FFFFFFF, HIGH | 22])

@@ -21,7 +21,7 @@ from atropos.tasks.builder.archive import LargeFile, changed_mode, pack, unpack_
 from atropos.tasks.fit import Room, TaskFit, fit, largest_on_disk
 from atropos.tasks.folder import load_task, read_folders, read_tasks
 from atropos.tasks.format.context import Context, walk
-from atropos.tasks.format.recipe import PATH, Copy, Download, Folder, Mount, Run, StepSettings
+from atropos.tasks.format.recipe import PATH, BuildInputs, Copy, Download, Folder, Mount, Run, StepSettings
 from atropos.tasks.verifier.exposure import exposure
 from atropos.tasks.verifier.mode import Choice, choose
 from atropos.tasks.verifier.reward import Verdict, combined
@@ -176,9 +176,35 @@ def test_a_download_s_name_is_unescaped(folder):
     assert [step.target for step in recipe.steps] == ["/tmp/torch-2+cpu.whl"]
 
 
-@pytest.mark.parametrize("platform", ["linux/amd64", "linux/x86_64", "$BUILDPLATFORM"])
-def test_from_may_name_the_platform(folder, platform):
-    assert recipe_of(folder, f"FROM --platform={platform} debian\n").image == "debian"
+@pytest.mark.parametrize(
+    ("platforms", "architecture"),
+    [
+        (("linux/amd64", "linux/x86_64", "amd64", "linux/amd64/v1", "linux", "$BUILDPLATFORM"), "amd64"),
+        (("linux/arm64", "linux/aarch64", "arm64", "linux/arm64/v8", "linux", "$TARGETPLATFORM"), "arm64"),
+    ],
+)
+def test_from_names_what_slots_are(folder, platforms, architecture):
+    other = {"amd64": "arm64", "arm64": "amd64"}[architecture]
+    for platform in platforms:
+        (folder / "environment/Dockerfile").write_text(f"FROM --platform={platform} debian\n")
+        assert load_task(folder, architecture=architecture).recipe.image == "debian"
+        if platform not in {"linux", "$BUILDPLATFORM", "$TARGETPLATFORM"}:
+            with pytest.raises(ConfigError, match=f"--platform={platform}: slots are linux/{other}; .* architecture"):
+                load_task(folder, architecture=other)
+    for platform in (f"windows/{architecture}", "linux/riscv64", f"linux/{architecture}/v9"):
+        (folder / "environment/Dockerfile").write_text(f"FROM --platform={platform} debian\n")
+        with pytest.raises(ConfigError, match=f"slots are linux/{architecture}"):
+            load_task(folder, architecture=architecture)
+
+
+def test_a_dockerfile_is_read_for_what_slots_are(folder):
+    (folder / "environment/Dockerfile").write_text(
+        "FROM --platform=$BUILDPLATFORM debian\nARG TARGETARCH TARGETPLATFORM TARGETVARIANT BUILDARCH\n"
+        "ENV GOT=$TARGETARCH,$TARGETPLATFORM,$TARGETVARIANT,$BUILDARCH\n"
+    )
+    task = load_task(folder, architecture="arm64")
+    assert task.recipe.settings.env["GOT"] == "arm64,linux/arm64,,arm64"
+    assert task.on(BuildInputs(architecture="amd64")).recipe.settings.env["GOT"] == "amd64,linux/amd64,,amd64"
 
 
 def test_an_entrypoint_is_known(folder):
@@ -408,7 +434,7 @@ def test_mounts_are_there_for_one_command(folder):
     ("line", "named"),
     [
         ("FROM a b", ":1: FROM a b"),
-        ("FROM --platform=linux/arm64 a", "--platform=linux/arm64"),
+        ("FROM --platform=linux/riscv64 a", "--platform=linux/riscv64"),
         ("FROM a\nADD git@host:x.git /y", ":2: ADD of a repository"),
         ("FROM a\nADD https://host/x.git#main /y", ":2: ADD of a repository"),
         ("FROM a\nADD --checksum=sha256:0 x /y", "--checksum"),
@@ -626,7 +652,7 @@ def test_images_need_no_environment(folder):
     (folder / "task.toml").write_text(text)
     task = load_task(folder)
     assert (task.image, task.verifier.image, task.verifier.bundled) == ("a:1", "judge:1", True)
-    assert task.on({"a:1": StepSettings("/srv")}, prebuilt=True).recipe.workdir == "/srv"
+    assert task.on(BuildInputs({"a:1": StepSettings("/srv")}), prebuilt=True).recipe.workdir == "/srv"
 
 
 @pytest.mark.parametrize("table", ["environment", "verifier.environment"])
@@ -772,7 +798,7 @@ def test_dockerfiles_start_from_image_settings(folder):
         + "0" * 64
         + " https://host/dir/name.txt?x=1 /etc/\nCOPY --chmod=u=rwX,go=rX a.txt /b\n"
     )
-    recipe = load_task(folder).on({"app:1": StepSettings("/srv", {"PATH": "/usr/bin"}, "app")}).recipe
+    recipe = load_task(folder).on(BuildInputs({"app:1": StepSettings("/srv", {"PATH": "/usr/bin"}, "app")})).recipe
     assert recipe.settings == StepSettings("/srv/sub", {"PATH": "/own:/usr/bin"}, "app")
     folder_step, one, two, add, copy = recipe.steps
     assert folder_step == Folder("/srv/sub", "app")

@@ -41,6 +41,7 @@ _PROGRAMS = (
     "usr/lib",
     "usr/lib/python3/dist-packages",
     "usr/lib/x86_64-linux-gnu",
+    "usr/lib/aarch64-linux-gnu",
     "usr/local/bin",
     "usr/local/lib",
     "opt",

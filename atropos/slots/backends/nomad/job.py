@@ -27,6 +27,7 @@ OWN = {
     "slot_pids": "limits (slot_pids)",
     "memory_mib": "container_memory_mib",
     "gpus": "gpus",
+    "architecture": "architecture",
 }
 """Variables that a setting of the pool sets, and its name: they can't be set twice."""
 
@@ -75,6 +76,7 @@ def variables(
         "pids": str(spec.room.pids),
         "config": hcl(json.dumps(config)),
         "gpus": str(spec.server.gpus),
+        "architecture": hcl(spec.architecture or ""),
     }
     if access.region:
         chosen["region"] = hcl(access.region)
@@ -117,11 +119,18 @@ def differences(job: Json, spec: ContainerSpec) -> str:
         "slot_memory_mib": ((server.get("limits") or {}).get("memory_mib"), limits.memory_mib),
         "container_memory_mib": ((task.get("Resources") or {}).get("MemoryMB"), spec.room.memory_mib),
         "gpus": (server.get("gpus", 0), spec.server.gpus),
+        "architecture": (_architecture(job), spec.architecture or _architecture(job)),
     }
     differing = [
         f"its {name} is {has}, not {own}" for name, (has, own) in pairs.items() if has is not None and has != own
     ]
     return "; ".join(differing)
+
+
+def _architecture(job: Json) -> str:
+    """What a job's clients must be; empty: any."""
+    needed = {each.get("LTarget"): str(each.get("RTarget")) for each in job.get("Constraints") or []}
+    return needed.get("${attr.cpu.arch}", "")
 
 
 def _server_settings(text: str) -> dict[str, object]:
