@@ -102,6 +102,11 @@ def containers_of_allocation(allocation: str) -> list[str]:
     return _docker("ps", "--quiet", "--no-trunc", "--filter", f"name={allocation}").split()
 
 
+def printed_in(container_id: str, command: str) -> str:
+    """What a shell command prints in a container."""
+    return _docker("exec", container_id, "sh", "-c", command)
+
+
 def kill_container(container_id: str) -> None:
     """`docker kill`, as an operator or an accident would."""
     _docker("kill", container_id)

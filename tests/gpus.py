@@ -11,6 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 KIND = "atropos.test/gpu"
 LIBRARY = "libgpu-test.so.1"
@@ -44,8 +45,10 @@ class GpuMachine:
             **more,
         }
 
-    def make(self, *, inside: str = "/opt/gpu-test", mode: int = 0o666) -> GpuMachine:
-        """Make the files. `inside`: where a container has the library."""
+    def make(self, *, inside: str = "/opt/gpu-test", mode: int = 0o666, library: bool = True) -> GpuMachine:
+        """Make the files. `inside`: where a container has the library; without it the specification names nodes
+        alone.
+        """
         for path in (self.folder, self.folder / "dev", self.folder / "lib", self.specs):
             path.mkdir(exist_ok=True)
             path.chmod(0o755)
@@ -54,12 +57,15 @@ class GpuMachine:
             os.chmod(self.folder / "dev" / name, mode)
         source = self.folder / "lib" / "gpu.c"
         source.write_text("int gpus(void) { return 42; }\n")
-        library = self.folder / "lib" / f"{LIBRARY}.2.3"
-        subprocess.run(["cc", "-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}", "-o", library, source], check=True)
-        (self.specs / "gpu-test.json").write_text(json.dumps(self.spec(inside)))
+        target = self.folder / "lib" / f"{LIBRARY}.2.3"
+        subprocess.run(["cc", "-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}", "-o", target, source], check=True)
+        spec = self.spec(inside)
+        if not library:
+            spec["containerEdits"] = {"deviceNodes": spec["containerEdits"]["deviceNodes"]}
+        (self.specs / "gpu-test.json").write_text(json.dumps(spec))
         return self
 
-    def spec(self, inside: str = "/opt/gpu-test") -> dict[str, object]:
+    def spec(self, inside: str = "/opt/gpu-test") -> dict[str, Any]:
         """The specification, in the shape of one of nvidia-ctk's."""
         tool = "/usr/bin/nvidia-cdi-hook"
 
@@ -107,7 +113,7 @@ class GpuMachine:
 
 
 @contextmanager
-def gpu_machine() -> Generator[GpuMachine]:
+def gpu_machine(*, library: bool = True) -> Generator[GpuMachine]:
     """Context with the files, in a folder that every user may enter, as pytest's own can't be."""
     with tempfile.TemporaryDirectory(prefix="atropos-gpus-", dir="/tmp") as folder:
-        yield GpuMachine(Path(folder)).make()
+        yield GpuMachine(Path(folder)).make(library=library)

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from atropos.errors import AcquireTimeout, ConfigError, NotSupported
+from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, NotSupported
 from atropos.metrics import exposition
 from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
 from atropos.slots.backends.spec import ContainerSpec
 from atropos.testing.waiting import until
 from tests import privileges
-from tests.gpus import GpuMachine, gpu_machine
+from tests.engines import BACKENDS, containers, nothing_left, params, pool_config, printed_in
+from tests.gpus import KIND, GpuMachine, gpu_machine
 
 pytestmark = privileges.device_nodes
 ONE, BOTH = LeaseLimits(gpus=1), LeaseLimits(gpus=2)
@@ -30,9 +31,14 @@ def machine() -> Generator[GpuMachine]:
         yield made
 
 
+@pytest.fixture(params=params("local", "docker"))
+def backend(request) -> str:
+    return request.param
+
+
 @asynccontextmanager
-async def running(machine: GpuMachine, **more: object) -> AsyncGenerator[SlotPool]:
-    async with SlotPool(SlotPoolConfig(slots_per_container=4, **machine.settings(**more))) as pool:
+async def running(machine: GpuMachine, backend: str = "local", **more: object) -> AsyncGenerator[SlotPool]:
+    async with SlotPool(pool_config(backend, slots_per_container=4, **machine.settings(**more))) as pool:
         yield pool
 
 
@@ -44,8 +50,8 @@ def nodes(*gpus: int) -> str:
     return " ".join(f"/dev/test-gpu{name}" for name in (*gpus, "ctl"))
 
 
-async def test_each_lease_has_its_own_gpu(machine):
-    async with running(machine) as pool, pool.lease("plain") as plain:
+async def test_each_lease_has_its_own_gpu(machine, backend):
+    async with running(machine, backend) as pool, pool.lease("plain") as plain:
         async with pool.lease("a", limits=ONE) as one, pool.lease("b", limits=ONE) as two:
             assert [await output(slot, SEEN) for slot in (one, two)] == [nodes(0), nodes(1)]
             assert await output(one, f"{LOADS}; echo $GPU $GPU_LIBRARY; ls /run/gpu-shared") == (
@@ -92,8 +98,8 @@ async def test_unknown_gpus_are_refused(machine):
     assert SlotPoolConfig(gpus=1).max_containers == 1
 
 
-async def test_shared_gpus_have_slots_per_gpu_leases(machine):
-    async with running(machine, slots_per_gpu=2) as pool:
+async def test_shared_gpus_have_slots_per_gpu_leases(machine, backend):
+    async with running(machine, backend, slots_per_gpu=2) as pool:
         with pytest.raises(ConfigError, match="a lease one, since slots_per_gpu"):
             await pool.acquire("both", limits=BOTH)
         slots = [await pool.acquire(f"t{number}", limits=ONE) for number in range(4)]
@@ -103,8 +109,8 @@ async def test_shared_gpus_have_slots_per_gpu_leases(machine):
             await slot.release()
 
 
-async def test_snapshots_keep_no_gpu_files(machine):
-    async with running(machine) as pool, pool.lease("a", limits=ONE) as slot:
+async def test_snapshots_keep_no_gpu_files(machine, backend):
+    async with running(machine, backend) as pool, pool.lease("a", limits=ONE) as slot:
         await slot.exec("echo kept > /workspace/file")
         snapshot = await slot.snapshot()
         assert await output(slot, f"{SEEN}; {LOADS}") == f"{nodes(0)}\n42"
@@ -146,6 +152,28 @@ async def test_a_read_only_root_is_refused(machine):
     async with running(machine) as pool:
         with pytest.raises(NotSupported, match=r"gpus: this root can't hold .*lease an image"):
             await pool.acquire("host-usr", limits=ONE)
+
+
+@pytest.mark.docker
+@pytest.mark.skipif("docker" not in BACKENDS, reason="ATROPOS_BACKENDS has no docker: no engine in this run")
+@pytest.mark.parametrize("devices", [(f"{KIND}=1",), (f"{KIND}=1", f"{KIND}=0")])
+async def test_a_container_has_no_gpu_but_its_own(machine, devices):
+    async with (
+        running(machine, "docker", gpu_devices=devices, gpus=len(devices)) as pool,
+        pool.lease("a", limits=LeaseLimits(gpus=len(devices))) as slot,
+    ):
+        (container,) = containers(pool.config.job_id)
+        numbers = sorted(int(name[-1]) for name in devices)
+        assert printed_in(container, SEEN).strip() == await output(slot, SEEN) == nodes(*numbers)
+
+
+@pytest.mark.docker
+@pytest.mark.skipif("docker" not in BACKENDS, reason="ATROPOS_BACKENDS has no docker: no engine in this run")
+async def test_an_engine_s_refusal_of_gpus_ends_the_start(machine):
+    config = pool_config("docker", start_timeout_s=600, **machine.settings(gpus=3))
+    with pytest.raises(BackendUnavailable, match=r"gpus: 3 wanted; of gpu_devices \(atropos.test/gpu\) .*=0, .*=1"):
+        await SlotPool(config).start()
+    await nothing_left("docker", config.job_id)
 
 
 @pytest.mark.parametrize(

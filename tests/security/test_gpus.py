@@ -8,20 +8,21 @@ from collections.abc import AsyncGenerator
 import pytest
 import pytest_asyncio
 
-from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
+from atropos.slots import LeaseLimits, Slot, SlotPool
 from tests import privileges
+from tests.engines import params, pool_config
 from tests.gpus import NUMBERS, GpuMachine, gpu_machine
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), privileges.device_nodes]
 ONE = LeaseLimits(gpus=1)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def slots() -> AsyncGenerator[tuple[Slot, Slot, Slot, GpuMachine]]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=params("local", "docker"))
+async def slots(request) -> AsyncGenerator[tuple[Slot, Slot, Slot, GpuMachine]]:
     """Two slots with a GPU each, and one without."""
     with gpu_machine() as machine:
         async with (
-            SlotPool(SlotPoolConfig(slots_per_container=3, **machine.settings())) as pool,
+            SlotPool(pool_config(request.param, slots_per_container=3, **machine.settings())) as pool,
             pool.lease("one", limits=ONE) as one,
             pool.lease("two", limits=ONE) as two,
             pool.lease("none") as none,
@@ -91,6 +92,11 @@ print(refused)
 """
 
 
+def number_of(gpu: int) -> tuple[int, int]:
+    """Major and minor number of a GPU."""
+    return os.major(NUMBERS[gpu]), os.minor(NUMBERS[gpu])
+
+
 async def run(slot: Slot, program: str, *arguments: object) -> str:
     done = await slot.exec(["python3", "-c", program, *map(str, arguments)], timeout_s=60)
     return done.output.strip()
@@ -99,16 +105,15 @@ async def run(slot: Slot, program: str, *arguments: object) -> str:
 @pytest.mark.parametrize("user", ["0", "1000"])
 async def test_no_slot_makes_a_neighbour_s_gpu(slots, user):
     _, two, none, _ = slots
-    for slot, number in ((two, NUMBERS[0]), (none, NUMBERS[1])):
-        done = await slot.exec(["python3", "-c", MAKE, str(os.major(number)), str(os.minor(number))], user=user)
+    for slot, gpu in ((two, 0), (none, 1)):
+        done = await slot.exec(["python3", "-c", MAKE, *map(str, number_of(gpu))], user=user)
         assert done.output.strip() == "[]"
 
 
 async def test_no_slot_finds_a_neighbour_s_gpu(slots):
     one, two, none, _ = slots
-    number = os.major(NUMBERS[0]), os.minor(NUMBERS[0])
-    assert "/dev/test-gpu0" in await run(one, SEARCH, *number)  # so that the search can find it
-    assert [await run(slot, SEARCH, *number) for slot in (two, none)] == ["[]", "[]"]
+    assert "/dev/test-gpu0" in await run(one, SEARCH, *number_of(0))  # so that the search can find it
+    assert [await run(slot, SEARCH, *number_of(0)) for slot in (two, none)] == ["[]", "[]"]
 
 
 async def test_no_slot_mounts_or_uncovers_one(slots):

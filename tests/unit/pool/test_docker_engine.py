@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,20 +175,64 @@ async def test_a_refused_container_ends_the_start(tmp_path, monkeypatch):
     assert asked == 1
 
 
-@pytest.mark.parametrize("podman", [True, False])
-@pytest.mark.parametrize(
-    "rootless",
-    [{}, {"SecurityOptions": ["name=seccomp,profile=builtin", "name=rootless"]}, {"Rootless": True}],
-    ids=["as root", "rootless", "rootless, by Podman 4.3"],
-)
-async def test_an_engine_is_given_what_it_takes(tmp_path, podman, rootless):
+GPUS = {"gpus": 2, "gpu_devices": ("a.org/gpu",), "max_containers": 1, "cdi_folders": ("/no/cdi",)}
+
+
+async def test_an_engine_that_reads_specifications_is_asked_by_name(tmp_path):
     given: dict[str, Any] = {}
 
     async def create(request: web.Request) -> web.Response:
         given.update(await request.json())
         return web.json_response({"message": "enough seen"}, status=400)
 
-    info = {"SecurityOptions": ["name=seccomp,profile=builtin"]} | rootless
+    answers = {"/containers/create": create, "/containers/json": [], "/json": {"Id": "sha256:1"}, "/events": []}
+    async with engine(tmp_path, answers, CDISpecDirs=["/no/cdi", "/etc/cdi"]) as address:
+        with pytest.raises(BackendUnavailable, match="enough seen"):
+            await SlotPool(pool_config("docker", docker_host=address, **GPUS)).start()
+    (asked,) = given["HostConfig"]["DeviceRequests"]
+    assert (asked["Driver"], asked["DeviceIDs"]) == ("cdi", ["a.org/gpu=0", "a.org/gpu=1"])
+    assert given["HostConfig"]["Binds"] == ["/no/cdi:/no/cdi:ro"]
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        (
+            {"KernelVersion": "6.10.14-linuxkit"},
+            "gpus: Docker .* reads no CDI specifications in /no/cdi, and has other",
+        ),
+        ({"CDISpecDirs": ["/etc/cdi"]}, r"gpus: 2 wanted; of gpu_devices \(a.org/gpu\) this machine has none"),
+    ],
+    ids=["elsewhere", "here"],
+)
+async def test_gpus_that_no_engine_finds_end_the_start(tmp_path, says, why):
+    async with engine(
+        tmp_path, {"/containers/json": [], "/json": {"Id": "sha256:1"}, "/events": []}, **says
+    ) as address:
+        with pytest.raises(BackendUnavailable, match=why):
+            await SlotPool(pool_config("docker", docker_host=address, start_timeout_s=600, **GPUS)).start()
+
+
+@pytest.mark.parametrize("podman", [True, False])
+@pytest.mark.parametrize(
+    ("says", "published"),
+    [
+        ({}, False),
+        ({"KernelVersion": os.uname().release}, False),
+        ({"SecurityOptions": ["name=seccomp,profile=builtin", "name=rootless"]}, True),
+        ({"Rootless": True}, True),
+        ({"KernelVersion": "6.10.14-linuxkit"}, True),
+    ],
+    ids=["as root", "this kernel", "rootless", "rootless, by Podman 4.3", "Docker Desktop"],
+)
+async def test_an_engine_is_given_what_it_takes(tmp_path, podman, says, published):
+    given: dict[str, Any] = {}
+
+    async def create(request: web.Request) -> web.Response:
+        given.update(await request.json())
+        return web.json_response({"message": "enough seen"}, status=400)
+
+    info = {"SecurityOptions": ["name=seccomp,profile=builtin"]} | says
     answers = {"/containers/create": create, "/containers/json": [], "/json": {"Id": "sha256:1"}, "/events": []}
     async with engine(tmp_path, answers, podman=podman, **info) as address:
         with pytest.raises(BackendUnavailable, match="enough seen"):
@@ -196,4 +241,4 @@ async def test_an_engine_is_given_what_it_takes(tmp_path, podman, rootless):
     text = profile.removeprefix("seccomp=")
     assert json.loads(Path(text).read_text() if podman else text)["defaultAction"] == "SCMP_ACT_ERRNO"
     ports = {"8787/tcp": [{"HostIp": "127.0.0.1", "HostPort": ""}]}
-    assert given["HostConfig"].get("PortBindings") == (ports if rootless else None)
+    assert given["HostConfig"].get("PortBindings") == (ports if published else None)

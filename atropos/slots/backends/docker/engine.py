@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator
 from concurrent import futures
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -77,6 +77,19 @@ class Ending:
     reason: str
 
 
+@dataclass
+class _Gpus:
+    """What a container is made with for its GPUs, in the words of the Docker SDK."""
+
+    volumes: dict[str, dict[str, str]] = field(default_factory=dict[str, "dict[str, str]"])
+    devices: list[str] = field(default_factory=list[str])
+    requests: list[DeviceRequest] = field(default_factory=list[DeviceRequest])
+
+
+def _read_only(target: str) -> dict[str, str]:
+    return {"bind": target, "mode": "ro"}
+
+
 REMOVED = Ending(None, "removed by another process")
 
 
@@ -123,7 +136,7 @@ class DockerEngine:
         parts = urlsplit(self.address)
         host = "" if parts.scheme == "unix" else (parts.hostname or "")
         self._local = host in {"", LOOPBACK, "localhost", "::1"}
-        published = host or self.facts.rootless
+        published = host or self.facts.rootless or self.facts.in_vm
         self._published_at = (LOOPBACK if self._local else host) if published else ""
 
     def _open(self, timeout_s: int) -> Any:
@@ -230,7 +243,7 @@ class DockerEngine:
         )
 
     def _url(self, row: dict[str, Any]) -> str | None:
-        """Containers are reached over the engine's bridge, those of a remote or rootless engine by a published port."""
+        """Over the bridge to containers of an engine of this kernel that root runs, else to a published port."""
         if self._published_at:
             ports = [port["PublicPort"] for port in row.get("Ports") or [] if port.get("PublicPort")]
             return f"http://{self._published_at}:{ports[0]}" if ports else None
@@ -251,8 +264,8 @@ class DockerEngine:
         memory = f"{spec.room.memory_mib}m"
         shared = spec.server.image_store.folder
         volumes = {shared: {"bind": IMAGE_FOLDER, "mode": "rw"}} if shared else {}
-        if gpus := spec.gpu_names:  # their specifications, from which the server gives each slot its own
-            volumes |= {folder: {"bind": folder, "mode": "ro"} for folder in spec.server.cdi_folders}
+        gpus = self._gpus(spec)
+        volumes |= gpus.volumes
         with self._failures():
             try:
                 container = self._client.containers.create(
@@ -271,7 +284,8 @@ class DockerEngine:
                     log_config={"Type": "json-file", "Config": {"max-size": "5m", "max-file": "2"}},
                     ports=self._ports(),
                     volumes=volumes or None,
-                    device_requests=[DeviceRequest(driver="cdi", device_ids=gpus)] if gpus else None,
+                    devices=gpus.devices or None,
+                    device_requests=gpus.requests or None,
                 )
             except APIError as error:
                 if isinstance(error, ImageNotFound) or error.status_code not in REFUSALS:
@@ -279,6 +293,40 @@ class DockerEngine:
                 raise CreationRefused(self._refusal(error)) from error
             container.put_archive(TOKEN_DIR, _archive(TOKEN_FILE, wanted.token.encode()))
             container.start()
+
+    def _gpus(self, spec: ContainerSpec) -> _Gpus:
+        """A container's GPUs, and their specifications, from which its server gives each slot its own.
+
+        An engine that doesn't read them itself is given what they name, if it has this machine's files.
+
+        Raises:
+            CreationRefused: it has not, or there are fewer.
+        """
+        server, gpus = spec.server, _Gpus()
+        if not server.gpus:
+            return gpus
+        if self.facts.cdi_folders.issuperset(server.cdi_folders):
+            gpus.volumes = {each: _read_only(each) for each in server.cdi_folders}
+            gpus.requests = [DeviceRequest(driver="cdi", device_ids=spec.gpu_names)]
+            return gpus
+        if not self._local or self.facts.in_vm:
+            raise CreationRefused(
+                f"gpus: {self.facts} reads no CDI specifications in {', '.join(server.cdi_folders)}, and has other "
+                "files than this machine; it needs Docker 28.3, or 25 with features.cdi"
+            )
+        from atropos.sandbox.host.cdi import find  # Linux alone has what it builds on
+
+        try:
+            devices = find(server.cdi_folders, server.gpu_devices, server.gpus)
+        except ConfigError as error:
+            raise CreationRefused(str(error)) from error
+        gpus.volumes = {each: _read_only(each) for each in server.cdi_folders if os.path.isdir(each)}
+        for bind in dict.fromkeys(bind for device in devices for bind in device.binds):
+            if bind.device:
+                gpus.devices.append(f"{bind.source}:{bind.target}:rw")
+            else:
+                gpus.volumes[bind.source] = _read_only(bind.target)
+        return gpus
 
     def _profile(self) -> str:
         """The seccomp profile: dockerd takes its content, Podman a path on the machine that it runs on."""

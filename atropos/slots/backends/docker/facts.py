@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,12 +25,17 @@ class EngineFacts:
     Attributes:
         name: `Docker` or `Podman`.
         rootless: an ordinary user runs it; its containers' own addresses can't be reached from outside of it.
+        in_vm: it has another kernel than this machine, as that of Docker Desktop: nor can those.
+        cdi_folders: where it looks for devices of the Container Device Interface; empty: it knows none, or as
+            Podman doesn't say so.
         unlimited: what it can't limit.
     """
 
     name: str = "Docker"
     version: str = ""
     rootless: bool = False
+    in_vm: bool = False
+    cdi_folders: frozenset[str] = frozenset()
     unlimited: tuple[str, ...] = ()
 
     @classmethod
@@ -44,18 +50,21 @@ class EngineFacts:
             name="Podman" if podman else "Docker",
             version=str(version.get("Version", "")),
             rootless=rootless,
+            cdi_folders=frozenset(info.get("CDISpecDirs") or ()),
+            in_vm=info.get("KernelVersion") not in {None, "", os.uname().release},
             unlimited=tuple(name for key, name in LIMITS.items() if none or info.get(key) is False),
         )
 
     def gaps(self) -> str:
         """What it can't do, as the end of a sentence; '' where nothing is missing."""
         gaps = [f"no limit of a container's {' or '.join(self.unlimited)}"] if self.unlimited else []
-        if self.rootless:
+        if self.rootless or self.in_vm:
             gaps.append("containers are reached by ports of 127.0.0.1, not by their own addresses")
         return "".join(f"; {each}" for each in gaps)
 
     def __str__(self) -> str:
-        return f"{self.name} {self.version}{', rootless' * self.rootless}"
+        where = ", in a virtual machine" * self.in_vm
+        return f"{self.name} {self.version}{', rootless' * self.rootless}{where}"
 
 
 def pull_is_denied(reason: str) -> bool:
