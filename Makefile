@@ -6,7 +6,7 @@ BACKEND ?= local
 PYTEST_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup system demo learn serve-demo image sif nomad test test-fast test-cgroup2 test-engines test-fidelity test-trainers lint format docs bench clean
+.PHONY: help setup system demo learn serve-demo image sif nomad test test-fast test-cgroup2 test-arm64 test-engines test-fidelity test-trainers lint format docs bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,9 @@ test-fast: setup  ## the tests of small parts, in about a minute: no engine, no 
 
 test-cgroup2: setup  ## the tests of limits on an emulated machine with cgroup v2 alone (slow; root, for debootstrap)
 	@$(RUN) python scripts/cgroup2.py $(PYTEST_ARGS)
+
+test-arm64: setup  ## slots on an emulated arm64 machine (very slow; root, for debootstrap)
+	@$(RUN) python scripts/arm64.py $(PYTEST_ARGS)
 
 test-engines: setup  ## the Docker backend on dockerd and Podman of three Debian releases (slow; root, for debootstrap)
 	@$(RUN) python scripts/engine_matrix.py $(PYTEST_ARGS)

@@ -175,7 +175,7 @@ async def test_a_refused_container_ends_the_start(tmp_path, monkeypatch):
     assert asked == 1
 
 
-GPUS = {"gpus": 2, "gpu_devices": ("a.org/gpu",), "max_containers": 1, "cdi_folders": ("/no/cdi",)}
+GPUS = {"gpus": 2, "gpu_devices": ("a.org/gpu",), "max_containers": 1, "cdi_folders": ("/proc/fs",)}
 
 
 async def test_an_engine_that_reads_specifications_is_asked_by_name(tmp_path):
@@ -186,12 +186,12 @@ async def test_an_engine_that_reads_specifications_is_asked_by_name(tmp_path):
         return web.json_response({"message": "enough seen"}, status=400)
 
     answers = {"/containers/create": create, "/containers/json": [], "/json": {"Id": "sha256:1"}, "/events": []}
-    async with engine(tmp_path, answers, CDISpecDirs=["/no/cdi", "/etc/cdi"]) as address:
+    async with engine(tmp_path, answers, CDISpecDirs=["/proc/fs", "/etc/cdi"]) as address:
         with pytest.raises(BackendUnavailable, match="enough seen"):
             await SlotPool(pool_config("docker", docker_host=address, **GPUS)).start()
     (asked,) = given["HostConfig"]["DeviceRequests"]
     assert (asked["Driver"], asked["DeviceIDs"]) == ("cdi", ["a.org/gpu=0", "a.org/gpu=1"])
-    assert given["HostConfig"]["Binds"] == ["/no/cdi:/no/cdi:ro"]
+    assert given["HostConfig"]["Binds"] == ["/proc/fs:/proc/fs:ro"]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ async def test_an_engine_that_reads_specifications_is_asked_by_name(tmp_path):
     [
         (
             {"KernelVersion": "6.10.14-linuxkit"},
-            "gpus: Docker .* reads no CDI specifications in /no/cdi, and has other",
+            "gpus: Docker .* reads no CDI specifications in /proc/fs, and has other",
         ),
         ({"CDISpecDirs": ["/etc/cdi"]}, r"gpus: 2 wanted; of gpu_devices \(a.org/gpu\) this machine has none"),
     ],

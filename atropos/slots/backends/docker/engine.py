@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator
 from concurrent import futures
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,13 +20,14 @@ from urllib.parse import urlsplit
 import docker
 import requests
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
-from docker.types import CancellableStream, DeviceRequest
+from docker.types import CancellableStream
 
 from atropos.archives import WholeTar
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.assets import asset
 from atropos.slots.backends.base import Container
 from atropos.slots.backends.docker.facts import EngineFacts, pull_is_denied
+from atropos.slots.backends.docker.gpus import container_gpus
 from atropos.slots.backends.engines import in_thread
 from atropos.slots.backends.spec import CAP_ADD, CONTAINER_PORT, HOSTNAME, IMAGE_FOLDER, ContainerSpec
 
@@ -75,19 +76,6 @@ class Ending:
 
     code: int | None
     reason: str
-
-
-@dataclass
-class _Gpus:
-    """What a container is made with for its GPUs, in the words of the Docker SDK."""
-
-    volumes: dict[str, dict[str, str]] = field(default_factory=dict[str, "dict[str, str]"])
-    devices: list[str] = field(default_factory=list[str])
-    requests: list[DeviceRequest] = field(default_factory=list[DeviceRequest])
-
-
-def _read_only(target: str) -> dict[str, str]:
-    return {"bind": target, "mode": "ro"}
 
 
 REMOVED = Ending(None, "removed by another process")
@@ -264,7 +252,10 @@ class DockerEngine:
         memory = f"{spec.room.memory_mib}m"
         shared = spec.server.image_store.folder
         volumes = {shared: {"bind": IMAGE_FOLDER, "mode": "rw"}} if shared else {}
-        gpus = self._gpus(spec)
+        try:
+            gpus = container_gpus(spec, self.facts, same_files=self._local and not self.facts.in_vm)
+        except ConfigError as error:
+            raise CreationRefused(str(error)) from error
         volumes |= gpus.volumes
         with self._failures():
             try:
@@ -293,40 +284,6 @@ class DockerEngine:
                 raise CreationRefused(self._refusal(error)) from error
             container.put_archive(TOKEN_DIR, _archive(TOKEN_FILE, wanted.token.encode()))
             container.start()
-
-    def _gpus(self, spec: ContainerSpec) -> _Gpus:
-        """A container's GPUs, and their specifications, from which its server gives each slot its own.
-
-        An engine that doesn't read them itself is given what they name, if it has this machine's files.
-
-        Raises:
-            CreationRefused: it has not, or there are fewer.
-        """
-        server, gpus = spec.server, _Gpus()
-        if not server.gpus:
-            return gpus
-        if self.facts.cdi_folders.issuperset(server.cdi_folders):
-            gpus.volumes = {each: _read_only(each) for each in server.cdi_folders}
-            gpus.requests = [DeviceRequest(driver="cdi", device_ids=spec.gpu_names)]
-            return gpus
-        if not self._local or self.facts.in_vm:
-            raise CreationRefused(
-                f"gpus: {self.facts} reads no CDI specifications in {', '.join(server.cdi_folders)}, and has other "
-                "files than this machine; it needs Docker 28.3, or 25 with features.cdi"
-            )
-        from atropos.sandbox.host.cdi import find  # Linux alone has what it builds on
-
-        try:
-            devices = find(server.cdi_folders, server.gpu_devices, server.gpus)
-        except ConfigError as error:
-            raise CreationRefused(str(error)) from error
-        gpus.volumes = {each: _read_only(each) for each in server.cdi_folders if os.path.isdir(each)}
-        for bind in dict.fromkeys(bind for device in devices for bind in device.binds):
-            if bind.device:
-                gpus.devices.append(f"{bind.source}:{bind.target}:rw")
-            else:
-                gpus.volumes[bind.source] = _read_only(bind.target)
-        return gpus
 
     def _profile(self) -> str:
         """The seccomp profile: dockerd takes its content, Podman a path on the machine that it runs on."""

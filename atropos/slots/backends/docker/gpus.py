@@ -1,0 +1,64 @@
+"""What a Docker engine is asked for, so that a container has its pool's GPUs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from docker.types import DeviceRequest
+
+from atropos.errors import ConfigError
+from atropos.slots.backends.docker.facts import EngineFacts
+from atropos.slots.backends.spec import ContainerSpec
+
+
+@dataclass
+class ContainerGpus:
+    """In the words of the Docker SDK. `volumes` are all read-only."""
+
+    volumes: dict[str, dict[str, str]] = field(default_factory=dict[str, "dict[str, str]"])
+    devices: list[str] = field(default_factory=list[str])
+    requests: list[DeviceRequest] = field(default_factory=list[DeviceRequest])
+
+    def mount(self, source: str, target: str) -> None:
+        """Add a folder or file."""
+        self.volumes[source] = {"bind": target, "mode": "ro"}
+
+
+def container_gpus(spec: ContainerSpec, engine: EngineFacts, *, same_files: bool) -> ContainerGpus:
+    """A container's GPUs, and their specifications, by which its server gives each slot its own.
+
+    An engine that doesn't read these itself is given what they name.
+
+    Args:
+        spec: of the container.
+        engine: what it says of itself.
+        same_files: whether it has this machine's files.
+
+    Raises:
+        ConfigError: they can't be had.
+    """
+    server, gpus = spec.server, ContainerGpus()
+    if not server.gpus:
+        return gpus
+    reads = engine.cdi_folders.issuperset(server.cdi_folders)
+    if not reads and not same_files:
+        raise ConfigError(
+            f"gpus: {engine} reads no CDI specifications in {', '.join(server.cdi_folders)}, and has other files than "
+            "this machine; it needs Docker 28.3, or 25 with features.cdi"
+        )
+    for folder in server.cdi_folders:
+        if not same_files or os.path.isdir(folder):
+            gpus.mount(folder, folder)
+    if reads:
+        gpus.requests = [DeviceRequest(driver="cdi", device_ids=spec.gpu_names)]
+        return gpus
+    from atropos.sandbox.host.cdi import find  # Linux alone has what it builds on
+
+    devices = find(server.cdi_folders, server.gpu_devices, server.gpus)
+    for bind in dict.fromkeys(bind for device in devices for bind in device.binds):
+        if bind.device:
+            gpus.devices.append(f"{bind.source}:{bind.target}:rw")
+        else:
+            gpus.mount(bind.source, bind.target)
+    return gpus

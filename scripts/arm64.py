@@ -1,0 +1,45 @@
+"""An arm64 machine, and slots in it: `arm64.py [PYTEST ARGUMENTS]`.
+
+The conformance of the local backend, the attack programs, limits, and the truths that are about slots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+
+from virtual_machine import AARCH64, Machine
+
+MACHINE = Machine(
+    "arm64",
+    AARCH64,
+    packages="bubblewrap busybox-static e2fsprogs gcc git iproute2 libc6-dev libseccomp2 make "
+    "procps python3 uidmap xz-utils zstd",
+    kernels={"new": "trixie"},
+    boot_s=600,
+    run_s=36_000,
+)
+TESTS = (
+    "tests/unit/sandbox tests/conformance/test_slots.py tests/conformance/test_views.py "
+    "tests/security/test_attack_programs.py tests/security/test_races.py tests/limits "
+    "tests/truths/test_truth_03* tests/truths/test_truth_06* tests/truths/test_truth_08* tests/truths/test_truth_10*"
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="slots on an arm64 machine")
+    parser.add_argument("--command", help="a shell command to run in the machine instead of pytest")
+    options, arguments = parser.parse_known_args()
+    tests = shlex.join(arguments)
+    if not any(argument.startswith("tests") for argument in arguments):
+        tests = f"{TESTS} {tests}"
+    command = options.command or f"python -u -m pytest -v -p no:cacheprovider -o timeout=3600 {tests}"
+    return MACHINE.run(command, slowness="30")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
