@@ -48,7 +48,6 @@ ELSEWHERE = {
     "unattended_s": "unit/server/test_serve.py::test_an_unattended_server_ends",
     "idle_container_s": "unit/pool/test_pool.py::test_demand_opens_idleness_closes",
     "largest_disk_mib": "limits/test_storage.py::test_more_than_a_place_is_refused",
-    "architecture": "unit/pool/test_architectures.py::test_another_kind_than_is_set_fails_the_start",
     "gpus": "e2e/test_gpus.py::test_unknown_gpus_are_refused",
     "gpu_devices": "e2e/test_gpus.py::test_each_lease_has_its_own_gpu",
     "gpu_type": "e2e/test_gpus.py::test_unknown_gpus_are_refused",

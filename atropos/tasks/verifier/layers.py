@@ -46,7 +46,7 @@ class VerifierLayers:
 
     async def _taken(self, images: TaskImages, source: str, to: Path) -> Path:
         if Path(source).is_file():
-            source = (await images.build(load_task(source))).source
+            source = (await images.build(load_task(source, architecture=images.pool.architecture))).source
         else:
             await images.prepare_when_up(source)
         async with images.pool.lease("verifier-layer", image=source) as slot:
