@@ -18,7 +18,7 @@ import pytest
 
 from atropos.config import SlotLimits
 from atropos.slots import SlotPoolConfig
-from tests.waiting import until
+from tests.waiting import SLOWNESS, until
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL = ("local", "docker", "nomad")
@@ -42,8 +42,8 @@ def pool_config(backend: str, **changes: Any) -> SlotPoolConfig:
         "min_containers": 1,
         "max_containers": 2,
         "limits": SMALL,
-        "acquire_timeout_s": 60.0,
-        "start_timeout_s": 120.0,
+        "acquire_timeout_s": 60 * SLOWNESS,
+        "start_timeout_s": 120 * SLOWNESS,
     }
     if backend == "nomad":
         values["nomad_address"] = NOMAD

@@ -259,7 +259,7 @@ def test_bad_tasks_are_named_together_or_left_out_with_a_warning(tmp_path, caplo
 def test_dockerfiles_are_read_for_what_slots_are(tmp_path):
     task(tmp_path, "arm")
     (tmp_path / "tasks/arm/environment/Dockerfile").write_text("FROM --platform=linux/arm64 debian\n")
-    with pytest.raises(ConfigError, match="arm: .*--platform=linux/arm64: slots are linux/amd64; .* architecture"):
+    with pytest.raises(ConfigError, match=r"arm: .*--platform=linux/arm64: slots are linux/amd64; .* architecture"):
         TaskEnv(config(tmp_path, architecture="amd64"), [])
     with pytest.raises(ConfigError, match="tokenizer"):  # the next thing that is wrong
         TaskEnv(config(tmp_path, architecture="arm64"), [])

@@ -13,11 +13,14 @@ import pytest_asyncio
 from atropos.config import SlotLimits
 from atropos.slots import ExecResult, Process, SlotPool
 from tests.backends import Engine
+from tests.waiting import SLOWNESS
 
 SECRET = "correct-horse-battery-staple-" + os.urandom(8).hex()
 NEIGHBOUR = "neighbour-" + os.urandom(6).hex()
-LIMITS = SlotLimits(memory_mib=128, pids=64, disk_mib=48, inodes=5000, open_files=512, output_bytes=200_000, wall_s=60)
-PATIENCE_S = 20.0
+LIMITS = SlotLimits(
+    memory_mib=128, pids=64, disk_mib=48, inodes=5000, open_files=512, output_bytes=200_000, wall_s=60 * SLOWNESS
+)
+PATIENCE_S = 20.0 * SLOWNESS
 """A neighbour's call that takes longer on a loaded machine is a failure; without an attack it takes milliseconds."""
 CHECKER = """
 import array, ctypes, fcntl, os, pty, socket, sys
@@ -121,7 +124,7 @@ async def pool(tmp_path_factory):
         min_containers=1,
         max_containers=1,
         limits=LIMITS,
-        acquire_timeout_s=60,
+        acquire_timeout_s=60 * SLOWNESS,
         lease_ttl_s=3600,
     )
     async with SlotPool(config) as pool:

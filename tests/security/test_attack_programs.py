@@ -11,6 +11,7 @@ from tests import privileges
 from tests.security import programs
 from tests.security.conftest import NEIGHBOUR, SECRET
 from tests.security.prelude import program
+from tests.waiting import SLOWNESS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -22,7 +23,7 @@ def source(slot, body: str, secret_file) -> str:
     return names + program(body)
 
 
-async def attack(slot, body: str, secret_file, pool, timeout_s: float = 30):
+async def attack(slot, body: str, secret_file, pool, timeout_s: float = 30 * SLOWNESS):
     result = await slot.exec("exec python3 -I -", stdin=source(slot, body, secret_file), timeout_s=timeout_s)
     assert "BREACH" not in result.output, result.output
     return result
