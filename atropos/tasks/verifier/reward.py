@@ -26,7 +26,9 @@ LOG_CHARS = 4000
 """Tail of the verifier's output that is kept with the trajectory."""
 _SUMMARY = re.compile(r"= short test summary info =+\r?\n(.*)", re.DOTALL)
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
-_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTILINE)
+_OUTCOME = re.compile(r"^(?:[\[(].*[\])] )?(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED|SUBFAIL|SUBFAILED)\b", re.MULTILINE)
+"""A failed subtest has a line of its own, beside which its test can have one that says PASSED. pytest-subtests writes
+it as `[message] (i=1) SUBFAIL`."""
 _PASSES = {"PASSED", "XFAIL", "SKIPPED"}
 _Read = TypeVar("_Read", float, dict[str, float])
 

@@ -1,5 +1,7 @@
 """Rewards of verifiers whose output an agent's programs can write to."""
 
+import asyncio
+import sys
 import time
 
 import pytest
@@ -48,6 +50,23 @@ async def test_the_last_summary_counts(task):
     output = "=====\n== short test summary info ===\nPASSED a\nFAILED b\n"
     verdict = await read_verdict(None, task, ExecResult(0, output, output.encode()))
     assert verdict.metrics == {"reward": 0.0, "tests": 2.0, "passed": 1.0}
+
+
+async def test_a_test_with_a_failed_subtest_fails(task, tmp_path):
+    (tmp_path / "test_subtests.py").write_text(
+        "import unittest\n\nclass Test(unittest.TestCase):\n    def test_it(self):\n"
+        "        for n in range(3):\n            with self.subTest(n=n):\n                self.assertNotEqual(n, 1)\n"
+    )
+    run = (sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "test_subtests.py")
+    process = await asyncio.create_subprocess_exec(*run, cwd=tmp_path, stdout=asyncio.subprocess.PIPE)
+    raw = (await process.communicate())[0]
+    assert b"PASSED test_subtests.py::Test::test_it" in raw
+    assert (await read_verdict(None, task, ExecResult(1, raw.decode(), raw))).reward == 0.0
+
+
+async def test_a_failed_subtest_of_the_plugin_fails(task):
+    output = "= short test summary info =\nPASSED a\n[message] (n=1) SUBFAIL a - AssertionError: 1 == 1\n"
+    assert (await read_verdict(None, task, ExecResult(1, output, output.encode()))).reward == 0.0
 
 
 async def test_a_cut_summary_is_no_reward(task):
