@@ -39,6 +39,7 @@ from atropos.tasks.fit import STAND_INS, Room
 from atropos.tasks.format import machines
 from atropos.tasks.format.compose import read_compose
 from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB, EnvironmentSection, TaskConfig
+from atropos.tasks.format.recipe import BuildInputs
 from atropos.tasks.format.task import Task, first_recipe
 from atropos.tasks.prepare import TaskImages
 from atropos.tasks.workspace import start_main_process
@@ -134,7 +135,8 @@ class AtroposEnvironment(BaseEnvironment):
 
     async def _lease(self, pool: SlotPool, *, force_build: bool) -> tuple[Slot, Task]:
         """A slot, and the machine in it."""
-        machine = await asyncio.to_thread(self._machine, force_build=force_build)
+        inputs = BuildInputs(architecture=pool.architecture)
+        machine = await asyncio.to_thread(self._machine, inputs, force_build=force_build)
         policies = (self._network_policy, *self._phase_network_policies)
         offline = machine.config.environment.network_mode == "no-network"  # its compose file says so
         network = not offline and any(policy.network_mode != NetworkMode.NO_NETWORK for policy in policies)
@@ -147,7 +149,7 @@ class AtroposEnvironment(BaseEnvironment):
             raise
         return slot, prepared.task
 
-    def _machine(self, *, force_build: bool) -> Task:
+    def _machine(self, inputs: BuildInputs, *, force_build: bool) -> Task:
         """What the folder says how to make: the task's, or that of a separate verifier, whose image holds its tests.
 
         Raises:
@@ -172,7 +174,7 @@ class AtroposEnvironment(BaseEnvironment):
         # where something is built or pulled, the folder's other files are Harbor's to bring
         defined = wants.docker_image or machines.is_machine(folder)
         make = partial(machines.machine if defined else machines.workspace, folder, service, section)
-        recipe, unbuildable = first_recipe(make, section)
+        recipe, unbuildable = first_recipe(make, inputs, section)
         return Task(
             name=self.environment_name,
             path=folder,
