@@ -92,6 +92,7 @@ def executor_server(
 ) -> None:
     """Serve trajectories to agents in other processes or languages."""
     from atropos.api.e2b.app import TOKEN_HEADERS, needs_no_token
+    from atropos.api.e2b.ports import SandboxHosts, UpgradeRelay
     from atropos.api.executor.models import ExecutorServerSettings
     from atropos.api.executor_api import create_executor_app, drain
     from atropos.api.serve import run
@@ -115,6 +116,7 @@ def executor_server(
     values.setdefault("tool_server_token", os.environ.get(TOKEN_VARIABLE) or None)
     settings = parse_settings(ExecutorServerSettings, values, "executor server")
     app = create_executor_app(settings)
+    hosts: SandboxHosts = app.state.hosts
     for name in ("atropos.api.accounts", "atropos.api.tenants"):
         logging.getLogger(name).setLevel(logging.INFO)
     code = run(
@@ -124,7 +126,8 @@ def executor_server(
         name="executor API",
         credentials=app.state.tenants,
         token_headers=TOKEN_HEADERS,
-        admits=partial(needs_no_token, app.state.e2b),
+        admits=lambda request: needs_no_token(app.state.e2b, request) or hosts.needs_no_token(request),
+        upgraded=None if hosts.domain is None else partial(UpgradeRelay, hosts),
         drain=partial(drain, app, settings.drain_s),
     )
     raise typer.Exit(code)

@@ -14,6 +14,7 @@ from fastapi.responses import StreamingResponse
 from atropos import tracing
 from atropos.aio import Tasks
 from atropos.api.e2b.app import ROOT_PATH, create_e2b_app
+from atropos.api.e2b.ports import HostRoutes, SandboxHosts
 from atropos.api.executor.models import (
     MAX_REQUEST_BYTES,
     CallAnswer,
@@ -89,7 +90,9 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
     add_error_handlers(app)
     describe_auth(app)
     app.add_middleware(Gate, door=tenants.enter, max_body_bytes=MAX_REQUEST_BYTES, own_gate=(f"{ROOT_PATH}/",))
-    app.state.e2b = create_e2b_app(tenants.enter)
+    app.state.e2b = create_e2b_app(tenants.enter, settings.e2b_domain)
+    app.state.hosts = SandboxHosts(settings.e2b_domain, lambda: (each.sandboxes for each in tenants.all()))
+    app.add_middleware(HostRoutes, hosts=app.state.hosts, root_path=ROOT_PATH)
     app.mount(ROOT_PATH, app.state.e2b)
     _add_service(app)
     _add_trajectories(app)

@@ -20,6 +20,7 @@ from atropos.net.admission import ACCEPTS, Admission, Credentials
 from atropos.net.sockets import BACKLOG, is_loopback, listen
 from atropos.terminal import log_to_stderr
 
+Upgraded = Callable[[], asyncio.Protocol]
 _AFTER_DRAIN_S = 5
 """Time for writing answers after the drain."""
 
@@ -79,9 +80,13 @@ async def _serve(server: _Server, app: FastAPI, listening: socket.socket) -> Non
         await server.serve(sockets=[listening])
 
 
-def _config(app: FastAPI, admission: Admission) -> uvicorn.Config:
+def _config(app: FastAPI, admission: Admission, upgraded: Upgraded | None) -> uvicorn.Config:
     def connection(**settings: Any) -> asyncio.Protocol:  # uvicorn's own arguments
         return admission.connection(lambda: AutoHTTPProtocol(**settings))
+
+    def handed_over(**_: object) -> asyncio.Protocol:
+        assert upgraded is not None
+        return upgraded()
 
     return uvicorn.Config(
         app,
@@ -93,7 +98,7 @@ def _config(app: FastAPI, admission: Admission) -> uvicorn.Config:
         timeout_graceful_shutdown=_AFTER_DRAIN_S,
         timeout_keep_alive=30,
         limit_concurrency=2000,
-        ws="none",
+        ws="none" if upgraded is None else cast("type[asyncio.Protocol]", handed_over),
         lifespan="off",  # entered by `_serve`, where a failure is one clear exception
         server_header=False,
     )
@@ -108,6 +113,7 @@ def run(
     credentials: Credentials | None,
     token_headers: Iterable[bytes] = (),
     admits: Callable[[h11.Request], bool] = lambda _: False,
+    upgraded: Upgraded | None = None,
     drain: Callable[[], Awaitable[None]],
 ) -> int:
     """Serve until a signal ends it.
@@ -120,6 +126,7 @@ def run(
         credentials: the tokens that are let in; None: none is required.
         token_headers: headers besides `Authorization` in which the app takes the token.
         admits: requests without a token that are the app's all the same.
+        upgraded: makes what gets a connection that asks for a WebSocket, its request first; None: nothing does.
         drain: awaited at the first signal, while the server still answers.
 
     Returns:
@@ -138,7 +145,7 @@ def run(
         ready += " (reachable beyond this machine; put TLS in front of it)"
     admission = Admission(credentials, OPEN_PATHS, NO_TOKEN.body(), token_headers=token_headers, admits=admits)
 
-    server = _Server(_config(app, admission), admission, drain, ready)
+    server = _Server(_config(app, admission, upgraded), admission, drain, ready)
     try:
         asyncio.run(_serve(server, app, listening))
     except KeyboardInterrupt:

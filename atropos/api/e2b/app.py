@@ -22,15 +22,20 @@ TOKEN_HEADERS = (b"x-api-key", b"x-access-token")
 _NO_TOKEN = "send this server's token as the API key (E2B_API_KEY)"
 
 
-def create_e2b_app(door: Door) -> Starlette:
-    """The E2B API as an app that answers nothing without a token that the door lets in, or an upload link."""
+def create_e2b_app(door: Door, domain: str | None = None) -> Starlette:
+    """The E2B API as an app that answers nothing without a token that the door lets in, or an upload link.
+
+    Args:
+        door: who comes in.
+        domain: where clients find hosts of sandboxes; None: there are none.
+    """
     links = UploadLinks()
     app = Starlette(
         routes=[*rest.ROUTES, *daemon.ROUTES],
         middleware=[Middleware(_Gate, door=door, links=links)],
         exception_handlers={HTTPException: _unknown},
     )
-    app.state.links = links
+    app.state.links, app.state.domain = links, domain
     return app
 
 

@@ -50,7 +50,7 @@ class Network(ConnectMessage):
     allow_out: tuple[Annotated[str, Field(max_length=270)], ...] = Field(default=(), max_length=256)
     deny_out: tuple[str, ...] = ()
     allow_internet_access: bool | None = Field(default=None, alias="allow_internet_access")
-    allow_public_traffic: bool | None = None  # there is no way into a sandbox but this API
+    allow_public_traffic: bool | None = None
 
     def hosts(self, *, internet: bool | None = None) -> tuple[str, ...] | None:
         """What is reached; None: all that the pool allows.

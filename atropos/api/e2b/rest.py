@@ -61,6 +61,7 @@ async def _create(request: Request) -> Response:
         hosts=body.network.hosts(internet=body.allow_internet_access),
         on_timeout="pause" if body.auto_pause else "kill",
         auto_resume=body.auto_resume.enabled,
+        public=body.network.allow_public_traffic is not False,
     )
     if await request.is_disconnected():  # nobody would end it, and the wait for a slot or an image may be long
         await sandboxes_of(request).kill(sandbox.id)
@@ -176,7 +177,8 @@ def _opened(request: Request, sandbox: E2bSandbox) -> Json:
         "clientID": "atropos",
         "envdVersion": ENVD_VERSION,
         "envdAccessToken": request.headers.get("x-api-key"),
-        "domain": None,
+        "domain": request.app.state.domain,
+        "trafficAccessToken": sandbox.traffic_token,
     }
 
 

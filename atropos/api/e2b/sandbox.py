@@ -16,6 +16,7 @@ from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.recipes import SandboxStart
 from atropos.config import SlotLimits
 from atropos.slots.slot import Slot
+from atropos.slots.slot.ports import PortForward
 from atropos.slots.slot.processes import Process
 from atropos.slots.slot.snapshots import Snapshot
 
@@ -75,6 +76,7 @@ class E2bSandbox:
         hosts: what it reaches of what the pool allows; None: all of it.
         account: whose it is.
         start: how it started, and starts again when it resumes.
+        traffic_token: what requests to its servers have to carry; None: nothing.
         end: on the monotonic clock, as `began`: a step of the system's clock ends none and prolongs none.
         on_timeout: what becomes of it at its end.
         auto_resume: whether a request resumes it while it is paused.
@@ -91,6 +93,7 @@ class E2bSandbox:
     start: SandboxStart
     on_timeout: Literal["kill", "pause"] = "kill"
     auto_resume: bool = False
+    traffic_token: str | None = None
     frozen: asyncio.Task[Snapshot] | None = None
     started: float = field(default_factory=lambda: round(time.time(), 6))  # as clients see it
     began: float = field(default_factory=time.monotonic)
@@ -98,6 +101,9 @@ class E2bSandbox:
     watchers: dict[str, Watcher] = field(default_factory=dict[str, Watcher])
     tasks: Tasks = field(default_factory=lambda: Tasks("E2B sandbox"))
     """What goes on for clients: it ends with the sandbox at the latest."""
+    forwards: dict[int, PortForward] = field(default_factory=dict[int, PortForward])
+    """Of its servers' ports; they end with the slot."""
+    forwarding: asyncio.Lock = field(default_factory=asyncio.Lock)
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while it is resumed or ended."""
 

@@ -111,6 +111,7 @@ class Sandboxes:
         hosts: Sequence[str] | None,
         on_timeout: Literal["kill", "pause"] = "kill",
         auto_resume: bool = False,
+        public: bool = True,
     ) -> E2bSandbox:
         """Lease a slot.
 
@@ -122,6 +123,7 @@ class Sandboxes:
             hosts: what it reaches of what the pool allows; None: all of it.
             on_timeout: what becomes of it then.
             auto_resume: whether a request resumes it once it is paused.
+            public: whether its servers' hosts are open to whoever knows them.
 
         Raises:
             NoCapacity: the server has no room for it.
@@ -151,6 +153,7 @@ class Sandboxes:
                 start,
                 on_timeout,
                 auto_resume,
+                None if public else secrets.token_hex(16),
             )
         )
 
@@ -181,7 +184,9 @@ class Sandboxes:
                 began=time.monotonic(),
                 commands={},
                 watchers={},
+                forwards={},
                 tasks=Tasks("E2B sandbox"),
+                forwarding=asyncio.Lock(),
                 moving=asyncio.Lock(),
             )
             self.account.note("sandbox.fork", sandbox_id, of=sandbox.id)
@@ -299,7 +304,14 @@ class Sandboxes:
                 return None
             end = time.monotonic() + timeout_s
             fresh = replace(
-                paused, slot=slot, end=end, frozen=None, commands={}, watchers={}, tasks=Tasks("E2B sandbox")
+                paused,
+                slot=slot,
+                end=end,
+                frozen=None,
+                commands={},
+                watchers={},
+                forwards={},
+                tasks=Tasks("E2B sandbox"),
             )
             del self._paused[sandbox_id]
             self._opened(fresh)

@@ -36,6 +36,11 @@ class ExecutorServerSettings(SettingsModel):
     audit_file: str | None = Field(
         default=None, description="file that gets a JSON line for each thing done; None: none"
     )
+    e2b_domain: str | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9-]+(\.[a-z0-9-]+)*$",
+        description="E2B_DOMAIN of clients: the API is api.DOMAIN, a sandbox's server PORT-ID.DOMAIN; None: no hosts",
+    )
     pool: SlotPoolConfig = Field(default_factory=SlotPoolConfig, description="fields of SlotPoolConfig")
     enabled_toolsets: tuple[str, ...] = Field(default=("default",), description="toolsets that are offered")
     disabled_toolsets: tuple[str, ...] = Field(default=(), description="toolsets taken away again")

@@ -183,6 +183,11 @@ class PortForward:
             reason = b"" if errors is None else await errors.read()
             raise OSError(f"port {port} of the slot: {reason.decode(errors='replace').strip().rpartition(chr(10))[2]}")
 
+    @property
+    def ended(self) -> bool:
+        """Whether no connection goes through any more."""
+        return self._hearing.done()
+
     async def __aenter__(self) -> Self:
         return self
 

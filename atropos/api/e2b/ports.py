@@ -1,0 +1,258 @@
+"""Hosts by sandbox, `PORT-ID.DOMAIN`: E2B's daemon in a sandbox, and the servers that its programs run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import NamedTuple
+
+import aiohttp
+import h11
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from atropos.aio import Tasks, race
+from atropos.api.e2b.sandbox import E2bSandbox
+from atropos.api.e2b.sandboxes import Sandboxes
+from atropos.api.http import header_of
+from atropos.errors import SandboxError
+from atropos.slots import PortForward
+
+_log = logging.getLogger(__name__)
+DAEMON_PORT = 49_983
+"""Where E2B has its daemon."""
+TRAFFIC_TOKEN = b"e2b-traffic-access-token"
+"""Header of the token that a sandbox without public traffic asks for."""
+_BYTES = 65_536
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+_SERVER = re.compile(r"(\d{1,5})-([a-z0-9]+)")
+
+
+class SandboxServer(NamedTuple):
+    """A port of a sandbox that a host names."""
+
+    port: int
+    sandbox_id: str
+
+
+class ServerRefused(Exception):
+    """A request that reaches no server of a sandbox's."""
+
+    def __init__(self, status: int, message: str, server: SandboxServer) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"sandboxId": server.sandbox_id, "port": server.port, "message": message, "code": status}
+
+
+class SandboxHosts:
+    """The hosts below a domain.
+
+    Args:
+        domain: `api.DOMAIN` is the API, `PORT-ID.DOMAIN` a sandbox's server; None: there are no hosts.
+        everybodys: the sandboxes of all keys.
+    """
+
+    def __init__(self, domain: str | None, everybodys: Callable[[], Iterable[Sandboxes]]) -> None:
+        self.domain = domain
+        self._everybodys = everybodys
+
+    def name_in(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+        """The part of a request's host before the domain; None: it is another host."""
+        hosts = [value for name, value in headers if name == b"host"]
+        host = hosts[0].decode("latin-1").lower().partition(":")[0] if len(hosts) == 1 else ""
+        return None if self.domain is None else _before(host, f".{self.domain}")
+
+    def server_in(self, headers: Iterable[tuple[bytes, bytes]]) -> SandboxServer | None:
+        """The server that a request's host names; None: it names none."""
+        found = _SERVER.fullmatch(self.name_in(headers) or "")
+        return None if found is None else SandboxServer(int(found[1]), found[2])
+
+    def needs_no_token(self, request: h11.Request) -> bool:
+        """Whether a request is for a server in a sandbox, which decides itself whom it answers."""
+        server = self.server_in(request.headers)
+        return server is not None and server.port != DAEMON_PORT and self._owner(server) is not None
+
+    def _owner(self, server: SandboxServer) -> Sandboxes | None:
+        return next((each for each in self._everybodys() if each.known(server.sandbox_id) is not None), None)
+
+    async def port_of(self, server: SandboxServer, given: bytes) -> int:
+        """The port of this machine's loopback that leads to a server. `given`: the token of its traffic.
+
+        Raises:
+            ServerRefused: there is none.
+        """
+        try:
+            owner = self._owner(server)
+            sandbox = None if owner is None else await owner.awake(server.sandbox_id)
+            if sandbox is None:
+                raise ServerRefused(502, "The sandbox was not found", server)
+            if sandbox.traffic_token is not None and given != sandbox.traffic_token.encode():
+                raise ServerRefused(403, f"send the sandbox's trafficAccessToken as {TRAFFIC_TOKEN.decode()}", server)
+            return await _forwarded(sandbox, server)
+        except (SandboxError, OSError, ValueError) as error:
+            raise ServerRefused(502, str(error), server) from error
+
+
+async def _forwarded(sandbox: E2bSandbox, server: SandboxServer) -> int:
+    async with sandbox.forwarding:
+        forward = sandbox.forwards.get(server.port)
+        if forward is None or forward.ended:
+            forward = sandbox.forwards[server.port] = await PortForward.to_slot(sandbox.slot, server.port)
+        return forward.port
+
+
+def _before(text: str, suffix: str) -> str | None:
+    return text.removesuffix(suffix) if text.endswith(suffix) else None
+
+
+class HostRoutes:
+    """ASGI middleware: requests to the domain's hosts go where these lead; all others pass."""
+
+    def __init__(self, app: ASGIApp, hosts: SandboxHosts, root_path: str) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or have the app answer it."""
+        if scope["type"] == "http" and (name := self._hosts.name_in(scope["headers"])) is not None:
+            server = self._hosts.server_in(scope["headers"])
+            if server is not None and server.port != DAEMON_PORT:
+                answer = await self._passed_on(Request(scope, receive), server)
+                await answer(scope, receive, send)
+                return
+            if server is not None:
+                named = [(b"e2b-sandbox-id", server.sandbox_id.encode())]
+                others = [each for each in scope["headers"] if each[0] != b"e2b-sandbox-id"]
+                scope = {**scope, "headers": [*others, *named]}
+            if (server is not None or name in {"api", "sandbox"}) and not scope["path"].startswith(self._root_path):
+                path = f"{self._root_path}{scope['path']}"
+                scope = {**scope, "path": path, "raw_path": path.encode()}
+        await self._app(scope, receive, send)
+
+    async def _passed_on(self, request: Request, server: SandboxServer) -> Response:
+        """What a sandbox's server answers."""
+        try:
+            port = await self._hosts.port_of(server, header_of(request.scope, TRAFFIC_TOKEN))
+        except ServerRefused as refused:
+            return JSONResponse(refused.body, refused.status)
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.scope["headers"]]
+        path = request.scope["raw_path"].decode("latin-1")
+        query = request.scope["query_string"].decode("latin-1")
+        has_body = bool({"content-length", "transfer-encoding"} & {name for name, _ in headers})
+        session = aiohttp.ClientSession(
+            auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(), timeout=aiohttp.ClientTimeout(total=None)
+        )
+        try:
+            answer = await session.request(
+                request.method,
+                f"http://127.0.0.1:{port}{path}{query and '?'}{query}",
+                headers=[each for each in headers if each[0] not in _HOP_BY_HOP],
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+                data=request.stream() if has_body else None,
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientError, OSError):
+            await session.close()
+            refused = ServerRefused(502, f"no server answers on port {server.port} of the sandbox", server)
+            return JSONResponse(refused.body, refused.status)
+
+        async def body() -> AsyncIterator[bytes]:
+            async with session, answer:
+                async for piece in answer.content.iter_any():
+                    yield piece
+
+        passed = StreamingResponse(body(), answer.status)
+        passed.raw_headers = [
+            (name.lower(), value)
+            for name, value in answer.raw_headers
+            if name.decode("latin-1").lower() not in _HOP_BY_HOP
+        ]
+        return passed
+
+
+class UpgradeRelay(asyncio.Protocol):
+    """A connection that asks for another protocol, as WebSocket: its bytes go to a sandbox's server, and back.
+
+    uvicorn makes one for each such request and hands the connection over with the request's head.
+    """
+
+    def __init__(self, hosts: SandboxHosts) -> None:
+        self._hosts = hosts
+        self._reader = asyncio.StreamReader()
+        self._client = asyncio.StreamReaderProtocol(self._reader)
+        self._tasks = Tasks("upgraded connection")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to read."""
+        self._client.connection_made(transport)
+        assert isinstance(transport, asyncio.Transport)
+        writer = asyncio.StreamWriter(transport, self._client, self._reader, asyncio.get_running_loop())
+        self._tasks.spawn(self._relay(writer), "relay")
+
+    def data_received(self, data: bytes) -> None:
+        """Pass on what comes."""
+        self._client.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """The client sends no more."""
+        return self._client.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        self._client.connection_lost(exc)
+        self._tasks.stop()
+
+    def pause_writing(self) -> None:
+        """The client reads slowly."""
+        self._client.pause_writing()
+
+    def resume_writing(self) -> None:
+        """The client reads on."""
+        self._client.resume_writing()
+
+    async def _relay(self, client: asyncio.StreamWriter) -> None:
+        try:
+            head = await self._reader.readuntil(b"\r\n\r\n")
+            request = h11.Connection(h11.SERVER)
+            request.receive_data(head)
+            event = request.next_event()
+            headers = list(event.headers) if isinstance(event, h11.Request) else []
+            server = self._hosts.server_in(headers)
+            if server is None or server.port == DAEMON_PORT:
+                raise ServerRefused(400, "no WebSocket is answered here", server or SandboxServer(0, ""))
+            port = await self._hosts.port_of(server, dict(headers).get(TRAFFIC_TOKEN, b""))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(head)
+                await race(_copy(self._reader, writer), _copy(reader, client))
+            finally:
+                writer.close()
+        except ServerRefused as refused:
+            answer = JSONResponse(refused.body, refused.status)
+            size = f"Content-Length: {len(answer.body)}\r\nConnection: close\r\n\r\n"
+            client.write(f"HTTP/1.1 {refused.status} Refused\r\n{size}".encode() + bytes(answer.body))
+        except (OSError, EOFError, asyncio.LimitOverrunError, h11.RemoteProtocolError) as error:
+            _log.debug("an upgraded connection ended: %s", error)
+        finally:
+            client.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(_BYTES):
+        writer.write(data)
+        await writer.drain()

@@ -1,0 +1,225 @@
+"""`E2B_DOMAIN`: hosts of the API and of sandboxes' servers, behind a TLS proxy with a wildcard certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import httpx
+import pytest
+from e2b import Sandbox
+
+from tests.adapters.peers import ROOT
+from tests.adapters.test_e2b import TOKEN, Server, serving
+
+DOMAIN = "sandboxes.test"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    settings = tmp_path_factory.mktemp("server") / "settings.toml"
+    settings.write_text(f'acquire_s = 60\ne2b_domain = "{DOMAIN}"')
+    with serving("--slots-per-container", "4", "--config", str(settings)) as running:
+        yield running
+
+
+HTTP_SERVER = """
+import http.server, socketserver, hashlib, base64, struct
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        if self.headers.get("Upgrade"):
+            return self.websocket()
+        size = int(self.headers.get("Content-Length") or 0)
+        said = f"{self.command} {self.path} {self.headers['Host']} {self.headers.get('X-Own', '')} ".encode()
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            while size := int(self.rfile.readline(), 16):
+                said += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        else:
+            said += self.rfile.read(size)
+        self.send_response(302 if self.path == "/moved" else 200)
+        self.send_header("X-Mine", "yes")
+        self.send_header("Location", "/elsewhere")
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+    do_POST = do_PUT = do_DELETE = do_GET
+    def websocket(self):
+        key = self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+        self.send_response(101)
+        self.send_header("Upgrade", "websocket")
+        self.send_header("Connection", "Upgrade")
+        self.send_header("Sec-WebSocket-Accept", base64.b64encode(hashlib.sha1(key.encode()).digest()).decode())
+        self.end_headers()
+        while True:  # frames of up to 125 bytes come back
+            head = self.rfile.read(2)
+            if len(head) < 2 or head[0] & 15 == 8:
+                break
+            mask = self.rfile.read(4)
+            data = bytes(each ^ mask[at % 4] for at, each in enumerate(self.rfile.read(head[1] & 127)))
+            self.wfile.write(bytes([head[0], len(data)]) + data)
+        self.close_connection = True
+    def log_message(self, *_):
+        pass
+socketserver.ThreadingTCPServer.allow_reuse_address = True
+socketserver.ThreadingTCPServer(("127.0.0.1", 8000), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def sandbox(server: Server) -> Iterator[Sandbox]:
+    made = Sandbox.create(timeout=120, **server.options)
+    start_server(made)
+    yield made
+    made.kill()
+
+
+def start_server(sandbox: Sandbox) -> None:
+    sandbox.files.write("/tmp/server.py", HTTP_SERVER)
+    sandbox.commands.run("python3 /tmp/server.py", background=True, timeout=0)
+    listens = "import socket; socket.create_connection(('127.0.0.1', 8000))"
+    sandbox.commands.run(f'until python3 -c "{listens}" 2>/dev/null; do sleep 0.1; done')
+
+
+def asked(server: Server, host: str, path: str = "/", method: str = "GET", **options: object) -> httpx.Response:
+    headers = {"Host": host, **options.pop("headers", {})}  # type: ignore[dict-item]
+    return httpx.request(method, f"{server.url}{path}", headers=headers, timeout=30, **options)  # type: ignore[arg-type]
+
+
+def test_a_sandbox_s_server_has_a_host_for_each_port(server: Server, sandbox: Sandbox):
+    host = sandbox.get_host(8000)
+    assert host == f"8000-{sandbox.sandbox_id}.{DOMAIN}"
+    answer = asked(server, host, "/a%20b?c=d%26", headers={"X-Own": "mine"})
+    assert (answer.status_code, answer.headers["x-mine"]) == (200, "yes")
+    assert answer.text == f"GET /a%20b?c=d%26 {host} mine "
+    big = os.urandom(3_000_000)
+    assert asked(server, host, "/", "POST", content=big).content.endswith(big)
+    assert asked(server, host, "/", "PUT", content=iter([b"one", b"two"])).text.endswith("onetwo")
+    assert asked(server, host, "/moved").headers["location"] == "/elsewhere"
+    missing = asked(server, f"9-{sandbox.sandbox_id}.{DOMAIN}")
+    assert (missing.status_code, missing.json()["port"]) == (502, 9)
+    assert asked(server, f"8000-nobody.{DOMAIN}").status_code == 401, "which is what all get who send no token"
+    headers = {"X-API-Key": TOKEN}
+    assert asked(server, f"8000-nobody.{DOMAIN}", headers=headers).json()["message"] == "The sandbox was not found"
+
+
+async def test_a_websocket_goes_through(server: Server, sandbox: Sandbox):
+    headers = {"Host": sandbox.get_host(8000)}
+    async with aiohttp.ClientSession() as session:
+        async with session.ws_connect(f"{server.url}/ws", headers=headers) as first:
+            async with session.ws_connect(f"{server.url}/ws", headers=headers) as second:
+                for number in range(20):
+                    await first.send_str(f"a{number}")
+                    await second.send_bytes(b"b%d" % number)
+                    assert (await first.receive_str(), await second.receive_bytes()) == (f"a{number}", b"b%d" % number)
+            sandbox.kill()
+            async with asyncio.timeout(30):
+                assert (await first.receive()).type in {aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSE}
+        for host in (f"8000-nobody.{DOMAIN}", f"49983-{sandbox.sandbox_id}.{DOMAIN}", f"api.{DOMAIN}", "127.0.0.1"):
+            with pytest.raises(aiohttp.WSServerHandshakeError):
+                await session.ws_connect(f"{server.url}/ws", headers={"Host": host, "X-API-Key": TOKEN})
+
+
+def test_without_public_traffic_a_token_is_asked_for(server: Server):
+    sandbox = Sandbox.create(timeout=60, network={"allow_public_traffic": False}, **server.options)
+    start_server(sandbox)
+    assert sandbox.traffic_access_token
+    host = sandbox.get_host(8000)
+    assert asked(server, host).status_code == 403
+    right = {"e2b-traffic-access-token": sandbox.traffic_access_token}
+    assert asked(server, host, headers=right).status_code == 200
+    assert asked(server, host, headers={"e2b-traffic-access-token": "x"}).status_code == 403
+    sandbox.kill()
+
+
+def test_the_daemon_and_the_api_ask_for_the_key(server: Server, sandbox: Sandbox):
+    for host in (f"49983-{sandbox.sandbox_id}.{DOMAIN}", f"api.{DOMAIN}", f"sandbox.{DOMAIN}"):
+        assert asked(server, host, "/sandboxes").status_code == 401
+    key = {"X-API-Key": TOKEN}
+    assert asked(server, f"api.{DOMAIN}", "/v2/sandboxes", headers=key).json()[0]["sandboxID"] == sandbox.sandbox_id
+    other = {"X-Access-Token": TOKEN, "E2b-Sandbox-Id": "another"}
+    found = asked(
+        server, f"49983-{sandbox.sandbox_id}.{DOMAIN}", "/files", headers=other, params={"path": "/tmp/server.py"}
+    )
+    assert found.text == HTTP_SERVER, "the host decides which sandbox it is"
+
+
+@contextlib.contextmanager
+def tls_in_front(server: Server, folder: Path) -> Iterator[tuple[str, Path]]:
+    """A proxy that takes every name for the server, by TLS; its address, and the certificate that signs."""
+    authority = folder / "ca.pem"
+    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    signed = ["-CA", authority, "-CAkey", folder / "ca.key", "-subj", f"/CN={DOMAIN}"]
+    leaf = ["-addext", f"subjectAltName=DNS:*.{DOMAIN}", "-addext", "basicConstraints=CA:FALSE"]
+    for made, further in (("ca", ["-subj", "/CN=Tests"]), ("leaf", [*signed, *leaf])):
+        files = ["-keyout", folder / f"{made}.key", "-out", folder / f"{made}.pem"]
+        subprocess.run([*new, *further, *files], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "leaf.pem", folder / "leaf.key")
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = int(server.url.rpartition(":")[2])
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65_536):
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def serve(client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            head = b""
+            while b"\r\n\r\n" not in head:
+                head += client.recv(4096)
+            client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")  # CONNECT name:443
+            secured = context.wrap_socket(client, server_side=True)
+            behind = socket.create_connection(("127.0.0.1", port))
+            threading.Thread(target=copy, args=(secured, behind), daemon=True).start()
+            copy(behind, secured)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(listening.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", authority
+    finally:
+        listening.close()
+
+
+@pytest.mark.parametrize(
+    "python", [ROOT / ".peers/e2b-2.7.0/bin/python", Path(sys.executable)], ids=["oldest", "newest"]
+)
+def test_the_sdk_needs_the_domain_alone(server: Server, tmp_path: Path, python: Path):
+    if not python.exists():
+        pytest.skip("no e2b 2.7.0: scripts/peers.sh installs it")
+    program = """
+    import sys
+    from e2b import Sandbox
+    with Sandbox.create(timeout=60, proxy=sys.argv[1]) as sandbox:
+        sandbox.files.write("a", "written")
+        print(sandbox.commands.run("cat a").stdout, sandbox.get_host(3000).replace(sandbox.sandbox_id, "ID"))
+    """
+    with tls_in_front(server, tmp_path) as (proxy, certificate):
+        done = subprocess.run(
+            [python, "-c", textwrap.dedent(program), proxy],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "E2B_DOMAIN": DOMAIN, "E2B_API_KEY": TOKEN, "SSL_CERT_FILE": str(certificate)},
+        )
+    assert done.stdout.split() == ["written", f"3000-ID.{DOMAIN}"], done.stderr[-2000:]
