@@ -40,11 +40,13 @@ class PulledImage:
     Attributes:
         id: digest of the configuration: what names the image.
         layers: lowest first.
+        in_order: whether they come one after the other, as plain tars: from another host.
     """
 
     id: str
     config: dict[str, Any]
     layers: tuple[PackedLayer, ...]
+    in_order: bool = False
 
 
 def read_folder(folder: Path) -> PulledImage:
@@ -118,6 +120,7 @@ def image_info(pulled: PulledImage, source: str) -> ImageInfo:
         id=pulled.id,
         source=source,
         bytes=0,
+        layers=tuple(layer.diff_id for layer in pulled.layers),
         env={name: value for name, equals, value in pairs if equals and name},
         workdir=posixpath.normpath(posixpath.join("/", workdir)) if workdir else None,
         user=settings.get("User") or None,

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
@@ -22,6 +22,7 @@ from atropos.errors import ImageUnavailable
 from atropos.images.manifests import MAX_JSON_BYTES
 
 SAID_BYTES = 4096
+CHUNK_BYTES = 1 << 18
 
 
 async def run_module(module: ModuleType, what: str, *arguments: object, folder: Path, deadline_s: float) -> Any:
@@ -65,6 +66,30 @@ async def run(program: list[str], what: str, *, folder: Path, deadline_s: float)
     if code != 0:
         raise _failure(what, folder, code, errors)
     return output.decode(errors="replace")
+
+
+@contextlib.asynccontextmanager
+async def streamed(program: list[str], what: str, *, folder: Path) -> AsyncGenerator[AsyncIterator[bytes]]:
+    """A program's output as it comes; it is killed at the end. Args: as for `run`.
+
+    Raises:
+        ImageUnavailable: while it is read: it failed; with its last words.
+    """
+    process = await _start(program, asyncio.subprocess.DEVNULL)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        while chunk := await process.stdout.read(CHUNK_BYTES):
+            yield chunk
+        errors = await _tail(process.stderr)
+        if code := await process.wait():
+            raise _failure(what, folder, code, errors)
+
+    try:
+        yield chunks()
+    finally:
+        await _end(process)
 
 
 class Worker:
@@ -151,6 +176,7 @@ async def _start(program: list[str], stdin: int, passed: tuple[int, ...] = ()) -
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
+        limit=CHUNK_BYTES,
         pass_fds=passed,
     )
 

@@ -9,11 +9,11 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from atropos.aio import Tasks
+from atropos.aio import Tasks, task_group
 from atropos.config import ImageStoreSettings
 from atropos.images import fetch, layers
 from atropos.images.layout import PackedLayer
@@ -28,6 +28,9 @@ PAUSES_S = (1.0, 3.0, 9.0)
 """Pauses before a registry that answered with 5xx, or broke off, is asked again."""
 IDLE_S = 5.0
 """How long programs wait for another image."""
+
+
+Bring = Callable[[PackedLayer, int], Coroutine[None, None, None]]
 
 
 class _LayerMaker:
@@ -58,10 +61,12 @@ class Puller:
 
     Attributes:
         image: the image's name, for errors.
+        bring: has a layer that is no file written to a descriptor; the registry's, once it has described the image.
     """
 
     def __init__(self, settings: ImageStoreSettings, folder: Path, ids: int) -> None:
         self.image = ""
+        self.bring: Bring = self._from_registry
         self._settings = settings
         self._folder = folder
         self._ids = ids
@@ -100,6 +105,7 @@ class Puller:
             "auth_file": self._settings.auth_file and os.path.abspath(self._settings.auth_file),
             "pauses_s": PAUSES_S,
         }
+        self.bring = self._from_registry
         if self._fetcher is None:
             self._fetcher = await self._start(Worker.started(fetch, folder=self._folder, passed=self._orders))
         self._fetcher.order({"registry": registry, "folder": str(parts)})
@@ -117,7 +123,7 @@ class Puller:
             report((await self._fetcher.answer(f"{self.image}: pulling"))["bytes"])
 
     async def unpack(self, layer: PackedLayer, place: Path, max_bytes: int) -> dict[str, Any]:
-        """Unpack a layer into a folder, from its file or from the registry; as `unpack.unpack`.
+        """Unpack a layer into a folder, from its file or as it is brought; as `unpack.unpack`.
 
         Raises:
             ImageUnavailable: it holds what an image must not, or is not the one that the image names.
@@ -139,12 +145,16 @@ class Puller:
             started = Worker.started(layers, MAX_MEMBERS, self._ids, folder=self._folder, stdin=maker.stdin)
             maker.worker = await self._start(started)
         os.write(maker.orders, layers.line(order))
-        if layer is not None and layer.file is None:
-            assert self._fetcher is not None
-            self._fetcher.order({"digest": layer.digest, "size": layer.size, "to": maker.orders})
-        done = await maker.worker.answer(f"{self.image}: unpacking")
+        async with task_group() as tasks:
+            if layer is not None and layer.file is None:
+                tasks.create_task(self.bring(layer, maker.orders))
+            done = await maker.worker.answer(f"{self.image}: unpacking")
         self._free.put_nowait(maker)
         return done
+
+    async def _from_registry(self, layer: PackedLayer, to: int) -> None:
+        assert self._fetcher is not None
+        self._fetcher.order({"digest": layer.digest, "size": layer.size, "to": to})
 
     async def _start(self, started: contextlib.AbstractAsyncContextManager[Worker]) -> Worker:
         worker = await self._running.enter_async_context(started)

@@ -10,7 +10,6 @@ import base64
 import contextlib
 import hashlib
 import http.client
-import os
 import re
 import ssl
 import time
@@ -236,8 +235,8 @@ def _why(place: _Repository, error: Exception) -> Exception:
     reached = not isinstance(error, urllib.error.URLError)
     reason = error if reached else error.reason
     words = str(reason) or type(reason).__name__
-    if isinstance(reason, OSError) and reason.errno and not isinstance(reason, ssl.SSLError):
-        words = os.strerror(reason.errno).lower()
+    if isinstance(reason, OSError) and reason.strerror and not isinstance(reason, ssl.SSLError):
+        words = reason.strerror.lower()
     momentary = reached or isinstance(reason, (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError))
     return (_Momentary if momentary else ImageRefused)(f"{place.host}: {words}")
 

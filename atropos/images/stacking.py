@@ -73,13 +73,15 @@ class Stacking:
             ImageUnavailable: what an image must not hold, or not what its configuration says; no room.
         """
         lacking = [layer for layer in image.layers if not self._store.has([layer.diff_id])]
-        await self.claim(UNPACKED_RATIO * sum(layer.size for layer in lacking))
+        await self.claim((1 if image.in_order else UNPACKED_RATIO) * sum(layer.size for layer in lacking))
         keys: list[asyncio.Task[str]] = []
         diff_ids = [layer.diff_id for layer in image.layers]
         async with task_group() as tasks:
             for layer in image.layers:
                 work = self._layer(layer, diff_ids[: len(keys) + 1], keys[:], puller)
                 keys.append(tasks.create_task(work))
+                if image.in_order:
+                    await keys[-1]
         ids = tuple(key.result() for key in reversed(keys))
         if not ids or await asyncio.to_thread(self._lacks, [self._store.files(key) for key in ids], workdir):
             layer = _folder_layer(self._work / "workdir.tar", workdir)
@@ -89,13 +91,10 @@ class Stacking:
     async def _layer(
         self, layer: PackedLayer, diff_ids: Sequence[str], below: Sequence[asyncio.Task[str]], puller: Puller
     ) -> str:
-        """Have a layer here, and held; its id.
-
-        That is its own digest where it stands alone, else one of all layers up to it.
-        """
-        chain = _digest("on", *diff_ids)
+        """Have a layer here, and held; its id: of its names the first where it stands alone."""
+        _, chain = names(diff_ids)
         async with self._store.locked(f"layer-{chain}"):
-            for key in (layer.diff_id, chain):
+            for key in names(diff_ids):
                 if self.hold(key):
                     return key
             place = self._work / f"layer-{len(below)}"
@@ -179,6 +178,11 @@ class Stacking:
         await self._store.put(place, layer, size, self._what, lasting=lasting)
         self._held.callback(self._store.release, layer)
         return layer
+
+
+def names(diff_ids: Sequence[str]) -> tuple[str, str]:
+    """The ids that the last of these layers may have: its own digest, and one of all layers up to it."""
+    return diff_ids[-1], _digest("on", *diff_ids)
 
 
 def _digest(*parts: str) -> str:

@@ -2,6 +2,7 @@
 
     names/HASH        what a source last meant: one line, the image's id; none for a built image, whose source has it
     images/ID         an image (`StoredImage`); it is here as long as all of its layers are
+    configs/ID        its configuration, unless it was built
 
 An image is written by a rename, once its layers are there, so that a kill or a power cut at any moment leaves a whole
 image or none. Who has removed layers also removes what is kept of their images, as does a server that begins to use
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -22,15 +24,18 @@ from pydantic import BaseModel, ConfigDict
 from atropos.aio import task_group
 from atropos.config import ImageStoreSettings
 from atropos.errors import ImageUnavailable
-from atropos.images import extract
+from atropos.images import extract, sharing
 from atropos.images.layer_store import LayerStore
 from atropos.images.layout import PulledImage, image_info, read_folder
 from atropos.images.programs import run, run_module, within, write_whole
 from atropos.images.pulling import Puller, Pullers
 from atropos.images.reference import ImageSource, check_digest
+from atropos.images.sharing import Arrival
 from atropos.images.stacking import Stacking
 from atropos.wire import ImageInfo
 
+PARTS = "parts"
+"""Folder of a work folder: what `read_folder` reads."""
 BASE, BUILD = "atropos-base:", "atropos-build:"
 PARALLEL = 3
 """Images that one server pulls at once: enough to fill a network, few enough that each gets on."""
@@ -79,7 +84,7 @@ class ImageStore:
         self._known: dict[str, StoredImage] = {}
         self._swept = -1
         """How many layers had been dropped when gone images were last looked for."""
-        for name in ("names", "images"):
+        for name in ("names", "images", "configs"):
             self._root.joinpath(name).mkdir(exist_ok=True)
 
     def __repr__(self) -> str:
@@ -152,6 +157,33 @@ class ImageStore:
         Raises:
             ImageUnavailable: no such image, no access, a broken or hostile one, no room; the message names the phase.
         """
+
+        async def make(work: Path) -> ImageInfo:
+            if archive is None:
+                return await self._from_registry(source, work, progress)
+            return await self._from_archive(source, archive, work, progress)
+
+        return await self._prepared(source, progress, make)
+
+    async def take(
+        self, source: ImageSource, progress: Progress, image_id: str, chunks: AsyncIterator[bytes]
+    ) -> ImageInfo:
+        """The image of a source, which another host gives; as `prepare`.
+
+        Args:
+            source: what it is the image of.
+            progress: called with each phase.
+            image_id: its id, by which it is known to be that image.
+            chunks: what `give` yields there.
+
+        Raises:
+            ImageUnavailable: something else came, or not all of it; no room.
+        """
+        return await self._prepared(source, progress, lambda work: self._from_host(source, work, image_id, chunks))
+
+    async def _prepared(
+        self, source: ImageSource, progress: Progress, make: Callable[[Path], Awaitable[ImageInfo]]
+    ) -> ImageInfo:
         name = str(source)
         async with self._layers.locked(f"source-{_hash(name)}", lambda: progress("waiting", None)):
             known = self.known(name)
@@ -160,17 +192,14 @@ class ImageStore:
             async with self._turns:
                 progress("pulling", None)
                 async with self._layers.work() as work:
-                    if archive is None:
-                        image = await self._from_registry(source, work, progress)
-                    else:
-                        image = await self._from_archive(source, archive, work, progress)
+                    work.joinpath(PARTS).mkdir()
+                    image = await make(work)
             async with self._layers.locked("records"):
                 write_whole(self._root / "names" / _hash(name), image.id.encode())
             return image
 
     async def _from_archive(self, source: ImageSource, archive: str, work: Path, progress: Progress) -> ImageInfo:
-        what, parts = f"image {source}: pulling", work / "parts"
-        parts.mkdir()
+        what, parts = f"image {source}: pulling", work / PARTS
         # a part of the content's name, or that and the image's name in it
         name, deadline_s = source.name.partition(":")[2], self._settings.unpack_timeout_s
         await asyncio.to_thread(self.make_room, 0)
@@ -183,8 +212,7 @@ class ImageStore:
 
     async def _from_registry(self, source: ImageSource, work: Path, progress: Progress) -> ImageInfo:
         """Layers are unpacked as they come."""
-        what, parts = f"image {source}: pulling", work / "parts"
-        parts.mkdir()
+        what, parts = f"image {source}: pulling", work / PARTS
         async with within(self._settings.pull_timeout_s, what), self._pullers.one(f"image {source}") as puller:
             await puller.describe(source.name, parts)
             pulled = await self._read_parts(parts, what)
@@ -206,6 +234,17 @@ class ImageStore:
                 watching.cancel()
             return image
 
+    async def _from_host(
+        self, source: ImageSource, work: Path, image_id: str, chunks: AsyncIterator[bytes]
+    ) -> ImageInfo:
+        what = f"image {source}: from another container"
+        async with within(self._settings.pull_timeout_s, what), self._pullers.one(f"image {source}") as puller:
+            arrival = Arrival(chunks, what)
+            await arrival.describe(image_id, work / PARTS)
+            puller.bring = arrival.bring
+            pulled = dataclasses.replace(await self._read_parts(work / PARTS, what), in_order=True)
+            return await self._stacked(pulled, source, work, puller)
+
     async def _read_parts(self, parts: Path, what: str) -> PulledImage:
         try:
             return await asyncio.to_thread(read_folder, parts)
@@ -219,6 +258,7 @@ class ImageStore:
         with self._stacking(f"image {source}: unpacking", work) as stacking:
             layers = await stacking.pulled(pulled, info.workdir or "/", puller)
             size = sum(self._layers.size(layer) or 0 for layer in layers)
+            write_whole(self._root / "configs" / pulled.id, (work / PARTS / pulled.id).read_bytes())
             return await self._write(StoredImage(info=info.model_copy(update={"bytes": size}), layers=layers))
 
     async def keep(self, image: ImageInfo, fill: Callable[[str], Awaitable[None]]) -> ImageInfo:
@@ -273,6 +313,7 @@ class ImageStore:
                 here.add(path.name)
                 continue
             path.unlink(missing_ok=True)
+            self._root.joinpath("configs", path.name).unlink(missing_ok=True)
             self._known.pop(path.name, None)
         for path in self._root.joinpath("names").iterdir():
             if path.read_text(encoding="utf-8", errors="replace") not in here:
@@ -297,6 +338,29 @@ class ImageStore:
         """
         copy = ["cp", "-a", "--preserve=all", "--sparse=auto", "--", layer, target]
         await run(copy, "keeping a built layer", folder=self._root, deadline_s=self._settings.unpack_timeout_s)
+
+    # ---------------------------------------------------------------------------------------------------------- sharing
+
+    def lacking(self, diff_ids: Sequence[str]) -> tuple[int, ...]:
+        """As `sharing.lacking`."""
+        return sharing.lacking(self._layers, diff_ids)
+
+    @contextlib.asynccontextmanager
+    async def give(self, image_id: str, wanted: Sequence[int]) -> AsyncGenerator[AsyncIterator[bytes]]:
+        """An image for another host, with the layers at these positions, for `take` there.
+
+        Raises:
+            ImageUnavailable: it is not here, or can't be given.
+        """
+        image, what = self.find(image_id), f"image {image_id:.12}"
+        if image is None or not all(0 <= index < len(image.layers) for index in wanted):
+            raise ImageUnavailable(f"{what}: it is not on this server's host")
+        try:
+            config = self._root.joinpath("configs", image_id).read_bytes()
+        except OSError as error:  # earlier versions kept none
+            raise ImageUnavailable(f"{what}: its configuration: {error.strerror}") from None
+        async with sharing.given(self._layers, config, image.layers, wanted, what) as chunks:
+            yield chunks
 
     @contextlib.asynccontextmanager
     async def receiving(self, chunks: AsyncIterator[bytes]) -> AsyncGenerator[str]:

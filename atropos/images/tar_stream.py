@@ -8,6 +8,7 @@ import tarfile
 import threading
 from collections.abc import Iterator
 
+from atropos.images.tar_record import TarRecord
 from atropos.images.untrusted import ImageRefused, decompressed
 
 AHEAD = 8
@@ -15,15 +16,16 @@ AHEAD = 8
 
 
 class TarStream:
-    """A file that is read once, from its beginning to its end, and at most `limit` bytes of it.
+    """A file that is read once, from its beginning to its end, and at most `limit` bytes of it. `record` learns of all.
 
     What writers of layers leave out at its end is filled up with zeros: the last block, and all of a layer with no
     members.
     """
 
-    def __init__(self, packed: Iterator[bytes], limit: int) -> None:
+    def __init__(self, packed: Iterator[bytes], limit: int, record: TarRecord) -> None:
         self.size = 0
         self._limit = limit
+        self._record = record
         self._digest = hashlib.sha256()
         self._pieces: queue.Queue[bytes | Exception | None] = queue.Queue(AHEAD)
         """None: there are no more."""
@@ -61,12 +63,18 @@ class TarStream:
         self._at += len(some)
         return some
 
-    def pieces(self, size: int) -> Iterator[memoryview]:
-        """The next `size` bytes, as they come.
+    def _recorded(self, most: int) -> memoryview:
+        some = self._some(most)
+        self._record.bytes(some)
+        return some
+
+    def content(self, path: str, size: int) -> Iterator[memoryview]:
+        """The next `size` bytes, as they come, which a file will hold.
 
         Raises:
             EOFError: there are less.
         """
+        self._record.content(path, size)
         while size:
             some = self._some(size)
             if not some:
@@ -76,11 +84,11 @@ class TarStream:
 
     def read(self, size: int) -> bytes:
         """As a file's."""
-        some = self._some(size)
+        some = self._recorded(size)
         if len(some) == size:
             return bytes(some)
         parts = [some]
-        while (size := size - len(parts[-1])) and (some := self._some(size)):
+        while (size := size - len(parts[-1])) and (some := self._recorded(size)):
             parts.append(some)
         return b"".join(parts)
 
@@ -93,11 +101,11 @@ class TarStream:
         if position < self.tell():
             raise ValueError("a tar that leads back")
         left = position - self.tell()
-        while left and (some := self._some(left)):
+        while left and (some := self._recorded(left)):
             left -= len(some)
 
     def finish(self) -> str:
         """Read to the end; the SHA-256 of everything."""
-        while self._some(1 << 30):
+        while self._recorded(1 << 30):
             pass
         return self._digest.hexdigest()

@@ -1,6 +1,7 @@
 """Unpacks layers of images, as overlay keeps them. Standard library only.
 
-A layer's place gets `files/`, and `needs`: what `settle` does once the layers below it are here.
+A layer's place gets `files/`, and `needs`: what `settle` does once the layers below it are here; and `tar`, from which
+`repack` makes the tar again, where all that it had in files is still there.
 
 Layers come from strangers. A member is opened below its parent's descriptor and no link is ever followed, so nothing
 reaches outside PLACE; names that try are refused. What a whiteout hides is a lower layer's (OCI image layout, "Layer
@@ -21,10 +22,12 @@ from typing import IO, Self, cast
 
 from atropos.archives import WholeTar
 from atropos.images.folders import Folders, WrongFolder
+from atropos.images.tar_record import TarRecord
 from atropos.images.tar_stream import TarStream
 from atropos.images.untrusted import BROKEN, ImageRefused
 
-NEEDS = "needs"
+NEEDS, RECORD = "needs", "tar"
+"""Files of a layer's place."""
 BLOCK = 4096
 CHUNK = 1 << 20
 NS = 1_000_000_000
@@ -100,6 +103,8 @@ class Layer:
         self.needs = Needs({"": None})
         self.bytes = 0
         self.members = 0
+        self.is_complete = True
+        """Whether no file's content was replaced."""
         self.end = 0
         """Where the content of the last file ends in the tar."""
 
@@ -164,7 +169,7 @@ class Layer:
     ) -> None:
         """Make what a member is, if there is nothing of its name yet."""
         if member.isreg():
-            self._file(tar, stream, parent, name, member)
+            self._file(tar, stream, parent, path, member)
         elif member.issym():
             os.symlink(member.linkname, name, dir_fd=parent)
             self._own_link(parent, name, member)
@@ -177,16 +182,16 @@ class Layer:
         else:
             raise ImageRefused(f"{path}: an entry of unknown type {member.type!r}")
 
-    def _file(self, tar: tarfile.TarFile, stream: TarStream, parent: int, name: str, member: tarfile.TarInfo) -> None:
+    def _file(self, tar: tarfile.TarFile, stream: TarStream, parent: int, path: str, member: tarfile.TarInfo) -> None:
         if member.size > self._max_bytes:
             raise ImageRefused(f"{member.name}: a file of {member.size} bytes, more than {self._room}")
-        fd, size = os.open(name, _NEW, 0o600, dir_fd=parent), 0
+        fd, size = os.open(path.rpartition("/")[2], _NEW, 0o600, dir_fd=parent), 0
         if member.issparse():
             source = tar.extractfile(member)
             assert source is not None
             found = iter(lambda: source.read(CHUNK), b"")
         else:
-            found = stream.pieces(member.size)
+            found = stream.content(path, member.size)
             self.end = member.offset_data + member.size
         written = 0
         """Bytes up to which the file is there."""
@@ -195,12 +200,12 @@ class Layer:
             if not piece[0] and not piece[-1] and bytes(piece).count(0) == len(piece):
                 os.lseek(fd, size, os.SEEK_SET)  # a hole stays one
             else:
-                self._count(len(piece))
+                self.count(len(piece))
                 _write(fd, piece)
                 written = size
         if written < size:
             os.ftruncate(fd, size)
-        self._count(BLOCK)
+        self.count(BLOCK)
         self._finish(fd, member)
 
     def _finish(self, fd: int, member: tarfile.TarInfo) -> None:
@@ -219,7 +224,7 @@ class Layer:
                 raise
             os.close(os.open(name, _NEW, 0o600, dir_fd=parent))
             self.needs.links[path] = target
-            self._count(BLOCK)
+            self.count(BLOCK)
         except (IsADirectoryError, PermissionError) as error:
             raise ImageRefused(f"{member.name}: a hard link to {member.linkname}: {error.strerror}") from None
         else:
@@ -243,6 +248,7 @@ class Layer:
 
     def _clear(self, parent: int, path: str, name: str) -> None:
         """Remove what this layer has under a name."""
+        self.is_complete = False
         self.needs.forget(path)
         mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
         if not stat.S_ISDIR(mode):
@@ -263,7 +269,7 @@ class Layer:
         """Make a folder that is not described yet, and perhaps never."""
         os.mkdir(name, 0o755, dir_fd=parent)
         os.chown(name, 0, 0, dir_fd=parent, follow_symlinks=False)
-        self._count(BLOCK)
+        self.count(BLOCK)
         if path in self.needs.hidden:
             del self.needs.hidden[path]
             self.needs.opaque[path] = None
@@ -286,7 +292,7 @@ class Layer:
         os.chown(name, user, group, dir_fd=parent, follow_symlinks=False)
         at = mtime_ns(member)
         os.utime(name, ns=(at, at), dir_fd=parent, follow_symlinks=False)
-        self._count(BLOCK)
+        self.count(BLOCK)
 
     def _owner(self, member: tarfile.TarInfo) -> tuple[int, int]:
         if self._ids == 1:
@@ -297,7 +303,8 @@ class Layer:
             )
         return member.uid, member.gid
 
-    def _count(self, size: int) -> None:
+    def count(self, size: int) -> None:
+        """Take room."""
         self.bytes += -(-size // BLOCK) * BLOCK
         if self.bytes > self._max_bytes:
             raise ImageRefused(f"it unpacks to more than {self._room}")
@@ -353,8 +360,16 @@ def unpack(
         ImageRefused: it is no layer, not the one of this digest, or has what an image must not hold.
     """
     os.mkdir(f"{place}/files", 0o755)
-    with contextlib.closing(Layer(f"{place}/files", max_bytes, max_members, ids)) as layer:
-        _fill(layer, TarStream(packed, 2 * max_bytes + max_members * 1024), diff_id)
+    with (
+        contextlib.closing(Layer(f"{place}/files", max_bytes, max_members, ids)) as layer,
+        open(f"{place}/{RECORD}", "wb") as file,
+    ):
+        record = TarRecord(file, layer.count)
+        stream = TarStream(packed, 2 * max_bytes + max_members * 1024, record)
+        _fill(layer, stream, diff_id)
+        record.finish(stream.size)
+    if not layer.is_complete:
+        os.unlink(file.name)
     with open(f"{place}/{NEEDS}", "w", encoding="ascii") as file:
         json.dump(asdict(layer.needs), file)
     return {"bytes": layer.bytes, "stands_alone": layer.stands_alone, "has_root": "" not in layer.needs.folders}

@@ -69,6 +69,8 @@ from atropos.wire.requests import (
     ImageSettings,
     ImageState,
     KeepRequest,
+    LackingLayers,
+    LackingRequest,
     LayerOffer,
     Lease,
     LeaseLimits,

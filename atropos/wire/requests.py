@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, Json, model_validator
 
@@ -74,6 +74,7 @@ class ImageInfo(ImageSettings):
         default=None, description="id of the image that it is a layer on, or atropos-base:NAME; None: no layer"
     )
     parent_source: str | None = Field(default=None, description="source of that image")
+    layers: tuple[str, ...] = Field(default=(), description="digests of its layers' tars, lowest first; built: none")
     entrypoint: tuple[str, ...] = ()
     cmd: tuple[str, ...] = ()
     onbuild: tuple[str, ...] = ()
@@ -97,6 +98,21 @@ class ImageRequest(WireMessage):
 
     source: str = Field(min_length=1, max_length=1000)
     wait_s: float = Field(default=0, ge=0, le=60, description="longest wait for it to be ready or failed")
+    pull: bool = Field(default=True, description="False: it is refused unless it is here")
+
+
+class LackingRequest(WireMessage):
+    """POST /v1/images/lacking: which layers of an image are not on the server's host."""
+
+    layers: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...] = Field(
+        max_length=10_000, description="digests of their tars, lowest first"
+    )
+
+
+class LackingLayers(WireMessage):
+    """The answer."""
+
+    lacking: tuple[int, ...] = Field(description="their positions, from 0")
 
 
 class KeepRequest(ImageSettings):

@@ -20,6 +20,8 @@ class Between:
     def __init__(self, host: str, left: int | None, *, cuts: bool = True, pause_s: float = 0.0) -> None:
         self.target, self.left, self.cuts, self.pause_s = host.split(":"), left, cuts, pause_s
         self.auth_file = None
+        self.asked: list[str] = []
+        """Paths of all requests."""
 
     async def __aenter__(self) -> Self:
         self.server = await asyncio.start_server(self._pass, "127.0.0.1", 0)
@@ -34,6 +36,8 @@ class Between:
 
         async def up() -> None:
             while data := await reader.read(65_536):
+                if data.startswith(b"GET "):
+                    self.asked.append(data.split()[1].decode())
                 forth.write(data)
 
         asking = asyncio.create_task(up())

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from atropos.images import flatten
+from atropos.images import flatten, repack
 from atropos.images import layers as program
 from atropos.images.programs import module_command
 from tests.images.making import plain
@@ -61,15 +61,25 @@ def stacked(
         place = tmp_path / f"layer-{index}"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
+        digest = digests[index] if digests else hashlib.sha256(plain(data)).hexdigest()
         bounds = {"max_bytes": max_bytes, "max_members": max_members, "ids": ids}
-        code, said, found = unpacked_alone(place, data, **bounds, digest=digests[index] if digests else None)
+        code, said, found = unpacked_alone(place, data, **bounds, digest=digest)
         if code == 0 and not (found["stands_alone"] and found["has_root"]):
             order = program.Settle.on([str(each) for each in files], str(place), max_bytes)
             code, said, _ = ran(program, max_members, ids, stdin=program.line(order))
         if code:
             return code, said, files
+        if (place / "tar").exists():
+            assert hashlib.sha256(repacked(place)).hexdigest() == digest
         files.insert(0, place / "files")
     return 0, "", files
+
+
+def repacked(place: Path) -> bytes:
+    """The tar of a layer, made again."""
+    done = subprocess.run(module_command(repack, place), capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def flattened(tmp_path: Path, files: Sequence[Path]) -> Path:

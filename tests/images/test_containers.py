@@ -14,7 +14,7 @@ from tests import privileges
 from tests.backends import Engine
 from tests.engines import params
 from tests.images.between import Between
-from tests.images.making import entry, layer, layout
+from tests.images.making import entry, folder, layer, layout, link
 from tests.images.test_leases import busybox_image, pool_for
 from tests.images.test_task_images import make
 from tests.silent_server import silent_server
@@ -102,8 +102,81 @@ async def test_a_lease_that_waits_is_brought_its_built_image_in_each_container_t
                 await slot.release()
 
 
+def several(tmp_path: Path, images, name: str) -> list[str]:
+    """Push two images of several kinds of layers that share the lowest; their names."""
+    busybox = Path("/bin/busybox").read_bytes()
+    base = layer(folder("bin"), entry("bin/busybox", busybox, mode=0o755), link("bin/sh", "busybox"), entry("a/x", "x"))
+    for number in "12":
+        own = (
+            layer(entry("a/own", number), entry("large", os.urandom(2_000_000))),
+            layer(entry("a/.wh.x"), folder(number)),
+        )
+        layout(tmp_path / f"layout-{number}", base, *own)
+        images.push(tmp_path / f"layout-{number}", f"{name}:{number}")
+    return [f"127.0.0.1:1/{name}:{number}" for number in "12"]
+
+
+def blobs(between: Between) -> list[str]:
+    return [path for path in between.asked if "/blobs/" in path]
+
+
+async def test_an_image_is_pulled_once_however_many_containers_have_it(tmp_path, images):
+    names = several(tmp_path, images, "shared")
+    config = Engine("local").config(slots_per_container=1, min_containers=3, max_containers=3)
+    async with Between(images.host, None) as between:
+        backend = ApartBackend(config, tmp_path, (between.host,) * 3)
+        backend.third.set()
+        async with SlotPool(config, backend=backend) as pool:
+            for number, name in enumerate(names):
+                await pool.prepare(name)
+                assert len(blobs(between)) == len(set(blobs(between))) == 4 + 3 * number  # with a configuration each
+            async with (
+                pool.lease("a", image=names[0]) as a,
+                pool.lease("b", image=names[0]) as b,
+                pool.lease("c", image=names[1]) as c,
+            ):
+                assert len({slot.container for slot in (a, b, c)}) == 3
+                outputs = [(await slot.exec("cat /a/own; ls /a; busybox md5sum /large")).output for slot in (a, b, c)]
+            assert outputs[0] == outputs[1]
+            assert outputs[0].startswith("1own\n")
+            assert outputs[2].startswith("2own\n")
+
+
+@pytest.mark.parametrize("spoiled", ["content", "record", "configuration", "all"])
+async def test_what_a_container_gives_is_checked_and_the_registry_asked_instead(tmp_path, images, spoiled):
+    name, _ = several(tmp_path, images, f"spoiled-{spoiled}")
+    config = Engine("local").config(slots_per_container=1, min_containers=2, max_containers=3)
+    async with Between(images.host, None) as between:
+        backend = ApartBackend(config, tmp_path, (between.host,) * 3)
+        async with SlotPool(config, backend=backend) as pool:
+            await pool.prepare(name)
+            assert len(blobs(between)) == 4
+            for folder_of in (tmp_path / "0", tmp_path / "1"):
+                spoil(folder_of, spoiled)
+            backend.third.set()
+            async with pool.lease("a"), pool.lease("b"), pool.lease("c", image=name) as slot:
+                assert (await slot.exec("cat /a/own; ls /a")).output == "1own\n"
+            assert len(blobs(between)) == 8
+
+
+def spoil(store: Path, what: str) -> None:
+    """Change what a store keeps."""
+    if what == "configuration":
+        for path in store.glob("configs/*"):
+            path.write_text("{}")
+    elif what == "all":
+        for path in store.glob("configs/*"):
+            path.unlink()
+    else:
+        for path in store.glob("layers/*/files/large" if what == "content" else "layers/*/tar"):
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+
+
 @pytest.mark.parametrize("other", ["hangs", "refuses"])
-async def test_leases_wait_for_no_container_that_can_not_pull_their_image(tmp_path, images, other):
+async def test_leases_wait_for_no_container_that_can_not_get_their_image(tmp_path, images, monkeypatch, other):
+    monkeypatch.setattr("atropos.slots.pool.image_pulls.Pulls._giver", lambda *_: None)
     busybox_image(tmp_path / "layout", "hello")
     images.push(tmp_path / "layout", "near:1")
     config = Engine("local").config(slots_per_container=1, min_containers=2, max_containers=2, prepare_timeout_s=600)
@@ -125,6 +198,19 @@ async def test_leases_wait_for_no_container_that_can_not_pull_their_image(tmp_pa
             second = await waits
             assert second.container == slot.container
             await second.release()
+
+
+async def test_a_container_that_can_not_pull_an_image_is_given_it(tmp_path, images):
+    busybox_image(tmp_path / "layout", "hello")
+    images.push(tmp_path / "layout", "near:1")
+    config = Engine("local").config(slots_per_container=1, min_containers=2, max_containers=2)
+    async with (
+        SlotPool(config, backend=ApartBackend(config, tmp_path, ("127.0.0.1:1", images.host))) as pool,
+        pool.lease("one", image="127.0.0.1:1/near:1") as one,
+        pool.lease("two", image="127.0.0.1:1/near:1") as two,
+    ):
+        assert one.container != two.container
+        assert [(await slot.exec("cat text")).output for slot in (one, two)] == ["hello", "hello"]
 
 
 async def test_leases_that_wait_for_their_image_ask_for_containers_which_pull_it_too(tmp_path, images):

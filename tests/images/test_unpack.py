@@ -13,8 +13,8 @@ import zlib
 import pytest
 
 from tests import privileges
-from tests.images.making import entry, folder, hard_link, layer, link
-from tests.images.stacks import flattened, listed, shown, stacked, unpacked_alone
+from tests.images.making import entry, folder, hard_link, layer, link, plain
+from tests.images.stacks import flattened, listed, repacked, shown, stacked, unpacked_alone
 from tests.needs import require
 
 pytestmark = privileges.owners
@@ -210,6 +210,27 @@ def test_a_gzip_that_is_broken_in_the_middle_is_refused_in_one_line(tmp_path):
     assert (code, said.partition(":")[0]) == (1, "layer 000000000000 is no tar")
 
 
+def test_a_layer_says_whether_its_tar_can_be_made_again(tmp_path):
+    sparse = tmp_path / "sparse.tar"
+    (tmp_path / "hole").write_bytes(b"x" + bytes(1 << 20) + b"y")
+    subprocess.run(["tar", "-C", tmp_path, "-c", "-S", "-f", sparse, "hole"], check=True)
+    for number, data in enumerate((b"", sparse.read_bytes(), layer(entry("a", "1"), entry("b", "2"), entry("b", "3")))):
+        place = tmp_path / str(number)
+        place.mkdir()
+        assert unpacked_alone(place, data)[:2] == (0, "")
+        if number == 2:  # the first b is gone
+            assert not (place / "tar").exists()
+        else:
+            assert repacked(place) == plain(data)
+
+
+def test_a_file_that_has_changed_is_given_to_nobody(tmp_path):
+    assert unpacked_alone(tmp_path, layer(entry("a", "1")))[:2] == (0, "")
+    (tmp_path / "files/a").write_text("another size")
+    with pytest.raises(AssertionError, match="a has changed since it was unpacked"):
+        repacked(tmp_path)
+
+
 def test_links_that_lead_out_stay_links_and_are_never_followed(tmp_path):
     """In a slot they lead to the slot's own files."""
     target = tmp_path / "target"
@@ -267,8 +288,8 @@ def test_a_full_disk_is_named(tmp_path):
 
 def test_the_result_counts_bytes_and_says_what_the_layer_needs(tmp_path):
     data = layer(folder("."), folder("d"), entry("d/x", b"x" * 5000))
-    _, _, found = unpacked_alone(tmp_path, data)
-    assert found == {"bytes": 4096 + 8192 + 4096, "stands_alone": True, "has_root": True}
+    _, _, found = unpacked_alone(tmp_path, data)  # the last 4096: what else its tar has
+    assert found == {"bytes": 4096 + 8192 + 4096 + 4096, "stands_alone": True, "has_root": True}
 
 
 def unpadded(*names: str, size: int = 5) -> bytes:

@@ -10,7 +10,7 @@ import aiohttp
 
 from atropos.errors import BackendUnavailable, ImageUnavailable, NotSupported
 from atropos.slots.client.server_requests import ServerRequests
-from atropos.wire import ImageInfo, ImageRequest, ImageState, KeepRequest
+from atropos.wire import ImageInfo, ImageRequest, ImageState, KeepRequest, LackingLayers, LackingRequest
 
 Archive = Callable[[], AbstractAsyncContextManager[AsyncIterator[bytes]]]
 """Opens an archive: its bytes, which are there as long as the context is open."""
@@ -25,13 +25,10 @@ class ServerImages:
         self._archives = archives
 
     async def find(self, source: str) -> ImageInfo | None:
-        """What a source means on the server's host, where that is known without preparing anything.
-
-        Args:
-            source: of the server's own: `atropos-base:NAME` or `atropos-build:KEY`.
-        """
+        """What a source means on the server's host, where that is known without preparing anything."""
+        request = ImageRequest(source=source, pull=False)
         try:
-            return (await self._requests.ask("POST", "/v1/images", ImageState, ImageRequest(source=source))).image
+            return (await self._requests.ask("POST", "/v1/images", ImageState, request)).image
         except (NotSupported, ImageUnavailable):
             return None
 
@@ -64,6 +61,27 @@ class ServerImages:
             raise BackendUnavailable(f"the image could not be copied to {to._requests.url}: {error!r}") from error
         return to._requests.parsed(ImageInfo, raw, path)
 
+    async def give(self, image: ImageInfo, source: str, to: ServerImages) -> ImageInfo:
+        """Bring an image of a registry to another server: its configuration, and the layers that are not there.
+
+        Args:
+            image: what the source is here.
+            source: where it comes from.
+            to: the other server's.
+
+        Raises:
+            ImageUnavailable: it can't be given, or not be kept there.
+            SandboxError: the transfer broke.
+        """
+        request = LackingRequest(layers=image.layers)
+        lacking = (await to._requests.ask("POST", "/v1/images/lacking", LackingLayers, request)).lacking
+        path = f"/v1/images/{image.id}/layers?wanted={','.join(map(str, lacking))}"
+        try:
+            raw = await self._requests.pipe(path, to._requests, {"source": source}, "application/octet-stream")
+        except (aiohttp.ClientError, OSError) as error:
+            raise BackendUnavailable(f"the image could not be given to {to._requests.url}: {error!r}") from error
+        return _ready(to._requests.parsed(ImageState, raw, path))
+
     async def prepare(self, source: str, *, progress: Callable[[ImageState], None] | None = None) -> ImageInfo:
         """Have the server pull and unpack an image, unless its host has it.
 
@@ -90,6 +108,10 @@ class ServerImages:
             state = await self._requests.ask("POST", "/v1/images", ImageState, request, patient=True)
         if progress is not None:
             progress(state)
-        if state.image is None:
-            raise ImageUnavailable(state.error)
-        return state.image
+        return _ready(state)
+
+
+def _ready(state: ImageState) -> ImageInfo:
+    if state.image is None:
+        raise ImageUnavailable(state.error)
+    return state.image

@@ -32,6 +32,7 @@ from atropos.slots.client.server_images import Archive
 from atropos.slots.containers.fleet import Seat
 from atropos.slots.containers.link import ContainerLink
 from atropos.slots.containers.state import SharedState
+from atropos.slots.pool.image_pulls import Pulls
 from atropos.slots.pool.image_sources import LocalImage, local_image
 from atropos.wire import ImageInfo, ImageState
 
@@ -55,6 +56,7 @@ class PoolImages:
         """Each container's preparations, by the image's name in leases."""
         self._failed_at = WeakKeyDictionary[asyncio.Task[ImageInfo], float]()
         """On the pool's clock."""
+        self._pulls = Pulls(self._tasks_of, state.now)
         self._reads = Tasks("images")
         self._local: dict[str, asyncio.Task[LocalImage]] = {}
         """By their sources."""
@@ -217,17 +219,21 @@ class PoolImages:
     def _task(self, link: ContainerLink, name: str, progress: Progress | None) -> asyncio.Task[ImageInfo]:
         tasks = self._tasks.setdefault(link, {})
         task = tasks.get(name)
-        if task is None or (_failed(task) and not self._pausing(task, name)):
+        if task is None or (_failed(task) and not self._pausing(link, task, name)):
             work = self._prepare(link, name, progress)
             task = tasks[name] = self._state.tasks.spawn(work, f"prepare {name}", awaited=True)
             task.add_done_callback(self._prepared)
         return task
 
-    def _pausing(self, failed: asyncio.Task[ImageInfo], name: str) -> bool:
-        """Whether a container that failed waits before it is asked again, since leases go to others."""
-        elsewhere = (tasks.get(name) for tasks in self._tasks.values())
+    def _pausing(self, link: ContainerLink, failed: asyncio.Task[ImageInfo], name: str) -> bool:
+        """Whether a container that failed waits before it is asked again, since leases go to others.
+
+        Not where one of these can give it a registry's image.
+        """
+        elsewhere = [each for each, task in self._tasks_of(name).items() if task.done() and not _failed(task)]
+        given = name.startswith("docker://") and any(each.architecture == link.architecture for each in elsewhere)
         until = self._failed_at.get(failed, -math.inf) + ASK_AGAIN_S
-        return self._state.now() < until and any(task and task.done() and not _failed(task) for task in elsewhere)
+        return self._state.now() < until and bool(elsewhere) and not given
 
     def _prepared(self, task: asyncio.Task[ImageInfo]) -> None:
         if _failed(task):  # retrieved, since no one may be waiting for it
@@ -250,6 +256,8 @@ class PoolImages:
                 async with asyncio.timeout(within_s):
                     if is_built(name):
                         return await self._built(link, name)
+                    if name.startswith("docker://"):
+                        return await self._pulls.bring(link, name, report)
                     return await link.client.images.prepare(name, progress=report)
             except TimeoutError:
                 raise ImageUnavailable(f"image {name}: not prepared within {within_s:g} s: {seen}") from None
@@ -278,6 +286,10 @@ class PoolImages:
         if not below.startswith("atropos-base:"):
             await asyncio.shield(self._task(link, below, None))
         return await giver.client.images.copy(image, link.client.images)
+
+    def _tasks_of(self, name: str) -> dict[ContainerLink, asyncio.Task[ImageInfo]]:
+        """An image's preparations."""
+        return {link: task for link, tasks in self._tasks.items() if (task := tasks.get(name)) is not None}
 
     def forget(self, name: str) -> None:
         """Forget that containers have the image."""

@@ -33,6 +33,7 @@ from atropos.wire import (
     Health,
     ImageRequest,
     KeepRequest,
+    LackingRequest,
     LayerOffer,
     LeaseRequest,
     Problem,
@@ -99,6 +100,9 @@ class Routes:
         app.router.add_post("/v1/snapshots/{id}/image", self.keep)
         app.router.add_post("/v1/images", self.prepare)
         app.router.add_put("/v1/images/archive", self.receive_image)
+        app.router.add_post("/v1/images/lacking", self.lacking)
+        app.router.add_get("/v1/images/{id}/layers", self.give)
+        app.router.add_put("/v1/images/{id}/layers", self.take)
         app.router.add_get("/v1/images/{key}/layer", self.export_layer)
         app.router.add_put("/v1/images/{key}/layer", self.receive_layer)
         app.router.add_post("/v1/drain", self.drain)
@@ -257,11 +261,30 @@ class Routes:
     async def prepare(self, request: web.Request) -> web.Response:
         """POST /v1/images: prepare an image; repeated requests return the progress."""
         body = await _body(request, ImageRequest)
-        return answer(await self._core.images.prepare(body.source, body.wait_s))
+        return answer(await self._core.images.prepare(body.source, body.wait_s, pull=body.pull))
 
     async def receive_image(self, request: web.Request) -> web.Response:
         """PUT /v1/images/archive?source=oci-archive:…: an image that only the client can read, as a tar."""
         return answer(await self._core.images.receive(request.query.get("source", ""), _chunks(request)))
+
+    async def lacking(self, request: web.Request) -> web.Response:
+        """POST /v1/images/lacking."""
+        return answer(self._core.images.lacking(await _body(request, LackingRequest)))
+
+    async def give(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/images/{id}/layers?wanted=0,3: an image for another server, with the layers that are wanted."""
+        try:
+            wanted = [int(each) for each in filter(None, request.query.get("wanted", "").split(","))]
+        except ValueError:
+            raise web.HTTPBadRequest(text="wanted: numbers, separated by commas, are needed") from None
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        async with self._core.state.host.store.give(request.match_info["id"], wanted) as chunks:
+            return await _streamed(request, response, chunks)
+
+    async def take(self, request: web.Request) -> web.Response:
+        """PUT /v1/images/{id}/layers?source=NAME: an image that another server gives."""
+        source = request.query.get("source", "")
+        return answer(await self._core.images.take(source, request.match_info["id"], _chunks(request)))
 
     async def export_layer(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/images/{key}/layer: a built image's own layer as a tar."""

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,19 @@ from atropos.images.reference import POOL_BASE, ImageSource, base_name
 from atropos.sandbox.server.snapshots.layer_tar import packed_layers, unpack_layers
 from atropos.sandbox.server.snapshots.layers import Layers
 from atropos.sandbox.server.state.state import ServerState
-from atropos.wire import ImageInfo, ImageSettings, ImageState, KeepRequest, LayerOffer, LeaseRequest
+from atropos.wire import (
+    ImageInfo,
+    ImageSettings,
+    ImageState,
+    KeepRequest,
+    LackingLayers,
+    LackingRequest,
+    LayerOffer,
+    LeaseRequest,
+)
 
 if TYPE_CHECKING:
-    from atropos.images.store import Phase
+    from atropos.images.store import Phase, Progress
 
 log = logging.getLogger(__name__)
 _PREFIX = "image:"
@@ -36,11 +45,14 @@ class Images:
         """How far those are."""
         self._bases: dict[str, ImageInfo] = {}
 
-    async def prepare(self, source: str, wait_s: float | None, archive: str | None = None) -> ImageState:
+    async def prepare(
+        self, source: str, wait_s: float | None, archive: str | None = None, *, pull: bool = True
+    ) -> ImageState:
         """Begin to prepare an image unless that was done; its state after at most `wait_s` (None: once it has ended).
 
         Raises:
             NotSupported: it is no name of an image, or only its owner's machine can read it.
+            ImageUnavailable: it is not here, and a built one, or not to be pulled.
         """
         parsed = _parse(source)
         name = str(parsed)
@@ -49,16 +61,37 @@ class Images:
         known = self._state.host.store.known(name)
         if known is not None:
             return ImageState(source=name, phase="ready", done=1.0, image=known)
-        if parsed.transport == "atropos-build":
+        if parsed.transport == "atropos-build" or not pull:
             raise ImageUnavailable(f"image {source}: it is not on this server's host")
-        if name not in self._preparing:
-            if parsed.transport != "docker" and archive is None:
-                raise NotSupported(f"image {source}: send it as an archive (PUT /v1/images/archive?source=…)")
-            self._states[name] = ImageState(source=name, phase="queued")
-            self._preparing[name] = self._state.tasks.spawn(self._prepare(parsed, archive), f"prepare {name}")
-        preparing = self._preparing[name]
+        if parsed.transport != "docker" and archive is None and name not in self._preparing:
+            raise NotSupported(f"image {source}: send it as an archive (PUT /v1/images/archive?source=…)")
+        store = self._state.host.store
+        preparing = self._begun(parsed, lambda progress: store.prepare(parsed, progress, archive))
         await asyncio.wait([preparing], timeout=wait_s)
         return preparing.result() if preparing.done() else self._states[name]
+
+    def lacking(self, wanted: LackingRequest) -> LackingLayers:
+        """Which layers of an image are not on this server's host."""
+        return LackingLayers(lacking=self._state.host.store.lacking(wanted.layers))
+
+    async def take(self, source: str, image_id: str, chunks: AsyncIterator[bytes]) -> ImageState:
+        """Prepare an image of a registry by what another server gives.
+
+        Raises:
+            NotSupported: it is no name of such an image.
+        """
+        parsed, store = _parse(source), self._state.host.store
+        if parsed.transport != "docker":
+            raise NotSupported(f"source={source!r:.200}: the name of a registry's image is needed")
+        return await self._begun(parsed, lambda progress: store.take(parsed, progress, image_id, chunks))
+
+    def _begun(self, source: ImageSource, work: Callable[[Progress], Awaitable[ImageInfo]]) -> asyncio.Task[ImageState]:
+        """The preparation of an image: the one that goes on, else this one."""
+        name = str(source)
+        if name not in self._preparing:
+            self._states[name] = ImageState(source=name, phase="queued")
+            self._preparing[name] = self._state.tasks.spawn(self._prepare(name, work), f"prepare {name}")
+        return self._preparing[name]
 
     async def receive(self, source: str, chunks: AsyncIterator[bytes]) -> ImageState:
         """Prepare an image from the archive that a client sends.
@@ -128,15 +161,14 @@ class Images:
         finally:
             store.release(image.id)
 
-    async def _prepare(self, source: ImageSource, archive: str | None) -> ImageState:
-        name = str(source)
+    async def _prepare(self, name: str, work: Callable[[Progress], Awaitable[ImageInfo]]) -> ImageState:
         began, result = time.monotonic(), ImageUnavailable.code
 
         def progress(phase: Phase, done: float | None) -> None:
             self._states[name] = ImageState(source=name, phase=phase, done=done)
 
         try:
-            image = await self._state.host.store.prepare(source, progress, archive)
+            image = await work(progress)
             state, result = ImageState(source=name, phase="ready", done=1.0, image=image), "ok"
             self._state.counters["images_prepared"] += 1
         except SandboxError as error:
