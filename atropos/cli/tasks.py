@@ -1,4 +1,4 @@
-"""`atropos tasks check`: which tasks of a folder are sound on these slots."""
+"""`atropos tasks`: which tasks of a folder are sound on these slots, and what they fetch."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from atropos.tasks.fit import STAND_INS, Policy
 from atropos.tasks.folder import TaskSet, read_folders, task_folders
 from atropos.tasks.format.datasets import dataset_folders
 from atropos.tasks.format.task import Task
+from atropos.tasks.mirror import fetch
+from atropos.tasks.needs import needs
+from atropos.terminal import visible
 from atropos.wire import ImageState
 
 tasks_app = typer.Typer(help="Task folders in the Harbor and terminal-bench layouts.", no_args_is_help=True)
@@ -132,6 +135,38 @@ def check_command(
         typer.echo(f"stopped: {len(report.findings)} of {report.total} tasks were checked", err=True)
         raise typer.Exit(130)
     raise typer.Exit(0 if all(finding.status == "sound" for finding in report.findings) else 1)
+
+
+@tasks_app.command("mirror")
+def mirror_command(
+    path: Annotated[Path, typer.Argument(help="Folder of tasks, or a single one.")],
+    folder: Annotated[Path, typer.Argument(help="What is filled, for a web server of a site without a network.")],
+    name: Names = None,
+    dataset: Dataset = None,
+    variable: Variables = None,
+    auth_file: AuthFile = None,
+    insecure_registry: InsecureRegistries = None,
+    mirror: Mirrors = None,
+    only_list: Annotated[bool, typer.Option("--list", help="Print what they need, and fetch nothing.")] = False,
+) -> None:
+    """Fetch what a set of tasks needs into a folder: its images, and the wheels and uv that its tests install.
+
+    Served by any web server, the folder is a registry for --mirror and an index for pip and uv (docs/tasks.md). What
+    apt installs and other addresses are listed only. The exit code is 1 where something could not be had.
+    """
+    tasks = _read([path], name or (), dataset, variable or ())
+    for task, reason in tasks.refused.items():
+        typer.echo(visible(f"{task}: left out: {reason}"), err=True)
+    wanted = needs(tasks.tasks)
+    for kind, each in wanted.lines():
+        typer.echo(f"{kind}\t{visible(each)}")
+    if only_list:
+        return
+    store = image_store(None, auth_file, insecure_registry, mirror)
+    failed = fetch(wanted, folder, store, lambda text: typer.echo(visible(f"fetching {text}"), err=True))
+    for each in failed:
+        typer.echo(visible(each), err=True)
+    raise typer.Exit(1 if failed else 0)
 
 
 def _check_page(page: Path | None) -> None:

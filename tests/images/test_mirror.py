@@ -1,0 +1,147 @@
+"""A set of tasks taken along: its images and wheels in a folder that a plain web server serves."""
+
+import asyncio
+import contextlib
+import functools
+import http.server
+import subprocess
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from atropos.cli.tasks import tasks_app
+from atropos.config import ImageStoreSettings
+from atropos.images.reference import ImageSource
+from atropos.images.store import ImageStore
+from atropos.tasks.folder import load_task
+from atropos.tasks.mirror import pip
+from atropos.tasks.needs import SetNeeds, needs
+from tests import privileges
+from tests.images.making import as_index, entry, layer, layout
+from tests.images.test_task_images import make
+
+TERMINAL_BENCH = """#!/bin/bash
+# apt-get install nothing
+apt-get update && apt-get install -y curl libgl1
+curl -LsSf https://astral.sh/uv/0.7.13/install.sh | sh
+source $HOME/.local/bin/env
+if [ "$PWD" = "/" ]; then echo "no: pip install this"; fi
+uvx \\
+  -p 3.13 \\
+  -w pytest==8.4.1 -w pytest-json-ctrf==0.3.5 \\
+  pytest --ctrf /logs/verifier/ctrf.json /tests/test_outputs.py -rA
+"""
+
+
+def task(tmp_path: Path, script: str, dockerfile: str = "FROM debian:13\n") -> Path:
+    made = make(tmp_path, dockerfile).path
+    (made / "tests").mkdir(exist_ok=True)
+    (made / "tests/test.sh").write_text(script)
+    return made
+
+
+@pytest.mark.parametrize(
+    "script, found",
+    [
+        (
+            TERMINAL_BENCH,
+            SetNeeds(
+                wheels=(("3.13", ("pytest-json-ctrf==0.3.5", "pytest==8.4.1")),),
+                uv=("0.7.13",),
+                debian=("curl", "libgl1"),
+            ),
+        ),
+        ("curl -sSL https://astral.sh/uv/install.sh | sh", SetNeeds(uv=("",))),
+        ("python3 -m pip install -q --user 'numpy>=2' pandas -r more.txt\n", SetNeeds(wheels=(("", ("numpy>=2", "pandas")),))),
+        ("cd /tests; uv add pytest==8 requests[socks]; uv run pytest .", SetNeeds(wheels=(("", ("pytest==8", "requests[socks]")),))),
+        ("uv run --with polars,attrs==25 check.py", SetNeeds(wheels=(("", ("attrs==25", "polars")),))),
+        ("uv pip install --python 3.12 $EXTRA ruff", SetNeeds(wheels=(("3.12", ("ruff",)),))),
+        ("sudo pip3 install --index-url https://x.example/simple a b", SetNeeds(wheels=(("", ("a", "b")),), addresses=("https://x.example/simple",))),
+        ("wget -q https://a.example/data.tgz -O /tmp/x # https://not.this\n", SetNeeds(addresses=("https://a.example/data.tgz", "https://not.this"))),
+        ("pytest /tests; echo 'pip install x", SetNeeds()),
+    ],
+)  # fmt: skip
+def test_what_tests_fetch_is_read_from_their_scripts(tmp_path, script, found):
+    wanted = needs([load_task(task(tmp_path / "task", script))])
+    assert wanted.images == ("docker.io/library/debian:13",)
+    assert SetNeeds(("docker.io/library/debian:13",), found.wheels, found.uv, found.debian, found.addresses) == wanted
+
+
+def test_every_image_of_a_dockerfile_counts_and_no_stage(tmp_path):
+    text = "FROM ghcr.io/a/b:1 AS made\nRUN true\nFROM made AS more\nRUN true\nFROM python:3.13\nCOPY --from=more /x /x\nCOPY --from=alpine /y /y\n"
+    wanted = needs([load_task(task(tmp_path / "task", "true", text))])
+    assert wanted.images == ("docker.io/library/alpine:latest", "docker.io/library/python:3.13", "ghcr.io/a/b:1")
+
+
+@contextlib.contextmanager
+def served(folder: Path):
+    """A plain web server of files; its host."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def wheel(folder: Path, name: str, *needed: str) -> None:
+    info = f"{name}-1.0.dist-info"
+    requires = "".join(f"Requires-Dist: {each}\n" for each in needed)
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}.py", f"NAME = '{name}'\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{requires}")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+@privileges.owners
+def test_a_mirrored_set_needs_neither_its_registry_nor_an_index(tmp_path, images, monkeypatch):
+    at = tmp_path / "layout"
+    image_id = layout(at, layer(entry("x", "x")), layer(entry("y", "y")))
+    platforms = [(tmp_path / "layout", "amd64"), (tmp_path / "layout", "arm64")]
+    index = tmp_path / "index"
+    layout(index, layer(entry("x", "x")))
+    as_index(index, *platforms)
+    images.push(index, "set/base:1", "--all")
+    wheel(tmp_path / "wheels", "first", "second")
+    wheel(tmp_path / "wheels", "second")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    folder, name = tmp_path / "mirror", f"{images.host}/set/base:1"
+    made = task(tmp_path / "set/one", "uvx first\npip install missing==9\n", f"FROM {name}\n")
+    arguments = ["mirror", str(made.parent), str(folder), "--insecure-registry", images.host]
+    result = CliRunner().invoke(tasks_app, arguments)
+    assert result.exit_code == 1  # one wheel is nowhere
+    (failed,) = [line for line in result.stderr.splitlines() if "ERROR" in line]
+    assert failed.startswith("wheels of missing==9: ")
+    assert f"image\t{name}" in result.stdout
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    with served(folder) as host:
+        root = tmp_path / "store"
+        root.mkdir()
+        settings = ImageStoreSettings(mirrors={images.host: f"{host}/{images.host}"}, insecure_registries=(host,))
+        store = ImageStore(settings, str(root), 65_536)
+        got = asyncio.run(store.prepare(ImageSource.parse(name), lambda *_: None))
+        assert got.id == image_id
+        target = tmp_path / "installed"
+        index_url = f"http://{host}/simple"
+        subprocess.run([*pip(), "install", "-q", "--index-url", index_url, "--target", target, "first"], check=True)
+        assert {path.name for path in target.glob("*.py")} == {"first.py", "second.py"}
+
+
+def test_a_list_fetches_nothing(tmp_path):
+    made = task(tmp_path / "task", TERMINAL_BENCH)
+    result = CliRunner().invoke(tasks_app, ["mirror", str(made), str(tmp_path / "mirror"), "--list"])
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        "image\tdocker.io/library/debian:13",
+        "wheels\tpytest-json-ctrf==0.3.5 pytest==8.4.1 (Python 3.13)",
+        "uv\t0.7.13",
+        "debian\tcurl",
+        "debian\tlibgl1",
+    ]
+    assert not (tmp_path / "mirror").exists()
