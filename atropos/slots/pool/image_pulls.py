@@ -52,7 +52,7 @@ class Pulls:
         self._gives = asyncio.Semaphore(GIVES)
 
     async def bring(self, link: ContainerLink, name: str, report: Callable[[ImageState], None]) -> ImageInfo:
-        """Have an image in a container: from one that has it, else from its registry, for one container of each architecture at a time.
+        """Have an image in a container: from one that has it, else from its registry, which one at a time asks.
 
         Args:
             link: the container.
@@ -64,10 +64,14 @@ class Pulls:
         """
         if (here := await link.client.images.find(name)) is not None:
             return here
-        pull = self._pulls.get((name, link.architecture))
+        key = name, link.architecture
+        pull = self._pulls.get(key)
         while (giver := self._giver(link, name)) is None:
+            if pull is not None and self._now() - pull.moved_at > STALLED_S:
+                pull, stalled = self._pulls.get(key), pull
+                pull = None if pull is stalled else pull
             pulling = None if pull is None else self._tasks(name).get(pull.link)
-            if pull is None or pulling is None or pulling.done() or self._now() - pull.moved_at > STALLED_S:
+            if pulling is None or pulling.done():
                 return await self._pull(link, name, report)
             report(ImageState(source=name, phase="waiting"))
             await asyncio.wait([pulling], timeout=1.0)
