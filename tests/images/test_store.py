@@ -385,6 +385,53 @@ async def test_images_share_programs_until_one_fails_or_they_are_idle(tmp_path, 
     await store.aclose()
 
 
+@pytest.mark.parametrize("broken", ["whole", "cut early", "cut late", "another", "no header", "spoiled", "a lie"])
+async def test_what_another_host_gives_is_whole_or_refused_in_a_line(tmp_path, images, broken):
+    layers = layer(folder("a"), entry("a/x", os.urandom(3_000_000))), layer(entry("a/y", "y")), layer(entry("a/.wh.x"))
+    layout(tmp_path / "layout", *layers)
+    images.push(tmp_path / "layout", f"given-{broken.replace(' ', '-')}:1")
+    source = ImageSource.parse(f"{images.host}/given-{broken.replace(' ', '-')}:1")
+    giver = store_at(tmp_path, images)
+    image = await giver.prepare(source, nothing)
+    there = tmp_path / "there"
+    there.mkdir()
+    taker = store_at(there, images)
+    assert taker.lacking(image.layers) == (0, 1, 2)
+    async with giver.give(image.id, (0, 1, 2)) as chunks:
+        data = b"".join([chunk async for chunk in chunks])
+    if broken == "cut early":
+        data = data[: len(data) // 2]
+    elif broken == "cut late":
+        data = data[:-1]
+    elif broken == "no header":
+        data = b"x" * 100_000
+    elif broken == "spoiled":
+        data = data[:1_500_000] + bytes([data[1_500_000] ^ 1]) + data[1_500_001:]
+    elif broken == "a lie":
+        data = data.replace(image.layers[0].encode(), image.layers[1].encode(), 1)
+
+    async def sent() -> AsyncIterator[bytes]:
+        for at in range(0, len(data), 100_000):
+            yield data[at : at + 100_000]
+
+    image_id = "0" * 64 if broken == "another" else image.id
+    if broken == "whole":
+        taken = await taker.take(source, nothing, image_id, sent())
+        assert (taken.id, taken.layers) == (image.id, image.layers)
+        assert [path.name for path in files_of(taker, taken)[-1].iterdir()] == ["a"]
+        assert taker.lacking(image.layers) == ()
+        async with taker.give(image.id, (0, 1, 2)) as chunks:  # and gives it as it was
+            assert b"".join([chunk async for chunk in chunks]) == data
+    else:
+        with pytest.raises(ImageUnavailable) as caught:
+            await taker.take(source, nothing, image_id, sent())
+        assert "\n" not in str(caught.value)
+        assert (kept(there, taker), leftovers(there)) == ([], [])
+        assert (await taker.prepare(source, nothing)).id == image.id
+    await giver.aclose()
+    await taker.aclose()
+
+
 async def test_images_that_come_at_once_are_each_whole(tmp_path, images, programs):
     names = [f"at-once-{index}:1" for index in range(12)]
     for name in names:
