@@ -96,7 +96,7 @@ async def test_every_trajectory_goes_on_exactly_while_weights_change(processed, 
     finally:
         done.set()
         updates = await updating
-    assert updates > 1
+    assert updates > 0
     assert {facts["attempts"] for group in groups_of(path) for facts in group["atropos"]["trajectories"]} == {1}
     compared = assert_logprobs(path)
     if api == "generate":

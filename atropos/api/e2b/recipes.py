@@ -16,7 +16,7 @@ from atropos.slots.slot.profile import Profile, UserAccount
 from atropos.tasks.builder.accounts import account_of
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.config import EnvironmentSection, TaskConfig
-from atropos.tasks.format.recipe import PATH, Copy, Folder, Recipe, Run, Step, StepSettings
+from atropos.tasks.format.recipe import PATH, BuildInputs, Copy, Folder, Recipe, Run, Step, StepSettings
 from atropos.tasks.format.task import Task
 from atropos.wire import LeaseLimits
 
@@ -198,9 +198,9 @@ def task_of(
         ConfigError: as `plan_of`.
     """
 
-    def make(images: Mapping[str, StepSettings], *, prebuilt: bool) -> Recipe:
+    def make(images: BuildInputs, *, prebuilt: bool) -> Recipe:
         assert not prebuilt
-        env = {} if image is None else images.get(image, StepSettings()).env
+        env = {} if image is None else images.settings.get(image, StepSettings()).env
         plan = plan_of(message, start, env)
         return Recipe(image, plan.settings, plan.steps)
 
@@ -210,7 +210,7 @@ def task_of(
         instruction="",
         config=TaskConfig(environment=EnvironmentSection(build_timeout_sec=BUILD_S)),
         context=folder,
-        recipe=make({}, prebuilt=False),
+        recipe=make(BuildInputs(), prebuilt=False),
         tests=(),
         solution=None,
         make=make,
