@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from http import HTTPStatus
 
 from atropos.aio import Backoff, Tasks
 from atropos.errors import BackendUnavailable, ConfigError
@@ -22,12 +21,15 @@ from atropos.slots.backends.engines import ChangeFlag, Outage, Pace, persist
 from atropos.slots.backends.nomad import job as nomad_job
 from atropos.slots.backends.nomad.access import NomadAccess
 from atropos.slots.backends.nomad.api import NomadApi
+from atropos.slots.backends.nomad.growing import Grower
 from atropos.slots.backends.nomad.job_view import READY_S, JobView
+from atropos.slots.backends.nomad.purging import purge_job
 from atropos.slots.backends.nomad.refusals import JobStopped, NomadMisconfigured, NomadRefused
+from atropos.slots.backends.nomad.secret import read_secret
 from atropos.slots.backends.nomad.settings import NomadSettings
-from atropos.slots.backends.nomad.shrinking import CHANGES, DOUBT_S, Shrinker
+from atropos.slots.backends.nomad.shrinking import DOUBT_S, Shrinker
 from atropos.slots.backends.nomad.survey import open_nomad
-from atropos.slots.backends.nomad.view import Allocation, Json, newest, placement_failures
+from atropos.slots.backends.nomad.view import Allocation, Json, placement_failures
 from atropos.slots.backends.server_http import ServerHttp
 from atropos.slots.backends.spec import ContainerSpec
 from atropos.slots.backends.survey import Survey
@@ -53,10 +55,6 @@ PURGE_RETRY_S, PURGE_UNANSWERED_S, PURGE_AWAY_S = 20.0, 8.0, 2.0
 doesn't answer, and where it hadn't answered for a while before."""
 OTHERWISE = "for other settings, give this pool another sandbox_job_id, or purge the job first (docs/cluster.md)"
 """What to do where a job isn't as the pool would have it."""
-EVALUATIONS_S = 5
-"""How long a purge waits for the scheduler, in seconds."""
-DEPLOYMENT = "active deployment"
-"""In Nomad's message when it doesn't scale a job because of a deployment."""
 
 
 class NomadBackend(Backend):
@@ -82,22 +80,24 @@ class NomadBackend(Backend):
         if "." in self._job_id:  # Nomad takes none in a variable's path
             raise ConfigError(f"sandbox_job_id {self._job_id!r} must be letters, digits, '_' and '-', at most 100")
         self._purge_on_start = config.purge_job_on_start
-        self._extra = settings.nomad_variables
         self._api = NomadApi(access, self._job_id)
         self._http = ServerHttp()
-        self._changing = False
-        """Whether this process has changed something in Nomad, or has tried to."""
         self._view = JobView(settings.placement_s)
         self._waiting: set[str] = set()
         """Runs whose first answer is awaited."""
         self._first_answers = asyncio.Semaphore(FIRST_ANSWERS)
         self._outage = Outage(config.outage_s)
-        self._cluster: frozenset[str] = frozenset()
-        """Signing keys of the cluster that the job is registered in; empty where they are not published."""
-        self._left_behind = False
-        """Whether the job was registered in another cluster before, which can't be reached any more."""
         self._changed = ChangeFlag()
         self._wake = ChangeFlag()
+        self._grower = Grower(
+            self._api,
+            self._http,
+            self._view,
+            self._changed,
+            spec=self._spec,
+            pair=self._pair,
+            extra=settings.nomad_variables,
+        )
         self._shrinker = Shrinker(self._api, self._http, self._view, self._changed)
         self._lists, self._stops = Pace(LIST_S, burst=LIST_BURST), Pace(STOP_S, burst=STOP_BURST)
         self._streams = True
@@ -136,8 +136,8 @@ class NomadBackend(Backend):
             if differences := nomad_job.differences(job, self._spec):
                 self._view.differences = differences
                 log.warning("job %s exists and is taken as it is: %s; %s", self._job_id, differences, OTHERWISE)
-            await self._read_secret(self._pair)
-            self._cluster = await self._api.keys()
+            await read_secret(self._api, self._http, self._view, self._pair)
+            self._grower.cluster = await self._api.keys()
             await self._refresh()
 
     async def scale(self, count: int) -> None:
@@ -145,7 +145,7 @@ class NomadBackend(Backend):
         if self._main is None or self._main.done():
             raise BackendUnavailable("the Nomad backend is not running")
         self._view.ask(count)
-        await self._grow()
+        await self._grower.grow()
         self._shrinker.wanted.set()
         if not self._streams:  # a job whose allocations can't be placed reports no change
             self._wake.set()
@@ -199,11 +199,11 @@ class NomadBackend(Backend):
         unanswered_s = PURGE_AWAY_S if self._outage.away_s > PURGE_UNANSWERED_S else PURGE_UNANSWERED_S
         await self._api.settled(unanswered_s)
         try:
-            if purge and (self._view.secret.token or self._changing):
+            if purge and (self._view.secret.token or self._grower.tried):
                 await persist(
                     self._purge, lambda error: PURGE_RETRY_S if isinstance(error, NomadRefused) else unanswered_s
                 )
-            if purge and self._left_behind:
+            if purge and self._grower.left_behind:
                 log.error("job %s may be left in the cluster that was at %s before", self._job_id, self._access.shown)
         except BackendUnavailable as error:
             log.error(  # noqa: TRY400 (the message is enough)
@@ -216,79 +216,8 @@ class NomadBackend(Backend):
             await self._api.close()
             self._view.known.clear()
 
-    # --------------------------------------------------------------------------------------------------------- growing
-
-    async def _grow(self) -> None:
-        """Register the job, or raise its count to at least this process's target."""
-        refused: NomadRefused | None = None
-        for _ in range(CHANGES):
-            job = await self._api.job()
-            if job is not None and job.get("Stop") and self._view.live:
-                return  # `_follow` says so; once another client has purged it, it is registered anew
-            if job is None or job.get("Stop"):
-                if await self._register(job):
-                    return
-            elif nomad_job.count(job) >= self._view.target:
-                self._view.deployment = ""
-                self._view.surplus = nomad_job.count(job) > self._view.target
-                return
-            else:
-                self._note_count(job)
-                try:
-                    await self._raise_count()
-                except NomadRefused as error:
-                    if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
-                        raise
-                    refused = error
-                    await asyncio.sleep(0.2)
-                else:
-                    return
-        raise refused or BackendUnavailable(
-            f"job {self._job_id} could not be changed: other processes keep changing it"
-        )
-
-    async def _register(self, stopped: Json | None) -> bool:
-        """Register the job, anew or in place of a stopped one; False: another process has done so meanwhile."""
-        if stopped is None:
-            await self._check_cluster()
-        self._changing = True
-        await self._read_secret(self._pair)
-        hcl, target = nomad_job.definition(), self._view.target
-        chosen = nomad_job.variables(self._spec, self._access, self._job_id, target, self._extra)
-        fresh = await self._api.parse(hcl, chosen)
-        if registered := await self._api.register(fresh, modify_index=stopped["JobModifyIndex"] if stopped else 0):
-            self._cluster = self._cluster or await self._api.keys()
-            self._view.live, self._view.count = True, target
-        return registered
-
-    async def _raise_count(self) -> None:
-        """Raise the job's count to the target, unless a deployment is in progress: the pool retries later."""
-        try:
-            await self._api.scale(self._view.target)
-            self._view.deployment, self._view.count = "", self._view.target
-        except NomadRefused as error:
-            if DEPLOYMENT not in str(error):
-                raise
-            self._view.deployment = (
-                f"job {self._job_id} can't grow to {self._view.target} yet: its deployment is in progress"
-            )
-            self._changed.set()
-
-    async def _check_cluster(self) -> None:
-        """Log where the job is gone because another cluster answers now, or one that lost its state.
-
-        The job is registered there all the same, so that a long run goes on; with ACLs, a foreign cluster refuses the
-        token.
-        """
-        keys = await self._api.keys()
-        if self._cluster and keys and self._cluster.isdisjoint(keys):
-            self._left_behind = True
-            log.warning(
-                "another cluster than before answers at %s, or it has lost its state: job %s is registered again",
-                self._access.shown,
-                self._job_id,
-            )
-        self._cluster = keys or self._cluster
+    async def _purge(self) -> None:
+        await purge_job(self._api, self._http, self._view, self.client_id, self._spec.stop_s)
 
     # --------------------------------------------------------------------------------------------------------- watching
 
@@ -340,24 +269,13 @@ class NomadBackend(Backend):
                 if self._outage.over():
                     self._changed.set()
                     self._shrinker.wanted.set()
-                    self._cluster |= await self._api.keys() if self._view.known else frozenset()
+                    self._grower.cluster |= await self._api.keys() if self._view.known else frozenset()
             except BackendUnavailable as error:
                 stopped = f"job {self._job_id} runs" if isinstance(error, JobStopped) else "the engine answers"
                 self._outage.noted(error, until=stopped)
                 self._changed.set()
                 await asyncio.sleep(backoff.failed())
                 self._wake.set()
-
-    def _note_count(self, job: Json) -> bool:
-        """Whether another hand has lowered the job's count to less than this pool needs, which is logged."""
-        if not self._view.lowered(count := nomad_job.count(job)):
-            return False
-        log.warning(
-            "job %s was scaled to %d by another hand, and this pool, which needs %d, raises it again; stop the job to "
-            "pause the pool, or give the pool a lower max_containers",
-            self._job_id, count, self._view.target,
-        )  # fmt: skip
-        return True
 
     async def _notice(self, job: Json | None) -> None:
         """Log what another hand has changed in the job, and do what follows.
@@ -368,7 +286,7 @@ class NomadBackend(Backend):
         view = self._view
         if job is None:
             if view.target and not view.known:
-                await self._grow()  # another process may have purged the job just after this one registered it
+                await self._grower.grow()  # another process may have purged the job just after this one registered it
             return
         if job.get("Stop"):
             if not view.live:
@@ -379,8 +297,8 @@ class NomadBackend(Backend):
                 "anew"
             )
         view.live = True
-        if self._note_count(job):
-            await self._grow()
+        if self._grower.note_count(job):
+            await self._grower.grow()
         differences = nomad_job.differences(job, self._spec)
         if differences != view.differences:
             view.differences = differences
@@ -395,11 +313,11 @@ class NomadBackend(Backend):
     async def _refresh(self) -> bool:
         """List the allocations; False when the list contradicts servers that answer, which are then kept."""
         view = self._view
-        rows = await self._rows()
+        rows = view.read(await self._api.allocations())
         answering = await self._answering(view.doubtful(rows))
         now = view.merge(rows, answering)
         if view.needs_token(now):
-            await self._read_secret(self._pair)
+            await read_secret(self._api, self._http, self._view, self._pair)
         trouble, failure = self.trouble(), view.failure
         if view.apply(rows, now):
             self._changed.set()
@@ -417,14 +335,6 @@ class NomadBackend(Backend):
         if self.trouble() != trouble or view.failure is not failure:
             self._changed.set()
         return all(item.state == "lost" for item in answering)
-
-    async def _rows(self) -> list[Allocation]:
-        tls = self._view.secret.certificate is not None
-        return [Allocation.read(row, tls=tls) for row in await self._api.allocations()]
-
-    async def _read_secret(self, pair: tuple[str, str] | None) -> None:
-        self._view.secret = await self._api.secret(pair=pair)
-        self._http.trust(self._view.secret.certificate)
 
     async def _answering(self, doubtful: Iterable[Allocation]) -> list[Allocation]:
         """Those of the allocations whose servers answer."""
@@ -449,48 +359,3 @@ class NomadBackend(Backend):
                     self._changed.set()
         finally:
             self._waiting.discard(run)
-
-    # ------------------------------------------------------------------------------------------------------------ purge
-
-    async def _purge(self) -> None:
-        """Remove the job and its secret, unless a live client uses one of its containers."""
-        if not self._view.secret.token:
-            await self._read_secret(None)
-        token = self._view.secret.token
-        rows = newest(await self._rows())
-        servers = [item.url for item in rows if item.url is not None]
-        if any(await asyncio.gather(*(self._http.used_by_others(url, token, self.client_id) for url in servers))):
-            log.warning("job %s is in use by another client: not purged", self._job_id)
-            return
-        # Stopped before it is purged: then Nomad would no longer list the containers that are still ending.
-        await self._api.deregister(purge=False)
-        # The leases are this pool's own, or dead clients'.
-        await asyncio.gather(*(self._http.drain(url, token, 0) for url in servers))
-        try:
-            async with asyncio.timeout(self._spec.stop_s):
-                index = 0
-                while await self._stopped() and newest(await self._rows()):
-                    index = await self._api.next_change(index)
-        except TimeoutError:
-            log.warning("job %s is purged while some of its containers are still ending", self._job_id)
-        if not await self._stopped():
-            log.info("job %s was registered again by another client: not purged", self._job_id)
-            return
-        await self._settle_evaluations()
-        await self._api.deregister(purge=True)
-        if await self._api.job() is None:
-            await self._api.drop_secret()
-
-    async def _settle_evaluations(self) -> None:
-        """Wait until the scheduler has decided on the job as it is.
-
-        A job that is removed while a plan for it is on its way ends the server of Nomad 1.11.3 (hashicorp/nomad#27739).
-        """
-        for _ in range(EVALUATIONS_S * 10):
-            if not any(each.get("Status") == "pending" for each in await self._api.evaluations()):
-                return
-            await asyncio.sleep(0.1)
-
-    async def _stopped(self) -> bool:
-        """Whether the job is stopped or gone, and was not registered again."""
-        return await self._api.live_job() is None

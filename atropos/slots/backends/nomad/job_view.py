@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots.backends.base import Container
-from atropos.slots.backends.nomad.view import DRIVER, Allocation, JobSecret, newest, set_up_fault
+from atropos.slots.backends.nomad.view import DRIVER, Allocation, JobSecret, Json, newest, set_up_fault
 from atropos.slots.backends.spec import BAD_CONFIG, hopeless
 
 READY_S = 60.0
@@ -86,6 +86,11 @@ class JobView:
         listed = {item.id for item in rows}
         missing = [item for item in self.known.values() if item.id not in listed]
         return missing + [item for item in rows if item.state == "lost" and item.run in self.known]
+
+    def read(self, rows: Iterable[Json]) -> list[Allocation]:
+        """Allocations as Nomad lists them."""
+        tls = self.secret.certificate is not None
+        return [Allocation.read(row, tls=tls) for row in rows]
 
     def merge(self, rows: Sequence[Allocation], answering: Sequence[Allocation]) -> dict[str, Allocation]:
         """The live allocations, by run.
