@@ -56,7 +56,7 @@ def tables() -> dict[str, str]:
     from atropos.envs.dataset_env import DatasetEnvConfig
     from atropos.envs.hermes.config import HermesAgentEnvConfig
     from atropos.envs.humaneval_env import HumanEvalEnvConfig
-    from atropos.envs.task_env import TaskEnvConfig
+    from atropos.envs.task_settings import TaskEnvConfig
     from atropos.slots.config import Quotas
 
     env = (SandboxEnvConfig, AgentEnvConfig, DatasetEnvConfig, TaskEnvConfig, HumanEvalEnvConfig, HermesAgentEnvConfig)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from atropos.envs.hermes.tool_context import ToolContext
     from atropos.envs.humaneval_env import HumanEvalEnv, HumanEvalEnvConfig
     from atropos.envs.sandbox_env import SandboxEnv
-    from atropos.envs.task_env import TaskEnv, TaskEnvConfig
+    from atropos.envs.task_env import TaskEnv
+    from atropos.envs.task_settings import TaskEnvConfig
 
 _HOMES = {
     "APIServerConfig": "adapter",
@@ -29,7 +30,7 @@ _HOMES = {
     "SandboxEnv": "sandbox_env",
     "SandboxEnvConfig": "config",
     "TaskEnv": "task_env",
-    "TaskEnvConfig": "task_env",
+    "TaskEnvConfig": "task_settings",
     "ToolContext": "hermes.tool_context",
 }
 

@@ -89,11 +89,7 @@ async def relay(
         async with _while_it_moves(spend) as moved:
             if request.method == b"CONNECT":
                 insertion = secrets.of(name, port, tls=True)
-                if insertion is not None:
-                    hold(writer)
-                accepted = h11.Response(status_code=200, reason=b"Connection established", headers=[])
-                writer.write(connection.send(accepted))
-                rest, _ = connection.trailing_data
+                rest = _accept_tunnel(connection, writer, held=insertion is not None)
                 if insertion is not None:
                     await _serve_as_host(moved, (reader, writer), (remote, upstream), name, port, insertion)
                 else:
@@ -148,6 +144,15 @@ async def tunnel(
         raise
     finally:
         await _hang_up(*filter(None, (writer, upstream)))
+
+
+def _accept_tunnel(connection: h11.Connection, writer: asyncio.StreamWriter, *, held: bool) -> bytes:
+    """Answer CONNECT, and return what came behind it; with `held`, nothing more is read for now."""
+    if held:
+        hold(writer)
+    accepted = h11.Response(status_code=200, reason=b"Connection established", headers=[])
+    writer.write(connection.send(accepted))
+    return connection.trailing_data[0]
 
 
 async def _serve_as_host(

@@ -136,18 +136,10 @@ async def check(
         async with SlotPool(_pool_config(room, config, runnable, at_once)) as pool:
             images, layers = TaskImages(pool, config.images), VerifierLayers(config.layers)
             turn = asyncio.Semaphore(at_once)
+            make_run = partial(TaskRun, images, layers, script=config.script, network=config.network)
 
             async def attempt(task: Task, agent: Agent, mode: Literal["task"] | Mode) -> Attempt:
-                run = TaskRun(
-                    images,
-                    layers,
-                    task,
-                    agent,
-                    script=config.script,
-                    network=config.network,
-                    progress=partial(progress, task),
-                    mode=mode,
-                )
+                run = make_run(task, agent, progress=partial(progress, task), mode=mode)
                 return await _attempt(run, config.attempt_s)
 
             async def one(task: Task) -> None:
@@ -156,10 +148,7 @@ async def check(
                 done(finding)
 
             with contextlib.closing(layers):
-                try:
-                    await layers.prepare(images)
-                except (TaskBroken, ImageUnavailable, ConfigError) as error:
-                    raise ConfigError(f"--verifier-layer: {error}") from error
+                await _prepare(layers, images)
                 async with asyncio.TaskGroup() as group:
                     for task in runnable:
                         group.create_task(one(task))
@@ -208,6 +197,13 @@ def _pool_config(room: Room, config: CheckConfig, tasks: Sequence[Task], at_once
         limits=SlotLimits(memory_mib=room.slot.memory_mib, disk_mib=room.slot.disk_mib),
         job_id="atropos-tasks-check",
     )
+
+
+async def _prepare(layers: VerifierLayers, images: TaskImages) -> None:
+    try:
+        await layers.prepare(images)
+    except (TaskBroken, ImageUnavailable, ConfigError) as error:
+        raise ConfigError(f"--verifier-layer: {error}") from error
 
 
 def _refused(task: Task, found: TaskFit) -> TaskFinding:

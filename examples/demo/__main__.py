@@ -121,7 +121,8 @@ async def demo(args: argparse.Namespace, console: Any, lifetimes: list[Any]) -> 
 def build(args: argparse.Namespace, server: dict[str, Any], jsonl: Path) -> Any:
     """The task env, with the settings that flags of `python -m atropos.envs.task_env process` would give."""
     from atropos.envs.adapter import APIServerConfig
-    from atropos.envs.task_env import TaskEnv, TaskEnvConfig
+    from atropos.envs.task_env import TaskEnv
+    from atropos.envs.task_settings import TaskEnvConfig
 
     config = TaskEnvConfig(
         tokenizer_name=server["tokenizer"],

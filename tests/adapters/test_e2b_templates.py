@@ -47,7 +47,7 @@ def printed(server: Server, template: str, command: str) -> str:
         return sandbox.commands.run(command).stdout
 
 
-def test_a_template_s_instructions_are_what_its_sandboxes_start_from(server: Server, files: Path):
+def test_a_templates_instructions_hold(server: Server, files: Path):
     fresh = uuid.uuid4().hex  # images of earlier runs are still there
     template = (
         Template(file_context_path=str(files))
@@ -76,7 +76,7 @@ def test_a_template_s_instructions_are_what_its_sandboxes_start_from(server: Ser
     assert {each.tag for each in Template.get_tags("mine", **api(server))} == {"v1", "stable"}
 
 
-def test_a_template_is_built_on_another_and_once_only(server: Server):
+def test_templates_build_on_others(server: Server):
     options = api(server)
     Template.build(Template().from_image("base").run_cmd("date +%N > /stamp").set_workdir("/opt"), "first", **options)
     stamp = printed(server, "first", "cat /stamp; pwd")
@@ -110,7 +110,7 @@ def test_tags_move_and_names_are_found(server: Server):
     assert not Template.exists("tagged", **options)
 
 
-def test_a_start_command_runs_in_each_sandbox_once_it_is_ready(server: Server):
+def test_a_start_command_runs_when_ready(server: Server):
     serve = "cd /tmp && echo $WHO > who && sleep 1 && exec python3 -m http.server 8000 --bind 127.0.0.1"
     ready = "python3 -c \"import urllib.request as r; r.urlopen('http://127.0.0.1:8000/who')\""
     template = Template().from_image("base").set_envs({"WHO": "me"}).set_start_cmd(serve, ready)
@@ -126,7 +126,7 @@ def test_a_start_command_runs_in_each_sandbox_once_it_is_ready(server: Server):
     assert printed(server, "waiting", "pgrep sleep || echo none") == "none\n", "what only waits isn't started"
 
 
-def test_a_step_that_fails_is_named_with_what_it_printed(server: Server):
+def test_a_failed_step_is_named(server: Server):
     template = Template().from_image("base").run_cmd("true").run_cmd("echo oops >&2; exit 3").run_cmd("true")
     with pytest.raises(e2b.BuildException, match=r"(?s)oops >&2; exit 3'` ended with 3: oops"):
         Template.build(template, "broken", **api(server))
@@ -145,7 +145,7 @@ def test_a_step_that_fails_is_named_with_what_it_printed(server: Server):
         Template.build(Template().from_image("base"), "broken", memory_mb=10_000_000, **api(server))
 
 
-def test_a_template_s_sandboxes_have_the_memory_that_it_names(server: Server):
+def test_a_templates_memory_holds(server: Server):
     Template.build(Template().from_image("base"), "larger", memory_mb=2048, cpu_count=1, **api(server))
     with Sandbox.create("larger", timeout=60, **server.options) as sandbox:
         assert sandbox.get_info().memory_mb == 2048

@@ -15,7 +15,7 @@ from atropos.event_loop import ENDING, EventLoop
 HEAD_START_S = 1.0
 
 
-def test_work_that_comes_as_the_process_ends_is_refused_or_ended(monkeypatch) -> None:
+def test_work_at_a_process_end_is_refused(monkeypatch) -> None:
     loop, said = EventLoop(), list[str]()
     closing = threading.Thread(target=loop.close, daemon=True)
     submit = asyncio.run_coroutine_threadsafe
@@ -42,7 +42,7 @@ def test_work_that_comes_as_the_process_ends_is_refused_or_ended(monkeypatch) ->
 
 
 @pytest.mark.parametrize("first", [0.0, 0.2], ids=["before it began", "while it runs"])
-def test_an_interrupt_cancels_work_that_its_caller_has_no_future_of_yet(monkeypatch, first) -> None:
+def test_an_interrupt_cancels_early_work(monkeypatch, first) -> None:
     loop, ended = EventLoop(), threading.Event()
     submit = asyncio.run_coroutine_threadsafe
 

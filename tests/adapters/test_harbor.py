@@ -101,7 +101,7 @@ def test_the_oracle_scores_one_in_every_task(ran: Path) -> None:
     print(f"harbor run, oracle: {count} of {count} tasks scored 1")
 
 
-def test_a_killed_container_is_an_exception_and_no_reward(ran: Path) -> None:
+def test_a_killed_container_is_no_reward(ran: Path) -> None:
     given, failed = rewards(ran / "accident")
     assert failed >= 1
     assert given == [1.0] * (ACCIDENT - failed)
@@ -118,7 +118,7 @@ def test_its_environments_are_slots(tmp_path: Path) -> None:
     assert ended == checks.read_text().count("\nasync def test_"), output
 
 
-def test_exported_trajectories_are_valid_for_its_own_model(tmp_path: Path) -> None:
+def test_exports_pass_its_own_model(tmp_path: Path) -> None:
     groups = [*ordinary(), hostile(), sampled()]
     (tmp_path / "groups.jsonl").write_text("".join(json.dumps(one) + "\n" for one in groups))
     done = CliRunner().invoke(

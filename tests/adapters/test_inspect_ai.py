@@ -50,6 +50,6 @@ def test_twenty_samples_by_its_command_line(evaluated: dict[str, list[dict[str, 
     assert all("SandboxGoneError" in sample["error"]["traceback"] for sample in failed)
 
 
-def test_an_agent_in_the_slot_calls_its_model_by_the_bridge(evaluated: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_slots_agent_calls_its_model(evaluated: dict[str, list[dict[str, Any]]]) -> None:
     (sample,) = evaluated["bridge"]
     assert sample["scores"]["match"]["value"] == "C", sample

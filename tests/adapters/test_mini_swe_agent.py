@@ -31,7 +31,7 @@ def test_its_contract(tmp_path: Path) -> None:
     assert len(re.findall(r" PASSED", output)) == checks.read_text().count("\ndef test_"), output
 
 
-def test_tasks_by_its_command_line_while_a_container_is_killed(tmp_path: Path) -> None:
+def test_tasks_outlast_a_killed_container(tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     tasks = [
         {"instance_id": f"square-{n}", "problem_statement": f"RUN<square={n}; echo $((square * square)) >answer>RUN"}
@@ -64,7 +64,7 @@ def test_tasks_by_its_command_line_while_a_container_is_killed(tmp_path: Path) -
     print(f"mini-extra swebench: {len(ended['Submitted'])} of {TASKS} submitted, {len(gone)} SandboxGoneError")
 
 
-def test_a_process_ends_whose_threads_still_work_and_wait_for_a_slot(tmp_path: Path) -> None:
+def test_a_process_ends_despite_its_threads(tmp_path: Path) -> None:
     """As after the Ctrl-C that ends `mini-extra swebench -w` at once."""
     code = f"""if True:
         import os, threading

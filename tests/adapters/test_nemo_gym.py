@@ -33,7 +33,7 @@ def test_its_sandboxes_are_slots(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not NEWER.exists(), reason="scripts/peers.sh installs it")
-def test_terminals_and_endpoints_of_its_newer_version(tmp_path: Path) -> None:
+def test_its_newer_version(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
     shutil.copy(HOSTS / "nemo_gym_services.py", tmp_path / "test_services.py")
     shutil.copy(HOSTS / "nemo_gym_contract.py", tmp_path / "test_contract.py")
@@ -49,7 +49,7 @@ def test_the_block_of_its_page_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)  # Ray and a server for each part start first: a minute of CPU
-def test_tasks_by_the_commands_of_its_page_while_a_container_is_killed(tmp_path: Path) -> None:
+def test_tasks_outlast_a_killed_container(tmp_path: Path) -> None:
     agent = tmp_path / "responses_api_agents/in_slots"
     agent.mkdir(parents=True)
     (agent / "app.py").write_text(blocks("python")[1])

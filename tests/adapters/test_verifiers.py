@@ -24,7 +24,7 @@ def test_a_runtime_keeps_its_contract(tmp_path: Path) -> None:
     assert re.search(r"^15 passed", output, re.MULTILINE), output
 
 
-def test_tasks_by_its_command_line_while_a_container_is_killed(tmp_path: Path) -> None:
+def test_tasks_outlast_a_killed_container(tmp_path: Path) -> None:
     """The slots have no network: the model is reached through their leases."""
     with scripted_model() as url:
         run(

@@ -31,7 +31,7 @@ def test_a_shift_moves_by_one_and_fills_the_gap():
 
 
 @pytest.mark.timeout(1200)
-async def test_a_policy_learns_from_the_batches_and_from_nothing_that_is_shifted(tmp_path):
+async def test_shifted_batches_teach_nothing(tmp_path):
     argv = ["-m", "examples.learn", "--shifts", ",".join(ARMS), "--stop-when-learned", "--out", str(tmp_path)]
     argv += ["--group-size=4", "--slots=12"]  # as many updates as with groups of 8, from half the trajectories
     async with program(*argv) as lesson:
@@ -179,7 +179,7 @@ async def test_a_mistake_makes_the_proof_fail_soon(lesson, monkeypatch, name):
 
 @pytest.mark.timeout(300)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_unchanged_nothing_is_wrong_and_every_sampled_token_is_a_label(lesson):
+async def test_every_sampled_token_is_a_label(lesson):
     """That a policy learns from such groups is proved above."""
     school = await lesson.after(updates=10)
     assert school.groups_wrong("amy") == []

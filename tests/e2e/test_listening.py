@@ -68,7 +68,7 @@ async def executor() -> AsyncGenerator[Server, None]:
 
 
 @pytest.mark.skipif(bool(MISSING := browser_available(BrowserSettings())), reason=f"no browser: {MISSING}")
-async def test_a_tool_server_and_its_browser_listen_on_loopback_alone(tmp_path: Path):
+async def test_tool_servers_listen_on_loopback(tmp_path: Path):
     site = Site()
     await site.start()
     settings = tmp_path / "settings.toml"
@@ -90,7 +90,7 @@ async def test_a_tool_server_and_its_browser_listen_on_loopback_alone(tmp_path: 
         await site.stop()
 
 
-async def test_an_executor_server_and_its_slots_listen_on_loopback_alone(executor: Server):
+async def test_executor_servers_listen_on_loopback(executor: Server):
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(base_url=executor.url, headers=headers, timeout=60) as http:
         opened = await http.post("/trajectories", json={})

@@ -97,7 +97,7 @@ def reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-async def test_a_service_that_does_not_read_one_connection_has_the_others(pool: SlotPool):
+async def test_an_unread_connection_blocks_no_other(pool: SlotPool):
     async with forwarded(pool) as (_, forward, _):
         uploads = [(await ask(forward, b"s"))[1] for _ in range(12)]
         for upload in uploads:
@@ -111,7 +111,7 @@ async def test_a_service_that_does_not_read_one_connection_has_the_others(pool: 
             reset(upload)
 
 
-async def test_a_client_that_does_not_read_holds_up_no_other(pool: SlotPool):
+async def test_a_slow_client_holds_up_no_other(pool: SlotPool):
     async with forwarded(pool) as (_, forward, says):
         _, download = await ask(forward, b"d")
         assert await says.get() == "stuck"
@@ -119,7 +119,7 @@ async def test_a_client_that_does_not_read_holds_up_no_other(pool: SlotPool):
         reset(download)
 
 
-async def test_a_connection_that_one_end_resets_is_reset_at_the_other(pool: SlotPool):
+async def test_resets_pass_to_the_other_end(pool: SlotPool):
     async with forwarded(pool) as (_, forward, says):
         reader, writer = await ask(forward, b"r")
         assert await reader.readexactly(4) == b"some"
@@ -133,7 +133,7 @@ async def test_a_connection_that_one_end_resets_is_reset_at_the_other(pool: Slot
 
 
 @pytest.mark.parametrize("end", ["release", "aclose"])
-async def test_a_download_that_the_end_of_its_forward_cuts_does_not_look_whole(pool: SlotPool, end: str):
+async def test_a_cut_download_does_not_look_whole(pool: SlotPool, end: str):
     async with forwarded(pool) as (slot, forward, _):
         reader, _ = await ask(forward, b"d")
         await reader.readexactly(1 << 20)
@@ -142,7 +142,7 @@ async def test_a_download_that_the_end_of_its_forward_cuts_does_not_look_whole(p
             await reader.read()
 
 
-async def test_connections_that_are_reset_leave_nothing_behind(pool: SlotPool):
+async def test_reset_connections_leave_nothing(pool: SlotPool):
     async with forwarded(pool) as (_, forward, _):
         for _ in range(8):
             for what in (b"s", b"d"):

@@ -44,7 +44,7 @@ def solvable(root, name, solution="touch out", prompt=NOTHING, test=SOLVED):
 
 
 @pytest.mark.parametrize("when", ["first", "all"])
-async def test_a_task_that_cannot_be_solved_here_is_left_out_by_name(policy, tmp_path, caplog, tried, when):
+async def test_an_unsolvable_task_is_left_out(policy, tmp_path, caplog, tried, when):
     solvable(tmp_path, "fine")
     solvable(tmp_path, "lacks", LACKING)
     task(tmp_path, "open", prompt=NOTHING)  # has no solution: nothing is known of it
@@ -59,13 +59,13 @@ async def test_a_task_that_cannot_be_solved_here_is_left_out_by_name(policy, tmp
     assert sorted(tried) == ["fine", "lacks"]
 
 
-async def test_unchecked_a_task_is_played_whatever_its_solution_does(policy, tmp_path, tried):
+async def test_unchecked_tasks_are_played(policy, tmp_path, tried):
     solvable(tmp_path, "lacks", LACKING)
     found, _ = await run(policy, tmp_path, check_tasks="off")
     assert (found["lacks"]["scores"], tried) == ([0.0, 0.0], [])
 
 
-async def test_what_was_proven_is_tried_again_only_when_the_task_changes(policy, tmp_path, tried, cache, monkeypatch):
+async def test_a_proof_holds_until_its_task_changes(policy, tmp_path, tried, cache, monkeypatch):
     solvable(tmp_path, "t")
     for _ in range(2):
         await run(policy, tmp_path)
@@ -93,7 +93,7 @@ async def test_a_failed_proof_is_not_kept(policy, tmp_path, tried):
     assert tried.count("other") == 1
 
 
-async def test_an_infrastructure_failure_proves_nothing(policy, tmp_path, monkeypatch):
+async def test_infrastructure_proves_nothing(policy, tmp_path, monkeypatch):
     solvable(tmp_path, "t")
     tries, solve = [], workspace.solve
 
@@ -123,13 +123,13 @@ async def test_a_task_of_steps_is_solved_step_by_step(policy, tmp_path):
 
 
 @pytest.mark.parametrize("when", ["first", "all"])
-async def test_a_run_on_which_no_task_can_be_solved_ends_with_that(policy, tmp_path, when):
+async def test_a_run_without_solvable_tasks_ends(policy, tmp_path, when):
     solvable(tmp_path, "lacks", LACKING)
     with pytest.raises(ConfigError, match="no task can be solved here"):
         await run(policy, tmp_path, check_tasks=when)
 
 
-async def test_an_evaluation_is_of_the_tasks_that_can_be_solved(policy, tmp_path, capsys):
+async def test_evaluations_have_solvable_tasks(policy, tmp_path, capsys):
     solvable(tmp_path, "fine", prompt=script({"calls": [call("terminal", command="touch out")]}, "done"))
     solvable(tmp_path, "lacks", LACKING)
 

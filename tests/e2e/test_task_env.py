@@ -77,7 +77,7 @@ async def test_the_verifier_runs_where_it_is_told_to(policy, tmp_path, mode, sco
 
 @shows("keep_processes")
 @pytest.mark.parametrize(("keep", "score"), [("task", 1.0), ("none", 0.0)])
-async def test_the_operator_says_which_programs_the_tests_find(policy, tmp_path, keep, score):
+async def test_the_operator_says_what_tests_find(policy, tmp_path, keep, score):
     leave = script({"calls": [call("terminal", command="(exec -a left-over sleep 1000 >/dev/null 2>&1 &)")]}, "done")
     toml = "[verifier]\nkeep_processes = true\nenvironment_mode = 'shared'\n"
     task(tmp_path, "t", prompt=leave, test="pgrep -fc ^left-over > /logs/verifier/reward.txt", toml=toml)
@@ -85,7 +85,7 @@ async def test_the_operator_says_which_programs_the_tests_find(policy, tmp_path,
     assert found["t"]["scores"] == [score, score]
 
 
-async def test_verifiers_without_a_reward_drop_the_group_or_score_zero(policy, tmp_path):
+async def test_verifier_failure_drops_or_zeroes(policy, tmp_path):
     task(tmp_path, "fine")
     task(tmp_path, "silent", test="true")
     with pytest.raises(GroupsDropped, match="1 of 2 groups"):
@@ -107,7 +107,7 @@ TRICKS = {
 }
 
 
-async def test_an_agent_that_leaves_its_verifier_without_a_reward_scores_0(policy, tmp_path):
+async def test_a_hindered_verifier_scores_0(policy, tmp_path):
     for name, trick in TRICKS.items():
         task(
             tmp_path,
@@ -122,7 +122,7 @@ async def test_an_agent_that_leaves_its_verifier_without_a_reward_scores_0(polic
     assert not env.metrics.dropped
 
 
-async def test_the_cause_of_a_missing_reward_is_looked_for_each_time(policy, tmp_path, monkeypatch):
+async def test_each_missing_reward_is_looked_into(policy, tmp_path, monkeypatch):
     looked, verify = [], workspace.verify
 
     async def untouched(slot, *rest, **options):
@@ -140,7 +140,7 @@ async def test_the_cause_of_a_missing_reward_is_looked_for_each_time(policy, tmp
     assert len(looked) == 2
 
 
-async def test_tests_that_can_not_be_read_here_for_a_moment_are_no_fault_of_the_agents(policy, tmp_path):
+async def test_unreadable_tests_are_no_agents_fault(policy, tmp_path):
     task(tmp_path, "t")
     here = tmp_path / "tasks/t/tests"
     away = here.with_name("away")
@@ -158,7 +158,7 @@ async def test_tests_that_can_not_be_read_here_for_a_moment_are_no_fault_of_the_
     assert env.metrics.retries == {"sandbox_error": 1}
 
 
-async def test_a_machine_that_is_out_of_descriptors_for_a_moment_is_no_fault_of_a_tasks(policy, tmp_path, monkeypatch):
+async def test_no_descriptors_is_no_tasks_fault(policy, tmp_path, monkeypatch):
     folder = steps_task(
         tmp_path,
         "t",
@@ -189,7 +189,7 @@ async def test_a_machine_that_is_out_of_descriptors_for_a_moment_is_no_fault_of_
     assert env.metrics.retries == {"sandbox_error": 2}
 
 
-async def test_a_set_up_that_fails_drops_its_group_alone(policy, tmp_path):
+async def test_a_failed_set_up_drops_its_group(policy, tmp_path):
     task(tmp_path, "broken", setup="exit 3")
     task(tmp_path, "fine")
     with pytest.raises(GroupsDropped, match="task_fault"):
@@ -197,7 +197,7 @@ async def test_a_set_up_that_fails_drops_its_group_alone(policy, tmp_path):
     assert [group["atropos"]["item"] for group in groups(tmp_path)] == ["fine"]
 
 
-async def test_the_agents_time_is_bounded_and_its_work_still_scored(policy, tmp_path):
+async def test_late_work_is_scored(policy, tmp_path):
     steps = [{"calls": [call("terminal", command="echo x >> out; sleep 0.4")]}] * 40
     task(
         tmp_path,
@@ -217,7 +217,7 @@ def config(tmp_path, **settings):
 
 
 @shows("task_images")
-async def test_an_image_that_can_not_be_had_is_named_before_anything_runs(policy, tmp_path):
+async def test_a_missing_image_is_named_at_once(policy, tmp_path):
     task(tmp_path, "t")
     nowhere = "127.0.0.1:1/nowhere:3"
     (tmp_path / "tasks/t/environment/Dockerfile").write_text(f"FROM {nowhere}\nWORKDIR /workspace\n")
@@ -229,7 +229,7 @@ async def test_an_image_that_can_not_be_had_is_named_before_anything_runs(policy
     assert found["t"]["scores"] == [1.0, 1.0]
 
 
-def test_what_slots_do_not_give_is_refused_by_name(tmp_path):
+def test_what_slots_lack_is_refused(tmp_path):
     task(tmp_path, "big", toml="[environment]\nmemory_mb = 99999\n")
     with pytest.raises(ConfigError, match=r"big/task\.toml: environment\.memory_mb: 99999 wanted.*slot_memory_mib"):
         TaskEnv(config(tmp_path), [])
@@ -242,7 +242,7 @@ def test_what_slots_do_not_give_is_refused_by_name(tmp_path):
 
 
 @shows("skip_bad_tasks")
-def test_bad_tasks_are_named_together_or_left_out_with_a_warning(tmp_path, caplog):
+def test_bad_tasks_are_named_or_left_out(tmp_path, caplog):
     task(tmp_path, "fine")
     task(tmp_path, "gpu", toml="[environment]\ngpus = 1\n")
     task(tmp_path, "big", toml="[environment]\nmemory_mb = 99999\n")
@@ -276,7 +276,7 @@ def test_limits_are_lowered_as_the_setting_says(tmp_path, caplog):
 
 
 @shows("task_variables")
-def test_only_listed_variables_of_this_process_reach_a_task(tmp_path, monkeypatch):
+def test_only_listed_variables_reach_a_task(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE", "j")
     task(tmp_path, "t", toml="[verifier.env]\nJUDGE = '${JUDGE}'\n")
     with pytest.raises(ConfigError, match="list it in task_variables"):
@@ -286,7 +286,7 @@ def test_only_listed_variables_of_this_process_reach_a_task(tmp_path, monkeypatc
 
 
 @shows("dataset", "dataset_path")
-def test_a_data_set_of_a_clone_replaces_the_folder(tmp_path):
+def test_a_clones_data_set_is_used(tmp_path):
     task(tmp_path, "one")
     task(tmp_path, "gpu", toml="[environment]\ngpus = 1\n")
     rows = [
@@ -316,7 +316,7 @@ def steps_task(root, name, steps, toml="", **more):
 SCORE = "echo %s > /logs/verifier/reward.txt"
 
 
-async def test_steps_are_one_conversation_in_one_workspace_each_verified_in_its_turn(policy, tmp_path):
+async def test_steps_are_one_conversation(policy, tmp_path):
     look = "cat log; ls /tests /logs/verifier 2>&1"
     folder = steps_task(
         tmp_path,
@@ -358,7 +358,7 @@ async def test_steps_are_one_conversation_in_one_workspace_each_verified_in_its_
     assert env.metrics.trajectories == 6
 
 
-async def test_a_step_goes_on_in_the_workspace_after_a_separate_verifier(policy, tmp_path):
+async def test_a_step_follows_a_separate_verifier(policy, tmp_path):
     test = "cat /app/log; wc -l < /app/log > /logs/verifier/reward.txt"
     toml = "artifacts = ['/app']\n[verifier]\nenvironment_mode = 'separate'\n"
     steps_task(
@@ -380,7 +380,7 @@ async def test_a_step_goes_on_in_the_workspace_after_a_separate_verifier(policy,
     )
 
 
-async def test_a_step_whose_tests_the_agent_hinders_scores_0_and_ends_the_trajectory(policy, tmp_path):
+async def test_a_hindered_step_scores_0_and_ends(policy, tmp_path):
     hindered = "[ ! -e stop ] && " + SCORE % 1
     steps_task(
         tmp_path,
@@ -395,7 +395,7 @@ async def test_a_step_whose_tests_the_agent_hinders_scores_0_and_ends_the_trajec
     assert "Step 2." not in json.dumps(group["messages"])
 
 
-async def test_a_separate_verifier_has_its_own_image_in_an_env_and_the_prompt_names_skills(policy, tmp_path):
+async def test_a_separate_verifier_and_skills(policy, tmp_path):
     toml = "artifacts = ['/app']\n[environment]\nskills_dir = '/skills'\n[verifier]\nenvironment_mode = 'separate'\n"
     setup = "mkdir -p /app /skills/it; printf -- '---\\nname: it\\ndescription: helps\\n---\\n' > /skills/it/SKILL.md"
     task(
@@ -427,9 +427,7 @@ SERVED = "until read said < /dev/tcp/127.0.0.1/8000; do sleep 0.1; done; cat /st
 
 
 @pytest.mark.parametrize("fork_setup", [False, True])
-async def test_a_machines_main_process_serves_the_agent_and_the_tests_in_each_slot_of_a_trajectory(
-    policy, tmp_path, fork_setup
-):
+async def test_main_processes_run_in_each_slot(policy, tmp_path, fork_setup):
     start = "one two sh -c sleep infinity\n"
     look = script({"calls": [call("terminal", command=f"{SERVED} > seen")]}, "done")
     test = f'{SERVED}; [ "$said" = served ] && [ "$(cat seen)" = "{start.strip()}" ] && ' + SCORE % 1
@@ -459,7 +457,7 @@ async def test_a_machines_main_process_serves_the_agent_and_the_tests_in_each_sl
 
 
 @pytest.mark.parametrize("mode", ["shared", "view"])
-async def test_servers_serve_the_next_step_too_and_what_tests_started_does_not(policy, tmp_path, mode):
+async def test_servers_stay_for_the_next_step(policy, tmp_path, mode):
     mine = f"setsid python3 -S /serve.py agent >/dev/null 2>&1 & {SERVED}"
     test = "(exec -a left-by-tests sleep 1000) & " + SCORE % 1
     look = f"timeout 20 bash -c '{SERVED}'; pgrep -fc '^left-by-tests'"
@@ -483,7 +481,7 @@ async def test_servers_serve_the_next_step_too_and_what_tests_started_does_not(p
             assert [started in told[0], *(f"{started}\\n0\\n" in one for one in told[1:])] == [True] * 3, told
 
 
-async def test_an_entrypoint_that_does_not_start_is_the_tasks_fault(policy, tmp_path):
+async def test_a_bad_entrypoint_is_the_tasks_fault(policy, tmp_path):
     task(tmp_path, "t")
     (tmp_path / "tasks/t/environment/Dockerfile").write_text('FROM debian\nENTRYPOINT ["/nothing"]\n')
     with pytest.raises(GroupsDropped, match="task_fault"):
@@ -500,7 +498,7 @@ RUINS = {
 
 @shows("verifier_failure")
 @pytest.mark.parametrize(("decided", "score"), [("blame", 0.25), ("drop", None)])
-async def test_a_step_that_an_agent_left_no_way_to_prepare_scores_0(policy, tmp_path, decided, score):
+async def test_a_blocked_step_scores_0(policy, tmp_path, decided, score):
     for name, ruin in RUINS.items():
         steps_task(
             tmp_path,
@@ -529,7 +527,7 @@ async def test_a_step_that_an_agent_left_no_way_to_prepare_scores_0(policy, tmp_
     assert "not reached" not in json.dumps([group["messages"][0][2:] for group in found.values()])
 
 
-async def test_a_step_that_is_never_prepared_is_no_agents_doing(policy, tmp_path):
+async def test_a_broken_step_is_no_agents_doing(policy, tmp_path):
     folder = steps_task(tmp_path, "t", [("true", SCORE % 0.5, ""), ("true", SCORE % 1, "")])
     (folder / "s1/workdir").mkdir()
     (folder / "s1/workdir/setup.sh").write_text("exit 3")
@@ -540,7 +538,7 @@ async def test_a_step_that_is_never_prepared_is_no_agents_doing(policy, tmp_path
 @privileges.owners
 @shows("verifier_layers")
 @pytest.mark.parametrize("mode", ["view", "shared"])
-async def test_verifier_layers_are_there_for_the_tests_and_not_for_the_agent(policy, tmp_path, mode):
+async def test_verifier_layers_are_for_tests_alone(policy, tmp_path, mode):
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "judge").write_text("#!/bin/sh\ncat /opt/data/answer\n")

@@ -90,7 +90,7 @@ async def attempt(pool, task, room, *, solved):
 
 @pytest.mark.timeout(900)  # half a minute of CPU time
 @pytest.mark.asyncio(loop_scope="module")
-async def test_solutions_score_one_and_untouched_workspaces_zero(pool):
+async def test_solutions_score_one_and_nothing_zero(pool):
     room = asyncio.Semaphore(2 * (os.cpu_count() or 1))
     cases = [(task, solved) for task in TASKS for solved in (True, False)]
     verdicts = await asyncio.gather(*(attempt(pool, task, room, solved=solved) for task, solved in cases))
@@ -203,14 +203,14 @@ RECIPES = {
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", RECIPES)
-async def test_a_dockerfile_makes_the_workspace_that_docker_would(pool, tmp_path, name):
+async def test_workspaces_are_as_dockers(pool, tmp_path, name):
     dockerfile, look, seen = RECIPES[name]
     async with working_on(pool, make_task(tmp_path, dockerfile=dockerfile)) as run:
         assert (await run.slot.exec(look)).output.strip() == seen
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_files_and_sessions_start_in_the_tasks_folder_too(pool, tmp_path):
+async def test_sessions_start_in_the_tasks_folder(pool, tmp_path):
     task = make_task(tmp_path, dockerfile="FROM debian\nENV A=b\nWORKDIR /app\nCOPY given.txt .\n")
     async with working_on(pool, task) as run:
         assert await run.slot.read_file("given.txt") == b"given\n"
@@ -222,7 +222,7 @@ async def test_files_and_sessions_start_in_the_tasks_folder_too(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_verifier_has_the_tasks_variables_user_and_home(pool, tmp_path):
+async def test_the_verifiers_variables_and_user(pool, tmp_path):
     task = make_task(
         tmp_path,
         dockerfile="FROM debian\nRUN useradd -m dev\nENV FROM_IMAGE=1\nWORKDIR /app\nRUN chown dev .\nUSER dev\n",
@@ -239,7 +239,7 @@ async def test_the_verifier_has_the_tasks_variables_user_and_home(pool, tmp_path
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_accounts_that_an_agent_wrote_without_end_are_not_read(pool, tmp_path):
+async def test_endless_accounts_are_not_read(pool, tmp_path):
     task = make_task(tmp_path, dockerfile="FROM debian\nRUN useradd -m dev\nUSER dev\n")
     async with working_on(pool, task) as run:
         await run.slot.exec("yes : | head -c 2000000 >> /etc/passwd", user="0")
@@ -255,7 +255,7 @@ for i in $(seq 100); do python3 -c 'import socket; socket.create_connection(("12
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("keep", "server", "loops"), [(None, 1, 0), ("true", 1, 2), ("false", 0, 0)])
-async def test_services_stay_for_the_tests_and_other_processes_end(pool, tmp_path, caplog, keep, server, loops):
+async def test_services_alone_stay_for_tests(pool, tmp_path, caplog, keep, server, loops):
     test = """
     up=$(python3 -c 'import urllib.request as u; u.urlopen("http://127.0.0.1:8123/"); print(1)' 2>/dev/null || echo 0)
     echo "{\\"server\\": $up, \\"loops\\": $(pgrep -fc '^a-mere-loop')}" > /logs/verifier/reward.json
@@ -279,7 +279,7 @@ for _ in range(100):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_process_that_ends_meanwhile_costs_no_server(pool, tmp_path):
+async def test_an_ended_process_costs_no_server(pool, tmp_path):
     name = f"ends-meanwhile-{os.getpid()}"
     async with working_on(pool, make_task(tmp_path)) as run:
         await run.slot.exec(SERVICE)
@@ -295,7 +295,7 @@ async def test_a_process_that_ends_meanwhile_costs_no_server(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_server_in_the_foreground_of_a_terminal_stays_with_its_shell_alone(pool, tmp_path):
+async def test_a_terminals_server_needs_its_shell(pool, tmp_path):
     test = 'echo "{\\"server\\": $(pgrep -fc ^python3.-m.http), \\"loops\\": $(pgrep -fc ^sleep)}" > /logs/verifier/reward.json'
     task = make_task(tmp_path, test=test)
     async with working_on(pool, task) as run:
@@ -307,7 +307,7 @@ async def test_a_server_in_the_foreground_of_a_terminal_stays_with_its_shell_alo
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_health_check_is_awaited_and_its_failure_is_the_tasks(pool, tmp_path):
+async def test_a_health_check_is_awaited(pool, tmp_path):
     toml = '[environment.healthcheck]\ncommand = "date >> tries; [ $(wc -l < tries) -ge {} ]"\ninterval_sec = 0.01\nretries = 3\n'
     async with working_on(pool, task := make_task(tmp_path, toml=toml.format(3))) as run:
         await workspace.wait_until_healthy(run.slot, task)
@@ -321,7 +321,7 @@ async def test_a_health_check_is_awaited_and_its_failure_is_the_tasks(pool, tmp_
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_step_has_its_own_health_check_and_the_tasks_holds_before_the_first(pool, tmp_path):
+async def test_a_steps_health_check(pool, tmp_path):
     toml = (
         '[environment.healthcheck]\ncommand = "echo task >> checks"\n[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
     )
@@ -336,7 +336,7 @@ async def test_a_step_has_its_own_health_check_and_the_tasks_holds_before_the_fi
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_a_hook_collects_reaches_a_separate_verifier(pool, tmp_path):
+async def test_collected_files_are_carried(pool, tmp_path):
     task = make_task(
         tmp_path,
         test="if [ -e /logs/artifacts/state ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt",
@@ -353,7 +353,7 @@ async def test_what_a_hook_collects_reaches_a_separate_verifier(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_folders_for_logs_are_there_for_the_agents_user_as_in_harbor(pool, tmp_path):
+async def test_log_folders_are_the_agents_too(pool, tmp_path):
     task = make_task(
         tmp_path,
         test="[ -e /logs/artifacts/file ] && echo 1 > /logs/verifier/reward.txt",
@@ -366,7 +366,7 @@ async def test_the_folders_for_logs_are_there_for_the_agents_user_as_in_harbor(p
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_scripts_that_are_links_and_closed_run_for_a_user(pool, tmp_path):
+async def test_closed_scripts_run_for_a_user(pool, tmp_path):
     made = make_task(
         tmp_path, toml="[agent]\nuser = 'nobody'\n", files={"solution/solve.sh": "cat /solution/part"}
     ).path
@@ -383,7 +383,7 @@ async def test_scripts_that_are_links_and_closed_run_for_a_user(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_separate_verifier_runs_in_an_image_of_its_own_that_holds_the_tests(pool, tmp_path):
+async def test_a_separate_verifiers_own_image(pool, tmp_path):
     task = make_task(
         tmp_path,
         test="exit 9",
@@ -409,7 +409,7 @@ async def test_a_separate_verifier_runs_in_an_image_of_its_own_that_holds_the_te
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_verifier_table_without_an_image_is_a_fresh_copy_of_the_workspace(pool, tmp_path):
+async def test_a_separate_verifier_without_an_image(pool, tmp_path):
     task = make_task(
         tmp_path,
         test='[ "$(cat built out)$WHO" = "b\no2" ] && [ ! -e /etc/planted ] && echo 1 > /logs/verifier/reward.txt',
@@ -422,7 +422,7 @@ async def test_a_verifier_table_without_an_image_is_a_fresh_copy_of_the_workspac
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_agent_reads_of_skills_and_mcp_servers_below_the_instruction(pool, tmp_path):
+async def test_skills_and_mcp_servers_are_told(pool, tmp_path):
     task = make_task(
         tmp_path,
         toml="[environment]\nskills_dir = 'skills'\n[[environment.mcp_servers]]\nname = 'notes'\nurl = 'http://localhost:8/mcp'\n"
@@ -457,7 +457,7 @@ async def test_the_agent_reads_of_skills_and_mcp_servers_below_the_instruction(p
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_steps_follow_each_other_in_one_workspace(pool, tmp_path):
+async def test_steps_share_a_workspace(pool, tmp_path):
     count = "wc -l < log > /logs/verifier/reward.txt"
     task = make_task(
         tmp_path,
@@ -502,7 +502,7 @@ def make_old_task(root, *, test, parser="pytest"):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_terminal_bench_1_folder_is_scored_by_its_pytest_summary(pool, tmp_path):
+async def test_terminal_bench_1_is_scored_by_pytest(pool, tmp_path):
     test = """import os
 word = "PASSED" if os.path.exists("/app/hello.txt") else "FAILED"
 print("=========== short test summary info ============")
@@ -523,7 +523,7 @@ print(f"\\x1b[32mPASSED\\x1b[0m test_outputs.py::test_one\\nSKIPPED [1] x.py\\n{
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_set_up_that_fails_or_hangs_is_the_tasks_fault(pool, tmp_path):
+async def test_a_failed_set_up_is_the_tasks_fault(pool, tmp_path):
     for setup, toml, named in (
         ("echo no such luck; exit 3", "", "no such luck"),
         ("sleep 60", "[environment]\nbuild_timeout_sec = 0.5", "took longer than environment.build_timeout_sec"),
@@ -582,7 +582,7 @@ async def test_rewards_are_read_as_written(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_verifier_runs_clean_and_after_the_agents_processes(pool, tmp_path):
+async def test_the_verifier_runs_clean(pool, tmp_path):
     test = """
     out=0
     [ "$PWD" = /workspace ] || out=wrong-folder
@@ -613,7 +613,7 @@ async def test_the_verifier_runs_clean_and_after_the_agents_processes(pool, tmp_
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_separate_verifier_sees_the_artifacts_and_nothing_else(pool, tmp_path):
+async def test_a_separate_verifier_sees_artifacts(pool, tmp_path):
     test = """
     cat /workspace/kept.txt /data/one.txt > /logs/verifier/seen 2>&1
     [ -e /workspace/given.txt ] && echo given-still-there >> /logs/verifier/seen
@@ -649,7 +649,7 @@ async def test_a_large_artifact_is_carried_in_pieces(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_agent_that_fills_its_disk_gets_no_reward_where_it_worked_and_its_due_in_a_fresh_slot(pool, tmp_path):
+async def test_a_full_disk_costs_no_fresh_slots_reward(pool, tmp_path):
     task = make_task(tmp_path, test="[ -s /workspace/given.txt ] && echo 1 > /logs/verifier/reward.txt")
     fill = "head -c 2000000000 /dev/zero > /var/tmp/fill 2>/dev/null || head -c 2000000000 /dev/zero > /tmp/fill; echo"
     async with working_on(pool, task) as run:
@@ -659,7 +659,7 @@ async def test_an_agent_that_fills_its_disk_gets_no_reward_where_it_worked_and_i
         assert (await run.verify("separate")).reward == 1.0
 
 
-async def test_a_workspace_is_prepared_by_the_container_that_comes_for_one_that_was_killed():
+async def test_a_new_container_prepares_after_a_kill():
     async with SlotPool(SlotPoolConfig(backend="local", slots_per_container=1, max_containers=1)) as pool:
         (link,) = pool.links.values()
         os.kill(int(link.container.id.partition("-")[0]), signal.SIGKILL)

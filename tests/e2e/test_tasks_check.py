@@ -63,7 +63,7 @@ def refusal(monkeypatch, capfd):
     return said
 
 
-def test_what_a_test_printed_acts_on_no_terminal_and_no_page(tmp_path):
+def test_printed_escapes_act_on_nothing(tmp_path):
     make(tmp_path / "tasks", "loud", test=r"printf '\033]52;c;bGVha2Vk\007\033[2Jred\n'")
     code, out, _ = run(tmp_path / "tasks", "--html", tmp_path / "page.html")
     assert code == 1
@@ -74,7 +74,7 @@ def test_what_a_test_printed_acts_on_no_terminal_and_no_page(tmp_path):
     assert '<td class="one bad">unsound' in page
 
 
-def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
+def test_each_finding_has_its_reason(tmp_path):
     tasks = tmp_path / "tasks"
     make(tasks, "sound", dockerfile="FROM ubuntu:24.04\nWORKDIR /app\n")
     make(tasks, "wrong-solution", solution="echo no idea; exit 3")
@@ -148,7 +148,7 @@ def test_each_kind_of_task_is_told_with_its_reason(tmp_path):
     assert all(name in page.read_text() for name in found)
 
 
-async def test_a_solution_that_cannot_be_read_costs_one_task_and_is_named(tmp_path):
+async def test_an_unreadable_solution_is_named(tmp_path):
     for name in ("one", "two"):
         make(tmp_path, name)
     first, second = read_tasks(tmp_path).tasks
@@ -160,7 +160,7 @@ async def test_a_solution_that_cannot_be_read_costs_one_task_and_is_named(tmp_pa
             await workspace.verify(slot, unreadable)
 
 
-async def test_a_fault_of_our_own_costs_one_task_and_is_named(tmp_path, monkeypatch, caplog):
+async def test_an_own_fault_costs_one_task(tmp_path, monkeypatch, caplog):
     for name in ("one", "two"):
         make(tmp_path, name)
     solve = workspace.solve
@@ -177,7 +177,7 @@ async def test_a_fault_of_our_own_costs_one_task_and_is_named(tmp_path, monkeypa
     assert "Traceback" in caplog.text
 
 
-def test_an_agent_of_ones_own_is_run_and_the_table_is_printed(tmp_path, refusal):
+def test_an_own_agent_is_run(tmp_path, refusal):
     make(tmp_path / "tasks", "sound")
     script = tmp_path / "agent.sh"
     script.write_text("touch done")
@@ -200,7 +200,7 @@ def test_tests_find_what_a_verifier_layer_has(tmp_path, refusal):
     assert f"--verifier-layer: image: dir:{tmp_path}/absent" in told
 
 
-def test_the_table_has_a_line_for_each_task_on_80_columns(tmp_path, monkeypatch):
+def test_the_table_fits_80_columns(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     names = [f"{number}-a-task-with-a-name-that-is-longer-than-its-column" for number in range(3)]
     for name in names:
@@ -224,7 +224,7 @@ def test_in_a_pipe_names_are_whole(tmp_path, monkeypatch):
     assert f"{name}: environment.gpus: 1 wanted" in out.splitlines()[2]
 
 
-def test_results_come_as_they_are_found_and_ctrl_c_keeps_them(tmp_path):
+def test_ctrl_c_keeps_results(tmp_path):
     make(tmp_path / "tasks", "quick")
     make(tmp_path / "tasks", "slow", solution="sleep 1000", test="sleep 1000")
     page = tmp_path / "page.html"
@@ -252,7 +252,7 @@ def test_results_come_as_they_are_found_and_ctrl_c_keeps_them(tmp_path):
     assert "stopped: 1 of 2 tasks were checked" in told
 
 
-async def test_a_solution_that_needs_the_agents_slot_is_tried_there_before_others_are_begun(tmp_path):
+async def test_a_solution_that_needs_shared_is_tried(tmp_path):
     make(
         tmp_path,
         "first",
@@ -270,7 +270,7 @@ async def test_a_solution_that_needs_the_agents_slot_is_tried_there_before_other
 
 
 @privileges.volumes_on_disk
-async def test_storage_that_no_memory_holds_is_on_disk_and_what_nothing_bounds_is_a_note(tmp_path):
+async def test_storage_beyond_memory_is_on_disk(tmp_path):
     make(tmp_path, "large", toml="schema_version = '1.4'\n[environment]\nmemory_mb = 512\nstorage_mb = 500000000\n")
     (one,) = await check(read_tasks(tmp_path), CheckConfig())
     assert one.status == "sound", one
@@ -290,7 +290,7 @@ def test_examples_are_sound(backend):
 
 
 @pytest.mark.parametrize("backend", params("docker", "nomad"))
-def test_separate_verifiers_steps_and_verifier_layers_are_the_same_on_engines(tmp_path, backend):
+def test_engines_check_alike(tmp_path, backend):
     """The local backend has tests of each."""
     tasks, separate = tmp_path / "tasks", "artifacts = ['/app']\n[verifier]\nenvironment_mode = 'separate'\n"
     both = "[ -e /app/done ] && cp /judge /opt/judge/reward /logs/verifier/ && cp /judge /logs/verifier/reward.txt"
@@ -326,7 +326,7 @@ def test_checking_needs_no_training_library():
 # ----------------------------------------------------------------------------------------------------------- data sets
 
 
-def test_a_registry_names_the_tasks_of_each_version(tmp_path):
+def test_a_registry_has_versions(tmp_path):
     make(tmp_path / "tasks", "one")
     make(tmp_path / "tasks", "two")
     rows = [

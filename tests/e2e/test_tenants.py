@@ -41,7 +41,7 @@ async def get(world: World, who: str, target: str) -> Any:
     return json.loads(content)
 
 
-async def test_no_request_of_one_key_finds_anything_of_another(tmp_path: Path):
+async def test_keys_find_nothing_of_others(tmp_path: Path):
     async with alice_and_bob(tmp_path) as world:
         statuses = await attack(world, REQUESTS)
         assert statuses[404] > 0.1 * REQUESTS, statuses
@@ -74,7 +74,7 @@ async def test_a_name_is_each_keys_own(tmp_path: Path):
         assert (status, b"mine" in content) == (400, True), content  # an image of no registry, as any other word
 
 
-async def test_what_one_key_has_built_is_carried_out_again_for_another(tmp_path: Path):
+async def test_builds_are_a_keys_own(tmp_path: Path):
     """A step may have read what only its key's secrets open."""
     async with serving(tmp_path, {"alice": key(ALICE), "bob": key(BOB)}, acquire_s=20) as world:
         stamps: list[str] = []
@@ -88,7 +88,7 @@ async def test_what_one_key_has_built_is_carried_out_again_for_another(tmp_path:
         assert len(await get(world, BOB, "/e2b/templates")) == 1
 
 
-async def test_only_an_admins_key_sees_the_whole_server(tmp_path: Path):
+async def test_only_admins_see_the_whole_server(tmp_path: Path):
     async with alice_and_bob(tmp_path) as world:
         assert (await ask(world.app, BOB, "GET", "/metrics"))[0] == 403
         status, _, content = await ask(world.app, ADMIN, "GET", "/metrics")
@@ -132,7 +132,7 @@ async def test_keys_change_without_a_restart(tmp_path: Path):
         ({"cpu": 1.5, "limits": {"cpu_quota": 1}}, "cpu: 1 of 1.5"),
     ],
 )
-async def test_a_quota_that_is_used_up_is_named_in_both_apis_and_comes_back(tmp_path: Path, quota: Any, what: str):
+async def test_a_used_up_quota_is_named(tmp_path: Path, quota: Any, what: str):
     async with serving(tmp_path, {"alice": key(ALICE, **quota), "bob": key(BOB)}, acquire_s=20) as world:
         status, heads, _ = await ask(world.app, ALICE, "POST", "/trajectories", {})
         assert status == 201
@@ -167,7 +167,7 @@ async def test_quotas_of_snapshots_images_and_requests(tmp_path: Path):
         assert (status, heads["retry-after"]) == (429, "1")
 
 
-async def test_what_was_done_by_whom_is_in_the_audit_log_and_in_usage(tmp_path: Path):
+async def test_audit_log_and_usage(tmp_path: Path):
     async with serving(tmp_path, {"alice": key(ALICE)}, acquire_s=20) as world:
         opened = json.loads((await ask(world.app, ALICE, "POST", "/trajectories", {}))[2])["trajectory_id"]
         busy = "python3 -c 'import time\nwhile time.process_time() < 0.3: pass'"
@@ -230,7 +230,7 @@ async def test_a_server_with_keys_by_the_command_line(tmp_path: Path):
     assert "alice: trajectory.end" in server.log
 
 
-async def test_a_client_of_one_slot_waits_no_longer_beside_one_of_two_hundred():
+async def test_a_small_client_waits_no_longer():
     """Half a second a lease: the wait for the next slot that comes free, with and without 200 that came before."""
     config = SlotPoolConfig(backend="local", slots_per_container=4, max_containers=1, acquire_timeout_s=300)
     waits: dict[str, float] = {}
@@ -259,7 +259,7 @@ async def test_a_client_of_one_slot_waits_no_longer_beside_one_of_two_hundred():
     assert beside <= 2 * alone, waits
 
 
-async def test_two_servers_go_by_one_keys_file_and_one_audit_log(tmp_path: Path):
+async def test_servers_share_keys_and_audit_log(tmp_path: Path):
     keys, audit = tmp_path / "keys.json", tmp_path / "audit.jsonl"
     keys.write_text(json.dumps({"alice": key(ALICE)}))
     settings = (

@@ -110,7 +110,7 @@ def p99(seconds: list[float]) -> float:
     return sorted(seconds)[int(len(seconds) * 0.99)]
 
 
-async def test_256_trajectories_beside_a_hanging_a_failing_and_a_flooding_tool():
+async def test_256_trajectories_beside_bad_tools():
     """Their p99 beside the noise is at most twice their quiet one: rounds of both, in turn, in one run.
 
     What else the machine does can only spoil a ratio: the best of a few attempts counts.
@@ -221,7 +221,7 @@ async def test_thousands_of_calls_leave_nothing_behind():
     assert (stats["running"], stats["with_state"], stats["trajectories"], stats["journal"]) == (0, 0, 0, 0)
 
 
-async def test_sigterm_finishes_what_runs_and_refuses_what_comes(tmp_path: Path):
+async def test_sigterm_finishes_what_runs(tmp_path: Path):
     async with running("tool-server", *OWN) as server, client(server) as tools:
         waiting = asyncio.create_task(tools.execute(Life("t"), "c", "wait_for_file", {"path": str(tmp_path / "go")}))
         await until_running(server, 1)
@@ -236,7 +236,7 @@ async def test_sigterm_finishes_what_runs_and_refuses_what_comes(tmp_path: Path)
         assert await asyncio.wait_for(server.process.wait(), 60) == 0
 
 
-async def test_a_call_that_outlasts_the_drain_is_answered(tmp_path: Path):
+async def test_a_call_beyond_the_drain_is_answered(tmp_path: Path):
     (tmp_path / "settings.toml").write_text("drain_s = 0.2\n")
     async with running("tool-server", *OWN, "--config", str(tmp_path / "settings.toml")) as server:
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as http:
@@ -276,7 +276,7 @@ async def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path):
     assert not [line for line in descendants().values() if "987654" in line]
 
 
-async def test_a_restart_in_the_middle_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+async def test_a_restart_is_told_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("atropos.tools.tool_server.client.MAX_ATTEMPTS", 40)
     with kept_port() as port:
         async with running("tool-server", *OWN, port=port) as server, client(server) as tools:
@@ -301,7 +301,7 @@ async def test_a_restart_in_the_middle_is_told_as_what_it_is(monkeypatch: pytest
                 assert (await tools.execute(kept, "k3", "keep", {"item": "c"})).output == "c"
 
 
-async def test_connections_reset_at_any_point_run_no_call_twice(monkeypatch: pytest.MonkeyPatch):
+async def test_resets_run_no_call_twice(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atropos.tools.tool_server.client.MAX_ATTEMPTS", 60)
     monkeypatch.setattr("atropos.tools.tool_server.client.MAX_DELAY_S", 0.2)
     rng = random.Random(3)
@@ -342,7 +342,7 @@ async def test_connections_reset_at_any_point_run_no_call_twice(monkeypatch: pyt
     assert {result.output for result in results} == {"1"}, "a call was run twice"
 
 
-async def test_a_server_killed_in_the_middle_is_told_as_such(monkeypatch: pytest.MonkeyPatch):
+async def test_a_kill_is_told_as_such(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atropos.tools.tool_server.client.MAX_ATTEMPTS", 3)  # it waits between them
     async with running("tool-server", *OWN) as server, client(server) as tools:
         call = asyncio.create_task(tools.execute(Life("t"), "c", "hang", {}))

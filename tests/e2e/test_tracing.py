@@ -67,7 +67,7 @@ def read(file: Path) -> list[dict]:
 
 
 @pytest.mark.timeout(180)
-async def test_a_run_is_one_trace_a_trajectory_down_to_its_sandbox_and_holds_no_secret(receiver, tmp_path):
+async def test_a_trajectory_is_one_trace(receiver, tmp_path):
     url, file = receiver
     async with running_policy(tmp_path) as policy:
         env = make(Env, policy, tmp_path, [{"prompt": WORKS}], otlp_endpoint=url, tool_server_token="s3cret-token")
@@ -112,7 +112,7 @@ async def test_a_run_is_one_trace_a_trajectory_down_to_its_sandbox_and_holds_no_
     assert not any(span["events"] or span["message"] for span in spans)
 
 
-async def test_a_call_through_the_executor_api_joins_its_callers_trace(receiver):
+async def test_calls_join_their_callers_trace(receiver):
     url, file = receiver
     pool = SlotPoolConfig(backend="local", slots_per_container=1, max_containers=1)
     app = create_executor_app(ExecutorServerSettings(token=SecretStr("x"), pool=pool, otlp_endpoint=url))
@@ -132,12 +132,12 @@ async def test_a_call_through_the_executor_api_joins_its_callers_trace(receiver)
     assert next(s for s in mine if s["name"] == "execute_tool terminal")["parent"] == "b7ad6b7169203331"
 
 
-def test_an_endpoint_that_is_no_url_is_refused_before_a_run_without_its_traces():
+def test_a_bad_endpoint_is_refused():
     with pytest.raises(ConfigError, match=r"otlp_endpoint: '127\.0\.0\.1:4318' is no URL; write http://"):
         tracing.start("127.0.0.1:4318", "env")
 
 
-async def test_a_collector_that_is_away_neither_fails_nor_delays_a_call():
+async def test_a_lost_collector_costs_no_call():
     running = tracing.start("http://127.0.0.1:9", "alone")
     try:
         with pytest.raises(ConfigError, match="already sends its spans"):

@@ -12,7 +12,7 @@ from atropos.net.admission import MAX_UNAUTHENTICATED
 from tests.e2e.servers import OWN, TOKEN, running
 
 
-async def test_half_open_connections_and_long_bodies_keep_no_client_out():
+async def test_half_open_connections_keep_none_out():
     opened: list[asyncio.StreamWriter] = []
 
     async def flood(port: int) -> None:

@@ -33,7 +33,7 @@ async def seen(slot) -> str:
     return (await slot.exec(SEE, workdir="/")).output
 
 
-async def test_an_image_without_the_files_has_them_in_each_of_its_slots_and_none_is_written(pool, tmp_path: Path):
+async def test_missing_files_are_added_unwritten(pool, tmp_path: Path):
     name = f"oci:{tmp_path}/layout"
     busybox_image(tmp_path / "layout")
     async with pool.lease("one", image=name) as slot:
@@ -49,7 +49,7 @@ async def test_an_image_without_the_files_has_them_in_each_of_its_slots_and_none
     assert not list(store.rglob("etc/hosts"))
 
 
-async def test_what_the_image_or_the_agent_wrote_stays(pool, tmp_path: Path):
+async def test_written_files_stay(pool, tmp_path: Path):
     name = f"oci:{tmp_path}/layout"
     files = (
         folder("etc", mode=0o750, owner=(7, 7)),
@@ -81,7 +81,7 @@ async def test_what_the_image_or_the_agent_wrote_stays(pool, tmp_path: Path):
     ],
     ids=["server", "loopback", "loopback6", "none", "link"],
 )
-async def test_an_image_s_name_servers_stay_where_a_slot_could_reach_them(pool, tmp_path: Path, resolv, stays: bool):
+async def test_reachable_name_servers_stay(pool, tmp_path: Path, resolv, stays: bool):
     name = f"oci:{tmp_path}/layout"
     busybox_image(tmp_path / "layout", more_files=(folder("etc"), resolv))
     async with pool.lease("one", image=name) as slot:

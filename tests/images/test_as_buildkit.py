@@ -141,7 +141,7 @@ def make_context(at: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SEEN)
-async def test_a_dockerfile_means_what_it_means_to_buildkit(pool, tmp_path, name):
+async def test_dockerfiles_mean_the_same(pool, tmp_path, name):
     text, printed = SEEN[name]
     make_base(tmp_path / "base")
     make_context(tmp_path / "context")

@@ -20,7 +20,7 @@ def atropos(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
 
 
-def test_an_image_is_prepared_once_and_a_command_runs_on_it(tmp_path, images):
+def test_an_image_is_prepared_once(tmp_path, images):
     image_id = busybox_image(tmp_path / "layout")
     images.push(tmp_path / "layout", "busy:1")
     name, store = f"{images.host}/busy:1", str(tmp_path / "store")
@@ -35,7 +35,7 @@ def test_an_image_is_prepared_once_and_a_command_runs_on_it(tmp_path, images):
     assert (ran.returncode, ran.stdout) == (0, "hello/srv/app\n"), ran.stderr
 
 
-def test_a_mirror_stands_in_for_a_registry_in_the_preparing_and_in_the_check_of_tasks(tmp_path, images):
+def test_a_mirror_stands_in_for_a_registry(tmp_path, images):
     image_id = busybox_image(tmp_path / "layout")
     images.push(tmp_path / "layout", "library/mirrored:1")
     mirror = ["--mirror", f"docker.io={images.host}", "--insecure-registry", images.host]
@@ -55,13 +55,13 @@ def test_a_mirror_stands_in_for_a_registry_in_the_preparing_and_in_the_check_of_
     assert (refused.returncode, "mirrors.docker.io: write the host alone" in refused.stderr) == (2, True), refused
 
 
-def test_an_image_without_a_shell_is_named_by_exec(tmp_path):
+def test_an_image_without_a_shell_is_named(tmp_path):
     (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
     ran = atropos("exec", "true", "--image", str(tmp_path / "Dockerfile"))
     assert (ran.returncode, "neither /bin/bash nor /bin/sh exists in this slot" in ran.stderr) == (1, True), ran.stderr
 
 
-def test_a_dockerfile_is_built_and_a_command_runs_on_what_its_instructions_set(tmp_path):
+def test_a_dockerfile_is_built_and_used(tmp_path):
     (tmp_path / "Dockerfile").write_text("FROM debian\nENV WHO=me\nWORKDIR /srv\nRUN echo made > it\n")
     store = str(tmp_path / "store")
     done = atropos("image", "prepare", str(tmp_path / "Dockerfile"), "--store", store)
@@ -75,7 +75,7 @@ def test_a_dockerfile_is_built_and_a_command_runs_on_what_its_instructions_set(t
     assert (failed.returncode, "step 1/1" in failed.stderr, "Traceback" in failed.stderr) == (1, True, False)
 
 
-def test_a_task_of_terminal_bench_is_built_and_no_image_of_its_name_is_pulled(tmp_path):
+def test_a_terminal_bench_task_is_built(tmp_path):
     folder = tmp_path / "python"
     folder.mkdir()
     (folder / "task.yaml").write_text("instruction: Do it.\nparser_name: pytest\n")
@@ -95,14 +95,14 @@ def test_a_task_of_terminal_bench_is_built_and_no_image_of_its_name_is_pulled(tm
         (["exec", "true", "--image", "Not An Image"], "Not An Image"),
     ],
 )
-def test_what_is_wrong_is_one_line_that_names_it(arguments, said):
+def test_mistakes_are_named_in_a_line(arguments, said):
     done = atropos(*arguments)
     assert done.returncode not in {0, 1}
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_paths_are_those_of_the_commands_folder_and_settings_name_whole_ones(tmp_path, monkeypatch):
+def test_paths_start_at_the_commands_folder(tmp_path, monkeypatch):
     """A server works in /."""
     (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
     monkeypatch.setenv("PYTHONPATH", os.getcwd())

@@ -85,7 +85,7 @@ class ApartBackend(LocalBackend):
         return await LocalServer.launch(config, self.scratch, self.command)
 
 
-async def test_a_lease_that_waits_is_brought_its_built_image_in_each_container_that_comes(tmp_path):
+async def test_new_containers_get_the_built_image(tmp_path):
     task = make(tmp_path / "task", "FROM debian\nWORKDIR /app\nRUN echo made > made\n")
     config = Engine("local").config(slots_per_container=1, max_containers=3)
     backend = ApartBackend(config, tmp_path)
@@ -213,7 +213,7 @@ async def test_a_container_that_can_not_pull_an_image_is_given_it(tmp_path, imag
         assert [(await slot.exec("cat text")).output for slot in (one, two)] == ["hello", "hello"]
 
 
-async def test_leases_that_wait_for_their_image_ask_for_containers_which_pull_it_too(tmp_path, images):
+async def test_waiting_leases_ask_for_containers(tmp_path, images):
     busybox_image(tmp_path / "layout", "hello")
     images.push(tmp_path / "layout", "near:1")
     config = Engine("local").config(slots_per_container=1, max_containers=2, prepare_timeout_s=600)
@@ -227,7 +227,7 @@ async def test_leases_that_wait_for_their_image_ask_for_containers_which_pull_it
         assert (await slot.exec("cat text")).output == "hello"
 
 
-async def test_a_lease_that_waits_gets_its_local_image_in_a_container_that_comes(tmp_path):
+async def test_new_containers_get_the_local_image(tmp_path):
     busybox_image(tmp_path / "layout", "sent")
     image = f"oci:{tmp_path}/layout"
     config = Engine("local").config(slots_per_container=1, max_containers=2)
@@ -241,7 +241,7 @@ async def test_a_lease_that_waits_gets_its_local_image_in_a_container_that_comes
         assert (await two.exec("cat text")).output == "sent"
 
 
-async def test_a_container_that_nobody_leases_from_is_not_closed_while_it_pulls(tmp_path, images):
+async def test_a_pulling_container_is_not_closed(tmp_path, images):
     layout(tmp_path / "layout", layer(entry("x", os.urandom(2_000_000))))
     images.push(tmp_path / "layout", "idle:1")
     async with (

@@ -249,18 +249,18 @@ async def differences(tmp_path: Path, dockerfiles: dict[str, str], *, buildkit: 
     return wrong
 
 
-async def test_trees_and_settings_are_those_of_docker_build(tmp_path):
+async def test_trees_are_those_of_docker_build(tmp_path):
     wrong = await differences(tmp_path, DOCKERFILES)
     assert not wrong, "\n".join(wrong)
 
 
-async def test_mounts_and_modes_are_those_of_buildkit(tmp_path):
+async def test_mounts_are_those_of_buildkit(tmp_path):
     wrong = await differences(tmp_path, WITH_BUILDKIT, buildkit=True)
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_docker_build_refuses_is_refused_here_by_name(name, tmp_path):
+async def test_refusals_are_those_of_docker_build(name, tmp_path):
     text, said = REFUSED[name]
     make_context(tmp_path / "context")
     (tmp_path / "context/Dockerfile").write_text(text.replace("@BASE@", "busybox"))
@@ -269,7 +269,7 @@ async def test_what_docker_build_refuses_is_refused_here_by_name(name, tmp_path)
     assert said in str(refusal.value)
 
 
-async def test_a_lease_stands_on_an_image_of_the_engine(tmp_path):
+async def test_a_lease_on_an_engines_image(tmp_path):
     base_image(tmp_path / "base")
     engine = Docker(tmp_path)
     name = await engine.load(tmp_path / "base", "atropos-of-the-engine:1")

@@ -12,7 +12,7 @@ from tests.images.making import entry, folder, layer, layout, link
 BUSYBOX = shutil.which("busybox") or "/bin/busybox"
 
 
-def test_an_image_with_a_user_of_its_own_is_root_s_unless_a_command_names_another(tmp_path: Path, images):
+def test_a_templates_commands_run_as_root(tmp_path: Path, images):
     if not Path(BUSYBOX).exists():
         pytest.skip("not installed: busybox-static")
     names = ("sh", "id", "mkdir", "pwd", "cat", "printf", "chmod")

@@ -122,7 +122,7 @@ async def test_a_lease_stands_on_a_registrys_image(tmp_path, images, monkeypatch
             assert (await slot.exec("echo $BASH_VERSION")).output.strip()
 
 
-async def test_slot_image_is_the_image_of_leases_that_name_none(tmp_path):
+async def test_slot_image_is_the_default(tmp_path):
     plain, other = (f"oci:{tmp_path}/{name}" for name in ("plain", "other"))
     busybox_image(tmp_path / "plain", "plain")
     busybox_image(tmp_path / "other", "other")
@@ -137,14 +137,14 @@ async def test_slot_image_is_the_image_of_leases_that_name_none(tmp_path):
             assert (await fork.exec("cat text")).output == "plainmore"
 
 
-async def test_commands_run_as_the_images_user_unless_they_name_one(pool, tmp_path):
+async def test_commands_run_as_the_images_user(pool, tmp_path):
     busybox_image(tmp_path / "layout", user="app")
     async with pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
         assert (await slot.exec("id -u; echo $HOME")).output == "1000\n/srv/app\n"
         assert (await slot.exec("id -u", user="root")).output == "0\n"
 
 
-async def test_an_images_folder_is_there_though_no_layer_has_it(pool, tmp_path):
+async def test_a_workdir_without_a_layer_is_made(pool, tmp_path):
     """As in a container: other builders than Docker's only name it."""
     busybox_image(tmp_path / "layout", user="app", workdir="/srv/not/there")
     async with pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
@@ -152,7 +152,7 @@ async def test_an_images_folder_is_there_though_no_layer_has_it(pool, tmp_path):
 
 
 @pytest.mark.parametrize("workdir", ["srv/app", "/srv/./x/../app/", "/../srv/app"])
-async def test_an_images_folder_is_the_one_that_its_path_means(pool, tmp_path, workdir):
+async def test_a_workdir_follows_its_path(pool, tmp_path, workdir):
     """Builders other than Docker's write it down as it was given."""
     busybox_image(tmp_path / "layout", workdir=workdir)
     async with pool.lease("one", image=f"oci:{tmp_path}/layout") as slot:
@@ -160,7 +160,7 @@ async def test_an_images_folder_is_the_one_that_its_path_means(pool, tmp_path, w
 
 
 @pytest.mark.parametrize(("passwd", "home"), [("", "/"), ("app:x:1:1::/app:\nroot:x:0:0::/home/root:\n", "/home/root")])
-async def test_root_has_the_home_that_the_image_says_and_a_shell_that_is_there(pool, tmp_path, passwd, home):
+async def test_root_has_the_images_home_and_shell(pool, tmp_path, passwd, home):
     shell = layer(
         folder("bin"), entry("bin/busybox", Path(BUSYBOX).read_bytes(), mode=0o755), link("bin/sh", "busybox")
     )
@@ -177,7 +177,7 @@ async def test_input_of_any_length_needs_no_bash(pool, tmp_path):
             assert (await slot.exec(command, stdin=bytes(5 << 20))).output == f"{5 << 20}\n"
 
 
-async def test_a_layout_of_several_images_is_asked_for_by_name(pool, tmp_path):
+async def test_a_layouts_images_are_named(pool, tmp_path):
     names = ["first", "host.example:5000/second:1.0"]
     at, manifests = tmp_path / "lay:out", []
     for number, name in enumerate(names):
@@ -201,7 +201,7 @@ async def test_a_layout_of_several_images_is_asked_for_by_name(pool, tmp_path):
             await pool.prepare(f"oci:{wrong}")
 
 
-async def test_snapshots_and_forks_stand_on_the_image_too(tmp_path, images):
+async def test_forks_stand_on_the_image(tmp_path, images):
     busybox_image(tmp_path / "layout")
     images.push(tmp_path / "layout", "forked:1")
     name = f"{images.host}/forked:1"
@@ -214,7 +214,7 @@ async def test_snapshots_and_forks_stand_on_the_image_too(tmp_path, images):
         assert (await slot.exec("cat text; pwd")).output == "prepared\n/srv/app\n"
 
 
-async def test_an_open_home_with_closed_settings_is_not_asked_for_credentials(tmp_path, images, monkeypatch):
+async def test_closed_docker_settings_are_left_alone(tmp_path, images, monkeypatch):
     busybox_image(tmp_path / "layout")
     images.push(tmp_path / "layout", "home:1")
     with tempfile.TemporaryDirectory() as home:
@@ -242,7 +242,7 @@ async def test_the_block_of_the_docs(tmp_path):
 @pytest.mark.parametrize(
     "form", ["oci", "oci-archive", "oci-archive gzip", "docker-archive", "docker-archive gzip", "dir"]
 )
-async def test_an_image_of_this_machine_needs_no_registry(pool, tmp_path, form):
+async def test_a_local_image_needs_no_registry(pool, tmp_path, form):
     kind, *packed = form.split()
     at = tmp_path / "layout"
     busybox_image(at, f"from {form}", compress=False)
@@ -280,7 +280,7 @@ async def test_a_layout_may_keep_its_blobs_elsewhere(pool, tmp_path):
         assert (await slot.exec("cat /srv/app/text")).output == "from elsewhere"
 
 
-async def test_an_archive_that_has_changed_is_not_sent_whole_under_its_old_name(tmp_path):
+async def test_a_changed_archive_is_not_sent(tmp_path):
     file = tmp_path / "image.tar"
     file.write_bytes(b"first")
     image = local_image(ImageSource.parse(f"oci-archive:{file}"), None, asyncio.Semaphore())
@@ -292,7 +292,7 @@ async def test_an_archive_that_has_changed_is_not_sent_whole_under_its_old_name(
             _ = [chunk async for chunk in chunks]
 
 
-async def test_an_archive_is_sent_again_once_its_image_was_removed_for_others(tmp_path):
+async def test_an_archive_is_sent_again_when_removed(tmp_path):
     busybox_image(tmp_path / "layout", "sent again")
     image = f"oci:{tmp_path}/layout:image"
     async with pool_for(tmp_path) as pool:
@@ -307,9 +307,7 @@ def open_in(folder: Path) -> set[str]:
     return {file for file in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if file.startswith(f"{folder}/")}
 
 
-async def test_an_archive_is_there_as_long_as_servers_read_it_and_nothing_is_left_of_it_however_that_ends(
-    tmp_path, monkeypatch
-):
+async def test_archives_live_as_long_as_readers(tmp_path, monkeypatch):
     busybox_image(tmp_path / "layout")
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -333,7 +331,7 @@ async def test_an_archive_is_there_as_long_as_servers_read_it_and_nothing_is_lef
     assert open_in(temporary) == set()
 
 
-async def test_archives_are_shared_by_those_who_read_them_and_wait_for_the_room_of_others(tmp_path, monkeypatch):
+async def test_archives_are_shared_and_wait_for_room(tmp_path, monkeypatch):
     for name in ("one", "two"):
         busybox_image(tmp_path / name)
     temporary = tmp_path / "temporary"
@@ -356,7 +354,7 @@ async def test_archives_are_shared_by_those_who_read_them_and_wait_for_the_room_
     await until(lambda: open_in(temporary) == set(), "nothing is left")
 
 
-async def test_an_image_that_is_gone_when_it_must_be_sent_again_is_named(tmp_path):
+async def test_an_image_lost_before_resending_is_named(tmp_path):
     busybox_image(tmp_path / "layout")
     image = f"oci:{tmp_path}/layout"
     async with pool_for(tmp_path) as pool:
@@ -367,7 +365,7 @@ async def test_an_image_that_is_gone_when_it_must_be_sent_again_is_named(tmp_pat
             await pool.acquire("one", image=image)
 
 
-async def test_an_archive_that_has_changed_or_is_gone_when_it_must_be_sent_again_is_named(tmp_path):
+async def test_a_changed_or_lost_archive_is_named(tmp_path):
     busybox_image(tmp_path / "layout")
     file, copy = tmp_path / "image.tar", tmp_path / "copy.tar"
     with tarfile.open(file, "w") as tar:
@@ -387,7 +385,7 @@ async def test_an_archive_that_has_changed_or_is_gone_when_it_must_be_sent_again
         await (await pool.acquire("two", image=f"oci-archive:{copy}")).release()
 
 
-async def test_an_archive_that_has_no_place_is_a_configuration_error(tmp_path, monkeypatch):
+async def test_an_archive_without_room_is_a_setting(tmp_path, monkeypatch):
     busybox_image(tmp_path / "layout")
     image = local_image(ImageSource.parse(f"oci:{tmp_path}/layout"), None, asyncio.Semaphore())
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
@@ -396,7 +394,7 @@ async def test_an_archive_that_has_no_place_is_a_configuration_error(tmp_path, m
             pass
 
 
-async def test_an_image_takes_its_bytes_once_however_many_slots_read_it(tmp_path):
+async def test_slots_share_an_images_memory(tmp_path):
     busybox_image(tmp_path / "layout", "x" * (16 << 20))
     image = f"oci:{tmp_path}/layout:image"
 
@@ -415,7 +413,7 @@ async def test_an_image_takes_its_bytes_once_however_many_slots_read_it(tmp_path
         assert used() == alone < 20 << 20
 
 
-async def test_what_is_wrong_with_an_image_is_said_before_a_lease(tmp_path, images):
+async def test_a_bad_image_is_refused_before_a_lease(tmp_path, images):
     async with pool_for(tmp_path, images) as pool:
         for name in ("No Such Name", "UPPER/case:1", "../up", "-o/x"):
             with pytest.raises(ConfigError, match=f"image: '{name}' is not a name"):
@@ -431,13 +429,13 @@ async def test_what_is_wrong_with_an_image_is_said_before_a_lease(tmp_path, imag
             assert (await slot.exec("true")).exit_code == 0
 
 
-async def test_an_image_that_does_not_come_is_waited_for_within_its_time(tmp_path):
+async def test_a_wait_for_an_image_has_an_end(tmp_path):
     async with silent_server() as far, pool_for(tmp_path, prepare_timeout_s=0.5) as pool:
         with pytest.raises(ImageUnavailable, match=r"not prepared within 0\.5 s: pulling"):
             await pool.acquire("t", image=f"{far}/busy:1")
 
 
-async def test_an_image_that_a_host_has_or_that_comes_waits_for_none_that_does_not_come(tmp_path, images):
+async def test_no_image_waits_for_one_that_fails(tmp_path, images):
     """Neither behind those that this server pulls, nor behind those that it waits for while another one does."""
     for index in range(2):
         busybox_image(tmp_path / f"layout{index}", f"image {index}")
@@ -472,7 +470,7 @@ async def test_an_image_that_a_host_has_or_that_comes_waits_for_none_that_does_n
                 each.cancel()
 
 
-async def test_a_lease_whose_server_ends_while_it_pulls_the_image_waits_for_the_next_one(tmp_path, images):
+async def test_a_lease_outlasts_its_pulling_server(tmp_path, images):
     busybox_image(tmp_path / "layout", "hello")
     images.push(tmp_path / "layout", "lost:1")
     async with Between(images.host, 0, cuts=False) as between, pool_for(tmp_path, between) as pool:
@@ -485,7 +483,7 @@ async def test_a_lease_whose_server_ends_while_it_pulls_the_image_waits_for_the_
         await slot.release()
 
 
-async def test_a_server_that_ends_while_it_is_asked_has_no_built_image_and_later_requests_say_so(tmp_path):
+async def test_an_ended_server_has_no_built_image(tmp_path):
     async with pool_for(tmp_path) as pool:
         os.kill(int(pool.backend.containers()[0].id.split("-")[0]), signal.SIGKILL)
         (link,) = pool.links.values()
@@ -495,7 +493,7 @@ async def test_a_server_that_ends_while_it_is_asked_has_no_built_image_and_later
             await link.client.images.prepare("busybox")
 
 
-async def test_a_prepare_that_was_cancelled_says_nothing_when_its_pool_ends(tmp_path, caplog):
+async def test_a_cancelled_prepare_ends_quietly(tmp_path, caplog):
     async def cancelled() -> None:
         async with silent_server() as far, pool_for(tmp_path) as pool:
             seen = []
@@ -510,7 +508,7 @@ async def test_a_prepare_that_was_cancelled_says_nothing_when_its_pool_ends(tmp_
     assert "never retrieved" not in caplog.text
 
 
-async def test_a_storm_pulls_each_image_once_and_delays_nobody_who_uses_a_ready_one(tmp_path, images):
+async def test_a_storm_pulls_each_image_once(tmp_path, images):
     names = []
     for index in range(STORM):
         busybox_image(tmp_path / f"layout{index}", f"image {index}")

@@ -91,7 +91,7 @@ async def prepared(tmp_path: Path, host: str, **settings):
         await store.aclose()
 
 
-async def test_a_token_is_got_once_and_told_to_no_other_host(tmp_path):
+async def test_a_token_is_for_one_host(tmp_path):
     image_id = layout(tmp_path / "layout", layer(entry("a", "a")), layer(entry("b", "b")))
     async with standing_in(tmp_path / "layout") as (host, asked, elsewhere):
         assert (await prepared(tmp_path, host, insecure_registries=(host,))).id == image_id
@@ -112,7 +112,7 @@ def helper(folder: Path, answer: dict) -> str:
 
 
 @pytest.mark.parametrize("kept", ["auths", "auths of the repository", "helper", "identity token"])
-async def test_credentials_are_found_where_a_login_keeps_them(tmp_path, monkeypatch, kept):
+async def test_a_logins_credentials_are_found(tmp_path, monkeypatch, kept):
     image_id = layout(tmp_path / "layout", layer(entry("a", "a")))
     token = {"grant_type": "refresh_token", "refresh_token": "long", "client_id": "atropos", "service": "here"}
     wanted = token | {"scope": "repository:image:pull"} if kept == "identity token" else ANN
@@ -138,7 +138,7 @@ async def test_credentials_are_found_where_a_login_keeps_them(tmp_path, monkeypa
     ],
     ids=["no credentials", "no JSON", "no file"],
 )
-async def test_a_registry_that_stays_closed_says_why_in_one_line(tmp_path, auth, words):
+async def test_a_closed_registry_says_why(tmp_path, auth, words):
     layout(tmp_path / "layout", layer(entry("a", "a")))
     if auth is not None:
         (tmp_path / "auth.json").write_text(auth)
@@ -160,7 +160,7 @@ def certificate(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("trusted", [True, False], ids=["trusted", "unknown"])
-async def test_a_certificate_counts_where_the_folder_of_its_host_has_it(tmp_path, certificate, trusted):
+async def test_a_hosts_certificate_counts(tmp_path, certificate, trusted):
     image_id = layout(tmp_path / "layout", layer(entry("a", "a")))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, f"{certificate}.key")

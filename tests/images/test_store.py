@@ -83,7 +83,7 @@ def leftovers(tmp_path: Path) -> list[str]:
     return [path.name for path in (tmp_path / "store" / "work").iterdir() if path.is_dir()]
 
 
-async def test_an_image_is_pulled_by_tag_and_by_digest(tmp_path, images):
+async def test_images_have_tags_and_digests(tmp_path, images):
     config = {"Env": ["PATH=/bin", "GREETING=hi=there"], "WorkingDir": "/srv", "User": "app"}
     at = tmp_path / "layout"
     image_id = layout(at, layer(folder("srv"), entry("srv/file", "hello", owner=(7, 8))), config=config)
@@ -118,14 +118,14 @@ async def test_what_is_here_needs_no_registry(tmp_path, images):
         ("once@sha256:" + "0" * 64, "pulling: .*manifest unknown"),
     ],
 )
-async def test_an_image_that_is_not_there_is_a_typed_error(tmp_path, images, name, words):
+async def test_a_missing_image_is_a_typed_error(tmp_path, images, name, words):
     with pytest.raises(ImageUnavailable, match=words) as caught:
         await store_at(tmp_path, images).prepare(ImageSource.parse(f"{images.host}/{name}"), nothing)
     assert "\n" not in str(caught.value)
     assert leftovers(tmp_path) == []
 
 
-async def test_a_registry_that_is_away_is_a_typed_error(tmp_path, images):
+async def test_a_lost_registry_is_a_typed_error(tmp_path, images):
     with pytest.raises(ImageUnavailable, match=r"pulling: .*connection refused"):
         await store_at(tmp_path, images).prepare(ImageSource.parse("localhost:1/x:1"), nothing)
 
@@ -182,7 +182,7 @@ async def test_a_spoiled_blob_is_never_an_image(tmp_path, images, monkeypatch, s
     ],
     ids=str,
 )
-async def test_a_configuration_that_nothing_can_start_with_is_no_image(tmp_path, images, config, words):
+async def test_a_bad_image_config_is_refused(tmp_path, images, config, words):
     made(tmp_path, images, "odd:1", entry("x", "x"), config=config)
     store = store_at(tmp_path, images)
     with pytest.raises(ImageUnavailable, match=f"pulling: not an image: {words}") as caught:
@@ -191,7 +191,7 @@ async def test_a_configuration_that_nothing_can_start_with_is_no_image(tmp_path,
     assert (kept(tmp_path, store), leftovers(tmp_path)) == ([], [])
 
 
-async def test_an_image_of_another_machine_is_refused(tmp_path, images):
+async def test_another_machines_image_is_refused(tmp_path, images):
     at = tmp_path / "layout"
     layout(at, layer(entry("bin/sh", "x")), architecture="s390x")
     archive = tmp_path / "archive.tar"
@@ -203,7 +203,7 @@ async def test_an_image_of_another_machine_is_refused(tmp_path, images):
     assert (kept(tmp_path, store), leftovers(tmp_path)) == ([], [])
 
 
-async def test_an_archive_writes_nothing_but_its_image(tmp_path, images):
+async def test_an_archive_writes_its_image_alone(tmp_path, images):
     """Neither through links that it has brought nor by names that climb: no name in it becomes a path."""
     at, archive, victim = tmp_path / "layout", tmp_path / "archive.tar", tmp_path / "victim"
     image_id = layout(at, layer(entry("x", "x")))
@@ -224,7 +224,7 @@ async def test_an_archive_writes_nothing_but_its_image(tmp_path, images):
 
 @pytest.mark.parametrize("left", [0, 300, 100_000])
 @pytest.mark.parametrize("cuts", [True, False], ids=["cut", "silent"])
-async def test_a_connection_that_is_cut_or_falls_silent_is_a_typed_error(tmp_path, images, monkeypatch, left, cuts):
+async def test_a_cut_connection_is_a_typed_error(tmp_path, images, monkeypatch, left, cuts):
     monkeypatch.setattr("atropos.images.pulling.PAUSES_S", (0.1,))
     made(tmp_path, images, "far:1", entry("x", os.urandom(300_000)))
     async with Between(images.host, left, cuts=cuts) as between:
@@ -238,7 +238,7 @@ async def test_a_connection_that_is_cut_or_falls_silent_is_a_typed_error(tmp_pat
 
 
 @pytest.mark.parametrize("left", [300, 100_000])
-async def test_an_image_whose_connection_is_cut_once_comes_nevertheless(tmp_path, images, left):
+async def test_a_pull_outlasts_one_cut(tmp_path, images, left):
     made(tmp_path, images, "cut:1", entry("x", os.urandom(300_000)))
     async with Between(images.host, left) as between:
         source = ImageSource.parse(f"{between.host}/cut:1")
@@ -259,7 +259,7 @@ async def test_a_slow_registry_gives_a_whole_image(tmp_path, images):
 
 
 @pytest.mark.parametrize("busy_with", ["/manifests/", "/blobs/"])
-async def test_a_registry_that_is_busy_for_a_moment_is_asked_again(tmp_path, images, busy_with):
+async def test_a_busy_registry_is_asked_again(tmp_path, images, busy_with):
     """As one that restarts behind its proxy."""
     image_id = made(tmp_path, images, "busy:1", entry("x", "x"))
     left = 2
@@ -283,7 +283,7 @@ async def test_a_registry_that_is_busy_for_a_moment_is_asked_again(tmp_path, ima
 
 
 @pytest.mark.parametrize("kind", ["oci-archive", "docker-archive"])
-async def test_an_archive_that_ends_early_is_a_typed_error(tmp_path, kind):
+async def test_a_cut_archive_is_a_typed_error(tmp_path, kind):
     archive = tmp_path / "image.tar"
     archive.write_bytes(layer(entry("manifest.json", "[" * 5000))[:2000])
     store = store_at(tmp_path, SimpleNamespace(host="127.0.0.1:9", auth_file=None))
@@ -291,7 +291,7 @@ async def test_an_archive_that_ends_early_is_a_typed_error(tmp_path, kind):
         await store.prepare(ImageSource.parse(f"{kind}:x"), nothing, str(archive))
 
 
-async def test_a_mirror_is_asked_in_a_registrys_place_and_an_index_gives_this_machines_image(tmp_path, images):
+async def test_a_mirror_and_an_index_are_followed(tmp_path, images):
     at, other = tmp_path / "ours", tmp_path / "other"
     layout(other, layer(entry("x", "another machine's")))
     wanted = layout(at, layer(entry("x", "ours")))
@@ -301,7 +301,7 @@ async def test_a_mirror_is_asked_in_a_registrys_place_and_an_index_gives_this_ma
     assert (await store.prepare(ImageSource.parse("registry.invalid/of:1"), nothing)).id == wanted
 
 
-async def test_the_size_of_an_index_image_is_known_before_it_comes(tmp_path, images):
+async def test_an_index_images_size_is_known_ahead(tmp_path, images):
     at, other = tmp_path / "ours", tmp_path / "other"
     layout(other, layer(entry("x", "another machine's")))
     layout(at, layer(entry("x", os.urandom(17 << 20))))
@@ -313,7 +313,7 @@ async def test_the_size_of_an_index_image_is_known_before_it_comes(tmp_path, ima
             await store.prepare(ImageSource.parse(f"{images.host}/{name}"), nothing)
 
 
-async def test_fifty_who_ask_at_once_pull_an_image_once(tmp_path, images):
+async def test_fifty_requests_pull_once(tmp_path, images):
     made(tmp_path, images, "popular:1", entry("x", os.urandom(100_000)))
     source = ImageSource.parse(f"{images.host}/popular:1")
     pulls = []
@@ -341,7 +341,7 @@ def programs(monkeypatch) -> list[asyncio.subprocess.Process]:
 
 
 @pytest.mark.parametrize("hostile", [False, True], ids=["whole", "one is hostile"])
-async def test_many_layers_take_few_programs_and_the_first_failure_is_told(tmp_path, images, programs, hostile):
+async def test_many_layers_take_few_programs(tmp_path, images, programs, hostile):
     members = [[entry(f"d{index}/x", str(index))] for index in range(24)]
     if hostile:
         members[12] = [entry("../x", "x")]
@@ -359,7 +359,7 @@ async def test_many_layers_take_few_programs_and_the_first_failure_is_told(tmp_p
     await store.aclose()
 
 
-async def test_images_share_programs_until_one_fails_or_they_are_idle(tmp_path, images, programs, monkeypatch):
+async def test_images_share_programs(tmp_path, images, programs, monkeypatch):
     for name in "abcdef":
         members = entry(f"{name}/x", name), *([entry("../x", "x")] if name == "e" else [])
         made(tmp_path, images, f"many-{name}:1", *members)
@@ -432,7 +432,7 @@ async def test_what_another_host_gives_is_whole_or_refused_in_a_line(tmp_path, i
     await taker.aclose()
 
 
-async def test_images_that_come_at_once_are_each_whole(tmp_path, images, programs):
+async def test_images_pulled_together_are_whole(tmp_path, images, programs):
     names = [f"at-once-{index}:1" for index in range(12)]
     for name in names:
         made(tmp_path, images, name, entry("own", name), entry("large", os.urandom(300_000)))
@@ -447,7 +447,7 @@ async def test_images_that_come_at_once_are_each_whole(tmp_path, images, program
 
 
 @pytest.mark.usefixtures("at_once")
-async def test_unused_images_make_room_and_leased_ones_never_do(tmp_path, images):
+async def test_only_unused_images_make_room(tmp_path, images):
     names = [f"room{index}:1" for index in range(4)]
     for name in names:
         made(tmp_path, images, name, entry("x", os.urandom(6 << 20)))
@@ -469,7 +469,7 @@ async def test_unused_images_make_room_and_leased_ones_never_do(tmp_path, images
 
 
 @pytest.mark.usefixtures("at_once")
-async def test_nothing_is_kept_of_images_whose_layers_are_gone(tmp_path, images):
+async def test_images_go_with_their_layers(tmp_path, images):
     store, folder = store_at(tmp_path, images, quota_mib=16), tmp_path / "store"
     for index in range(4):
         made(tmp_path, images, f"gone{index}:1", entry("x", os.urandom(6 << 20)))
@@ -487,7 +487,7 @@ async def test_nothing_is_kept_of_images_whose_layers_are_gone(tmp_path, images)
 
 
 @pytest.mark.usefixtures("at_once")
-async def test_an_image_of_folders_deeper_than_python_recurses_makes_room_as_any_other(tmp_path, images):
+async def test_a_deep_image_makes_room(tmp_path, images):
     made(tmp_path, images, "deep:1", entry("d/" * 1500 + "f", os.urandom(10 << 20)))
     made(tmp_path, images, "next:1", entry("x", os.urandom(10 << 20)))
     store = store_at(tmp_path, images, quota_mib=16)
@@ -541,7 +541,7 @@ async def being_kept(store: ImageStore, image: ImageInfo) -> AsyncIterator[None]
 
 
 @pytest.mark.usefixtures("at_once")
-def test_what_is_asked_for_or_was_just_given_back_makes_room_last(tmp_path, images):
+def test_images_in_demand_make_room_last(tmp_path, images):
     store = store_at(tmp_path, images, quota_mib=16)
     for used_at, letter in enumerate("abcd"):
         put(tmp_path, letter, 4)
@@ -554,7 +554,7 @@ def test_what_is_asked_for_or_was_just_given_back_makes_room_last(tmp_path, imag
 
 
 @pytest.mark.usefixtures("at_once")
-def test_what_images_stand_on_makes_room_after_them(tmp_path, images):
+def test_parents_make_room_last(tmp_path, images):
     """Without it they could not be used, but would take room."""
     store = store_at(tmp_path, images, quota_mib=16)
     for used in range(2):
@@ -570,7 +570,7 @@ def test_what_images_stand_on_makes_room_after_them(tmp_path, images):
             assert {image.id[0] for image in kept(tmp_path, store)} == set(left)
 
 
-async def test_a_build_that_was_kept_is_known_though_the_server_was_killed_at_its_last_step(tmp_path, images):
+async def test_a_kept_build_outlasts_a_kill(tmp_path, images):
     store, image = store_at(tmp_path, images), built("b", 1)
     await store.keep(image, empty)
     for name in (tmp_path / "store/names").iterdir():
@@ -581,7 +581,7 @@ async def test_a_build_that_was_kept_is_known_though_the_server_was_killed_at_it
 
 
 @pytest.mark.usefixtures("at_once")
-def test_an_image_whose_parent_is_gone_makes_room_too(tmp_path, images):
+def test_an_orphan_image_makes_room(tmp_path, images):
     store = store_at(tmp_path, images, quota_mib=16)
     put(tmp_path, "b", 8, parent="a")
     assert kept(tmp_path, store) == []
@@ -609,7 +609,7 @@ async def test_calls_of_slots_wait_for_no_removal(tmp_path, images, monkeypatch)
     assert removed == [("killed", False), ("removed", False), (pid, False), (pid, False)]
 
 
-async def test_an_image_that_can_not_be_read_is_replaced(tmp_path, images):
+async def test_an_unreadable_image_is_replaced(tmp_path, images):
     made(tmp_path, images, "damaged:1", entry("x", "x"))
     source = ImageSource.parse(f"{images.host}/damaged:1")
     image = await store_at(tmp_path, images).prepare(source, nothing)
@@ -621,7 +621,7 @@ async def test_an_image_that_can_not_be_read_is_replaced(tmp_path, images):
 
 
 @pytest.mark.usefixtures("at_once")
-def test_an_image_that_was_just_replaced_is_not_removed_for_the_former(tmp_path, images, monkeypatch):
+def test_a_replaced_image_stays(tmp_path, images, monkeypatch):
     one = store_at(tmp_path, images, quota_mib=16)
     put(tmp_path, "b", 8, parent="a")
 
@@ -646,7 +646,7 @@ async def looked(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-async def test_those_that_are_kept_at_once_share_the_room_and_wait_for_it(tmp_path, images):
+async def test_pulls_share_the_room(tmp_path, images):
     first, second = (store_at(tmp_path, images, quota_mib=16) for _ in range(2))
     put(tmp_path, "a", 4)
     async with being_kept(first, built("b", 10)):
@@ -660,9 +660,7 @@ async def test_those_that_are_kept_at_once_share_the_room_and_wait_for_it(tmp_pa
     assert first.make_room(0) == 15 << 20
 
 
-async def test_an_image_makes_room_soon_after_it_is_let_go_and_not_before_the_lease_it_was_made_for(
-    tmp_path, images, monkeypatch
-):
+async def test_an_image_makes_room_after_its_lease(tmp_path, images, monkeypatch):
     monkeypatch.setattr("atropos.images.layer_store.LET_GO_S", 3)
     store, other = (store_at(tmp_path, images, quota_mib=16) for _ in range(2))
     for letter in "ab":
@@ -701,7 +699,7 @@ asyncio.run(store.keep(ImageInfo(id="a" * 64, source="atropos-build:a", bytes=16
 """
 
 
-async def test_the_room_that_a_killed_server_took_is_free_for_those_that_run(tmp_path, images):
+async def test_a_killed_servers_room_is_free(tmp_path, images):
     store = store_at(tmp_path, images, quota_mib=16)
     keeping = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", KEEPER, str(tmp_path / "store")), stdout=subprocess.PIPE
@@ -725,7 +723,7 @@ async def nothing_sent() -> AsyncIterator[bytes]:
         yield chunk
 
 
-async def test_a_server_that_is_stopped_while_it_removes_an_image_stops_no_other(tmp_path, images):
+async def test_a_stopped_server_blocks_no_removal(tmp_path, images):
     store = store_at(tmp_path, images)
     put(tmp_path, "a", 1)
     fd = os.open(layer_at(tmp_path, "a"), os.O_RDONLY)
@@ -737,7 +735,7 @@ async def test_a_server_that_is_stopped_while_it_removes_an_image_stops_no_other
         os.close(fd)
 
 
-async def test_servers_that_start_during_a_pull_leave_it_alone(tmp_path, images):
+async def test_starting_servers_leave_a_pull_alone(tmp_path, images):
     at, archive = tmp_path / "layout", tmp_path / "archive.tar"
     image_id = layout(at, *(layer(entry(f"f{index}", os.urandom(4 << 20))) for index in range(4)))
     with tarfile.open(archive, "w") as tar:
@@ -750,7 +748,7 @@ async def test_servers_that_start_during_a_pull_leave_it_alone(tmp_path, images)
     assert (await pulling).id == image_id
 
 
-async def test_a_pull_that_is_cancelled_while_it_cleans_up_keeps_no_lock(tmp_path, images, monkeypatch):
+async def test_a_cancelled_pull_keeps_no_lock(tmp_path, images, monkeypatch):
     store = store_at(tmp_path, images)
     cleaning, go_on = threading.Event(), threading.Event()
 
@@ -778,7 +776,7 @@ async def test_a_pull_that_is_cancelled_while_it_cleans_up_keeps_no_lock(tmp_pat
     await until(lambda: set(os.listdir("/proc/self/fd")) <= before, "the end of its lock")
 
 
-async def test_servers_clean_up_together_after_killed_ones_and_never_after_living_ones(tmp_path, images):
+async def test_servers_clean_up_after_killed_ones(tmp_path, images):
     left = tmp_path / "store/work"
     for index in range(300):
         (left / str(index) / "deep/er").mkdir(parents=True)
@@ -794,7 +792,7 @@ async def test_servers_clean_up_together_after_killed_ones_and_never_after_livin
     assert [path.name for path in left.iterdir()] == ["registries-of-an-earlier-version.conf"]
 
 
-async def test_what_an_earlier_version_kept_is_removed_once_no_server_of_it_runs(tmp_path, images):
+async def test_an_older_versions_store_is_removed(tmp_path, images):
     made(tmp_path, images, "new:1", entry("x", "x"))
     used, unused = tmp_path / "store/trees/used", tmp_path / "store/trees/unused"
     for tree in (used, unused):
@@ -813,7 +811,7 @@ async def test_what_an_earlier_version_kept_is_removed_once_no_server_of_it_runs
     assert kept(tmp_path, store) == [image]
 
 
-async def test_a_layer_is_kept_once_whatever_images_have_it(tmp_path, images):
+async def test_a_layer_is_kept_once(tmp_path, images):
     shared = layer(folder("lib"), entry("lib/x", os.urandom(1 << 20)))
     first = layer(folder("etc"), entry("etc/first", "1"))
     for name, layers in {"a": (shared, first), "b": (first, shared), "c": (shared,), "d": (first, shared)}.items():
@@ -827,7 +825,7 @@ async def test_a_layer_is_kept_once_whatever_images_have_it(tmp_path, images):
     assert len(list((tmp_path / "store/layers").iterdir())) == 2
 
 
-async def test_a_layer_that_another_server_made_first_is_used(tmp_path):
+async def test_another_servers_layer_is_used(tmp_path):
     store = LayerStore(ImageStoreSettings(), tmp_path)
     place = tmp_path / "work/place"
     (place / "files").mkdir(parents=True)
@@ -843,7 +841,7 @@ async def test_a_layer_that_another_server_made_first_is_used(tmp_path):
 
 
 @pytest.mark.usefixtures("at_once")
-async def test_layers_make_room_by_themselves_and_what_lacks_one_is_no_image(tmp_path, images):
+async def test_an_image_lacking_a_layer_is_none(tmp_path, images):
     base, top = layer(entry("x", os.urandom(4 << 20))), layer(entry("y", os.urandom(4 << 20)))
     for name, layers in {"base": (base,), "top": (base, top)}.items():
         layout(tmp_path / name, *layers)
@@ -859,7 +857,7 @@ async def test_layers_make_room_by_themselves_and_what_lacks_one_is_no_image(tmp
     assert again == found["top"]
 
 
-async def test_a_stack_that_overlay_can_not_take_is_laid_together_from_below(tmp_path, images, monkeypatch):
+async def test_too_high_a_stack_is_flattened(tmp_path, images, monkeypatch):
     monkeypatch.setattr("atropos.images.stacking.MAX_LAYERS", 4)
     members = [(entry(f"f{index}", str(index)), entry(f".wh.f{index - 3}")) for index in range(9)]
     layout(tmp_path / "high", *(layer(*each) for each in members))
@@ -875,7 +873,7 @@ async def test_a_stack_that_overlay_can_not_take_is_laid_together_from_below(tmp
 
 
 @pytest.mark.parametrize(("workdir", "file"), [("/etc/passwd", "etc/passwd"), ("/etc/passwd/deep", "etc/passwd")])
-async def test_a_workdir_that_is_a_file_is_refused_by_name(tmp_path, images, workdir, file):
+async def test_a_workdir_that_is_a_file_is_refused(tmp_path, images, workdir, file):
     name = f"workdir{len(workdir)}:1"
     made(tmp_path, images, name, entry("etc/passwd", ""), config={"WorkingDir": workdir})
     store = store_at(tmp_path, images)
@@ -883,7 +881,7 @@ async def test_a_workdir_that_is_a_file_is_refused_by_name(tmp_path, images, wor
         await store.prepare(ImageSource.parse(f"{images.host}/{name}"), nothing)
 
 
-async def test_a_workdir_is_made_over_the_layers_unless_it_is_a_link(tmp_path, images):
+async def test_a_workdir_is_made_unless_a_link(tmp_path, images):
     members = folder("srv", mode=0o700), link("app", "/srv/app")
     store = store_at(tmp_path, images)
     for workdir, folders in {"/srv/app": 2, "/app": 1, "/srv/": 1}.items():
@@ -897,7 +895,7 @@ async def test_a_workdir_is_made_over_the_layers_unless_it_is_a_link(tmp_path, i
 
 
 @pytest.mark.parametrize("size", [70_000, 1_000_000, MAX_JSON_BYTES + 1])
-async def test_a_program_may_print_more_than_a_pipe_holds(tmp_path, size):
+async def test_programs_may_overfill_a_pipe(tmp_path, size):
     program = [sys.executable, "-c", f"import sys; sys.stdout.write('x' * {size})"]
     said = await run(program, "printing", folder=tmp_path, deadline_s=60)
     assert said == "x" * min(size, MAX_JSON_BYTES)
@@ -912,7 +910,7 @@ def small_disk(at: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(at)], check=True)
 
 
-async def test_a_full_disk_is_a_typed_error_and_leaves_nothing(tmp_path, images):
+async def test_a_full_disk_is_a_typed_error(tmp_path, images):
     made(tmp_path, images, "large:1", entry("x", os.urandom(5 << 20)))
     root = tmp_path / "store"
     root.mkdir()
@@ -925,7 +923,7 @@ async def test_a_full_disk_is_a_typed_error_and_leaves_nothing(tmp_path, images)
 
 @pytest.mark.parametrize(("there", "comes"), [(2 << 20, 1 << 20), (3 << 20, 3 << 19)], ids=["unpacked", "pulled"])
 @pytest.mark.usefixtures("at_once")
-async def test_unused_images_make_room_on_a_disk_that_is_smaller_than_the_quota(tmp_path, images, there, comes):
+async def test_a_small_disk_is_made_room_on(tmp_path, images, there, comes):
     image_id = layout(tmp_path / "layout", layer(entry("x", os.urandom(comes))))
     as_index(tmp_path / "layout", (tmp_path / "layout", MACHINE))  # as the images of most registries
     images.push(tmp_path / "layout", "large:2", "--all")
@@ -955,7 +953,7 @@ def disk_at(folder: Path, disk: Path, *, new: bool = False) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("made_how", ["pulled", "pulled and on the disk", "built"])
-async def test_a_power_cut_leaves_a_whole_image_or_none(tmp_path, images, monkeypatch, made_how):
+async def test_a_power_cut_leaves_no_half_image(tmp_path, images, monkeypatch, made_how):
     data = os.urandom(1 << 20)
     made(tmp_path, images, "power:1", entry("x", data))
     disk, cut, again = tmp_path / "disk", tmp_path / "cut", tmp_path / "again"
@@ -1019,7 +1017,7 @@ def files_in(store: ImageStore, image: ImageInfo) -> int:
     return sum(path.is_file() for files in files_of(store, image) for path in files.rglob("*"))
 
 
-async def test_a_kill_at_any_moment_leaves_a_whole_image_or_none(tmp_path, images):
+async def test_a_kill_leaves_an_image_whole_or_gone(tmp_path, images):
     at = tmp_path / "layout"
     layers = [[entry(f"d{index % 7}/{name}{index}", os.urandom(2000)) for index in range(1500)] for name in "abc"]
     layout(at, *(layer(*members) for members in layers))

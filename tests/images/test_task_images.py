@@ -67,7 +67,7 @@ async def working_on(pool, images, task):
         yield slot
 
 
-async def test_a_step_runs_once_a_host_also_after_a_restart(tmp_path):
+async def test_a_step_runs_once_a_host(tmp_path):
     task = make(tmp_path / "task", TWELVE)
     states = []
     async with pool_for(tmp_path) as pool:
@@ -95,7 +95,7 @@ async def test_a_step_runs_once_a_host_also_after_a_restart(tmp_path):
         assert images.counters["steps"] == 3, "steps are shared with other tasks"
 
 
-async def test_a_tasks_files_are_read_once_for_all_its_trajectories_and_again_where_its_image_is_gone(tmp_path):
+async def test_files_are_read_once_until_an_image_goes(tmp_path):
     task = make(tmp_path / "task", "FROM debian\nWORKDIR /app\nCOPY given.txt .\n")
     given = tmp_path / "task/environment/given.txt"
     async with pool_for(tmp_path) as pool:
@@ -110,7 +110,7 @@ async def test_a_tasks_files_are_read_once_for_all_its_trajectories_and_again_wh
             assert (await slot.exec("cat given.txt")).output == "changed"
 
 
-async def test_a_step_that_fails_is_named_with_its_last_lines_and_not_kept(tmp_path):
+async def test_a_failed_step_is_named_and_not_kept(tmp_path):
     task = make(tmp_path / "task", "FROM debian\nRUN true\nRUN seq 100; exit 3\n")
     states = []
     async with pool_for(tmp_path) as pool:
@@ -126,7 +126,7 @@ async def test_a_step_that_fails_is_named_with_its_last_lines_and_not_kept(tmp_p
             await images.prepare(blocked)
 
 
-async def test_a_pool_prepares_a_task_or_a_dockerfile_and_leases_what_its_env_workdir_and_user_say(tmp_path):
+async def test_a_pool_prepares_tasks_and_dockerfiles(tmp_path):
     task = make(tmp_path / "task", TWELVE, toml='[environment.env]\nMORE = "1"\n')
     states = []
     async with pool_for(tmp_path) as pool:
@@ -145,7 +145,7 @@ async def test_a_pool_prepares_a_task_or_a_dockerfile_and_leases_what_its_env_wo
         assert 'atropos_pool_build_seconds_count{result="error"} 1' in text
 
 
-async def test_processes_that_build_the_same_task_run_each_step_once(tmp_path):
+async def test_processes_share_a_tasks_steps(tmp_path):
     make(tmp_path / "task", "FROM debian\nRUN sleep 3; head -c 8 /dev/urandom | od -x > /made\nRUN echo 2 > /two\n")
     program = f"""
 import asyncio, sys
@@ -176,7 +176,7 @@ asyncio.run(main())
     assert b"True" in {waited for _, waited in said}, said
 
 
-async def test_builds_on_scratch_at_the_same_time_run_each_step_once(pool, tmp_path):
+async def test_builds_on_scratch_share_steps(pool, tmp_path):
     texts = ["same"] * 4 + [f"other-{number}" for number in range(4)]
     tasks = [
         make(
@@ -195,7 +195,7 @@ async def test_builds_on_scratch_at_the_same_time_run_each_step_once(pool, tmp_p
             assert await slot.read_file("/given.txt") == text.encode()
 
 
-async def test_a_dockerfile_starts_from_the_image_that_it_names(tmp_path, images):
+async def test_a_dockerfile_starts_from_its_image(tmp_path, images):
     busybox_image(tmp_path / "layout", user="app")
     images.push(tmp_path / "layout", "app:1")
     name = f"{images.host}/app:1"
@@ -221,7 +221,7 @@ async def test_a_dockerfile_starts_from_the_image_that_it_names(tmp_path, images
             assert (r.exit_code, r.output) == (0, "/srv/app\n1000\n1000\n1000:1000\n1000:1000\nfrom the image\n")
 
 
-async def test_owners_are_those_of_the_archive_or_stage_and_an_empty_folder_is_made(pool, tmp_path):
+async def test_owners_come_with_archive_and_stage(pool, tmp_path):
     busybox_image(tmp_path / "layout")
     (tmp_path / "task/environment/empty").mkdir(parents=True)
     with tarfile.open(tmp_path / "task/environment/tree.tar.xz", "w:xz") as tar:
@@ -245,7 +245,7 @@ async def test_owners_are_those_of_the_archive_or_stage_and_an_empty_folder_is_m
         assert r.output.splitlines() == owners
 
 
-async def test_what_a_build_makes_has_the_time_at_which_it_was_made(pool, tmp_path):
+async def test_built_files_have_their_own_times(pool, tmp_path):
     busybox_image(tmp_path / "layout")
     began = int(time.time())
     text = f"FROM oci:{tmp_path}/layout\nWORKDIR /made\nCOPY <<EOF /file\ntext\nEOF\n"
@@ -256,7 +256,7 @@ async def test_what_a_build_makes_has_the_time_at_which_it_was_made(pool, tmp_pa
     assert all(began <= int(each) <= time.time() for each in times), "a ZIP archive takes none before 1980"
 
 
-async def test_an_archive_that_is_damaged_is_added_neither_in_part_nor_wrong(pool, tmp_path):
+async def test_a_damaged_archive_adds_nothing(pool, tmp_path):
     plain = layer(entry("a", os.urandom(100_000)), entry("b", os.urandom(100_000)), entry("c", "c"))
     second = 512 + 100_352
     damaged = {
@@ -273,7 +273,7 @@ async def test_an_archive_that_is_damaged_is_added_neither_in_part_nor_wrong(poo
             await TaskImages(pool).prepare(task)
 
 
-async def test_an_archive_that_climbs_is_refused_by_what_it_names(pool, tmp_path):
+async def test_a_climbing_archive_is_refused(pool, tmp_path):
     (tmp_path / "task/environment").mkdir(parents=True)
     (tmp_path / "task/environment/up.tar").write_bytes(layer(entry("../up", "x")))
     task = make(tmp_path / "task", "FROM debian\nADD up.tar /added/\n")
@@ -281,7 +281,7 @@ async def test_an_archive_that_climbs_is_refused_by_what_it_names(pool, tmp_path
         await TaskImages(pool).prepare(task)
 
 
-async def test_an_archive_of_kilobytes_takes_no_terabytes_of_this_machine(pool, tmp_path):
+async def test_a_sparse_archive_takes_no_terabytes(pool, tmp_path):
     says = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str((4 << 30) + 1)}
     (tmp_path / "task/environment").mkdir(parents=True)
     (tmp_path / "task/environment/a.tar").write_bytes(layer(entry("huge", b"0\n".ljust(512, b"\0"), pax=says)))
@@ -290,7 +290,7 @@ async def test_an_archive_of_kilobytes_takes_no_terabytes_of_this_machine(pool, 
         await TaskImages(pool).prepare(task)
 
 
-async def test_the_event_loop_goes_on_while_an_archive_is_read(pool):
+async def test_reading_an_archive_blocks_no_loop(pool):
     loop = threading.get_ident()
 
     class Archive(io.BytesIO):
@@ -307,7 +307,7 @@ async def test_the_event_loop_goes_on_while_an_archive_is_read(pool):
 @pytest.mark.parametrize(
     "text", ["FROM {}", "FROM debian\nCOPY --from={} /key /", "FROM debian\nRUN --mount=from={},target=/m true"]
 )
-async def test_no_folder_of_the_pools_machine_is_read_for_a_task(pool, tmp_path, text):
+async def test_no_folder_of_the_host_is_read(pool, tmp_path, text):
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "key").write_text("ours")
@@ -322,7 +322,7 @@ async def test_no_folder_of_the_pools_machine_is_read_for_a_task(pool, tmp_path,
     assert (await TaskImages(pool, ()).prepare(prebuilt)).image  # a root file system is one
 
 
-async def test_a_mount_covers_for_one_command_what_is_there(pool, tmp_path):
+async def test_a_mount_covers_for_one_command(pool, tmp_path):
     task = make(
         tmp_path / "task",
         "FROM debian AS one\nRUN echo made > /made\nFROM debian\nWORKDIR /w\n"
@@ -340,7 +340,7 @@ async def test_a_mount_covers_for_one_command_what_is_there(pool, tmp_path):
         assert all("No such file" in line for line in seen[7:]), "nothing of a mount is left"
 
 
-async def test_the_wait_for_a_slot_is_no_part_of_a_builds_time(tmp_path):
+async def test_waiting_for_a_slot_is_not_timed(tmp_path):
     task = make(tmp_path / "task", "FROM debian\nRUN true\n", toml="[environment]\nbuild_timeout_sec = 5.0\n")
     async with pool_for(tmp_path, slots_per_container=1) as pool:
         async with pool.lease("other"):
@@ -352,7 +352,7 @@ async def test_the_wait_for_a_slot_is_no_part_of_a_builds_time(tmp_path):
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-async def test_the_wait_for_another_builder_is_no_part_of_a_builds_time_and_ends(tmp_path, in_time):
+async def test_waiting_for_a_builder_is_not_timed(tmp_path, in_time):
     text, limit = f"FROM debian\nRUN sleep {3 if in_time else 100}\n", "[environment]\nbuild_timeout_sec = 0.5\n"
     first, second = make(tmp_path / "first", text), make(tmp_path / "second", text, toml=limit)
     async with pool_for(tmp_path, acquire_timeout_s=30.0 if in_time else 2.0) as pool:
@@ -369,7 +369,7 @@ async def test_the_wait_for_another_builder_is_no_part_of_a_builds_time_and_ends
         one.cancel()
 
 
-async def test_a_file_that_changes_during_a_build_is_never_kept_under_what_it_was(pool, tmp_path):
+async def test_a_file_changed_midway_is_not_kept(pool, tmp_path):
     task = make(
         tmp_path / "task",
         "FROM debian\nRUN true\nCOPY given.txt /given\nRUN --mount=source=given.txt,target=/m cat /m\n",
@@ -388,7 +388,7 @@ async def test_a_file_that_changes_during_a_build_is_never_kept_under_what_it_wa
         assert (await slot.exec("cat /given")).output == "given"
 
 
-async def test_what_is_copied_from_a_stage_is_what_docker_would_copy(pool, tmp_path):
+async def test_copies_from_stages_are_as_dockers(pool, tmp_path):
     task = make(
         tmp_path / "task",
         "FROM debian AS made\n"
@@ -418,7 +418,7 @@ async def test_what_is_copied_from_a_stage_is_what_docker_would_copy(pool, tmp_p
             await TaskImages(pool).prepare(absent)
 
 
-async def test_a_large_file_of_a_stage_keeps_its_owner_mode_and_time(pool, tmp_path):
+async def test_a_stages_large_file_stays_whole(pool, tmp_path):
     task = make(
         tmp_path / "task",
         "FROM debian AS made\nRUN mkdir /s && truncate -s 40M /s/big && chown 5:6 /s/big && chmod 4751 /s/big && "
@@ -429,7 +429,7 @@ async def test_a_large_file_of_a_stage_keeps_its_owner_mode_and_time(pool, tmp_p
         assert seen.output == f"5:6 4751 1000000000 {40 << 20} 2\n"
 
 
-async def test_a_file_that_no_message_holds_is_copied_like_any_other(pool, tmp_path):
+async def test_a_file_beyond_a_message_is_copied(pool, tmp_path):
     make(tmp_path / "task")
     (tmp_path / "task/environment/Dockerfile").write_text(
         "FROM debian\nCOPY . /all\nCOPY --chown=daemon --chmod=640 large /own\n"
@@ -448,7 +448,7 @@ async def test_a_file_that_no_message_holds_is_copied_like_any_other(pool, tmp_p
 
 
 @pytest.mark.parametrize("form", ["oci-archive", "docker-archive"])
-async def test_an_images_own_instructions_and_shell_hold_for_what_is_built_on_it(pool, tmp_path, form):
+async def test_onbuild_and_shell_hold_for_builds_on_it(pool, tmp_path, form):
     config = {
         "OnBuild": ["COPY given.txt /opt/given", "RUN cat /opt/given > /opt/seen"],
         "Shell": ["/bin/sh", "-c", 'SHELL_OF=image; eval "$0"'],
@@ -463,7 +463,7 @@ async def test_an_images_own_instructions_and_shell_hold_for_what_is_built_on_it
         assert (await slot.exec("cat /last")).output == "givenimage\nimage\n"
 
 
-async def test_a_command_of_the_build_needs_no_shell_but_its_own(pool, tmp_path):
+async def test_an_exec_form_needs_no_shell(pool, tmp_path):
     """As on images that have a shell elsewhere, or none: `gcr.io/distroless/static:debug`."""
     files = [
         folder("tools"),
@@ -482,7 +482,7 @@ async def test_a_command_of_the_build_needs_no_shell_but_its_own(pool, tmp_path)
         await TaskImages(pool).prepare(task)
 
 
-async def test_a_whole_stage_is_copied_without_what_the_slot_itself_needs(pool, tmp_path):
+async def test_a_stages_copy_lacks_the_slots_own(pool, tmp_path):
     busybox_image(tmp_path / "layout")
     text = f"FROM oci:{tmp_path}/layout AS first\nRUN mkdir -m 700 /private; echo new > /private/f\nFROM scratch\nCOPY --from=first / /\n"
     task = make(tmp_path / "task", text + "COPY . /\n")
@@ -522,7 +522,7 @@ async def test_a_docker_image_is_the_workspace(tmp_path, images):
             assert (await slot.exec("cat given.txt; pwd")).output == "given/workspace\n"
 
 
-async def test_an_image_that_cant_be_had_is_no_fault_of_the_task(tmp_path, images):
+async def test_a_missing_image_is_no_tasks_fault(tmp_path, images):
     """Nor of what is in its slot: a registry that is down, or that gets the image later, says nothing about the task."""
     busybox_image(tmp_path / "layout")
     late = make(tmp_path / "late", f"FROM {images.host}/late:1\nRUN echo built > it\n")
@@ -540,7 +540,7 @@ async def test_an_image_that_cant_be_had_is_no_fault_of_the_task(tmp_path, image
             assert (await slot.exec("cat text it")).output == "hellobuilt\n"
 
 
-async def test_a_pool_that_keeps_no_container_starts_one_for_a_build(tmp_path):
+async def test_a_build_starts_a_container(tmp_path):
     async with pool_for(tmp_path, min_containers=0) as pool:
         built = TaskImages(pool)
         task = make(tmp_path / "task", "FROM debian\nRUN echo built > it\n")
@@ -548,7 +548,7 @@ async def test_a_pool_that_keeps_no_container_starts_one_for_a_build(tmp_path):
             assert (await slot.exec("cat it")).output == "built\n"
 
 
-async def test_a_separate_verifier_needs_no_more_than_busybox(pool, tmp_path):
+async def test_busybox_is_enough_for_a_verifier(pool, tmp_path):
     busybox_image(tmp_path / "layout")
     image = f'docker_image = "oci:{tmp_path}/layout:image"\n'
     test = "[ -e left/done ] && [ ! -e left/a.log ] && [ ! -e text ] && echo 1 > /logs/verifier/reward.txt"
@@ -566,7 +566,7 @@ async def test_a_separate_verifier_needs_no_more_than_busybox(pool, tmp_path):
         assert (await workspace.verify(slot, prepared.task, fresh=fresh)).reward == 1.0
 
 
-async def test_what_listens_stays_for_the_tests_on_an_image_without_python(pool, tmp_path):
+async def test_servers_stay_without_python(pool, tmp_path):
     busybox_image(tmp_path / "layout")
     test = '[ "$(busybox wget -qO- 127.0.0.1:8123/text)" = hello ] && ! busybox ps | busybox grep -q "sleep 100[0]"'
     task = make(
@@ -580,7 +580,7 @@ async def test_what_listens_stays_for_the_tests_on_an_image_without_python(pool,
 
 
 @needs("curl")
-async def test_an_address_is_fetched_from_where_egress_allows_and_checked(tmp_path):
+async def test_add_fetches_what_egress_allows(tmp_path):
     good = f"sha256:{hashlib.sha256(b'fetched').hexdigest()}"
     step = Download("http://localhost:8000/name.bin", "/srv/name.bin", good, owner="7:8")
     async with pool_for(tmp_path, allow_network=True) as pool:
@@ -598,7 +598,7 @@ async def test_an_address_is_fetched_from_where_egress_allows_and_checked(tmp_pa
             await TaskImages(pool).prepare(own)
 
 
-async def test_what_is_built_in_one_container_is_brought_to_the_others(tmp_path, images):
+async def test_builds_are_brought_to_all_containers(tmp_path, images):
     busybox_image(tmp_path / "layout")
     task = make(
         tmp_path / "task", f"FROM oci:{tmp_path}/layout\nRUN echo made > made; rm text\nCOPY given.txt /srv/app/\n"

@@ -166,7 +166,7 @@ async def test_nobody_is_asked_for_what_urls_name(tmp_path, kind, spelling, comp
 
 
 @pytest.mark.parametrize("kind", ["nondistributable", "unheard-of"])
-async def test_a_layer_of_a_type_that_says_where_it_is_kept_comes_from_the_registry(tmp_path, kind):
+async def test_foreign_layers_come_by_the_registry(tmp_path, kind):
     """As Docker takes it on Linux."""
     at = tmp_path / "layout"
     layout(at, *LAYERS)
@@ -181,7 +181,7 @@ async def test_a_layer_of_a_type_that_says_where_it_is_kept_comes_from_the_regis
 
 
 @pytest.mark.parametrize("kind", ["oci-archive", "docker-archive"])
-async def test_a_file_of_several_images_is_asked_for_by_name(tmp_path, kind):
+async def test_a_files_images_are_named(tmp_path, kind):
     names = ["host.example:5000/first:1.0", "second:2"]
     at, images = tmp_path / "both", []
     for name in names:
@@ -243,7 +243,7 @@ async def everywhere(tmp_path: Path, at: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("odd", ["empty os", "amd64 v1", "x86_64", "nested indices", "zstd in a Docker manifest"])
-async def test_what_other_builders_write_is_read_from_a_layout_as_from_a_registry(tmp_path, odd):
+async def test_other_builders_layouts_are_read(tmp_path, odd):
     require("zstd")
     at = tmp_path / "layout"
     layout(at, *LAYERS)
@@ -309,7 +309,7 @@ async def test_what_other_builders_write_is_read_from_a_layout_as_from_a_registr
         ),
     ],
 )
-async def test_what_is_no_image_is_refused_in_a_sentence(tmp_path, change, said):
+async def test_what_is_no_image_is_refused(tmp_path, change, said):
     at = tmp_path / "layout"
     layout(at, *LAYERS)
     changed_config(at, change)

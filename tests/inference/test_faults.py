@@ -58,7 +58,7 @@ def cpp(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "model"), [("reading", MODEL), ("serve", GOOD), ("cpp", MODEL)], ids=["vllm", "transformers", "llama.cpp"]
 )
-async def test_calls_that_a_server_reads_are_run_and_thinking_stays_in_history(request, tmp_path, kind, model, name):
+async def test_calls_run_and_thinking_stays(request, tmp_path, kind, model, name):
     path, running = tmp_path / "g.jsonl", request.getfixturevalue(kind)
     await make(name, running.url, path, groups=2, model=model, **TEXT).process_manager()
     assert_agents_act(path)
@@ -69,9 +69,7 @@ async def test_calls_that_a_server_reads_are_run_and_thinking_stays_in_history(r
 
 
 @pytest.mark.parametrize("name", ENVS)
-async def test_a_call_that_can_not_be_read_beside_a_good_one_is_the_models_mistake_where_the_text_shows_it(
-    reading, tmp_path, name
-):
+async def test_a_bad_call_is_the_models_mistake(reading, tmp_path, name):
     """vLLM's own parser leaves both in the text."""
     path = tmp_path / "g.jsonl"
     env = make(name, reading.url, path, groups=2, **TEXT)
@@ -88,9 +86,7 @@ async def test_a_call_that_can_not_be_read_beside_a_good_one_is_the_models_mista
 
 
 @pytest.mark.parametrize("name", ENVS)
-async def test_a_call_that_a_server_fails_to_read_without_a_word_is_no_score_and_is_not_asked_for_again_and_again(
-    serve, tmp_path, caplog, name
-):
+async def test_a_call_lost_in_silence_is_no_score(serve, tmp_path, caplog, name):
     """`transformers serve` answers 500 `Internal Server Error`, as to a fault of its own."""
     path, failed = tmp_path / "g.jsonl", serve.count(" 500 Internal")
     env = make(name, serve.url, path, groups=1, model=MISTAKEN, **TEXT)
@@ -109,7 +105,7 @@ async def test_a_call_that_a_server_fails_to_read_without_a_word_is_no_score_and
     ("kind", "says"),
     [("reading", "the server has no model 'nope'; it serves tiny"), ("serve", "answered 500 .*its own log says why")],
 )
-async def test_an_unknown_model_ends_the_start_with_the_reason(request, tmp_path, kind, says, name):
+async def test_an_unknown_model_ends_the_start(request, tmp_path, kind, says, name):
     """`transformers serve` tries to load it; llama.cpp takes any name."""
     running = request.getfixturevalue(kind)
     with pytest.raises((ConfigError, InferenceError), match=says) as caught:
@@ -138,7 +134,7 @@ def test_servers_refuse_as_recorded(request, case):
         ),
     ],
 )
-async def test_a_prompt_that_a_server_can_not_take_drops_its_group_after_a_few_requests_or_none(
+async def test_too_long_a_prompt_drops_its_group(
     request, tmp_path, monkeypatch, caplog, kind, settings, code, says, most, name
 ):
     """atroposlib's server doesn't tell how long its context is, and answers 500 `Internal Server Error`."""
@@ -159,7 +155,7 @@ async def test_a_prompt_that_a_server_can_not_take_drops_its_group_after_a_few_r
 
 @pytest.mark.parametrize("name", ENVS)
 @pytest.mark.parametrize("api", ["completions", "generate"])
-async def test_connections_that_break_cost_tries_and_change_no_token(processed, tmp_path, monkeypatch, name, api):
+async def test_broken_connections_change_no_token(processed, tmp_path, monkeypatch, name, api):
     chosen = {"completions": apis.VllmCompletions(), "generate": apis.VllmGenerate()}[api]
     monkeypatch.setitem(server.APIS, "vllm", (chosen,))
     path, faults = tmp_path / "g.jsonl", HttpFaults(processed.root, rate=0.3, paths=(chosen.path,))
@@ -175,7 +171,7 @@ async def test_connections_that_break_cost_tries_and_change_no_token(processed, 
 
 
 @pytest.mark.parametrize("name", ENVS)
-async def test_what_an_env_that_ends_has_asked_for_is_generated_no_longer(processed, tmp_path, name):
+async def test_an_ended_env_stops_generation(processed, tmp_path, name):
     env = make(name, processed.url, tmp_path / "g.jsonl", groups=50, agent_temperature=0.7, max_token_length=2000)
     running = asyncio.create_task(env.process_manager())
     await until(lambda: processed.running_requests() > 0, "turns are generated")
@@ -186,7 +182,7 @@ async def test_what_an_env_that_ends_has_asked_for_is_generated_no_longer(proces
 
 
 @pytest.mark.parametrize("name", ENVS)
-async def test_a_server_that_is_killed_and_started_again_loses_no_trajectory(tmp_path, cpp, name):
+async def test_a_killed_server_loses_none(tmp_path, cpp, name):
     """llama.cpp's, since it starts in a second."""
     path, log = tmp_path / "g.jsonl", tmp_path / "log"
     with llama(log) as first:

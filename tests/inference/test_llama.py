@@ -23,7 +23,7 @@ def running(tmp_path_factory):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("name", ENVS)
-async def test_logprobs_are_those_of_the_policy_at_each_temperature(running, tmp_path, name, temperature):
+async def test_logprobs_are_the_policys(running, tmp_path, name, temperature):
     path = tmp_path / "g.jsonl"
     env = make(name, running.url, path, groups=8, agent_temperature=temperature)
     await env.process_manager()

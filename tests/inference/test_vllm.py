@@ -77,7 +77,7 @@ UPDATES = {
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("how", UPDATES)
 @pytest.mark.parametrize("name", ENVS)
-async def test_every_trajectory_goes_on_exactly_while_weights_change(processed, tmp_path, monkeypatch, name, how, api):
+async def test_trajectories_go_on_as_weights_change(processed, tmp_path, monkeypatch, name, how, api):
     monkeypatch.setitem(server.APIS, "vllm", (APIS[api],))
     path, done = tmp_path / "g.jsonl", asyncio.Event()
     env = make(name, processed.url, path, groups=4, agent_temperature=0.7, max_token_length=2000)
@@ -105,7 +105,7 @@ async def test_every_trajectory_goes_on_exactly_while_weights_change(processed, 
     COUNTS[f"{name}, {api}, {updates} x {how}"] = compared
 
 
-async def test_the_time_in_which_a_server_is_paused_is_not_the_agents(processed, tmp_path, monkeypatch, caplog):
+async def test_a_pause_is_not_the_agents_time(processed, tmp_path, monkeypatch, caplog):
     config = Agent.build_agent_config
     monkeypatch.setattr(Agent, "build_agent_config", lambda self, item: replace(config(self, item), timeout_s=10))
     monkeypatch.setattr(watch, "SILENT_S", 5.0)
@@ -123,7 +123,7 @@ async def test_the_time_in_which_a_server_is_paused_is_not_the_agents(processed,
 
 
 @pytest.mark.parametrize("name", ENVS)
-async def test_one_flag_is_enough_for_stock_vllm_at_temperature_1(stock, tmp_path, name):
+async def test_one_flag_does_for_stock_vllm(stock, tmp_path, name):
     path = tmp_path / "g.jsonl"
     env = make(name, stock.url, path, groups=2, agent_temperature=1.0)
     await env.process_manager()
@@ -132,7 +132,7 @@ async def test_one_flag_is_enough_for_stock_vllm_at_temperature_1(stock, tmp_pat
 
 
 @pytest.mark.parametrize("name", ENVS)
-async def test_atroposlibs_own_server_gives_what_it_sampled(own, tmp_path, name):
+async def test_atroposlibs_server_is_exact(own, tmp_path, name):
     path = tmp_path / "g.jsonl"
     env = make(name, own.url, path, groups=4, agent_temperature=1.0, max_token_length=4000)
     await env.process_manager()
@@ -155,12 +155,12 @@ async def test_a_wrong_setting_ends_at_the_start(stock, tmp_path, settings, says
         await make("agent", stock.url, tmp_path / "g.jsonl", groups=1, **settings).process_manager()
 
 
-async def test_the_wrong_type_of_server_ends_at_the_start(stock, tmp_path):
+async def test_a_wrong_server_type_ends_the_start(stock, tmp_path):
     with pytest.raises(InferenceError, match="sglang means"):
         await make("agent", stock.url, tmp_path / "g.jsonl", groups=1, server_type="sglang").process_manager()
 
 
-async def test_raw_logprobs_are_named_where_they_are_allowed(stock, tmp_path):
+async def test_raw_logprobs_are_named(stock, tmp_path):
     path = tmp_path / "g.jsonl"
     settings = {"agent_temperature": 0.7, "allow_raw_logprobs": True}
     await make("agent", stock.url, path, groups=2, **settings).process_manager()

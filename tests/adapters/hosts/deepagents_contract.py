@@ -61,7 +61,7 @@ async def test_a_folder_is_listed(backend):
         ("*.txt", []),
     ],
 )
-def test_files_are_found_by_name_as_by_its_own_backends(backend, pattern, found):
+def test_files_are_found_as_by_its_own(backend, pattern, found):
     assert [one["path"] for one in backend.glob(pattern, "/w").matches] == found
 
 
@@ -94,7 +94,7 @@ def test_text_is_replaced_and_keeps_its_line_ends(backend):
     assert backend.edit("/w/nothing", "a", "b").error
 
 
-def test_files_that_can_t_be_moved_are_named_by_code(backend):
+def test_unmovable_files_have_its_codes(backend):
     errors = [one.error for one in backend.download_files(["/w/nothing", "/w/src", "/w/a.py/x"])]
     assert errors == ["file_not_found", "is_directory", "invalid_path"]
     assert backend.upload_files([("/w/src", b"x")])[0].error == "is_directory"
@@ -118,7 +118,7 @@ async def test_an_agent_works_in_a_slot(busybox):
     assert result["messages"][-2].content.startswith("42")
 
 
-def test_a_killed_container_ends_the_run_as_an_error():
+def test_a_killed_container_is_an_error():
     with AtroposBackend(pool={**POOL, "slots_per_container": 1}) as backend:
         backend.execute("true")
         kill_container()

@@ -43,7 +43,7 @@ async def test_files_go_there_and_back(environment):
         await environment.read_file(Path("nothing"))
 
 
-async def test_a_closed_environment_is_the_programmers_mistake():
+async def test_use_after_close_is_a_mistake():
     with pytest.raises(RuntimeError, match="not initialized"):
         await AtroposEnvironment(pool=POOL).execute("true")
 
@@ -79,7 +79,7 @@ async def test_an_agent_works_in_a_slot():
     assert events[-1].content.parts[0].text == "done"
 
 
-async def test_a_killed_container_ends_the_run_as_an_error():
+async def test_a_killed_container_is_an_error():
     def accident():
         kill_container()
         return call("sleep 30")

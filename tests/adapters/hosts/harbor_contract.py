@@ -48,7 +48,7 @@ async def environment(tmp_path_factory):
     await made.stop(delete=True)
 
 
-async def test_a_folder_is_downloaded_while_it_is_written(environment, tmp_path):
+async def test_a_changing_folder_is_downloaded(environment, tmp_path):
     await environment.exec("mkdir -p /logs/busy; head -c 50m /dev/zero >/logs/busy/log")
     await environment.exec("(while true; do echo line; done >>/logs/busy/log) >/dev/null 2>&1 &")
     for number in range(3):
@@ -57,14 +57,14 @@ async def test_a_folder_is_downloaded_while_it_is_written(environment, tmp_path)
     await environment.exec("pkill -f 'while true'; rm -r /logs/busy")
 
 
-async def test_a_folder_is_downloaded_that_has_no_room_beside_it(environment, tmp_path):
+async def test_a_folder_that_fills_its_disk_comes(environment, tmp_path):
     await environment.exec("mkdir -p /large/in; head -c 250m /dev/zero >/large/in/x; ln -s in/x /large/link")
     await environment.download_dir("/large", tmp_path / "large")
     assert (tmp_path / "large" / "link").stat().st_size == 250 * 1024**2
     await environment.exec("rm -rf /large")
 
 
-async def test_thousands_of_files_are_filtered_by_whole_names(environment, tmp_path):
+async def test_files_are_filtered_by_whole_names(environment, tmp_path):
     names = "file-with-a-name-of-a-length-that-makes-their-list-longer-than-a-megabyte-"
     await environment.exec(f"mkdir /many; cd /many; seq -f {names}%g 1 15000 | xargs touch")
     await environment.download_dir_filtered(
@@ -76,7 +76,7 @@ async def test_thousands_of_files_are_filtered_by_whole_names(environment, tmp_p
         assert (len(said) == mib * 1024**2) == (mib == 10), "the most that is kept of a command"
 
 
-async def test_a_file_is_uploaded_to_a_path_or_into_a_folder(environment, tmp_path):
+async def test_uploads_go_to_a_path_or_folder(environment, tmp_path):
     (tmp_path / "file").write_text("x")
     await environment.exec("mkdir -p /up/there")
     for target in ("/up/there", "/up/new/", "/up/named"):
@@ -84,7 +84,7 @@ async def test_a_file_is_uploaded_to_a_path_or_into_a_folder(environment, tmp_pa
     assert (await environment.exec("cd /up; find -type f | sort")).stdout == "./named\n./new/file\n./there/file\n"
 
 
-async def test_a_downloaded_file_is_there_once_it_is_whole_and_never_in_memory(environment, tmp_path):
+async def test_a_download_appears_once_whole(environment, tmp_path):
     await environment.exec("truncate -s 300m /sparse; echo end >>/sparse")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     await environment.download_file("/sparse", tmp_path / "new" / "sparse")
@@ -97,7 +97,7 @@ async def test_a_downloaded_file_is_there_once_it_is_whole_and_never_in_memory(e
     await environment.exec("rm /sparse")
 
 
-async def test_a_limit_of_zero_seconds_is_none_and_the_slots_own_is_named(environment):
+async def test_a_limit_of_zero_is_none(environment):
     assert (await environment.exec("sleep 0.5; echo slept", timeout_sec=0)).stdout == "slept\n"
     with pytest.raises(RuntimeError, match="after 1 seconds"):
         await environment.exec("sleep 60", timeout_sec=1)
@@ -151,7 +151,7 @@ def written(folder, files):
     return folder
 
 
-async def test_a_separate_verifiers_environment_is_made_of_the_folder_that_harbor_names(environment, tmp_path):
+async def test_a_separate_verifier_has_its_folder(environment, tmp_path):
     files = {
         "task.toml": '[verifier]\nenvironment_mode = "separate"\n[verifier.environment]\n',
         "instruction.md": "Do it.",
@@ -167,7 +167,7 @@ async def test_a_separate_verifiers_environment_is_made_of_the_folder_that_harbo
             assert (await verifier.exec("pwd; sh /tests/test.sh")).stdout == says
 
 
-async def test_what_of_a_task_is_harbors_to_read_is_left_to_it(environment, tmp_path):
+async def test_harbors_own_settings_are_left_alone(environment, tmp_path):
     """Variables of this machine, an earlier conversation, a verifier of another kind than tests/test.sh."""
     files = {
         "task.toml": '[verifier.env]\nKEY = "${NOT_SET_HERE}"\n',
@@ -187,7 +187,7 @@ async def test_a_forced_build_is_one_of_the_dockerfile(environment, tmp_path):
             assert (await made.exec("test -e /built")).return_code == code
 
 
-async def test_a_dockerfile_that_is_not_built_may_say_anything(environment, tmp_path):
+async def test_an_unbuilt_dockerfile_is_not_read(environment, tmp_path):
     folder = written(tmp_path, {"Dockerfile": "FROM debian\nRUN --network=host true\n"})
     config = EnvironmentConfig(docker_image="atropos-base:default")
     async with started(tmp_path, folder, config) as made:
@@ -196,7 +196,7 @@ async def test_a_dockerfile_that_is_not_built_may_say_anything(environment, tmp_
         await make(tmp_path, folder, config).start(force_build=True)
 
 
-async def test_an_entrypoint_runs_beside_the_agent_as_in_a_container(environment, tmp_path):
+async def test_an_entrypoint_runs_beside_the_agent(environment, tmp_path):
     script = "#!/bin/sh\\necho $WORD $PWD $(id -un) $* >/said\\nexec $*\\n"
     build = f"RUN printf '{script}' >/start; chmod +x /start; mkfifo -m 666 /said"
     lines = ["FROM debian", build, "WORKDIR /srv", "USER nobody"]
@@ -208,7 +208,7 @@ async def test_an_entrypoint_runs_beside_the_agent_as_in_a_container(environment
         await make(tmp_path, folder).start(force_build=False)
 
 
-async def test_a_script_called_setup_is_a_file_like_any_other(environment, tmp_path):
+async def test_setup_sh_is_a_plain_file(environment, tmp_path):
     folder = written(tmp_path, {"Dockerfile": "FROM debian\nWORKDIR /srv\nCOPY . .\n", "setup.sh": "touch /ran"})
     for config in (EnvironmentConfig(), EnvironmentConfig(docker_image="atropos-base:default", workdir="/srv")):
         async with started(tmp_path, folder, config) as made:
@@ -216,7 +216,7 @@ async def test_a_script_called_setup_is_a_file_like_any_other(environment, tmp_p
         (folder / "Dockerfile").unlink(missing_ok=True)
 
 
-async def test_which_images_the_base_stands_in_for_is_a_setting(environment, tmp_path):
+async def test_stand_in_images_are_a_setting(environment, tmp_path):
     folder = written(tmp_path, {"Dockerfile": "FROM nowhere.test/one:1\nRUN touch /built\n"})
     async with started(tmp_path, folder, task_images=["nowhere.test/*"]) as made:
         assert (await made.exec("test -e /built")).return_code == 0
@@ -229,7 +229,7 @@ async def test_a_misspelt_setting_is_refused_by_name(tmp_path):
         make(tmp_path, slots_per_contaner=4)
 
 
-async def test_a_mount_is_refused_which_would_be_an_empty_folder(tmp_path):
+async def test_a_mount_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="--mounts: /data"):
         make(tmp_path, mounts=[{"type": "bind", "source": str(tmp_path), "target": "/data"}])
 
@@ -253,7 +253,7 @@ async def test_a_task_has_the_room_that_it_asks_for(environment, tmp_path):
         assert (await made.exec("head -c 450m /dev/zero >/large")).return_code != 0
 
 
-async def test_links_out_of_a_downloaded_folder_are_left_out_and_nothing_else_is(environment, tmp_path):
+async def test_links_that_lead_out_are_left_out(environment, tmp_path):
     await environment.exec("mkdir /out; cd /out; echo 1 >b; ln -s /etc/passwd a; ln -s ../etc/passwd c; ln -s b d")
     await environment.download_dir("/out", tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["b", "d"]
@@ -261,7 +261,7 @@ async def test_links_out_of_a_downloaded_folder_are_left_out_and_nothing_else_is
 
 
 @privileges.cgroups
-async def test_a_compose_file_says_that_there_is_no_network_and_how_much_memory(environment, tmp_path):
+async def test_a_compose_file_sets_network_and_memory(environment, tmp_path):
     service = {"build": ".", "network_mode": "none", "mem_limit": "600m", "environment": {"WORD": "hello"}}
     files = {"docker-compose.yaml": json.dumps({"services": {"main": service}}), "Dockerfile": "FROM debian\n"}
     async with started(tmp_path, written(tmp_path, files), slots_per_container=3) as made:
@@ -273,7 +273,7 @@ async def test_a_compose_file_says_that_there_is_no_network_and_how_much_memory(
         assert (await made.exec("echo $WORD")).stdout == "hello\n"
 
 
-async def test_a_command_is_answered_while_another_waits_for_it(environment):
+async def test_commands_run_beside_a_waiting_one(environment):
     async def run(line):
         return (await environment.exec(line)).stdout
 

@@ -37,7 +37,7 @@ async def sandbox_env():
     await AtroposSandbox.task_cleanup("check", CONFIG, cleanup=True)
 
 
-async def test_a_command_at_the_limit_of_its_slot_says_so():
+async def test_a_slots_limit_is_named():
     config = CONFIG.model_copy(update={"pool": {**CONFIG.pool, "limits": {"wall_s": 3}}})
     environments = await AtroposSandbox.sample_init("check", config, {})
     with pytest.raises(TimeoutError, match=r"limits\.wall_s"):
@@ -45,7 +45,7 @@ async def test_a_command_at_the_limit_of_its_slot_says_so():
     await AtroposSandbox.sample_cleanup("check", config, environments, interrupted=False)
 
 
-async def test_a_user_who_is_not_there_is_no_sandbox_and_no_failed_command():
+async def test_a_missing_user_is_no_sandbox():
     with pytest.raises(ConfigError, match="no user 'nobody-here'"):
         await AtroposSandbox.sample_init("check", CONFIG.model_copy(update={"user": "nobody-here"}), {})
 
@@ -65,7 +65,7 @@ async def test_a_mistake_in_a_file_of_settings_is_named(tmp_path, monkeypatch, t
         await AtroposSandbox.task_init("check", "atropos.yaml")
 
 
-async def test_settings_that_are_edited_are_those_of_the_next_evaluation(tmp_path):
+async def test_edited_settings_hold_from_then_on(tmp_path):
     file = tmp_path / "atropos.yaml"
     one = "pool: {backend: local, slots_per_container: 1, max_containers: 1}\n"
     nobodys = f"user: nobody\n{one.replace('1', '2')}"
@@ -90,7 +90,7 @@ async def test_root_can_switch_users(sandbox_env):
     assert access.state == "usable", access
 
 
-async def test_tools_are_injected_and_a_remote_process_streams(sandbox_env):
+async def test_injected_tools_stream(sandbox_env):
     from inspect_ai.util._sandbox.events import SandboxEnvironmentProxy
 
     process = await SandboxEnvironmentProxy(sandbox_env).exec_remote(
@@ -102,7 +102,7 @@ async def test_tools_are_injected_and_a_remote_process_streams(sandbox_env):
     assert events[-1].exit_code == 3
 
 
-async def test_more_output_is_read_where_inspect_ai_allows_more(sandbox_env):
+async def test_its_bound_of_output_is_kept(sandbox_env):
     """As it does for the requests of an agent to its bridge."""
     command = ["sh", "-c", "head -c 12m /dev/zero | tr '\\0' x; whoami >&2; exit 3"]
     with override_sandbox_output_limit(150 * 1024**2, "exec"):
@@ -113,7 +113,7 @@ async def test_more_output_is_read_where_inspect_ai_allows_more(sandbox_env):
     assert (await sandbox_env.exec(["sh", "-c", "ls /tmp/.stdout*"])).stdout == ""
 
 
-async def test_an_images_entrypoint_runs_beside_the_sample(tmp_path):
+async def test_an_entrypoint_runs_beside_a_sample(tmp_path):
     started = AtroposSandboxConfig(image=entrypoint_images.image(tmp_path / "image"), pool=CONFIG.pool)
     environments = await AtroposSandbox.sample_init("check", started, {})
     assert (await environments["default"].exec(["cat", "/said"], timeout=20)).stdout == "tail -f /dev/null /srv\n"
@@ -123,7 +123,7 @@ async def test_an_images_entrypoint_runs_beside_the_sample(tmp_path):
         await AtroposSandbox.sample_init("check", started.model_copy(update={"image": missing}), {})
 
 
-async def test_a_sample_that_is_cancelled_at_its_start_leaves_no_pool_running(tmp_path):
+async def test_a_cancelled_start_leaves_no_pool(tmp_path):
     """anyio cancels each wait of a task again, those of its cleanup as well."""
     image = entrypoint_images.image(tmp_path, entry("bin/chown", "#!/bin/sh\nexec sleep 600\n", mode=0o755))
     config = AtroposSandboxConfig(image=image, user="1000", pool={**CONFIG.pool, "slots_per_container": 1})
@@ -167,7 +167,7 @@ async def test_a_program_that_runs_calls_a_service(sandbox_env):
     assert (result.returncode, result.stdout) == (0, "42\n"), result.stderr
 
 
-async def test_a_command_is_answered_while_another_waits_for_it(sandbox_env):
+async def test_commands_run_beside_a_waiting_one(sandbox_env):
     async def run(line):
         return (await sandbox_env.exec(["sh", "-c", line])).stdout
 

@@ -47,7 +47,7 @@ def make(kept):
         environment.cleanup()
 
 
-def test_output_and_errors_in_one_with_the_return_code(make):
+def test_output_and_errors_are_one(make):
     result = make().execute({"command": "echo out; echo err >&2; exit 42"})
     assert result == {"output": "out\nerr\n", "returncode": 42, "exception_info": ""}
 
@@ -56,7 +56,7 @@ def test_a_killed_command_has_the_code_of_docker(make):
     assert make().execute({"command": "kill -9 $$"})["returncode"] == 137
 
 
-def test_an_environment_may_be_collected_while_its_thread_asks_for_the_event_loop(make):
+def test_an_environment_is_collected_any_time(make):
     environments = [make(), make()]
 
     def collect(frame, event, _argument):
@@ -76,7 +76,7 @@ def test_an_environment_may_be_collected_while_its_thread_asks_for_the_event_loo
     assert not environments
 
 
-def test_a_forked_process_has_environments_of_its_own_and_ends_at_once(make):
+def test_a_forked_process_is_its_own(make):
     """As the workers of `multiprocessing` do, also where they have no environment."""
     environment = make()
 
@@ -96,7 +96,7 @@ def test_a_forked_process_has_environments_of_its_own_and_ends_at_once(make):
     assert environment.execute({"command": "echo still"})["output"] == "still\n"
 
 
-def test_variables_come_from_the_settings_and_by_name(make, monkeypatch):
+def test_variables_come_from_settings(make, monkeypatch):
     monkeypatch.setenv("GIVEN", "one")
     monkeypatch.setenv("HIDDEN", "secret")
     environment = make(env={"A": "1", "BOTH": "settings"}, forward_env=["GIVEN", "ABSENT"])
@@ -107,26 +107,26 @@ def test_variables_come_from_the_settings_and_by_name(make, monkeypatch):
     assert "secret" not in str(environment.get_template_vars())
 
 
-def test_each_command_starts_where_the_settings_or_the_call_say(make):
+def test_commands_start_where_they_should(make):
     environment = make(cwd="/tmp")
     assert environment.execute({"command": "cd /; pwd"})["output"] == "/\n"
     assert environment.execute({"command": "pwd"})["output"] == "/tmp\n"
     assert environment.execute({"command": "pwd"}, "/etc")["output"] == "/etc\n"
 
 
-def test_the_folder_of_the_settings_is_made_for_the_user_as_by_docker(make):
+def test_a_folder_is_made_for_the_user(make):
     environment = make(cwd="/srv/work", user="nobody")
     assert environment.execute({"command": "echo x >file; pwd; cat file"})["output"] == "/srv/work\nx\n"
     with pytest.raises(ConfigError, match="cwd: /etc/passwd/no can't be made"):
         make(cwd="/etc/passwd/no")
 
 
-def test_the_folder_of_the_settings_is_made_where_an_image_lists_no_users(make, tmp_path):
+def test_a_folder_is_made_without_etc_passwd(make, tmp_path):
     environment = make(image=entrypoint_images.image(tmp_path), cwd="/made/here", user="1000", interpreter=["sh", "-c"])
     assert environment.execute({"command": "echo x >file; pwd; cat file"})["output"] == "/made/here\nx\n"
 
 
-def test_a_time_out_is_a_value_and_leaves_nothing_running(make):
+def test_a_time_out_is_a_value(make):
     environment = make(timeout=1)
     result = environment.execute({"command": "echo before; sleep 61"})
     if not result["output"]:  # the login shell of a busy machine took longer to start
@@ -161,7 +161,7 @@ def test_templates_know_the_slots_system(make):
     }
 
 
-def test_its_benchmarks_settings_for_docker_are_ours(make, monkeypatch):
+def test_its_docker_settings_are_known(make, monkeypatch):
     monkeypatch.setattr(mini_extra, "main", lambda: None)
     adapter.main()
     settings = yaml.safe_load((builtin_config_dir / "benchmarks/swebench.yaml").read_text())["environment"]
@@ -173,7 +173,7 @@ def test_its_benchmarks_settings_for_docker_are_ours(make, monkeypatch):
     environment.cleanup()
 
 
-def test_a_killed_container_is_no_outcome_of_a_command():
+def test_a_killed_container_is_no_outcome():
     environment = AtroposEnvironment(pool={**POOL, "slots_per_container": 1})
     kill_container()
     with pytest.raises(SandboxGoneError):
@@ -183,19 +183,19 @@ def test_a_killed_container_is_no_outcome_of_a_command():
         environment.execute({"command": "true"})
 
 
-def test_an_image_that_is_not_there_is_no_outcome_either(kept):
+def test_a_missing_image_is_no_outcome(kept):
     with pytest.raises(SandboxGoneError):
         AtroposEnvironment(pool=POOL, image="127.0.0.1:1/none:1")
 
 
-def test_an_images_entrypoint_runs_beside_the_commands_as_by_docker(make, tmp_path):
+def test_an_entrypoint_runs_beside_commands(make, tmp_path):
     environment = make(image=entrypoint_images.image(tmp_path / "image"), interpreter=["sh", "-c"])
     assert environment.execute({"command": "cat /said"})["output"] == "sleep infinity /srv\n"
     with pytest.raises(SandboxGoneError, match=r"ENTRYPOINT: .*nothing"):
         make(image=entrypoint_images.image(tmp_path / "missing", starts="/nothing"))
 
 
-def test_a_command_is_answered_while_another_waits_for_it(make):
+def test_commands_run_beside_a_waiting_one(make):
     environment = make()
 
     async def run(line):

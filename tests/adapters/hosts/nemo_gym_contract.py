@@ -45,13 +45,13 @@ def test_it_is_found_by_its_name():
     assert isinstance(create_provider(ATROPOS), AtroposProvider)
 
 
-def test_a_mistake_in_its_settings_is_named_before_any_rollout():
+def test_a_wrong_setting_is_named_at_once():
     with pytest.raises(ValueError, match="slots_per_contaner: no such setting"):
         create_provider({"atropos": {"pool": {"slots_per_contaner": 4}}})
 
 
 @in_one_loop
-async def test_commands_run_where_and_as_whom_they_should(sandbox):
+async def test_commands_have_folder_and_user(sandbox):
     result = await sandbox.exec("pwd; echo $WORD $MORE $N; cat /etc/made/x; echo no >&2; exit 3", env={"MORE": "world"})
     assert result.stdout == "/work/here\nhello world 4\né"
     assert (result.stderr, result.return_code, result.error_type) == ("no\n", 3, None)
@@ -88,7 +88,7 @@ async def test_files_go_there_and_back(sandbox, tmp_path):
 
 
 @in_one_loop
-async def test_the_harness_moves_files_as_root_where_an_image_has_a_user(tmp_path):
+async def test_files_are_moved_as_root(tmp_path):
     key = hashlib.sha256(b"nemo-gym: an image with a user").hexdigest()
     async with SlotPool(SlotPoolConfig(**POOL)) as pool, pool.lease("image") as slot:
         image = await slot.keep(key, ImageSettings(user="nobody", workdir="/"))
@@ -115,7 +115,7 @@ async def test_twenty_sandboxes_take_turns_in_four_slots():
 
 
 @in_one_loop
-async def test_a_killed_container_is_no_outcome_of_a_command():
+async def test_a_killed_container_is_no_outcome():
     async with AsyncSandbox({"atropos": {"pool": {**POOL, "slots_per_container": 1}}}) as sandbox:
         await sandbox.start(SandboxSpec())
         assert await sandbox.status() is SandboxStatus.RUNNING
@@ -161,7 +161,7 @@ def test_the_blocking_interface():
 
 
 @in_one_loop
-async def test_a_command_is_answered_while_another_waits_for_it(sandbox):
+async def test_commands_run_beside_a_waiting_one(sandbox):
     async def run(line):
         return (await sandbox.exec(line)).stdout
 

@@ -56,7 +56,7 @@ async def test_a_terminal_is_one(sandbox):
     assert session.closed
 
 
-async def test_pipes_keep_errors_apart_and_signals_end_a_program(sandbox):
+async def test_pipes_and_signals_of_a_program(sandbox):
     result = await sandbox.pty.exec("pwd; echo no >&2; exit 3", pty=False)
     assert (result.stdout, result.stderr, result.return_code) == ("/work/here\n", "no\n", 3)
     async with await sandbox.pty.create("sleep 60", user="nobody", pty=False) as session:

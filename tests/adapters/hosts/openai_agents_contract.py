@@ -40,7 +40,7 @@ async def session(client):
         yield session
 
 
-async def test_commands_have_the_manifests_files_and_variables(session):
+async def test_a_manifests_files_are_there(session):
     result = await session.exec("pwd; cat given/hello.txt; echo $WORD; echo no >&2; exit 3")
     assert (result.stdout, result.stderr, result.exit_code) == (b"/workspace\nhello\nword\n", b"no\n", 3)
     assert (await session.exec("no-such-program", shell=False)).exit_code == 127
@@ -93,7 +93,7 @@ async def test_a_port_of_the_slot_is_reached(client):
             await session.resolve_exposed_port(8001)
 
 
-async def test_a_state_that_was_kept_finds_its_slot_or_fills_a_new_one(client, tmp_path):
+async def test_a_kept_state_finds_its_slot(client, tmp_path):
     session = await client.create(
         manifest=MANIFEST, snapshot=LocalSnapshotSpec(base_path=tmp_path), options=AtroposSandboxClientOptions()
     )
@@ -118,7 +118,7 @@ async def test_an_image_of_the_options_is_the_slots(client, tmp_path):
         assert (await session.exec("cat", "/said", shell=False)).stdout == b"sleep infinity /srv\n"
 
 
-async def test_an_image_that_is_not_there_is_an_error_of_the_start(client):
+async def test_a_missing_image_fails_the_start(client):
     session = await client.create(options=AtroposSandboxClientOptions(image="127.0.0.1:1/none:1"))
     with pytest.raises(WorkspaceStartError, match="image_unavailable"):
         await session.start()
@@ -150,7 +150,7 @@ async def test_an_agent_works_in_a_slot(client):
     assert result.final_output == "done"
 
 
-async def test_a_killed_container_ends_the_run_as_an_error():
+async def test_a_killed_container_is_an_error():
     """Not as what the model made of a tool that failed."""
     client = AtroposSandboxClient(pool={**POOL, "slots_per_container": 1})
 

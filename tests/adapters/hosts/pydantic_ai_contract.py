@@ -54,7 +54,7 @@ class TestSlots(WorkspaceBackendSuite):
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_folder_of_an_image_without_coreutils_is_listed(tmp_path):
+async def test_folders_are_listed_without_coreutils(tmp_path):
     image = entrypoint_images.image(tmp_path)
     async with AtroposWorkspace(pool=POOL, image=image) as backend:
         workspace = Workspace(backend)
@@ -65,7 +65,7 @@ async def test_a_folder_of_an_image_without_coreutils_is_listed(tmp_path):
         assert [(entry.name, entry.is_dir) for entry in entries] == [(".hidden\nfile", False), ("folder", True)]
 
 
-async def test_a_caller_that_is_cancelled_leaves_the_slot_to_the_next():
+async def test_a_cancelled_caller_leaves_the_slot():
     async with AtroposWorkspace(pool=POOL) as workspace:
         first = asyncio.create_task(workspace.working_dir())
         await asyncio.sleep(0.01)
@@ -78,7 +78,7 @@ async def test_another_process_s_ref_is_unavailable():
         await AtroposWorkspace(WorkspaceRef(provider="atropos", id="elsewhere")).working_dir()
 
 
-async def test_an_image_that_is_not_there_may_be_tried_again():
+async def test_a_missing_image_may_be_retried():
     async with AtroposWorkspace(pool=POOL, image="127.0.0.1:1/none:1") as workspace:
         for _ in range(2):
             with pytest.raises(ImageUnavailable):
@@ -104,7 +104,7 @@ async def test_an_agent_works_in_a_slot():
     assert "42" in str(result.all_messages())
 
 
-async def test_a_killed_container_ends_the_run_as_an_error():
+async def test_a_killed_container_is_an_error():
     async with AtroposWorkspace(pool={**POOL, "slots_per_container": 1}) as workspace:
         await workspace.working_dir()
         kill_container()

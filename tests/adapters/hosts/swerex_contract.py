@@ -38,12 +38,12 @@ async def say(runtime, command, **options):
     return (await runtime.run_in_session(BashAction(command=command, **{"timeout": 60, **options}))).output
 
 
-async def test_a_command_may_be_longer_than_a_terminals_line(runtime_with_default_session):
+async def test_a_command_may_be_long(runtime_with_default_session):
     text = "x" * 100_000
     assert await say(runtime_with_default_session, f"echo {text}") == f"{text}\n"
 
 
-async def test_what_came_in_time_is_read_though_this_process_was_stopped_meanwhile(runtime_with_default_session):
+async def test_a_stop_of_this_process_loses_nothing(runtime_with_default_session):
     stop = f"sleep 0.5; kill -STOP {os.getpid()}; sleep 5; kill -CONT {os.getpid()}"
     stopping = await asyncio.create_subprocess_exec("sh", "-c", stop)
     assert await say(runtime_with_default_session, "echo one; sleep 2; echo two", timeout=4) == "one\ntwo\n"
@@ -57,9 +57,7 @@ async def test_output_of_megabytes_comes_whole(runtime_with_default_session):
     )
 
 
-async def test_of_more_output_than_is_kept_the_end_is_whole_and_the_rest_is_counted(
-    runtime_with_default_session, monkeypatch
-):
+async def test_too_much_output_keeps_its_end(runtime_with_default_session, monkeypatch):
     monkeypatch.setattr(swerex_session, "MAX_OUTPUT_CHARS", 100_000)
     printed = "".join(f"{number}\r\n" for number in range(1, 100_001))
     said = await say(runtime_with_default_session, "seq 1 100000")
@@ -80,7 +78,7 @@ async def test_a_little_output_costs_the_same_after_much(runtime_with_default_se
     assert await seconds("head -c 9500000 /dev/zero | tr '\\0' x") < 5 * alone
 
 
-async def test_the_prompt_of_a_late_command_ends_no_other(runtime_with_default_session):
+async def test_a_late_prompt_ends_no_other(runtime_with_default_session):
     with pytest.raises(CommandTimeoutError):
         await say(runtime_with_default_session, "sleep 0.6; false", timeout=0.1)
     await asyncio.sleep(1)
@@ -105,7 +103,7 @@ async def test_start_up_files_are_sourced(remote_runtime):
     assert await say(remote_runtime, "echo $FRUIT", session="sourced") == "fig\n"
 
 
-async def test_a_start_up_file_or_a_command_may_have_a_prompt_command_of_its_own(remote_runtime):
+async def test_programs_may_set_prompt_command(remote_runtime):
     await remote_runtime.write_file(
         WriteFileRequest(path="/tmp/history", content="PROMPT_COMMAND='history -a'; PS1='$ '\n")
     )
@@ -117,24 +115,24 @@ async def test_a_start_up_file_or_a_command_may_have_a_prompt_command_of_its_own
     assert await say(remote_runtime, "echo then", session="history") == "then\n"
 
 
-async def test_a_trace_shows_the_commands_and_the_file_that_they_are_sourced_from(runtime_with_default_session):
+async def test_a_trace_shows_the_sourced_file(runtime_with_default_session):
     await say(runtime_with_default_session, "set -x")
     sourced, *lines = (await say(runtime_with_default_session, "echo a")).splitlines()
     assert sourced.startswith("+ . /tmp/")
     assert lines == ["++ echo a", "a"]
 
 
-async def test_a_command_that_dies_of_an_interrupt_of_its_own_has_ended(runtime_with_default_session):
+async def test_a_self_interrupted_command_has_ended(runtime_with_default_session):
     action = BashAction(command="sh -c 'kill -INT $$'; echo not reached", check="silent", timeout=20)
     assert (await runtime_with_default_session.run_in_session(action)).exit_code == 130
 
 
-async def test_programs_of_a_session_print_no_escapes_of_a_terminal(runtime_with_default_session):
+async def test_programs_print_no_escapes(runtime_with_default_session):
     """Nothing in SWE-ReX's containers sets TERM, so that its bash makes it `dumb`."""
     assert await say(runtime_with_default_session, "[ -t 1 ] && echo $TERM") == "dumb\n"
 
 
-async def test_a_command_that_changes_the_terminal_costs_nothing_of_the_next_answer(runtime_with_default_session):
+async def test_a_changed_terminal_costs_no_answer(runtime_with_default_session):
     killed = "sh -c 'stty raw echo; kill -9 $$'"
     for command in ("stty echo", "stty raw echo", "stty -icanon -opost echo", "stty sane", killed):
         await say(runtime_with_default_session, command, check="ignore")
@@ -164,7 +162,7 @@ async def test_programs_run_as_subprocess_runs_them(remote_runtime):
     assert (await remote_runtime.execute(Command(command="kill -9 $$", shell=True))).exit_code == -9
 
 
-async def test_a_command_at_the_limit_of_its_slot_says_so():
+async def test_a_slots_limit_is_named():
     deployment = AtroposDeployment(pool={**POOL, "limits": {"wall_s": 3}})
     await deployment.start()
     try:
@@ -175,7 +173,7 @@ async def test_a_command_at_the_limit_of_its_slot_says_so():
         await deployment.stop()
 
 
-async def test_twenty_deployments_take_turns_in_four_slots():
+async def test_deployments_take_turns_in_slots():
     async def square(number):
         deployment = AtroposDeploymentConfig(pool=POOL, user="nobody").get_deployment()
         with pytest.raises(DeploymentNotStartedError):
@@ -192,7 +190,7 @@ async def test_twenty_deployments_take_turns_in_four_slots():
     assert await asyncio.gather(*map(square, range(20))) == [number**2 for number in range(20)]
 
 
-async def test_each_call_may_have_an_event_loop_of_its_own_as_in_swe_agent():
+async def test_calls_may_have_loops_of_their_own():
     """The slot of a deployment that is dropped is given back as well."""
 
     def one(word):
@@ -211,7 +209,7 @@ async def test_each_call_may_have_an_event_loop_of_its_own_as_in_swe_agent():
     await deployment.stop()
 
 
-async def test_a_killed_container_is_no_outcome_of_a_command():
+async def test_a_killed_container_is_no_outcome():
     deployment = AtroposDeployment(pool={**POOL, "slots_per_container": 1})
     await deployment.start()
     await deployment.runtime.create_session(CreateBashSessionRequest())
@@ -230,7 +228,7 @@ async def test_a_killed_container_is_no_outcome_of_a_command():
     await deployment.stop()
 
 
-async def test_an_images_entrypoint_runs_beside_the_commands_as_by_docker(tmp_path):
+async def test_an_entrypoint_runs_beside_commands(tmp_path):
     deployment = AtroposDeployment(pool=POOL, image=entrypoint_images.image(tmp_path / "image"))
     await deployment.start()
     try:
@@ -244,7 +242,7 @@ async def test_an_images_entrypoint_runs_beside_the_commands_as_by_docker(tmp_pa
         ).start()
 
 
-async def test_of_two_sessions_of_one_name_that_start_at_once_one_is_refused(remote_runtime):
+async def test_a_session_name_is_taken_once(remote_runtime):
     requests = [CreateBashSessionRequest(session="twin") for _ in range(2)]
     made, refused = await asyncio.gather(*map(remote_runtime.create_session, requests), return_exceptions=True)
     assert isinstance(refused, SessionExistsError)
@@ -252,13 +250,13 @@ async def test_of_two_sessions_of_one_name_that_start_at_once_one_is_refused(rem
     assert await say(remote_runtime, "echo one", session="twin") == "one\n"
 
 
-async def test_an_image_that_is_not_there_is_a_failed_start():
+async def test_a_missing_image_fails_the_start():
     deployment = AtroposDeployment(pool=POOL, image="127.0.0.1:1/none:1")
     with pytest.raises(DeploymentStartupError):
         await deployment.start()
 
 
-async def test_a_command_is_answered_while_another_waits_for_it(remote_runtime):
+async def test_commands_run_beside_a_waiting_one(remote_runtime):
     async def run(line):
         return (await remote_runtime.execute(Command(command=line, shell=True))).stdout
 

@@ -34,7 +34,7 @@ async def runtime():
         yield started
 
 
-async def test_programs_run_where_and_as_whom_they_should(runtime):
+async def test_programs_have_folder_and_user(runtime):
     result = await runtime.run(["sh", "-c", "pwd; echo $WORD $MORE; echo no >&2; exit 3"], {"MORE": "world"})
     assert result == vf.ProgramResult(3, "/work/here\nhello world\n", "no\n")
     view = runtime.with_user("nobody", home="/tmp").with_env({"WORD": "bye"})
@@ -45,7 +45,7 @@ async def test_programs_run_where_and_as_whom_they_should(runtime):
     assert await runtime.alive()
 
 
-async def test_a_folder_that_is_not_there_is_made_for_the_user(runtime):
+async def test_a_missing_folder_is_made(runtime):
     async with AtroposRuntime(Task(vf.TaskData(prompt="x", workdir="/srv/here")), user="nobody", pool=POOL) as other:
         await other.start()
         await other.write("a", b"mine")
@@ -79,7 +79,7 @@ async def test_a_live_process_is_spoken_with(runtime):
         await runtime.open_process(["no-such"], {})
 
 
-async def test_a_service_of_the_slot_is_reached_from_here(runtime):
+async def test_a_slots_service_is_reached(runtime):
     await runtime.write("page", b"from the slot")
     await runtime.run_background(SERVER, {}, "server.log")
     url, again = await asyncio.gather(runtime.expose(8000), runtime.expose(8000))
@@ -88,7 +88,7 @@ async def test_a_service_of_the_slot_is_reached_from_here(runtime):
     assert b"GET /page" in await runtime.read("server.log")
 
 
-async def test_an_endpoint_of_this_machine_is_reached_from_the_slot(runtime):
+async def test_a_slot_reaches_this_machines_endpoint(runtime):
     async def answer(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + json.dumps(list(range(100_000))).encode())
@@ -102,7 +102,7 @@ async def test_an_endpoint_of_this_machine_is_reached_from_the_slot(runtime):
     assert result.stdout == f"{len(json.dumps(list(range(100_000))))}\n", result.stderr
 
 
-async def test_a_killed_container_is_an_infrastructure_error():
+async def test_a_killed_container_is_an_error():
     async with AtroposRuntime(pool={**POOL, "slots_per_container": 1}) as runtime:
         with pytest.raises(SandboxError, match="not started"):
             await runtime.run(["true"], {})
@@ -174,7 +174,7 @@ async def fetched(url):
     return await asyncio.to_thread(fetch)
 
 
-async def test_a_command_is_answered_while_another_waits_for_it(runtime):
+async def test_commands_run_beside_a_waiting_one(runtime):
     async def run(line):
         return (await runtime.run(["sh", "-c", line], {})).stdout
 
