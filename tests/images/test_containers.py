@@ -175,7 +175,7 @@ def spoil(store: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("other", ["hangs", "refuses"])
-async def test_leases_wait_for_no_container_that_can_not_get_their_image(tmp_path, images, monkeypatch, other):
+async def test_leases_pass_containers_that_fail(tmp_path, images, monkeypatch, other):
     monkeypatch.setattr("atropos.slots.pool.image_pulls.Pulls._giver", lambda *_: None)
     busybox_image(tmp_path / "layout", "hello")
     images.push(tmp_path / "layout", "near:1")
