@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import sys
@@ -29,7 +30,7 @@ def execute(
     base: Base = None,
     image: Annotated[str | None, typer.Option(help="An image to start from, as `atropos image prepare` takes.")] = None,
     upload: Annotated[Path | None, typer.Option(help="A file or folder to put into /workspace first.")] = None,
-    memory_mib: Annotated[int, typer.Option(help="Memory of the slot in MiB.")] = 1024,
+    memory_mib: Annotated[int | None, typer.Option(help="Memory of the slot in MiB.")] = None,
     network: Annotated[bool, typer.Option("--network", help="Allow filtered egress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
 ) -> None:
@@ -43,9 +44,11 @@ def execute(
         "min_containers": 1,
         "max_containers": 1,
         "allow_network": network,
-        "limits": SlotLimits(memory_mib=memory_mib),
+        "limits": SlotLimits() if memory_mib is None else SlotLimits(memory_mib=memory_mib),
         "base": base,
     }
+    if memory_mib is None:  # what slots lack is for whoever asks: for a limit, or by `atropos doctor`
+        logging.getLogger("atropos.slots.limits").setLevel(logging.ERROR)
     stdin = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer
     data = stdin.read() if stdin is not None and not _is_empty(stdin) else None
     result = asyncio.run(_run(command, timeout_s, settings, image, upload, data, split=not as_json))

@@ -110,6 +110,12 @@ async def wants() -> dict[str, object]:
             found["status"] = repr((slot, pool, snapshot, SECRETS))
         async with pool.lease("fork", snapshot=snapshot) as fork:
             found["fork"] = (await fork.exec(f"{GET} {PLAIN}/fork; {GET} -k {TLS}/fork")).output
+        async with pool.lease("judged", secrets=SECRETS) as judged:
+            await judged.exec("echo mine > /workspace/note; echo '' > /etc/ssl/certs/ca-certificates.crt")
+            await judged.view(["/workspace"])
+            there = f"cat note; {GET} {PLAIN}/view; {GET} {TLS}/view; python3 -c \"import urllib.request as r; r.urlopen('{TLS}/view')\""
+            found["view"] = (await judged.exec(there)).output
+            found["view looked"] = (await judged.exec(LOOK)).output
         async with pool.lease("off", network=False, secrets=SECRETS) as off:
             found["off"] = (await off.exec(LOOK)).output
     return found

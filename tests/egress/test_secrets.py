@@ -63,6 +63,14 @@ def test_secrets_end_with_the_lease(ran: tuple[dict, str]) -> None:
     assert got(found, "/fork") == {"files.example.org:8081 | None | None", "files.example.org:8443 | None | None"}
 
 
+def test_a_view_has_them_whatever_its_slot_did_to_its_authorities(ran: tuple[dict, str]) -> None:
+    found, _ = ran
+    assert got(found, "/view") == {PLAIN_GOT, TLS_GOT}, found["view"]
+    assert len([line for line in found["seen"] if line.startswith("/view")]) == 3, found["view"]
+    assert found["view"].startswith("mine\n")
+    assert found["view looked"].splitlines()[-1] == "0"
+
+
 def test_a_key_s_secrets_are_its_own(ran: tuple[dict, str]) -> None:
     found, _ = ran
     assert got(found, "/alice") == {f"files.example.org:8081 | Bearer {TOKEN} | None"}

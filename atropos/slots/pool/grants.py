@@ -23,6 +23,8 @@ from atropos.slots.slot import Slot
 from atropos.slots.slot.snapshots import Snapshot
 
 log = logging.getLogger("atropos.slots")
+log_of_limits = logging.getLogger("atropos.slots.limits")
+"""Says once a pool what its slots lack."""
 
 REFUSED_S = 0.01
 """Pause before retrying a container that refuses although it reports room."""
@@ -210,7 +212,7 @@ class Grants:
         state.counters.granted()
         if lease.limit_note is not None and lease.limit_note not in self._limits_noted:
             self._limits_noted.add(lease.limit_note)
-            log.warning("slots of container %s lack %s", link.container.id, lease.limit_note)
+            log_of_limits.warning("slots of container %s lack %s", link.container.id, lease.limit_note)
         slot = link.slots[lease.lease_id] = Slot(link, lease, request, ticket)
         return slot
 

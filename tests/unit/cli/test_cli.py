@@ -139,6 +139,19 @@ def test_exec_names_what_it_can_not_upload(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("starts servers")
+@pytest.mark.skipif(os.geteuid() != 0, reason="root's slots lack nothing that an ordinary user's do")
+def test_exec_names_missing_limits_to_who_asks_for_one() -> None:
+    somebody = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    said: list[str] = []
+    for asked in ([], ["--memory-mib", "64"]):
+        command = [*somebody, sys.executable, "-m", "atropos.cli", "exec", "true", *asked]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd="/")
+        said.append(done.stderr)
+    assert said[0] == ""
+    assert "memory_limit: " in said[1]
+
+
+@pytest.mark.slow("starts servers")
 def test_exec_runs_without_a_standard_output() -> None:
     command = 'exec "$0" -m atropos.cli exec "echo hi; exit 3" >&-'
     done = subprocess.run(["bash", "-c", command, sys.executable], capture_output=True, timeout=120, check=False)
