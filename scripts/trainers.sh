@@ -20,4 +20,5 @@ if [ ! -e "$ready" ]; then
   install --no-deps --python-version 3.12 --target "$("$folder/bin/python" -c 'import site; print(site.getsitepackages()[0])')" skyrl==0.3.0
   touch "$ready"
 fi
-PYTHONPATH=$PWD exec "$folder/bin/python" -m pytest -p no:cacheprovider -p no:xdist --timeout 1800 -W ignore tests/trainers/packages.py "$@"
+.venv/bin/pyright -p scripts/pyright-trainers.json --pythonpath "$folder/bin/python"
+PYTHONPATH=$PWD exec "$folder/bin/python" -m pytest -p no:cacheprovider -p no:xdist --timeout 1800 -W ignore tests/trainers/packages.py tests/trainers/sandboxes.py "$@"

@@ -13,6 +13,7 @@ NO_EXTRA = {
     "google-adk": "google-adk>=2.13",
     "openai-agents": "openai-agents>=0.24",
     "pydantic-ai": "pydantic-ai-slim>=2.62",
+    "tinker-cookbook": "tinker-cookbook>=0.6.1",
 }
 """What hosts are installed as that no extra brings: whoever has an agent in them has them already."""
 

@@ -36,11 +36,13 @@ KITS = {
     "atropos/adapters/google_adk": "google-adk",
     "atropos/adapters/openai_agents": "openai-agents",
     "atropos/adapters/pydantic_ai": "pydantic-ai",
+    "atropos/adapters/tinker_cookbook": "tinker-cookbook",
 }
 """Adapters of kits that no extra brings."""
 OPTIONAL = {"web", "mcp"}
 ALTERNATIVES = {
     "agents": "openai-agents",
+    "chz": "tinker-cookbook",
     "google": "google-adk",
     "minisweagent": "mini-swe-agent",
     "nemo_gym": "nemo-gym",
@@ -166,6 +168,7 @@ def test_an_adapter_names_the_extra_that_it_needs(module: str, host: str, extra:
         ("google_adk", "google.adk", "google-adk"),
         ("openai_agents", "agents", "openai-agents"),
         ("pydantic_ai", "pydantic_ai", "pydantic-ai"),
+        ("tinker_cookbook", "tinker_cookbook", "tinker-cookbook"),
     ],
 )
 def test_an_adapter_names_the_package_that_no_extra_brings(module: str, host: str, kit: str) -> None:
