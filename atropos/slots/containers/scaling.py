@@ -62,12 +62,10 @@ def plan(state: PoolState, limits: Limits) -> Plan:
     highest-index containers that have long been idle, since those are the ones a backend ends first.
     """
     coming = state.coming * limits.slots_per_container
-    lacking = state.waiting - coming
-    if lacking > 0:
-        count = state.containers + -(-lacking // limits.slots_per_container)
-        target = min(count, limits.max_containers)
-        if target > state.containers:
-            return Plan(target, f"{state.waiting} slots waited for, {coming} coming")
+    lacking = -(-(state.waiting - coming) // limits.slots_per_container)  # containers, rounded up
+    target = min(state.containers + lacking, limits.max_containers)
+    if target > state.containers:
+        return Plan(target, f"{state.waiting} slots waited for, {coming} coming")
     if state.containers < limits.min_containers:
         return Plan(limits.min_containers, "below min_containers")
     if state.waiting == 0 and state.ready + state.closing + state.late >= state.containers:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from atropos.resources import NOTHING, Resources
 from atropos.slots.containers.fleet import Fleet, Seat
-from atropos.slots.containers.scaling import Limits, PoolState, plan, worn_out
+from atropos.slots.containers.scaling import Limits, Plan, PoolState, plan, worn_out
 
 SLOT = Resources(memory_mib=1024, pids=256)
 
@@ -22,11 +22,13 @@ limits = st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 16)).m
 
 
 @given(
-    st.builds(PoolState, containers=counts, ready=counts, waiting=counts, needed=counts, late=counts),
+    st.builds(PoolState, containers=counts, ready=counts, waiting=counts, needed=counts, closing=counts, late=counts),
     limits,
 )
 def test_a_plan_stays_within_its_bounds(state, bounds):
-    target = plan(state, bounds).target
+    planned = plan(state, bounds)
+    target = planned.target
+    assert bool(planned.reason) == (target != state.containers)
     if target > state.containers:
         assert target <= bounds.max_containers
         enough = (target - state.containers) * bounds.slots_per_container
@@ -55,6 +57,12 @@ def test_a_plan_stays_within_its_bounds(state, bounds):
 )
 def test_plans_by_example(state, target):
     assert plan(state, Limits(min_containers=1, max_containers=5, slots_per_container=4)).target == target
+
+
+def test_a_closing_container_is_no_cause_to_keep_others():
+    state = PoolState(containers=3, ready=2, closing=1, waiting=0, needed=1)
+    bounds = Limits(min_containers=1, max_containers=5, slots_per_container=4, idle_s=60)
+    assert plan(state, bounds) == Plan(1, "2 idle for 60 s")
 
 
 def worn(key, retired, **fields):
