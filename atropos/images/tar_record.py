@@ -41,7 +41,7 @@ class TarRecord:
     def bytes(self, data: memoryview) -> None:
         """What the tar has beside contents."""
         self._raw += data
-        if len(self._raw) >= PIECE_BYTES:
+        while len(self._raw) >= PIECE_BYTES:
             self._write(0, b"")
 
     def content(self, path: str, size: int) -> None:
@@ -57,8 +57,9 @@ class TarRecord:
         self._file.write(_SIZE.pack(size))
 
     def _write(self, size: int, path: bytes) -> None:
-        self._packed += self._packer.compress(_RECORD.pack(len(self._raw), size, len(path)) + self._raw + path)
-        self._raw.clear()
+        raw = self._raw[:PIECE_BYTES]  # the same records, in whatever pieces the tar comes
+        self._packed += self._packer.compress(_RECORD.pack(len(raw), size, len(path)) + raw + path)
+        del self._raw[:PIECE_BYTES]
         if len(self._packed) >= PIECE_BYTES:
             self._flush()
 

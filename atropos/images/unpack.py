@@ -193,15 +193,16 @@ class Layer:
         else:
             found = stream.content(path, member.size)
             self.end = member.offset_data + member.size
-        written = 0
-        """Bytes up to which the file is there."""
+        content = written = 0
+        """Bytes that are no holes, and those up to which the file is there."""
         for piece in found:
             size += len(piece)
             if not piece[0] and not piece[-1] and bytes(piece).count(0) == len(piece):
                 os.lseek(fd, size, os.SEEK_SET)  # a hole stays one
             else:
-                self.count(len(piece))
+                self.count(_blocks(content + len(piece)) - _blocks(content))
                 _write(fd, piece)
+                content += len(piece)
                 written = size
         if written < size:
             os.ftruncate(fd, size)
@@ -305,9 +306,14 @@ class Layer:
 
     def count(self, size: int) -> None:
         """Take room."""
-        self.bytes += -(-size // BLOCK) * BLOCK
+        self.bytes += _blocks(size)
         if self.bytes > self._max_bytes:
             raise ImageRefused(f"it unpacks to more than {self._room}")
+
+
+def _blocks(size: int) -> int:
+    """Bytes that as many take on a disk."""
+    return -(-size // BLOCK) * BLOCK
 
 
 def covers(path: str, folder: str) -> bool:

@@ -417,7 +417,7 @@ async def test_what_another_host_gives_is_whole_or_refused_in_a_line(tmp_path, i
     image_id = "0" * 64 if broken == "another" else image.id
     if broken == "whole":
         taken = await taker.take(source, nothing, image_id, sent())
-        assert (taken.id, taken.layers) == (image.id, image.layers)
+        assert (taken.id, taken.layers, taken.bytes) == (image.id, image.layers, image.bytes)
         assert [path.name for path in files_of(taker, taken)[-1].iterdir()] == ["a"]
         assert taker.lacking(image.layers) == ()
         async with taker.give(image.id, (0, 1, 2)) as chunks:  # and gives it as it was
