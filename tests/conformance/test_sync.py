@@ -34,9 +34,9 @@ INTERNAL = {
         "trajectory_id",
     },
     "Snapshot": {"add", "bring", "pin", "places", "start_drop", "info", "limits", "state", "stays_because", "ticket"},
-    "SlotPool": {"bound_frames", "building", "links", "share"},
+    "SlotPool": {"architecture", "bound_frames", "building", "links", "share"},
     "Process": set[str](),
-    "PortForward": set[str](),
+    "PortForward": {"ended"},
 }
 """What is the pool's own, or a builder's."""
 SECONDS = "3600.7531"
