@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from urllib.parse import quote
 
+import httpx
 import schemathesis
 from pydantic import BaseModel, ValidationError
 
 from atropos.api.executor.models import CallBody, OpenTrajectory, PrepareImage
 from atropos.tools.tool_server.messages import BatchRequest, ExternalCall
+from tests.e2e.servers import TOKEN
 
 _CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("echo", {"text": "é"}),
@@ -47,6 +50,13 @@ def map_body(context: Any, body: Any) -> Any:
     if context.operation.path == "/trajectories" and _right(OpenTrajectory, body):
         return {**body, "image": None}
     return _known(body) if _right(ExternalCall, body) or _right(CallBody, body) else body
+
+
+@schemathesis.hook
+def before_call(context: Any, case: Any, kwargs: Any) -> None:
+    if case.operation.path == "/shells/{shell_id}/output":  # which ends with the shell
+        target = f"{case.operation.base_url}/shells/{quote(str(case.path_parameters['shell_id']), safe='')}/input"
+        httpx.post(target, content=b"exit\n", headers={"Authorization": f"Bearer {TOKEN}"})
 
 
 def _right(model: type[BaseModel], body: Any) -> bool:

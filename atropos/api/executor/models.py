@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, SecretStr, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, SecretStr, model_validator
 
 from atropos.api.settings import SettingsModel
 from atropos.slots.config import SlotPoolConfig
@@ -177,11 +177,16 @@ class ServerStatus(ApiMessage):
     opened: tuple[Opened, ...]
 
 
+def _whole(value: object) -> object:
+    """To JSON's schemas 24.0 is an integer; `true` and text are none."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class ShellSize(Request):
     """`PUT /shells/{id}/size`."""
 
-    rows: int = Field(default=24, ge=1, le=1000, strict=True)
-    cols: int = Field(default=80, ge=1, le=1000, strict=True)
+    rows: Annotated[int, BeforeValidator(_whole)] = Field(default=24, ge=1, le=1000, strict=True)
+    cols: Annotated[int, BeforeValidator(_whole)] = Field(default=80, ge=1, le=1000, strict=True)
 
 
 class OpenShell(ShellSize):
