@@ -197,8 +197,8 @@ async def nothing_waits_for_what_runs_in_the_background(host):
 async def a_cancelled_call_waits_for_no_filter(host):
     async with slot(host) as s:
         ended = asyncio.get_running_loop().create_future()
-        s.begin("c", Exec(command="exec > >(while :; do :; done); touch ended"), ended.set_result)
-        await out(s, "until [ -e ended ]; do sleep 0.01; done")
+        s.begin("c", Exec(command="exec > >(while :; do :; done); echo $$ > shell"), ended.set_result)
+        await out(s, "until [ -s shell ] && ! kill -0 $(cat shell) 2>/dev/null; do sleep 0.01; done")
         s.cancel("c")
         result = await ended
         assert (result.cancelled, result.exit_code) == (True, 0), result
