@@ -163,7 +163,8 @@ def tls_in_front(server: Server, folder: Path) -> Iterator[tuple[str, Path]]:
     new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     signed = ["-CA", authority, "-CAkey", folder / "ca.key", "-subj", f"/CN={DOMAIN}"]
     leaf = ["-addext", f"subjectAltName=DNS:*.{DOMAIN}", "-addext", "basicConstraints=CA:FALSE"]
-    for made, further in (("ca", ["-subj", "/CN=Tests"]), ("leaf", [*signed, *leaf])):
+    signs = ["-subj", "/CN=Tests", "-addext", "keyUsage=critical,keyCertSign"]  # which Python 3.13 asks for
+    for made, further in (("ca", signs), ("leaf", [*signed, *leaf])):
         files = ["-keyout", folder / f"{made}.key", "-out", folder / f"{made}.pem"]
         subprocess.run([*new, *further, *files], check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
