@@ -8,8 +8,9 @@ import sys
 import pytest
 
 WITHOUT = r"""
-import aiohttp, asyncio, ctypes, docker, fcntl, httpx, importlib, os, pydantic, resource, select, signal, socket, sys
+import aiohttp, asyncio, ctypes, docker, fcntl, httpx, importlib, os, pydantic, resource, select, signal, socket, sys, sysconfig
 
+sysconfig.get_config_vars()  # from the file of the platform that this Python is for
 LACKS = {
     os: "CLONE_NEWNS MFD_CLOEXEC O_DIRECT O_LARGEFILE O_NOATIME O_PATH O_RSYNC O_TMPFILE SCHED_BATCH SCHED_IDLE copy_file_range eventfd fdatasync "
     "getrandom getresuid getxattr listxattr memfd_create pidfd_open pipe2 posix_fadvise posix_fallocate removexattr sched_getaffinity "
