@@ -92,7 +92,8 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
     app.add_middleware(Gate, door=tenants.enter, max_body_bytes=MAX_REQUEST_BYTES, own_gate=(f"{ROOT_PATH}/",))
     app.state.e2b = create_e2b_app(tenants.enter, settings.e2b_domain)
     app.state.hosts = SandboxHosts(settings.e2b_domain, lambda: (each.sandboxes for each in tenants.all()))
-    app.add_middleware(HostRoutes, hosts=app.state.hosts, root_path=ROOT_PATH)
+    if settings.e2b_domain is not None:
+        app.add_middleware(HostRoutes, hosts=app.state.hosts, root_path=ROOT_PATH)
     app.mount(ROOT_PATH, app.state.e2b)
     _add_service(app)
     _add_trajectories(app)

@@ -27,9 +27,9 @@ CHUNK_BYTES = 1 << 16
 MAX_HEAD = 32_768
 _NO_LINGER = struct.pack("ii", 1, 0)
 """SO_LINGER of no seconds: to close is to reset."""
-_HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
-               b"trailer", b"upgrade", REFUSED_HEADER.encode()}  # fmt: skip
-"""Headers that concern one connection alone (RFC 9110, 7.6.1)."""
+HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
+                        b"proxy-connection", b"te", b"trailer", b"upgrade"})  # fmt: skip
+"""Headers that concern one connection alone (RFC 9110, 7.6.1), beside those of a body's length."""
 _ECHOED = frozenset({b"TRACE", b"TRACK"})
 """Methods whose answer is the request."""
 
@@ -152,7 +152,7 @@ class Forwarding:
 def _end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """The headers that travel on. h11 gives their names in lower case."""
     named = {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
-    dropped = _HOP_BY_HOP | named - {b"host", b"content-length", b"transfer-encoding"}
+    dropped = {REFUSED_HEADER.encode(), *HOP_BY_HOP, *(named - {b"host", b"content-length", b"transfer-encoding"})}
     if any(name == b"transfer-encoding" for name, _ in headers):
         dropped.add(b"content-length")  # two lengths in one message is how requests are smuggled (RFC 9112, 6.1)
     return [(name, value) for name, value in headers if name not in dropped]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterable
+from hmac import compare_digest
 from typing import NamedTuple
 
 import aiohttp
@@ -19,6 +20,7 @@ from atropos.api.e2b.sandbox import E2bSandbox
 from atropos.api.e2b.sandboxes import Sandboxes
 from atropos.api.http import header_of
 from atropos.errors import SandboxError
+from atropos.net.exchange import HOP_BY_HOP
 from atropos.slots import PortForward
 
 _log = logging.getLogger(__name__)
@@ -27,18 +29,8 @@ DAEMON_PORT = 49_983
 TRAFFIC_TOKEN = b"e2b-traffic-access-token"
 """Header of the token that a sandbox without public traffic asks for."""
 _BYTES = 65_536
-_HOP_BY_HOP = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
-)
+_NOT_PASSED_ON = HOP_BY_HOP | {b"transfer-encoding"}
+"""Each side has its own."""
 _SERVER = re.compile(r"(\d{1,5})-([a-z0-9]+)")
 
 
@@ -74,7 +66,9 @@ class SandboxHosts:
         """The part of a request's host before the domain; None: it is another host."""
         hosts = [value for name, value in headers if name == b"host"]
         host = hosts[0].decode("latin-1").lower().partition(":")[0] if len(hosts) == 1 else ""
-        return None if self.domain is None else _before(host, f".{self.domain}")
+        if self.domain is None or not host.endswith(end := f".{self.domain}"):
+            return None
+        return host.removesuffix(end)
 
     def server_in(self, headers: Iterable[tuple[bytes, bytes]]) -> SandboxServer | None:
         """The server that a request's host names; None: it names none."""
@@ -100,7 +94,7 @@ class SandboxHosts:
             sandbox = None if owner is None else await owner.awake(server.sandbox_id)
             if sandbox is None:
                 raise ServerRefused(502, "The sandbox was not found", server)
-            if sandbox.traffic_token is not None and given != sandbox.traffic_token.encode():
+            if sandbox.traffic_token is not None and not compare_digest(given, sandbox.traffic_token.encode()):
                 raise ServerRefused(403, f"send the sandbox's trafficAccessToken as {TRAFFIC_TOKEN.decode()}", server)
             return await _forwarded(sandbox, server)
         except (SandboxError, OSError, ValueError) as error:
@@ -113,10 +107,6 @@ async def _forwarded(sandbox: E2bSandbox, server: SandboxServer) -> int:
         if forward is None or forward.ended:
             forward = sandbox.forwards[server.port] = await PortForward.to_slot(sandbox.slot, server.port)
         return forward.port
-
-
-def _before(text: str, suffix: str) -> str | None:
-    return text.removesuffix(suffix) if text.endswith(suffix) else None
 
 
 class HostRoutes:
@@ -150,10 +140,10 @@ class HostRoutes:
             port = await self._hosts.port_of(server, header_of(request.scope, TRAFFIC_TOKEN))
         except ServerRefused as refused:
             return JSONResponse(refused.body, refused.status)
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.scope["headers"]]
+        headers = [each for each in request.scope["headers"] if each[0] not in _NOT_PASSED_ON]
         path = request.scope["raw_path"].decode("latin-1")
         query = request.scope["query_string"].decode("latin-1")
-        has_body = bool({"content-length", "transfer-encoding"} & {name for name, _ in headers})
+        has_body = bool({"content-length", "transfer-encoding"} & set(request.headers))
         session = aiohttp.ClientSession(
             auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(), timeout=aiohttp.ClientTimeout(total=None)
         )
@@ -161,7 +151,7 @@ class HostRoutes:
             answer = await session.request(
                 request.method,
                 f"http://127.0.0.1:{port}{path}{query and '?'}{query}",
-                headers=[each for each in headers if each[0] not in _HOP_BY_HOP],
+                headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers],
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
                 data=request.stream() if has_body else None,
                 allow_redirects=False,
@@ -177,11 +167,8 @@ class HostRoutes:
                     yield piece
 
         passed = StreamingResponse(body(), answer.status)
-        passed.raw_headers = [
-            (name.lower(), value)
-            for name, value in answer.raw_headers
-            if name.decode("latin-1").lower() not in _HOP_BY_HOP
-        ]
+        answered = [(name.lower(), value) for name, value in answer.raw_headers]
+        passed.raw_headers = [each for each in answered if each[0] not in _NOT_PASSED_ON]
         return passed
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -14,7 +13,7 @@ from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.sandbox import iso
 from atropos.api.e2b.sandboxes import sandboxes_of
 from atropos.api.e2b.templates import LOG_PAGE, Build, Template, Templates
-from atropos.api.e2b.uploads import MAX_UPLOAD_BYTES, Uploads
+from atropos.api.e2b.uploads import Uploads
 
 MAX_BUILD_BYTES = 4 << 20
 """Longest request that starts a build."""
@@ -100,16 +99,7 @@ async def upload(request: Request) -> Response:
     link: Link | None = request.app.state.links.find(request.scope["path"].removeprefix(request.scope["root_path"]))
     if link is None:
         raise RpcError("not_found", "there is no such upload link")
-
-    async def body() -> AsyncGenerator[bytes]:
-        total = 0
-        async for chunk in request.stream():
-            total += len(chunk)
-            if total > MAX_UPLOAD_BYTES:
-                raise RpcError("resource_exhausted", f"an upload is at most {MAX_UPLOAD_BYTES:,} bytes")
-            yield chunk
-
-    await link.uploads.receive(link.files_hash, body())
+    await link.uploads.receive(link.files_hash, request.stream())
     return Response(status_code=200)
 
 

@@ -54,18 +54,16 @@ class Images:
             NotSupported: it is no name of an image, or only its owner's machine can read it.
             ImageUnavailable: it is not here, and a built one, or not to be pulled.
         """
-        parsed = _parse(source)
+        parsed, store = _parse(source), self._state.host.store
         name = str(parsed)
         if parsed.transport == "atropos-base":
             return ImageState(source=name, phase="ready", image=self._state.host.base_image(name))
-        known = self._state.host.store.known(name)
-        if known is not None:
+        if (known := store.known(name)) is not None:
             return ImageState(source=name, phase="ready", done=1.0, image=known)
         if parsed.transport == "atropos-build" or not pull:
             raise ImageUnavailable(f"image {source}: it is not on this server's host")
         if parsed.transport != "docker" and archive is None and name not in self._preparing:
             raise NotSupported(f"image {source}: send it as an archive (PUT /v1/images/archive?source=…)")
-        store = self._state.host.store
         preparing = self._begun(parsed, lambda progress: store.prepare(parsed, progress, archive))
         await asyncio.wait([preparing], timeout=wait_s)
         return preparing.result() if preparing.done() else self._states[name]
