@@ -6,10 +6,9 @@ The conformance of the local backend, the attack programs, limits, and the truth
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 
-from virtual_machine import AARCH64, Machine
+from virtual_machine import AARCH64, Machine, pytest
 
 MACHINE = Machine(
     "arm64",
@@ -31,11 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="slots on an arm64 machine")
     parser.add_argument("--command", help="a shell command to run in the machine instead of pytest")
     options, arguments = parser.parse_known_args()
-    tests = shlex.join(arguments)
-    if not any(argument.startswith("tests") for argument in arguments):
-        tests = f"{TESTS} {tests}"
-    command = options.command or f"python -u -m pytest -v -p no:cacheprovider -o timeout=3600 {tests}"
-    return MACHINE.run(command, slowness="30")
+    return MACHINE.run(options.command or pytest(arguments, TESTS, timeout_s=3600), slowness="30")
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ disk.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 
-from virtual_machine import X86_64, Machine
+from virtual_machine import X86_64, Machine, pytest
 
 MACHINE = Machine(
     "cgroup2",
@@ -30,12 +29,8 @@ def main() -> int:
     parser.add_argument("--kernel", choices=sorted(MACHINE.kernels), default="new", help="new: Linux 6.12; old: 6.1")
     parser.add_argument("--command", help="a shell command to run in the machine instead of pytest")
     options, arguments = parser.parse_known_args()
-    tests = shlex.join(arguments)
-    if not any(argument.startswith("tests") for argument in arguments):
-        tests = f"{OLD_TESTS if options.kernel == 'old' else TESTS} {tests}"
-    return MACHINE.run(
-        options.command or f"python -u -m pytest -v -p no:cacheprovider -o timeout=1800 {tests}", options.kernel
-    )
+    tests = OLD_TESTS if options.kernel == "old" else TESTS
+    return MACHINE.run(options.command or pytest(arguments, tests, timeout_s=1800), options.kernel)
 
 
 if __name__ == "__main__":

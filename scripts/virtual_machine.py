@@ -23,7 +23,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -341,6 +341,14 @@ tell "status $code"
 sleep 0.2
 busybox poweroff -f
 """
+
+
+def pytest(arguments: Sequence[str], tests: str, timeout_s: int) -> str:
+    """The command of pytest with these arguments, on these tests if they name none."""
+    given = shlex.join(arguments)
+    if not any(argument.startswith("tests") for argument in arguments):
+        given = f"{tests} {given}"
+    return f"python -u -m pytest -v -p no:cacheprovider -o timeout={timeout_s} {given}"
 
 
 def quietly(*argv: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
