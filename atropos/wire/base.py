@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-VERSION = 7
+VERSION = 8
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Largest WebSocket frame either end accepts, in bytes."""
 MAX_FILE_BYTES = 32 * 1024 * 1024

@@ -247,11 +247,13 @@ class CallStream:
         hello = Hello(client_id=self._client_id, connection=next(_numbers), holds=self._events.holds())
         await web_socket.send(socket, web_socket.batch([hello.model_dump_json().encode()]))
         try:
-            messages = _parse(await socket.receive())
+            messages = _parse(answer := await socket.receive())
         except ValidationError as error:
             raise BackendUnavailable(
                 f"{self._url} is no sandbox server: {error.errors(include_input=False)[:1]}"
             ) from None
+        if answer.type is aiohttp.WSMsgType.CLOSE and answer.data == aiohttp.WSCloseCode.POLICY_VIOLATION:
+            raise ClientRefused(f"{self._url} refuses the connection: {answer.extra}")
         if not messages or not isinstance(messages[0], Welcome):
             raise BackendUnavailable(f"{self._url} did not answer the hello with a welcome")
         welcome = messages[0]

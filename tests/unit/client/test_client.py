@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import itertools
 import socket
@@ -11,11 +12,12 @@ import socket
 import aiohttp
 import pytest
 
+from atropos import wire
 from atropos.aio import cancel_and_wait
 from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, OutcomeUnknown, PoolFull, SlotLost
 from atropos.resources import NOTHING, Resources
 from atropos.slots import SlotPoolConfig
-from atropos.slots.client import SandboxClient
+from atropos.slots.client import SandboxClient, call_stream
 from atropos.slots.client.server_images import ServerImages
 from atropos.slots.client.server_requests import ServerRequests
 from atropos.wire import CommandResult, Exec, ImageInfo, LeaseEnded, LeaseRequest, OpError, ProcRead, WriteFile
@@ -213,6 +215,18 @@ async def test_a_wrong_token_is_refused_at_once():
     async with serving() as running:
         client = SandboxClient(running.url, "wrong", client_id="x")
         with pytest.raises(BackendUnavailable, match="refuses the token") as caught:
+            await client.connect()
+        assert not caught.value.retryable
+        await client.close()
+
+
+async def test_another_version_is_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setattr(call_stream, "Hello", functools.partial(wire.Hello, version=wire.VERSION - 1))
+    async with serving() as running:
+        client = client_of(running)
+        with pytest.raises(
+            BackendUnavailable, match=f"version {wire.VERSION} of the wire, not {wire.VERSION - 1}"
+        ) as caught:
             await client.connect()
         assert not caught.value.retryable
         await client.close()

@@ -145,7 +145,7 @@ class Stream:
         if not isinstance(hello, Hello):
             raise _Over("the first message must be hello")
         if hello.version != VERSION:
-            raise _Over(f"this server speaks version {VERSION}, not {hello.version}")
+            raise _Over(f"this server speaks version {VERSION} of the wire, not {hello.version}")
         # The welcome goes first, before the messages that connecting sends.
         self.send(Welcome(boot_id=self._state.boot_id, heartbeat_s=self._state.config.heartbeat_s))
         self.client = self._leasing.connect(hello, self)
