@@ -6,6 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+__all__ = [
+    "MAX_COMMAND_BYTES",
+    "MAX_FILE_BYTES",
+    "MAX_FRAME_BYTES",
+    "MAX_HOSTS",
+    "VERSION",
+    "Limit",
+    "WireMessage",
+]
+
 VERSION = 8
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Largest WebSocket frame either end accepts, in bytes."""

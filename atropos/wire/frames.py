@@ -11,6 +11,25 @@ from atropos.wire.base import DEFERRED, VERSION, WireMessage
 from atropos.wire.operations import Operation
 from atropos.wire.results import OpResult
 
+__all__ = [
+    "CLIENT_FRAME",
+    "SERVER_FRAME",
+    "Ack",
+    "Call",
+    "Cancel",
+    "Capacity",
+    "ClientMessage",
+    "Draining",
+    "Fault",
+    "Heartbeat",
+    "Hello",
+    "LeaseEnded",
+    "Reply",
+    "ServerMessage",
+    "Timing",
+    "Welcome",
+]
+
 
 class Hello(WireMessage):
     """The client's first message."""

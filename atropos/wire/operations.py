@@ -9,6 +9,29 @@ from pydantic import Field
 
 from atropos.wire.base import MAX_FILE_BYTES, MAX_HOSTS, ChosenId, WireMessage
 
+__all__ = [
+    "CommandOrArgv",
+    "Exec",
+    "Operation",
+    "PathOperation",
+    "ProcKill",
+    "ProcList",
+    "ProcRead",
+    "ProcStart",
+    "ProcWrite",
+    "Quiesce",
+    "ReadFile",
+    "ReadStream",
+    "Search",
+    "SetNetwork",
+    "SlotOperation",
+    "StartOperation",
+    "Tar",
+    "Untar",
+    "WriteFile",
+    "WriteStream",
+]
+
 StreamId = Annotated[ChosenId, Field(description="unique in the lease")]
 User = Annotated[str | None, Field(max_length=300, description="name or uid[:group or gid]; None: root")]
 CommandOrArgv = str | Annotated[tuple[str, ...], Field(min_length=1)]

@@ -12,6 +12,37 @@ from atropos.wire.base import VERSION, ChosenId, WireMessage
 from atropos.wire.operations import Operation
 from atropos.wire.secrets import MAX_SECRETS, EgressSecret
 
+__all__ = [
+    "VIEW_HOME",
+    "CallRequest",
+    "Capabilities",
+    "DrainRequest",
+    "Feature",
+    "Health",
+    "ImageInfo",
+    "ImageRequest",
+    "ImageSettings",
+    "ImageState",
+    "KeepRequest",
+    "LackingLayers",
+    "LackingRequest",
+    "LayerOffer",
+    "Lease",
+    "LeaseLimits",
+    "LeaseRequest",
+    "LeaseStatus",
+    "Problem",
+    "ReleaseResult",
+    "SnapshotInfo",
+    "SnapshotRequest",
+    "Status",
+    "StreamState",
+    "ViewFolders",
+    "ViewInfo",
+    "ViewRequest",
+    "client_name",
+]
+
 
 class LeaseLimits(WireMessage):
     """Limits of one lease instead of the server's `SlotLimits`; None: the server's."""

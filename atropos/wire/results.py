@@ -8,6 +8,20 @@ from pydantic import Field, TypeAdapter
 
 from atropos.wire.base import DEFERRED, Limit, WireMessage
 
+__all__ = [
+    "OP_RESULT",
+    "CommandResult",
+    "Done",
+    "FileResult",
+    "Match",
+    "OpError",
+    "OpResult",
+    "ProcListing",
+    "ProcState",
+    "SearchResult",
+    "outcome",
+]
+
 
 class CommandResult(WireMessage):
     """How a command ended. `exit_code` is -N when signal N ended it; None only when it never started."""

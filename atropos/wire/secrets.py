@@ -11,6 +11,11 @@ from pydantic import ConfigDict, Field, PlainSerializer, SecretStr, model_valida
 from atropos.net.secrets import check_header, check_value, host_rule
 from atropos.wire.base import WireMessage
 
+__all__ = [
+    "MAX_SECRETS",
+    "EgressSecret",
+]
+
 MAX_SECRETS = 16
 """Most secrets of one lease."""
 _Value = Annotated[

@@ -1,19 +1,30 @@
-"""Parts of the runner by themselves: what is kept of an output, and who a program runs as."""
+"""Parts of the runner by themselves: what serves an operation, what is kept of an output, and who a program runs as."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import tracemalloc
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atropos.sandbox.programs.runner import users
+from atropos import wire
+from atropos.sandbox.programs.runner import main, users
 from atropos.sandbox.programs.runner.failures import OpFailed
 from atropos.sandbox.programs.runner.files.files import read_apart, read_result, write_file
 from atropos.sandbox.programs.runner.opening import open_regular
 from atropos.sandbox.programs.runner.processes.head_tail import HeadTail
+
+OPERATIONS = [each for each in get_args(get_args(wire.Operation)[0]) if each is not wire.SetNetwork]  # the server's own
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_is_served_with_its_fields(operation: type[wire.SlotOperation]) -> None:
+    handler = main.OPS[operation.model_fields["op"].default]
+    assert {"call", *operation.model_fields} - operation.withheld == set(inspect.signature(handler).parameters)
 
 
 @settings(max_examples=100)

@@ -200,32 +200,3 @@ def kill_all() -> None:
         os.kill(-1, signals.SIGKILL)
     except ProcessLookupError:
         pass
-
-
-def op_end_leftovers(call: int) -> None:
-    """Kill what ended commands left running; answered when it is gone, or after `KILL_PATIENCE_S`."""
-    end_leftovers()
-    wait_for_leftovers(call, now() + KILL_PATIENCE_S)
-
-
-def wait_for_leftovers(call: int, until: float) -> None:
-    """Answer once none is left."""
-    children.reap()
-    if now() > until or not leftovers():
-        link.answer(call, "done", {})
-    else:
-        loop.later(now() + 0.002, lambda: wait_for_leftovers(call, until))
-
-
-def op_end_all(call: int) -> None:
-    """Kill every other process; running calls are answered as their processes are reaped."""
-    kill_all()
-    link.answer(call, "done", {})
-
-
-def op_quiesce(call: int) -> None:
-    """Kill every other process, and answer when this one is alone."""
-    count = sum(name.isdigit() for name in os.listdir("/proc")) - 1
-    kill_all()
-    children.quiescing.append((call, count))
-    children.reap()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SOCKET = 3
 OPS: dict[str, Callable[..., None]] = {}
-"""What each operation's name calls, with the call's number and the operation's arguments."""
+"""By its name, what an operation calls with the call's number and the operation's fields: a function `op_NAME`."""
 
 
 class ServerLink:

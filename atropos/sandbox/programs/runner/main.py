@@ -6,23 +6,12 @@ import gc
 import os
 
 from atropos.sandbox.linux.syscalls import PR_SET_DUMPABLE, prctl
-from atropos.sandbox.programs.runner.children import children, op_end_all, op_end_leftovers, op_quiesce
-from atropos.sandbox.programs.runner.files.archives import op_tar
-from atropos.sandbox.programs.runner.files.files import op_read_file, op_write_file
-from atropos.sandbox.programs.runner.files.search import op_search
-from atropos.sandbox.programs.runner.files.streams import op_read_stream, op_write_stream
-from atropos.sandbox.programs.runner.files.unpacking import op_untar
+from atropos.sandbox.programs.runner.children import children
+from atropos.sandbox.programs.runner.files import archives, files, search, streams, unpacking
 from atropos.sandbox.programs.runner.frames import OPS, link
 from atropos.sandbox.programs.runner.loop import loop
 from atropos.sandbox.programs.runner.paths import make_folders
-from atropos.sandbox.programs.runner.processes.background import (
-    op_proc_kill,
-    op_proc_list,
-    op_proc_read,
-    op_proc_start,
-    op_proc_write,
-)
-from atropos.sandbox.programs.runner.processes.commands import op_exec
+from atropos.sandbox.programs.runner.processes import background, commands, ending
 from atropos.sandbox.programs.runner.signals import signals
 from atropos.sandbox.programs.runner.state import WORKSPACE, block_of, state
 
@@ -74,26 +63,9 @@ def ignore_signal(number: int, frame: object) -> None:
     """Do nothing on SIGCHLD: having a handler makes Python write a byte to the wakeup pipe."""
 
 
-OPS.update(
-    init=op_init,
-    limits=op_limits,
-    exec=op_exec,
-    proc_start=op_proc_start,
-    proc_read=op_proc_read,
-    proc_write=op_proc_write,
-    proc_kill=op_proc_kill,
-    proc_list=op_proc_list,
-    read_file=op_read_file,
-    write_file=op_write_file,
-    search=op_search,
-    tar=op_tar,
-    untar=op_untar,
-    write_stream=op_write_stream,
-    read_stream=op_read_stream,
-    quiesce=op_quiesce,
-    end_leftovers=op_end_leftovers,
-    end_all=op_end_all,
-)
+OPS.update(init=op_init, limits=op_limits)
+for module in (archives, background, commands, ending, files, search, streams, unpacking):
+    OPS.update({name[3:]: handler for name, handler in vars(module).items() if name.startswith("op_")})
 
 
 def main() -> None:
