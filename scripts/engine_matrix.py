@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import resource
-import shlex
 import shutil
 import signal
 import stat
@@ -29,11 +28,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-CACHE = Path(
-    os.environ.get("ATROPOS_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atropos"
-)
-MIRROR = os.environ.get("ATROPOS_DEBIAN_MIRROR", "http://deb.debian.org/debian")
+from debian import ALONE, CACHE, MIRROR, ROOT, made_once, quietly
+
 PACKAGES = (
     "docker.io podman crun iptables iproute2 nftables uidmap slirp4netns fuse-overlayfs rootlesskit netavark "
     "aardvark-dns containernetworking-plugins catatonit procps ca-certificates"
@@ -93,14 +89,6 @@ def say(text: str) -> None:
     print(f"engines {time.monotonic() - STARTED:6.1f} s: {text}", file=sys.stderr, flush=True)
 
 
-def quietly(*argv: str | Path, env: dict[str, str] | None = None) -> str:
-    """Run a command; what it printed is shown only when it fails."""
-    done = subprocess.run([str(part) for part in argv], env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"engines: {shlex.join(map(str, argv))} failed:\n{(done.stdout + done.stderr)[-3000:]}")
-    return done.stdout
-
-
 # ------------------------------------------------------------------------------------------------- what is made once
 
 
@@ -109,22 +97,14 @@ def debian(suite: str) -> Path:
     packages = PACKAGES if suite == "bookworm" else NEWER_PACKAGES
     content = hashlib.sha256(f"{packages}{MAKE_ROOT}".encode()).hexdigest()[:12]
     target = CACHE / f"engines-{suite}-{content}"
-    if target.exists():
-        return target
-    if not shutil.which("debootstrap"):
-        quietly("bash", ROOT / "scripts/system.sh", env=os.environ | {"ATROPOS_SYSTEM_PACKAGES": "debootstrap"})
-    CACHE.mkdir(parents=True, exist_ok=True)
-    say(f"making a root of Debian {suite} from {MIRROR} (minutes)")
-    with tempfile.TemporaryDirectory(prefix="engines-", dir=CACHE) as name:
-        part = Path(name, "root")
-        # in namespaces of their own, what it mounts and starts ends with it
-        alone = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
-        quietly(*alone, "sh", "-ec", MAKE_ROOT, "sh", suite, part, MIRROR, packages)
-        with contextlib.suppress(OSError):  # somebody else was quicker
-            part.rename(target)
-    for old in CACHE.glob(f"engines-{suite}-*"):
-        if old != target:
-            shutil.rmtree(old, ignore_errors=True)
+
+    def make(root: Path) -> None:
+        if not shutil.which("debootstrap"):
+            quietly("bash", ROOT / "scripts/system.sh", env=os.environ | {"ATROPOS_SYSTEM_PACKAGES": "debootstrap"})
+        say(f"making a root of Debian {suite} from {MIRROR} (minutes)")
+        quietly(*ALONE, "sh", "-ec", MAKE_ROOT, "sh", suite, root, MIRROR, packages)
+
+    made_once(target, make)
     return target
 
 

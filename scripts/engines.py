@@ -68,7 +68,7 @@ def ask(url: str, method: str = "GET") -> Any:
         return json.loads(answer.read())
 
 
-def quietly(*argv: str, env: dict[str, str] | None = None) -> str:
+def output_of(*argv: str, env: dict[str, str] | None = None) -> str:
     """What a command prints; nothing where it can't be run or fails."""
     with contextlib.suppress(OSError):
         return subprocess.run(argv, env=env, capture_output=True, text=True, check=False).stdout
@@ -243,7 +243,7 @@ class Engines:
         for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
             where = line.split()[1]
             if where.startswith(f"{self.folder}/"):
-                quietly("umount", "-l", where)
+                output_of("umount", "-l", where)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def stop_nomad(self, nomad: subprocess.Popen[bytes]) -> None:
@@ -257,12 +257,12 @@ class Engines:
         self.end(nomad, signal.SIGINT)
 
     def stop_docker(self, dockerd: subprocess.Popen[bytes]) -> None:
-        left = quietly("docker", "ps", "-aq", env=self.env).split()
+        left = output_of("docker", "ps", "-aq", env=self.env).split()
         if left:
-            quietly("docker", "rm", "-f", *left, env=self.env)
+            output_of("docker", "rm", "-f", *left, env=self.env)
         self.end(dockerd, signal.SIGTERM)
         if not self.had_bridge:
-            quietly("ip", "link", "delete", "docker0")
+            output_of("ip", "link", "delete", "docker0")
 
     @staticmethod
     def end(process: subprocess.Popen[bytes], how: signal.Signals) -> None:

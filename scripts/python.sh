@@ -17,7 +17,7 @@ if [ ! -x "$python" ]; then
   trap 'rm -rf "$part"' EXIT
   mkdir -p "$part"/apt/{lists,archives}/partial
   touch "$part/apt/status" # as of a machine with nothing installed
-  mirror=${ATROPOS_DEBIAN_MIRROR:-$(python3 -c 'import sys; sys.path.insert(0, "scripts"); import virtual_machine; print(virtual_machine.MIRROR)')}
+  mirror=${ATROPOS_DEBIAN_MIRROR:-$(python3 -c 'import sys; sys.path.insert(0, "scripts"); import debian; print(debian.MIRROR)')}
   echo "deb [signed-by=$keyring] $mirror sid main" >"$part/apt/sources.list"
   options=(-qq -o "Dir::State::lists=$part/apt/lists" -o "Dir::Cache::archives=$part/apt/archives"
     -o "Dir::Etc::sourcelist=$part/apt/sources.list" -o Dir::Etc::sourceparts=/dev/null -o "Dir::State::status=$part/apt/status"

@@ -27,11 +27,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-CACHE = Path(
-    os.environ.get("ATROPOS_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atropos"
-)
-MIRROR = os.environ.get("ATROPOS_DEBIAN_MIRROR", "http://deb.debian.org/debian")
+from debian import ALONE, CACHE, MIRROR, ROOT, made_once, quietly
+
 MODULES = (
     "virtio",
     "virtio_ring",
@@ -164,39 +161,29 @@ class Machine:
         """The folder with `root.img` and a kernel of each kind; made where this content has none yet."""
         made_of = f"{self.packages}{MODULES}{self.kernels}{PTH}{ROOM_MIB}{self.hardware.debian}"
         target = CACHE / f"{self.name}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
-        if target.exists():
-            return target
-        if os.geteuid() != 0:
+        if not target.exists() and os.geteuid() != 0:
             sys.exit(f"{self.name}: making the root file system needs root (debootstrap); run it as root once")
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{self.name}-", dir=CACHE) as name:
-            part = Path(name)
-            root = part / "root"
-            self.say(f"making a Debian root file system from {MIRROR} (minutes)")
-            with _programs_of(self.hardware):
-                self._debian(root, part)
-            self.say("packing it")
-            size = int(quietly("du", "-sm", root).split()[0]) + ROOM_MIB
-            quietly("mke2fs", "-q", "-t", "ext4", "-O", "^has_journal", "-d", root, part / "root.img", f"{size}m")
-            shutil.rmtree(root)
-            with contextlib.suppress(OSError):  # somebody else was quicker
-                part.rename(target)
-                part.mkdir()  # for TemporaryDirectory to remove
-        for old in CACHE.glob(f"{self.name}-*"):
-            if old != target and time.time() - old.stat().st_mtime > 7200:
-                shutil.rmtree(old, ignore_errors=True)
+        made_once(target, self._make)
         return target
+
+    def _make(self, part: Path) -> None:
+        root = part / "root"
+        self.say(f"making a Debian root file system from {MIRROR} (minutes)")
+        with _programs_of(self.hardware):
+            self._debian(root, part)
+        self.say("packing it")
+        size = int(quietly("du", "-sm", root).split()[0]) + ROOM_MIB
+        quietly("mke2fs", "-q", "-t", "ext4", "-O", "^has_journal", "-d", root, part / "root.img", f"{size}m")
+        shutil.rmtree(root)
 
     def _debian(self, root: Path, part: Path) -> None:
         """The root file system, and beside it the kernels, busybox and the version of its Python."""
-        # in namespaces of their own, what it mounts and starts ends with it
-        alone = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
         options = (
             f"--arch={self.hardware.debian}",
             "--variant=minbase",
             f"--include={self.packages.replace(' ', ',')}",
         )
-        quietly(*alone, "debootstrap", *options, "trixie", root, MIRROR)
+        quietly(*ALONE, "debootstrap", *options, "trixie", root, MIRROR)
         for kind, suite in self.kernels.items():
             self.say(f"unpacking {suite}'s cloud kernel")
             self._kernel(root, part, kind, suite)
@@ -349,16 +336,6 @@ def pytest(arguments: Sequence[str], tests: str, timeout_s: int) -> str:
     if not any(argument.startswith("tests") for argument in arguments):
         given = f"{tests} {given}"
     return f"python -u -m pytest -v -p no:cacheprovider -o timeout={timeout_s} {given}"
-
-
-def quietly(*argv: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-    """Run a command; what it printed is shown only when it fails."""
-    done = subprocess.run(
-        [str(part) for part in argv], cwd=cwd, env=env, capture_output=True, text=True, check=False, errors="replace"
-    )
-    if done.returncode:
-        sys.exit(f"{shlex.join(map(str, argv))} failed:\n{(done.stdout + done.stderr)[-3000:]}")
-    return done.stdout
 
 
 @contextlib.contextmanager
