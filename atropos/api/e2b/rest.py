@@ -101,14 +101,14 @@ async def _fork(request: Request) -> Response:
 
 async def _keep_snapshot(request: Request) -> Response:
     body = messages.parse(messages.NewSnapshot, await connect.body_of(request, MAX_API_BYTES))
-    snapshot = await sandboxes_of(request).keep_snapshot(_running(request), body.name)
+    snapshot = await sandboxes_of(request).snapshots.keep(_running(request), body.name)
     return JSONResponse(snapshot.info(), 201)
 
 
 async def _list_snapshots(request: Request) -> Response:
     query = request.query_params
     of, name = query.get("sandboxID"), query.get("name")
-    snapshots = sandboxes_of(request).snapshots.values()
+    snapshots = sandboxes_of(request).snapshots.all()
     matching = [one for one in snapshots if of in {None, one.sandbox_id} and (name is None or name in one.names)]
     return JSONResponse([one.info() for one in matching])
 
@@ -116,7 +116,7 @@ async def _list_snapshots(request: Request) -> Response:
 async def _drop_template(request: Request) -> Response:
     template = request.path_params["template_id"]
     sandboxes = sandboxes_of(request)
-    if not await sandboxes.drop_snapshot(template):
+    if not await sandboxes.snapshots.drop(template):
         await sandboxes.templates.drop(sandboxes.templates.get(template))
     return Response(status_code=204)
 

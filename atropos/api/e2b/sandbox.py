@@ -97,15 +97,16 @@ class E2bSandbox:
     frozen: asyncio.Task[Snapshot] | None = None
     started: float = field(default_factory=lambda: round(time.time(), 6))  # as clients see it
     began: float = field(default_factory=time.monotonic)
-    commands: dict[int, E2bCommand] = field(default_factory=dict[int, E2bCommand])
-    watchers: dict[str, Watcher] = field(default_factory=dict[str, Watcher])
-    tasks: Tasks = field(default_factory=lambda: Tasks("E2B sandbox"))
-    """What goes on for clients: it ends with the sandbox at the latest."""
-    forwards: dict[int, PortForward] = field(default_factory=dict[int, PortForward])
-    """Of its servers' ports; they end with the slot."""
-    forwarding: asyncio.Lock = field(default_factory=asyncio.Lock)
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while it is resumed or ended."""
+    # in its slot: none in a copy of this one, which has another
+    commands: dict[int, E2bCommand] = field(init=False, default_factory=dict[int, E2bCommand])
+    watchers: dict[str, Watcher] = field(init=False, default_factory=dict[str, Watcher])
+    tasks: Tasks = field(init=False, default_factory=lambda: Tasks("E2B sandbox"))
+    """What goes on for clients: it ends with the sandbox at the latest."""
+    forwards: dict[int, PortForward] = field(init=False, default_factory=dict[int, PortForward])
+    """Of its servers' ports; they end with the slot."""
+    forwarding: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     def forget(self, command: E2bCommand) -> None:
         """A command has ended."""

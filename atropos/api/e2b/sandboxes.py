@@ -16,8 +16,9 @@ from starlette.requests import Request
 from atropos.aio import Tasks, set_within
 from atropos.api.accounts.account import Account
 from atropos.api.e2b.recipes import SandboxStart
-from atropos.api.e2b.roots import NamedSnapshot, Root, root_of
+from atropos.api.e2b.roots import Root
 from atropos.api.e2b.sandbox import E2bSandbox
+from atropos.api.e2b.snapshots import NamedSnapshots
 from atropos.api.e2b.templates import Templates
 from atropos.api.executor.models import ExecutorServerSettings, Opened
 from atropos.config import SlotLimits
@@ -46,7 +47,7 @@ class Sandboxes:
         self._freezes = Tasks("pause of sandbox")
         self._starting = 0
         self._moved = asyncio.Event()
-        self.snapshots: dict[str, NamedSnapshot] = {}
+        self.snapshots = NamedSnapshots(account, pool.config.bases)
         self.templates = Templates(pool, account)
         self.draining = False
 
@@ -133,8 +134,9 @@ class Sandboxes:
             SandboxError: no slot came free, or the image is unavailable.
         """
         timeout_s = self._allowed(timeout_s)
-        sandbox_id = _new_id("i")
-        root, start = root_of(template, self.snapshots, self.templates, self._pool.config.bases)
+        sandbox_id = _new_id()
+        named = self.snapshots.get(template)
+        root, start = self.templates.root_of(template) if named is None else (Root(named.snapshot), named.start)
         try:
             slot = await self._started(sandbox_id, root, hosts, start, env)
         except SandboxError as error:
@@ -170,7 +172,7 @@ class Sandboxes:
         end = time.monotonic() + self._allowed(timeout_s)
 
         async def copy(snapshot: Snapshot) -> E2bSandbox:
-            sandbox_id = _new_id("i")
+            sandbox_id = _new_id()
             env = sandbox.slot.profile.env
             slot = await self._started(sandbox_id, Root(snapshot), sandbox.hosts, sandbox.start, env)
             copied = replace(
@@ -182,11 +184,6 @@ class Sandboxes:
                 auto_resume=False,
                 started=round(time.time(), 6),
                 began=time.monotonic(),
-                commands={},
-                watchers={},
-                forwards={},
-                tasks=Tasks("E2B sandbox"),
-                forwarding=asyncio.Lock(),
                 moving=asyncio.Lock(),
             )
             self.account.note("sandbox.fork", sandbox_id, of=sandbox.id)
@@ -252,7 +249,7 @@ class Sandboxes:
         sandbox.end = max(sandbox.end, end) if later else end
         self._moved.set()
 
-    # ------------------------------------------------------------------------------------------- pause and snapshots
+    # --------------------------------------------------------------------------------------------- pause and resume
 
     async def pause(self, sandbox: E2bSandbox) -> None:
         """Keep a sandbox's files as a snapshot and give its slot back; its programs end.
@@ -303,46 +300,12 @@ class Sandboxes:
                 self._paused.pop(sandbox_id, None)
                 return None
             end = time.monotonic() + timeout_s
-            fresh = replace(
-                paused,
-                slot=slot,
-                end=end,
-                frozen=None,
-                commands={},
-                watchers={},
-                forwards={},
-                tasks=Tasks("E2B sandbox"),
-            )
+            fresh = replace(paused, slot=slot, end=end, frozen=None)
             del self._paused[sandbox_id]
             self._opened(fresh)
             self.account.note("sandbox.resume", sandbox_id)
             await snapshot.drop()
             return fresh
-
-    async def keep_snapshot(self, sandbox: E2bSandbox, name: str | None) -> NamedSnapshot:
-        """Keep a sandbox's files as they are, as a template; its programs go on. A name that is taken moves to it.
-
-        Raises:
-            ConfigError: the name is a base's.
-            SandboxError: it can't be kept.
-        """
-        if name == "base" or name in self._pool.config.bases:
-            raise ConfigError(f"name: {name!r} is a base of the pool")
-        snapshot = await sandbox.slot.snapshot(keep_running=True)
-        names = (name,) if name else ()
-        named = NamedSnapshot(name or _new_id("s"), names, sandbox.id, snapshot, sandbox.start)
-        await self.drop_snapshot(named.id)
-        self.snapshots[named.id] = named
-        self.account.note("snapshot.keep", named.id, of=sandbox.id)
-        return named
-
-    async def drop_snapshot(self, snapshot_id: str) -> bool:
-        """Forget a snapshot; sandboxes that started from it go on. Whether there was one."""
-        named = self.snapshots.pop(snapshot_id, None)
-        if named is not None:
-            await named.snapshot.drop()
-            self.account.note("snapshot.drop", snapshot_id)
-        return named is not None
 
     # --------------------------------------------------------------------------------------------------------- end
 
@@ -387,12 +350,11 @@ class Sandboxes:
         """End all sandboxes."""
         self.draining = True
         ends = [self.kill(each, "server ended") for each in [*self._open, *self._paused]]
-        drops = map(self.drop_snapshot, [*self.snapshots])
-        await asyncio.gather(*ends, *drops, self.templates.aclose(), return_exceptions=True)
+        await asyncio.gather(*ends, self.snapshots.aclose(), self.templates.aclose(), return_exceptions=True)
 
 
-def _new_id(kind: str) -> str:
-    return f"{kind}{secrets.token_hex(10)}"
+def _new_id() -> str:
+    return f"i{secrets.token_hex(10)}"
 
 
 def sandboxes_of(request: Request) -> Sandboxes:

@@ -16,10 +16,10 @@ from atropos.api.accounts.account import Account
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.messages import NewTemplate, StartBuild
 from atropos.api.e2b.recipes import BuildPlan, SandboxStart, plan_of, task_of
+from atropos.api.e2b.roots import Root, is_base, root_of
 from atropos.api.e2b.sandbox import iso
 from atropos.api.e2b.uploads import MAX_UPLOAD_BYTES, Uploads
 from atropos.errors import ConfigError, SandboxError
-from atropos.images.reference import ImageSource
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import TaskImages
@@ -38,8 +38,6 @@ KEPT_BUILDS = 50
 MAX_LOGS = 1000
 LOG_PAGE = 100
 """Most log entries of one answer."""
-OWN_BASE = frozenset({"base", "e2bdev/base", "e2bdev/base:latest"})
-"""What stands for the pool's own base."""
 _NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,127}$")
 _UPLOADED = re.compile(r"\b[0-9a-f]{64}/")
 """The folder of an upload, which its client doesn't know."""
@@ -174,6 +172,22 @@ class Templates:
             raise RpcError("not_found", text if build is None else f"{text}: its build is {_STATES[build.status]}")
         return build
 
+    def root_of(self, name: str) -> tuple[Root, SandboxStart]:
+        """What a name means for a sandbox, as a template, a base or an image, and how the sandbox starts.
+
+        Raises:
+            ConfigError: nothing that clients may name.
+            RpcError: the template is not built.
+        """
+        if (build := self.build_of(name)) is not None:
+            return Root(image=build.image, limits=build.limits), build.start
+        if name.startswith("code-interpreter") and not is_base(name, self._pool.config.bases):
+            raise ConfigError(
+                f"template {name!r}: it has a Jupyter server of E2B's, which slots lack; use `Sandbox` of "
+                "the package e2b, or name a root file system so in the pool's `bases`"
+            )
+        return root_of(name, self._pool.config.bases, "template"), SandboxStart()
+
     # ------------------------------------------------------------------------------------------------------- builds
 
     async def request(self, wanted: NewTemplate) -> tuple[Build, tuple[str, ...]]:
@@ -187,7 +201,7 @@ class Templates:
             RpcError: there are too many.
         """
         name, _, tag = (wanted.name or wanted.alias or "").partition(":")
-        if not _NAME.match(name) or name in OWN_BASE or name in self._pool.config.bases:
+        if not _NAME.match(name) or is_base(name, self._pool.config.bases):
             raise ConfigError(
                 f"name: {name[:200]!r} is no name of a template of one's own: write a-z, 0-9, '.', '_' and '-', "
                 "and no base of the server"
@@ -299,23 +313,19 @@ class Templates:
 
     def _from(self, wanted: StartBuild) -> tuple[str | None, SandboxStart]:
         """What a build starts from, as a source of an image (None: the pool's base), and how its sandboxes start."""
-        if wanted.from_template:
-            if (build := self.build_of(wanted.from_template)) is not None:
+        bases, template = self._pool.config.bases, wanted.from_template
+        if template:
+            if (build := self.build_of(template)) is not None:
                 return build.image, replace(build.start, command="", ready="")
-            if wanted.from_template not in {*OWN_BASE, *self._pool.config.bases}:
+            if not is_base(template, bases):
                 raise ConfigError(
-                    f"fromTemplate: {wanted.from_template!r} is neither a template of this key nor a base of the server"
+                    f"fromTemplate: {template!r} is neither a template of this key nor a base of the server"
                 )
-        name = wanted.from_template or wanted.from_image or ""
+        name = template or wanted.from_image
         if not name:
             raise ConfigError("fromImage: missing; name an image, or a template")
-        if name in OWN_BASE:
-            return None, SandboxStart()
-        if name in self._pool.config.bases:
-            return f"atropos-base:{name}", SandboxStart()
-        if ImageSource.parse(name).transport != "docker":  # on the server's own machine: not for clients
-            raise ConfigError(f"fromImage: {name!r}: name `base`, a base of the pool, or an image of a registry")
-        return name, SandboxStart()
+        root = root_of(name, bases, "fromImage")
+        return root.image or (root.base and f"atropos-base:{root.base}"), SandboxStart()
 
     # --------------------------------------------------------------------------------------------------------- end
 

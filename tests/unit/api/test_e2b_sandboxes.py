@@ -9,7 +9,9 @@ import pytest
 from pydantic import SecretStr
 
 from atropos.api.e2b.sandboxes import Sandboxes
+from atropos.api.e2b.snapshots import NamedSnapshots
 from atropos.api.executor.models import ExecutorServerSettings
+from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from tests.unit.api.account import own_account
 
@@ -32,3 +34,9 @@ async def test_a_clock_step_moves_no_end(monkeypatch: pytest.MonkeyPatch) -> Non
             sandboxes.set_timeout(made, 0)
             assert sandboxes.find(made.id) is None
         await sandboxes.aclose()
+
+
+@pytest.mark.parametrize("name", ["base", "e2bdev/base", "e2bdev/base:latest", "debian"])
+async def test_a_snapshot_hides_no_base(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"name: '{name}' is a base of the pool"):
+        await NamedSnapshots(own_account(), {"debian"}).keep(None, name)
