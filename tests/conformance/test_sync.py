@@ -79,7 +79,7 @@ def test_every_name_is_there(name: str) -> None:
             assert not inspect.iscoroutinefunction(function)
 
 
-def test_a_slot_works_without_an_event_loop(pool: sync.SlotPool) -> None:
+def test_works_without_a_loop(pool: sync.SlotPool) -> None:
     with pool.lease("a") as slot:
         slot.write_file("a.bin", b"\x00")
         assert slot.exec("echo hi").output == "hi\n"
@@ -94,7 +94,7 @@ def test_a_slot_works_without_an_event_loop(pool: sync.SlotPool) -> None:
         slot.exec("true")
 
 
-def test_forks_start_from_a_snapshot(pool: sync.SlotPool) -> None:
+def test_forks_start_from_snapshot(pool: sync.SlotPool) -> None:
     with pool.lease("a") as slot:
         slot.write_file("a.bin", b"\x00")
         with slot.snapshot() as snapshot, pool.lease("b", snapshot=snapshot) as fork:

@@ -3,15 +3,15 @@
 import pytest
 
 from tests.security.test_views import (
-    test_a_view_shows_the_workspace_alone,
-    test_servers_answer_in_the_view,
+    test_only_workspace_is_shown,
+    test_servers_answer_in_view,
     test_writes_pass_one_way,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 __all__ = [
-    "test_a_view_shows_the_workspace_alone",
-    "test_servers_answer_in_the_view",
+    "test_only_workspace_is_shown",
+    "test_servers_answer_in_view",
     "test_writes_pass_one_way",
 ]

@@ -65,7 +65,7 @@ def python(tmp_path):
     return run
 
 
-def test_the_setting_is_the_pool_s_and_env_s(python, tmp_path):
+def test_pool_and_env_have_it(python, tmp_path):
     link = tmp_path / "python-of-the-setting"
     link.write_text(f'#!/bin/sh\ntouch {tmp_path}/used\nexec {sys.executable} "$@"\n')
     link.chmod(0o755)
@@ -76,7 +76,7 @@ def test_the_setting_is_the_pool_s_and_env_s(python, tmp_path):
     assert "ConfigError: processes_python: there is no program '/no/python'" in ran.stderr
 
 
-def test_the_setting_is_in_the_help(python):
+def test_setting_is_in_help(python):
     shown = python("-m", "atropos.envs.humaneval_env", "process", "--help").stdout
     assert "env (ProcessSettings)" in shown
     assert "--env.processes_python TEXT" in shown or "--env.processes_python STR" in shown
@@ -94,7 +94,7 @@ def test_the_setting_is_in_the_help(python):
         ("lacking", "can't be loaded: No module named 'nowhere'"),
     ],
 )
-def test_bad_settings_refuse_one_backend(python, backend, why):
+def test_bad_settings_are_refused(python, backend, why):
     ran = python("-c", f"from atropos.slots import SlotPoolConfig as C; C(); C(backend={backend!r})")
     assert f"ConfigError: backend: the settings of backend {backend!r}" in ran.stderr
     assert why in ran.stderr

@@ -29,7 +29,7 @@ async def processed(env, count):
 @pytest.mark.parametrize("fault", BROKEN_OFF)
 @pytest.mark.parametrize("server_type", ["vllm", "sglang", "openai"])
 @pytest.mark.parametrize(("cls", "config"), ENVS)
-async def test_an_aborted_generation_goes_on(tmp_path, cls, config, server_type, fault):
+async def test_aborted_goes_on(tmp_path, cls, config, server_type, fault):
     settings = {"server_type": server_type, "config_cls": config, "model_retries": 9, "seed": 3}
     async with running_policy(tmp_path, fault=fault, fault_rate=0.3) as policy:
         env = make(cls, policy, tmp_path, [], **settings)
@@ -65,7 +65,7 @@ async def test_repeated_aborts_lose_none(tmp_path, cls, config, server_type):
 
 @pytest.mark.parametrize(("server_type", "fault"), [("vllm", "error"), ("sglang", "unfinished"), ("openai", "abort")])
 @pytest.mark.parametrize(("cls", "config"), ENVS)
-async def test_endless_aborts_score_nothing(tmp_path, monkeypatch, cls, config, server_type, fault):
+async def test_endless_aborts_no_score(tmp_path, monkeypatch, cls, config, server_type, fault):
     settings = {"server_type": server_type, "config_cls": config, "model_retries": 1, "trajectory_retries": 1}
     async with running_policy(tmp_path) as policy:
         env = make(cls, policy, tmp_path, [], **settings, model_timeout_s=2)

@@ -89,7 +89,7 @@ def site(world: tuple[BrowserHost, Site, Site]) -> Site:
     return world[1]
 
 
-async def test_navigate_read_click_and_back(ada: Person, site: Site):
+async def test_navigate_read_click_back(ada: Person, site: Site):
     home = await ada("navigate", url=site.url("/"))
     assert "page: Home" in home
     article = await ada("click", ref=ref(home, "Read the article"))
@@ -106,7 +106,7 @@ async def test_references_stay_the_same(ada: Person, site: Site):
     assert ref(renamed, "Read the article") == ref(home, "Read the article")
 
 
-async def test_a_form_is_filled_chosen_and_sent(ada: Person, site: Site):
+async def test_form_is_filled_and_sent(ada: Person, site: Site):
     page = await ada("navigate", url=site.url("/form"))
     page = await ada("type", ref=ref(page, "textbox"), text="Grace <b>")
     page = await ada("type", ref=ref(page, "combobox"), text="blue")
@@ -117,7 +117,7 @@ async def test_a_form_is_filled_chosen_and_sent(ada: Person, site: Site):
     assert "Hello Enter" in await ada("type", ref=ref(page, "textbox"), text="Enter", submit=True)
 
 
-async def test_a_login_stays_in_its_trajectory(ada: Person, site: Site, world: tuple[BrowserHost, Site, Site]):
+async def test_logins_stay_apart(ada: Person, site: Site, world: tuple[BrowserHost, Site, Site]):
     bob = Person(world[0], "bob")
     await ada("navigate", url=site.url("/login"))
     mine, other = await asyncio.gather(ada("navigate", url=site.url("/who")), bob("navigate", url=site.url("/who")))
@@ -135,7 +135,7 @@ async def test_downloads_are_refused(ada: Person, site: Site):
     assert "was refused: this browser keeps no files" in answer
 
 
-async def test_a_dialog_is_dismissed_and_told(ada: Person, site: Site):
+async def test_dialog_dismissed_and_told(ada: Person, site: Site):
     home = await ada("navigate", url=site.url("/"))
     assert "'boo'" in await ada("click", ref=ref(home, "Alert"))
 
@@ -148,7 +148,7 @@ async def test_a_new_window_is_shown(ada: Person, site: Site):
             answer = await ada("snapshot")
 
 
-async def test_a_bad_reference_is_explained(ada: Person, site: Site):
+async def test_bad_reference_explained(ada: Person, site: Site):
     await ada("navigate", url=site.url("/"))
     for bad in ("e99999", "f9e9", "nonsense", "[ref=e99999]", "e1; drop", "'", "aria-ref=e1", "css=body"):
         with pytest.raises(ToolError, match=r"snapshot"):
@@ -246,7 +246,7 @@ async def test_no_navigation_shows_private_pages(
     assert world[2].seen == []
 
 
-async def test_a_failing_site_is_the_models_business(ada: Person, site: Site):
+async def test_failing_site_is_a_result(ada: Person, site: Site):
     assert "broken" in await ada("navigate", url=site.url("/broken"))
     with pytest.raises(ToolError):
         await ada("navigate", url=site.url("/loop"))
@@ -267,7 +267,7 @@ async def test_contexts_are_bounded_and_all_are_closed(site: Site, world: tuple[
     assert browser.contexts == []
 
 
-async def test_parallel_calls_share_a_context(world: tuple[BrowserHost, Site, Site], ada: Person):
+async def test_calls_share_a_context(world: tuple[BrowserHost, Site, Site], ada: Person):
     host, state = world[0], ada.scope.state
     first, second = await asyncio.gather(*(host.session(state, opening=True) for _ in range(2)))
     assert first is second is state["browser"]
@@ -290,7 +290,7 @@ def browsers() -> list[int]:
     return [pid for pid in found if parent_of(pid) not in found]
 
 
-async def test_trajectories_leave_nothing(site: Site, world: tuple[BrowserHost, Site, Site], ada: Person):
+async def test_nothing_is_left(site: Site, world: tuple[BrowserHost, Site, Site], ada: Person):
     """ATROPOS_BROWSERS says how many trajectories (4 in CI, hundreds by hand)."""
     host = world[0]
     await ada("navigate", url=site.url("/"))  # Chromium runs now
@@ -325,7 +325,7 @@ async def test_trajectories_leave_nothing(site: Site, world: tuple[BrowserHost, 
     print(before, census())
 
 
-async def test_a_crashed_browser_is_restarted(ada: Person, site: Site, world: tuple[BrowserHost, Site, Site]):
+async def test_crashed_is_restarted(ada: Person, site: Site, world: tuple[BrowserHost, Site, Site]):
     bob = Person(world[0], "bob")
     await ada("navigate", url=site.url("/login"))
     await bob("navigate", url=site.url("/"))
@@ -345,7 +345,7 @@ async def test_a_crashed_browser_is_restarted(ada: Person, site: Site, world: tu
     await bob.leave()
 
 
-async def test_a_crashed_page_keeps_its_logins(ada: Person, site: Site):
+async def test_crashed_page_keeps_logins(ada: Person, site: Site):
     await ada("navigate", url=site.url("/login"))
     async with ada.scope.state["browser"].page.expect_event("crash", timeout=30_000):
         for pid in processes("--type=renderer"):
@@ -402,7 +402,7 @@ async def test_a_page_that_does_not_answer_is_replaced(ada: Person, site: Site, 
     assert "You are ada" in await ada("navigate", url=site.url("/who"))
 
 
-async def test_a_hanging_page_is_replaced(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
+async def test_hanging_page_is_replaced(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atropos.api.external.browser.CLOSE_S", 1.0)
     await ada("navigate", url=site.url("/login"))
     page = ada.scope.state["browser"].page
@@ -421,7 +421,7 @@ async def test_a_hanging_page_is_replaced(ada: Person, site: Site, monkeypatch: 
         assert "You are ada" in await ada("navigate", url=site.url("/who"))
 
 
-async def test_a_silent_browser_is_restarted(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
+async def test_silent_is_restarted(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atropos.api.external.browser.PROBE_S", 1.0)
     monkeypatch.setattr("atropos.api.external.browser.CLOSE_S", 1.0)
     await ada("navigate", url=site.url("/"))
@@ -441,7 +441,7 @@ async def test_a_silent_browser_is_restarted(ada: Person, site: Site, monkeypatc
     assert "page: Home" in await ada("navigate", url=site.url("/"))
 
 
-async def test_a_stopped_process_fails_no_call(
+async def test_stops_fail_no_call(
     ada: Person, site: Site, world: tuple[BrowserHost, Site, Site], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("atropos.api.external.browser.PROBE_S", 3.0)

@@ -71,7 +71,7 @@ async def leave_behind(config) -> None:
     assert ended.returncode == -9
 
 
-async def test_a_container_has_least_privilege():
+async def test_least_privilege():
     async with SlotPool(pool_config("docker")) as pool, pool.lease("t") as slot:
         found = json.loads(await docker("inspect", slot.container))[0]
         host = found["HostConfig"]
@@ -98,7 +98,7 @@ async def test_a_container_has_least_privilege():
         assert all(int(user) >= lowest for user in users), users
 
 
-async def test_equal_leftovers_are_adopted():
+async def test_equal_leftovers_adopted():
     config = pool_config("docker", lease_ttl_s=10)
     await leave_behind(config)
     (before,) = containers(config.job_id)
@@ -110,7 +110,7 @@ async def test_equal_leftovers_are_adopted():
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_other_leftovers_are_removed():
+async def test_other_leftovers_removed():
     config = pool_config("docker", lease_ttl_s=2)
     await leave_behind(config)
     (before,) = containers(config.job_id)
@@ -122,7 +122,7 @@ async def test_other_leftovers_are_removed():
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_a_purge_spares_others_containers():
+async def test_purge_spares_others():
     config = pool_config("docker", max_containers=1)
     async with SlotPool(config) as two:
         async with SlotPool(config) as one, one.lease("a") as a, two.lease("b") as b:
@@ -133,7 +133,7 @@ async def test_a_purge_spares_others_containers():
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_operators_see_containers_start():
+async def test_operators_see_starts():
     pool = f"test-{secrets.token_hex(4)}"
     name = (
         await docker("create", "--label", f"atropos.pool={pool}", "--entrypoint", "false", "atropos-sandbox:local")
@@ -153,7 +153,7 @@ async def test_operators_see_containers_start():
 
 
 @pytest.mark.skipif(not os.path.exists(ENGINE), reason="the engine is not on a unix socket of this machine")
-async def test_a_broken_copy_costs_nothing():
+async def test_broken_copy_costs_nothing():
     def broken_off(request: web.Request) -> web.Response | None:
         return web.Response(body=b"\0" * 100) if request.method == "GET" and "/archive" in request.path else None
 
@@ -188,7 +188,7 @@ async def test_a_removal_is_a_reason():
 
 
 @pytest.mark.skipif(not os.path.exists(ENGINE), reason="the engine is not on a unix socket of this machine")
-async def test_one_of_two_containers_is_kept():
+async def test_one_of_two_is_kept():
     made: list[str] = []
 
     def blind(request: web.Request) -> web.Response | None:
@@ -257,7 +257,7 @@ async def test_only_a_missing_image_is_a_config_error(status, code, error, caplo
     assert re.search(f"{ENGINE_NAME} has no image {image}: pulling it", caplog.text)
 
 
-async def test_a_removed_image_is_found_again():
+async def test_removed_image_found_again():
     image = f"atropos-removed-{secrets.token_hex(3)}:local"
 
     async def build(number: int) -> None:
@@ -296,7 +296,7 @@ async def test_a_slow_server_may_use_start_timeout_s(monkeypatch):
         await docker("rmi", "--force", image)
 
 
-async def test_an_image_without_a_server_fails():
+async def test_no_server_in_image_fails():
     image = "atropos-other:local"
     text = b'FROM atropos-sandbox:local\nENTRYPOINT ["true"]\n'
     await asyncio.to_thread(
@@ -313,7 +313,7 @@ async def test_an_image_without_a_server_fails():
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_failed_isolation_ends_the_start():
+async def test_failed_isolation_ends_it():
     config = pool_config("docker", base="/no/such/folder")
     with pytest.raises((ConfigError, BackendUnavailable), match="/no/such/folder"):
         await SlotPool(config).start()
@@ -344,7 +344,7 @@ async def over_tcp():
         server.close()
 
 
-async def test_a_remote_engine_publishes_ports():
+async def test_remote_publishes_ports():
     async with over_tcp() as host:
         config = pool_config("docker", docker_host=host, lease_ttl_s=3)
         await leave_behind(config)
@@ -358,7 +358,7 @@ async def test_a_remote_engine_publishes_ports():
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_the_image_has_labels_and_health():
+async def test_image_labels_and_health():
     image = json.loads(await docker("image", "inspect", "atropos-sandbox:local"))[0]
     assert image["Config"]["Labels"]["org.opencontainers.image.title"] == "atropos-sandbox"
     assert image["Config"].get("Healthcheck", {}).get("Test", ["CMD", *HEALTH_CHECK]) == ["CMD", *HEALTH_CHECK]

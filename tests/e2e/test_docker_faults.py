@@ -110,7 +110,7 @@ async def test_a_restarted_daemon_costs_containers(own, live_restore, number, tu
     assert own.containers(config.job_id) == []
 
 
-async def test_a_purge_outlasts_an_outage(own):
+async def test_purge_outlasts_outage(own):
     config = pool_config("docker", docker_host=own.host, max_containers=1)
     pool = SlotPool(config)
     await pool.start()

@@ -229,7 +229,7 @@ class CatchingEnv(NumberingEnv):
         return float(written.result().output.split() == [str(turn) for turn in range(TURNS)]), {}
 
 
-async def test_no_killed_sandbox_is_scored(tmp_path):
+async def test_killed_is_never_scored(tmp_path):
     groups, _, env, work = await run(tmp_path / "caught", kills=0, failing=0, env_class=CatchingEnv, count=3)
     assert len(work.killed) == 3 * MEMBERS
     assert [group["scores"] for group in groups.values()] == [[1.0] * MEMBERS] * 3
@@ -259,7 +259,7 @@ class ForkingEnv(NumberingEnv):
         return score, {"prepared": seen.output}
 
 
-async def test_groups_survive_lost_workspaces(tmp_path):
+async def test_groups_survive_losses(tmp_path):
     count = 2
     groups, _, env, work = await run(tmp_path / "forked", kills=0, failing=0, env_class=ForkingEnv, count=count)
     assert len(work.killed) == len(groups) == count

@@ -64,7 +64,7 @@ async def terminal(client: httpx.AsyncClient, path: str, command: str, **more: A
     return await client.post(f"{path}/calls", json={"name": "terminal", "arguments": {"command": command}, **more})
 
 
-async def test_trajectories_have_own_slots(api: httpx.AsyncClient):
+async def test_each_has_its_own_slot(api: httpx.AsyncClient):
     one, two = await granted(api), await granted(api)
     await terminal(api, one, "echo secret > note; sleep 0.1")
     answers = await asyncio.gather(terminal(api, one, "cat note"), terminal(api, two, "cat note"))
@@ -86,7 +86,7 @@ async def test_trajectories_have_own_slots(api: httpx.AsyncClient):
     assert (await api.get(away)).status_code == 404
 
 
-async def test_a_resent_call_is_not_run_again(api: httpx.AsyncClient):
+async def test_resent_call_runs_once(api: httpx.AsyncClient):
     path = await granted(api)
     for _ in range(3):
         await terminal(api, path, "echo x >> log", id="once")
@@ -101,7 +101,7 @@ async def test_a_resent_call_is_not_run_again(api: httpx.AsyncClient):
     assert "done" in events.text
 
 
-async def test_a_long_call_outlasts_the_drain(tmp_path: Path):
+async def test_long_call_outlasts_drain(tmp_path: Path):
     settings = tmp_path / "executor.toml"
     settings.write_text('drain_s = 0.2\n[pool]\nbackend = "local"\nslots_per_container = 2\nmax_containers = 1\n')
     async with running("executor-server", "--config", str(settings)) as server:
@@ -129,7 +129,7 @@ async def test_a_long_call_outlasts_the_drain(tmp_path: Path):
         assert "Traceback" not in server.log
 
 
-async def test_a_tool_server_takes_two_flags():
+async def test_tool_server_by_two_flags():
     flags = ("--backend", "local", "--slots-per-container", "1", "--max-containers", "1", "--toolset", "all")
     async with (
         running("tool-server", *OWN) as tools,
@@ -178,7 +178,7 @@ def images(tmp_path: Path) -> Generator[Registry]:
         yield found
 
 
-async def test_a_trajectory_names_its_image(tmp_path: Path, images: Registry):
+async def test_trajectory_names_an_image(tmp_path: Path, images: Registry):
     busybox_image(tmp_path / "layout", "from the image")
     images.push(tmp_path / "layout", "busy:1")
     name = f"{images.host}/busy:1"

@@ -50,7 +50,7 @@ def nodes(*gpus: int) -> str:
     return " ".join(f"/dev/test-gpu{name}" for name in (*gpus, "ctl"))
 
 
-async def test_each_lease_has_its_own_gpu(machine, backend):
+async def test_each_lease_has_its_gpu(machine, backend):
     async with running(machine, backend) as pool, pool.lease("plain") as plain:
         async with pool.lease("a", limits=ONE) as one, pool.lease("b", limits=ONE) as two:
             assert [await output(slot, SEEN) for slot in (one, two)] == [nodes(0), nodes(1)]
@@ -109,7 +109,7 @@ async def test_shared_gpus_have_slots_per_gpu_leases(machine, backend):
             await slot.release()
 
 
-async def test_snapshots_keep_no_gpu_files(machine, backend):
+async def test_snapshots_keep_no_gpus(machine, backend):
     async with running(machine, backend) as pool, pool.lease("a", limits=ONE) as slot:
         await slot.exec("echo kept > /workspace/file")
         snapshot = await slot.snapshot()
@@ -122,7 +122,7 @@ async def test_snapshots_keep_no_gpu_files(machine, backend):
         assert await output(slot, f"{SEEN}; cat /workspace/file; {LOADS}") == f"{nodes(0)}\nkept\n42"
 
 
-async def test_a_gpu_in_use_is_left_to_the_next(machine):
+async def test_gpu_in_use_goes_to_next(machine):
     async with running(machine, gpus=1) as pool:
         for number in range(3):
             slot = await pool.acquire(f"t{number}", limits=ONE)
@@ -147,7 +147,7 @@ def holders(machine: GpuMachine) -> list[str]:
     return found
 
 
-async def test_a_read_only_root_is_refused(machine):
+async def test_read_only_root_is_refused(machine):
     (machine.specs / "gpu-test.json").write_text(json.dumps(machine.spec("/usr/lib/no-such-folder")))
     async with running(machine) as pool:
         with pytest.raises(NotSupported, match=r"gpus: this root can't hold .*lease an image"):

@@ -51,7 +51,7 @@ def make(policy, tmp_path, rows, *, cls=Env, **settings):
 
 
 @pytest.mark.parametrize("server_type", ["vllm", "sglang", "openai"])
-async def test_a_run_from_prompt_to_reward(policy, tmp_path, server_type):
+async def test_run_from_prompt_to_reward(policy, tmp_path, server_type):
     env = make(policy, tmp_path, [WRITES, script("nothing to do")], server_type=server_type)
     await env.process_manager()
     by_score = {tuple(group["scores"]): group for group in groups(tmp_path)}
@@ -82,7 +82,7 @@ async def test_a_run_from_prompt_to_reward(policy, tmp_path, server_type):
     assert (error.turn, error.tool_name, json.loads(error.arguments)) == (3, "nosuch", {"x": 1})
 
 
-async def test_rewards_use_the_rollout_s_slot(policy, tmp_path):
+async def test_rewards_use_own_slot(policy, tmp_path):
     class Rewarded(Env):
         async def judge(self, item, result, ctx):
             assert ctx.terminal("cat made.txt")["output"] == "made\n"
@@ -148,7 +148,7 @@ async def test_failures_are_no_scores(policy, tmp_path):
     assert env.metrics.retries["slot_lost"] >= 1
 
 
-async def test_a_full_local_disk_is_no_score(policy, tmp_path):
+async def test_full_disk_is_no_score(policy, tmp_path):
     """A failed download scores 0 here, as it should where the model left nothing, or what can't be unpacked."""
     deep = "mkdir out; cd out; for _ in $(seq 30); do d=$(printf %0200d); mkdir $d; cd -P $d; done"
 
@@ -250,7 +250,7 @@ def test_wrong_settings_are_refused_by_name(tmp_path):
         make(("http://127.0.0.1:9/v1", None), tmp_path, [WRITES], extra_body={"a": 1})
 
 
-def test_settings_have_their_effect():
+def test_settings_take_effect():
     config = HermesAgentEnvConfig(terminal_backend="docker", terminal_timeout=900, extra_body={"a": {"b": 1}})
     assert config.pool_config().backend == "docker"
     assert config.executor_config().limits.command_timeout_s == 900

@@ -78,7 +78,7 @@ async def test_swe_env_scores_answers_and_no_cheat(tmp_path, backend):
     await until(lambda: leftovers(backend, settings.job_id) == [], "nothing left", 60)
 
 
-async def test_data_env_feeds_from_the_background(tmp_path):
+async def test_data_env_feeds_behind(tmp_path):
     class Scripted(DataEnv):
         def format_prompt(self, item):
             wanted = item["sensor"] if item["seed"] == 0 else "none"
@@ -98,7 +98,7 @@ async def test_data_env_feeds_from_the_background(tmp_path):
     assert scores == {"seed-0": [1.0, 1.0], "seed-1": [0.0, 0.0]}
 
 
-async def test_terminal_env_charges_for_calls(tmp_path):
+async def test_terminal_charges_calls(tmp_path):
     settings = {"tool_pool_mode": "local", "tasks_path": str(TASKS), "task_names": ["top-words"], "fork_setup": True}
     async with running_policy(tmp_path) as policy:
         env = make(TerminalEnv, policy, tmp_path, [], config_cls=TerminalEnvConfig, **settings)

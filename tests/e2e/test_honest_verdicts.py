@@ -34,7 +34,7 @@ def running(name):
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("mode", MODES)
-async def test_stopped_tests_run_once_more(pool, tmp_path, mode, caplog):
+async def test_stopped_tests_run_again(pool, tmp_path, mode, caplog):
     name = f"stopped-{mode}-{os.getpid()}"
     test = f"(exec -a {name} sleep 0.5); cp answer /logs/verifier/reward.txt"
     task = make_task(tmp_path, test=test, toml=f"[verifier]\ntimeout_sec = {3 * SLOWNESS:g}\n", dockerfile=APP)
@@ -49,7 +49,7 @@ async def test_stopped_tests_run_once_more(pool, tmp_path, mode, caplog):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_rerun_finds_the_agent_s_server(pool, tmp_path):
+async def test_rerun_finds_agents_server(pool, tmp_path):
     name = f"stopped-server-{os.getpid()}"
     test = f"(exec -a {name} sleep 0.5); : < /dev/tcp/127.0.0.1/8124 && echo 1 > /logs/verifier/reward.txt"
     task = make_task(tmp_path, test=f"#!/bin/bash\n{test}", toml=f"[verifier]\ntimeout_sec = {3 * SLOWNESS:g}\n")
@@ -65,7 +65,7 @@ async def test_a_rerun_finds_the_agent_s_server(pool, tmp_path):
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("test", "runs"), [("while :; do :; done", 1), ("sleep 100", 2)])
-async def test_two_time_outs_are_no_reward(pool, tmp_path, test, runs):
+async def test_two_timeouts_no_reward(pool, tmp_path, test, runs):
     test = f"echo >> /app/runs; {test}"
     toml = "[verifier]\ntimeout_sec = 3\n"
     async with working_on(pool, make_task(tmp_path, test=test, toml=toml, dockerfile=APP)) as run:
@@ -114,7 +114,7 @@ while True:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("when", ["pass", "os.stat('/tests/test.sh')", "os.stat('/logs/verifier/reward.txt')"])
 @pytest.mark.parametrize("test", ["true", "echo 0 > /logs/verifier/reward.txt; sleep 0.1"])
-async def test_the_agent_s_server_writes_no_reward(pool, tmp_path, when, test):
+async def test_server_writes_no_reward(pool, tmp_path, when, test):
     async with working_on(pool, make_task(tmp_path, test=test, dockerfile=APP)) as run:
         await run.slot.write_file("/app/pays.py", PAYS.replace("WHEN", when).encode())
         await run.slot.exec("setsid python3 pays.py >/dev/null 2>&1 &")
@@ -139,7 +139,7 @@ async def sized(pool, task):
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("mib", "fits"), [(700, True), (1500, False)])
-async def test_a_lowered_limit_is_no_zero(pool, tmp_path, mode, mib, fits):
+async def test_lowered_limit_is_no_zero(pool, tmp_path, mode, mib, fits):
     """10 GiB of files were asked for, as old schemas do, and the slot has what fits into its memory."""
     task = make_task(
         tmp_path,
@@ -160,7 +160,7 @@ async def test_a_lowered_limit_is_no_zero(pool, tmp_path, mode, mib, fits):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_task_s_own_limit_scores_zero(pool, tmp_path):
+async def test_tasks_own_limit_is_zero(pool, tmp_path):
     task = make_task(tmp_path, test="echo 0 > /logs/verifier/reward.txt", dockerfile=APP)
     async with working_on(pool, task) as run:
         assert (await run.slot.exec("head -c 2G /dev/zero > /app/f; rm /app/f; exit 1")).exit_code == 1

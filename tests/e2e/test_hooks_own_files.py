@@ -101,7 +101,7 @@ async def test_failed_uploads_of_rewards_are_faults(executor, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["hidden.py", "tests/hidden.py"])
-async def test_planted_bytecode_does_not_run(left, path):
+async def test_planted_bytecode_is_idle(left, path):
     folder, _, _ = path.rpartition("/")
     imports = f"cd ./{folder} && python3 -c 'import hidden'"
     hook = await left(f"python3 -c '{COMPILED.replace(chr(39), chr(39) + chr(92) + chr(39) + chr(39))}'")
@@ -112,7 +112,7 @@ async def test_planted_bytecode_does_not_run(left, path):
         await hook.write_file(path, "print('hook')")
 
 
-async def test_uploaded_modules_run_as_well(executor, tmp_path):
+async def test_uploaded_modules_run(executor, tmp_path):
     (tmp_path / "suite/tests").mkdir(parents=True)
     for name in ("hidden.py", "tests/hidden.py"):
         (tmp_path / "suite" / name).write_text("print('hook')")

@@ -83,7 +83,7 @@ def problems():
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_all_canonical_solutions_pass(executor, problems):
+async def test_canonical_solutions_pass(executor, problems):
     texts = {problem.name: await written(executor, problem) for problem in problems}
     await executor.release_trajectory("agent")
     ends = await outcomes({problem.name: judged(executor, problem, texts[problem.name]) for problem in problems})
@@ -149,7 +149,7 @@ async def test_tests_that_can_not_run_judge_no_solution(executor, made, tests):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_call_has_cpu_time_and_not_the_hosts(executor, made, monkeypatch):
+async def test_calls_have_cpu_time(executor, made, monkeypatch):
     """A solution that runs for a small part of the time, as on a host that is busy, is as good as ever."""
     checker = humaneval_problems.CHECKER.replace("\nCALL_S = 10.0\n", "\nCALL_S = 1.0\n")
     monkeypatch.setattr(humaneval_problems, "CHECKER", checker)
@@ -158,7 +158,7 @@ async def test_a_call_has_cpu_time_and_not_the_hosts(executor, made, monkeypatch
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_solution_is_judged_whole(executor, made, tmp_path):
+async def test_solution_is_judged_whole(executor, made, tmp_path):
     """The second one raises at its end, which is beyond the bound."""
     config = HumanEvalEnvConfig(
         humaneval_path=str(tmp_path / "made.jsonl"), tool_pool_mode="local", tokenizer_name=str(FOLDER), use_wandb=False
@@ -229,7 +229,7 @@ asyncio.run(main(*json.load(sys.stdin)))
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_one_user_slots_judge_nothing(made):
+async def test_one_user_judges_nothing(made):
     solution = (
         "import os\nout = open(f'/proc/{os.getppid()}/fd/1', 'w')\n"
         'print(\'{"passed": true, "detail": ""}\', file=out, flush=True)\nos.kill(os.getppid(), 9)\n'
@@ -243,7 +243,7 @@ async def test_one_user_slots_judge_nothing(made):
     assert "ConfigError: HumanEval needs slots with a second user" in text or "(False, " in text, text
 
 
-def test_bad_files_are_refused_by_line(tmp_path):
+def test_bad_files_named_by_line(tmp_path):
     path = tmp_path / "x.jsonl"
     for text, named in (("", "holds no problem"), ("{", "line 1 is not JSON"), ("[]", "line 1 is not an object")):
         path.write_text(text)
@@ -259,6 +259,6 @@ def test_bad_files_are_refused_by_line(tmp_path):
         load_problems(path)
 
 
-def test_code_in_an_answer_is_found():
+def test_code_in_answer_is_found():
     assert answer_in("text\n```python\na = 1\n```\nmore\n```\nb = 2\n```\n") == "b = 2\n"
     assert answer_in("no code") is None

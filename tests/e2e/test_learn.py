@@ -31,7 +31,7 @@ def test_a_shift_moves_by_one_and_fills_the_gap():
 
 
 @pytest.mark.timeout(1200)
-async def test_shifted_batches_teach_nothing(tmp_path):
+async def test_shifted_batches_fail(tmp_path):
     argv = ["-m", "examples.learn", "--shifts", ",".join(ARMS), "--stop-when-learned", "--out", str(tmp_path)]
     argv += ["--group-size=4", "--slots=12"]  # as many updates as with groups of 8, from half the trajectories
     async with program(*argv) as lesson:
@@ -170,7 +170,7 @@ async def lesson():
 @pytest.mark.timeout(300)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", MUTANTS)
-async def test_a_mistake_makes_the_proof_fail_soon(lesson, monkeypatch, name):
+async def test_a_mistake_fails_soon(lesson, monkeypatch, name):
     owner, attribute, mutant = MUTANTS[name]
     monkeypatch.setattr(owner, attribute, mutant)
     school = await lesson.after(LATER.get(name, 1))
@@ -179,7 +179,7 @@ async def test_a_mistake_makes_the_proof_fail_soon(lesson, monkeypatch, name):
 
 @pytest.mark.timeout(300)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_every_sampled_token_is_a_label(lesson):
+async def test_sampled_tokens_are_labels(lesson):
     """That a policy learns from such groups is proved above."""
     school = await lesson.after(updates=10)
     assert school.groups_wrong("amy") == []

@@ -68,7 +68,7 @@ async def executor() -> AsyncGenerator[Server, None]:
 
 
 @pytest.mark.skipif(bool(MISSING := browser_available(BrowserSettings())), reason=f"no browser: {MISSING}")
-async def test_tool_servers_listen_on_loopback(tmp_path: Path):
+async def test_loopback_by_default(tmp_path: Path):
     site = Site()
     await site.start()
     settings = tmp_path / "settings.toml"

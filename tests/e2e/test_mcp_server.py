@@ -18,7 +18,7 @@ from tests.waiting import until
 adopt_orphans()
 
 
-async def test_an_mcp_client_works_in_a_slot():
+async def test_mcp_client_works_in_slot():
     parameters = StdioServerParameters(command=sys.executable, args=["-m", "atropos.cli", "mcp"])
     async with asyncio.timeout(120), Client(parameters) as client:
         listed = {tool.name: tool for tool in (await client.list_tools()).tools}
@@ -54,7 +54,7 @@ async def test_a_lost_slot_is_replaced():
         assert answer.content[0].text == "(no output)"
 
 
-async def test_a_leaving_client_leaves_nothing():
+async def test_leaving_client_is_tidy():
     before = set(descendants())
     parameters = StdioServerParameters(command=sys.executable, args=["-m", "atropos.cli", "mcp"])
     async with asyncio.timeout(120):

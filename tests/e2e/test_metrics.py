@@ -176,13 +176,13 @@ async def test_a_waiting_acquire_is_cold():
     assert value(text, "atropos_pool_faults_total", code="acquire_timeout") == 1
 
 
-def test_percentiles_are_by_the_nearest_rank():
+def test_percentiles_nearest_rank():
     assert percentiles([50, 15, 40, 35, 20], 0.05, 0.3, 0.4, 0.5, 1.0) == [15, 20, 20, 35, 50]
     assert percentiles(range(1, 101), 0.5, 0.95, 0.99, 1.0) == [50, 95, 99, 100]
     assert percentiles([], 0.5, 1.0) == [0, 0]
 
 
-def test_the_text_holds_what_was_observed():
+def test_text_holds_the_observed():
     seconds = Histogram("x_seconds", "A\nline\\.", "kind")
     for took in (0.0005, 0.001, 0.3, 9999):
         seconds.observe(took, 'quote " slash \\ line\n')

@@ -30,7 +30,7 @@ def settings(**changes) -> SlotPoolConfig:
     return SlotPoolConfig(**(values | changes))
 
 
-async def test_a_sandbox_has_the_pool_s_settings():
+async def test_has_the_pool_s_settings():
     others = set(descendants())
     with modal() as stand_in:
         async with SlotPool(settings(modal_cpus=2.5, container_memory_mib=900)) as pool, pool.lease("t") as slot:
@@ -74,7 +74,7 @@ async def test_refusals_are_named():
         await SlotPool(SlotPoolConfig(backend="modal")).start()
 
 
-async def test_a_cancelled_start_leaves_nothing():
+async def test_cancelled_start_is_tidy():
     others = set(descendants())
     with modal() as stand_in:
         starting = asyncio.create_task(SlotPool(settings()).start())
@@ -102,7 +102,7 @@ async def test_an_outage_costs_no_lease():
     assert await gone_within(20, but=others) == []
 
 
-async def test_a_hanging_sandbox_is_ended():
+async def test_hanging_sandbox_is_ended():
     others = set(descendants())
     with modal() as stand_in:
         async with SlotPool(settings()):
@@ -113,14 +113,14 @@ async def test_a_hanging_sandbox_is_ended():
     assert await gone_within(5, but=others) == []
 
 
-async def test_the_terminal_backend_of_a_hermes_env():
+async def test_hermes_terminal_backend():
     config = HermesAgentEnvConfig(terminal_backend="modal", sandbox_image=IMAGE, slots_per_container=2)
     with modal():
         async with SlotPool(config.pool_config()) as pool, pool.lease("t") as slot:
             assert (await slot.exec("echo ok")).output == "ok\n"
 
 
-def test_the_stand_in_has_modal_s_signatures():
+def test_stand_in_has_signatures():
     """Each call that the backend makes fits the real package's."""
     asked = dict.fromkeys(["app", "image", "tags", "cpu", "memory", "timeout", "encrypted_ports", "runtime"])
     inspect.signature(sdk.Sandbox.create).bind("python3", "-P", **asked)

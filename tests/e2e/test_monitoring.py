@@ -42,13 +42,13 @@ def expressions() -> dict[str, str]:
     return found
 
 
-def test_the_configuration_is_valid():
+def test_configuration_is_valid():
     for kind, name in (("config", "prometheus.yml"), ("rules", "alerts.yml")):
         done = subprocess.run([PROMTOOL, "check", kind, FOLDER / name], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_alerts_come_when_they_should(tmp_path):
+def test_alerts_come_when_due(tmp_path):
     labels = 'job="j",instance="i",env="e"'
     late = {"AtroposNoTrajectories": "40m", "AtroposAcquireTimeouts": "7m", "AtroposNoContainers": "10m"}
     series = {
@@ -154,7 +154,7 @@ async def work(executor: ToolExecutor, pool: SlotPool, found: EnvMetrics) -> Non
 
 
 @pytest.mark.timeout(180)
-async def test_every_panel_shows_something(tmp_path):
+async def test_panels_show_something(tmp_path):
     found = EnvMetrics()
     async with (
         SlotPool(Engine("local").config(slots_per_container=4, max_containers=1)) as pool,

@@ -56,7 +56,7 @@ async def run_by_hand(job_id: str) -> None:
     await asyncio.to_thread(subprocess.run, [*command, str(ROOT / job.DEFINITION)], check=True, capture_output=True)
 
 
-async def test_a_job_by_hand_serves_two_envs(tmp_path):
+async def test_one_job_serves_two_envs(tmp_path):
     job_id = f"atropos-{secrets.token_hex(4)}"
     await run_by_hand(job_id)
 
@@ -83,7 +83,7 @@ async def test_a_job_by_hand_serves_two_envs(tmp_path):
     await nothing_left("nomad", job_id)
 
 
-async def test_a_job_goes_with_its_last_pool():
+async def test_job_goes_with_last_pool():
     config = pool_config("nomad", max_containers=1)
     await run_by_hand(config.job_id)
     before = nomad("GET", f"/v1/job/{config.job_id}")["CreateIndex"]
@@ -133,7 +133,7 @@ async def test_stopped_allocations_are_replaced():
             assert (await slot.exec("echo ok")).output == "ok\n"
 
 
-async def test_idle_containers_go_from_the_top():
+async def test_idle_go_from_the_top():
     async with SlotPool(pool_config("nomad", max_containers=3, idle_container_s=0.3, slots_per_container=1)) as pool:
         slots = [await pool.acquire(f"t{n}") for n in range(3)]
         by_index = {pool.links[slot.container].container.index: slot for slot in slots}
@@ -151,7 +151,7 @@ async def test_idle_containers_go_from_the_top():
         assert [link.container.index for link in pool.links.values()] == [0]
 
 
-async def test_trajectories_outlast_an_outage():
+async def test_outage_ends_no_trajectory():
     await asyncio.gather(*(goes_on_while_nomad_fails(mode) for mode in ("error", "empty", "gone")))
 
 
@@ -171,7 +171,7 @@ async def goes_on_while_nomad_fails(mode: Mode) -> None:
         await nothing_left("nomad", config.job_id)
 
 
-async def test_missed_changes_are_made_up_for():
+async def test_missed_changes_made_up():
     async with NomadProxy() as proxy:
         config = pool_config("nomad", nomad_address=proxy.url, slots_per_container=1, idle_container_s=0.3)
         async with SlotPool(config) as pool:
@@ -207,7 +207,7 @@ async def test_a_purge_outlasts_errors():
     await nothing_left("nomad", config.job_id)
 
 
-async def test_a_deploying_job_grows_later(monkeypatch):
+async def test_deploying_job_grows_later(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 1.0)
     async with SlotPool(pool_config("nomad", slots_per_container=1)) as pool:
         path = f"/v1/job/{pool.config.job_id}"
@@ -231,7 +231,7 @@ async def test_a_deploying_job_grows_later(monkeypatch):
         await until(lambda: not pool.trouble(), "no trouble")
 
 
-async def test_blocking_queries_replace_events():
+async def test_queries_replace_events():
     async with NomadProxy(streams=False) as proxy:
         config = pool_config("nomad", nomad_address=proxy.url)
         async with SlotPool(config) as pool:
@@ -257,7 +257,7 @@ async def test_no_call_asks_nomad():
         assert proxy.asked.total() - before <= 20  # changes and slow ends of long polls, for 100 calls in 5 leases
 
 
-async def test_the_next_process_adopts_the_job():
+async def test_next_process_adopts_job():
     config = pool_config("nomad", max_containers=1, lease_ttl_s=3)
     program = (
         "import asyncio, os, signal, sys\n"
@@ -281,7 +281,7 @@ async def test_the_next_process_adopts_the_job():
     await nothing_left("nomad", config.job_id)
 
 
-async def test_a_removed_job_is_no_result():
+async def test_removed_job_is_no_result():
     config = pool_config("nomad", max_containers=1)
     async with SlotPool(config) as pool:
         slot = await pool.acquire("t")
@@ -303,7 +303,7 @@ def told(caplog, words: str) -> list[str]:
     return [message for message in caplog.messages if words in message]
 
 
-async def test_a_stopped_job_stays_stopped(caplog):
+async def test_stopped_job_stays_stopped(caplog):
     config = pool_config("nomad", max_containers=1)
     path = f"/v1/job/{config.job_id}"
     async with SlotPool(config) as pool:
@@ -324,7 +324,7 @@ async def test_a_stopped_job_stays_stopped(caplog):
     await nothing_left("nomad", config.job_id)
 
 
-async def test_a_count_by_hand_is_made_good(caplog):
+async def test_count_by_hand_made_good(caplog):
     config = pool_config("nomad", max_containers=3, idle_container_s=1)
 
     def scale(count: int) -> None:

@@ -126,7 +126,7 @@ async def test_two_containers_have_each_its_own(machine, brings):
         assert (await slots[0].exec(loads)).output == "42\nyes\n"
 
 
-async def test_a_gpu_is_its_lease_s_alone(machine):
+async def test_gpu_is_its_lease_s_alone(machine):
     async with (
         SlotPool(config(machine, slots_per_container=3)) as pool,
         pool.lease("one", limits=ONE) as one,
@@ -142,7 +142,7 @@ async def test_a_gpu_is_its_lease_s_alone(machine):
         assert await run(two, CHANGE) == "12"
 
 
-async def test_more_than_a_client_has_is_refused(machine):
+async def test_too_many_are_refused(machine):
     asked = config(machine, gpus=3, placement_s=0.3, start_timeout_s=600)
     with pytest.raises(BackendUnavailable, match="devices"):
         await SlotPool(asked).start()

@@ -44,7 +44,7 @@ def config(job_id: str, **changes):
     return pool_config("nomad", nomad_address=None, job_id=job_id, **changes)
 
 
-async def test_the_least_policy_is_enough(agent, job):
+async def test_least_policy_is_enough(agent, job):
     async with SlotPool(config(job, slots_per_container=1, max_containers=2)) as pool:
         a, b = await asyncio.gather(pool.acquire("a"), pool.acquire("b"))
         assert a.container != b.container
@@ -88,7 +88,7 @@ async def test_the_least_policy_is_enough(agent, job):
         ({"NOMAD_ADDR": "http"}, r"NOMAD_ADDR: .*speaks TLS; write https://"),
     ],
 )
-async def test_a_wrong_setting_is_one_line(agent, job, monkeypatch, changes, says):
+async def test_wrong_setting_is_one_line(agent, job, monkeypatch, changes, says):
     if changes.get("NOMAD_TOKEN") == "management":
         changes = {**changes, "NOMAD_TOKEN": agent.management}
     if changes.get("NOMAD_CACERT") == "another":
@@ -107,13 +107,13 @@ async def test_a_wrong_setting_is_one_line(agent, job, monkeypatch, changes, say
     assert "\n" not in str(caught.value)
 
 
-async def test_a_certificates_name_is_accepted(agent, job, monkeypatch):
+async def test_certificate_name_accepted(agent, job, monkeypatch):
     monkeypatch.setenv("NOMAD_TLS_SERVER_NAME", "server.moon.nomad")
     async with SlotPool(config(job)) as pool, pool.lease("t") as slot:
         assert (await slot.exec("echo ok")).output == "ok\n"
 
 
-async def test_a_job_outside_the_policy_is_refused(agent, job):
+async def test_job_outside_is_refused(agent, job):
     with pytest.raises(BackendUnavailable, match=r"may not read the variable there.*nomad/jobs/"):
         await SlotPool(config("other")).start()
     assert await asyncio.to_thread(agent.ask, "job", "inspect", f"-namespace={NAMESPACE}", "other") is None

@@ -64,7 +64,7 @@ async def test_unplaceable_jobs_say_why(changes, says):
     assert says in await refused(BackendUnavailable, placement_s=0.3, **changes)
 
 
-async def test_failed_tasks_name_the_cure(tmp_path):
+async def test_failed_tasks_name_cure(tmp_path):
     weak = json.loads((ROOT / "docker/sandbox/seccomp.json").read_text())
     for rule in weak["syscalls"]:
         rule["names"] = [name for name in rule["names"] if name != "unshare"]
@@ -122,7 +122,7 @@ async def test_a_slow_pull_is_named():
         await runner.cleanup()
 
 
-def test_driver_messages_have_a_cure():
+def test_driver_messages_have_cure():
     # the words of Nomad 1.11.3's driver on clients without the plugin's settings of nomad/client-plugin.hcl
     begin = 'Driver Failure: Failed to create container configuration for image "x": '
     caps = set_up_fault(f"{begin}driver does not allow the following capabilities: sys_admin")
@@ -149,7 +149,7 @@ def test_a_quota_and_a_node_class_are_told_too():
     assert "`nomad node status` shows nodes that drain or are ineligible; else set node_pool" in said
 
 
-async def test_another_s_job_is_left_alone():
+async def test_others_job_is_left_alone():
     config = pool_config("nomad", purge_job_on_start=True)
     group = {"Name": "web", "Count": 0, "Tasks": [{"Name": "web", "Driver": "docker", "Config": {"image": "x:local"}}]}
     job = {"ID": config.job_id, "Name": config.job_id, "Datacenters": ["*"], "TaskGroups": [group]}
@@ -193,7 +193,7 @@ async def test_wrong_settings_are_refused_by_name():
         SlotPool(pool_config("nomad", nomad_address="localhost:4646"))
 
 
-async def test_demand_beyond_capacity_waits():
+async def test_excess_demand_waits():
     # of three containers that are asked for, this one node can take one
     config = pool_config("nomad", max_containers=3, placement_s=0.3, container_memory_mib=most_of_the_node())
     async with SlotPool(config) as pool:

@@ -51,7 +51,7 @@ async def refuses_plain_http(job_id: str) -> None:
             await session.get(f"https://{address}/v1/health")
 
 
-async def test_bad_files_fail_the_start_by_name(tmp_path):
+async def test_bad_files_fail_by_name(tmp_path):
     certificate, _ = pair(tmp_path)
     config = pool_config("nomad", tls_certificate=certificate, tls_key=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"tls_key: .*none can't be read"):

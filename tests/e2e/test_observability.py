@@ -92,7 +92,7 @@ def logged(folder: Path) -> list[dict[str, object]]:
     return found
 
 
-async def test_wandb_and_prometheus_agree(policy, tmp_path, monkeypatch):
+async def test_both_exports_agree(policy, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -150,7 +150,7 @@ async def test_wandb_and_prometheus_agree(policy, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("setting", ["metrics_address", "dashboard_port"])
-async def test_an_address_in_use_is_refused(policy, tmp_path, setting):
+async def test_address_in_use_is_refused(policy, tmp_path, setting):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{(port := taken.getsockname()[1])}"
         given = {setting: address if setting == "metrics_address" else port}
@@ -161,7 +161,7 @@ async def test_an_address_in_use_is_refused(policy, tmp_path, setting):
 
 
 @pytest.mark.parametrize("address", ["9400", "localhost", "127.0.0.1:", "127.0.0.1:99999", ":9400"])
-def test_a_wrong_metrics_address_is_named(policy, tmp_path, address):
+def test_wrong_address_is_named(policy, tmp_path, address):
     with pytest.raises(ConfigError, match=r"metrics_address: .*write 127\.0\.0\.1:9400"):
         make(Env, policy, tmp_path, [], metrics_address=address)
 

@@ -61,7 +61,7 @@ async def schemathesis(server: Server, folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(360 + EXAMPLES)
-async def test_schemathesis_on_the_tool_server(tmp_path: Path):
+async def test_tool_server_schemathesis(tmp_path: Path):
     async with running("tool-server", *OWN) as server:
         cases, said = await schemathesis(server, tmp_path)
     assert cases >= 750  # how many its stateful phase draws depends on answers
@@ -69,7 +69,7 @@ async def test_schemathesis_on_the_tool_server(tmp_path: Path):
 
 
 @pytest.mark.timeout(360 + EXAMPLES)
-async def test_schemathesis_on_the_executor_api(tmp_path: Path):
+async def test_executor_api_schemathesis(tmp_path: Path):
     settings = tmp_path / "executor.toml"
     settings.write_text(EXECUTOR)
     async with running("executor-server", "--config", str(settings)) as server:

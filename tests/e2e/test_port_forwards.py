@@ -111,7 +111,7 @@ async def test_an_unread_connection_blocks_no_other(pool: SlotPool):
             reset(upload)
 
 
-async def test_a_slow_client_holds_up_no_other(pool: SlotPool):
+async def test_slow_holds_up_no_other(pool: SlotPool):
     async with forwarded(pool) as (_, forward, says):
         _, download = await ask(forward, b"d")
         assert await says.get() == "stuck"
@@ -119,7 +119,7 @@ async def test_a_slow_client_holds_up_no_other(pool: SlotPool):
         reset(download)
 
 
-async def test_resets_pass_to_the_other_end(pool: SlotPool):
+async def test_resets_pass_to_other_end(pool: SlotPool):
     async with forwarded(pool) as (_, forward, says):
         reader, writer = await ask(forward, b"r")
         assert await reader.readexactly(4) == b"some"
@@ -142,7 +142,7 @@ async def test_a_cut_download_does_not_look_whole(pool: SlotPool, end: str):
             await reader.read()
 
 
-async def test_reset_connections_leave_nothing(pool: SlotPool):
+async def test_resets_leave_nothing(pool: SlotPool):
     async with forwarded(pool) as (_, forward, _):
         for _ in range(8):
             for what in (b"s", b"d"):

@@ -58,7 +58,7 @@ def test_a_slot_in_five_lines():
     assert (done.stdout, done.returncode) == ("42\n", 0), done.stderr
 
 
-def test_an_environment_of_ones_own(policy, tmp_path: Path):
+def test_environment_of_ones_own(policy, tmp_path: Path):
     block = next(block for block in BLOCKS if "class CountLines" in block)
     assert len(block.strip().splitlines()) <= 42
     script = tmp_path / "count_lines.py"
@@ -84,7 +84,7 @@ def lesson(name: str, page: str) -> str:
     return textwrap.dedent(next(block for block in blocks if name in block))
 
 
-def test_the_lesson_of_hermes_environments(policy, tmp_path: Path):
+def test_hermes_lesson(policy, tmp_path: Path):
     script, out = tmp_path / "env.py", tmp_path / "out.jsonl"
     script.write_text(lesson("class Solved", "environments"))
     play = [{"calls": [{"name": "terminal", "arguments": {"command": "echo 1 > made"}}]}, "done"]
@@ -102,7 +102,7 @@ def test_the_lesson_of_hermes_environments(policy, tmp_path: Path):
     assert sorted(scores) == [[0.0] * 4, [1.0] * 4]
 
 
-def test_an_env_without_items_says_so(policy, tmp_path: Path):
+def test_env_without_items_says_so(policy, tmp_path: Path):
     script = tmp_path / "squares.py"
     script.write_text(lesson("class Squares", "tutorial").replace("range(1, 4)", "range(0)"))
     settings = {"openai.base_url": policy["base_url"], "env.tokenizer_name": policy["tokenizer"]}

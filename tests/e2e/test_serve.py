@@ -16,7 +16,7 @@ from tests.e2e.hermes_support import sampled
 SCRIPT = Path(__file__).with_name("script_env.py")
 
 
-async def test_trainers_get_exact_whole_groups(tmp_path):
+async def test_groups_exact_and_whole(tmp_path):
     truth = tmp_path / "truth.jsonl"
     async with (
         run_api() as api,

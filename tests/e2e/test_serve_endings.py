@@ -126,7 +126,7 @@ async def test_serve_leaves_nothing():
         assert "Traceback" not in said, said
 
 
-async def test_an_env_outlives_its_trainer(tmp_path):
+async def test_env_outlives_its_trainer(tmp_path):
     truth = tmp_path / "truth.jsonl"
     async with contextlib.AsyncExitStack() as stack:
         policy = await stack.enter_async_context(running("-m", "examples.policy", "--delay=0.05", f"--log={truth}"))
@@ -175,7 +175,7 @@ def last(said: str) -> dict:
     return json.loads(lines[-1]) if lines else {"groups_by_env": {}, "batches": 0}
 
 
-async def test_the_demo_serves_several_envs(tmp_path):
+async def test_demo_serves_several_envs(tmp_path):
     shared = "docker" in BACKENDS
     job = f"serve-{tmp_path.name}"[:60]
     argv = ["-m", "examples.serve", "--envs=2", f"--out={tmp_path}", f"--job={job}", "--slots=4"]

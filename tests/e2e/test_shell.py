@@ -102,7 +102,7 @@ async def test_a_shell_runs_beside_calls(tmp_path: Path):
         os.close(terminal.end)
 
 
-async def test_a_shell_ends_with_client_and_slot(tmp_path: Path):
+async def test_ends_with_client_and_slot(tmp_path: Path):
     async with serving(tmp_path) as server:
         trajectory = await opened(server, ALICE)
         gone, left = Terminal(server, ALICE, trajectory), Terminal(server, ALICE, trajectory)

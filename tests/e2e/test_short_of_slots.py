@@ -47,7 +47,7 @@ def rows(seconds: int) -> list[dict[str, str]]:
 SHORT = {"slots_per_container": 2, "max_containers": 1}
 
 
-async def test_a_trajectory_waits_for_slots(tmp_path):
+async def test_trajectory_waits(tmp_path):
     async with running_policy(tmp_path) as policy:
         env = make(ShortEnv, policy, tmp_path, rows(6), trajectory_retries=0, acquire_timeout_s=4, **SHORT)
         await env.process_manager()
@@ -55,7 +55,7 @@ async def test_a_trajectory_waits_for_slots(tmp_path):
     assert env.metrics.retries["acquire_timeout"] > 0
 
 
-async def test_a_groups_set_up_waits_for_slots(tmp_path):
+async def test_set_up_waits(tmp_path):
     settings = {"group_size": 1, "trajectory_retries": 0, "acquire_timeout_s": 2, "process_concurrency": 2}
     async with running_policy(tmp_path) as policy:
         env = make(PreparedEnv, policy, tmp_path, rows(4) * 3, **settings, **SHORT)
@@ -64,7 +64,7 @@ async def test_a_groups_set_up_waits_for_slots(tmp_path):
     assert env.metrics.retries["acquire_timeout"] > 0
 
 
-async def test_a_hook_waits_for_no_second_slot(tmp_path):
+async def test_hook_takes_no_second_slot(tmp_path):
     async with running_policy(tmp_path) as policy:
         env = make(GreedyEnv, policy, tmp_path, rows(0), trajectory_retries=1, acquire_timeout_s=1, **SHORT)
         with pytest.raises(GroupsDropped, match="acquire_timeout"):

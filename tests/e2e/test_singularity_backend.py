@@ -27,7 +27,7 @@ async def test_a_missing_program_and_a_missing_image_are_named(tmp_path, monkeyp
     assert "neither is on PATH" in await refusal(image=image)
 
 
-async def test_the_terminal_backend_of_a_hermes_env(tmp_path, monkeypatch):
+async def test_hermes_terminal_backend(tmp_path, monkeypatch):
     with apptainer(tmp_path) as where:
         monkeypatch.chdir(Path(where).parent)
         image = Path(where).name

@@ -44,7 +44,7 @@ def solvable(root, name, solution="touch out", prompt=NOTHING, test=SOLVED):
 
 
 @pytest.mark.parametrize("when", ["first", "all"])
-async def test_an_unsolvable_task_is_left_out(policy, tmp_path, caplog, tried, when):
+async def test_unsolvable_is_left_out(policy, tmp_path, caplog, tried, when):
     solvable(tmp_path, "fine")
     solvable(tmp_path, "lacks", LACKING)
     task(tmp_path, "open", prompt=NOTHING)  # has no solution: nothing is known of it
@@ -59,7 +59,7 @@ async def test_an_unsolvable_task_is_left_out(policy, tmp_path, caplog, tried, w
     assert sorted(tried) == ["fine", "lacks"]
 
 
-async def test_unchecked_tasks_are_played(policy, tmp_path, tried):
+async def test_unchecked_are_played(policy, tmp_path, tried):
     solvable(tmp_path, "lacks", LACKING)
     found, _ = await run(policy, tmp_path, check_tasks="off")
     assert (found["lacks"]["scores"], tried) == ([0.0, 0.0], [])
@@ -83,7 +83,7 @@ async def test_a_proof_holds_until_its_task_changes(policy, tmp_path, tried, cac
     assert len(os.listdir(cache)) == 2
 
 
-async def test_a_failed_proof_is_not_kept(policy, tmp_path, tried):
+async def test_failed_proof_is_not_kept(policy, tmp_path, tried):
     for solution, left_out in ((LACKING, True), (LACKING, True), ("touch out", False)):
         solvable(tmp_path, "t", solution)
         solvable(tmp_path, "other", "echo other > out")
@@ -93,7 +93,7 @@ async def test_a_failed_proof_is_not_kept(policy, tmp_path, tried):
     assert tried.count("other") == 1
 
 
-async def test_infrastructure_proves_nothing(policy, tmp_path, monkeypatch):
+async def test_outages_prove_nothing(policy, tmp_path, monkeypatch):
     solvable(tmp_path, "t")
     tries, solve = [], workspace.solve
 
@@ -123,13 +123,13 @@ async def test_a_task_of_steps_is_solved_step_by_step(policy, tmp_path):
 
 
 @pytest.mark.parametrize("when", ["first", "all"])
-async def test_a_run_without_solvable_tasks_ends(policy, tmp_path, when):
+async def test_run_without_tasks_ends(policy, tmp_path, when):
     solvable(tmp_path, "lacks", LACKING)
     with pytest.raises(ConfigError, match="no task can be solved here"):
         await run(policy, tmp_path, check_tasks=when)
 
 
-async def test_evaluations_have_solvable_tasks(policy, tmp_path, capsys):
+async def test_evaluations_are_solvable(policy, tmp_path, capsys):
     solvable(tmp_path, "fine", prompt=script({"calls": [call("terminal", command="touch out")]}, "done"))
     solvable(tmp_path, "lacks", LACKING)
 

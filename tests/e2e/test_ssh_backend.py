@@ -55,7 +55,7 @@ def edited(host: Sshd, folder: Path, **lines: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("known", ["nothing", "another key", "none"])
-async def test_an_unknown_host_key_is_refused(host, tmp_path, known):
+async def test_unknown_host_key_refused(host, tmp_path, known):
     file = tmp_path / "known_hosts"
     if known == "another key":
         file.write_text(f"[127.0.0.1]:{host.port} {make_key(tmp_path / 'other')}")
@@ -87,7 +87,7 @@ async def test_a_silent_host_is_named(host):
             await SlotPool(settings(host, ssh_hosts=[silent], start_timeout_s=1)).start()
 
 
-async def test_each_host_is_one_container(host):
+async def test_each_host_is_a_container(host):
     assert settings(host, ssh_hosts="a,b,c").max_containers == 3
     assert "1 for max_containers 2" in await refusal(host, max_containers=2)
     for name in ("a b", "a:65536"):
@@ -97,7 +97,7 @@ async def test_each_host_is_one_container(host):
     assert "0 for max_containers" in await refusal(host, ssh_hosts=[], min_containers=0)
 
 
-async def test_the_terminal_backend_of_a_hermes_env(host):
+async def test_hermes_terminal_backend(host):
     config = HermesAgentEnvConfig(
         terminal_backend="ssh",
         slots_per_container=2,
@@ -110,7 +110,7 @@ async def test_the_terminal_backend_of_a_hermes_env(host):
     assert await gone_within(20, host.pid) == []
 
 
-async def test_a_cut_connection_is_made_again(host):
+async def test_cut_connection_returns(host):
     async with SlotPool(settings(host, acquire_timeout_s=60)) as pool:
         slot = await pool.acquire("t")
         call = asyncio.create_task(slot.exec("sleep 600"))
@@ -127,7 +127,7 @@ async def test_a_cut_connection_is_made_again(host):
     assert await gone_within(20, host.pid) == []
 
 
-async def test_a_killed_owner_leaves_nothing(host):
+async def test_killed_owner_is_tidy(host):
     program = f"""
         import asyncio
         from atropos.slots import SlotPool, SlotPoolConfig

@@ -49,7 +49,7 @@ SEES = 'ls /tests 2>&1; echo "tests: $(cat /tests/test.sh 2>&1)"; ls /workspace;
 
 
 @pytest.mark.parametrize("fork_setup", [False, True])
-async def test_a_task_from_setup_to_reward(policy, tmp_path, fork_setup):
+async def test_task_from_setup_to_reward(policy, tmp_path, fork_setup):
     look = script(
         {"calls": [call("terminal", command=SEES)]}, {"calls": [call("terminal", command="echo x > out")]}, "done"
     )
@@ -77,7 +77,7 @@ async def test_the_verifier_runs_where_it_is_told_to(policy, tmp_path, mode, sco
 
 @shows("keep_processes")
 @pytest.mark.parametrize(("keep", "score"), [("task", 1.0), ("none", 0.0)])
-async def test_the_operator_says_what_tests_find(policy, tmp_path, keep, score):
+async def test_operator_sets_variables(policy, tmp_path, keep, score):
     leave = script({"calls": [call("terminal", command="(exec -a left-over sleep 1000 >/dev/null 2>&1 &)")]}, "done")
     toml = "[verifier]\nkeep_processes = true\nenvironment_mode = 'shared'\n"
     task(tmp_path, "t", prompt=leave, test="pgrep -fc ^left-over > /logs/verifier/reward.txt", toml=toml)
@@ -107,7 +107,7 @@ TRICKS = {
 }
 
 
-async def test_a_hindered_verifier_scores_0(policy, tmp_path):
+async def test_hindered_verifier_is_0(policy, tmp_path):
     for name, trick in TRICKS.items():
         task(
             tmp_path,
@@ -189,7 +189,7 @@ async def test_no_descriptors_is_no_tasks_fault(policy, tmp_path, monkeypatch):
     assert env.metrics.retries == {"sandbox_error": 2}
 
 
-async def test_a_failed_set_up_drops_its_group(policy, tmp_path):
+async def test_failed_set_up_drops_group(policy, tmp_path):
     task(tmp_path, "broken", setup="exit 3")
     task(tmp_path, "fine")
     with pytest.raises(GroupsDropped, match="task_fault"):
@@ -217,7 +217,7 @@ def config(tmp_path, **settings):
 
 
 @shows("task_images")
-async def test_a_missing_image_is_named_at_once(policy, tmp_path):
+async def test_missing_image_named_early(policy, tmp_path):
     task(tmp_path, "t")
     nowhere = "127.0.0.1:1/nowhere:3"
     (tmp_path / "tasks/t/environment/Dockerfile").write_text(f"FROM {nowhere}\nWORKDIR /workspace\n")
@@ -229,7 +229,7 @@ async def test_a_missing_image_is_named_at_once(policy, tmp_path):
     assert found["t"]["scores"] == [1.0, 1.0]
 
 
-def test_what_slots_lack_is_refused(tmp_path):
+def test_lacking_is_refused(tmp_path):
     task(tmp_path, "big", toml="[environment]\nmemory_mb = 99999\n")
     with pytest.raises(ConfigError, match=r"big/task\.toml: environment\.memory_mb: 99999 wanted.*slot_memory_mib"):
         TaskEnv(config(tmp_path), [])
@@ -242,7 +242,7 @@ def test_what_slots_lack_is_refused(tmp_path):
 
 
 @shows("skip_bad_tasks")
-def test_bad_tasks_are_named_or_left_out(tmp_path, caplog):
+def test_bad_named_or_left_out(tmp_path, caplog):
     task(tmp_path, "fine")
     task(tmp_path, "gpu", toml="[environment]\ngpus = 1\n")
     task(tmp_path, "big", toml="[environment]\nmemory_mb = 99999\n")
@@ -316,7 +316,7 @@ def steps_task(root, name, steps, toml="", **more):
 SCORE = "echo %s > /logs/verifier/reward.txt"
 
 
-async def test_steps_are_one_conversation(policy, tmp_path):
+async def test_steps_share_conversation(policy, tmp_path):
     look = "cat log; ls /tests /logs/verifier 2>&1"
     folder = steps_task(
         tmp_path,
@@ -358,7 +358,7 @@ async def test_steps_are_one_conversation(policy, tmp_path):
     assert env.metrics.trajectories == 6
 
 
-async def test_a_step_follows_a_separate_verifier(policy, tmp_path):
+async def test_step_follows_a_verifier(policy, tmp_path):
     test = "cat /app/log; wc -l < /app/log > /logs/verifier/reward.txt"
     toml = "artifacts = ['/app']\n[verifier]\nenvironment_mode = 'separate'\n"
     steps_task(
@@ -380,7 +380,7 @@ async def test_a_step_follows_a_separate_verifier(policy, tmp_path):
     )
 
 
-async def test_a_hindered_step_scores_0_and_ends(policy, tmp_path):
+async def test_hindered_step_ends_with_0(policy, tmp_path):
     hindered = "[ ! -e stop ] && " + SCORE % 1
     steps_task(
         tmp_path,
@@ -395,7 +395,7 @@ async def test_a_hindered_step_scores_0_and_ends(policy, tmp_path):
     assert "Step 2." not in json.dumps(group["messages"])
 
 
-async def test_a_separate_verifier_and_skills(policy, tmp_path):
+async def test_separate_verifier_skills(policy, tmp_path):
     toml = "artifacts = ['/app']\n[environment]\nskills_dir = '/skills'\n[verifier]\nenvironment_mode = 'separate'\n"
     setup = "mkdir -p /app /skills/it; printf -- '---\\nname: it\\ndescription: helps\\n---\\n' > /skills/it/SKILL.md"
     task(
@@ -427,7 +427,7 @@ SERVED = "until read said < /dev/tcp/127.0.0.1/8000; do sleep 0.1; done; cat /st
 
 
 @pytest.mark.parametrize("fork_setup", [False, True])
-async def test_main_processes_run_in_each_slot(policy, tmp_path, fork_setup):
+async def test_each_slot_has_main(policy, tmp_path, fork_setup):
     start = "one two sh -c sleep infinity\n"
     look = script({"calls": [call("terminal", command=f"{SERVED} > seen")]}, "done")
     test = f'{SERVED}; [ "$said" = served ] && [ "$(cat seen)" = "{start.strip()}" ] && ' + SCORE % 1
@@ -457,7 +457,7 @@ async def test_main_processes_run_in_each_slot(policy, tmp_path, fork_setup):
 
 
 @pytest.mark.parametrize("mode", ["shared", "view"])
-async def test_servers_stay_for_the_next_step(policy, tmp_path, mode):
+async def test_servers_stay_for_steps(policy, tmp_path, mode):
     mine = f"setsid python3 -S /serve.py agent >/dev/null 2>&1 & {SERVED}"
     test = "(exec -a left-by-tests sleep 1000) & " + SCORE % 1
     look = f"timeout 20 bash -c '{SERVED}'; pgrep -fc '^left-by-tests'"
@@ -481,7 +481,7 @@ async def test_servers_stay_for_the_next_step(policy, tmp_path, mode):
             assert [started in told[0], *(f"{started}\\n0\\n" in one for one in told[1:])] == [True] * 3, told
 
 
-async def test_a_bad_entrypoint_is_the_tasks_fault(policy, tmp_path):
+async def test_bad_entrypoint_is_tasks(policy, tmp_path):
     task(tmp_path, "t")
     (tmp_path / "tasks/t/environment/Dockerfile").write_text('FROM debian\nENTRYPOINT ["/nothing"]\n')
     with pytest.raises(GroupsDropped, match="task_fault"):
@@ -527,7 +527,7 @@ async def test_a_blocked_step_scores_0(policy, tmp_path, decided, score):
     assert "not reached" not in json.dumps([group["messages"][0][2:] for group in found.values()])
 
 
-async def test_a_broken_step_is_no_agents_doing(policy, tmp_path):
+async def test_broken_step_is_not_agents(policy, tmp_path):
     folder = steps_task(tmp_path, "t", [("true", SCORE % 0.5, ""), ("true", SCORE % 1, "")])
     (folder / "s1/workdir").mkdir()
     (folder / "s1/workdir/setup.sh").write_text("exit 3")
@@ -565,7 +565,7 @@ async def test_verifier_layers_are_for_tests_alone(policy, tmp_path, mode):
     assert log.startswith("710\nmore"), "a folder of which a layer has nothing stays as it is"
 
 
-async def test_items_come_in_order_and_passes(tmp_path, policy):
+async def test_items_in_order_by_passes(tmp_path, policy):
     for name in "abcdef":
         task(tmp_path, name)
 

@@ -128,7 +128,7 @@ async def working_on(pool, task):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_set_up_follows_the_dockerfile(pool, tmp_path):
+async def test_set_up_follows_dockerfile(pool, tmp_path):
     task = make_task(
         tmp_path,
         dockerfile="FROM debian:trixie\nWORKDIR /app\nCOPY given.txt data/\nCOPY sub /opt/sub\nRUN umask && pwd > where\n",
@@ -210,7 +210,7 @@ async def test_workspaces_are_as_dockers(pool, tmp_path, name):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_sessions_start_in_the_tasks_folder(pool, tmp_path):
+async def test_sessions_start_in_workdir(pool, tmp_path):
     task = make_task(tmp_path, dockerfile="FROM debian\nENV A=b\nWORKDIR /app\nCOPY given.txt .\n")
     async with working_on(pool, task) as run:
         assert await run.slot.read_file("given.txt") == b"given\n"
@@ -222,7 +222,7 @@ async def test_sessions_start_in_the_tasks_folder(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_verifiers_variables_and_user(pool, tmp_path):
+async def test_verifiers_env_and_user(pool, tmp_path):
     task = make_task(
         tmp_path,
         dockerfile="FROM debian\nRUN useradd -m dev\nENV FROM_IMAGE=1\nWORKDIR /app\nRUN chown dev .\nUSER dev\n",
@@ -239,7 +239,7 @@ async def test_the_verifiers_variables_and_user(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_endless_accounts_are_not_read(pool, tmp_path):
+async def test_endless_accounts_unread(pool, tmp_path):
     task = make_task(tmp_path, dockerfile="FROM debian\nRUN useradd -m dev\nUSER dev\n")
     async with working_on(pool, task) as run:
         await run.slot.exec("yes : | head -c 2000000 >> /etc/passwd", user="0")
@@ -255,7 +255,7 @@ for i in $(seq 100); do python3 -c 'import socket; socket.create_connection(("12
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("keep", "server", "loops"), [(None, 1, 0), ("true", 1, 2), ("false", 0, 0)])
-async def test_services_alone_stay_for_tests(pool, tmp_path, caplog, keep, server, loops):
+async def test_only_services_stay(pool, tmp_path, caplog, keep, server, loops):
     test = """
     up=$(python3 -c 'import urllib.request as u; u.urlopen("http://127.0.0.1:8123/"); print(1)' 2>/dev/null || echo 0)
     echo "{\\"server\\": $up, \\"loops\\": $(pgrep -fc '^a-mere-loop')}" > /logs/verifier/reward.json
@@ -279,7 +279,7 @@ for _ in range(100):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_ended_process_costs_no_server(pool, tmp_path):
+async def test_ended_process_costs_none(pool, tmp_path):
     name = f"ends-meanwhile-{os.getpid()}"
     async with working_on(pool, make_task(tmp_path)) as run:
         await run.slot.exec(SERVICE)
@@ -336,7 +336,7 @@ async def test_a_steps_health_check(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_collected_files_are_carried(pool, tmp_path):
+async def test_collected_are_carried(pool, tmp_path):
     task = make_task(
         tmp_path,
         test="if [ -e /logs/artifacts/state ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt",
@@ -353,7 +353,7 @@ async def test_collected_files_are_carried(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_log_folders_are_the_agents_too(pool, tmp_path):
+async def test_log_folders_are_shared(pool, tmp_path):
     task = make_task(
         tmp_path,
         test="[ -e /logs/artifacts/file ] && echo 1 > /logs/verifier/reward.txt",
@@ -366,7 +366,7 @@ async def test_log_folders_are_the_agents_too(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_closed_scripts_run_for_a_user(pool, tmp_path):
+async def test_closed_scripts_run(pool, tmp_path):
     made = make_task(
         tmp_path, toml="[agent]\nuser = 'nobody'\n", files={"solution/solve.sh": "cat /solution/part"}
     ).path
@@ -383,7 +383,7 @@ async def test_closed_scripts_run_for_a_user(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_separate_verifiers_own_image(pool, tmp_path):
+async def test_separate_verifier_image(pool, tmp_path):
     task = make_task(
         tmp_path,
         test="exit 9",
@@ -409,7 +409,7 @@ async def test_a_separate_verifiers_own_image(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_separate_verifier_without_an_image(pool, tmp_path):
+async def test_separate_without_image(pool, tmp_path):
     task = make_task(
         tmp_path,
         test='[ "$(cat built out)$WHO" = "b\no2" ] && [ ! -e /etc/planted ] && echo 1 > /logs/verifier/reward.txt',
@@ -422,7 +422,7 @@ async def test_a_separate_verifier_without_an_image(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_skills_and_mcp_servers_are_told(pool, tmp_path):
+async def test_skills_and_mcp_are_told(pool, tmp_path):
     task = make_task(
         tmp_path,
         toml="[environment]\nskills_dir = 'skills'\n[[environment.mcp_servers]]\nname = 'notes'\nurl = 'http://localhost:8/mcp'\n"
@@ -523,7 +523,7 @@ print(f"\\x1b[32mPASSED\\x1b[0m test_outputs.py::test_one\\nSKIPPED [1] x.py\\n{
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_failed_set_up_is_the_tasks_fault(pool, tmp_path):
+async def test_failed_set_up_is_tasks(pool, tmp_path):
     for setup, toml, named in (
         ("echo no such luck; exit 3", "", "no such luck"),
         ("sleep 60", "[environment]\nbuild_timeout_sec = 0.5", "took longer than environment.build_timeout_sec"),
@@ -565,7 +565,7 @@ async def test_a_verifier_without_a_reward_is_no_score(pool, tmp_path, test, tom
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_rewards_are_read_as_written(pool, tmp_path):
+async def test_rewards_as_written(pool, tmp_path):
     for test, reward in (
         ("echo 0.25 > /logs/verifier/reward.txt; exit 7", 0.25),
         ("printf ' 1e-1 \\n' > /logs/verifier/reward.txt", 0.1),

@@ -63,7 +63,7 @@ def refusal(monkeypatch, capfd):
     return said
 
 
-def test_printed_escapes_act_on_nothing(tmp_path):
+def test_escapes_act_on_nothing(tmp_path):
     make(tmp_path / "tasks", "loud", test=r"printf '\033]52;c;bGVha2Vk\007\033[2Jred\n'")
     code, out, _ = run(tmp_path / "tasks", "--html", tmp_path / "page.html")
     assert code == 1
@@ -74,7 +74,7 @@ def test_printed_escapes_act_on_nothing(tmp_path):
     assert '<td class="one bad">unsound' in page
 
 
-def test_each_finding_has_its_reason(tmp_path):
+def test_findings_have_reasons(tmp_path):
     tasks = tmp_path / "tasks"
     make(tasks, "sound", dockerfile="FROM ubuntu:24.04\nWORKDIR /app\n")
     make(tasks, "wrong-solution", solution="echo no idea; exit 3")
@@ -148,7 +148,7 @@ def test_each_finding_has_its_reason(tmp_path):
     assert all(name in page.read_text() for name in found)
 
 
-async def test_an_unreadable_solution_is_named(tmp_path):
+async def test_unreadable_solution_named(tmp_path):
     for name in ("one", "two"):
         make(tmp_path, name)
     first, second = read_tasks(tmp_path).tasks
@@ -160,7 +160,7 @@ async def test_an_unreadable_solution_is_named(tmp_path):
             await workspace.verify(slot, unreadable)
 
 
-async def test_an_own_fault_costs_one_task(tmp_path, monkeypatch, caplog):
+async def test_own_fault_costs_one_task(tmp_path, monkeypatch, caplog):
     for name in ("one", "two"):
         make(tmp_path, name)
     solve = workspace.solve
@@ -347,7 +347,7 @@ def test_a_registry_has_versions(tmp_path):
             dataset_folders(tmp_path, wanted)
 
 
-def test_a_manifests_digests_are_checked(tmp_path):
+def test_digests_are_checked(tmp_path):
     task = make(tmp_path / "tasks", "one", files={"README.md": "r", "notes.txt": "not published", "tests/x.pyc": "c"})
     files = ("README.md", "environment/given.txt", "instruction.md", "solution/solve.sh", "task.toml", "tests/test.sh")
     lines = "".join(f"{name}\0{hashlib.sha256((task / name).read_bytes()).hexdigest()}\n" for name in files)

@@ -41,7 +41,7 @@ async def get(world: World, who: str, target: str) -> Any:
     return json.loads(content)
 
 
-async def test_keys_find_nothing_of_others(tmp_path: Path):
+async def test_keys_find_nothing_else(tmp_path: Path):
     async with alice_and_bob(tmp_path) as world:
         statuses = await attack(world, REQUESTS)
         assert statuses[404] > 0.1 * REQUESTS, statuses
@@ -88,7 +88,7 @@ async def test_builds_are_a_keys_own(tmp_path: Path):
         assert len(await get(world, BOB, "/e2b/templates")) == 1
 
 
-async def test_only_admins_see_the_whole_server(tmp_path: Path):
+async def test_only_admins_see_all(tmp_path: Path):
     async with alice_and_bob(tmp_path) as world:
         assert (await ask(world.app, BOB, "GET", "/metrics"))[0] == 403
         status, _, content = await ask(world.app, ADMIN, "GET", "/metrics")
@@ -98,7 +98,7 @@ async def test_only_admins_see_the_whole_server(tmp_path: Path):
         assert (await get(world, ADMIN, "/trajectories"))["trajectories"] == []
 
 
-async def test_keys_change_without_a_restart(tmp_path: Path):
+async def test_keys_change_live(tmp_path: Path):
     async with serving(tmp_path, {"alice": key(ALICE)}, acquire_s=20) as world:
         assert (await ask(world.app, BOB, "GET", "/tools"))[0] == 401
         status, _, content = await ask(world.app, ALICE, "POST", "/e2b/sandboxes", {"templateID": "base"})
@@ -230,7 +230,7 @@ async def test_a_server_with_keys_by_the_command_line(tmp_path: Path):
     assert "alice: trajectory.end" in server.log
 
 
-async def test_a_small_client_waits_no_longer():
+async def test_small_client_is_in_time():
     """Half a second a lease: the wait for the next slot that comes free, with and without 200 that came before."""
     config = SlotPoolConfig(backend="local", slots_per_container=4, max_containers=1, acquire_timeout_s=300)
     waits: dict[str, float] = {}

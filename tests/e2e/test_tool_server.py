@@ -221,7 +221,7 @@ async def test_thousands_of_calls_leave_nothing_behind():
     assert (stats["running"], stats["with_state"], stats["trajectories"], stats["journal"]) == (0, 0, 0, 0)
 
 
-async def test_sigterm_finishes_what_runs(tmp_path: Path):
+async def test_sigterm_finishes_calls(tmp_path: Path):
     async with running("tool-server", *OWN) as server, client(server) as tools:
         waiting = asyncio.create_task(tools.execute(Life("t"), "c", "wait_for_file", {"path": str(tmp_path / "go")}))
         await until_running(server, 1)
@@ -236,7 +236,7 @@ async def test_sigterm_finishes_what_runs(tmp_path: Path):
         assert await asyncio.wait_for(server.process.wait(), 60) == 0
 
 
-async def test_a_call_beyond_the_drain_is_answered(tmp_path: Path):
+async def test_call_after_drain_answered(tmp_path: Path):
     (tmp_path / "settings.toml").write_text("drain_s = 0.2\n")
     async with running("tool-server", *OWN, "--config", str(tmp_path / "settings.toml")) as server:
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as http:
@@ -251,7 +251,7 @@ async def test_a_call_beyond_the_drain_is_answered(tmp_path: Path):
         assert "Traceback" not in server.log
 
 
-async def test_a_second_signal_ends_it_at_once():
+async def test_second_signal_ends_it():
     async with running("tool-server", *OWN) as server, client(server) as tools:
         hang = asyncio.create_task(tools.execute(Life("t"), "c", "hang", {}))
         await until_running(server, 1)

@@ -112,7 +112,7 @@ async def test_a_trajectory_is_one_trace(receiver, tmp_path):
     assert not any(span["events"] or span["message"] for span in spans)
 
 
-async def test_calls_join_their_callers_trace(receiver):
+async def test_calls_join_callers_trace(receiver):
     url, file = receiver
     pool = SlotPoolConfig(backend="local", slots_per_container=1, max_containers=1)
     app = create_executor_app(ExecutorServerSettings(token=SecretStr("x"), pool=pool, otlp_endpoint=url))
@@ -137,7 +137,7 @@ def test_a_bad_endpoint_is_refused():
         tracing.start("127.0.0.1:4318", "env")
 
 
-async def test_a_lost_collector_costs_no_call():
+async def test_lost_collector_is_no_cost():
     running = tracing.start("http://127.0.0.1:9", "alone")
     try:
         with pytest.raises(ConfigError, match="already sends its spans"):

@@ -44,7 +44,7 @@ async def send(env: Any, name: str, **changes: Any) -> dict[str, Any]:
     return group
 
 
-async def test_shares_of_a_batch_are_kept(world):
+async def test_shares_of_batch_are_kept(world):
     env, trainer, truth = world
     large = await env("large", group_size=4, min_batch_allocation=0.5, include_messages=True)
     small = await env("small", group_size=2, inference_weight=0.25, seed=1, include_messages=False)
@@ -67,7 +67,7 @@ async def test_shares_of_a_batch_are_kept(world):
         assert all(run in truth for index in range(len(group["tokens"])) for run in sampled(group, index))
 
 
-async def test_refused_groups_are_counted(world):
+async def test_refused_are_counted(world):
     env, trainer, _ = world
     one = await env("one", group_size=4, ensure_scores_are_not_same=True)
     assert one.context_tokens == 5999

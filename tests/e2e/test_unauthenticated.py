@@ -46,7 +46,7 @@ async def test_half_open_connections_keep_none_out():
         writer.close()
 
 
-async def test_only_liveness_needs_no_token():
+async def test_liveness_needs_no_token():
     async with running("tool-server", *OWN) as server, aiohttp.ClientSession(server.url) as session:
         for path, status in {"/health": 200, "/docs": 401, "/openapi.json": 401, "/stats": 401}.items():
             async with session.get(path) as answer:

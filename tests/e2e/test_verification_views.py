@@ -80,25 +80,25 @@ async def test_no_daemon_raises_a_score(policy, tmp_path):
     assert found == [[0, 0]] * 7 + [[1, 1]] * 2
 
 
-async def test_a_server_of_the_agent_answers(policy, tmp_path):
+async def test_server_of_agent_answers(policy, tmp_path):
     assert await scores(policy, tmp_path, [SERVES], test=FETCHES) == [[1, 1]]
 
 
-async def test_a_hook_may_choose_the_slot(policy, tmp_path):
+async def test_hook_may_choose_slot(policy, tmp_path):
     work = ["echo 42 > /tmp/there; (sleep 1000 &)"]
     test = "cat /tmp/there; ! pgrep -x sleep"
     assert await scores(policy, tmp_path, work, test=test, verifier_mode="shared") == [[1, 1]]
 
 
 @pytest.mark.parametrize(("folders", "score"), [(["/workspace"], 0), (["/workspace", "/root"], 1)])
-async def test_a_view_shows_listed_folders(policy, tmp_path, folders, score):
+async def test_view_shows_listed_folders(policy, tmp_path, folders, score):
     found = await scores(
         policy, tmp_path, ["echo 42 > /root/answer"], test="cat /root/answer 2>&1", verifier_folders=folders
     )
     assert found == [[score, score]]
 
 
-async def test_quiesced_programs_have_ended(policy, tmp_path):
+async def test_quiesced_have_ended(policy, tmp_path):
     assert await scores(policy, tmp_path, [SERVES], test=FETCHES, verifier_quiesce=True) == [[0, 0]]
 
 
@@ -112,7 +112,7 @@ class ServingAgent(Agent):
 
 
 @pytest.mark.parametrize(("quiesce", "score"), [(False, 1), (True, 0)])
-async def test_set_up_s_servers_answer_in_the_view(policy, tmp_path, quiesce, score):
+async def test_set_up_servers_answer(policy, tmp_path, quiesce, score):
     found = await scores(policy, tmp_path, ["true"], test=FETCHES, base=ServingAgent, verifier_quiesce=quiesce)
     assert found == [[score, score]]
 
@@ -122,7 +122,7 @@ async def test_beside_set_up_s_programs(policy, tmp_path):
     assert await scores(policy, tmp_path, works, base=ServingAgent) == [[0, 0]] * 2
 
 
-async def test_a_reward_function_sees_the_view(policy, tmp_path):
+async def test_reward_function_sees_view(policy, tmp_path):
     class Env(HermesEnv):
         async def judge(self, item, result, ctx):
             ctx.write_file("hidden.sh", HIDDEN)
@@ -138,7 +138,7 @@ async def test_a_reward_function_sees_the_view(policy, tmp_path):
     assert sorted(sum(group["scores"]) for group in groups(tmp_path)) == [0, 0, 0, 0, 2]
 
 
-async def test_no_link_to_a_hook_s_files_scores(policy, tmp_path):
+async def test_no_link_to_hooks_scores(policy, tmp_path):
     found = await scores(policy, tmp_path, [*LEADS, "echo 42 > answer"], test=COMPARES)
     assert found == [[0, 0]] * len(LEADS) + [[1, 1]]
 

@@ -144,7 +144,7 @@ async def test_a_name_server_that_fails_refuses_nothing(monkeypatch):
     assert said[0].startswith("HTTP/1.1 502 egress: files.example.org has no address (Temporary failure")
 
 
-async def test_failed_look_ups_leave_room(monkeypatch):
+async def test_failures_leave_room(monkeypatch):
     def full(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -166,19 +166,19 @@ async def test_early_answers_are_read(path, chunked):
         assert (await upload(port, f"http://{origin}/{path}", chunked=chunked)).startswith(b"HTTP/1.1 413 Too large")
 
 
-async def test_a_refusal_of_an_upload_is_read():
+async def test_refusal_of_upload_is_read():
     async with proxied() as (_, port, _, _), asyncio.timeout(20 * SLOWNESS):
         assert (await upload(port, "ftp://files.example.org/")).startswith(b"HTTP/1.1 403 egress refused")
 
 
-async def test_answered_uploads_are_counted():
+async def test_answered_are_counted():
     async with proxied(budget=1 << 20) as (_, port, origin, _), asyncio.timeout(20 * SLOWNESS):
         await upload(port, f"http://{origin}/too-large")
         after, _ = await ask(port, f"http://{origin}/after")
         assert b"as many bytes as it may" in await answer(after)
 
 
-async def test_connections_wait_in_the_kernel():
+async def test_waits_in_the_kernel():
     """A queue that is full drops them, and their kernel tries again after a second, three, and seven."""
     async with proxied(connections=64) as (_, port, _, _):
         with contextlib.ExitStack() as opened:

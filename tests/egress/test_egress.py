@@ -44,7 +44,7 @@ REACHED = pytest.mark.parametrize(
 
 
 @REACHED
-def test_programs_reach_public_hosts(public: dict, what: str, output: str) -> None:
+def test_public_hosts_are_reached(public: dict, what: str, output: str) -> None:
     assert public[what] == [0, output]
 
 
@@ -54,16 +54,16 @@ def test_programs_reach_public_hosts_without_variables(direct: dict, what: str, 
 
 
 @pytest.mark.parametrize("how", ["public", "direct"])
-def test_a_lease_is_told_what_it_moved(request: pytest.FixtureRequest, how: str) -> None:
+def test_lease_knows_its_traffic(request: pytest.FixtureRequest, how: str) -> None:
     moved, _ = request.getfixturevalue(how)["used"]
     assert 3_300_000 + (8 << 20) < moved < 16 << 20
 
 
-def test_hop_by_hop_headers_end_at_the_proxy(public: dict) -> None:
+def test_hop_headers_end_here(public: dict) -> None:
     assert public["hop"] == [0, "hello from files.example.org to /"]
 
 
-def test_git_speaks_through_the_proxy(public: dict) -> None:
+def test_git_speaks_through_proxy(public: dict) -> None:
     assert int(public["git"][1]) >= 1
 
 
@@ -81,7 +81,7 @@ def test_no_private_address_without_variables(direct: dict, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", NOT_PUBLIC)
-def test_no_private_address_is_reached(public: dict, what: str) -> None:
+def test_no_private_address(public: dict, what: str) -> None:
     output = public[what][1]
     assert "hello" not in output
     assert "only public addresses can be reached" in output
@@ -101,17 +101,17 @@ def test_a_refusal_says_why(public: dict) -> None:
     assert "403" in public["odd_scheme"][1]
 
 
-def test_there_is_no_way_around_the_proxy(public: dict) -> None:
+def test_no_way_around_the_proxy(public: dict) -> None:
     assert public["around"][0] != 0
     assert "hello" not in public["around"][1]
 
 
-def test_no_second_request_is_smuggled(public: dict) -> None:
+def test_no_request_is_smuggled(public: dict) -> None:
     assert "/one" in public["smuggle"][1]
     assert "/two" not in public["smuggle"][1]
 
 
-def test_an_endless_head_is_refused(public: dict) -> None:
+def test_endless_head_is_refused(public: dict) -> None:
     assert " 400 " in public["long_head"][1] or not public["long_head"][1]
 
 
@@ -144,7 +144,7 @@ def test_bytes_and_connections_are_bounded() -> None:
     assert found["again"] == [0, "hello from files.example.org to /again"]
 
 
-def test_bounds_hold_without_variables() -> None:
+def test_bounds_without_variables() -> None:
     found = scenario("bounds_direct")
     assert found["spent"][1].splitlines()[:2] == ["8388608", "8388608"]
     for refused in ("many", "spent"):  # reset, at once or a moment after it was connected
@@ -153,7 +153,7 @@ def test_bounds_hold_without_variables() -> None:
     assert found["again"] == [0, "hello from files.example.org to /again"]
 
 
-def test_names_are_answered_in_the_slot() -> None:
+def test_names_answered_in_slot() -> None:
     found = scenario("names")
     (code, four), (code6, six) = found["both"]
     assert (code, code6) == (0, 0)
@@ -195,7 +195,7 @@ def test_a_dead_proxy_is_replaced() -> None:
     assert "hello" not in found["off"][1]
 
 
-def test_a_lease_s_network_can_be_narrowed() -> None:
+def test_network_can_be_narrowed() -> None:
     found = scenario("phases")
     reached = {
         "all": {"files", "other", "deep", "private"},

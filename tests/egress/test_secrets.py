@@ -26,7 +26,7 @@ def got(found: dict, path: str) -> set[str]:
     return {line.partition(" | ")[2] for line in found["seen"] if line.startswith(path)}
 
 
-def test_requests_have_their_secrets(ran: tuple[dict, str]) -> None:
+def test_requests_have_secrets(ran: tuple[dict, str]) -> None:
     found, _ = ran
     assert got(found, "/echo") == {PLAIN_GOT, TLS_GOT}
     assert len([line for line in found["seen"] if line.startswith("/echo")]) == 4
@@ -44,7 +44,7 @@ def test_a_slot_finds_no_secrets(ran: tuple[dict, str]) -> None:
 @pytest.mark.parametrize(
     "path", ["/redirected", "/other", "/address", "/sni", "/unknown", "/raw", "/second", "/neighbour"]
 )
-def test_no_other_request_has_a_secret(ran: tuple[dict, str], path: str) -> None:
+def test_no_other_has_a_secret(ran: tuple[dict, str], path: str) -> None:
     assert not [each for each in got(ran[0], path) if not each.endswith("None | None")]
 
 
@@ -54,7 +54,7 @@ def test_a_slot_trusts_no_more_hosts_than_before(ran: tuple[dict, str]) -> None:
         assert "SSL certificate problem" in found[f"unknown authority{way}"]
 
 
-def test_secrets_end_with_the_lease(ran: tuple[dict, str]) -> None:
+def test_secrets_end_with_lease(ran: tuple[dict, str]) -> None:
     found, _ = ran
     assert got(found, "/again") == {PLAIN_GOT, TLS_GOT}
     assert len([line for line in found["seen"] if line.startswith("/again")]) == 4
@@ -71,12 +71,12 @@ def test_a_view_has_them_whatever_its_slot_did_to_its_authorities(ran: tuple[dic
     assert found["view looked"].splitlines()[-1] == "0"
 
 
-def test_a_key_s_secrets_are_its_own(ran: tuple[dict, str]) -> None:
+def test_key_s_secrets_are_its_own(ran: tuple[dict, str]) -> None:
     found, _ = ran
     assert got(found, "/alice") == {f"files.example.org:8081 | Bearer {TOKEN} | None"}
     assert got(found, "/bob") == {"files.example.org:8081 | None | None"}
     assert got(found, "/changed") == got(found, "/kept") == {f"files.example.org:8081 | Bearer {CHANGED} | None"}
 
 
-def test_events_come_as_they_are_sent(ran: tuple[dict, str]) -> None:
+def test_events_come_as_sent(ran: tuple[dict, str]) -> None:
     assert ran[0]["event"] == "event\n\n"

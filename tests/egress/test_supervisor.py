@@ -104,7 +104,7 @@ async def test_a_restart_that_fails_is_tried_again(monkeypatch):
         await supervisor.aclose()
 
 
-async def test_ended_slots_leave_no_socket():
+async def test_ended_leave_no_socket():
     supervisor = EgressSupervisor(ServerConfig(token="-", slots=4, allow_network=True), None)
     supervisor.start()
     try:
@@ -121,7 +121,7 @@ async def test_ended_slots_leave_no_socket():
         await supervisor.aclose()
 
 
-async def test_a_repeated_change_is_confirmed():
+async def test_repeated_change_confirmed():
     supervisor = EgressSupervisor(ServerConfig(token="-", slots=4, allow_network=True), None)
     supervisor.start()
     try:

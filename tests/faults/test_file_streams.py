@@ -99,7 +99,7 @@ def broken_source():
     raise OSError("the disk is gone")
 
 
-async def test_a_failed_source_leaves_the_old_file():
+async def test_failed_source_keeps_file():
     host = FakeHost()
     async with serving(host, heartbeat_s=5) as running:
         async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
@@ -110,7 +110,7 @@ async def test_a_failed_source_leaves_the_old_file():
             assert (await asyncio.wait_for(client.call(lease, Exec(command="echo on")), 20)).output == b"on"
 
 
-async def test_a_failed_source_ends_its_stream():
+async def test_failed_source_ends_it():
     async with serving(FakeHost(), heartbeat_s=5) as running:
         async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
             lease = await client.acquire(request())
@@ -120,7 +120,7 @@ async def test_a_failed_source_ends_its_stream():
             assert not [task for task in asyncio.all_tasks() if any(part in repr(task) for part in ours)]
 
 
-async def test_an_unsent_stream_is_a_fault(monkeypatch):
+async def test_unsent_stream_is_fault(monkeypatch):
     monkeypatch.setattr(server_streams, "IDLE_S", 0.2)
     async with serving(FakeHost(), heartbeat_s=5) as running:
         async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:
@@ -130,7 +130,7 @@ async def test_an_unsent_stream_is_a_fault(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1000, 4 << 20])
-async def test_a_stopped_reader_is_a_result(monkeypatch, size):
+async def test_stopped_reader_is_result(monkeypatch, size):
     """A program of the slot can do that: it may not turn what is asked of its slot into a fault of the infrastructure."""
     monkeypatch.setattr(server_streams, "IDLE_S", 1.0)  # in less, this process might not send its first byte
     async with serving(FakeHost(), heartbeat_s=5) as running:
@@ -160,7 +160,7 @@ async def test_abandoned_reads_close_their_stream():
                 await until(lambda: not lanes.queued)
 
 
-async def test_a_server_s_stop_is_no_idle_stream(monkeypatch):
+async def test_server_stop_is_not_idle(monkeypatch):
     monkeypatch.setattr(server_streams, "IDLE_S", 1.0)
     async with serving(FakeHost(), heartbeat_s=5) as running:
         async with SandboxClient(f"http://127.0.0.1:{running.server.port}", TOKEN, client_id="tester") as client:

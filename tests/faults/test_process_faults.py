@@ -40,7 +40,7 @@ def request(**fields) -> LeaseRequest:
     return LeaseRequest.model_validate({"lease_id": f"lease-{next(ids):05}", "client_id": "tester", **fields})
 
 
-async def test_stops_and_cuts_double_nothing():
+async def test_stops_and_cuts_run_once():
     rng = random.Random(11)
     async with running(slots=4, heartbeat_s=0.2) as server, proxied(server.port, seed=3) as proxy:
         client = SandboxClient(proxy.url, TOKEN, client_id="tester", reconnect_s=60)
@@ -82,7 +82,7 @@ async def test_stops_and_cuts_double_nothing():
         await client.close()
 
 
-async def test_a_partition_of_20_s_costs_nothing():
+async def test_partition_costs_nothing():
     defaults = SlotPoolConfig()
     heartbeat_s = defaults.server_config(TOKEN).heartbeat_s
     async with running(heartbeat_s=heartbeat_s) as server, proxied(server.port) as proxy:
@@ -113,7 +113,7 @@ async def granted(client):
                 await asyncio.sleep(0.05)
 
 
-async def test_killed_clients_keep_no_slot():
+async def test_killed_clients_keep_none():
     rng = random.Random(12)
     async with running(slots=4, heartbeat_s=0.5) as server, server.client() as client:
         code = (
@@ -196,7 +196,7 @@ async def test_a_killed_server_gives_typed_errors():
     assert [name for name in groups if name.startswith(tuple(f"atropos-{pid}-" for pid in killed))] == []
 
 
-async def test_a_sleeping_client_is_fenced():
+async def test_sleeping_client_is_fenced():
     """It wakes, takes its lease for its own, and reaches nothing of the lease that followed."""
     code = (
         "import asyncio, sys\n"
@@ -313,7 +313,7 @@ async def test_a_full_disk_leaves_no_call_unanswered(small_disk, kind):
         assert isinstance(result, CommandResult) and result.output == b"room\n"
 
 
-async def test_snapshot_leases_outlive_kills():
+async def test_snapshots_outlive_kills():
     rng = random.Random(7)
     served = 0
     async with running(slots=4) as server, server.client() as client:
@@ -411,7 +411,7 @@ async def test_starting_slots_end_with_their_server():
 
 
 @privileges.owners
-async def test_image_leases_outlive_kills(tmp_path):
+async def test_images_outlive_kills(tmp_path):
     rng = random.Random(8)
     busybox_image(tmp_path / "layout")
     image = f"oci:{tmp_path}/layout:image"

@@ -34,7 +34,7 @@ def client_of(proxy: Proxy) -> SandboxClient:
     return SandboxClient(proxy.url, TOKEN, client_id="tester", reconnect_s=20)
 
 
-async def test_a_cut_at_any_byte_doubles_no_call():
+async def test_cut_anywhere_doubles_none():
     host = FakeHost()
     async with serving(host, heartbeat_s=5) as running, proxied(running.server.port) as proxy:
         async with client_of(proxy) as client:
@@ -83,7 +83,7 @@ async def test_a_cut_while_connecting():
     assert set(host.ran.values()) == {1}
 
 
-async def test_random_faults_double_no_call():
+async def test_random_faults_double_none():
     host = FakeHost()
     rng = random.Random(20261121)
     outcomes: list[str] = []
@@ -125,7 +125,7 @@ async def test_random_faults_double_no_call():
     assert all(times == 1 for command, times in host.ran.items() if command.startswith("count"))
 
 
-async def test_cancelled_calls_leave_no_entry():
+async def test_cancelled_leave_no_entry():
     host = FakeHost()
     rng = random.Random(7)
     async with serving(host, slots=8, heartbeat_s=0.2) as running, proxied(running.server.port, seed=2) as proxy:
@@ -160,7 +160,7 @@ async def test_cancelled_calls_leave_no_entry():
                     await asyncio.sleep(0.02)
 
 
-async def test_late_deliveries_are_not_run():
+async def test_late_deliveries_stay_out():
     host = FakeHost()
     async with serving(host) as running, proxied(running.server.port) as proxy:
         async with client_of(proxy) as client:
@@ -205,7 +205,7 @@ async def test_a_replayed_connection_runs_nothing():
     assert {times for command, times in host.ran.items() if command.startswith("count")} == {1}
 
 
-async def test_a_gone_server_gives_typed_errors():
+async def test_gone_server_typed_errors():
     rng = random.Random(3)
     for _ in range(4 * TIMES):
         host = FakeHost()
@@ -241,7 +241,7 @@ async def test_a_gone_server_gives_typed_errors():
             await client.close()
 
 
-async def test_clock_steps_change_nothing(monkeypatch):
+async def test_clock_steps_do_nothing(monkeypatch):
     """The time of day leaps by up to years, both ways, under server and client: no lease ends, no call is lost."""
     host, rng, real, steps = FakeHost(), random.Random(17), time.time, 100 * TIMES
     async with serving(host, slots=4, heartbeat_s=0.1) as running, proxied(running.server.port) as proxy:

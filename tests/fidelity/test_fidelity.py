@@ -99,7 +99,7 @@ class TestSlots:
 class TestNetworks:
     pytestmark = needs_docker
 
-    async def test_the_network_is_docker_run_s(self, backend, image, expected_with_a_network):
+    async def test_network_is_docker_run_s(self, backend, image, expected_with_a_network):
         from atropos.slots import SlotPool
 
         limits = {**LIMITS, "wall_s": 300}
@@ -109,7 +109,7 @@ class TestNetworks:
         assert json.loads(result.output) == expected_with_a_network
 
 
-def test_the_docs_list_what_differs():
+def test_docs_list_what_differs():
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.fidelity.differences"
     assert len(DIFFERENCES) <= 12
     assert PROBES.keys() | TOOLS.keys() >= KNOWN

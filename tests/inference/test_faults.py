@@ -58,7 +58,7 @@ def cpp(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "model"), [("reading", MODEL), ("serve", GOOD), ("cpp", MODEL)], ids=["vllm", "transformers", "llama.cpp"]
 )
-async def test_calls_run_and_thinking_stays(request, tmp_path, kind, model, name):
+async def test_thinking_stays_with_calls(request, tmp_path, kind, model, name):
     path, running = tmp_path / "g.jsonl", request.getfixturevalue(kind)
     await make(name, running.url, path, groups=2, model=model, **TEXT).process_manager()
     assert_agents_act(path)
@@ -69,7 +69,7 @@ async def test_calls_run_and_thinking_stays(request, tmp_path, kind, model, name
 
 
 @pytest.mark.parametrize("name", ENVS)
-async def test_a_bad_call_is_the_models_mistake(reading, tmp_path, name):
+async def test_bad_call_is_the_models(reading, tmp_path, name):
     """vLLM's own parser leaves both in the text."""
     path = tmp_path / "g.jsonl"
     env = make(name, reading.url, path, groups=2, **TEXT)
@@ -105,7 +105,7 @@ async def test_a_call_lost_in_silence_is_no_score(serve, tmp_path, caplog, name)
     ("kind", "says"),
     [("reading", "the server has no model 'nope'; it serves tiny"), ("serve", "answered 500 .*its own log says why")],
 )
-async def test_an_unknown_model_ends_the_start(request, tmp_path, kind, says, name):
+async def test_unknown_model_ends_start(request, tmp_path, kind, says, name):
     """`transformers serve` tries to load it; llama.cpp takes any name."""
     running = request.getfixturevalue(kind)
     with pytest.raises((ConfigError, InferenceError), match=says) as caught:
@@ -114,7 +114,7 @@ async def test_an_unknown_model_ends_the_start(request, tmp_path, kind, says, na
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_servers_refuse_as_recorded(request, case):
+def test_refusals_are_as_recorded(request, case):
     kind, path, body = CASES[case]
     assert answer(request.getfixturevalue(kind).root + path, body) == RECORDED[case]
 
@@ -134,9 +134,7 @@ def test_servers_refuse_as_recorded(request, case):
         ),
     ],
 )
-async def test_too_long_a_prompt_drops_its_group(
-    request, tmp_path, monkeypatch, caplog, kind, settings, code, says, most, name
-):
+async def test_long_prompt_drops_group(request, tmp_path, monkeypatch, caplog, kind, settings, code, says, most, name):
     """atroposlib's server doesn't tell how long its context is, and answers 500 `Internal Server Error`."""
     running = request.getfixturevalue(kind)
     failed = running.count(" 500 Internal")
@@ -171,7 +169,7 @@ async def test_broken_connections_change_no_token(processed, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("name", ENVS)
-async def test_an_ended_env_stops_generation(processed, tmp_path, name):
+async def test_ended_env_stops_it(processed, tmp_path, name):
     env = make(name, processed.url, tmp_path / "g.jsonl", groups=50, agent_temperature=0.7, max_token_length=2000)
     running = asyncio.create_task(env.process_manager())
     await until(lambda: processed.running_requests() > 0, "turns are generated")
@@ -182,7 +180,7 @@ async def test_an_ended_env_stops_generation(processed, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ENVS)
-async def test_a_killed_server_loses_none(tmp_path, cpp, name):
+async def test_killed_server_loses_none(tmp_path, cpp, name):
     """llama.cpp's, since it starts in a second."""
     path, log = tmp_path / "g.jsonl", tmp_path / "log"
     with llama(log) as first:

@@ -22,7 +22,7 @@ BATCHES = 3
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("name", ENVS)
-async def test_trainers_fetch_what_was_sampled(processed, tmp_path, name, temperature):
+async def test_trainers_get_the_sampled(processed, tmp_path, name, temperature):
     path = tmp_path / "fetched.jsonl"
     settings = {"agent_temperature": temperature, "max_token_length": 2000}
     async with run_api() as api, Trainer(api.url, batch_size=16) as trainer:

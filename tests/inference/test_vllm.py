@@ -50,7 +50,7 @@ def stock(tmp_path_factory):
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("name", ENVS)
-async def test_tokens_and_logprobs_are_the_servers(processed, tmp_path, monkeypatch, name, api, temperature):
+async def test_tokens_are_the_servers(processed, tmp_path, monkeypatch, name, api, temperature):
     monkeypatch.setitem(server.APIS, "vllm", (APIS[api],))
     path = tmp_path / "g.jsonl"
     settings = {"agent_temperature": temperature, "max_token_length": 2000}
@@ -105,7 +105,7 @@ async def test_trajectories_go_on_as_weights_change(processed, tmp_path, monkeyp
     COUNTS[f"{name}, {api}, {updates} x {how}"] = compared
 
 
-async def test_a_pause_is_not_the_agents_time(processed, tmp_path, monkeypatch, caplog):
+async def test_pause_is_not_agents_time(processed, tmp_path, monkeypatch, caplog):
     config = Agent.build_agent_config
     monkeypatch.setattr(Agent, "build_agent_config", lambda self, item: replace(config(self, item), timeout_s=10))
     monkeypatch.setattr(watch, "SILENT_S", 5.0)
@@ -123,7 +123,7 @@ async def test_a_pause_is_not_the_agents_time(processed, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("name", ENVS)
-async def test_one_flag_does_for_stock_vllm(stock, tmp_path, name):
+async def test_one_flag_for_stock_vllm(stock, tmp_path, name):
     path = tmp_path / "g.jsonl"
     env = make(name, stock.url, path, groups=2, agent_temperature=1.0)
     await env.process_manager()
@@ -132,7 +132,7 @@ async def test_one_flag_does_for_stock_vllm(stock, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ENVS)
-async def test_atroposlibs_server_is_exact(own, tmp_path, name):
+async def test_atroposlib_is_exact(own, tmp_path, name):
     path = tmp_path / "g.jsonl"
     env = make(name, own.url, path, groups=4, agent_temperature=1.0, max_token_length=4000)
     await env.process_manager()
@@ -150,12 +150,12 @@ async def test_atroposlibs_server_is_exact(own, tmp_path, name):
         ({"model": "nope"}, r"openai\.model_name: the server has no model 'nope'; it serves tiny"),
     ],
 )
-async def test_a_wrong_setting_ends_at_the_start(stock, tmp_path, settings, says):
+async def test_wrong_setting_ends_start(stock, tmp_path, settings, says):
     with pytest.raises(ConfigError, match=says):
         await make("agent", stock.url, tmp_path / "g.jsonl", groups=1, **settings).process_manager()
 
 
-async def test_a_wrong_server_type_ends_the_start(stock, tmp_path):
+async def test_wrong_type_ends_start(stock, tmp_path):
     with pytest.raises(InferenceError, match="sglang means"):
         await make("agent", stock.url, tmp_path / "g.jsonl", groups=1, server_type="sglang").process_manager()
 

@@ -124,7 +124,7 @@ def test_beside_others_in_a_cgroup(place, base):
     assert not groups_of(driver.process.pid)
 
 
-def test_in_a_container_s_cgroup_namespace(place, base):
+def test_in_a_cgroup_namespace(place, base):
     """The namespace's root is the container's own: what else runs there goes to a leaf."""
     place.neighbour()
     check(Driver(base, as_user=False, before=place.enter("--cgroup", "--mount")))
@@ -133,7 +133,7 @@ def test_in_a_container_s_cgroup_namespace(place, base):
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_delegated_to_an_ordinary_user(place, tmp_path_factory, beside):
+def test_delegated_to_a_user(place, tmp_path_factory, beside):
     place.give(USER)
     if beside:
         place.neighbour()
@@ -156,7 +156,7 @@ def test_two_servers_in_one_place_and_one_killed(place, base):
     assert place.below() == ["atropos", "atropos/rest"]
 
 
-def test_a_missing_controller_is_named(place):
+def test_missing_controller_named(place):
     (place.path / "cgroup.subtree_control").write_text("+memory +pids")
     inner = place.path / "inner"
     inner.mkdir()

@@ -82,7 +82,7 @@ async def test_commands_without_room_end_at_once(slot):
 
 
 @needs_cgroups
-async def test_a_limit_is_named_where_it_was_hit(slot):
+async def test_limit_named_where_hit(slot):
     beside = [asyncio.create_task(slot.exec(WAITS.format(n), concurrent=True)) for n in range(2)]
     for n in range(2):
         await until_there(slot, f"go{n}")

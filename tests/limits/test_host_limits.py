@@ -42,7 +42,7 @@ sys.stdin.read()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user whose pipes are all used up")
-def test_slots_work_with_tiny_pipes():
+def test_slots_work_by_tiny_pipes():
     code = HOG.format(user=USER)
     hog = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/")
     try:
@@ -84,7 +84,7 @@ def test_doctor_names_low_limits():
     assert [(one.name, one.ok, one.fix) for one in room_for(20, limits)] == [("pids", True, "")]
 
 
-def test_this_host_s_limits_are_read():
+def test_hosts_limits_are_read():
     before = threads()
     found = {one.name: one for one in host_limits.read()}
     after = threads()  # others start and end some meanwhile
@@ -93,7 +93,7 @@ def test_this_host_s_limits_are_read():
     assert min(before, after) - 200 < found["kernel.pid_max"].used < max(before, after) + 200
 
 
-def test_a_limit_of_open_files_is_named():
+def test_open_files_limit_is_named():
     code = """if True:
         import os, resource
         from atropos.sandbox.linux import host_limits
@@ -125,7 +125,7 @@ def test_memory_files_are_bounded():
 
 
 @pytest.mark.parametrize(("load", "named"), [(400.0, True), (0.1, False)])
-async def test_a_late_start_names_a_high_load(monkeypatch, load, named):
+async def test_late_start_names_load(monkeypatch, load, named):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     with pytest.raises(BackendUnavailable, match="start_timeout_s") as refused:
         await SlotPool(SlotPoolConfig(slots_per_container=1, start_timeout_s=0.01)).start()

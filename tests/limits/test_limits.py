@@ -68,7 +68,7 @@ async def slots(pool):
 @needs_cgroups
 @pytest.mark.parametrize("name", HIT)
 @in_one_loop
-async def test_a_limit_is_felt_in_its_slot_alone(slots, name):
+async def test_felt_in_its_slot_alone(slots, name):
     slot, neighbour = slots
     hit = asyncio.create_task(slot.exec(HIT[name]))
     # meanwhile, what the slot may not have is there for its neighbour
@@ -118,7 +118,7 @@ os.wait()
 
 
 @in_one_loop
-async def test_sockets_bound_kernel_memory(slots):
+async def test_sockets_bound_memory(slots):
     slot, neighbour = slots
     for left_running in (False, True, True):
         behind = '(setsid python3 -c "$CODE" &); until grep -qsx python3 /proc/[0-9]*/comm; do sleep 0.05; done'
@@ -141,7 +141,7 @@ async def until_over(slot) -> None:
             await asyncio.sleep(1)
 
 
-async def test_the_most_output_arrives_split():
+async def test_most_output_arrives_split():
     most = 16_000_000
     limits = SlotLimits(output_bytes=most, memory_mib=256)
     async with (
@@ -156,7 +156,7 @@ async def test_the_most_output_arrives_split():
 
 
 @in_one_loop
-async def test_calls_may_lower_their_limits(slots):
+async def test_calls_may_lower_limits(slots):
     slot, _ = slots
     assert (await slot.exec("sleep 1000", timeout_s=0.2)).limit == "time"
     assert (await slot.exec("sleep 1000", timeout_s=100_000)).limit == "time"
@@ -189,7 +189,7 @@ async def test_a_fork_bomb_is_ended(slots, bomb):
 
 @privileges.cgroups
 @in_one_loop
-async def test_an_old_limit_is_not_named_again(slots):
+async def test_old_limit_not_named_again(slots):
     slot, _ = slots
     assert (await slot.exec("python3 -c 'x = bytearray(500 << 20)'; exit 0")).limit == "memory"
     for command in ("true", "exit 3", "kill -9 $$"):

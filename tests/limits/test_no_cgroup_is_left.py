@@ -134,7 +134,7 @@ async def end(pool: asyncio.subprocess.Process) -> None:
     assert await asyncio.wait_for(pool.wait(), DEADLINE_S) == 0
 
 
-async def test_a_killed_server_leaves_no_cgroup(place):
+async def test_none_after_a_kill(place):
     pool = await pool_in(place)
     server = await ask(pool, "goes on")
     limited = place.of(server)

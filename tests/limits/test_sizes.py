@@ -83,14 +83,14 @@ async def test_forks_keep_the_size(pool):
 
 
 @in_one_loop
-async def test_a_smaller_lease_is_bounded(pool):
+async def test_smaller_lease_is_bounded(pool):
     async with pool.lease("small", limits=LeaseLimits(memory_mib=48, pids=12)) as slot:
         assert (await slot.exec(take(72), timeout_s=60)).limit == "memory"
         assert (await slot.exec(take(16), timeout_s=60)).output == "16\n"
 
 
 @in_one_loop
-async def test_neighbours_keep_their_memory(pool):
+async def test_neighbours_keep_memory(pool):
     """All that a container has is leased, each lease uses nearly all of its own while one tries to take more."""
     async with (
         pool.lease("large", limits=LeaseLimits(memory_mib=192, wall_s=60)) as large,
@@ -108,7 +108,7 @@ async def test_neighbours_keep_their_memory(pool):
 
 
 @in_one_loop
-async def test_more_than_there_is_is_refused(pool):
+async def test_too_large_is_refused(pool):
     with pytest.raises(LimitTooLarge, match=r"limits\.memory_mib: 385 asked for, the largest container has 384"):
         await pool.acquire("x", limits=LeaseLimits(memory_mib=385))
     (link,) = pool.links.values()
@@ -118,7 +118,7 @@ async def test_more_than_there_is_is_refused(pool):
 
 
 @in_one_loop
-async def test_mixed_sizes_leave_a_plain_pool(pool):
+async def test_sizes_leave_a_plain_pool(pool):
     rng = random.Random(7)
     done = 0
 

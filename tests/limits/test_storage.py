@@ -73,7 +73,7 @@ async def test_snapshots_on_disk_keep_their_place(pool):
 
 @needs_cells
 @in_one_loop
-async def test_a_view_shows_files_on_disk(pool):
+async def test_view_shows_files_on_disk(pool):
     async with pool.lease("large", limits=LARGE) as slot:
         assert (await slot.exec(f"mkdir -p /app && cd /app && {write(150)}")).exit_code == 0
         await slot.view(["/app"])
@@ -81,7 +81,7 @@ async def test_a_view_shows_files_on_disk(pool):
 
 
 @in_one_loop
-async def test_more_than_a_place_is_refused(pool):
+async def test_too_large_is_refused(pool):
     with pytest.raises(LimitTooLarge, match=r"limits\.disk_mib: 257 asked for.*256.*largest_disk_mib"):
         await pool.acquire("x", limits=LeaseLimits(disk_mib=257))
     async with SlotPool(config(largest_disk_mib=None)) as without:
@@ -90,7 +90,7 @@ async def test_more_than_a_place_is_refused(pool):
 
 
 @privileges.cgroups
-async def test_unbounded_storage_is_named(caplog):
+async def test_unbounded_is_named(caplog):
     """There is no disk on which a place of 512 TiB has room."""
     huge = 1 << 29
     async with SlotPool(config(largest_disk_mib=huge)) as pool:

@@ -43,7 +43,7 @@ async def test_no_program_escapes_or_sees_outside(attacker, pool, secret_file, n
 
 
 @pytest.mark.parametrize("name", programs.NEIGHBOURS)
-async def test_no_program_reaches_a_neighbour(attacker, pool, secret_file, name):
+async def test_no_neighbour_is_reached(attacker, pool, secret_file, name):
     result = await attack(attacker, programs.NEIGHBOURS[name], secret_file, pool)
     assert result.output.endswith("HELD\n") and result.exit_code == 0, result
     await usable(attacker)
@@ -71,7 +71,7 @@ RELEASED = ("fork_without_end", "threads_without_end", "memory_without_end", "fi
 
 
 @pytest.mark.parametrize("name", RELEASED)
-async def test_a_slot_released_midway_is_whole(pool, beside, secret_file, name):
+async def test_released_midway_is_whole(pool, beside, secret_file, name):
     body = {**programs.BOMBS, **programs.TRICKS}[name]
     async with pool.lease(f"leaver-{name}") as slot:
         running = asyncio.create_task(slot.exec("exec python3 -I -", stdin=source(slot, body, secret_file)))

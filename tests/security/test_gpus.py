@@ -103,25 +103,25 @@ async def run(slot: Slot, program: str, *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("user", ["0", "1000"])
-async def test_no_slot_makes_a_neighbour_s_gpu(slots, user):
+async def test_no_slot_makes_another_s(slots, user):
     _, two, none, _ = slots
     for slot, gpu in ((two, 0), (none, 1)):
         done = await slot.exec(["python3", "-c", MAKE, *map(str, number_of(gpu))], user=user)
         assert done.output.strip() == "[]"
 
 
-async def test_no_slot_finds_a_neighbour_s_gpu(slots):
+async def test_no_slot_finds_another_s(slots):
     one, two, none, _ = slots
     assert "/dev/test-gpu0" in await run(one, SEARCH, *number_of(0))  # so that the search can find it
     assert [await run(slot, SEARCH, *number_of(0)) for slot in (two, none)] == ["[]", "[]"]
 
 
-async def test_no_slot_mounts_or_uncovers_one(slots):
+async def test_none_mounted_or_uncovered(slots):
     _, two, none, machine = slots
     assert [await run(slot, MOUNT, machine.folder / "dev") for slot in (two, none)] == ["[]", "[]"]
 
 
-async def test_gpu_nodes_can_not_be_changed(slots):
+async def test_nodes_stay_as_they_are(slots):
     _, two, _, machine = slots
     before = [(each.stat().st_mode, each.stat().st_mtime_ns) for each in sorted((machine.folder / "dev").iterdir())]
     assert await run(two, CHANGE) == "12"

@@ -75,7 +75,7 @@ while True:
 """
 
 
-async def test_heaps_are_gone_at_the_release():
+async def test_heaps_are_gone_at_release():
     engine, rng = Engine("local"), random.Random(41)
     limits = {"memory_mib": 1024, "inodes": FILES + 20_000, "disk_mib": 64, "pids": 48, "open_files": 1024}
     config = engine.config(slots_per_container=1, max_containers=1, min_containers=1, limits=limits)

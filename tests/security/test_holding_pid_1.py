@@ -13,7 +13,7 @@ from tests.security.test_what_programs_say_and_leave import says
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_a_loud_background_server_answers(attacker):
+async def test_loud_server_answers(attacker):
     """Nobody reads its log, which is the pipe of a call that is long over; and many more such come after it."""
     ask = (
         "import socket\n"
@@ -62,7 +62,7 @@ async def test_a_traced_program_ends(attacker):
     await says(attacker, "echo next", "next\n")
 
 
-async def test_abandoned_input_costs_no_time(attacker):
+async def test_abandoned_input_is_free(attacker):
     """A full pipe whose reader closes it while it goes on: PID 1 doesn't turn in circles."""
     begun = await attacker.run(wire.ProcStart(command="sleep 0.5; exec 0<&-; echo closed; exec sleep 1000"))
     assert (await attacker.run(wire.ProcWrite(id=begun.id, data=bytes(500_000)))).kind == "done"
@@ -74,7 +74,7 @@ async def test_abandoned_input_costs_no_time(attacker):
     assert (await attacker.run(wire.ProcWrite(id=begun.id, data=b"x"))).kind == "op_error"
 
 
-async def test_stopping_all_others_is_no_fault(attacker):
+async def test_stopping_all_is_no_fault(attacker):
     """It catches programs in the moment of their start, when PID 1 waits for them in the kernel."""
     stopper = (
         "import os, signal\n"
@@ -96,7 +96,7 @@ async def test_stopping_all_others_is_no_fault(attacker):
     await says(attacker, "echo next", "next\n")
 
 
-async def test_copies_of_pid_1_can_not_be_read(attacker):
+async def test_pid_1_copies_unreadable(attacker):
     """Large files and archives are served by forks of PID 1, which know what it knows."""
     spy = r"""
 import ctypes, os, time
@@ -144,7 +144,7 @@ print("saw" if seen else "saw none", flush=True)
     assert (looks.exit_code, looks.output) == (0, b"looking\nsaw\n"), looks
 
 
-async def test_the_memory_killer_spares_pid_1(attacker):
+async def test_pid_1_survives_oom(attacker):
     """Many processes smaller than PID 1, in memory that is full of pipes: the kernel ends the largest of equals."""
     code = r"""
 #define _GNU_SOURCE
@@ -194,7 +194,7 @@ time.sleep(1000)
 SERVING = "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -c ^atropos-runner"
 
 
-async def test_a_broken_start_takes_no_stream(attacker):
+async def test_broken_start_is_no_stream(attacker):
     """The server ends a child that PID 1 waits for in the kernel. One that waits for a file's bytes looks alike."""
     holder = await attacker.run(wire.ProcStart(command=("python3", "-c", LEASED)))
     assert (await attacker.run(wire.ProcRead(id=holder.id, wait_s=20, until="output"))).output == b"held\n"

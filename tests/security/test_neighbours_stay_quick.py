@@ -195,7 +195,7 @@ async def test_afterwards_every_slot_can_be_used(pool):
             assert (await slot.exec("echo usable")).output == "usable\n"
 
 
-async def test_the_server_s_memory_stays_flat(pool, attacker, secret_file):
+async def test_server_memory_stays_flat(pool, attacker, secret_file):
     """Every bomb once more, after all of them have run before: the server holds no more than then."""
     (link,) = pool.links.values()
     pid = int(link.container.id.partition("-")[0])

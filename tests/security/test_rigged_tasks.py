@@ -100,7 +100,7 @@ async def test_tests_find_no_package_that_the_agent_installed(pool, loaded):
         assert await reward(pool, loaded["packages of its own"], trick, "view") == 0
 
 
-async def test_shared_mode_is_open_to_tricks(pool, loaded):
+async def test_shared_mode_is_open(pool, loaded):
     """That they are tricks at all."""
 
     async def judged(name, work):
@@ -151,7 +151,7 @@ FOR_HOOKS = [name for name, task in TASKS.items() if task.workdir == "/workspace
 """What hook envs have: other folders are a setting of theirs, and what hooks will do is not known."""
 
 
-async def test_no_trick_raises_a_score_of_hooks(by_hooks):
+async def test_no_trick_raises_hooks(by_hooks):
     found = await each({key: work for key, work in TRICKS.items() if key[0] in FOR_HOOKS}, by_hooks)
     assert {key: given for key, given in found.items() if any(given)} == {}
 

@@ -209,7 +209,7 @@ async def test_honest_work_scores_whatever_was_left(pool, task, name):
 
 
 @pytest.mark.parametrize(("mode", "artifacts"), [("view", ["/data/out"]), ("separate", ["/data", "/data/out"])])
-async def test_a_linked_artifact_leads_nowhere(pool, task, tmp_path, mode, artifacts):
+async def test_linked_artifact_nowhere(pool, task, tmp_path, mode, artifacts):
     folder = tmp_path / "task"
     shutil.copytree(task.path, folder)
     (folder / "task.toml").write_text(f'version = "1.0"\nartifacts = {artifacts}\n')
@@ -277,11 +277,11 @@ NO_ANSWER_LEFT = {name for name in TRICKS if "answer" in name} | NO_WORK_LEFT | 
 
 
 @pytest.mark.parametrize("name", [name for name in TRICKS if name not in NO_ANSWER_LEFT])
-async def test_honest_work_scores_in_a_view(pool, plain, name):
+async def test_honest_work_scores(pool, plain, name):
     assert await reward(pool, plain, "echo 42 > answer", "task", TRICKS[name]) == 1
 
 
-async def test_a_folder_over_a_file_moves_no_tests(pool, plain, tmp_path):
+async def test_folder_moves_no_tests(pool, plain, tmp_path):
     shutil.copytree(plain.path, tmp_path / "task")
     dockerfile = "FROM debian\nWORKDIR /workspace\nCOPY answer .\nRUN echo > /start\n"
     (tmp_path / "task/environment/Dockerfile").write_text(dockerfile)

@@ -24,7 +24,7 @@ SERVER = "cd /workspace; (setsid python3 -m http.server 8123 >/dev/null 2>&1 &);
 FETCH = "python3 -I -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8123/answer').read().decode(), end='')\""
 
 
-async def test_a_view_shows_the_workspace_alone(pool):
+async def test_only_workspace_is_shown(pool):
     async with pool.lease("agent") as slot:
         await slot.exec(
             "echo 42 > answer; mkdir -p /data/x sub; echo d > /data/x/y; echo e > /etc/made; echo t > /tmp/made"
@@ -35,7 +35,7 @@ async def test_a_view_shows_the_workspace_alone(pool):
         assert (await slot.exec("ls -d /etc/made /tmp/made /unittest /none 2>/dev/null")).output == ""
 
 
-async def test_a_view_shows_the_image_s_folder(pool):
+async def test_view_shows_image_s_folder(pool):
     prepared = await TaskImages(pool).prepare(load_task(TASK))
     async with pool.lease("agent", image=prepared.image) as slot:
         await slot.exec("cd /workspace; ls; echo 42 > answer; rm ledger.py")
@@ -43,7 +43,7 @@ async def test_a_view_shows_the_image_s_folder(pool):
         assert (await slot.exec("ls /workspace")).output == "answer\ntest_ledger.py\n"
 
 
-async def test_servers_answer_in_the_view(pool):
+async def test_servers_answer_in_view(pool):
     async with pool.lease("agent") as slot:
         await slot.exec("echo 42 > answer")
         assert (await slot.exec(SERVER)).exit_code == 0
@@ -92,7 +92,7 @@ async def test_links_lead_into_no_view(pool):
                 assert (await slot.exec("cat h/x")).output == "1\n"
 
 
-async def test_programs_stop_while_it_settles(pool):
+async def test_programs_stop_meanwhile(pool):
     async with pool.lease("agent") as slot:
         command = "> go; until [ -e over ]; do sleep 0.02; done; echo done"
         agent = asyncio.create_task(slot.exec(command, concurrent=True, timeout_s=60))
@@ -117,7 +117,7 @@ loop() {
 
 
 @pytest.mark.parametrize("volume", ["memory", pytest.param("disk", marks=privileges.volumes_on_disk)])
-async def test_later_links_lead_into_no_view(volume):
+async def test_later_links_stay_out(volume):
     """Beside links that must be followed. What is written into files that are there shows through meanwhile."""
     config = Engine("local").config(slots_per_container=1, max_containers=1, volume=volume)
     async with SlotPool(config) as pool, pool.lease("agent") as slot:
@@ -168,7 +168,7 @@ async def test_no_link_keeps_a_view_shut(pool, name):
 
 
 @privileges.processes
-async def test_deep_folders_cost_no_memory(pool):
+async def test_deep_folders_are_cheap(pool):
     """A list of their whole paths took 235 MB; the default limits allow 50 times as many."""
     code = """
 import os
@@ -197,7 +197,7 @@ def peak_kib(status: Path) -> int:
     return int(status.read_text().split("VmHWM:")[1].split()[0])
 
 
-async def test_a_folder_over_a_link_opens(pool):
+async def test_folder_over_link_opens(pool):
     async with pool.lease("base") as slot:
         await slot.exec("ln -s /opt /data; echo x > /start")
         async with await slot.snapshot() as snapshot, pool.lease("agent", snapshot=snapshot) as agent:
@@ -206,7 +206,7 @@ async def test_a_folder_over_a_link_opens(pool):
             assert (await agent.exec("cat answer; readlink /data; cat /start")).output == "42\n/opt\nx\n"
 
 
-async def test_earlier_links_lead_nowhere(pool):
+async def test_earlier_links_nowhere(pool):
     async with pool.lease("agent") as slot:
         await slot.exec(
             "ln -s /tests/expected a; ln -s /tests/expected b; ln -s f h; echo 1 > f; mkdir s; ln -s /tests s/t"
@@ -219,7 +219,7 @@ async def test_earlier_links_lead_nowhere(pool):
 
 
 @privileges.volumes_on_disk
-async def test_a_view_of_a_volume_on_disk():
+async def test_view_of_volume_on_disk():
     config = Engine("local").config(slots_per_container=1, max_containers=1, volume="disk")
     async with SlotPool(config) as pool, pool.lease("agent") as slot:
         await slot.exec("echo 42 > answer; mkdir /data; echo d > /data/x; echo e > /etc/made")
@@ -232,7 +232,7 @@ async def test_a_view_of_a_volume_on_disk():
         assert "No such" in (await slot.exec("ls /etc/later")).output
 
 
-async def test_what_was_settled_is_in_the_view(pool):
+async def test_settled_is_in_the_view(pool):
     async with pool.lease("agent") as slot:
         await slot.exec("echo before > /etc/made")
         await slot.settle()
@@ -242,7 +242,7 @@ async def test_what_was_settled_is_in_the_view(pool):
         assert (await slot.exec("ls /etc/more")).exit_code != 0
 
 
-async def test_settled_files_are_in_the_view(pool):
+async def test_settled_files_are_in_view(pool):
     async with pool.lease("agent") as slot:
         assert (await slot.exec(f"echo 42 > answer; mkdir /opt/x; echo before > /etc/made; {SERVER}")).exit_code == 0
         await slot.settle()
@@ -254,7 +254,7 @@ async def test_settled_files_are_in_the_view(pool):
         ).output == "before\n/opt/x\n43\n43\n"
 
 
-async def test_a_gone_workdir_stops_no_settling(pool):
+async def test_gone_workdir_is_settled(pool):
     async with pool.lease("agent") as slot:
         slot.profile = Profile(workdir="/app")
         await slot.exec("mkdir /app", workdir="/")
@@ -274,7 +274,7 @@ async def test_a_snapshot_ends_the_view(pool):
                 assert (await each.exec("cat answer /etc/made")).output == "42\ne\n"
 
 
-async def test_an_unshown_folder_changes_nothing(pool):
+async def test_unshown_folder_is_inert(pool):
     async with pool.lease("agent") as slot:
         await slot.exec("echo 42 > answer; echo e > /etc/made")
         for folder in ("/", "/proc", "/dev/shm"):
@@ -283,7 +283,7 @@ async def test_an_unshown_folder_changes_nothing(pool):
         assert (await slot.exec("cat answer /etc/made")).output == "42\ne\n"
 
 
-async def test_no_folder_covers_a_file_of_the_root(pool):
+async def test_no_root_file_is_covered(pool):
     async with pool.lease("agent") as slot:
         await slot.exec("echo run > /entrypoint.sh; ln -s /etc /app")
         await slot.settle()
@@ -293,7 +293,7 @@ async def test_no_folder_covers_a_file_of_the_root(pool):
         assert seen.output.startswith("42\nrun\n/etc\nls: ")
 
 
-async def test_no_folder_above_the_tests_is_shown(pool):
+async def test_none_above_tests_is_shown(pool):
     async with pool.lease("agent") as slot:
         made = await slot.exec(
             "git init -q / && git -C / config core.fsmonitor 'echo agent >&2; echo' && mkdir -p /node_modules/chai /.cargo "
@@ -307,7 +307,7 @@ async def test_no_folder_above_the_tests_is_shown(pool):
         assert "agent" not in seen.output, seen
 
 
-async def test_a_missing_workspace_is_empty(pool):
+async def test_gone_workspace_is_empty(pool):
     async with pool.lease("agent") as slot:
         await slot.exec("cd /; rm -rf /workspace; ln -s /etc /workspace", workdir="/")
         await slot.view()

@@ -44,7 +44,7 @@ async def test_output_that_pretends_to_be_a_frame(attacker, text):
     await says(attacker, "echo next", "next\n")
 
 
-async def test_no_descriptor_of_the_runner_is_open(attacker):
+async def test_no_runner_fd_is_open(attacker):
     command = "for fd in $(seq 3 200); do (printf x >&$fd) 2>/dev/null && echo open $fd; done; ls /proc/self/fd | wc -l"
     await says(attacker, command, "4\n")  # 0, 1, 2 and the one that ls reads with
     await says(
@@ -97,7 +97,7 @@ async def test_preloaded_libraries_stay_in_their_call(attacker):
     assert (await attacker.run(wire.Search(pattern="PRELOADED", path="evil.c"))).files == 1
 
 
-async def test_a_removed_or_replaced_workspace(attacker):
+async def test_workspace_removed(attacker):
     await says(attacker, "rm -rf /workspace", "", workdir="/")
     await says(attacker, "pwd", "/workspace\n")
     await attacker.exec("rm -rf /workspace && ln -s /proc/1 /workspace", workdir="/")
@@ -105,7 +105,7 @@ async def test_a_removed_or_replaced_workspace(attacker):
     await says(attacker, "echo next", "next\n")
 
 
-async def test_a_gigabyte_of_output_is_counted(attacker):
+async def test_gigabyte_of_output(attacker):
     result = await attacker.exec("head -c 300000000 /dev/zero", timeout_s=60)
     assert result.truncated and result.limit == "output"
     assert result.dropped_bytes == 300_000_000 - 200_000
@@ -129,7 +129,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES)
-async def test_links_lead_nowhere_in_the_runner(attacker, place):
+async def test_runner_follows_no_link(attacker, place):
     await attacker.exec(f"ln -sfn {place} link; ln -sfn {os.path.dirname(place)} folder")
     for path in (place, "link", f"folder/{os.path.basename(place)}"):
         async with asyncio.timeout(20):
@@ -147,7 +147,7 @@ async def test_proc_shows_no_secret(attacker):
     assert listing.kind == "op_error" or not listing.matches
 
 
-async def test_special_files_hold_nobody_up(attacker):
+async def test_special_files_hold_nobody(attacker):
     await attacker.exec(
         "mkfifo pipe; truncate -s 1T sparse; ln -s /dev/zero zero; ln -s /dev/tty tty; mkdir many; (cat pipe &) ; true"
     )
@@ -162,7 +162,7 @@ async def test_special_files_hold_nobody_up(attacker):
     await says(attacker, "rm -f sparse; echo next", "next\n")
 
 
-async def test_a_leased_file_can_be_replaced(attacker):
+async def test_leased_file_is_replaced(attacker):
     """A lease (F_SETLEASE) makes who opens the file wait; names beside it may all be taken."""
     code = (
         "import fcntl, os, signal, time\n"
@@ -203,7 +203,7 @@ async def test_an_expression_that_never_ends_is_ended(attacker):
 
 
 @pytest.mark.parametrize("name", ["../../up", "/absolute", "in/../../../out"])
-async def test_archives_stay_in_their_folder(attacker, name):
+async def test_archives_stay_inside(attacker, name):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         info = tarfile.TarInfo(name)
@@ -213,7 +213,7 @@ async def test_archives_stay_in_their_folder(attacker, name):
     assert result.kind == "op_error" and result.error == "bad_path", result
 
 
-async def test_archived_devices_do_no_harm(attacker):
+async def test_archived_devices_harmless(attacker):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         link = tarfile.TarInfo("link")
@@ -232,7 +232,7 @@ async def test_archived_devices_do_no_harm(attacker):
         assert (await attacker.run(wire.Untar(path="in", data=buffer.getvalue()))).kind == "op_error"
 
 
-async def test_names_that_no_text_can_hold(attacker):
+async def test_names_beyond_text(attacker):
     await attacker.exec(r"mkdir odd; touch odd/$'\xff\xfe' odd/$'new\nline' odd/-rf 'odd/ '; echo found > odd/$'\xfa'")
     result = await attacker.run(wire.Search(pattern="", path="odd"))
     assert result.kind == "search_result" and len(result.matches) == 5, result
@@ -247,7 +247,7 @@ async def test_names_that_no_text_can_hold(attacker):
 # --------------------------------------------------------------------------------------------- background and terminals
 
 
-async def test_a_terminal_is_nobody_else_s(attacker):
+async def test_terminal_is_nobody_else_s(attacker):
     begun = await attacker.run(wire.ProcStart(command="exec bash --norc", pty=True))
     code = (
         "import fcntl, os, sys\n"
@@ -281,7 +281,7 @@ done
 """
 
 
-async def test_a_relay_s_output_leads_nowhere(attacker):
+async def test_relay_output_is_inert(attacker):
     visits = []
     async with await asyncio.start_server(lambda _, writer: visits.append(writer), "127.0.0.1", 0) as here:
         port = here.sockets[0].getsockname()[1]
@@ -323,7 +323,7 @@ async def test_a_lease_finds_nothing_of_the_one_before(pool, beside):
             assert lines[:2] == ["0", "/srv"] and int(lines[2]) <= 4 and lines[3:] == ["512", "0", "0"], result.output
 
 
-async def test_a_released_slot_leaves_no_process(pool, beside):
+async def test_release_leaves_no_process(pool, beside):
     async with pool.lease("daemon") as slot:
         await slot.exec("for i in $(seq 20); do (setsid setsid sleep 54321 &); done")
         # what starts one has its words too, until it ends
@@ -341,7 +341,7 @@ async def test_a_slot_that_was_released_answers_nothing(pool, beside):
 # ------------------------------------------------------------------------------------------------------------- forks
 
 
-async def test_no_snapshot_runs_code_in_pid_1(pool, beside):
+async def test_snapshots_run_no_code(pool, beside):
     code = (
         "#include <unistd.h>\n#include <fcntl.h>\n"
         '__attribute__((constructor)) static void f(void){if(getpid()==1){close(open("/workspace/OWNED",O_CREAT|O_WRONLY,0644));}}\n'
@@ -370,7 +370,7 @@ async def test_no_snapshot_runs_code_in_pid_1(pool, beside):
         await snapshot.drop()
 
 
-async def test_planted_attributes_do_nothing(pool, beside):
+async def test_planted_attributes_inert(pool, beside):
     code = (
         "import os\n"
         "os.mkdir('/workspace/d'); os.mkdir('/workspace/e')\n"
@@ -391,7 +391,7 @@ async def test_planted_attributes_do_nothing(pool, beside):
         await snapshot.drop()
 
 
-async def test_forks_do_not_see_each_other(pool, beside):
+async def test_forks_are_apart(pool, beside):
     async with pool.lease("origin") as slot:
         await slot.exec("echo origin > file; (setsid sleep 4242 &); exec 9>open; echo x >&9; sleep 0.05")
         snapshot = await slot.snapshot()

@@ -52,7 +52,7 @@ async def test_a_sandbox_is_a_slot_on_its_tasks_image(task: Path):
         await sandbox.run_command("true")
 
 
-async def test_a_lost_sandbox_has_no_reward(task: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_lost_sandbox_no_reward(task: Path, monkeypatch: pytest.MonkeyPatch):
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     monkeypatch.setattr(harbor_env.tokenizer_utils, "get_tokenizer", lambda _: tokenizer)
     tasks = [harbor_env.HarborTask("one", "Say it.", task)]

@@ -17,7 +17,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_a_call_of_one_id_runs_once(shared_pool):
+async def test_call_of_one_id_runs_once(shared_pool):
     async with shared_pool.lease("t") as slot:
         operation = wire.Exec(command="echo x >> count; sleep 0.05")
         first = await asyncio.gather(*(slot.run(operation, call_id="once") for _ in range(10)))
@@ -29,7 +29,7 @@ async def test_a_call_of_one_id_runs_once(shared_pool):
         assert (await slot.exec("wc -l < count")).output == "1\n"
 
 
-async def test_a_killed_server_leaves_no_doubt(local_pool, engine, tmp_path):
+async def test_killed_leaves_no_doubt(local_pool, engine, tmp_path):
     """The side effects can't outlive the slot; so each call ended, is lost, or is said to be unknown; none is re-run."""
     rng = random.Random(2)
     async with local_pool(slots_per_container=4, max_containers=1) as pool:
@@ -58,7 +58,7 @@ async def test_a_killed_server_leaves_no_doubt(local_pool, engine, tmp_path):
                 await slot.release()
 
 
-async def test_a_stopped_server_doubles_nothing(shared_pool, engine):
+async def test_stopped_doubles_nothing(shared_pool, engine):
     async with shared_pool.lease("t") as slot:
         await slot.exec("true")
 
@@ -75,7 +75,7 @@ async def test_a_stopped_server_doubles_nothing(shared_pool, engine):
         await asyncio.wait_for(task, 60)
 
 
-async def test_a_cancelled_call_is_not_run_later(shared_pool):
+async def test_cancelled_never_runs(shared_pool):
     async with shared_pool.lease("t") as slot:
         first = asyncio.create_task(slot.exec("sleep 1002"))
         await until(lambda: running("sleep 1002"), "the first call's program")
@@ -88,7 +88,7 @@ async def test_a_cancelled_call_is_not_run_later(shared_pool):
         assert (await slot.exec("ls -A")).output == ""
 
 
-async def test_a_frozen_server_is_replaced(local_pool, engine, monkeypatch):
+async def test_frozen_server_is_replaced(local_pool, engine, monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.5)
     async with local_pool(slots_per_container=2, max_containers=1, reconnect_s=1.0, lease_ttl_s=4) as pool:
         slot = await pool.acquire("t")

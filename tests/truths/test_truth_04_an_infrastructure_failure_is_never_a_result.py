@@ -51,7 +51,7 @@ async def test_however_a_program_ends_it_is_a_result(shared_pool, command):
         assert (await slot.exec("echo fine")).output == "fine\n"
 
 
-async def test_a_missing_workdir_is_a_result(shared_pool):
+async def test_missing_workdir_is_result(shared_pool):
     async with shared_pool.lease("t") as slot:
         result = await slot.exec("true", workdir="/no/such")
     assert result.exit_code != 0
@@ -72,7 +72,7 @@ async def test_no_kill_makes_up_a_result(local_pool, engine):
             assert isinstance(result, ExecResult if call in ended else SandboxError), result
 
 
-async def test_a_busy_client_s_slot_is_alive(shared_pool, monkeypatch):
+async def test_busy_client_s_slot_lives(shared_pool, monkeypatch):
     """A hook that computes without an `await` keeps the event loop, and with it the check of another trajectory."""
     monkeypatch.setattr("atropos.slots.slot.slot.ALIVE_S", 3.0)
     async with shared_pool.lease("t") as slot:

@@ -24,7 +24,7 @@ NOISE = {
 
 
 @pytest.mark.parametrize("name", NOISE)
-async def test_neighbours_finish_beside_noise(shared_pool, name):
+async def test_neighbours_beside_noise(shared_pool, name):
     async with shared_pool.lease("noise") as noisy:
         noise = asyncio.create_task(noisy.exec(NOISE[name], timeout_s=120))
         await asyncio.sleep(0.1)
@@ -44,7 +44,7 @@ async def test_neighbours_finish_beside_noise(shared_pool, name):
         assert (await noisy.exec("echo usable")).output == "usable\n"
 
 
-async def test_only_own_calls_are_waited_for(shared_pool):
+async def test_only_own_calls_wait(shared_pool):
     async with shared_pool.lease("a") as a, shared_pool.lease("b") as b:
         order = []
 

@@ -74,7 +74,7 @@ async def test_a_limit_is_named(shared_pool):
             assert (await slot.exec("echo usable")).output == "usable\n"
 
 
-async def test_the_e2b_api_forgets_commands(shared_pool):
+async def test_e2b_api_forgets_commands(shared_pool):
     sandboxes = Sandboxes(shared_pool, ExecutorServerSettings(token=SecretStr("t")), own_account())
     sandbox = await sandboxes.create("base", timeout_s=60, metadata={}, env={}, hosts=None)
     waits = "until [ -e /tmp/go ]; do sleep 0.02; done"

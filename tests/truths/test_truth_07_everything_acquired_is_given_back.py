@@ -96,7 +96,7 @@ async def test_a_broken_event_loop_ends(engine):
     await until(lambda: not descendants(but=before), "the end of every process of it")
 
 
-async def test_the_next_pool_removes_leftovers(engine, local_pool):
+async def test_next_pool_removes_it(engine, local_pool):
     process = await trainer("1234567")
     scratch = list(Path(tempfile.gettempdir()).glob(f"atropos-{process.pid}-*"))
     assert scratch
@@ -110,7 +110,7 @@ async def test_the_next_pool_removes_leftovers(engine, local_pool):
     await until(lambda: not any(path.exists() for path in scratch), "the end of what it left")
 
 
-async def test_a_dead_client_s_leases_end():
+async def test_dead_client_s_leases_end():
     ttl_s = 4.0  # whoever is alive says so in it, also on a machine that is busy for seconds
     scratch = make_scratch()
     config = SlotPoolConfig(slots_per_container=2).server_config("token", state_dir=str(scratch), heartbeat_s=0.3)
@@ -139,7 +139,7 @@ async def test_a_dead_client_s_leases_end():
     assert not scratch.exists()
 
 
-async def test_a_kill_at_the_start_leaves_no_process(engine):
+async def test_kill_at_start_leaves_none(engine):
     before = set(descendants())
     scratch = make_scratch()
     for n in range(3):
@@ -157,7 +157,7 @@ async def test_a_kill_at_the_start_leaves_no_process(engine):
     remove_scratch(scratch)
 
 
-async def test_a_dead_container_is_replaced(local_pool, engine):
+async def test_dead_are_replaced(local_pool, engine):
     async with local_pool(slots_per_container=2, max_containers=2, min_containers=2) as pool:
         slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(4)))
         victim = slots[0].container
@@ -180,7 +180,7 @@ async def all_are_free(pool) -> None:
     assert (await link.client.status()).leased == 0
 
 
-async def test_cancelled_acquires_leak_no_slot(shared_pool):
+async def test_cancels_leak_no_slot(shared_pool):
     for n in range(60):
         task = asyncio.create_task(shared_pool.acquire("t"))
         await asyncio.sleep(n * 0.0002)
@@ -213,7 +213,7 @@ async def left_in_tmp(slot):
 
 
 @pytest.mark.parametrize("user", [None, "1:1"])
-async def test_a_long_input_leaves_no_file(local_pool, user):
+async def test_long_input_leaves_no_file(local_pool, user):
     async with local_pool(limits={"disk_mib": 32}) as pool, pool.lease("t") as slot:
         too_long = bytes(40 << 20)
         assert (await slot.exec("wc -c", stdin=too_long, user=user)).error.startswith("no_space")
@@ -231,7 +231,7 @@ async def test_a_long_input_leaves_no_file(local_pool, user):
         assert began.cancelled()
 
 
-async def test_stopping_in_use_leaves_nothing(local_pool):
+async def test_stop_in_use_leaves_none(local_pool):
     async with local_pool(slots_per_container=4, max_containers=2) as pool:
         slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(8)))
         calls = [asyncio.create_task(slot.exec("exec sleep 1007")) for slot in slots]

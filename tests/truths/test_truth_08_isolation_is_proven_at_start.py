@@ -15,7 +15,7 @@ async def capabilities(pool):
     return await link.client.capabilities()
 
 
-async def test_what_the_probe_found_is_published(shared_pool):
+async def test_findings_are_published(shared_pool):
     found = await capabilities(shared_pool)
     assert len(found.features) >= 10
     assert all(feature.ok for feature in found.features if feature.required)
@@ -26,7 +26,7 @@ async def test_what_the_probe_found_is_published(shared_pool):
         assert bool(slot.lease.limit_note) == (not found.isolated)
 
 
-async def test_require_sandbox_goes_by_the_probe(engine, shared_pool):
+async def test_require_sandbox_obeys_it(engine, shared_pool):
     isolated = (await capabilities(shared_pool)).isolated
     strict = SlotPool(engine.config(slots_per_container=1, max_containers=1, require_sandbox=True))
     if isolated:
@@ -46,7 +46,7 @@ async def test_without_bubblewrap_nothing_starts(engine, monkeypatch, tmp_path):
     assert await engine.residue(pool.config) == []
 
 
-async def test_a_base_that_is_not_there_is_named(engine):
+async def test_missing_base_is_named(engine):
     pool = SlotPool(engine.config(base="/no/such/rootfs"))
     with pytest.raises(ConfigError, match=r"base.*/no/such/rootfs"):
         await pool.start()
@@ -61,7 +61,7 @@ async def test_egress_is_tried_at_start(local_pool, shared_pool):
         assert all(found[name].ok for name in names), found
 
 
-async def test_a_leaky_proxy_is_found_at_start(engine, monkeypatch, tmp_path):
+async def test_leaky_proxy_is_found(engine, monkeypatch, tmp_path):
     """Also without require_sandbox: it would be a hole, not a missing limit."""
     tmp_path.chmod(0o755)
     (tmp_path / "sitecustomize.py").write_text(

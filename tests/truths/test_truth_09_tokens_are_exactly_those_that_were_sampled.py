@@ -47,7 +47,7 @@ async def test_what_tools_print_changes_no_sampled_token(local_pool):
             await asyncio.wait_for(asyncio.gather(*(rollout(n) for n in range(8))), 120)
 
 
-async def test_a_lost_slot_leaves_no_transcript(local_pool, engine):
+async def test_lost_slot_no_transcript(local_pool, engine):
     async with local_pool(slots_per_container=2, max_containers=1) as pool:
         config = ToolExecutorConfig()
         async with ToolExecutor(pool=pool, tools=build_tool_registry(["default"]), config=config) as executor:

@@ -37,7 +37,7 @@ def test_parts_are_what_they_are_shares_of(one: Resources, number: int) -> None:
     assert (one // number * number).fits(one + Resources(cpus=1e-6))
 
 
-def test_the_scarcest_amount_decides() -> None:
+def test_scarcest_amount_decides() -> None:
     assert Resources(memory_mib=10_000, pids=300).holds(SLOT) == 1
     assert Resources(memory_mib=10, pids=300).parts(SLOT) == 2
     assert not Resources(pids=257).fits(SLOT)

@@ -73,7 +73,7 @@ async def test_a_lost_container_costs_its_own_calls(cluster, turn):
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-async def test_a_confused_nomad_costs_nothing(cluster, turn):
+async def test_confused_nomad_is_no_harm(cluster, turn):
     async with NomadProxy(cluster.url) as proxy:
         config = config_for(cluster, nomad_address=proxy.url, min_containers=2, max_containers=2)
         hit: set[str] = set()

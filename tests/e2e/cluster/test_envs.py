@@ -35,7 +35,7 @@ def running(cluster, job_id: str) -> set[str]:
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-async def test_a_killed_env_s_job_is_carried_on(cluster, policy, job_id, tmp_path, turn):
+async def test_killed_env_is_carried_on(cluster, policy, job_id, tmp_path, turn):
     async with env_program(cluster, job_id, policy, tmp_path / "a.jsonl") as first:
         await first.until_groups(1)
         await first.kill()
@@ -69,7 +69,7 @@ async def test_two_envs_share_a_job(cluster, policy, job_id, tmp_path, turn):
     await nothing_left(cluster, job_id)
 
 
-async def test_a_purge_spares_another_s_job(cluster, job_id):
+async def test_purge_spares_others_jobs(cluster, job_id):
     config = config_for(cluster, job_id=job_id, min_containers=1, max_containers=1)
     first = SlotPool(config)
     await first.start()

@@ -67,7 +67,7 @@ async def nothing_left(cluster, job_id: str) -> None:
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-async def test_no_trajectory_notices_agents(cluster, turn):
+async def test_agents_fail_unnoticed(cluster, turn):
     config = config_for(cluster, nomad_variables={"lost_after": "60s"})
     async with SlotPool(config) as pool, Load(pool, width=2, witnesses=3) as load:
         cluster.signal("server", signal.SIGSTOP)  # no leader
@@ -101,7 +101,7 @@ async def test_no_trajectory_notices_agents(cluster, turn):
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-async def test_a_lost_node_is_made_up_for(cluster, turn):
+async def test_lost_node_is_made_up_for(cluster, turn):
     config = config_for(cluster)
     async with SlotPool(config) as pool, Load(pool, width=2, witnesses=3) as load:
         died, kept, drained = load.witnesses

@@ -53,7 +53,7 @@ def images(job_id: str) -> list[str]:
     return found.stdout.split()
 
 
-async def test_an_image_is_upgraded_by_draining(cluster, image, tmp_path):
+async def test_image_upgrade_by_draining(cluster, image, tmp_path):
     job_id = f"test-{secrets.token_hex(4)}"
     old = (await command("docker", "image", "inspect", BASE, "--format", "{{.Id}}")).strip()
     flags = {"sandbox_image": image, "trajectory_retries": "0"}
@@ -72,7 +72,7 @@ async def test_an_image_is_upgraded_by_draining(cluster, image, tmp_path):
     await nothing_left(cluster, job_id)
 
 
-async def test_a_changed_job_replaces_containers(cluster, image, tmp_path):
+async def test_changed_job_is_replaced(cluster, image, tmp_path):
     job_id = f"test-{secrets.token_hex(4)}"
     flags = {"sandbox_image": image}
     async with (

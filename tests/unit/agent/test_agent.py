@@ -126,7 +126,7 @@ def test_tokens_are_those_sampled(turns, output, max_tokens):
     assert len(result.steps) == len(server.log) == sum(m["role"] == "assistant" for m in result.messages)
 
 
-async def test_calls_of_a_turn_run_in_order():
+async def test_calls_run_in_order():
     seen = []
 
     async def execute(tool_call):
@@ -158,7 +158,7 @@ async def test_steps_end_the_loop():
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-async def test_the_calls_of_the_last_turn_are_run(steps):
+async def test_last_calls_are_run(steps):
     """What they did is scored."""
     ran = []
 
@@ -175,7 +175,7 @@ async def test_the_calls_of_the_last_turn_are_run(steps):
 
 @pytest.mark.parametrize("limit", [{"max_steps": 1}, {"timeout_s": 1.5}])
 @pytest.mark.parametrize("dialect", [None, OpenAIDialect])
-async def test_a_further_task_follows_results(limit, dialect):
+async def test_task_follows_results(limit, dialect):
     async def execute(tool_call):
         if "timeout_s" in limit and tool_call.arguments["command"] == "b":
             await asyncio.Event().wait()
@@ -234,7 +234,7 @@ async def test_a_call_that_runs_is_ended_at_the_time_limit():
     assert_true_to(server.log, result.trajectory_data)
 
 
-async def test_a_stopped_process_costs_no_time():
+async def test_stopped_process_is_free():
     async def execute(call):
         if call.arguments["command"] == "stopped":
             await be_stopped(3)
@@ -246,7 +246,7 @@ async def test_a_stopped_process_costs_no_time():
 
 
 @pytest.mark.parametrize("name", parser_names())
-async def test_calls_are_read_as_described(name):
+async def test_calls_read_as_described(name):
     schemas = [{"type": "function", "function": {"name": "terminal", "parameters": {}}}]
     run = AtroposAgent(DirectServer(), tokenizer(), schemas, AgentConfig(tool_call_parser=name), echo)
     system = (await run.run(script(["done"]))).messages[0]["content"]
@@ -256,7 +256,7 @@ async def test_calls_are_read_as_described(name):
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_calls_in_thinking_are_not_run(opened):
+def test_thinking_runs_no_call(opened):
     own = AutoTokenizer.from_pretrained(FOLDER)
     if opened:
         own.chat_template = own.chat_template.replace(
@@ -295,7 +295,7 @@ def test_unfinished_thinking_is_no_answer(dialect, parsed_out):
 
 
 @pytest.mark.parametrize("name", parser_names())
-def test_in_a_call_the_tag_of_thinking_is_text(name):
+def test_call_holds_a_tag_as_text(name):
     renderer, parser = TurnRenderer(tokenizer()), get_parser(name)
     call = ToolCall(name="t", arguments={"command": "echo '<think>a</think>b' '<think>'"})
     wrote = f"<think>hm</think>\n\n{parser.render_turn('', [call])}"
@@ -309,7 +309,7 @@ def test_text_in_brackets_hides_no_thinking(before):
     assert split_thinking(f"{before}<think>a</think>b") == [(before, False), ("a", True), ("b", False)]
 
 
-async def test_a_full_context_ends_the_loop():
+async def test_full_context_ends_loop():
     async def execute(_call):
         return ToolResult(success=True, output="word " * 400, exit_code=0)
 
@@ -331,7 +331,7 @@ def read_results(messages):
 
 @pytest.mark.parametrize("dialect", dialects())
 @pytest.mark.parametrize("context_tokens", [1500, 4000, 30_000])
-async def test_a_long_result_is_shortened(dialect, context_tokens):
+async def test_long_result_is_shortened(dialect, context_tokens):
     output = "\n".join(map(str, range(1, 30_001)))  # seq 1 30000
 
     async def execute(_call):
@@ -378,7 +378,7 @@ async def test_results_share_the_room(dialect):
     most=st.sampled_from([1, 100, 30_000]),
     dialect=st.sampled_from([*dialects()]),
 )
-def test_results_never_exceed_the_context(outputs, unit, context_tokens, most, dialect):
+def test_results_fit_the_context(outputs, unit, context_tokens, most, dialect):
     async def execute(tool_call):
         size = int(tool_call.arguments["command"])
         return ToolResult(success=size % 2 == 0, output=(unit * size)[:size], error="exit code 1" if size % 2 else None)
@@ -431,7 +431,7 @@ async def test_surplus_calls_are_not_run():
     assert result.messages[3]["content"].count("not run") == 2
 
 
-async def test_results_are_cut_in_the_middle():
+async def test_results_are_cut_in_middle():
     async def execute(_call):
         return ToolResult(success=True, output="<" + "x" * 5000 + ">")
 
@@ -442,7 +442,7 @@ async def test_results_are_cut_in_the_middle():
     assert len(answer) < 700
 
 
-async def test_a_sandbox_failure_passes_through():
+async def test_sandbox_failure_passes():
     async def execute(_call):
         raise SlotLost("gone")
 
@@ -462,7 +462,7 @@ class HttpError(Exception):
     [HttpError(503), HttpError(429), ConnectionResetError(), KeyError("logprobs"), ([1], [[1]], [[0.0]]), None, ()],
     ids=str,
 )
-async def test_a_passing_fault_leaves_no_trace(fault):
+async def test_passing_fault_no_trace(fault):
     server = DirectServer([fault])
     result = await agent(server).run(script(["ok"]))
     assert result.final_response == "ok"
@@ -518,7 +518,7 @@ async def test_retry_after_is_honoured(kind):
         *("Wed, 01 Jan 2998 00:00:00 GMT", "Thu, 01 Jan 1970 00:00:00 GMT", f"Thu, 01 Jan 1970 00:00:00 +{10**20}"),
     ],
 )
-async def test_a_useless_retry_after_is_ignored(asked):
+async def test_bad_retry_after_ignored(asked):
     assert (await agent(DirectServer([busy("aiohttp", asked)])).run(script(["ok"]))).final_response == "ok"
 
 
@@ -548,7 +548,7 @@ async def test_what_will_not_pass_is_not_tried_again(fault, why):
         ([1 << 32], [-0.1], "invalid answer"),
     ],
 )
-async def test_nonsense_is_an_inference_error(ids, logprobs, why):
+async def test_nonsense_is_an_error(ids, logprobs, why):
     class Server:
         async def tokens_and_logprobs_completion(self, input_ids, **_):
             return input_ids, [ids], [logprobs], ["stop"]
@@ -557,7 +557,7 @@ async def test_nonsense_is_an_inference_error(ids, logprobs, why):
         await agent(Server(), model_retries=0).run("x")
 
 
-async def test_versions_stand_at_their_tokens():
+async def test_versions_at_their_tokens():
     class Server(DirectServer):
         async def tokens_and_logprobs_completion(self, input_ids, n, **sampling):
             answer = await super().tokens_and_logprobs_completion(input_ids, n, **sampling)
@@ -589,7 +589,7 @@ async def test_tokens_cost_no_collection():
     assert [gc.is_tracked(values) for values in (found.tokens, found.masks, found.logprobs)] == [False] * 3
 
 
-async def test_a_silent_server_meets_the_deadline():
+async def test_silence_meets_deadline():
     class Server:
         async def tokens_and_logprobs_completion(self, **_):
             await asyncio.Event().wait()
@@ -615,7 +615,7 @@ async def test_aborted_generations_cost_no_time():
     assert_true_to(server.log, result.trajectory_data)
 
 
-async def test_an_aborted_generation_goes_on():
+async def test_aborted_goes_on():
     requests = []
 
     class Aborting:
@@ -633,7 +633,7 @@ async def test_an_aborted_generation_goes_on():
     assert [(sampling["max_tokens"], sampling["seed"]) for _, sampling in requests] == [(9, 5), (7, 7), (5, 9)]
 
 
-async def test_a_silent_server_is_reported(monkeypatch, caplog):
+async def test_silent_server_is_reported(monkeypatch, caplog):
     """As vLLM is while it is paused or asleep: its health check passes."""
     resumed = asyncio.Event()
 
@@ -675,7 +675,7 @@ class Overflowing(DirectServer):
         return await super().tokens_and_logprobs_completion(input_ids, n, **sampling)
 
 
-async def test_an_overflow_is_no_passing_fault():
+async def test_overflow_is_not_passing():
     server = Overflowing(50)
     with pytest.raises(InferenceError, match=r"answered 500 .* it can't take this prompt") as caught:
         await agent(server, model_retries=2).run("word " * 60)
@@ -686,12 +686,12 @@ async def test_an_overflow_is_no_passing_fault():
     assert caught.value.retryable, "a server that answers nothing may recover"
 
 
-async def test_a_probe_tells_passing_faults():
+async def test_probe_tells_passing():
     server = DirectServer([HttpError(500)] * 3)
     assert (await agent(server, model_retries=2).run(script(["ok"]))).final_response == "ok"
 
 
-async def test_a_blocked_loop_is_not_the_server_s():
+async def test_blocked_loop_is_ours():
     class Server(DirectServer):
         async def tokens_and_logprobs_completion(self, input_ids, n, **sampling):
             asyncio.get_running_loop().call_soon(time.sleep, 2.5)  # as a hook of another trajectory does
@@ -701,7 +701,7 @@ async def test_a_blocked_loop_is_not_the_server_s():
     assert (await agent(Server(), model_timeout_s=1.5, model_retries=0).run(script(["one"]))).final_response == "one"
 
 
-async def test_a_cancellation_is_no_error():
+async def test_cancellation_is_no_error():
     asked = asyncio.Event()
 
     class Server:
@@ -751,7 +751,7 @@ async def test_parsed_thinking_is_kept():
 
 
 @pytest.mark.parametrize("depth", [300, *range(970, 990), 1_500])  # from where on json fails depends on the stack
-async def test_deep_arguments_are_no_fault(depth):
+async def test_deep_arguments_no_fault(depth):
     function = types.SimpleNamespace(name="terminal", arguments='{"a":' * depth + "1" + "}" * depth)
     calls = [types.SimpleNamespace(id="1", function=function)]
     server = ChatServer([chat_answer(None, calls, "tool_calls"), chat_answer("done")])
@@ -762,7 +762,7 @@ async def test_deep_arguments_are_no_fault(depth):
 
 @pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
 @pytest.mark.parametrize("dialect", [XmlDialect, OpenAIDialect])
-async def test_half_a_surrogate_is_no_fault(parser, dialect):
+async def test_half_surrogate_no_fault(parser, dialect):
     if dialect is XmlDialect:
         made = XmlDialect(TurnRenderer(tokenizer()), get_parser(parser), [])
     else:
@@ -775,7 +775,7 @@ async def test_half_a_surrogate_is_no_fault(parser, dialect):
     json.dumps(result.messages, ensure_ascii=False).encode()
 
 
-async def test_half_a_surrogate_is_shown_as_mark():
+async def test_half_surrogate_is_a_mark():
     async def half(_call):
         return ToolResult(success=True, output="half \ud83d")
 
@@ -808,13 +808,13 @@ def test_bad_settings_are_refused_by_name():
         agent(DirectServer(), tool_call_parser="nope")
 
 
-def test_seeds_follow_from_names_alone():
+def test_seeds_follow_from_names():
     assert seed_for(1, "a", 0) == seed_for(1, "a", 0) != seed_for(1, "a", 1)
     assert 0 <= seed_for(3, "x") < 2**31
 
 
 @pytest.mark.parametrize(("kind", "name"), [("vllm", "seed"), ("sglang", "sampling_seed")])
-async def test_a_seed_has_the_name_that_the_server_knows(kind, name):
+async def test_seed_by_the_server_s_name(kind, name):
     server = DirectServer()
     server.config = types.SimpleNamespace(server_type=kind)
     await agent(server, echo, seed=7).run(script(["done"]))
@@ -837,7 +837,7 @@ async def test_stop_tokens_go_with_each_request():
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
-async def test_tokens_after_the_end_are_dropped(reason):
+async def test_no_tokens_after_the_end(reason):
     """A server that ignores stop tokens: the call after the end is neither run nor in the transcript."""
     renderer = TurnRenderer(tokenizer())
     said = tokenizer()("all done", add_special_tokens=False)["input_ids"]

@@ -96,7 +96,7 @@ def test_a_turn_is_closed_once():
     assert cut == [renderer.end_id, *ended]
 
 
-def test_unclosed_turns_end_at_the_next():
+def test_unclosed_end_at_the_next():
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]}
@@ -111,14 +111,14 @@ def test_unclosed_turns_end_at_the_next():
     assert tokenizer.decode([*call, observation, *result]) == "<tool_call>x<|observation|>\n4<|assistant|>"
 
 
-def test_a_missing_template_is_refused():
+def test_missing_is_refused():
     tokenizer = tokenizer_for("chatml")
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"tokenizer_name.*no chat template"):
         TurnRenderer(tokenizer)
 
 
-def test_a_lossy_template_is_refused():
+def test_lossy_template_is_refused():
     tokenizer = tokenizer_for("chatml")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
     with pytest.raises(ConfigError, match=r"can.t be continued"):

@@ -96,7 +96,7 @@ MORE = {"role": "user", "content": "and now?"}
 
 
 @pytest.mark.parametrize("name", SPECIAL)
-def test_turn_by_turn_equals_the_whole(name):
+def test_turn_by_turn_equals_whole(name):
     ours, whole = rendered(name, [RESULT], thinking=False)
     assert ours == whole
     assert "terminal" in ours.partition("count the files")[0] + ours
@@ -104,7 +104,7 @@ def test_turn_by_turn_equals_the_whole(name):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3.1", "mistral3"])
-def test_thinking_between_calls_stays(name):
+def test_thinking_stays_by_calls(name):
     ours, whole = rendered(name, [RESULT], thinking=True)
     assert ours == whole
     assert ours.count("I look") == 2
@@ -140,7 +140,7 @@ STRICT = (
 
 
 @pytest.mark.parametrize("tools", [True, False])
-def test_alternating_roles_are_kept(tools):
+def test_alternating_roles_stay(tools):
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     tokenizer.chat_template = STRICT if tools else STRICT.replace("m.tool_call_id|length != 9", "true")
     dialect = OpenAIDialect(tokenizer, TOOLS, "mistral")
@@ -162,7 +162,7 @@ KIMI = (
 )
 
 
-def test_kimi_names_results_as_calls():
+def test_kimi_results_are_calls():
     own = AutoTokenizer.from_pretrained(FOLDER)
     own.chat_template = KIMI
     dialect = OpenAIDialect(own, [], "kimi_k2")

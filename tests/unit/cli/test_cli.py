@@ -48,7 +48,7 @@ def atropos(
 
 
 @pytest.mark.slow("starts Python anew")
-def test_help_does_not_load_atroposlib(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_without_atroposlib(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert "doctor" in ended(monkeypatch, capfd, "--help").out
     assert ended(monkeypatch, capfd, "--version").out.startswith("atropos ")
     loaded = subprocess.run(
@@ -181,7 +181,7 @@ def test_exec_refuses_a_slot_larger_than_the_machine() -> None:
 
 
 @pytest.mark.slow("starts servers")
-def test_exec_says_that_it_timed_out() -> None:
+def test_exec_says_it_timed_out() -> None:
     done = atropos("exec", "sleep 60", "--timeout", "0.3")
     assert done.returncode == 124
     assert without_gaps(done.stderr.decode()) == "atropos: timed out after 0.3 s\n"
@@ -196,7 +196,7 @@ def test_exec_says_that_output_is_missing() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_gives_everything_back(number: signal.Signals) -> None:
+async def test_signal_gives_back_all(number: signal.Signals) -> None:
     """A CI job's end or `timeout` sends SIGTERM; with an engine, what is left then would be its containers."""
     adopt_orphans()
     mark = str(1_000_000 + secrets.randbelow(1_000_000))
@@ -324,7 +324,7 @@ def test_doctor_reports_every_feature_and_its_fix() -> None:
 
 
 @pytest.mark.slow("starts servers")
-def test_doctor_names_a_missing_bwrap(tmp_path: object) -> None:
+def test_doctor_misses_bwrap(tmp_path: object) -> None:
     done = atropos("doctor", "--json", env={"PATH": str(tmp_path)})
     assert done.returncode == 3
     bwrap = next(item for item in json.loads(done.stdout)["findings"] if item["name"] == "bwrap")
@@ -347,7 +347,7 @@ class AnEngine(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow("starts servers")
-def test_doctor_names_an_engine_s_gaps(monkeypatch) -> None:
+def test_doctor_names_engine_gaps(monkeypatch) -> None:
     monkeypatch.setattr("atropos.cli.doctor.ANSWER_S", 60)
     with ThreadingHTTPServer(("127.0.0.1", 0), AnEngine) as server, kept_port() as other:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -365,7 +365,7 @@ def test_doctor_names_an_engine_s_gaps(monkeypatch) -> None:
 
 
 @pytest.mark.slow("starts servers")
-def test_doctor_finds_nomad_behind_tls(monkeypatch, tmp_path) -> None:
+def test_doctor_finds_tls_nomad(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("atropos.cli.doctor.ANSWER_S", 60)
     certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=nomad -addext"
@@ -480,7 +480,7 @@ def test_watch_outlasts_an_outage(monkeypatch, arguments: list[str]) -> None:
     assert "Nomad does not answer" in result.output
 
 
-def test_an_unknown_container_drains_none(monkeypatch) -> None:
+def test_unknown_drains_none(monkeypatch) -> None:
     ended: list[int] = []
 
     async def listed() -> tuple[list[Container], str]:

@@ -119,7 +119,7 @@ def test_what_can_not_be_asked_is_one_line(words, code, said, monkeypatch, capfd
     assert (done.code, said in text, len(text.splitlines())) == (code, True, 1), text
 
 
-async def test_an_answer_that_refuses_is_one_line(dashboard):
+async def test_refusal_is_one_line(dashboard):
     code, text = await run(f"http://127.0.0.1:{dashboard.port}", "--token", "wrong", "--once", columns=200)
     assert (code, "refuses the token" in text, len(text.splitlines())) == (2, True, 1), text
 
@@ -142,7 +142,7 @@ async def test_without_a_terminal_looks_are_printed(dashboard):
     assert process.returncode == 143
 
 
-async def test_a_proxy_for_the_internet_is_not_asked(dashboard, monkeypatch):
+async def test_internet_proxy_unasked(dashboard, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     code, text = await run(dashboard.url, "--once")
     assert code == 0, text

@@ -46,7 +46,7 @@ def test_replays_are_written_for_asciinema(tmp_path):
     assert "$ cat square-3-0.txt" in "".join(text for _, _, text in lines)
 
 
-def test_atif_keeps_the_ids_of_openai_calls(tmp_path):
+def test_atif_keeps_openai_s_ids(tmp_path):
     calls = [{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in ("a", "b")]
     messages = [
         {"role": "user", "content": "go"},
@@ -118,7 +118,7 @@ def test_atif_of_a_member_whose_labels_are_hidden_has_counts_and_times(tmp_path)
     assert len(value["extra"]["token_ids"]) == 7
 
 
-def test_atif_has_no_placeholder_ids(tmp_path):
+def test_atif_no_placeholder_ids(tmp_path):
     value, (first, _) = exported(tmp_path, sampled() | {"generation_params": {"logprobs": "placeholder"}})
     assert first["metrics"] == {"extra": {"model_s": 1.5, "tools_s": 0.5, "calls_s": [0.5]}}
     assert "token_ids" not in value["extra"]
@@ -217,7 +217,7 @@ def test_a_pipe_is_refused_whose_first_groups_would_be_missing(tmp_path):
 
 
 @pytest.mark.parametrize("command", [["dashboard"], ["trajectories", "stats"]])
-def test_a_file_without_groups_is_refused(tmp_path, command):
+def test_no_groups_is_refused(tmp_path, command):
     file = tmp_path / "notes.md"
     file.write_text("# No JSON\n")
     done = CliRunner().invoke(command_line(), [*command, str(file)])

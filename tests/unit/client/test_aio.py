@@ -21,7 +21,7 @@ async def cancelled_while(work) -> asyncio.Task[None]:
     return task
 
 
-async def test_work_outlives_cancellations():
+async def test_work_outlives_cancels():
     go, done = asyncio.Event(), []
 
     async def work():
@@ -58,7 +58,7 @@ async def test_an_error_without_a_cancellation_is_raised():
         await outlive(work())
 
 
-async def test_tasks_end_with_their_owner(caplog):
+async def test_tasks_end_with_owner(caplog):
     ended = []
 
     async def work():
@@ -102,7 +102,7 @@ async def test_the_first_to_end_wins():
         await race(at_once("won"), at_once(OSError("disk full")))
 
 
-def test_waits_double_up_to_a_bound():
+def test_waits_double_up_to_bound():
     for attempt, longest in enumerate([0.2, 0.4, 0.8, 1.0, 1.0]):
         assert longest / 2 <= backoff_s(attempt, first_s=0.2, longest_s=1.0) <= longest
     assert backoff_s(10_000, first_s=0.2, longest_s=1.0) <= 1.0

@@ -46,7 +46,7 @@ async def test_a_call_runs_and_its_result_comes_back():
         assert (released.released, released.clean) == (True, True)
 
 
-async def test_calls_of_a_lease_run_in_order():
+async def test_calls_of_a_lease_in_order():
     host = FakeHost()
     async with serving(host) as running, client_of(running) as client:
         lease = await client.acquire(request())
@@ -115,7 +115,7 @@ async def test_a_signal_cancels_its_call():
         await client.call(lease, Exec(command="echo next"))
 
 
-async def test_a_cancelled_acquire_leaks_no_slot():
+async def test_cancels_leak_no_slot():
     host = FakeHost()
     async with serving(host, slots=1) as running, client_of(running) as client:
         host.start_s = 0.05
@@ -129,7 +129,7 @@ async def test_a_cancelled_acquire_leaks_no_slot():
         await until(lambda: running.core.state.table.free == 1)
 
 
-async def test_release_ends_running_calls():
+async def test_release_ends_calls():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         calls = [asyncio.create_task(client.call(lease, Exec(command="hang"))) for _ in range(3)]
@@ -143,7 +143,7 @@ async def test_release_ends_running_calls():
         assert (await client.release(lease)).released  # again, with the same answer
 
 
-async def test_a_dying_sandbox_ends_its_lease():
+async def test_dying_sandbox_ends_lease():
     ended: list[LeaseEnded] = []
     async with serving() as running, client_of(running, on_lease_ended=ended.append) as client:
         lease, other = await client.acquire(request()), await client.acquire(request())
@@ -157,14 +157,14 @@ async def test_a_dying_sandbox_ends_its_lease():
         await until(lambda: running.core.state.table.free == 3)
 
 
-async def test_unknown_failures_are_no_results():
+async def test_unknown_is_no_result():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         with pytest.raises(OutcomeUnknown):
             await client.call(lease, Exec(command="raise"))
 
 
-async def test_the_same_call_id_runs_once():
+async def test_same_call_id_runs_once():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         both = [client.call(lease, Exec(command="count a"), call_id="x") for _ in range(2)]
@@ -211,7 +211,7 @@ async def test_a_restarted_server_is_lost_for_good(port):
         await client.close()
 
 
-async def test_a_wrong_token_is_refused_at_once():
+async def test_wrong_token_is_refused():
     async with serving() as running:
         client = SandboxClient(running.url, "wrong", client_id="x")
         with pytest.raises(BackendUnavailable, match="refuses the token") as caught:
@@ -284,7 +284,7 @@ def open_sessions() -> set[int]:
     return {id(one) for one in every if not one.closed}
 
 
-async def test_a_cut_close_closes_connections():
+async def test_cut_close_closes_all():
     async with serving() as running:
         before = open_sessions()
         client = client_of(running)
@@ -317,7 +317,7 @@ async def test_close_leaves_no_task_and_no_socket():
         await until(lambda: not [t for t in asyncio.all_tasks() - before if "Stream" in repr(t) or "stream" in repr(t)])
 
 
-async def test_a_cut_answer_is_asked_for_again():
+async def test_cut_answer_is_asked_again():
     async with serving() as running, proxied(running.server.port, strikes=b"POST ") as proxy:
         proxy.next_fault = Fault(down=0, jitter_s=0.2)  # after longer than reconnecting may take
         async with SandboxClient(proxy.url, TOKEN, client_id="tester", reconnect_s=0.05) as client:
@@ -326,7 +326,7 @@ async def test_a_cut_answer_is_asked_for_again():
             assert (proxy.struck, running.core.state.table.free) == (1, 3)
 
 
-async def test_an_unreachable_host_is_named(monkeypatch):
+async def test_unreachable_host_is_named(monkeypatch):
     monkeypatch.setattr("atropos.slots.client.server_requests.CONNECT_S", 0.1)
     with socket.socket() as listener, contextlib.ExitStack() as others:
         listener.bind(("127.0.0.1", 0))
@@ -344,7 +344,7 @@ async def test_an_unreachable_host_is_named(monkeypatch):
         await requests.close_sessions()
 
 
-async def test_a_stream_comes_back_when_full(monkeypatch):
+async def test_full_stream_comes_back(monkeypatch):
     monkeypatch.setattr("atropos.slots.client.server_requests.MAX_REQUESTS", 3)
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
@@ -369,7 +369,7 @@ async def test_a_stream_comes_back_when_full(monkeypatch):
 
 
 @pytest.mark.parametrize("cuts", [1, 9])
-async def test_a_broken_copy_is_begun_again(monkeypatch, cuts):
+async def test_broken_copy_begins_again(monkeypatch, cuts):
     """What was copied is there, only the answer is lost."""
     tries = 0
 
@@ -397,7 +397,7 @@ async def test_a_broken_copy_is_begun_again(monkeypatch, cuts):
             await until(lambda: not target.host.layers)
 
 
-async def test_a_broken_image_copy_is_a_fault():
+async def test_broken_image_is_a_fault():
     async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 1000)
@@ -416,7 +416,7 @@ async def test_a_broken_image_copy_is_a_fault():
             await giver.close_sessions()
 
 
-async def test_nonsense_in_a_copy_is_a_fault(monkeypatch):
+async def test_nonsense_in_copy_is_fault(monkeypatch):
     async def nonsense(self, path, to, query, kind):
         return b"<html>"
 
@@ -429,7 +429,7 @@ async def test_nonsense_in_a_copy_is_a_fault(monkeypatch):
                 await copying
 
 
-async def test_a_snapshot_waits_for_long_calls(monkeypatch):
+async def test_snapshot_waits_for_calls(monkeypatch):
     monkeypatch.setattr("atropos.slots.client.server_requests.REQUEST_S", 1.0)  # in which a busy machine connects
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())

@@ -65,7 +65,7 @@ async def test_a_useless_server_is_named(answer, kind, says):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "openai"])
-async def test_a_busy_server_is_asked_again(kind, faulty_policy):
+async def test_busy_server_asked_again(kind, faulty_policy):
     async with faulty_policy(fault="503", fault_rate=0.33) as policy:  # the first two requests
         env = make(ScriptEnv, policy.url, None, server_type=kind)
         await probe_servers(env.server, env.tokenizer, 20)
@@ -78,7 +78,7 @@ async def test_a_server_that_is_not_there_is_to_be_started(kind):
         await env.setup()
 
 
-async def test_a_gated_tokenizer_is_found(monkeypatch, tmp_path):
+async def test_gated_tokenizer_is_found(monkeypatch, tmp_path):
     """`hf auth login` writes the token to a file; a variable is the other way."""
 
     async def gated(request):

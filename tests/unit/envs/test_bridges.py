@@ -44,7 +44,7 @@ def test_each_trainer_gets_all_trajectories_in_order():
     assert (skyrl["stop_reasons"], skyrl["rewards"]) == (["stop", "length"], [1.0, 0.0])
 
 
-def test_an_unlearned_response_is_one_token():
+def test_unlearned_is_one_token():
     group = {**GROUP, "masks": [[MASKED] * 6, GROUP["masks"][1]]}
     first, _ = bridges.samples([group])
     assert (first.prompt_ids, first.response_ids, first.mask, first.logprobs) == ([1, 2, 7, 8, 3], [7], [0], [0.0])
@@ -55,7 +55,7 @@ def test_placeholders_are_refused():
         bridges.trl([{**GROUP, "group_overrides": {"placeholder_tokens": True}}])
 
 
-async def test_groups_without_an_event_loop(policy, tmp_path):
+async def test_groups_without_event_loop(policy, tmp_path):
     def train():
         env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl")
         env.items = items(5, {"calls": [call("ls")]}, "done")

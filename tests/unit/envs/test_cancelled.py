@@ -58,7 +58,7 @@ async def test_a_cancelled_group_leaves_no_snapshot():
     assert [snapshot for snapshot in executor.snapshots if not snapshot.dropped] == [whole]
 
 
-async def test_a_cancelled_fork_leaves_no_slot():
+async def test_cancelled_fork_no_slot():
     pool = FakePool()
     free = pool.free
     async with ToolExecutor(pool, build_tool_registry(["default"])) as executor:

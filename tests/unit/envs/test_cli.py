@@ -119,7 +119,7 @@ def test_bad_input_is_one_line_and_not_zero(capsys, monkeypatch, argv, says):
     assert line.count("\n") == 0
 
 
-def test_a_damaged_tokenizer_is_one_line(capsys, tmp_path):
+def test_bad_tokenizer_is_one_line(capsys, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     code, line = run(capsys, "process", "--env.tokenizer_name", str(tmp_path))
     assert (code, line.count("\n")) == (2, 0)
@@ -176,7 +176,7 @@ def test_no_message_shows_a_key_and_every_other_shows_its_value(capsys, tmp_path
     assert "(got 'abc')" in run(capsys, "process", "--env.max_token_length", "abc")[1]
 
 
-def test_yaml_is_utf_8_in_any_locale(tmp_path):
+def test_yaml_is_utf_8_everywhere(tmp_path):
     (tmp_path / "c.yaml").write_text("env: {says: 'Réponds'}\n", encoding="utf-8")
     program = (
         "import pydantic; from atropos.envs.command_line import flags\n"
@@ -319,7 +319,7 @@ def test_help_names_every_setting_with_its_default(capsys, command):
     assert "--env.eval_handling STOP_TRAIN|LIMIT_TRAIN|NONE " in words
 
 
-def test_help_without_a_command_lists_them(capsys):
+def test_help_lists_commands(capsys):
     assert app.run(ScriptEnv, ["--help"]) == 0
     assert "evaluate" in capsys.readouterr().out
 

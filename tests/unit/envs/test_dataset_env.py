@@ -49,7 +49,7 @@ async def test_a_restart_goes_on_at_its_checkpoint(tmp_path, given):
     assert await again.get_next_item() is None
 
 
-async def test_unfinished_items_come_first(tmp_path, policy):
+async def test_unfinished_come_first(tmp_path, policy):
     held = asyncio.Event()
 
     class Env(Dataset):
@@ -88,7 +88,7 @@ async def test_an_unwritten_checkpoint_ends_no_run(tmp_path, caplog):
     assert "checkpoint" in caplog.text
 
 
-async def test_a_cancelled_hook_is_evaluated(policy, capsys):
+async def test_cancelled_hook_evaluated(policy, capsys):
     class Env(Dataset):
         async def score_trajectory(self, item, final_response):
             if item["name"] == "item-1":
@@ -103,7 +103,7 @@ async def test_a_cancelled_hook_is_evaluated(policy, capsys):
     assert "4 of 4 solved" in capsys.readouterr().out
 
 
-async def test_a_config_error_ends_an_evaluation(policy):
+async def test_config_error_ends_it(policy):
     class Env(Dataset):
         def build_task(self, item):
             raise ConfigError("task_names: wrong")

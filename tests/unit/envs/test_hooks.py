@@ -30,7 +30,7 @@ def terminal(command):
 
 @pytest.mark.parametrize("failure", [SlotLost("killed"), ToolServerUnavailable("gone")])
 @pytest.mark.parametrize("hook", ["setup_group", "setup", "verify"])
-async def test_no_caught_fault_becomes_a_score(policy, tmp_path, hook, failure):
+async def test_caught_fault_is_no_score(policy, tmp_path, hook, failure):
     class Env(ScriptEnv):
         faults = 0
 
@@ -64,7 +64,7 @@ async def test_no_caught_fault_becomes_a_score(policy, tmp_path, hook, failure):
     assert env.metrics.retries == {failure.code: 2}
 
 
-async def test_silent_slots_are_not_scored(policy, tmp_path):
+async def test_silent_slots_no_score(policy, tmp_path):
     """Its loss is known later than the hook's own timeout. With slots that are really frozen: e2e/test_frozen_slots."""
 
     def frozen(trajectory_id):
@@ -99,7 +99,7 @@ async def test_silent_slots_are_not_scored(policy, tmp_path):
     assert env.metrics.retries == {"slot_lost": 1}
 
 
-async def test_a_hook_s_timeout_is_a_verdict(policy, tmp_path):
+async def test_hook_s_timeout_is_verdict(policy, tmp_path):
     class Env(ScriptEnv):
         async def start_tool_backend(self, tools=None):
             await super().start_tool_backend(tools)
@@ -180,7 +180,7 @@ class Preparing(ScriptEnv):
         (ToolCall(name="termnal", arguments={"command": "true"}), "exec_tool: .*termnal"),
     ],
 )
-async def test_a_failed_set_up_scores_nothing(policy, tmp_path, call, says, caught, caplog):
+async def test_failed_set_up_no_score(policy, tmp_path, call, says, caught, caplog):
     env = make(Preparing, policy.url, tmp_path / "g.jsonl")
     env.items, env.calls, env.caught = items(1), (terminal("true"), call), caught
     with pytest.raises(GroupsDropped, match="1 x task_fault"):
@@ -199,7 +199,7 @@ async def test_a_set_up_call_that_may_fail_says_so(policy, tmp_path):
     assert len(groups_in(tmp_path / "g.jsonl")) == 3
 
 
-async def test_a_raising_set_up_is_the_task_s_fault(policy, tmp_path):
+async def test_raising_set_up_is_tasks(policy, tmp_path):
     class Env(ScriptEnv):
         async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
             raise KeyError("fixture")
@@ -241,7 +241,7 @@ async def test_a_hook_that_hangs_ends_by_its_limit(policy, tmp_path, hook, code,
     assert "did not end within hook_timeout_s (0.3 s)" in caplog.text
 
 
-async def test_a_blocked_loop_is_not_the_hook_s():
+async def test_blocked_loop_not_hooks():
     async def hook():
         asyncio.get_running_loop().call_soon(time.sleep, 2.5)  # as a hook of another trajectory does, or a stop
         await asyncio.sleep(0.1)
@@ -251,7 +251,7 @@ async def test_a_blocked_loop_is_not_the_hook_s():
 
 
 @pytest.mark.parametrize("hook", ["build_task", "verify"])
-async def test_a_cancelled_hook_drops_its_group(policy, tmp_path, hook, caplog):
+async def test_cancelled_drops_group(policy, tmp_path, hook, caplog):
     async def await_a_cancelled_task():
         task = asyncio.create_task(asyncio.sleep(9))
         task.cancel()
@@ -277,7 +277,7 @@ async def test_a_cancelled_hook_drops_its_group(policy, tmp_path, hook, caplog):
 
 @pytest.mark.parametrize(("hook", "code"), [("group", "task_fault"), ("setup", "task_fault"), ("verify", "hook_error")])
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-async def test_a_call_without_await_is_a_fault(policy, tmp_path, hook, code, caplog):
+async def test_unawaited_call_is_a_fault(policy, tmp_path, hook, code, caplog):
     class Env(ScriptEnv):
         async def setup_group_workspace(self, item, *, exec_tool):
             self.forgetful("group", exec_tool)
@@ -302,7 +302,7 @@ async def test_a_call_without_await_is_a_fault(policy, tmp_path, hook, code, cap
 
 
 @pytest.mark.parametrize(("setup", "fault"), [(True, TaskFault), (False, HookError)])
-async def test_an_unawaited_hermes_call_is_a_fault(setup, fault):
+async def test_unawaited_hermes_is_fault(setup, fault):
     context = ToolContext(StandInExecutor(None), "t", setup=setup)
 
     async def hook():
@@ -316,7 +316,7 @@ async def test_an_unawaited_hermes_call_is_a_fault(setup, fault):
         await Hooks("Env", EnvMetrics(), 10).call("compute_reward", lambda: bridged(hook), calls=context, setup=setup)
 
 
-async def test_a_reward_without_its_tool_fails():
+async def test_reward_without_tool_fails():
     context = ToolContext(StandInExecutor(build_tool_registry(["default"])), "t")
 
     def reward():
@@ -331,7 +331,7 @@ async def test_a_reward_without_its_tool_fails():
 
 
 @pytest.mark.parametrize("how", ["given up", "not awaited", "no dict"])
-async def test_an_unfinished_set_up_is_a_fault(policy, tmp_path, how, caplog):
+async def test_unfinished_set_up_fault(policy, tmp_path, how, caplog):
     class Slow(StandInExecutor):
         async def execute(self, trajectory_id, tool_call):
             if tool_call.arguments == {"command": "slow"}:
@@ -366,7 +366,7 @@ class Wordless:
 
 
 @pytest.mark.parametrize("details", [{("a", 1): 2}, {"a": Wordless()}, "a circle", "deep"])
-async def test_bad_details_drop_their_group(policy, tmp_path, details):
+async def test_bad_details_drop_group(policy, tmp_path, details):
     class Env(ScriptEnv):
         async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
             if item["name"] != "item-1":
@@ -387,7 +387,7 @@ async def test_bad_details_drop_their_group(policy, tmp_path, details):
     assert len(groups_in(tmp_path / "g.jsonl")) == 2
 
 
-async def test_a_hermes_prompt_must_be_text(policy):
+async def test_hermes_prompt_is_text(policy):
     """Templates such as Qwen3's render a list of messages, or None, as an empty one."""
 
     class Env(HermesAgentBaseEnv):
@@ -404,7 +404,7 @@ async def test_a_hermes_prompt_must_be_text(policy):
         await env.collect_trajectory({"name": "x"})
 
 
-async def test_a_failed_hermes_set_up_is_a_fault(policy, tmp_path, caplog):
+async def test_hermes_failure_is_a_fault(policy, tmp_path, caplog):
     ways = {
         "terminal": "terminal 'echo no; exit 4' ended with exit code 4: no",
         "read_file": "read_file missing failed: No such file or directory: missing",

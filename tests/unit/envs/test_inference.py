@@ -127,7 +127,7 @@ async def test_the_api_is_found_out(name, raw):
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm, scale-out"])
-async def test_a_broken_probe_is_repeated(name):
+async def test_broken_probe_is_repeated(name):
     """As at the start of an env while weights change."""
     kind, api, answer = SERVERS[name]
     asked = []
@@ -183,7 +183,7 @@ async def test_contradicted_settings_are_refused(settings, says):
         assert not env.backend.running
 
 
-async def test_an_unknown_model_is_refused():
+async def test_unknown_model_is_refused():
     _, api, answer = SERVERS["vllm"]
     async with server(api, answer) as (url, _):
         env = make(ScriptEnv, url, None)
@@ -194,7 +194,7 @@ async def test_an_unknown_model_is_refused():
 @pytest.mark.parametrize(
     "settings", [{"agent_temperature": 1.0}, {"agent_temperature": 0.7, "allow_raw_logprobs": True}]
 )
-async def test_raw_logprobs_need_permission(settings):
+async def test_raw_logprobs_on_request(settings):
     _, api, answer = SERVERS["vllm"]
     async with server(api, answer, raw=True) as (url, _):
         env = make(ScriptEnv, url, None, **settings)
@@ -225,7 +225,7 @@ def test_real_answers_are_read(name):
     assert found.finish_reason == "length"
 
 
-async def test_the_stand_in_has_the_real_shape():
+async def test_stand_in_has_real_shape():
     def shape(value, real):
         """What the stand-in has that the real one lacks, or has in another type."""
         if isinstance(value, dict):
@@ -273,7 +273,7 @@ class Halting:
         return app
 
 
-async def test_a_pause_is_not_the_agent_s_time(monkeypatch, caplog):
+async def test_pause_is_not_agent_s_time(monkeypatch, caplog):
     monkeypatch.setattr(watch, "HEALTH_S", 0.05)
     monkeypatch.setattr(watch, "SILENT_S", 0.5)
     halting = Halting()
@@ -294,7 +294,7 @@ async def test_a_pause_is_not_the_agent_s_time(monkeypatch, caplog):
         await stop_servers(env.server)
 
 
-async def test_pause_state_may_be_unknown(monkeypatch):
+async def test_pause_may_be_unknown(monkeypatch):
     _, api, answer = SERVERS["vllm"]
     async with server(api, answer) as (url, _):
         one = InferenceServer(url, "vllm", "tiny", "x", 20)
@@ -380,7 +380,7 @@ async def test_refused_requests_are_not_repeated(case):
         assert len(refused) == 1
 
 
-async def test_a_cold_server_is_waited_for(monkeypatch, caplog):
+async def test_cold_server_is_waited_for(monkeypatch, caplog):
     monkeypatch.setattr(servers, "PROBE_SAID_S", 0.2)
     halting = Halting()
     async with serving(halting.application()) as url:

@@ -50,7 +50,7 @@ async def test_groups_hold_exactly_what_the_server_sampled(policy, tmp_path, ser
     assert not env.stand_in.live
 
 
-async def test_a_group_names_its_temperature(policy, tmp_path):
+async def test_group_names_temperature(policy, tmp_path):
     class Env(ScriptEnv):
         def build_agent_config(self, item):
             drawn.append(self.config.agent_temperature if item["name"] == "item-0" else len(drawn))
@@ -77,7 +77,7 @@ async def test_full_collections_skip_old_objects(policy, tmp_path):
     assert frozen > 5 * scanned
 
 
-async def test_the_history_of_requests_has_a_bound(policy, tmp_path, monkeypatch):
+async def test_history_has_a_bound(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(servers, "HISTORY_KEPT", 5)
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl")
     await env.process_manager()
@@ -100,7 +100,7 @@ async def test_placeholder_groups_say_so(policy, tmp_path, server_type):
         assert [len(t) for t in group["tokens"]] == [len(m) for m in group["masks"]]
 
 
-async def test_a_lost_slot_changes_no_score(policy, tmp_path):
+async def test_lost_slot_keeps_scores(policy, tmp_path):
     failed: set[str] = set()
 
     class Env(ScriptEnv):
@@ -119,7 +119,7 @@ async def test_a_lost_slot_changes_no_score(policy, tmp_path):
     assert failed <= set(env.stand_in.released)
 
 
-async def test_an_incomplete_group_is_dropped(policy, tmp_path):
+async def test_incomplete_is_dropped(policy, tmp_path):
     class Env(ScriptEnv):
         @staticmethod
         def fault(trajectory, _call):
@@ -152,7 +152,7 @@ async def test_incurable_faults_are_not_retried(policy, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["raises", "exits", "nan", "text", "none", "huge", "long"])
-async def test_a_failed_reward_is_not_zero(policy, tmp_path, wrong, caplog):
+async def test_failed_reward_is_not_zero(policy, tmp_path, wrong, caplog):
     class Env(ScriptEnv):
         async def score_trajectory(self, item, final_response):
             if item["name"] != "item-0":
@@ -179,7 +179,7 @@ async def test_a_model_that_does_nothing_does_score(policy, tmp_path):
 
 @pytest.mark.slow("starts servers")
 @pytest.mark.parametrize("fault", ["503", "nonsense", "reset"])
-async def test_a_flaky_server_loses_no_group(faulty_policy, tmp_path, fault):
+async def test_flaky_server_loses_none(faulty_policy, tmp_path, fault):
     async with faulty_policy(fault=fault, fault_rate=0.2) as policy:
         env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", trajectory_retries=8, model_retries=4)
         await env.process_manager()
@@ -191,7 +191,7 @@ async def test_a_flaky_server_loses_no_group(faulty_policy, tmp_path, fault):
 
 @pytest.mark.parametrize("fault", ["400", "nonsense"])
 @pytest.mark.parametrize("server_type", ["vllm", "openai"])
-async def test_a_useless_server_is_found_early(faulty_policy, tmp_path, fault, server_type):
+async def test_useless_server_is_found(faulty_policy, tmp_path, fault, server_type):
     async with faulty_policy(fault=fault) as policy:
         env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", server_type=server_type)
         with pytest.raises(InferenceError, match=r"openai\.base_url: http://127\.0\.0\.1"):
@@ -200,7 +200,7 @@ async def test_a_useless_server_is_found_early(faulty_policy, tmp_path, fault, s
         assert not (tmp_path / "g.jsonl").exists()
 
 
-async def test_admission_is_bounded_by_slots(policy, tmp_path):
+async def test_slots_bound_admission(policy, tmp_path):
     env = make(ScriptEnv, policy.url, None, slots_per_container=2, max_containers=2, process_concurrency=5)
     env.items = items(6)
     await env.process_manager()
@@ -231,7 +231,7 @@ async def test_groups_fill_the_slots(policy):
     assert most == 12
 
 
-async def test_a_workspace_is_set_up_once(policy, tmp_path):
+async def test_workspace_is_set_up_once(policy, tmp_path):
     set_up = []
 
     class Env(ScriptEnv):
@@ -247,7 +247,7 @@ async def test_a_workspace_is_set_up_once(policy, tmp_path):
     assert all(snapshot.dropped for snapshot in env.stand_in.snapshots)
 
 
-async def test_a_lost_workspace_is_prepared_anew(policy, tmp_path, caplog):
+async def test_lost_workspace_made_anew(policy, tmp_path, caplog):
     prepared = []
 
     class Losing(StandInExecutor):
@@ -300,7 +300,7 @@ def _tool(command):
     return ToolCall(name="terminal", arguments={"command": command})
 
 
-async def test_hooks_see_the_same_workspace(policy, tmp_path):
+async def test_hooks_see_one_workspace(policy, tmp_path):
     seen = []
 
     class Env(ScriptEnv):
@@ -339,7 +339,7 @@ async def test_one_trajectory_by_itself(policy):
     await env.shutdown_tool_backend()
 
 
-async def test_run_agent_keeps_its_workspace(policy):
+async def test_run_agent_keeps_workspace(policy):
     env = make(ScriptEnv, policy.url, None)
     await env.setup()
     await env.run_agent(env.build_task(items(1)[0]), trajectory_id="mine")
@@ -347,7 +347,7 @@ async def test_run_agent_keeps_its_workspace(policy):
     await env.shutdown_tool_backend()
 
 
-async def test_a_hook_may_use_its_slot_when_full(policy, tmp_path):
+async def test_hook_has_slot_when_full(policy, tmp_path):
     class Env(ScriptEnv):
         async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
             answer, _ = await self.run_agent(turns("fine"), trajectory_id=trajectory_id)
@@ -358,7 +358,7 @@ async def test_a_hook_may_use_its_slot_when_full(policy, tmp_path):
     assert [group["scores"] for group in groups_in(tmp_path / "g.jsonl")] == [[1.0] * 3] * 3
 
 
-async def test_a_failed_agent_drops_its_group(policy, tmp_path):
+async def test_failed_agent_drops_group(policy, tmp_path):
     class Env(ScriptEnv):
         async def act(self, agent, item, task, trajectory_id):
             if item["name"] == "item-1":
@@ -384,14 +384,14 @@ async def test_a_template_must_take_system_messages(policy):
         await env.setup()
 
 
-async def test_a_missing_template_is_refused(policy):
+async def test_missing_template_refused(policy):
     env = make(ScriptEnv, policy.url, None)
     env.tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"^tokenizer_name: this tokenizer has no chat template"):
         await env.setup()
 
 
-async def test_seeds_make_runs_repeatable(policy, tmp_path):
+async def test_seeds_make_runs_repeat(policy, tmp_path):
     from examples.policy.play import TASKS
 
     class Env(ScriptEnv):
@@ -460,7 +460,7 @@ async def test_an_item_too_long_for_the_context_drops_its_group_and_no_other(pol
     assert len(groups_in(tmp_path / "g.jsonl")) == 1
 
 
-async def test_an_incomplete_single_is_an_error(policy):
+async def test_incomplete_single_fails(policy):
     class Env(ScriptEnv):
         @staticmethod
         def fault(_trajectory, _call):
@@ -473,7 +473,7 @@ async def test_an_incomplete_single_is_an_error(policy):
     await env.shutdown_tool_backend()
 
 
-async def test_left_out_members_are_counted(policy, tmp_path):
+async def test_left_out_are_counted(policy, tmp_path):
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", ensure_scores_are_not_same=True)
     await env.process_manager()
     assert env.metrics.unsent == {"same_scores": 3}
@@ -498,7 +498,7 @@ async def test_scores_must_be_finite(policy, tmp_path):
     assert env.metrics.unsent == {"bad_scores": 3}
 
 
-async def test_mismatched_groups_are_left_out(policy, tmp_path):
+async def test_mismatched_left_out(policy, tmp_path):
     """An env's own code that shortens the tokens, say, and forgets what belongs to them."""
 
     class Env(ScriptEnv):
@@ -552,7 +552,7 @@ async def test_verifiers_without_a_reward_never_end_a_run(policy, tmp_path):
     assert env.items == []
 
 
-async def test_metrics_show_the_loop_s_cpu(policy, tmp_path):
+async def test_metrics_show_loop_s_cpu(policy, tmp_path):
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl")
 
     def cpu_s():

@@ -109,7 +109,7 @@ async def test_a_refusal_in_another_encoding_is_counted(caplog):
     assert "did not take them (GroupRefused: 413: zu gro" in caplog.text
 
 
-async def test_a_full_disk_keeps_no_group_back(caplog):
+async def test_full_disk_keeps_none_back(caplog):
     with Path("/dev/full").open("w") as full:
         async with trajectory_api() as (api, taken):
             env = env_at(api)
@@ -136,7 +136,7 @@ async def test_a_failed_write_leaves_no_half_line(tmp_path):
 
 
 @pytest.mark.parametrize("answers", [(0,), (0, 0, 0)])
-async def test_a_lost_answer_sends_a_group_once(answers, caplog):
+async def test_lost_answer_sends_once(answers, caplog):
     async with trajectory_api(*answers) as (api, taken):
         env = env_at(api)
         env.items_sent_this_step = 0
@@ -161,7 +161,7 @@ async def test_a_group_is_sent_though_it_can_not_be_shown(caplog):
     assert "KeyError: 'mine'" in caplog.text
 
 
-async def test_a_group_being_shown_is_sent():
+async def test_group_being_shown_is_sent():
     showing = asyncio.Event()
 
     class Env(ScriptEnv):
@@ -217,7 +217,7 @@ async def test_cancelled_postprocessing_is_counted(policy):
     assert env.metrics.unsent == {"postprocess_histories": 1}
 
 
-async def test_a_group_of_arrays_is_sent_once():
+async def test_arrays_are_sent_once():
     computed = {"scores": np.array([0.0, 1.0, 0.5]), "masks": np.array([[-100, 2, 3]] * 3), "tokens": [(1, 2, 3)] * 3}
     async with trajectory_api(0) as (api, taken):
         env = env_at(api)
@@ -227,7 +227,7 @@ async def test_a_group_of_arrays_is_sent_once():
     assert (env.metrics.maybe_sent_twice, dict(env.metrics.unsent)) == (0, {})
 
 
-async def test_unanswered_groups_are_counted(caplog):
+async def test_unanswered_are_counted(caplog):
     async with trajectory_api(0, 0, 0, latest=False) as (api, taken):
         env = env_at(api)
         env.items_sent_this_step = 0
@@ -237,7 +237,7 @@ async def test_unanswered_groups_are_counted(caplog):
     assert "answered none of 3 tries and may have them" in caplog.text
 
 
-async def test_equal_groups_are_both_sent():
+async def test_equals_are_both_sent():
     """The newest group that run-api has is then this one, to all appearances."""
     async with trajectory_api(200, -1) as (api, taken):
         env = env_at(api)
@@ -248,7 +248,7 @@ async def test_equal_groups_are_both_sent():
     assert env.metrics.maybe_sent_twice == 1
 
 
-async def test_possible_duplicates_are_counted(caplog):
+async def test_duplicates_are_counted(caplog):
     async with trajectory_api(0, latest=False) as (api, taken):
         env = env_at(api)
         env.items_sent_this_step = 0
@@ -270,7 +270,7 @@ async def test_a_finished_group_is_sent():
     assert len(taken) == 1
 
 
-async def test_no_cancellation_loses_a_group(tmp_path):
+async def test_cancelling_loses_none(tmp_path):
     """A full queue cancels all workers; atroposlib hands out the items of running ones again, but not those of finished ones."""
     record, groups = tmp_path / "out.jsonl", 12
     async with trajectory_api() as (api, taken):
@@ -285,7 +285,7 @@ async def test_no_cancellation_loses_a_group(tmp_path):
     assert len(record.read_text().splitlines()) == groups
 
 
-async def test_a_shutdown_waits_for_sends(caplog):
+async def test_shutdown_waits_for_sends(caplog):
     async with trajectory_api(delay_s=60) as (api, _):
         env = env_at(api)
         env.items_sent_this_step = 0
@@ -298,7 +298,7 @@ async def test_a_shutdown_waits_for_sends(caplog):
     assert "had not answered when the run ended" in caplog.text
 
 
-async def test_a_stuck_worker_keeps_no_pool_open(monkeypatch, caplog):
+async def test_stuck_worker_frees_pool(monkeypatch, caplog):
     monkeypatch.setattr(sandbox_env, "WORKERS_S", 0.1)
     env, over = env_at("http://127.0.0.1:9"), asyncio.Event()
     await env.start_tool_backend()
@@ -367,7 +367,7 @@ def told(trainer, env, **status) -> None:
     trainer.queue(env.status_dict, env.derived_batch_size)
 
 
-async def test_an_idle_trainer_is_reported_once(monkeypatch, caplog):
+async def test_idle_trainer_told_once(monkeypatch, caplog):
     caplog.set_level("INFO", "atropos")
     monkeypatch.setattr(watch, "WAITED_S", 0.0)
     env = env_at("http://127.0.0.1:9", batch_size=9, max_batches_offpolicy=2)
@@ -394,7 +394,7 @@ async def test_an_idle_trainer_is_reported_once(monkeypatch, caplog):
         ({"unallocated_fraction": 0.0}, {"min_batch_allocation": 0.5}, ""),
     ],
 )
-async def test_groups_in_no_batch_are_reported(status, settings, says, caplog):
+async def test_batchless_are_reported(status, settings, says, caplog):
     env = env_at("http://127.0.0.1:9", batch_size=9, **settings)
     trainer = trainer_of(env)
     for _ in range(3):
@@ -409,7 +409,7 @@ async def test_a_share_of_less_than_a_trajectory_is_told(caplog):
     assert "0.1 of a batch of 9 is less than one trajectory" in caplog.text
 
 
-async def test_a_missing_trainer_is_reported(monkeypatch, caplog):
+async def test_missing_trainer_reported(monkeypatch, caplog):
     monkeypatch.setattr(watch, "TRAINER_S", 0.05)
     trainer = trainer_of(env_at("http://127.0.0.1:9"))
     with trainer.awaiting_trainer():
@@ -438,7 +438,7 @@ async def test_a_run_api_that_hangs_is_said_to_hang(monkeypatch):
             await check_run_api(url)
 
 
-async def test_impossible_weights_are_named():
+async def test_bad_weights_are_named():
     env = env_at("http://127.0.0.1:9", inference_weight=-1)
     env.env_id = 0
     with pytest.raises(TrajectoryApiLost, match=r"set env\.inference_weight"):
@@ -451,7 +451,7 @@ async def test_groups_of_one_are_refused():
         await env.env_manager()
 
 
-async def test_the_end_of_items_is_reported_once(caplog):
+async def test_end_of_items_told_once(caplog):
     env = env_at("http://127.0.0.1:9", batch_size=9)
     env.items, env.max_num_workers, env.status_dict = [], 2, STATUS | {"self_queue_size": 0}
     for _ in range(3):
@@ -462,7 +462,7 @@ async def test_the_end_of_items_is_reported_once(caplog):
         await env.add_train_workers()
 
 
-async def test_a_failed_evaluation_is_reported(caplog):
+async def test_failed_evaluation_told(caplog):
     class Env(ScriptEnv):
         async def evaluate(self, *args, **kwargs):
             raise ZeroDivisionError("in evaluate")
@@ -489,7 +489,7 @@ async def test_inference_outages_are_logged_once(monkeypatch, caplog):
     assert caplog.text.count("http://127.0.0.1:9/v1 answers again") == 1
 
 
-async def test_evaluations_report_outages(policy, caplog):
+async def test_evaluations_tell_outages(policy, caplog):
     class Env(ScriptEnv):
         async def evaluate(self, *_args, **_kwargs):
             self.server.servers[0].server_healthy = False
@@ -498,7 +498,7 @@ async def test_evaluations_report_outages(policy, caplog):
     await make(Env, policy.url, None)._run_evaluate()
 
 
-async def test_messages_are_sent_on_request(policy, tmp_path):
+async def test_messages_on_request(policy, tmp_path):
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", use_wandb=True, include_messages=False)
     await env.setup()
     collected, _ = await env.collect_trajectories(env.items[0])

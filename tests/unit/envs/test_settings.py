@@ -82,7 +82,7 @@ async def run(env, *script):
 
 
 @shows("agent_max_steps")
-async def test_agent_max_steps_bounds_turns(policy, tmp_path):
+async def test_agent_max_steps_bounds(policy, tmp_path):
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", agent_max_steps=2)
     group, _ = await run(env, *TWO_CALLS)
     assert {one["steps"] for one in group["atropos"]["trajectories"]} == {2}
@@ -106,7 +106,7 @@ class OneIsCut(ScriptEnv):
 
 
 @shows("cut_trajectories")
-async def test_cut_trajectories_follow_the_setting(policy, tmp_path):
+async def test_cut_ones_follow_setting(policy, tmp_path):
     script = [{"calls": [call("ls")]}, "done"]
     groups = {}
     for choice in ("keep", "mask"):
@@ -128,14 +128,14 @@ async def test_cut_trajectories_follow_the_setting(policy, tmp_path):
         await run(env, *script)
 
 
-async def test_masked_groups_teach_nothing(policy, tmp_path):
+async def test_masked_teach_nothing(policy, tmp_path):
     settings = {"cut_trajectories": "mask", "agent_max_steps": 1}
     with pytest.raises(GroupsDropped, match="1 x cut"):
         await run(make(ScriptEnv, policy.url, tmp_path / "g.jsonl", **settings), *TWO_CALLS)
 
 
 @shows("agent_temperature", "agent_max_tokens", "seed")
-async def test_sampling_settings_reach_the_server(policy, tmp_path):
+async def test_sampling_reaches_server(policy, tmp_path):
     settings = {"agent_temperature": 0.25, "agent_max_tokens": 77, "seed": 9}
     await run(make(ScriptEnv, policy.url, tmp_path / "g.jsonl", **settings), *TWO_CALLS)
     assert {body["temperature"] for body in policy.bodies} == {0.25}
@@ -212,7 +212,7 @@ async def test_retries_are_counted(policy, tmp_path, retries):
 
 
 @shows("model_timeout_s", "model_retries")
-async def test_a_model_call_has_a_deadline(policy, tmp_path):
+async def test_model_call_has_deadline(policy, tmp_path):
     settings = {"model_timeout_s": 2.5, "model_retries": 0, "trajectory_retries": 0, "group_size": 1}
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", **settings)
     policy.delay_s = 30
@@ -248,7 +248,7 @@ async def test_as_many_groups_are_in_flight_as_told(policy, tmp_path, groups):
 
 
 @shows("allow_placeholder_tokens")
-async def test_serve_refuses_placeholders(policy):
+async def test_serve_needs_real_values(policy):
     def env(**settings):
         return make(
             ScriptEnv, policy.url, None, server_type="openai", rollout_server_url="http://127.0.0.1:9", **settings
@@ -320,7 +320,7 @@ async def test_extra_fields_reach_an_openai_server(policy, tmp_path):
 
 
 @shows("max_agent_turns")
-async def test_max_agent_turns_bounds_turns(policy, tmp_path):
+async def test_max_agent_turns_bounds(policy, tmp_path):
     env, messages = await hermes(policy, tmp_path, TWO_CALLS, max_agent_turns=2)
     assert sum(message["role"] == "assistant" for message in messages) == 2
     assert env.metrics.stop_reasons == {"max_turns": 2}
@@ -334,14 +334,14 @@ async def test_hermes_calls_are_read_in_the_parsers_format(policy, tmp_path):
 
 @shows("tool_pool_size")
 @pytest.mark.parametrize("size", [1, 3])
-async def test_tool_pool_size_bounds_rewards(policy, tmp_path, monkeypatch, size):
+async def test_tool_pool_size_bounds(policy, tmp_path, monkeypatch, size):
     monkeypatch.setattr(Hermes, "together", size)
     env, _ = await hermes(policy, tmp_path, ["done"], tool_pool_size=size, group_size=4)
     assert env.most_rewards == size
 
 
 @shows("dataset_name", "prompt_field")
-async def test_the_prompt_comes_from_the_rows_field(policy, tmp_path):
+async def test_prompt_is_the_rows_field(policy, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "why?", "prompt": "unused"}) + "\n")
     settings = {"dataset_name": str(tmp_path / "rows.jsonl"), "prompt_field": "question"}
     _, messages = await hermes(policy, tmp_path, total_steps=1, **settings)
@@ -383,7 +383,7 @@ def test_a_folder_is_a_dataset_of_the_files_in_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("load", [lambda path: load_rows(str(path)), load_problems])
-def test_line_separators_split_no_row(tmp_path, load):
+def test_separators_split_no_row(tmp_path, load):
     names = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
     rows = [dict.fromkeys(names, text) for text in ("a\u2028b\u2029c\x85d", "second")]
     path = tmp_path / "rows.jsonl"
@@ -420,7 +420,7 @@ def test_missing_toolsets_are_not_replaced(tmp_path, monkeypatch, gone):
     assert drawn <= {TERMINAL, FILE}
 
 
-def test_empty_distributions_are_refused(tmp_path):
+def test_no_empty_distribution(tmp_path):
     config = {"distribution": "default", "enabled_toolsets": None, "disabled_toolsets": ["terminal", "file"]}
     env = make_hermes(Hermes, ("http://127.0.0.1:9/v1", None), tmp_path, [], **config)
     with pytest.raises(ConfigError, match="disabled_toolsets: terminal, file leaves no tool of terminal, file"):
@@ -430,7 +430,7 @@ def test_empty_distributions_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("wide", ["mcp", "all"])
-def test_toolsets_may_contain_others(tmp_path, monkeypatch, wide):
+def test_toolsets_contain_others(tmp_path, monkeypatch, wide):
     monkeypatch.setitem(DISTRIBUTIONS, "wide", Distribution("wide", {"terminal": 1.0, wide: 1.0}))
     others = ["file", "session", "web", "browser"]
     config = {"distribution": "wide", "enabled_toolsets": None, "disabled_toolsets": others}
@@ -448,14 +448,14 @@ def test_toolsets_may_contain_others(tmp_path, monkeypatch, wide):
 @pytest.mark.parametrize(
     "settings", [AgentEnvConfig(tool_pool_mode="docker"), HermesAgentEnvConfig(terminal_backend="docker")]
 )
-async def test_certificates_need_a_tls_backend(settings):
+async def test_certificates_need_tls(settings):
     backend = ToolBackend(settings.model_copy(update={"tls_certificate": "c.pem", "tls_key": "k.pem"}))
     with pytest.raises(ConfigError, match=r"^env\.tls_certificate: a setting of 'nomad', which backend 'docker' lacks"):
         await backend.start(ToolRegistry())
 
 
 @shows("terminal_timeout")
-def test_the_default_timeout_is_configured():
+def test_default_timeout_is_set():
     limits = HermesAgentEnvConfig(terminal_timeout=900).executor_config().limits
     assert (limits.command_timeout_s, limits.max_timeout_s) == (900, 900)
     assert HermesAgentEnvConfig(terminal_timeout=5).executor_config().limits.command_timeout_s == 5
@@ -475,7 +475,7 @@ def test_privileged_is_refused_with_an_explanation():
 
 
 @pytest.mark.parametrize("name", [*PoolSettings.model_fields])
-def test_pool_settings_are_declared_once(name):
+def test_pool_settings_once(name):
     own, pools = AgentEnvConfig.model_fields[name], SlotPoolConfig.model_fields[name]
     assert (own.description, own.metadata, own.annotation) == (pools.description, pools.metadata, pools.annotation)
     value = {"max_containers": 7, "min_containers": 2, "volume": "disk", "egress_allow": "a.example, b.example"}.get(

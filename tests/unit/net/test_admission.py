@@ -60,7 +60,7 @@ async def site(**settings) -> AsyncIterator[Site]:
     assert not len(made.admission)
 
 
-async def test_the_token_admits_byte_for_byte():
+async def test_admits_byte_for_byte():
     parts = b"POST /x HTTP/1.1\r\nHost: x\r\nauthori", b"zation: bearer right\r\nContent-Length: 3\r\n\r", b"\nabc"
     async with site() as it:
         assert await it.send(*parts) == OK
@@ -85,19 +85,19 @@ async def test_anything_else_is_refused(head):
     assert it.seen == []
 
 
-async def test_a_refused_head_has_no_body():
+async def test_refused_head_has_no_body():
     async with site() as it:
         answer = await it.send(b"HEAD /x HTTP/1.1\r\nHost: x\r\n\r\n")
     assert (answer[:13], answer[-4:], it.seen) == (b"HTTP/1.1 401 ", b"\r\n\r\n", [])
 
 
-async def test_long_bodies_read_their_refusal():
+async def test_long_bodies_are_answered():
     async with site() as it:
         head = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 20000000\r\n\r\n"
         assert (await it.send(head, *[bytes(5_000_000)] * 4)).startswith(b"HTTP/1.1 401 ")
 
 
-async def test_open_requests_lose_their_body():
+async def test_open_requests_lose_body():
     async with site() as it:
         more = b"abcdGET /secret HTTP/1.1\r\nHost: x\r\n\r\n"
         assert await it.send(b"GET /health?x=1 HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n" + more) == OK
@@ -111,7 +111,7 @@ async def test_open_requests_lose_their_body():
         (b"GET / HTTP/1.1\r\nX: " + bytes([65]) * MAX_HEAD_BYTES, b" 431 "),
     ],
 )
-async def test_what_is_no_request_is_refused(sent, status):
+async def test_no_request_is_refused(sent, status):
     async with site() as it:
         assert status in (await it.send(sent, then_eof=True)).split(b"\r\n")[0]
     assert it.seen == []
@@ -125,7 +125,7 @@ async def test_no_token_has_a_deadline(sent):
         await until(lambda: not len(it.admission), "the end of the connection")
 
 
-async def test_one_too_many_closes_the_oldest():
+async def test_excess_closes_the_oldest():
     async with site(most=2) as it:
         first, second, third = [await asyncio.open_connection("127.0.0.1", it.port) for _ in range(3)]
         with contextlib.suppress(ConnectionError):

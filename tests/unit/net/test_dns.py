@@ -21,7 +21,7 @@ def message(labels: list[str], kind: int = dns.A, *, flags: int = 0x100, network
 
 
 @given(LABELS, st.sampled_from((dns.A, dns.AAAA, 15)))
-def test_an_answer_repeats_its_question(labels, kind):
+def test_answer_repeats_question(labels, kind):
     asked = Question.parse(message(labels, kind))
     assert (asked.name, asked.kind) == (".".join(labels), kind)
     answer = asked.answer(dns.NO_ERROR, b"\xc6\x12\0\x09", 30)
@@ -49,12 +49,12 @@ def test_no_address_has_a_code():
         b"",
     ],
 )
-def test_what_is_no_question_is_refused(data):
+def test_no_question_is_refused(data):
     with pytest.raises(ValueError, match=r"question|cut off|can't be read"):
         Question.parse(data)
 
 
-def test_other_classes_are_not_known():
+def test_other_classes_unknown():
     assert Question.parse(message(["a"], network=3)).kind == 0
     assert Question.parse(message(["a"], flags=0x2800)).kind == 0
 

@@ -92,7 +92,7 @@ async def test_an_idle_tunnel_is_reset(monkeypatch):
             await idle.read()
 
 
-async def test_no_http_is_the_origin_s_fault():
+async def test_no_http_is_origin_s_fault():
     async def origin(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
@@ -102,7 +102,7 @@ async def test_no_http_is_the_origin_s_fault():
         assert (await reader.read()).startswith(b"HTTP/1.1 502 egress: the origin's answer is not HTTP")
 
 
-async def test_a_client_s_reset_is_no_error():
+async def test_client_reset_is_no_error():
     failed = []
     gc.collect()  # what other tests left may complain as it is collected
     gc.collect()  # what earlier tests left

@@ -177,7 +177,7 @@ async def test_what_is_for_tls_goes_into_no_other_request(world: World):
     assert finds(world.seen.read_bytes()) == []
 
 
-async def test_secrets_need_a_certificate(world: World, monkeypatch: pytest.MonkeyPatch):
+async def test_secrets_need_certificate(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("SSL_CERT_FILE")
     relay._trusted.cache_clear()
     for way in ("connect", "direct tls"):
@@ -228,7 +228,7 @@ def test_a_cut_secret_is_found(before, secret, after, cuts):
         ({"value": "Basic " + base64.b64encode(b"longer-user-name:short").decode()}, "value: at least 8 characters"),
     ],
 )
-def test_a_wrong_secret_is_not_shown(wrong: dict, why: str):
+def test_wrong_secret_is_not_shown(wrong: dict, why: str):
     with pytest.raises(ValueError, match=why) as refused:
         EgressSecret(**{"hosts": ("a.example",), "value": f"Bearer {TOKEN}", **wrong})
     assert wrong.get("value", TOKEN) not in str(refused.value)

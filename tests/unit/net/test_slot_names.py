@@ -25,14 +25,14 @@ def test_names_keep_their_address():
     assert one.name_of(six) == "files.example.org"
 
 
-def test_other_addresses_are_themselves():
+def test_others_are_themselves():
     found = FakeAddresses()
     found.address_of("files.example.org")
     for text in ("198.18.0.1", "198.18.0.2", "198.19.255.255", "8.8.8.8", "0.0.0.0", "fd61:7472:6f70:6f73::1", "::1"):
         assert found.name_of(ipaddress.ip_address(text)) is None
 
 
-def test_the_least_used_name_goes_first():
+def test_least_used_goes_first():
     found = FakeAddresses()
     addresses = {name: found.address_of(name) for name in (f"{number}.example.org" for number in range(MOST_NAMES))}
     assert len(set(addresses.values())) == MOST_NAMES
@@ -86,7 +86,7 @@ async def ask(client: socket.socket, name: str, kind: int = dns.A) -> bytes:
     return await loop.sock_recv(client, 512)
 
 
-async def test_answers_say_what_became_of_a_name():
+async def test_answers_tell_of_the_name():
     async with resolver() as (_, _, client), asyncio.timeout(20):
         assert [(await ask(client, name))[3] & 15 for name in ("yes", "no", "missing", "failing")] == [0, 3, 3, 2]
         assert (await ask(client, "yes", 15))[3] & 15 == dns.NOT_IMPLEMENTED

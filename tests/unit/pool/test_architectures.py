@@ -23,7 +23,7 @@ def mixed_pool(**settings):
 
 
 @pytest.mark.parametrize("architecture", BOTH)
-async def test_an_image_goes_where_it_runs(architecture):
+async def test_image_goes_where_it_runs(architecture):
     pool, backend = mixed_pool()
     async with pool:
         for n in range(4):
@@ -33,7 +33,7 @@ async def test_an_image_goes_where_it_runs(architecture):
             await pool.acquire("one more", image=image_for(architecture), timeout_s=0.2)
 
 
-async def test_an_image_for_neither_fails_at_once():
+async def test_image_for_neither_fails():
     pool, _ = mixed_pool()
     async with pool:
         with pytest.raises(ImageUnavailable, match="no image for linux/"):
@@ -59,7 +59,7 @@ async def test_who_lacks_an_image_is_not_asked_each_time(monkeypatch):
         assert asked["amd64"].preparing == 3
 
 
-async def test_a_built_image_stays_with_its_kind():
+async def test_built_image_keeps_kind():
     pool, backend = mixed_pool()
     async with pool:
         amd64, arm64 = backend.servers.values()
@@ -73,7 +73,7 @@ async def test_a_built_image_stays_with_its_kind():
         assert amd64.built == {}
 
 
-async def test_a_fork_stays_with_its_kind():
+async def test_fork_stays_with_its_kind():
     pool, backend = mixed_pool()
     async with pool:
         origin = await pool.acquire("origin")
@@ -86,7 +86,7 @@ async def test_a_fork_stays_with_its_kind():
         assert [server.taken_in for server in backend.servers.values()] == [0, 0]
 
 
-async def test_images_are_built_for_one_kind():
+async def test_built_for_one_kind():
     pool, _ = mixed_pool()
     async with pool:
         with pytest.raises(ConfigError, match="architecture: the pool has containers of amd64 and arm64; name one"):

@@ -70,7 +70,7 @@ def test_the_token_is_never_shown():
     assert one_line(refused.value).startswith("token: input should be a valid string (got ''); slots: ")
 
 
-def test_a_partition_of_20_s_costs_nothing():
+def test_partition_costs_nothing():
     config = SlotPoolConfig()
     assert 20 < config.reconnect_s < config.lease_ttl_s
 
@@ -90,7 +90,7 @@ def test_a_partition_of_20_s_costs_nothing():
         ({"backend": "nomad", "nomad_address": "http://["}, r"nomad_address 'http://\[' must look like"),
     ],
 )
-async def test_a_bad_engine_address_is_named(settings, says):
+async def test_bad_address_is_named(settings, says):
     with pytest.raises(ConfigError, match=says):
         await SlotPool(SlotPoolConfig(**settings)).start()
 

@@ -25,7 +25,7 @@ limits = st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 16)).m
     st.builds(PoolState, containers=counts, ready=counts, waiting=counts, needed=counts, closing=counts, late=counts),
     limits,
 )
-def test_a_plan_stays_within_its_bounds(state, bounds):
+def test_plan_is_within_bounds(state, bounds):
     planned = plan(state, bounds)
     target = planned.target
     assert bool(planned.reason) == (target != state.containers)
@@ -205,7 +205,7 @@ test_the_fleet_does_as_the_naive_model = pytest.mark.slow("large input")(FleetMa
 
 
 @pytest.mark.slow("large input")
-def test_acquiring_is_constant_time():
+def test_acquire_is_constant_time():
     """The cost is compared in the same run, generously: a linear one would be a hundred times as high."""
 
     def cost(containers: int) -> float:
@@ -231,7 +231,7 @@ def test_acquiring_is_constant_time():
 
 
 @pytest.mark.parametrize(("unprepared", "wanted"), [(0, 0), (20, 0), (21, 1), (50, 3)])
-def test_prepared_acquires_raise_demand(unprepared, wanted):
+def test_prepared_raise_demand(unprepared, wanted):
     fleet = Fleet(Resources(memory_mib=10))
     fleet.join(Seat("a", 0), slots=2, free=Resources(memory_mib=20), now=0)
     fleet.unprepared_room = Resources(memory_mib=unprepared)
@@ -242,7 +242,7 @@ def test_prepared_acquires_raise_demand(unprepared, wanted):
     assert fleet.wanted_slots == 2 + -(-unprepared // 10)
 
 
-def test_a_restart_in_place_has_two_seats():
+def test_restart_has_two_seats():
     fleet = Fleet(SLOT)
     for _ in range(3):  # the old seats still lie in the heap, with the same index and key
         seat = Seat("same", 0)

@@ -130,7 +130,7 @@ async def test_a_pull_that_breaks_off_gives_dockers_reason(tmp_path):
         (500, "reading manifest 1 in registry.example/sandbox: manifest unknown"),
     ],
 )
-async def test_a_missing_image_is_a_config_error(tmp_path, status, message):
+async def test_missing_image_is_config(tmp_path, status, message):
     async def pull(request: web.Request) -> web.Response:
         return web.json_response({"message": message}, status=status)
 
@@ -158,7 +158,7 @@ async def test_a_registry_in_trouble_is_no_wrong_setting(tmp_path, message):
             await asyncio.to_thread(connection.image_id, IMAGE)
 
 
-async def test_a_refused_container_ends_the_start(tmp_path, monkeypatch):
+async def test_refusal_ends_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr("atropos.sandbox.linux.host_limits.BUSY", 0)
     asked = 0
 
@@ -225,7 +225,7 @@ async def test_gpus_that_no_engine_finds_end_the_start(tmp_path, says, why):
     ],
     ids=["as root", "this kernel", "rootless", "rootless, by Podman 4.3", "Docker Desktop"],
 )
-async def test_an_engine_is_given_what_it_takes(tmp_path, podman, says, published):
+async def test_engine_gets_what_it_takes(tmp_path, podman, says, published):
     given: dict[str, Any] = {}
 
     async def create(request: web.Request) -> web.Response:

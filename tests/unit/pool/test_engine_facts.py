@@ -33,7 +33,7 @@ TROUBLE = {
 
 
 @pytest.mark.parametrize("said", REFUSED.values(), ids=REFUSED)
-def test_a_registrys_refusal_is_no_trouble(said):
+def test_refusal_is_no_trouble(said):
     assert pull_is_denied(said)
 
 

@@ -78,7 +78,7 @@ async def test_servers_start_and_end():
     assert not any(alive(pid) for pid in pids)
 
 
-async def test_a_killed_server_is_replaced():
+async def test_killed_server_is_replaced():
     async with running(GOOD) as backend:
         await until(ready(backend, 1))
         (old,) = backend.containers()
@@ -94,7 +94,7 @@ async def test_a_server_that_ignores_sigterm_is_killed():
     assert not alive(pid_of(container))
 
 
-async def test_a_kill_outlives_a_blocked_loop():
+async def test_kill_outlives_stuck_loop():
     async with running(f"memory = bytearray(100 << 20)\n{DEAF}") as backend:  # which takes the kernel a while to free
         await until(ready(backend, 1))
         (container,) = backend.containers()
@@ -135,7 +135,7 @@ async def test_a_crash_loop_is_given_up():
         assert "port 80 is in use" in str(backend.failure())
 
 
-async def test_a_failed_start_ends_no_other(tmp_path):
+async def test_failed_start_ends_itself(tmp_path):
     first, go = tmp_path / "first", tmp_path / "go"
     crashing_but_the_first = f"""
 import os, sys, time
@@ -154,7 +154,7 @@ while not os.path.exists({str(go)!r}):
         assert "no GPU" in backend.trouble()
 
 
-async def test_a_refused_pool_leaves_nothing():
+async def test_refused_pool_is_tidy():
     command = [sys.executable, "-S", "-c", "import sys; print('user namespaces are off', file=sys.stderr); sys.exit(3)"]
     config = SlotPoolConfig()
     pool = SlotPool(config, backend=LocalBackend(config, command=command))
@@ -163,7 +163,7 @@ async def test_a_refused_pool_leaves_nothing():
     assert not pool.backend.scratch.exists()
 
 
-async def test_a_bad_ready_line_is_a_failure():
+async def test_bad_ready_line_is_failure():
     async with running("print('hello')\nimport time; time.sleep(60)") as backend:
         await until(lambda: "hello" in backend.trouble())
     async with running("import time; time.sleep(60)", start_timeout_s=0.1) as backend:
@@ -184,7 +184,7 @@ async def test_no_secret_of_the_trainer_reaches_a_server(monkeypatch):
         assert "OPENAI" not in backend.trouble()
 
 
-async def test_scratch_of_the_dead_is_removed(tmp_path, monkeypatch):
+async def test_scratch_of_dead_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(backend.tempfile, "gettempdir", lambda: str(tmp_path))
     dead, mine = tmp_path / "atropos-1-99999999999-abc", tmp_path / "atropos-x"
     (dead / "0-ab" / "mnt").mkdir(parents=True)
@@ -205,7 +205,7 @@ async def test_scratch_of_the_dead_is_removed(tmp_path, monkeypatch):
     assert kept.exists()
 
 
-async def test_a_folder_without_locks_is_named(tmp_path, monkeypatch):
+async def test_lockless_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "atropos-1-99999999999-abc").mkdir()
 
@@ -224,7 +224,7 @@ async def test_ending_while_a_server_starts_leaves_nothing():
             await asyncio.sleep(delay)
 
 
-async def test_a_missing_folder_delays_a_start():
+async def test_missing_folder_delays():
     async with running(GOOD) as backend:
         await until(ready(backend, 1), "a server")
         away = backend.scratch.with_name(f"away-{backend.scratch.name}")

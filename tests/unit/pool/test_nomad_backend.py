@@ -45,7 +45,7 @@ async def test_unplaced_containers_are_taken_back():
         await low.release()
 
 
-async def test_an_unplaced_adopted_job_shrinks():
+async def test_unplaced_adopted_shrinks():
     async with FakeNomad() as nomad:
         nomad.room = 3
         await nomad.register(5)
@@ -55,7 +55,7 @@ async def test_an_unplaced_adopted_job_shrinks():
             assert len(nomad.allocations) == 3
 
 
-async def test_containers_close_one_by_one():
+async def test_containers_close_singly():
     async with FakeNomad() as nomad:
         nomad.streams = "silent"
         await nomad.register(3)
@@ -65,7 +65,7 @@ async def test_containers_close_one_by_one():
             assert len(nomad.allocations) == 3, "nothing was started in place of what was closed"
 
 
-async def test_a_count_set_by_others_is_lowered():
+async def test_others_count_is_lowered():
     async with FakeNomad() as nomad, nomad.pool(max_containers=2) as pool, pool.lease("t"):
         nomad.room = 3
         await nomad.register(5)
@@ -74,7 +74,7 @@ async def test_a_count_set_by_others_is_lowered():
         assert len(nomad.allocations) == 3
 
 
-async def test_a_failed_growth_is_explained():
+async def test_failed_growth_explained():
     async with FakeNomad() as nomad, nomad.pool(max_containers=2) as pool, pool.lease("t"):
         nomad.broken_images = True
         waiting = asyncio.create_task(pool.acquire("u", timeout_s=60))
@@ -134,7 +134,7 @@ async def test_half_a_line_is_a_change():
             await asyncio.wait_for(told, 20 * SLOWNESS)
 
 
-async def test_a_refusal_in_any_encoding_is_one():
+async def test_refusal_in_any_encoding():
     async with FakeNomad() as nomad, contextlib.AsyncExitStack() as stack:
         api = NomadApi(NomadAccess(nomad.url), "job")
         stack.push_async_callback(api.close)
@@ -154,7 +154,7 @@ async def test_nonsense_costs_a_running_pool_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize(("status", "kind"), [(500, BackendUnavailable), (400, ConfigError)])
-async def test_an_absent_parser_is_an_outage(status, kind):
+async def test_absent_parser_is_outage(status, kind):
     async with FakeNomad() as nomad:
         # twice: on a slow machine the backend looks whether the job is there before the start has registered it
         nomad.answers["/parse"] = [web.Response(status=status, text="rpc error: EOF") for _ in range(2)]
@@ -171,7 +171,7 @@ PAGES = [
 
 
 @pytest.mark.parametrize(("page", "says"), PAGES)
-async def test_a_proxy_s_answer_is_not_nomad_s(page, says):
+async def test_proxy_is_not_nomad(page, says):
     def answer() -> web.Response:
         return web.Response(**({"status": 404} | page))
 
@@ -187,7 +187,7 @@ async def test_a_proxy_s_answer_is_not_nomad_s(page, says):
             await nomad.pool().start()
 
 
-async def test_an_unknown_allocation_is_stopped():
+async def test_unknown_is_stopped():
     async with FakeNomad() as nomad, nomad.pool(max_containers=1) as pool:
         (link,) = pool.links.values()
         nomad.answers["/stop"] = [web.Response(status=404, text="allocation not found")]
@@ -195,7 +195,7 @@ async def test_an_unknown_allocation_is_stopped():
         assert [each.state for each in pool.backend.containers()] == ["ending"]
 
 
-async def test_a_closed_tls_connection_is_an_outage():
+async def test_closed_tls_is_an_outage():
     async def closed(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
@@ -207,14 +207,14 @@ async def test_a_closed_tls_connection_is_an_outage():
     assert "Caused by" not in str(caught.value)
 
 
-async def test_a_bad_job_name_is_refused_early():
+async def test_bad_job_name_is_refused():
     async with FakeNomad() as nomad:
         with pytest.raises(ConfigError, match=r"sandbox_job_id 'my\.env' must be letters, digits"):
             nomad.pool(job_id="my.env")
         assert not nomad.asked
 
 
-async def test_a_missing_namespace_is_named(monkeypatch):
+async def test_missing_namespace_named(monkeypatch):
     monkeypatch.setenv("NOMAD_NAMESPACE", "nowhere")
     async with FakeNomad() as nomad:
         nomad.answers["/nowhere"] = [web.Response(status=404, text="Namespace not found")]
@@ -222,7 +222,7 @@ async def test_a_missing_namespace_is_named(monkeypatch):
             await open_survey("nomad", "any", address=nomad.url)
 
 
-async def test_a_failed_start_is_explained():
+async def test_failed_start_is_explained():
     async with FakeNomad() as nomad:
         nomad.broken_images = True
         await nomad.register(1)
@@ -260,7 +260,7 @@ async def test_the_end_waits_for_changes():
         assert nomad.job is not None
 
 
-async def test_the_end_waits_for_a_leader():
+async def test_end_waits_for_leader():
     settled = mock.patch.object(NomadApi, "settled", autospec=True, side_effect=NomadApi.settled)
     with settled as ending:
         async with FakeNomad() as nomad, nomad.pool():
@@ -279,7 +279,7 @@ async def test_lists_are_rate_limited():
         assert nomad.asked["allocations"] - before < 18 + time.monotonic() - began
 
 
-async def test_silent_containers_stop_at_a_pace():
+async def test_silent_stop_at_a_pace():
     async with FakeNomad() as nomad:
         nomad.room = 0
         await nomad.register(40)

@@ -51,7 +51,7 @@ def test_a_restart_in_place_is_a_new_container():
     assert not view.ready
 
 
-def test_unlisted_and_answering_is_kept():
+def test_unlisted_but_answering():
     view = view_of(row(0), row(1), ready=[row(0), row(1)])
     assert view.doubtful([row(0)]) == [row(1)]
     assert not listed(view, row(0), answering=[row(1)])
@@ -59,7 +59,7 @@ def test_unlisted_and_answering_is_kept():
     assert states(view) == {"a0.0": "running"}
 
 
-def test_lost_with_its_node_goes_on():
+def test_lost_node_goes_on():
     view = view_of(row(0), ready=[row(0)])
     lost = row(0, "lost")
     assert view.doubtful([lost]) == [lost]
@@ -75,7 +75,7 @@ def test_the_token_is_read_anew_while_servers_start():
     assert view.needs_token({"a0.0": row(0, "starting")})
 
 
-def test_an_unplaced_job_is_taken_back():
+def test_unplaced_is_taken_back():
     view = view_of(target=2)
     listed(view)
     assert view.lacking
@@ -92,7 +92,7 @@ def test_an_unplaced_job_is_taken_back():
     assert view.trouble() == ""
 
 
-def test_a_failure_is_explained_once():
+def test_failure_is_explained_once():
     bad = row(0, "starting", detail="Driver Failure: No such image: x", node="n1", modified=3)
     view = view_of(target=1)
     listed(view, bad, row(1, "starting"))
@@ -105,7 +105,7 @@ def test_a_failure_is_explained_once():
     assert view.failures == 1
 
 
-def test_a_replaced_failure_is_no_trouble():
+def test_replaced_is_no_trouble():
     good, bad = row(0), row(0, "over", name="old", failed=True, detail="exit code 1", exit_code=1)
     view = view_of(good, ready=[good])
     listed(view, good, bad)
@@ -116,7 +116,7 @@ def test_a_replaced_failure_is_no_trouble():
     ("target", "count", "may"),
     [(1, 2, True), (2, 2, False), (1, 3, False), (1, 1, False)],
 )
-def test_lowering_takes_the_highest_away(target, count, may):
+def test_lowering_takes_highest(target, count, may):
     view = view_of(row(0), row(1))
     view.target = target
     assert view.may_lower(1, count) == may
@@ -133,7 +133,7 @@ def test_drained_ones_go_first():
     assert view.next_shrink() == row(2)
 
 
-def test_unplaced_wishes_are_dropped():
+def test_unplaced_are_dropped():
     view = view_of(row(0), target=4)
     view.target = 1
     assert view.unplaced_count(4) == 1

@@ -22,7 +22,7 @@ GONE = "Nomad does not answer at http://nomad:4646"
 
 
 @pytest.mark.parametrize(("patience_s", "is_final"), [(3600, False), (0, True)])
-def test_an_outage_ends_after_outage_s(caplog, patience_s, is_final):
+def test_ends_after_outage_s(caplog, patience_s, is_final):
     caplog.set_level(logging.WARNING)
     outage = Outage(patience_s=patience_s)
     assert (outage.reason, outage.away_s, outage.failure(), outage.over()) == ("", 0, None, False)
@@ -35,13 +35,13 @@ def test_an_outage_ends_after_outage_s(caplog, patience_s, is_final):
     assert [GONE in record.message for record in caplog.records] == [True, False], caplog.messages
 
 
-def test_a_wrong_setting_is_no_outage():
+def test_wrong_setting_is_none():
     outage = Outage(patience_s=0)
     outage.noted(NomadMisconfigured("NOMAD_TOKEN is no token of the cluster: make one"))
     assert str(outage.failure()).endswith("make one; that has been so for longer than outage_s (0 s)")
 
 
-async def test_waiters_hear_of_a_lost_engine():
+async def test_waiters_hear_of_it():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         slot = await pool.acquire("t")
@@ -110,7 +110,7 @@ async def test_replacements_are_paced(monkeypatch):
         assert looks.call_count < 100
 
 
-async def test_a_refused_purge_is_tried_again():
+async def test_refused_purge_is_retried():
     tried = 0
 
     async def action() -> None:
@@ -123,7 +123,7 @@ async def test_a_refused_purge_is_tried_again():
     assert tried == 2
 
 
-def test_a_hanging_call_holds_up_no_exit():
+def test_hanging_call_lets_exit():
     program = (
         "import asyncio, time\n"
         "from atropos.slots.backends.engines import BlockingCalls\n"
@@ -139,7 +139,7 @@ def test_a_hanging_call_holds_up_no_exit():
     assert (done.stdout, done.stderr) == ("the next one has its turn\n", "")
 
 
-async def test_cancelled_changes_are_awaited():
+async def test_cancelled_are_awaited():
     calls, begun, ended = BlockingCalls("test", at_once=2), threading.Event(), []
 
     def change() -> None:

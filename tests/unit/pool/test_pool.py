@@ -41,7 +41,7 @@ async def test_a_slot_is_leased_used_and_given_back():
     assert not pool_tasks()
 
 
-async def test_a_long_input_waits_for_no_command(monkeypatch):
+async def test_long_input_waits_for_none(monkeypatch):
     commands = []
     call = ModelClient.call
 
@@ -59,7 +59,7 @@ async def test_a_long_input_waits_for_no_command(monkeypatch):
     assert (removes.command[0], removes.concurrent) == ("rm", True)
 
 
-async def test_a_stream_that_breaks_at_the_end(monkeypatch):
+async def test_stream_that_breaks_at_end(monkeypatch):
     data = bytes(300_000)
 
     async def call(self, lease, operation, *, call_id=None):
@@ -88,7 +88,7 @@ async def test_unlisted_processes_are_explained(monkeypatch):
             await slot.processes()
 
 
-async def test_a_second_release_does_nothing():
+async def test_second_release_is_inert():
     pool, _ = model_pool()
     async with pool:
         slot = await pool.acquire("t")
@@ -122,7 +122,7 @@ async def test_waiters_are_served_first_come_first_served():
     assert order == list(range(20))
 
 
-async def test_overtaking_answers_keep_the_order(monkeypatch):
+async def test_overtaking_keeps_order(monkeypatch):
     monkeypatch.setattr("atropos.slots.pool.grants.IN_TURN_S", 60)
     pool, backend = model_pool(slots=4, containers=1)
     backend.delay_s, backend.jitter = 0.003, random.Random(7)
@@ -136,7 +136,7 @@ async def test_overtaking_answers_keep_the_order(monkeypatch):
     ]
 
 
-async def test_a_refused_acquire_keeps_its_place():
+async def test_refused_keeps_its_place():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         (server,) = backend.servers.values()
@@ -148,7 +148,7 @@ async def test_a_refused_acquire_keeps_its_place():
         assert order == list(range(5))
 
 
-async def test_a_full_server_hears_who_waits():
+async def test_full_server_hears_waiters():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         (server,) = backend.servers.values()
@@ -170,7 +170,7 @@ async def test_a_full_server_hears_who_waits():
         await (await waiting).release()
 
 
-async def test_demand_opens_idleness_closes():
+async def test_demand_opens_idle_closes():
     pool, backend = model_pool(slots=2, containers=3, idle_container_s=0.2)
     async with pool:
         slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(6)))
@@ -213,7 +213,7 @@ async def test_low_containers_fill_first():
         await until(lambda: len(backend.listed) == 1, "the idle one closed")
 
 
-async def test_a_late_lease_keeps_a_container():
+async def test_late_lease_keeps_it():
     pool, backend = model_pool(slots=1, containers=3, idle_container_s=0.1)
     async with pool:
         slots = [await pool.acquire(f"t{n}") for n in range(3)]
@@ -254,7 +254,7 @@ async def test_silence_stops_no_scaling(monkeypatch):
         await asyncio.gather(*(slot.release() for slot in [*slots[:2], *more]))
 
 
-async def test_others_leases_keep_a_container():
+async def test_others_leases_keep_it():
     pool, backend = model_pool(slots=2, containers=2, idle_container_s=0.05)
     async with pool:
         slots = await asyncio.gather(*(pool.acquire(f"t{n}") for n in range(4)))
@@ -289,7 +289,7 @@ async def test_a_blocked_loop_is_no_wait():
 
 
 @pytest.mark.parametrize("moment", [0, 0.001, 0.003, 0.005, 0.008, 0.012])
-async def test_cancelled_acquire_leaks_no_slot(moment):
+async def test_cancels_leak_no_slot(moment):
     pool, backend = model_pool(slots=2, containers=1)
     backend.delay_s = 0.004
     async with pool:
@@ -318,7 +318,7 @@ async def test_an_unanswered_acquire_is_taken_back():
         assert pool.stats().free == 1
 
 
-async def test_a_cancelled_release_goes_on():
+async def test_cancelled_release_goes_on():
     pool, backend = model_pool(slots=1, containers=1)
     backend.delay_s = 0.01
     async with pool:
@@ -333,7 +333,7 @@ async def test_a_cancelled_release_goes_on():
     assert backend.held == 0
 
 
-async def test_a_lost_container_ends_its_leases():
+async def test_lost_container_ends_all():
     pool, backend = model_pool(slots=1, containers=2, min_containers=2)
     async with pool:
         a, b = [await pool.acquire(f"t{n}") for n in range(2)]
@@ -346,7 +346,7 @@ async def test_a_lost_container_ends_its_leases():
         assert pool.stats().lost == 1
 
 
-async def test_a_change_reads_one_container():
+async def test_change_reads_one():
     pool, backend = model_pool(slots=1, containers=2000, min_containers=2000)
     changes = 300
     async with pool:
@@ -392,7 +392,7 @@ async def test_a_lost_server_is_replaced(monkeypatch):
         assert backend.retired == [slot.container]
 
 
-async def test_a_silent_server_is_replaced(monkeypatch):
+async def test_silent_server_is_replaced(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.05)
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
@@ -419,7 +419,7 @@ async def test_a_server_restarted_in_place_is_used_again():
         assert backend.retired == []
 
 
-async def test_releases_and_losses_are_counted():
+async def test_losses_are_counted():
     pool, backend = model_pool(slots=4, containers=1)
     async with pool:
         (server,) = backend.servers.values()
@@ -457,7 +457,7 @@ async def test_an_unclean_slot_is_not_leased_again():
         assert pool.stats().retired == 1
 
 
-async def test_retired_slots_are_replaced():
+async def test_retired_are_replaced():
     pool, backend = model_pool(slots=3, containers=1, acquire_timeout_s=2)
     async with pool:
         (server,) = backend.servers.values()
@@ -477,7 +477,7 @@ async def test_retired_slots_are_replaced():
             await slot.release()
 
 
-async def test_an_ended_lease_frees_its_slot():
+async def test_ended_lease_frees_slot():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         (server,) = backend.servers.values()
@@ -489,7 +489,7 @@ async def test_an_ended_lease_frees_its_slot():
         await slot.release()
 
 
-async def test_an_ended_lease_wears_nothing_out():
+async def test_ended_lease_wears_none():
     pool, backend = model_pool(slots=2, containers=1)
     async with pool:
         (server,) = backend.servers.values()
@@ -505,7 +505,7 @@ async def test_an_ended_lease_wears_nothing_out():
         await other
 
 
-async def test_a_draining_container_is_passed():
+async def test_draining_is_passed():
     pool, backend = model_pool(slots=2, containers=2, idle_container_s=60)
     async with pool:
         (server,) = backend.servers.values()
@@ -579,7 +579,7 @@ async def test_waiters_hear_of_a_fatal_failure_at_once():
             await waiting
 
 
-async def test_a_refusal_is_forgotten_in_time(monkeypatch):
+async def test_refusal_is_forgotten(monkeypatch):
     pool, backend = model_pool(slots=1, containers=2, require_sandbox=True)
     whole, isolated = ModelClient.capabilities, False
 
@@ -596,7 +596,7 @@ async def test_a_refusal_is_forgotten_in_time(monkeypatch):
         assert pool.trouble() == ""
 
 
-async def test_an_old_refusal_is_no_trouble(monkeypatch):
+async def test_old_refusal_is_no_trouble(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.REFUSED_S", (0.01, 0.05))
     monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 0.1)
     pool, backend = model_pool(slots=1, containers=2)
@@ -616,7 +616,7 @@ async def test_an_old_refusal_is_no_trouble(monkeypatch):
         await until(lambda: not pool.trouble(), "no trouble")
 
 
-async def test_a_refused_growth_is_retried(monkeypatch):
+async def test_refused_growth_is_retried(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.REFUSED_S", (0.01, 0.05))
     pool, backend = model_pool(slots=1, containers=2)
     async with pool, pool.lease("a"):
@@ -628,7 +628,7 @@ async def test_a_refused_growth_is_retried(monkeypatch):
         await (await waiting).release()
 
 
-async def test_removed_containers_are_replaced(monkeypatch):
+async def test_removed_are_replaced(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 0.05)
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
@@ -637,7 +637,7 @@ async def test_removed_containers_are_replaced(monkeypatch):
             pass
 
 
-async def test_stop_ends_acquires_and_leases():
+async def test_stop_ends_all():
     pool, backend = model_pool(slots=1, containers=1)
     await pool.start()
     slot = await pool.acquire("t")
@@ -678,7 +678,7 @@ async def test_unsupported_requests_leak_nothing():
             pass
 
 
-async def test_unknown_bases_are_config_errors():
+async def test_unknown_bases_are_refused():
     pool, _ = model_pool(bases={"ml": "/srv/ml"})
     async with pool:
         with pytest.raises(ConfigError, match=r"base: 'x'.*ml"):
@@ -769,7 +769,7 @@ async def test_locks_follow_no_link(monkeypatch, tmp_path, there):
     assert not there or not os.listdir(elsewhere)
 
 
-async def test_a_lost_preparation_moves_on():
+async def test_lost_preparation_moves_on():
     pool, backend = model_pool(containers=2)
     async with pool:
         (server,) = backend.servers.values()
@@ -782,7 +782,7 @@ async def test_a_lost_preparation_moves_on():
             assert slot.container != server.name
 
 
-async def test_many_images_cost_a_lease_nothing():
+async def test_many_images_are_free():
     """The cost is compared in the same run, generously: one that grew with the images was six times as high."""
     pool, _ = model_pool(containers=30, min_containers=30)
     async with pool:
@@ -829,7 +829,7 @@ async def test_image_leases_are_fifo():
 
 
 @pytest.mark.parametrize("gone", ["dropped", "lost"])
-async def test_a_gone_snapshot_on_an_image_fails(gone):
+async def test_gone_snapshot_fails(gone):
     pool, backend = model_pool(slots=2, containers=2, min_containers=2)
     async with pool:
         slot = await pool.acquire("origin")
@@ -843,7 +843,7 @@ async def test_a_gone_snapshot_on_an_image_fails(gone):
             await pool.acquire("fork", snapshot=snapshot, image="python:3.13-slim")
 
 
-async def test_forks_take_their_snapshot_along():
+async def test_forks_take_snapshots():
     pool, backend = model_pool(slots=3, containers=2)
     async with pool:
         slot = await pool.acquire("t")
@@ -890,7 +890,7 @@ async def gets_the_slot_of_its_origin(waiting, origin, pool):
     assert (pool.stats().free, pool.stats().leased) == (2, 0)
 
 
-async def test_a_failed_copy_is_explained():
+async def test_failed_copy_is_explained():
     pool, backend = model_pool(slots=1, containers=2, min_containers=2)
     async with pool:
         slot = await pool.acquire("origin")
@@ -905,7 +905,7 @@ async def test_a_failed_copy_is_explained():
         await gets_the_slot_of_its_origin(later, slot, pool)
 
 
-async def test_a_copy_survives_its_target(monkeypatch):
+async def test_copy_survives_its_target(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.05)
     pool, backend = model_pool(slots=1, containers=2, min_containers=2)
     async with pool:
@@ -921,7 +921,7 @@ async def test_a_copy_survives_its_target(monkeypatch):
         assert not snapshot.stays_because
 
 
-async def test_a_refused_snapshot_is_waited_for():
+async def test_refused_one_is_waited_for():
     pool, backend = model_pool(slots=1, containers=2, min_containers=2)
     async with pool:
         slot = await pool.acquire("t")
@@ -932,7 +932,7 @@ async def test_a_refused_snapshot_is_waited_for():
         await gets_the_slot_of_its_origin(waiting, slot, pool)
 
 
-async def test_random_traffic_leaks_nothing():
+async def test_random_traffic_leaks_none():
     rng = random.Random(11)
     pool, backend = model_pool(slots=3, containers=4, acquire_timeout_s=30, idle_container_s=0.05)
     backend.delay_s, backend.jitter = 0.001, rng
@@ -971,7 +971,7 @@ async def test_random_traffic_leaks_nothing():
     assert not pool_tasks()
 
 
-async def test_stale_snapshots_are_dropped():
+async def test_stale_are_dropped():
     pool, backend = model_pool(slots=2, containers=1)
     async with pool:
         slot = await pool.acquire("t")

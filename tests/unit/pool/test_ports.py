@@ -82,7 +82,7 @@ async def ended(forward: PortForward) -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_an_invalid_port_is_refused():
+async def test_invalid_port_is_refused():
     slot = OneRelay(Relay(LISTENS))
     for port, listen, says in ((70_000, 0, "port: 70000"), (0, 0, "port: 0"), (80, 70_000, "listen: 70000")):
         with pytest.raises(ConfigError, match=f"{says} is no TCP port"):
@@ -91,7 +91,7 @@ async def test_an_invalid_port_is_refused():
         await PortForward.from_slot(slot, 80, 70_000)
 
 
-async def test_a_forward_in_leads_nothing_out():
+async def test_forward_in_leads_in_only():
     async with service() as (port, visits):
         relay = Relay(LISTENS)
         async with await PortForward.to_slot(OneRelay(relay), port) as forward:
@@ -101,7 +101,7 @@ async def test_a_forward_in_leads_nothing_out():
         assert not visits
 
 
-async def test_a_forward_out_has_one_target():
+async def test_forward_out_one_target():
     async with service() as (port, visits):
         relay = Relay(LISTENS, frame(b"O", 1))
         async with await PortForward.from_slot(OneRelay(relay), 9, port):
@@ -112,14 +112,14 @@ async def test_a_forward_out_has_one_target():
         assert len(visits) == 1
 
 
-async def test_a_long_frame_ends_the_forward():
+async def test_long_frame_ends_forward():
     relay = Relay(LISTENS)
     async with await PortForward.to_slot(OneRelay(relay), 9) as forward:
         relay.says.put_nowait(b"D" + bytes(4) + (READ_BYTES + 1).to_bytes(4))
         await ended(forward)
 
 
-async def test_a_full_queue_holds_up_no_other():
+async def test_full_holds_up_no_other():
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0), backlog=1) as service, contextlib.ExitStack() as taken:
         service.setblocking(False)
@@ -164,7 +164,7 @@ async def test_connections_are_bounded():
             await relay.communicate()
 
 
-async def test_two_pieces_wait_for_no_ack():
+async def test_two_pieces_need_no_ack():
     """Which Linux delays by 40 ms: a client's head and body, sent apart, arrive as two frames."""
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as service:
@@ -209,7 +209,7 @@ async def test_a_frame_that_is_not_sent_ends_the_forward():
         await ended(forward)
 
 
-async def test_connections_end_with_the_relay():
+async def test_connections_end_together():
     async with service() as (port, visits):
         relay = Relay(LISTENS)
         async with await PortForward.from_slot(OneRelay(relay), 9, port):

@@ -48,7 +48,7 @@ class FakeEngine:
         self.containers = [each for each in self.containers if each.id != container_id]
 
 
-async def test_a_shared_container_stays_open(caplog, monkeypatch):
+async def test_shared_stays_open(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     async with serving(slots=1, heartbeat_s=5) as one, serving(slots=1, heartbeat_s=5) as two:
         config = SlotPoolConfig(backend="docker", slots_per_container=1, max_containers=2, idle_container_s=0.2)
@@ -68,7 +68,7 @@ async def test_a_shared_container_stays_open(caplog, monkeypatch):
                 pass
 
 
-async def test_an_ending_container_is_not_reused(monkeypatch):
+async def test_ending_is_not_reused(monkeypatch):
     async with serving(slots=1, heartbeat_s=5) as server:
         config = SlotPoolConfig(backend="docker", slots_per_container=1, max_containers=1)
         engine = FakeEngine([server.url], ContainerSpec.from_pool(config).fingerprint(config.image))
@@ -94,7 +94,7 @@ async def test_an_ending_container_is_not_reused(monkeypatch):
             await docker.aclose(purge=True)
 
 
-async def test_a_start_ends_earlier_trouble(monkeypatch):
+async def test_start_ends_old_trouble(monkeypatch):
     monkeypatch.setattr("atropos.aio.backoff_s", lambda *_, **__: 0.01)
     async with serving(slots=1, heartbeat_s=5) as server:
         engine, works = FakeEngine([], ""), False

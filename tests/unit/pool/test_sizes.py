@@ -160,7 +160,7 @@ def test_small_leases_starve_no_large_one():
     assert behind.waiting
 
 
-def test_a_gpu_lease_reserves_one_slot():
+def test_gpu_lease_reserves_one():
     fleet, seat = Fleet(SLOT, devices=Resources(gpus=1)), Seat("one", 0)
     fleet.join(seat, slots=4, free=SLOT * 4 + Resources(gpus=1), now=0)
     gpu = SLOT + Resources(gpus=1)
@@ -189,7 +189,7 @@ def settle(fleet):
         fleet.granted(ticket)
 
 
-def test_no_later_lease_passes_a_large_one():
+def test_none_passes_a_large_one():
     fleet = Fleet(SLOT)
     first, second, third = Seat("first", 0), Seat("second", 1), Seat("third", 2)
     fleet.join(first, slots=4, free=SLOT * 4, now=0)
@@ -207,7 +207,7 @@ def test_no_later_lease_passes_a_large_one():
     assert (large.seat, later.seat) == (third, None)
 
 
-def test_an_older_lease_takes_the_reserved():
+def test_older_takes_the_reserved():
     fleet = Fleet(SLOT)
     first, second = Seat("first", 0), Seat("second", 1)
     for seat in (first, second):
@@ -228,7 +228,7 @@ def test_an_older_lease_takes_the_reserved():
     assert later.seat is second
 
 
-def test_unneeded_room_goes_to_the_next():
+def test_unneeded_goes_on():
     fleet = Fleet(SLOT)
 
     def full(key, index):
@@ -250,7 +250,7 @@ def test_unneeded_room_goes_to_the_next():
     assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(older, fourth), (younger, third)]
 
 
-def test_given_up_room_goes_to_the_next():
+def test_given_up_goes_on():
     fleet = Fleet(SLOT)
     first, second = Seat("first", 0), Seat("second", 1)
     fleet.join(first, slots=4, free=SLOT * 2, now=0)
@@ -276,7 +276,7 @@ def test_a_shrunken_container_serves_others():
     assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(large, whole)]
 
 
-def test_an_impossible_lease_holds_up_none():
+def test_impossible_holds_up_none():
     fleet = Fleet(SLOT)
     fleet.join(seat := Seat("worn", 0), slots=4, free=SLOT * 3, now=0)
     seat.retired, seat.retired_room = 1, SLOT
@@ -288,7 +288,7 @@ def test_an_impossible_lease_holds_up_none():
     assert [(ticket, ticket.seat) for ticket in fleet.match()] == [(large, whole), (later, seat)]
 
 
-def test_scattered_room_makes_the_pool_grow():
+def test_scattered_grows_the_pool():
     fleet = Fleet(SLOT)
     for n in range(4):
         fleet.join(Seat(f"c{n}", n), slots=2, free=SLOT, now=0)
@@ -300,7 +300,7 @@ def test_scattered_room_makes_the_pool_grow():
         assert plan(state, Limits(1, 8, slots_per_container=2)).target == containers
 
 
-async def test_those_behind_get_given_up_room():
+async def test_those_behind_get_it():
     pool, _ = model_pool(slots=2, containers=1)
     async with pool, pool.lease("holder"):
         large = asyncio.create_task(pool.acquire("large", limits=LeaseLimits(memory_mib=2 * MODEL_SLOT.memory_mib)))
@@ -311,7 +311,7 @@ async def test_those_behind_get_given_up_room():
         await (await behind).release()
 
 
-async def test_a_large_lease_grows_the_pool():
+async def test_large_lease_grows_pool():
     pool, _ = model_pool(slots=2, containers=3, min_containers=2)
     async with pool:
         held = [await pool.acquire(f"t{n}") for n in range(3)]
@@ -329,7 +329,7 @@ async def test_a_large_lease_grows_the_pool():
         (LeaseLimits(disk_mib=401), "disk_mib", 400),
     ],
 )
-async def test_more_than_a_container_is_refused(asked, field, largest):
+async def test_too_large_is_refused(asked, field, largest):
     pool, _ = model_pool(slots=4, containers=1, limits=SlotLimits(memory_mib=100, pids=25))
     async with pool:
         with pytest.raises(LimitTooLarge, match=rf"limits\.{field}: {largest + 1} asked for.*has {largest}") as caught:
@@ -343,7 +343,7 @@ def test_a_refused_size_is_named_digit_by_digit():
     assert refused == "limits.memory_mib: 1048577 asked for, the largest container has 4194304 (4 slots)"
 
 
-def test_a_lease_takes_at_least_a_slot():
+def test_lease_takes_at_least_slot():
     config = SlotPoolConfig(limits=SlotLimits(memory_mib=100, pids=20))
     slot = Resources(memory_mib=100, pids=20)
     assert config.room(None) == config.room(LeaseLimits()) == slot
@@ -353,7 +353,7 @@ def test_a_lease_takes_at_least_a_slot():
     assert config.room(LeaseLimits(cpu_quota=8, disk_mib=90, wall_s=9)) == slot
 
 
-async def test_forks_have_the_lease_s_size():
+async def test_forks_have_lease_s_size():
     pool, backend = model_pool(slots=4, containers=1)
     async with pool:
         slot = await pool.acquire("t", limits=LeaseLimits(memory_mib=3000))

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.slow("starts Python anew")
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_the_simulated_fleet_is_measured() -> None:
+def test_fleet_is_measured() -> None:
     command = [sys.executable, "-m", "benchmarks.fleet", "--largest", "10"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "320" in done.stdout
 
 
-async def test_a_run_without_peers_starts_none() -> None:
+async def test_no_peers_starts_none() -> None:
     context = Context(scale=0.1, say=print, skip_peers=True)
     async with swe_rex.running(context) as rex, docker_peer.container(context) as container:
         assert (rex, container) == (None, None)

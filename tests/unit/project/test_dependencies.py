@@ -113,7 +113,7 @@ def test_every_import_is_declared() -> None:
     assert undeclared == []
 
 
-def test_every_dependency_is_imported() -> None:
+def test_dependencies_are_imported() -> None:
     used = set().union(*distributions().values())
     assert CORE - used == set()
     assert {name: listed - used for name, listed in OF_EXTRA.items() if listed - used} == {}

@@ -85,7 +85,7 @@ def machine(tmp_path: Path) -> Callable[[str, str], subprocess.CompletedProcess[
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="packages are installed by root")
 @pytest.mark.parametrize("packages", [DEBIAN_12, DEBIAN_13], ids=["Debian 12", "Debian 13"])
-def test_docker_s_client_is_installed(machine, tmp_path: Path, packages: str) -> None:
+def test_docker_client_installed(machine, tmp_path: Path, packages: str) -> None:
     done = machine(packages, "engines.Engines().install()")
     assert done.returncode == 0, done.stderr
     assert {"docker", "dockerd", "ip", "iptables"} <= {path.name for path in (tmp_path / "bin").iterdir()}

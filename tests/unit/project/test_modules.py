@@ -18,7 +18,7 @@ GIVEN_NAMES = {"AtroposEnvironment", "AtroposRuntime", "PortForward", "Process",
 """Classes that other evaluation stacks' configurations name, and those of `slots.sync`, which are called as the async ones."""
 
 
-def test_every_module_can_be_imported() -> None:
+def test_modules_can_be_imported() -> None:
     def failed(name: str) -> None:
         raise AssertionError(f"the package {name} can't be imported")
 
@@ -34,7 +34,7 @@ def test_every_module_can_be_imported() -> None:
             assert module.__doc__, f"{name} says nothing of itself"
 
 
-def test_archives_are_read_to_their_end() -> None:
+def test_archives_read_to_the_end() -> None:
     """The tar module takes a damaged header for the end: what opens one without `WholeTar` loses files in silence."""
     opened = [
         f"{path}:{call.lineno}"
@@ -67,7 +67,7 @@ def _contexts(tree: ast.Module) -> Iterator[ast.withitem]:
     return (item for each in ast.walk(tree) if isinstance(each, ast.AsyncWith) for item in each.items)
 
 
-def test_no_two_classes_have_one_name():
+def test_classes_have_own_names():
     """But for `GIVEN_NAMES`: one concept a noun, over the whole package."""
     names = Counter(
         name

@@ -33,7 +33,7 @@ def test_every_relative_link_leads_to_a_file(page: Path) -> None:
     assert not missing
 
 
-def test_no_page_installs_the_namesake() -> None:
+def test_no_page_installs_namesake() -> None:
     named = re.compile(r"pip install (?:-\S+ )*['\"]?atropos\b")
     assert [page.name for page in PAGES if page.name != "CHANGELOG.md" and named.search(page.read_text())] == []
 
@@ -66,7 +66,7 @@ def test_every_named_option_exists(page: Path) -> None:
     assert unknown == []
 
 
-def test_every_page_of_the_site_is_there() -> None:
+def test_every_page_is_there() -> None:
     pages = set(re.findall(r"- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert all((ROOT / "docs" / page).exists() for page in pages)
     written = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("*.md")}
@@ -76,7 +76,7 @@ def test_every_page_of_the_site_is_there() -> None:
         assert written - {"index.md"} <= linked, front
 
 
-def test_codes_and_alerts_are_documented() -> None:
+def test_codes_are_documented() -> None:
     guide = (ROOT / "docs/operations.md").read_text()
     alerts = yaml.safe_load((ROOT / "monitoring/alerts.yml").read_text())["groups"][0]["rules"]
     dropped = {kind.code for kind in (HookError, PromptTooLong, TaskFault, VerifierError, WorkspaceLost)}
@@ -85,7 +85,7 @@ def test_codes_and_alerts_are_documented() -> None:
 
 
 @pytest.mark.slow("starts Python anew")
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_site_builds_cleanly(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
         capture_output=True,

@@ -34,7 +34,7 @@ def write(machine: GpuMachine, spec: dict, name: str = "gpu-test.json") -> None:
     (machine.specs / name).write_text(text)
 
 
-def test_a_device_has_its_kind_s_edits(machine):
+def test_device_has_kinds_edits(machine):
     first, second = gpus(machine, count=2)
     assert [first.name, second.name] == [f"{KIND}=0", f"{KIND}=1"]
     assert dict(second.env) == {"GPU": "1", "GPU_LIBRARY": "yes"}
@@ -92,14 +92,14 @@ def test_a_container_has_devices_with_nodes(machine):
         gpus(machine, f"{KIND}=0")
 
 
-def test_an_engine_s_devices_are_found(machine):
+def test_engine_devices_are_found(machine):
     spec = machine.spec()
     spec["devices"][0]["containerEdits"]["deviceNodes"] = [{"path": "/dev/full", "hostPath": "/driver/dev/gpu0"}]
     write(machine, spec)
     assert Bind("/dev/full", "/dev/full", device=True) in gpus(machine)[0].binds
 
 
-def test_unopenable_nodes_are_refused(machine):
+def test_unopenable_are_refused(machine):
     node = machine.folder / "dev" / "gpu0"
     node.chmod(0o660)
     pid = os.fork()
@@ -143,14 +143,14 @@ HOOK = {"hookName": "createContainer", "path": "/usr/bin/vendor-hook", "args": [
         ),
     ],
 )
-def test_bad_specifications_are_refused(machine, change, said):
+def test_bad_ones_are_refused(machine, change, said):
     write(machine, change(machine.spec()))
     with pytest.raises(ConfigError) as caught:
         gpus(machine)
     assert said in str(caught.value)
 
 
-def test_the_older_tool_s_hooks_are_read_too(machine):
+def test_older_hooks_are_read(machine):
     tool = {"hookName": "createContainer", "path": "/usr/bin/nvidia-ctk"}
     given = (
         ["create-symlinks", "--link=a::/opt/b"],

@@ -82,7 +82,7 @@ NO_PROTOCOL = {"DCCP": 33, "L2TP": 115, "SCTP": 132, "UDP-Lite": 136, "SMC": 256
 
 
 @pytest.mark.parametrize("high", [0, HIGH])
-def test_no_program_installs_filters(program, high):
+def test_no_program_installs_one(program, high):
     for option in (26, 51):  # SO_ATTACH_FILTER, SO_ATTACH_REUSEPORT_CBPF
         assert answer(program, "setsockopt", 3, 1 | high, option | high, 0x1000, 16) == errno.ENOPROTOOPT
     assert answer(program, "prctl", 22 | high, 2) == errno.EINVAL
@@ -101,7 +101,7 @@ def test_other_uses_are_allowed(program):
 
 
 @pytest.mark.parametrize("name", PRIVILEGED)
-def test_privileged_calls_get_eperm(program, name):
+def test_privileged_get_eperm(program, name):
     assert program.number(name) < 0 or answer(program, name) == errno.EPERM
 
 
@@ -161,7 +161,7 @@ def test_namespaces_show_no_owner(program, high):
 
 
 @pytest.mark.parametrize("flags", [4, 5, 7, 0xFFFFFFFF, 0xFFFFFFE7])
-def test_unknown_memfd_flags_are_refused(program, flags):
+def test_odd_memfd_flags_refused(program, flags):
     """Chromium, Electron and others try this, and end when the answer is another."""
     assert answer(program, "memfd_create", 0x1000, flags) == errno.EINVAL
     assert answer(program, "memfd_create", 0x1000, flags & ~4) == 0  # the kernel's own to answer
@@ -181,7 +181,7 @@ def test_only_namespaces_can_t_be_made_anew(program):
     assert answer(program, "unshare", 0x600) == 0  # a working directory and descriptors of a thread's own
 
 
-def test_unjudged_calls_are_refused(program, monkeypatch):
+def test_unjudged_are_refused(program, monkeypatch):
     known = slot_filter._Filter.resolve
     monkeypatch.setattr(slot_filter._Filter, "resolve", lambda self, call: call if call == 500 else known(self, call))
     made = made_for(program.machine)

@@ -11,7 +11,7 @@ from atropos.sandbox.linux import pause_program
 from atropos.sandbox.programs import runner
 
 
-def test_the_runner_imports_at_its_start():
+def test_imports_at_its_start():
     """In a slot there is nothing to import from: such an operation would fail."""
     files = sorted(Path(runner.__file__).parent.rglob("*.py"))
     assert len(files) > 20

@@ -22,7 +22,7 @@ ALL = SLOT_IDS + 1 + CREATORS
         ("0 1000 1\n1 300000 65536", [(0, 1000, 64_537)]),
     ],
 )
-def test_slots_have_the_image_s_ids(uid_map, extents):
+def test_slots_have_image_s_ids(uid_map, extents):
     found = free_extents(uid_map)
     assert found == extents
     assert outside(found, 0) == extents[0][1]

@@ -44,7 +44,7 @@ def test_no_home_has_no_store(folder):
 
 
 @pytest.mark.parametrize("closed", [".", "layers"])
-def test_a_read_only_store_is_refused(folder, closed):
+def test_read_only_is_refused(folder, closed):
     """As another user, or root, left it."""
     store = folder / f"store {closed}"
     (store / "layers").mkdir(parents=True)

@@ -30,7 +30,7 @@ def test_calls_have_their_machine_s_numbers(machine):
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_the_probe_tries_the_calls_that_it_means(machine):
+def test_probe_tries_what_it_means(machine):
     """Under another's number it would try a call that is refused for other reasons."""
     table = re.search(r"(?s)^calls = (\{.*?\}\})$", probe._INSIDE, re.MULTILINE)
     assert table, "the probe's table"
@@ -40,7 +40,7 @@ def test_the_probe_tries_the_calls_that_it_means(machine):
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_the_program_that_pauses_runs(machine, monkeypatch, tmp_path):
+def test_program_that_pauses_runs(machine, monkeypatch, tmp_path):
     emulator = [] if machine == os.uname().machine else [shutil.which(f"qemu-{machine}-static")]
     if None in emulator:
         pytest.skip(f"qemu-{machine}-static (qemu-user-static) is not installed")

@@ -73,7 +73,7 @@ REMOVE = "import sys; from atropos.trees import remove_tree; remove_tree(sys.arg
 
 
 @needs_root
-def test_a_stuck_file_keeps_no_other(folder):
+def test_stuck_file_keeps_no_other(folder):
     """For example, one that is mounted, or that NFS keeps for a program which has it open."""
     top = folder / "full"
     for number in range(8):
@@ -103,7 +103,7 @@ def test_a_stuck_tree_is_left(folder):
 @needs_root
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, for a newuidmap of its own")
 @pytest.mark.skipif(not os.path.exists("/etc/subuid"), reason="needs /etc/subuid, to mount another one there")
-def test_the_next_server_removes_leftovers(folder):
+def test_next_server_removes_them(folder):
     """Their files belong to ids of /etc/subuid, which the user alone may not touch."""
     programs, ids = folder / "programs", folder / "ids"
     programs.mkdir()

@@ -90,7 +90,7 @@ def said(*command: str) -> str:
     return done.stdout
 
 
-def test_large_files_are_not_read_whole(tmp_path):
+def test_large_not_read_whole(tmp_path):
     """The memory of PID 1 is its slot's: a file of half of it would be the end of both."""
     file = tmp_path / "large"
     with file.open("wb") as opened:

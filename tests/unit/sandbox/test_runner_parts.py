@@ -43,7 +43,7 @@ def test_an_output_is_whole_or_head_and_tail(limit: int, pieces: list[bytes]) ->
     assert kept.value() == whole[:half] + note + whole[-half:]
 
 
-def test_tiny_pieces_cost_their_bytes() -> None:
+def test_tiny_pieces_are_cheap() -> None:
     """It is PID 1's memory, and so its slot's."""
     kept = HeadTail(200_000)
     tracemalloc.start()
@@ -104,7 +104,7 @@ def test_a_file_has_its_size_wherever_it_is_read(tmp_path, offset) -> None:
     assert (fields["size"], blobs["data"]) == (5, b"hello"[offset:])
 
 
-def test_a_growing_file_is_read_in_part(tmp_path) -> None:
+def test_growing_is_read_in_part(tmp_path) -> None:
     """PID 1 has decided by that length to read the file itself, into its slot's memory."""
     (tmp_path / "file").write_bytes(b"hello")
     fd, found = open_regular(str(tmp_path / "file"))

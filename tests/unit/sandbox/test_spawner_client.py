@@ -23,7 +23,7 @@ def process():
         yield process
 
 
-async def test_a_start_without_room_fails_alone(monkeypatch, process):
+async def test_start_without_room_fails(monkeypatch, process):
     """The kernel counts them per user: where the server shares its user with slots, one of them can hold all."""
 
     def full(*_):
@@ -48,7 +48,7 @@ async def test_a_start_without_room_fails_alone(monkeypatch, process):
         theirs.close()
 
 
-async def test_a_gone_spawner_starts_nothing(process):
+async def test_gone_spawner_starts_none(process):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     client = SpawnerClient(process, ours)
@@ -63,7 +63,7 @@ async def test_a_gone_spawner_starts_nothing(process):
         await client.aclose()
 
 
-def test_an_orphaned_spawner_ends_quietly():
+def test_orphan_ends_quietly():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.close()
     with theirs:

@@ -15,7 +15,7 @@ from atropos.sandbox.linux import stopped_children
 STARTER = "import os, sys; print(os.waitpid(os.posix_spawn(sys.argv[1], ['program'], {}), 0)[1], flush=True)"
 
 
-def test_a_child_stuck_on_a_lease_is_ended(tmp_path):
+def test_child_on_a_lease_is_ended(tmp_path):
     program = tmp_path / "program"
     shutil.copy("/bin/true", program)
     handler = signal.signal(signal.SIGIO, signal.SIG_IGN)

@@ -24,7 +24,7 @@ from tests.unit.server.fakes import TOKEN, FakeHost, FakeSandbox, serving
 from tests.waiting import SLOWNESS, until
 
 
-async def test_many_retired_slots_end_the_server():
+async def test_many_retired_end_it():
     host = FakeHost()
     async with serving(host, slots=4, max_retired=2) as running, client_of(running) as client:
         leases = [await client.acquire(request()) for _ in range(3)]
@@ -52,7 +52,7 @@ async def test_a_retired_slot_comes_back():
         await until(lambda: running.core.state.table.free == 4)
 
 
-async def test_parallel_failures_count_once(monkeypatch):
+async def test_parallel_count_once(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (0.5,) * 5)
     host = FakeHost()
     async with serving(host, slots=16) as running, client_of(running) as client:
@@ -68,7 +68,7 @@ async def test_parallel_failures_count_once(monkeypatch):
         await client.release(await client.acquire(request()))
 
 
-async def test_a_doubtful_view_retires_its_slot():
+async def test_doubtful_view_retires():
     host = FakeHost()
     async with serving(host, slots=4) as running, client_of(running) as client:
         lease = await client.acquire(request())
@@ -82,7 +82,7 @@ async def test_a_doubtful_view_retires_its_slot():
         await until(lambda: running.core.state.table.free == 4)
 
 
-async def test_the_log_names_no_secret_ids(caplog, monkeypatch):
+async def test_log_names_no_secret_ids(caplog, monkeypatch):
     caplog.set_level("INFO", "atropos.sandbox")
     host = FakeHost()
     async with serving(host) as running, client_of(running) as client:
@@ -104,7 +104,7 @@ async def test_the_log_names_no_secret_ids(caplog, monkeypatch):
     assert "tester" not in said
 
 
-async def test_failed_starts_end_the_server(monkeypatch):
+async def test_failed_starts_end_server(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (0.01,) * 5)
     host = FakeHost()
     async with serving(host, slots=2, warm=0) as running, client_of(running) as client:
@@ -121,7 +121,7 @@ async def test_failed_starts_end_the_server(monkeypatch):
 
 
 @pytest.mark.parametrize("network", [False, True])
-async def test_a_broken_host_ends_the_server(monkeypatch, network):
+async def test_broken_host_ends_server(monkeypatch, network):
     monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (3600.0,) * 5)
     host = FakeHost()
     async with serving(host, slots=2, allow_network=network) as running, client_of(running) as client:
@@ -170,7 +170,7 @@ async def test_a_warm_sandbox_that_died_is_never_leased():
         await until(lambda: not host.live & set(dead))
 
 
-async def test_a_doubtful_spare_is_logged(caplog):
+async def test_doubtful_spare_is_logged(caplog):
     host = FakeHost()
     async with serving(host) as running:
         await until(lambda: running.core.leasing.warm_pool.ready == 5)
@@ -199,7 +199,7 @@ async def test_what_was_asked_for_of_late_is_started_ahead():
             await client.release(lease)
 
 
-async def test_a_release_during_the_start():
+async def test_release_during_start():
     host = FakeHost()
     async with serving(host, slots=1, warm=0) as running, client_of(running) as client:
         await until(lambda: running.core.leasing.warm_pool.ready == 1)
@@ -232,7 +232,7 @@ async def test_a_snapshot_waits_for_earlier_calls():
         assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
 
 
-async def test_concurrent_commands_pass_others(monkeypatch):
+async def test_concurrent_pass_others(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.calls.lanes.MAX_CONCURRENT", 2)
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
@@ -279,7 +279,7 @@ async def test_a_snapshot_waits_for_concurrent_ones():
         await asyncio.gather(freezing, behind)
 
 
-async def test_a_copy_runs_beside_commands():
+async def test_copy_runs_beside_commands():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         lanes = running.core.state.runs[lease.lease_id].lanes
@@ -297,7 +297,7 @@ async def test_a_copy_runs_beside_commands():
         agent.cancel()
 
 
-async def test_a_failed_snapshot_ends_its_lease():
+async def test_failed_snapshot_ends():
     host = FakeHost()
     async with serving(host) as running, client_of(running) as client:
         lease, other = await client.acquire(request()), await client.acquire(request())
@@ -355,7 +355,7 @@ async def test_one_snapshot_id_serves_one_lease():
         await until(lambda: not running.host.layers)
 
 
-async def test_a_repeated_snapshot_is_the_same():
+async def test_repeated_snapshot_is_one():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         running.host.may_start.clear()
@@ -393,7 +393,7 @@ async def test_snapshots_are_bounded():
         assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
 
 
-async def test_parallel_snapshots_share_the_bound():
+async def test_snapshots_share_the_bound():
     async with serving(max_snapshots=20) as running, client_of(running) as client:
         lease = await client.acquire(request())
         outcomes = await asyncio.gather(*(client.snapshot(lease) for _ in range(20)), return_exceptions=True)
@@ -417,7 +417,7 @@ async def test_one_snapshot_too_many_is_refused():
         assert len(running.core.state.snapshots.by_id) == 1
 
 
-async def test_an_unknown_snapshot_costs_no_slot():
+async def test_unknown_snapshot_is_free():
     async with serving() as running, client_of(running) as client:
         with pytest.raises(SandboxError, match="'never'"):
             await client.acquire(request(snapshot="never"))
@@ -441,7 +441,7 @@ async def test_snapshots_of_a_client_long_gone_are_dropped():
         assert len(core.state.clients) == 0
 
 
-async def test_an_orphaned_snapshot_is_dropped():
+async def test_orphaned_is_dropped():
     async with serving() as running, client_of(running) as client:
         core = running.core
         async with client_of(running, client_id="owner") as owner:
@@ -485,7 +485,7 @@ async def test_an_import_keeps_its_image(tmp_path, monkeypatch):
         assert not bases
 
 
-async def test_a_slow_import_holds_up_no_copy(tmp_path):
+async def test_slow_import_is_passed(tmp_path):
     begun: list[str] = []
     silent = asyncio.Event()
 
@@ -543,7 +543,7 @@ async def test_a_flood_is_refused():
         assert sum(running.host.ran[f"echo {n}"] for n in range(50, 1500)) == len(outcomes) - len(refused) - 50
 
 
-async def test_a_namesake_ends_old_leases():
+async def test_namesake_ends_old_leases():
     async with serving() as running:
         old = client_of(running)
         await old.connect()
@@ -566,7 +566,7 @@ async def copy_beside(lanes: Lanes, copied: asyncio.Event) -> None:
 
 
 @pytest.mark.parametrize("asked", ["before", "after"])
-async def test_a_waiting_barrier_is_answered(asked):
+async def test_waiting_barrier_answers(asked):
     async def work(lanes: Lanes) -> None:
         async with lanes.barrier():
             raise AssertionError("it ran")
@@ -583,7 +583,7 @@ async def test_a_waiting_barrier_is_answered(asked):
         await asyncio.wait_for(done, 10)
 
 
-async def test_a_death_in_a_copy_gives_no_result():
+async def test_death_in_a_copy_no_result():
     sandbox, journal, copied = await FakeHost().start("slot"), Journal(), asyncio.Event()
     lanes = lanes_of(sandbox, journal)
     call = Call(call_id="call", lease_id="lease", epoch=1, operation=ProcRead(id="p", wait_s=3600))
@@ -600,7 +600,7 @@ async def test_a_death_in_a_copy_gives_no_result():
     await copying
 
 
-async def test_waiting_commands_are_cancelled(monkeypatch):
+async def test_waiting_are_cancelled(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.calls.start_queue.STARTING_S", 3600)
     host, journal, starts = FakeHost(), Journal(), StartQueue(1)
     first, second, third = [lanes_of(await host.start(f"{number}"), journal, starts) for number in range(3)]
@@ -622,7 +622,7 @@ async def test_waiting_commands_are_cancelled(monkeypatch):
     assert submit(third, "next").state == "running"
 
 
-async def test_a_cancelled_call_leaves_no_data():
+async def test_cancelled_leaves_no_data():
     sandbox, journal = await FakeHost().start("slot"), Journal()
     lanes = lanes_of(sandbox, journal)
 

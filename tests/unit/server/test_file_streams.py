@@ -16,7 +16,7 @@ async def piece() -> AsyncIterator[bytes]:
     await asyncio.Event().wait()
 
 
-async def test_the_last_request_continues():
+async def test_last_request_continues():
     stream = FileStream(lambda: None)
     first = asyncio.create_task(stream.receive(0, piece(), last=False))
     await asyncio.sleep(0.01)
@@ -35,7 +35,7 @@ async def test_the_last_request_continues():
         await asyncio.gather(first, *others, return_exceptions=True)
 
 
-async def test_surplus_bytes_end_the_stream():
+async def test_surplus_bytes_end_stream():
     stream = FileStream(lambda: None, max_bytes=10)
     stream.far.sendall(b"0123456789")
     chunks = stream.chunks()

@@ -152,7 +152,7 @@ ANSWERS = [
 @EXAMPLES
 @example(data=answer(ENDED | {"duration_s": math.inf}, ("output", b"ok")), pieces=1, seed=0)
 @given(data=spoilt(ANSWERS), pieces=st.integers(1, 4), seed=st.integers(0, 99))
-def test_bad_bytes_break_one_channel(data: bytes, pieces: int, seed: int):
+def test_bad_bytes_break_one(data: bytes, pieces: int, seed: int):
     """The call is answered by a result of its kind, or the channel is given up with a reason; nothing else happens."""
     asyncio.run(_told(data, pieces, random.Random(seed)))
 
@@ -210,7 +210,7 @@ async def test_a_busy_slot_is_not_empty():
     theirs.close()
 
 
-def test_a_late_runner_is_sent_everything():
+def test_late_runner_is_sent_all():
     """As many concurrent commands as run at once, each with the longest input that one call carries."""
     asyncio.run(_all_sent(MAX_CONCURRENT, bytes(PIECE_BYTES)))
 

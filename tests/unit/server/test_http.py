@@ -163,7 +163,7 @@ async def test_a_full_server_answers_409(server, curl):
         ("POST", "/v1/drain", '{"deadline_s": -1}', 400, "deadline_s"),
     ],
 )
-async def test_bad_input_is_one_clear_problem(curl, method, path, data, status, says):
+async def test_bad_input_is_one_problem(curl, method, path, data, status, says):
     got, raw = await curl(method, path, data=data)
     problem = Problem.model_validate_json(raw)
     assert got == status
@@ -186,7 +186,7 @@ async def test_counts_fit_together(server, curl):
     assert (found.isolated, found.stateful, found.boot_id) == (True, True, status.boot_id)
 
 
-async def test_a_token_alone_opens_nobodys_lease(server, curl):
+async def test_token_opens_no_lease(server, curl):
     """What the server shows names neither a lease nor a client: with both unguessable, only the holder can use them."""
     lease_id, client_id = secrets.token_hex(16), secrets.token_hex(16)
     await curl("POST", "/v1/leases", {"lease_id": lease_id, "client_id": client_id, "trajectory_id": "t"})
@@ -217,7 +217,7 @@ async def test_a_missing_limit_is_named():
         assert (await curl.lease()).limit_note == "memory_limit: no memory controller"
 
 
-async def test_a_drain_waits_for_the_last_lease():
+async def test_drain_waits_for_the_last():
     async with serving(drain_s=60) as running, aiohttp.ClientSession() as session:
         curl = Curl(running, session)
         lease = await curl.lease()
@@ -280,7 +280,7 @@ async def test_a_snapshot_that_is_sent_here_can_be_leased(server, curl):
         ("?layers=1&base=other", b"", 422, "base 'other'"),
     ],
 )
-async def test_a_bad_archive_leaves_nothing(server, curl, query, data, status, says):
+async def test_bad_archive_is_tidy(server, curl, query, data, status, says):
     got, raw = await curl("PUT", "/v1/snapshots/snap-sent/archive" + query, data=data)
     problem = Problem.model_validate_json(raw)
     assert (got, says in problem.message) == (status, True), problem
@@ -377,7 +377,7 @@ def hello(**fields) -> str:
         "[" * 100_000,
     ],
 )
-async def test_a_stream_without_hello_is_closed(server, curl, first):
+async def test_no_hello_is_closed(server, curl, first):
     async with curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as socket:
         await socket.send_str(first)
         assert await frames(socket) == []
@@ -385,7 +385,7 @@ async def test_a_stream_without_hello_is_closed(server, curl, first):
     await until(lambda: not server.core.state.streams, "the end of the stream")
 
 
-async def test_a_bad_frame_costs_no_lease(server, curl):
+async def test_bad_frame_costs_no_lease(server, curl):
     lease = await curl.lease()
     async with curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as socket:
         await socket.send_str(hello())
@@ -395,7 +395,7 @@ async def test_a_bad_frame_costs_no_lease(server, curl):
     assert (await curl("POST", f"/v1/leases/{lease.lease_id}/calls", ECHO))[0] == 200
 
 
-async def test_one_connection_a_client_the_newest(server, curl):
+async def test_newest_connection_stays(server, curl):
     async with (
         curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as first,
         curl.session.ws_connect(curl.url + "/v1/stream", headers=HEADERS) as second,

@@ -53,7 +53,7 @@ def test_a_call_id_of_another_lease_is_not_run():
     assert code_of(journal.look_up(call("c", "lease-02"))) == "sandbox_error"
 
 
-def test_a_dropped_answer_is_unknown():
+def test_dropped_answer_is_unknown():
     journal = Journal(max_answer_bytes=10_000)
     finish(journal, "small", "lease-02")
     entries = [finish(journal, f"c{n}", size=4000) for n in range(5)]
@@ -67,7 +67,7 @@ def test_a_dropped_answer_is_unknown():
     assert journal.answers == 1
 
 
-def test_the_number_of_answers_is_bounded():
+def test_answers_are_bounded():
     journal = Journal(max_answers=10)
     for n in range(100):
         finish(journal, f"c{n}")
@@ -93,7 +93,7 @@ def test_a_long_lease_makes_no_call_unknown():
     assert journal.look_up(call("sent, cut off, and sent again", resent=True)) is None
 
 
-def test_a_cancel_that_comes_first_wins():
+def test_early_cancel_wins():
     journal = Journal()
     journal.cancel_early("c")
     entry = journal.open(call("c"))
@@ -107,7 +107,7 @@ def test_a_cancel_that_comes_first_wins():
     assert [n for n, state in states.items() if state == "done"] == [10, MAX_EARLY + 9], "the latest are remembered"
 
 
-def test_an_ended_lease_keeps_its_answers():
+def test_ended_lease_keeps_them():
     journal = Journal()
     finish(journal, "acked")
     journal.ack("acked")
@@ -135,7 +135,7 @@ def test_large_answers_congest():
     assert not journal.congested
 
 
-async def test_waiters_hear_of_the_answer():
+async def test_waiters_hear_of_answer():
     journal = Journal()
     entry = journal.open(call("a"))
     waiter = asyncio.get_running_loop().create_future()

@@ -73,7 +73,7 @@ def test_asking_again_gives_the_same_lease():
     assert other.code == "lease_expired"
 
 
-def test_an_ended_lease_is_not_granted():
+def test_ended_is_not_granted():
     table = LeaseTable(2, SLOT)
     end(table, held(ask(table, "x")))
     end(table, held(ask(table, "y")), "slot_lost")
@@ -90,7 +90,7 @@ def test_an_early_release_refuses():
     assert table.free == 1
 
 
-def test_signs_of_life_prolong_a_lease():
+def test_signs_of_life_prolong():
     table = LeaseTable(2, SLOT)
     mine, other = held(ask(table, "1", "a")), held(ask(table, "2", "b"))
     table.seen("a", 9.0)
@@ -101,7 +101,7 @@ def test_signs_of_life_prolong_a_lease():
     assert table.due(20.0) == [mine]
 
 
-def test_an_older_epoch_finds_what_is_over():
+def test_older_epoch_finds_it_over():
     table = LeaseTable(1, SLOT)
     lease = held(ask(table, "x"))
     assert table.find("lease-of-x", lease.epoch) is lease
@@ -131,7 +131,7 @@ def test_gpus_are_leased_alone():
     assert sorted(held(sized(shared, str(n), one)).gpus[0] for n in range(4)) == [0, 0, 1, 1]
 
 
-def test_a_doubtful_slot_is_retired():
+def test_doubtful_slot_is_retired():
     table = LeaseTable(1, SLOT)
     lease = held(ask(table, "x"))
     end(table, lease, clean=False)
@@ -142,7 +142,7 @@ def test_a_doubtful_slot_is_retired():
     assert held(ask(table, "z")).slot == 0
 
 
-def test_a_draining_server_keeps_leases():
+def test_draining_keeps_leases():
     table = LeaseTable(2, SLOT)
     lease = held(ask(table, "x"))
     table.draining = "the server is draining"
@@ -160,7 +160,7 @@ def test_the_memory_of_ended_leases_is_bounded():
     assert table.free == 1
 
 
-def test_the_client_with_fewest_is_next():
+def test_client_of_fewest_is_next():
     table = LeaseTable(4, SLOT)
     greedy = [held(ask(table, f"g{n}", "greedy")) for n in range(4)]
     assert isinstance(ask(table, "g4", "greedy", now=0.1), SandboxError)
@@ -171,7 +171,7 @@ def test_the_client_with_fewest_is_next():
     assert held(ask(table, "p1", "poor", now=0.4)).client_id == "poor"
 
 
-def test_a_silent_client_blocks_nobody():
+def test_silent_client_is_passed():
     table = LeaseTable(1, SLOT)
     lease = held(ask(table, "a", "a"))
     assert isinstance(ask(table, "b", "b"), SandboxError)
@@ -186,7 +186,7 @@ def test_a_silent_client_blocks_nobody():
     assert held(ask(table, "a3", "a", now=WANT_S + 0.1))
 
 
-def test_a_waiting_client_gets_its_slot():
+def test_waiting_gets_its_slot():
     """Leases last longer than a refused request is kept; whoever gives one back asks again before the other has heard."""
     table = LeaseTable(2, SLOT)
     greedy = [held(ask(table, f"g{n}", "greedy")) for n in range(2)]
@@ -202,7 +202,7 @@ def test_a_waiting_client_gets_its_slot():
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
-def test_a_gone_waiter_costs_a_moment(is_connected):
+def test_gone_waiter_costs_moment(is_connected):
     table = LeaseTable(2, SLOT)
     lease, _ = (held(ask(table, f"g{n}", "greedy")) for n in range(2))
     assert isinstance(ask(table, "p0", "poor"), SandboxError)
@@ -262,7 +262,7 @@ def test_nobody_starves():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(SIZES), st.integers(0, 9))))
-def test_sizes_never_exceed_the_room(steps: list[tuple[str, int, int]]):
+def test_sizes_never_exceed_room(steps: list[tuple[str, int, int]]):
     table = LeaseTable(4, SLOT)
     for number, (client, room, other) in enumerate(steps):
         decision = sized(table, f"{number:03}", room, client, now=number / 3)
@@ -276,7 +276,7 @@ def test_sizes_never_exceed_the_room(steps: list[tuple[str, int, int]]):
         )
 
 
-def test_room_is_kept_for_a_large_lease():
+def test_room_is_kept_for_large():
     table = LeaseTable(4, SLOT)
     small = [held(sized(table, f"s{n}", SLOT, "many")) for n in range(4)]
     now = 0.0
@@ -293,7 +293,7 @@ def test_room_is_kept_for_a_large_lease():
     assert held(sized(table, "big9", SLOT * 4, "one", now)).room == SLOT * 4
 
 
-def test_a_gone_large_lease_costs_little():
+def test_gone_large_costs_little():
     table = LeaseTable(4, SLOT)
     lease = held(sized(table, "s", SLOT, "many"))
     assert isinstance(sized(table, "big", SLOT * 4, "one"), SandboxError)

@@ -74,7 +74,7 @@ async def running(monkeypatch):
         yield running
 
 
-async def test_a_given_up_answer_makes_room(running):
+async def test_given_up_makes_room(running):
     """Given up while the connection was away: the cancel is all that ever comes of it."""
     lease, other = await leased(running), await leased(running)
     async with peer(running) as first:
@@ -89,7 +89,7 @@ async def test_a_given_up_answer_makes_room(running):
         assert (await second.answer("waits"))["kind"] == "reply"
 
 
-async def test_old_answers_stop_no_new_client(running):
+async def test_old_answers_are_passed(running):
     """A pool that lost its connection for good and comes back knows nothing of the old one's calls."""
     lease = await leased(running)
     async with peer(running) as old:
@@ -124,7 +124,7 @@ class Curl:
             return response.status, await response.json()
 
 
-async def test_own_ids_keep_the_latest_answers(running, monkeypatch):
+async def test_own_ids_keep_the_latest(running, monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.calls.journal.KEPT_BYTES", 3000)
     lease = await leased(running)
     async with aiohttp.ClientSession(headers=HEADERS) as session:
@@ -141,7 +141,7 @@ async def test_own_ids_keep_the_latest_answers(running, monkeypatch):
         assert (status, Problem.model_validate(problem).code) == (500, "outcome_unknown")
 
 
-async def test_an_answer_outlives_its_lease(running):
+async def test_answer_outlives_its_lease(running):
     lease = await leased(running)
     async with aiohttp.ClientSession(headers=HEADERS) as session:
         curl = Curl(running, session)
@@ -153,7 +153,7 @@ async def test_an_answer_outlives_its_lease(running):
     assert running.host.ran["count a"] == 1
 
 
-async def test_a_dead_flooder_loses_its_leases(monkeypatch):
+async def test_dead_flooder_loses_all(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.http.stream.MAX_QUEUED_BYTES", 100_000)
     async with serving(heartbeat_s=0.5, slots=1) as running, peer(running) as client:
         stream = running.core.state.clients.of("peer").connection
@@ -185,7 +185,7 @@ async def test_a_client_must_read(monkeypatch):
         await sending
 
 
-async def test_sleep_prolongs_no_dead_lease(running):
+async def test_sleep_prolongs_no_dead(running):
     core = running.core
     lease = await leased(running, ttl_s=10)
     held = core.state.table.held[lease.lease_id]
@@ -196,7 +196,7 @@ async def test_sleep_prolongs_no_dead_lease(running):
     assert core.state.table.expires_at(held) - core.state.now() <= 10
 
 
-async def test_a_dropped_snapshot_is_exported(running, monkeypatch):
+async def test_dropped_is_exported(running, monkeypatch):
     lease = await leased(running)
     info = await running.core.workspaces.snapshot(lease.lease_id, None, None)
     await running.core.leasing.release(lease.lease_id, None)

@@ -155,7 +155,7 @@ async def test_a_missing_base_is_refused():
     assert (len(text.splitlines()), "/no/such/base" in text) == (1, True), text
 
 
-async def test_a_base_over_the_folder_is_refused(tmp_path):
+async def test_base_over_folder_refused(tmp_path):
     base = tmp_path / "base"
     base.mkdir()
     (tmp_path / "link").symlink_to(base)
@@ -165,7 +165,7 @@ async def test_a_base_over_the_folder_is_refused(tmp_path):
     assert (code, "holds the server's own folder" in text) == (2, True), text
 
 
-async def test_the_whole_way_through_real_slots():
+async def test_whole_way_through_slots():
     async with running() as server, server.client() as client:
         assert client.boot_id == server.boot_id
         lease = await client.acquire(request())
@@ -183,7 +183,7 @@ async def test_the_whole_way_through_real_slots():
 
 
 @pytest.mark.parametrize("wall_s", [math.inf, 1e8])
-async def test_commands_may_run_for_years(wall_s):
+async def test_commands_run_for_years(wall_s):
     async with running(limits={"wall_s": wall_s}) as server, server.client() as client:
         lease = await client.acquire(request(limits=LeaseLimits(wall_s=wall_s)))
         ended = await client.call(lease, Exec(command="sleep 0.1; echo hi"))
@@ -196,7 +196,7 @@ async def test_commands_may_run_for_years(wall_s):
         assert not waited.running
 
 
-async def test_low_priority_empties_its_slots():
+async def test_low_priority_empties():
     # lower than the threads that free volumes; the lowest would not start in time on a busy machine
     async with running(before=("nice", "-n", "11")) as server, server.client() as client:
         for number in range(3):
@@ -204,7 +204,7 @@ async def test_low_priority_empties_its_slots():
         assert (await client.status()).retired == 0
 
 
-async def test_a_fork_leaves_the_original():
+async def test_fork_leaves_original():
     async with running() as server, server.client() as client:
         lease = await client.acquire(request())
         await client.call(lease, Exec(command="echo base > f; mkdir d; rmdir d"))
@@ -292,7 +292,7 @@ async def test_sigterm_shortens_a_drain():
         assert code == 0, text
 
 
-async def test_an_end_in_an_import_is_quiet():
+async def test_end_in_import_is_quiet():
     async def never_whole():
         yield bytes(512)
         await asyncio.Event().wait()
@@ -347,7 +347,7 @@ async def test_kill_9_ends_every_sandbox():
         await client.close()
 
 
-async def test_a_stopped_server_comes_back():
+async def test_stopped_server_comes_back():
     async with running(heartbeat_s=0.3) as server, server.client(reconnect_s=30) as client:
         lease = await client.acquire(request(ttl_s=2.5))
         call = asyncio.create_task(client.call(lease, Exec(command="echo a >> f; sleep 0.2; cat f")))
@@ -389,7 +389,7 @@ async def test_a_client_killed_with_9_gives_its_slots_back():
             assert (await client.call(await client.acquire(request()), Exec(command="echo ok"))).output == b"ok\n"
 
 
-async def test_require_sandbox_refuses_gaps():
+async def test_require_sandbox_is_strict():
     async with running() as server, server.client() as client:
         found = await client.capabilities()
     config = {"token": TOKEN, "slots": 1, "require_sandbox": True, "require_stateful_sandbox": True}
@@ -404,7 +404,7 @@ async def test_require_sandbox_refuses_gaps():
     assert missing.fix in text
 
 
-async def test_bad_requests_are_a_log_line():
+async def test_bad_requests_are_log_line():
     def send(port, rest):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
             head = f"POST /v1/leases HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\n"

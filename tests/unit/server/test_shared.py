@@ -40,7 +40,7 @@ class One(Backend):
         pass
 
 
-async def test_a_small_pool_is_not_starved(monkeypatch):
+async def test_small_pool_is_not_starved(monkeypatch):
     """It comes when all is taken, and is slow to ask: the other asks again in the moment in which it gives one back."""
     monkeypatch.setattr("atropos.sandbox.server.state.lease_table.WANT_S", 0.05)
     async with serving(slots=2) as running:

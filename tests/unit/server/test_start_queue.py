@@ -41,7 +41,7 @@ async def test_starts_are_bounded():
 
 
 @pytest.mark.usefixtures("no_limit_of_time")
-async def test_the_longest_waiting_goes_first():
+async def test_longest_waiting_first():
     queue, log = StartQueue(1), list[str]()
     Lease("busy", queue, log, 3).start_next()
     Lease("new", queue, log, since=2.0).start_next()
@@ -79,7 +79,7 @@ async def test_after_the_longest_start_nobody_waits():
 
 
 @pytest.mark.usefixtures("no_limit_of_time")
-async def test_an_idle_lease_gives_its_turn():
+async def test_idle_lease_gives_its_turn():
     queue, log = StartQueue(1), list[str]()
     leases = [Lease(name, queue, log) for name in "abc"]
     for lease in leases:
@@ -90,7 +90,7 @@ async def test_an_idle_lease_gives_its_turn():
 
 
 @pytest.mark.usefixtures("no_limit_of_time")
-async def test_what_never_started_may_end():
+async def test_never_started_may_end():
     queue, log = StartQueue(1), list[str]()
     Lease("a", queue, log).start_next()
     Lease("b", queue, log).start_next()

@@ -63,7 +63,7 @@ def client_of(server, certificate: str | None, scheme: str = "https") -> Sandbox
     return SandboxClient(url, TOKEN, client_id="c", certificate=certificate)
 
 
-async def test_calls_go_to_the_known_certificate(server, files):
+async def test_calls_go_to_the_known(server, files):
     async with client_of(server, certificate_of(files)) as client:
         lease = await client.acquire(LeaseRequest(lease_id="lease-0001", client_id="c"))
         for _ in range(3):
@@ -101,7 +101,7 @@ async def test_a_real_server_shows_its_certificate(files):
             process.kill()
 
 
-async def test_other_certificates_are_refused(server, tmp_path):
+async def test_others_are_refused(server, tmp_path):
     other = certificate_of(pair(tmp_path, "other"))
     for client in (client_of(server, other), client_of(server, None), client_of(server, None, "http")):
         with pytest.raises(BackendUnavailable):
@@ -109,7 +109,7 @@ async def test_other_certificates_are_refused(server, tmp_path):
         await client.close()
 
 
-async def test_plain_requests_get_no_answer(server, files):
+async def test_plain_get_no_answer(server, files):
     reader, writer = await asyncio.open_connection("127.0.0.1", server.server.port)
     writer.write(b"GET /v1/health HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b"HTTP" not in await asyncio.wait_for(reader.read(), 20 * SLOWNESS)
@@ -162,7 +162,7 @@ async def test_a_head_and_its_handshake_share_a_deadline(files):
     accepting.close()
 
 
-def test_a_mismatched_pair_is_refused(tmp_path, files):
+def test_mismatched_is_refused(tmp_path, files):
     certificate, key = files
     (tmp_path / "text").write_text("no PEM")
     for given, names in (

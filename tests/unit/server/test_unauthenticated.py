@@ -106,7 +106,7 @@ async def test_half_open_connections_keep_no_client_out(server, sent):
             writer.close()
 
 
-async def test_liveness_keeps_no_connection(server):
+async def test_liveness_keeps_none(server):
     reader, writer = await asyncio.open_connection("127.0.0.1", server.server.port)
     try:
         writer.write(b"GET /v1/health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nConnection: keep-alive\r\n\r\n")

@@ -23,7 +23,7 @@ def join(lines, end=True):
 
 @settings(max_examples=150)
 @given(texts, texts, st.booleans(), st.booleans(), st.integers(0, 3))
-def test_a_diff_applied_gives_the_new_text(old, new, old_end, new_end, context):
+def test_applied_gives_new_text(old, new, old_end, new_end, context):
     before, after = join(old, old_end), join(new, new_end)
     made = difflib.unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), "a/f", "b/f", n=context
@@ -88,13 +88,13 @@ def test_gits_own_diff_with_every_kind_of_change(tmp_path):
         ("a/x b/x\ndeleted file mode 100644\n", ("x", None, None, False)),
     ],
 )
-def test_a_change_may_have_no_lines(header, change):
+def test_change_may_have_no_lines(header, change):
     for more in ("", "diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1 +1 @@\n-a\n+b\n"):
         one, *_ = diffs.parse(f"diff --git {header}{more}")
         assert (one.old_path, one.new_path, one.mode, one.rename) == change
 
 
-def test_wrong_line_numbers_are_forgiven():
+def test_wrong_numbers_forgiven():
     text = join(str(i) for i in range(100))
     change = diffs.parse("--- f\n+++ f\n@@ -7,99 +7,1 @@\n 50\n-51\n+x\n@@ @@\n 80\n+y\n")[0]
     assert diffs.apply(text, change) == text.replace("\n51\n", "\nx\n").replace("\n80\n", "\n80\ny\n")
@@ -142,7 +142,7 @@ def test_no_text_breaks_it(lines):
         assert str(error)
 
 
-def test_near_misses_say_how_they_differ():
+def test_near_misses_differ_how():
     lines = ["def f(x):", "    return x + 1", "", "def g(y):", "    return y"]
     assert "white space only" in diffs.near_miss(lines, ["def f(x):", "  return x + 1"])
     assert "line 2" in diffs.near_miss(lines, ["    return x + 2"])

@@ -87,7 +87,7 @@ async def test_the_specification_example(pool):
     assert pool.free == 8
 
 
-async def test_the_first_call_leases_a_slot(executor, pool):
+async def test_first_call_leases_slot(executor, pool):
     assert not (await executor.execute("t", ToolCall(name="nope"))).success
     assert not (await executor.execute("t", ToolCall(name="terminal"))).success
     assert pool.free == 8
@@ -157,7 +157,7 @@ async def test_what_can_be_asked_again_breaks_nothing(executor, pool):
         ("grouped bug", "ExceptionGroup"),
     ],
 )
-async def test_a_tools_own_failure_is_a_result(executor, kind, text):
+async def test_own_failure_is_a_result(executor, kind, text):
     result = await executor.execute("t", ToolCall(name="fail", arguments={"kind": kind}))
     assert not result.success
     assert text in result.error
@@ -191,13 +191,13 @@ async def test_infrastructure_faults_are_raised(executor, kind, error):
         await executor.execute("t", ToolCall(name="fail", arguments={"kind": kind}))
 
 
-async def test_a_tools_own_time_bound_is_a_result(executor):
+async def test_own_time_out_is_a_result(executor):
     result = await executor.execute("t", ToolCall(name="slow"))
     assert result.timed_out
     assert "longer than 0.05 s" in result.error
 
 
-async def test_a_blocked_loop_is_not_the_tool_s(pool):
+async def test_blocked_loop_is_not_tools(pool):
     @tool(toolsets=("test",), timeout_s=1.5)
     async def asks() -> str:
         """Ask somebody who answers at once."""
@@ -209,7 +209,7 @@ async def test_a_blocked_loop_is_not_the_tool_s(pool):
         assert (await made.execute("t", ToolCall(name="asks"))).output == "answer"
 
 
-async def test_an_inner_timeout_is_not_the_tool_s(pool):
+async def test_inner_timeout_not_tools(pool):
     @tool(toolsets=("test",), timeout_s=60)
     async def asks() -> None:
         """Ask somebody who does not answer."""
@@ -221,7 +221,7 @@ async def test_an_inner_timeout_is_not_the_tool_s(pool):
         assert (result.timed_out, result.error) == (True, "asks timed out")
 
 
-async def test_a_result_of_any_tool_is_bounded(pool):
+async def test_any_result_is_bounded(pool):
     @tool(toolsets=("test",))
     async def long(error: bool) -> str:
         """Answer much."""
@@ -239,7 +239,7 @@ async def test_a_result_of_any_tool_is_bounded(pool):
 
 
 @pytest.mark.parametrize("failure", [ToolError("read this"), KeyError("read this")])
-async def test_a_failure_of_a_hook_is_a_result(pool, failure):
+async def test_failure_of_hook_is_result(pool, failure):
     class Hook(ToolState):
         async def after_call(self, result, scope):
             raise failure
@@ -267,7 +267,7 @@ async def test_release_interrupts_what_runs_and_what_waits(executor, pool):
     assert not any(one.cancelled() or one.cancelling() for one in calls)
 
 
-async def test_release_outlasts_a_stubborn_tool(executor):
+async def test_release_outlasts_a_tool(executor):
     call = asyncio.create_task(executor.execute("t", ToolCall(name="hold", arguments={"swallow": True})))
     await asyncio.sleep(0.01)
     await executor.release_trajectory("t")
@@ -275,7 +275,7 @@ async def test_release_outlasts_a_stubborn_tool(executor):
         await call
 
 
-async def test_cancelled_during_a_release(executor):
+async def test_cancelled_during_release(executor):
     call = asyncio.create_task(executor.execute("t", ToolCall(name="hold")))
     await asyncio.sleep(0.01)
     release = asyncio.create_task(executor.release_trajectory("t"))
@@ -301,7 +301,7 @@ async def test_release_is_idempotent(executor, pool):
     await executor.release_trajectory("never seen")
 
 
-async def test_a_released_name_begins_anew(executor, pool):
+async def test_released_name_begins_anew(executor, pool):
     await executor.execute("t", terminal("touch f"))
     pool.release_s = 0.05
     release = asyncio.create_task(executor.release_trajectory("t"))
@@ -372,7 +372,7 @@ async def test_close_releases_everything(pool):
         await executor.execute("t", terminal("true"))
 
 
-async def test_close_outlives_cancellation(pool):
+async def test_close_outlives_cancels(pool):
     executor = make(pool)
     await executor.start()
     await executor.execute("t", terminal("true"))
@@ -399,13 +399,13 @@ async def test_start_from_a_snapshot(executor, pool):
     assert await executor.slot("t") is pool.slots[0]
 
 
-async def test_the_networks_setting_reaches_the_pool(pool):
+async def test_network_reaches_the_pool(pool):
     async with make(pool, allow_network=False) as executor:
         await executor.execute("t", terminal("true"))
     assert pool.slots[0].options == {"snapshot": None, "network": False, "image": None, "limits": None, "share": None}
 
 
-async def test_the_bound_of_a_frame_reaches_the_pool(pool):
+async def test_frame_reaches_the_pool(pool):
     async with make(pool, max_batch_size=7):
         assert pool.max_batch_size == 7
 
@@ -419,7 +419,7 @@ async def test_empty_trajectories_are_forgotten(executor, pool):
     assert executor.stats().trajectories == 0
 
 
-async def test_calls_that_wait_are_bounded(executor):
+async def test_waiting_is_bounded(executor):
     calls = [asyncio.create_task(executor.execute("t", ToolCall(name="hold"))) for _ in range(256)]
     await asyncio.sleep(0.01)
     with pytest.raises(RuntimeError, match="256 calls waiting"):
@@ -439,7 +439,7 @@ async def test_counts(executor):
     assert "open" in repr(executor)
 
 
-def test_external_tools_need_a_server(pool):
+def test_external_need_a_server(pool):
     tools = build_tool_registry(["default", "web"], tool_server_url="http://127.0.0.1:1")
     with pytest.raises(ConfigError, match="tool_server_url"):
         ToolExecutor(pool, tools)
@@ -468,7 +468,7 @@ async def test_a_trajectory_needs_an_id(executor):
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("a bug of its own"), SystemExit(1)])
-async def test_unfinished_state_keeps_no_slot(pool, tmp_path, failure):
+async def test_unfinished_keep_no_slot(pool, tmp_path, failure):
     class Kept(ToolState):
         async def finish(self, scope):
             raise failure

@@ -87,7 +87,7 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen"])
-def test_theirs_reads_what_ours_writes(vllm, tokenizer, name):
+def test_theirs_reads_ours(vllm, tokenizer, name):
     parser = parser_for(name, tokenizer, [SCHEMA])
     assert isinstance(parser, installed.VllmParser)
     parsed = parser.parse(parser.render_turn("Look:", CALLS))
@@ -96,14 +96,14 @@ def test_theirs_reads_what_ours_writes(vllm, tokenizer, name):
     assert parser.parse("nothing to do") == get_parser(name).parse("nothing to do")
 
 
-def test_a_malformed_call_is_an_error(vllm, tokenizer):
+def test_malformed_call_is_error(vllm, tokenizer):
     text = '<tool_call>\n{"name": "terminal", "arguments": {"command": }\n</tool_call>'
     parsed = parser_for("hermes", tokenizer, [SCHEMA]).parse(text)
     assert (parsed.calls, parsed.errors) == ((), get_parser("hermes").parse(text).errors)
     assert parsed.errors
 
 
-def test_what_theirs_cannot_do_ours_does(monkeypatch, tokenizer, caplog):
+def test_ours_does_the_rest(monkeypatch, tokenizer, caplog):
     installed.vllm_registry.cache_clear()
     stand_in(monkeypatch, *PLACES["new"])
     text = "crash " + get_parser("hermes").render(CALLS[0])
@@ -113,7 +113,7 @@ def test_what_theirs_cannot_do_ours_does(monkeypatch, tokenizer, caplog):
     installed.vllm_registry.cache_clear()
 
 
-def test_without_vllm_the_parsers_are_ours(tokenizer, monkeypatch):
+def test_without_vllm_all_are_ours(tokenizer, monkeypatch):
     installed.vllm_registry.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert parser_for("hermes", tokenizer, [SCHEMA]) is get_parser("hermes")

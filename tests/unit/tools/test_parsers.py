@@ -49,7 +49,7 @@ def same(call, parsed):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=int(os.environ.get("ATROPOS_EXAMPLES", "60")))
 @given(call_name=tool_names, arguments=st.dictionaries(keys, json_values, max_size=4))
-def test_a_rendered_call_is_parsed_back(name, call_name, arguments):
+def test_rendered_is_parsed_back(name, call_name, arguments):
     if name in TYPELESS:
         arguments = {key: "".join(c for c in json.dumps(one) if c != "<") for key, one in arguments.items()}
     call = ToolCall(name=call_name, arguments=arguments)
@@ -92,7 +92,7 @@ def test_no_text_breaks_a_parser(name, pieces):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40)
 @given(data=st.data())
-def test_a_cut_turn_is_no_other_call(name, data):
+def test_cut_turn_is_no_other_call(name, data):
     call = ToolCall(name="write_file", arguments={"path": "a.txt", "content": "one\ntwo }} ]] \"q\" 'z'"})
     text = get_parser(name).render(call)
     cut = data.draw(st.integers(0, len(text)))
@@ -101,7 +101,7 @@ def test_a_cut_turn_is_no_other_call(name, data):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_time_is_linear_whatever_the_text(name):
+def test_time_is_linear(name):
     parser = get_parser(name)
 
     def seconds(size):
@@ -153,17 +153,17 @@ def test_deep_json_is_an_error():
 class TestHermes:
     parse = staticmethod(lambda text: get_parser("hermes").parse(text))
 
-    def test_a_tag_within_a_string_is_text(self):
+    def test_tag_within_string_is_text(self):
         parsed = self.parse('<tool_call>{"name": "t", "arguments": {"c": "echo </tool_call> <tool_call>"}}</tool_call>')
         assert parsed.calls[0].arguments == {"c": "echo </tool_call> <tool_call>"}
         assert not parsed.errors
 
-    def test_a_missing_end_tag_is_forgiven(self):
+    def test_missing_end_is_forgiven(self):
         parsed = self.parse('a <tool_call>{"name": "t", "arguments": {}}<tool_call>{"name": "u"}</tool_call> b')
         assert [one.name for one in parsed.calls] == ["t", "u"]
         assert parsed.content == "a  b"
 
-    def test_a_malformed_call_has_its_place(self):
+    def test_malformed_has_its_place(self):
         parsed = self.parse(
             '<tool_call>{"name": "a"}</tool_call><tool_call>{"name": b}</tool_call><tool_call>{"name": "c"}</tool_call>'
         )
@@ -181,7 +181,7 @@ class TestHermes:
         assert parsed.calls[0].arguments == '{"a": 1}'
 
     @pytest.mark.parametrize("body", ["", "null", "3", '"x"', "{}", '{"name": 3}', '{"name": "a", "arguments": [1]}'])
-    def test_what_is_no_call_is_an_error(self, body):
+    def test_what_is_no_call_is_error(self, body):
         parsed = self.parse(f"<tool_call>{body}</tool_call>")
         assert not parsed.calls
         assert len(parsed.errors) == 1
@@ -204,7 +204,7 @@ class TestHermes:
         assert [(one.position, one.text) for one in parsed.errors] == [(1, rest)]
         assert parsed.content == "after"
 
-    def test_calls_of_a_turn_are_bounded(self):
+    def test_calls_of_turn_are_bounded(self):
         parsed = self.parse('<tool_call>{"name": "a"}</tool_call>' * 1000)
         assert len(parsed.calls) == 128
         assert "more than 128" in parsed.errors[-1].message
@@ -214,7 +214,7 @@ class TestHermes:
         assert parsed.calls[0].name == "a?"
 
 
-def test_mistral_reads_both_generations():
+def test_mistral_two_generations():
     parser = get_parser("mistral")
     old = parser.parse('ok [TOOL_CALLS] [{"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {}}]')
     assert [one.name for one in old.calls] == ["a", "b"]
@@ -229,7 +229,7 @@ def test_mistral_reads_both_generations():
     assert parser.parse('[TOOL_CALLS] {"name": "a"} {"name": b}').errors[0].text == '{"name": b}'
 
 
-def test_llama3_leaves_other_json_alone():
+def test_llama3_leaves_other_json():
     parser = get_parser("llama3_json")
     tagged = parser.parse(
         '<|python_tag|>{"name": "a", "parameters": {"x": 1}}; {"name": "b", "parameters": {}}<|eom_id|>'
@@ -240,7 +240,7 @@ def test_llama3_leaves_other_json_alone():
     assert plain.content.startswith("The file holds")
 
 
-def test_llama4_reads_python_literals():
+def test_llama4_python_literals():
     text = "<|python_start|>[f(a='x', b=[1, -2.5, {'k': None}], c=True), pkg.g(s=\"\"\"two\nlines\"\"\", t='a' 'b')]<|python_end|>"
     parsed = get_parser("llama4_pythonic").parse(text)
     assert not parsed.errors
@@ -305,7 +305,7 @@ def test_qwen3_coder_forgives_open_parameters():
     assert (read.content, read.errors) == ("", ())
 
 
-def test_deepseek_and_kimi_templates():
+def test_deepseek_and_kimi():
     v3 = get_parser("deepseek_v3").parse(
         "x<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n"
         '{"a": "```"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
@@ -318,7 +318,7 @@ def test_deepseek_and_kimi_templates():
     assert (kimi.calls[0].name, kimi.calls[0].arguments) == ("get", {"a": 1})
 
 
-def test_every_promised_parser_exists():
+def test_promised_parsers_exist():
     assert set(NAMES) <= set(parser_names())
     with pytest.raises(ConfigError, match="hermes"):
         get_parser("herms")
@@ -351,7 +351,7 @@ def shapes():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", shapes())
-def test_a_call_s_shape_is_never_ignored(name, shape):
+def test_shape_is_never_ignored(name, shape):
     parsed = get_parser(name).parse(f"First this.\n{shapes()[shape]}")
     assert parsed.calls or parsed.errors
     assert all(error.message for error in parsed.errors)
@@ -384,7 +384,7 @@ def test_an_answer_that_is_no_call_is_an_answer(name, answer):
 
 
 @pytest.mark.parametrize("inside", ['{"name": "terminal", "arguments": {"command": "ls"}}', "", "terminal(ls)"])
-def test_qwen3_coder_needs_a_function(inside):
+def test_qwen3_needs_a_function(inside):
     good = "<tool_call>\n<function=t>\n</function>\n</tool_call>"
     parsed = get_parser("qwen3_coder").parse(
         f"Look:\n{good}\n<tool_call>\n{inside}\n</tool_call>\n{good}\n<tool_call>{inside}"

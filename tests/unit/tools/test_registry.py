@@ -76,7 +76,7 @@ async def adjust(level: Literal[1, 2, 3], quiet: Literal[True] | None = None, un
     return f"{level} {quiet} {unit}"
 
 
-def test_numbers_may_be_named_as_text():
+def test_numbers_named_as_text():
     written = "<tool_call>adjust\n" + "".join(
         f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
         for key, value in {"level": "2", "quiet": "true", "unit": "2"}.items()
@@ -167,7 +167,7 @@ def test_schemas_are_openais():
     assert terminal["additionalProperties"] is False
 
 
-async def test_ones_own_tools_in_ten_lines(pool):
+async def test_ones_own_in_ten_lines(pool):
     tools = build_tool_registry(["default"], tools=[count_words, add, Shout()])
     async with ToolExecutor(pool, tools) as executor:
 
@@ -184,7 +184,7 @@ async def test_ones_own_tools_in_ten_lines(pool):
     assert count_words.schema.parameters["properties"]["least"]["default"] == 0
 
 
-def test_own_tools_replace_built_in_ones():
+def test_own_replace_built_in():
     tools = build_tool_registry(["text"], tools=[count_words, add])
     assert tools.names == ["count_words", "add"]
     assert build_tool_registry(["default"], ["maths"], tools=[add]).names == DEFAULT
@@ -233,7 +233,7 @@ async def bare_coroutine() -> str:
     return ""
 
 
-def test_an_installed_package_offers_tools(tmp_path):
+def test_installed_offers_tools(tmp_path):
     """As a new user writes one: ten lines and an entry point, found by another process."""
     (tmp_path / "mine.py").write_text(
         "from atropos.tools import tool\n\n"
@@ -287,7 +287,7 @@ def test_an_installed_package_offers_tools(tmp_path):
         (lambda: ToolRegistry([count_words, tool("count_words")(weather.function)]), "another tool has that name"),
     ],
 )
-def test_what_can_be_no_tool_is_refused(make, wanted):
+def test_no_tool_is_refused(make, wanted):
     with pytest.raises(ConfigError, match=wanted):
         make()
 
@@ -312,13 +312,13 @@ async def _reserved(model_config: int):
     pass
 
 
-def test_own_external_tools_need_a_server():
+def test_own_external_need_server():
     with pytest.raises(ConfigError, match="'weather' is external"):
         build_tool_registry(tools=[weather])
     assert build_tool_registry(None, None, "inprocess", tools=[weather]).external == [weather]
 
 
-def test_distributions_draw_toolsets():
+def test_draws_are_of_toolsets():
     distribution = Distribution("test", {"terminal": 1.0, "file": 0.5, "web": 0.0})
     assert distribution.sample(7) == distribution.sample(7)
     generator = random.Random(1)
@@ -330,7 +330,7 @@ def test_distributions_draw_toolsets():
 
 
 @pytest.mark.parametrize("probabilities", [{}, {"a": 1.5}, {"a": -0.1}, {"a": 0.0}])
-def test_a_wrong_distribution_is_refused(probabilities):
+def test_wrong_draw_is_refused(probabilities):
     with pytest.raises(ConfigError, match="'wrong'"):
         Distribution("wrong", probabilities)
 
@@ -345,7 +345,7 @@ def test_distributions_by_name():
         get_distribution("nope")
 
 
-def test_distributions_name_toolsets():
+def test_distributions_name_them():
     from atropos.tools.toolsets import DISTRIBUTIONS, TOOLSETS
 
     for one in DISTRIBUTIONS.values():

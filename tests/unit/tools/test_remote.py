@@ -86,7 +86,7 @@ async def test_in_this_process(pool):
     assert pool.free == 8
 
 
-async def test_tokens_may_have_any_characters(pool):
+async def test_tokens_of_any_characters(pool):
     async with executor(pool, "inprocess", token="schlüssel-🔑") as made:
         assert (await made.execute("t", call("note", text="hi"))).output == "hi None"
 
@@ -104,7 +104,7 @@ async def test_external_calls_alone_lease_no_slot(pool):
         await made.release_trajectory("t")
 
 
-async def test_over_tcp_and_with_the_token(pool, served):
+async def test_over_tcp_and_with_token(pool, served):
     async with executor(pool, served, token="right") as made:
         results = await asyncio.gather(*(made.execute(f"t{i}", call("note", text=str(i))) for i in range(50)))
         assert [one.output for one in results] == [f"{i} None" for i in range(50)]
@@ -112,7 +112,7 @@ async def test_over_tcp_and_with_the_token(pool, served):
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
-async def test_a_wrong_token_is_told_at_the_start(pool, served, token):
+async def test_wrong_token_told_early(pool, served, token):
     with pytest.raises(ToolServerUnavailable, match="tool_server_token"):
         async with executor(pool, served, token=token):
             pass
@@ -171,7 +171,7 @@ async def test_tools_that_the_server_lacks_are_not_offered(pool):
         (["all"], ["mcp"], False),
     ],
 )
-async def test_server_tools_join_toolsets(pool, enabled, disabled, offered):
+async def test_server_tools_join(pool, enabled, disabled, offered):
     @tool("jot", sandboxed=False, toolsets=("mcp-notes",))
     async def jot(text: str) -> str:
         """Jot it down."""
@@ -190,7 +190,7 @@ async def test_server_tools_join_toolsets(pool, enabled, disabled, offered):
             assert schema["required"] == ["text"]
 
 
-async def test_server_toolsets_can_be_enabled(pool):
+async def test_server_toolsets_enabled(pool):
     registry = build_tool_registry(["test"], None, "inprocess")
     config = ToolExecutorConfig(tool_server_url="inprocess")
     app = create_app(ToolServerSettings(), tools=[note])
@@ -200,7 +200,7 @@ async def test_server_toolsets_can_be_enabled(pool):
 
 
 @pytest.mark.parametrize("name", ["mcp-isues", "mcp", "defualt"])
-async def test_empty_toolsets_are_refused(pool, name):
+async def test_empty_are_refused(pool, name):
     app = create_app(ToolServerSettings(), tools=[note])
     with pytest.raises(ConfigError, match=f"no tool of '{name}'; its toolsets: .*test"):
         async with executor(pool, "inprocess", enabled=("default", name), tool_server_app=lambda: app):
@@ -208,7 +208,7 @@ async def test_empty_toolsets_are_refused(pool, name):
     assert app.state.host.draining, "the ToolServer in this process outlived the refusal"
 
 
-async def test_a_cancelled_start_ends_the_server(pool):
+async def test_cancelled_start_ends_it(pool):
     begun, ended = asyncio.Event(), asyncio.Event()
 
     @asynccontextmanager
@@ -307,7 +307,7 @@ async def made(pool, scripted):
 
 
 @pytest.mark.parametrize("steps", [[503, 429, 503], ["drop"], ["drop", 503, "drop"], [502]])
-async def test_what_is_safe_is_tried_again(made, scripted, steps):
+async def test_safe_is_tried_again(made, scripted, steps):
     scripted.steps = list(steps)
     assert (await made.execute("t", call("note", text="x"))).output == "done"
     assert len(scripted.seen) == len(steps) + 1
@@ -320,7 +320,7 @@ async def test_a_resend_names_its_server(made, scripted):
     assert [one["boot_id"] for one in scripted.seen] == [None, "one"]
 
 
-async def test_a_restarted_server_is_another(made, scripted):
+async def test_restarted_is_another(made, scripted):
     scripted.steps = ["drop", 409]
     scripted.boot = "two"
     with pytest.raises(OutcomeUnknown):
@@ -352,7 +352,7 @@ async def test_too_long_arguments_are_the_models_business(made, scripted):
     assert "too long" in result.error
 
 
-async def test_a_gone_server_is_unavailable(made, scripted, monkeypatch):
+async def test_gone_is_unavailable(made, scripted, monkeypatch):
     pauses = []
 
     def pause_s(attempt, **_):
@@ -390,7 +390,7 @@ async def test_each_life_has_its_name(made, scripted):
     assert scripted.ended == [f"/trajectories/t?life={first}"]
 
 
-async def test_a_namesake_has_a_life_of_its_own(made, scripted, pool):
+async def test_namesake_has_its_own_life(made, scripted, pool):
     pool.release_s = 0.2
     await made.execute("t", call("terminal", command="true"))
     await made.execute("t", call("note", text="a"))
@@ -403,7 +403,7 @@ async def test_a_namesake_has_a_life_of_its_own(made, scripted, pool):
     assert {*scripted.ended} == {f"/trajectories/t?life={first}", f"/trajectories/t?life={second}"}
 
 
-async def test_a_late_call_begins_nothing(pool, served, monkeypatch):
+async def test_late_call_begins_nothing(pool, served, monkeypatch):
     """It is sent, its trajectory is released, and only then does it arrive."""
     held = []
 

@@ -36,7 +36,7 @@ def test_what_scrolls_off_is_kept_and_bounded():
     assert screen.scrollback(1000).split("\n")[0] == "47"
 
 
-def test_the_alternate_screen_gives_way():
+def test_alternate_gives_way():
     screen = Screen(5, 20)
     screen.feed(b"$ vim\r\n\x1b[?1049h\x1b[2J\x1b[Hediting\r\n~\r\n~\r\n~\r\n~\r\n~")
     assert "editing" not in screen.text()
@@ -95,7 +95,7 @@ def test_nothing_breaks_it(pieces, rows, cols):
     assert column >= 1
 
 
-def test_a_smaller_screen_keeps_its_cursor():
+def test_smaller_keeps_cursor():
     screen = Screen(24, 80)
     screen.feed(b"".join(b"line %d\r\n" % number for number in range(30)) + b"$ ")
     screen.resize(4, 40)
@@ -110,7 +110,7 @@ def test_a_smaller_screen_keeps_its_cursor():
     assert screen.text() == "top      x\nxxxxxxxxxx"
 
 
-def test_a_covered_screen_is_resized():
+def test_covered_screen_is_resized():
     screen = Screen(24, 80)
     screen.feed(b"".join(b"line %d\r\n" % number for number in range(23)) + b"$ vi\x1b[?1049h\x1b[2J\x1b[Htext")
     screen.resize(3, 80)

@@ -88,7 +88,7 @@ class TestTerminal:
         late = await use("process", action="write", session_id=session, data="x")
         assert "has ended" in late.error
 
-    async def test_split_characters_are_joined(self, use):
+    async def test_split_are_joined(self, use):
         command = r"printf 'gr\303'; read x; printf '\274n'; read x; printf 'end\303'"
         session = (await use("terminal", command=command, background=True)).data["session_id"]
         polled = ""
@@ -102,7 +102,7 @@ class TestTerminal:
                 await use("process", action="submit", session_id=session)
         assert polled == "grünend\ufffd"
 
-    async def test_the_log_shows_the_last_lines(self, use):
+    async def test_log_shows_last_lines(self, use):
         started = await use("terminal", command="seq 100000", background=True)
         session = started.data["session_id"]
         await use("process", action="wait", session_id=session)
@@ -111,7 +111,7 @@ class TestTerminal:
         assert log.dropped_bytes > 0
         assert f"{log.dropped_bytes:,} bytes before were dropped" in log.output
 
-    async def test_kill_and_an_over_long_wait(self, use):
+    async def test_kill_and_over_long_wait(self, use):
         session = (await use("terminal", command="exec sleep 60", background=True)).data["session_id"]
         wait = asyncio.create_task(use("process", trajectory="t", action="wait", session_id=session, timeout=99999))
         await asyncio.sleep(0.05)
@@ -238,7 +238,7 @@ class TestPatch:
         assert "lines 2 to 2 differ in white space" in (await use("patch", path="f", old="two words", new="x")).error
         assert "changed f (lines 2 to 2," in (await use("patch", path="f", old="two  words", new="2")).output
 
-    async def test_lines_are_counted_off_the_loop(self, use, root, monkeypatch):
+    async def test_lines_counted_off_loop(self, use, root, monkeypatch):
         """Of 32 MiB of short lines it takes seconds."""
         threads = []
 
@@ -252,7 +252,7 @@ class TestPatch:
         assert threads
         assert threading.current_thread() not in threads
 
-    async def test_hunks_are_applied_off_the_loop(self, use, root, monkeypatch):
+    async def test_hunks_applied_off_loop(self, use, root, monkeypatch):
         """Each may search its whole file: 2,000 of them take seconds in a file of 32 KiB."""
         threads = []
 
@@ -308,7 +308,7 @@ class TestPatch:
         assert not failed.success
         assert (root / "run.sh").read_text() == "y\n", "what was there is restored"
 
-    async def test_a_diff_changes_the_file_there_is(self, use, root):
+    async def test_diff_changes_what_is(self, use, root):
         (root / "f").write_text("a\n")
         assert (await use("patch", diff="--- f.orig\n+++ f\n@@ -1 +1 @@\n-a\n+b\n")).success
         assert (await use("patch", diff="--- f\t2026-01-01\n+++ f.new\n@@ -1 +1 @@\n-b\n+c\n")).success
@@ -326,7 +326,7 @@ class TestPatch:
             ("--- /dev/null\n+++ b/refused\n@@ -0,0 +1 @@\n+x\n", "nothing was changed"),
         ],
     )
-    async def test_a_diff_applies_whole_or_not(self, use, root, pool, last, wanted):
+    async def test_diff_applies_whole_or_not(self, use, root, pool, last, wanted):
         (root / "a").write_text("a\n")
         (root / "b").write_text("b\n")
         pool.refuse_write = "refused"
@@ -351,7 +351,7 @@ class TestPatch:
         assert wanted in (await use("patch", **arguments)).error
 
 
-def test_a_tilde_is_the_home_of_a_profiles_user():
+def test_tilde_is_profile_users():
     app = UserAccount("app", 1000, 1000, "/home/app")
     assert Profile("/srv").path("~/f") == "/root/f"
     assert Profile("/srv", user=app).path("~/f") == "/home/app/f"
@@ -369,7 +369,7 @@ class TestSearch:
         await use("terminal", command="git init -q .")
         return root
 
-    async def test_what_git_ignores_is_left_out(self, use, repository):
+    async def test_git_ignored_left_out(self, use, repository):
         result = await use("search_files", pattern="n[e]+dle")
         assert "src/a.py:2:needle in src/a.py" in result.output
         assert "build" not in result.output
@@ -377,7 +377,7 @@ class TestSearch:
         listed = await use("search_files", pattern="", glob="*.py")
         assert listed.output == "src/a.py\n[1 file]"
 
-    async def test_paths_start_at_the_workdir(self, use, executor, repository, monkeypatch):
+    async def test_paths_start_at_workdir(self, use, executor, repository, monkeypatch):
         slot = await executor.slot("t")
         slot.profile = Profile("/app")
         run = slot.run
@@ -405,7 +405,7 @@ class TestSearch:
         assert "there are more" in result.output
         assert (await use("search_files", pattern="absent")).output == "no match found in ."
 
-    async def test_output_of_own_rg_is_bounded(self, use, tmp_path, monkeypatch):
+    async def test_own_rg_is_bounded(self, use, tmp_path, monkeypatch):
         for name, script in {"rg": r"printf '%0.sf\0001-x\n' {1..1000}; printf 'f\0002:x\n'", "head": "cat"}.items():
             (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
             (tmp_path / name).chmod(0o755)
@@ -423,7 +423,7 @@ class TestSearch:
         ran = [op.command for op in (await executor.slot("t")).ran if op.op == "exec"]
         assert sum("check-ignore" in command for command in ran) == NESTED
 
-    async def test_bad_rows_of_own_rg_are_dropped(self, use, tmp_path, monkeypatch):
+    async def test_own_rgs_bad_rows_dropped(self, use, tmp_path, monkeypatch):
         (tmp_path / "rg").write_text("#!/bin/bash\nprintf 'f\\0%05000d:x\\ng\\0007:x\\n' 1\n")
         (tmp_path / "rg").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -444,7 +444,7 @@ def test_huge_patterns_are_refused(pattern):
     "pattern",
     [r"[\da-f]{8}(-[\da-f]{4}){3}-[\da-f]{12} \d{4}(-\d{2}){2}", r"(?:.{80}\n){24}", r"(?i:x)*\$ $", "x{0,9999}"],
 )
-def test_a_pattern_for_a_screen_is_taken(pattern):
+def test_screen_pattern_is_taken(pattern):
     assert SessionArguments(action="wait", pattern=pattern).pattern == pattern
 
 
@@ -476,14 +476,14 @@ async def test_wrong_arguments_say_what_would_be_right(executor, arguments, want
     result.to_xml().encode()
 
 
-async def test_near_right_arguments_are_taken(executor):
+async def test_near_right_are_taken(executor):
     for arguments in ('{"command": "echo hi", "timeout": "5"}', '"{\\"command\\": \\"echo hi\\"}"',
                       {"command": "echo hi", "timeout": "5", "background": "false"}):  # fmt: skip
         result = await executor.execute("t", ToolCall(name="terminal", arguments=arguments))
         assert result.output == "hi\n", result.error
 
 
-async def test_an_unknown_tool_names_the_known_ones(executor):
+async def test_unknown_names_the_known(executor):
     result = await executor.execute("t", ToolCall(name="terminl"))
     assert "Did you mean 'terminal'?" in result.error
     assert "read_file" in result.error
