@@ -55,7 +55,7 @@ def harness(installed) -> BackendHarness:
     return ProcessHarness()
 
 
-async def test_a_backend_that_is_not_there_or_is_none_is_refused_by_name():
+async def test_unknown_backend_is_named():
     with pytest.raises(
         ConfigError,
         match=r"backend: .*'lost', 'odd', 'processes', 'local', 'docker', 'ssh', 'modal', 'singularity' or 'nomad'.*k8s",

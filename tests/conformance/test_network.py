@@ -27,7 +27,7 @@ for port in (443, 22):
 
 
 @pytest.mark.parametrize("backend", params())
-async def test_a_slot_with_a_network_goes_by_the_rules_without_variables(backend: str):
+async def test_rules_hold_without_variables(backend: str):
     config = pool_config(backend, allow_network=True, egress_allow=["files.example.org"], max_containers=1)
     async with SlotPool(config) as pool:
         (link,) = pool.links.values()

@@ -14,7 +14,7 @@ from tests.waiting import until
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the whole suite runs as an ordinary user already")
-async def test_a_pool_works_for_an_ordinary_user_and_leaves_nothing():
+async def test_works_and_leaves_nothing():
     adopt_orphans()
     before = set(descendants())
     command = [sys.executable, "-m", "tests.conformance.ordinary_user"]

@@ -9,7 +9,7 @@ from atropos.errors import ConfigError
 from atropos.testing.slots import *  # noqa: F403
 
 
-async def test_a_local_file_is_written_whole_or_stays_as_it_was(slot, tmp_path):
+async def test_local_file_is_whole_or_old(slot, tmp_path):
     target, other = tmp_path / "copy", tmp_path / "copy.part"
     other.write_text("another's")
     await slot.exec("echo short > file; mkdir folder; truncate -s 1M folder/long")
@@ -45,7 +45,7 @@ async def test_a_wrong_argument_is_named(slot, call, said):
     assert (await slot.exec("echo on")).output == "on\n"
 
 
-async def test_a_snapshot_leaves_programs_running_if_asked(pool):
+async def test_snapshot_spares_programs(pool):
     async with pool.lease("origin") as slot:
         process = await slot.start("echo one > file; read line; echo $line")
         await slot.exec("until [ -e file ]; do sleep 0.01; done")
@@ -56,7 +56,7 @@ async def test_a_snapshot_leaves_programs_running_if_asked(pool):
         assert (await process.wait(), await process.read()) == (0, b"still here\n")
 
 
-async def test_a_fifo_of_an_uploaded_folder_is_one_in_the_slot(slot, tmp_path):
+async def test_uploaded_fifo_stays_one(slot, tmp_path):
     (tmp_path / "in").mkdir()
     os.mkfifo(tmp_path / "in/pipe", 0o640)
     for _ in range(2):
@@ -65,7 +65,7 @@ async def test_a_fifo_of_an_uploaded_folder_is_one_in_the_slot(slot, tmp_path):
     assert result.output == "fifo 640 0\nthrough\n"
 
 
-async def test_holes_of_a_file_stay_holes_in_its_local_copy(slot, tmp_path):
+async def test_holes_stay_holes(slot, tmp_path):
     await slot.exec("printf head > holes; truncate -s 20M holes; printf tail >> holes; truncate -s 21M holes")
     await slot.read_file_to("holes", tmp_path / "copy")
     found = (tmp_path / "copy").stat()

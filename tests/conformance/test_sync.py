@@ -131,7 +131,7 @@ def test_errors_arrive(pool: sync.SlotPool) -> None:
         pool.acquire("c", timeout_s=0.01)
 
 
-async def test_ctrl_c_ends_a_call_and_the_process_leaves_nothing() -> None:
+async def test_ctrl_c_leaves_nothing() -> None:
     command = (sys.executable, "-c", PROGRAM, SECONDS)
     program = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     await until(lambda: running(f"sleep {SECONDS}") > 0, "the call to run")  # a child of the program has its arguments

@@ -19,7 +19,7 @@ def terminal(command):
 
 
 @pytest.mark.timeout(120)
-async def test_a_killed_server_is_an_exception_and_the_next_trajectory_works():
+async def test_killed_server_is_raised():
     async with (
         SlotPool(pool_config("local", max_containers=1, reconnect_s=2)) as pool,
         ToolExecutor(pool, build_tool_registry(["default", "session"])) as executor,
@@ -40,7 +40,7 @@ async def test_a_killed_server_is_an_exception_and_the_next_trajectory_works():
             assert (await executor.execute("a", terminal("ls"))).output == ""
 
 
-async def test_a_session_that_ended_unread_long_ago_is_one_that_ended():
+async def test_session_ended_unread():
     """A slot keeps 64 processes, those that have ended included."""
     async with (
         SlotPool(pool_config("local", max_containers=1)) as pool,

@@ -156,7 +156,7 @@ async def test_bad_reference_explained(ada: Person, site: Site):
             pytest.fail(f"{bad!r} was taken")
 
 
-async def test_without_a_page_the_tools_say_what_to_do(ada: Person):
+async def test_tools_say_what_lacks(ada: Person):
     with pytest.raises(ToolError, match="browser_navigate first"):
         await ada("snapshot")
 
@@ -177,7 +177,7 @@ REFUSED = (
 )
 
 
-async def test_local_and_private_addresses_are_refused(ada: Person):
+async def test_private_are_refused(ada: Person):
     for address in REFUSED:
         with pytest.raises(ToolError, match=r"only http|public address|not on the list"):
             await ada("navigate", url=address)
@@ -196,7 +196,7 @@ async def test_no_page_leads_to_a_private_address(ada: Person, site: Site, world
     assert private.seen == []
 
 
-async def test_no_trick_leads_to_a_private_address(ada: Person, site: Site):
+async def test_no_trick_gets_out(ada: Person, site: Site):
     """Sub-resources, frames, workers, service workers, WebSockets, WebRTC, forms, windows: not one connection is made."""
     met: list[str] = []
 
@@ -254,7 +254,7 @@ async def test_failing_site_is_a_result(ada: Person, site: Site):
         await ada("navigate", url="http://no-such-host.invalid/")
 
 
-async def test_contexts_are_bounded_and_all_are_closed(site: Site, world: tuple[BrowserHost, Site, Site]):
+async def test_contexts_are_bounded(site: Site, world: tuple[BrowserHost, Site, Site]):
     host = world[0]
     people = [Person(host, f"p{i}") for i in range(6)]
     await asyncio.gather(*(person("navigate", url=site.url("/")) for person in people))
@@ -359,7 +359,7 @@ async def test_crashed_page_keeps_logins(ada: Person, site: Site):
     assert "You are ada" in await ada("navigate", url=site.url("/who"))
 
 
-async def test_a_new_page_that_never_opens_is_given_up(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
+async def test_unopened_page_is_given_up(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
     """As when its process dies at the wrong moment: Playwright waits forever."""
     await ada("navigate", url=site.url("/login"))
     session = ada.scope.state["browser"]
@@ -389,7 +389,7 @@ async def test_a_hanging_start_is_no_tool_failure(tmp_path: Path, monkeypatch: p
         assert [(one.status_code, one.json().get("code")) for one in answers] == [(503, "tool_server_unavailable")] * 2
 
 
-async def test_a_page_that_does_not_answer_is_replaced(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
+async def test_silent_page_is_replaced(ada: Person, site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atropos.api.external.browser.CLOSE_S", 1.0)
     await ada("navigate", url=site.url("/login"))
     context = ada.scope.state["browser"].page.context

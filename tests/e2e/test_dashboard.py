@@ -78,7 +78,7 @@ class Env(HermesAgentBaseEnv):
         return 1.0
 
 
-async def test_a_real_run_is_seen_live_and_afterwards(policy, tmp_path, capfd):
+async def test_run_is_seen_live_and_after(policy, tmp_path, capfd):
     settings = {
         "dashboard_port": 0,
         "dashboard_host": "127.0.0.2",

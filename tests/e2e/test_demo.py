@@ -30,14 +30,14 @@ async def demo(backend: str, out: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("backend", params("nomad"))
-async def test_the_demo_scores_the_same_in_containers_as_without(backend, tmp_path):
+async def test_containers_score_the_same(backend, tmp_path):
     there, here = await asyncio.gather(demo(backend, f"{tmp_path}/a"), demo("local", f"{tmp_path}/b"))
     assert there == here
     await until(lambda: containers("atropos-demo") == [], "no container left", 60)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user without cgroups")
-async def test_as_an_ordinary_user_the_demo_names_the_limits_that_this_host_cannot_hold():
+async def test_lacking_limits_are_named():
     with tempfile.TemporaryDirectory(prefix="atropos-test-") as out:
         os.chmod(out, 0o777)
         command = ("tests.unit.sandbox.as_user", sys.executable, "-m", "examples.demo", "--names", "fix-permissions")

@@ -89,7 +89,7 @@ async def demo(tmp_path: Path, *flags: str):
             await process.wait()
 
 
-async def test_two_runs_score_alike_and_leave_nothing(tmp_path):
+async def test_two_runs_score_alike(tmp_path):
     runs = []
     for _ in range(2):
         async with demo(tmp_path, "--json", f"--names={TASKS}", "--containers=2", "--slots=4") as run:
@@ -137,7 +137,7 @@ MOMENTS = ("importing", "starting", "working")
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-async def test_a_signal_at_any_moment_leaves_nothing(tmp_path, moment, number):
+async def test_signal_leaves_nothing(tmp_path, moment, number):
     few = "--names=fix-*,git-*,merge-*"  # all of them are proven before the first is played
     async with demo(tmp_path, "--containers=2", "--slots=2", "--group-size=2", few) as run:
         output = bytearray()
@@ -196,7 +196,7 @@ def name(pid: int) -> str:
         ("--tasks=/nope", "error: --tasks: there is no folder /nope"),
     ],
 )
-async def test_a_flag_that_cannot_hold_is_one_line(tmp_path, flag, said):
+async def test_impossible_flag_is_one_line(tmp_path, flag, said):
     async with demo(tmp_path, flag) as run:
         out, _ = await run.process.communicate()
     assert run.process.returncode == 2
@@ -213,7 +213,7 @@ async def test_a_flag_that_cannot_hold_is_one_line(tmp_path, flag, said):
         ("examples.serve", "--out=/proc/x"),
     ],
 )
-def test_a_place_that_cannot_be_used_is_one_line_too(program, flag):
+def test_unusable_place_is_one_line(program, flag):
     command = [sys.executable, "-m", program, flag]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode in {1, 2}
@@ -221,7 +221,7 @@ def test_a_place_that_cannot_be_used_is_one_line_too(program, flag):
     assert (flag.rpartition("=")[2] if "port" not in flag else "--port 99999") in done.stderr
 
 
-def test_a_policy_whose_starter_has_ended_says_nothing():
+def test_orphaned_policy_is_quiet():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "examples.policy"]

@@ -63,7 +63,7 @@ def found(python: str) -> str:
 
 
 @pytest.mark.parametrize(("python", "kind"), CASES)
-def test_it_installs_by_itself_and_leases_a_slot(built: Path, tmp_path: Path, python: str, kind: str):
+def test_installs_and_leases(built: Path, tmp_path: Path, python: str, kind: str):
     [package] = built.glob(kind)
     succeed(UV, "venv", "--quiet", "--python", found(python), "own", cwd=tmp_path)
     locked = ("--constraint", built / "constraints.txt")

@@ -216,7 +216,7 @@ async def test_one_of_two_is_kept():
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_missing_images_and_engines_are_named():
+async def test_missing_ones_are_named():
     with pytest.raises(ConfigError, match=rf"{ENGINE_NAME} has no image 'no-such-image:local'.*make image"):
         await SlotPool(pool_config("docker", image="no-such-image:local")).start()
     with pytest.raises(BackendUnavailable, match=r"no Docker engine answers at unix:///nowhere"):
@@ -233,7 +233,7 @@ async def test_missing_images_and_engines_are_named():
         (500, "UNKNOWN", BackendUnavailable),
     ],
 )
-async def test_only_a_missing_image_is_a_config_error(status, code, error, caplog):
+async def test_only_no_image_is_config(status, code, error, caplog):
     podman = "Podman" in await docker("version", "--format", "{{json .Server.Components}}")
     if not podman and "rootless" in await docker("info", "--format", "{{.SecurityOptions}}"):
         pytest.skip("a rootless dockerd's 127.0.0.1 is its own, so that no registry of this test is there")
@@ -283,7 +283,7 @@ async def test_removed_image_found_again():
     assert leftovers("docker", config.job_id) == []
 
 
-async def test_a_slow_server_may_use_start_timeout_s(monkeypatch):
+async def test_slow_server_has_its_time(monkeypatch):
     monkeypatch.setattr("atropos.slots.backends.docker.backend.READY_S", 0.5)
     image = f"atropos-slow-{secrets.token_hex(3)}:local"
     text = b'FROM atropos-sandbox:local\nENTRYPOINT ["sh", "-c", "sleep 3; exec python3 -S -I /usr/lib/atropos/entry.py"]\n'

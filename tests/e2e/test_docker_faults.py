@@ -46,7 +46,7 @@ MORE_FAULTS = {
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-async def test_a_lost_container_costs_its_own_calls(turn):
+async def test_lost_costs_its_own_calls(turn):
     config = pool_config("docker", min_containers=3, max_containers=3)
     hit: set[str] = set()
     took: dict[str, float] = {}
@@ -84,7 +84,7 @@ RESTARTS = [
 
 @pytest.mark.parametrize("turn", range(TIMES))
 @pytest.mark.parametrize(("live_restore", "number"), RESTARTS if TIMES > 1 else RESTARTS[:2])
-async def test_a_restarted_daemon_costs_containers(own, live_restore, number, turn):
+async def test_restart_costs_containers(own, live_restore, number, turn):
     if own.live_restore != live_restore:
         await asyncio.to_thread(own.end, signal.SIGTERM)
         own.live_restore = live_restore

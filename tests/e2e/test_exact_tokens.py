@@ -152,7 +152,7 @@ async def template_policy(name: str, tmp_path: Path):
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("server_type", PROTOCOLS)
 @pytest.mark.parametrize("agent", AGENTS)
-async def test_tokens_masks_and_logprobs_are_the_servers_log(tmp_path, agent, server_type, template):
+async def test_tokens_are_the_servers_log(tmp_path, agent, server_type, template):
     cls, config = (Agent, AgentEnvConfig) if agent == "agent" else (Hermes, HermesAgentEnvConfig)
     rng = random.Random(f"{cls.name}{server_type}{template}{SEED}")
     rows = [

@@ -110,7 +110,7 @@ CASES = {
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", CASES)
-async def test_the_right_answer_scores_1_and_five_wrong_ones_0(executor, name):
+async def test_right_is_1_five_wrong_0(executor, name):
     env_class, item, right, wrong = CASES[name]
     if isinstance(env_class, tuple):
         env_class = documented(*env_class)

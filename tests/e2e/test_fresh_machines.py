@@ -44,7 +44,7 @@ def prepared_for(user: str, made: Machine) -> None:
 
 
 @pytest.mark.parametrize(("release", "user"), PLAYED)
-def test_the_demo_scores_every_task_as_it_is_scripted(release, user):
+def test_tasks_score_as_scripted(release, user):
     with machine(release) as made:
         prepared_for(user, made)
         said = made.check(f"make demo ARGS='{DEMO}'", user)

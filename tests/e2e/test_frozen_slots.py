@@ -191,7 +191,7 @@ async def wait(slot) -> str:
     return (await slot.exec("sleep 600")).output
 
 
-async def test_a_tool_in_a_frozen_slot_has_no_result():
+async def test_frozen_tool_has_no_result():
     config = SlotPoolConfig(backend="local", slots_per_container=1, max_containers=1)
     async with SlotPool(config) as pool, ToolExecutor(pool, build_tool_registry(tools=[wait])) as executor:
         asked = ToolCall(name="terminal", arguments={"command": "readlink /proc/self/ns/pid"})

@@ -98,7 +98,7 @@ async def test_unknown_gpus_are_refused(machine):
     assert SlotPoolConfig(gpus=1).max_containers == 1
 
 
-async def test_shared_gpus_have_slots_per_gpu_leases(machine, backend):
+async def test_slots_per_gpu_are_shared(machine, backend):
     async with running(machine, backend, slots_per_gpu=2) as pool:
         with pytest.raises(ConfigError, match="a lease one, since slots_per_gpu"):
             await pool.acquire("both", limits=BOTH)
@@ -169,7 +169,7 @@ async def test_a_container_has_no_gpu_but_its_own(machine, devices):
 
 @pytest.mark.docker
 @pytest.mark.skipif("docker" not in BACKENDS, reason="ATROPOS_BACKENDS has no docker: no engine in this run")
-async def test_an_engine_s_refusal_of_gpus_ends_the_start(machine):
+async def test_refused_gpus_end_the_start(machine):
     config = pool_config("docker", start_timeout_s=600, **machine.settings(gpus=3))
     with pytest.raises(BackendUnavailable, match=r"gpus: 3 wanted; of gpu_devices \(atropos.test/gpu\) .*=0, .*=1"):
         await SlotPool(config).start()
@@ -183,7 +183,7 @@ async def test_an_engine_s_refusal_of_gpus_ends_the_start(machine):
         (("nvidia.com/gpu=3", "nvidia.com/gpu=1"), ["nvidia.com/gpu=3", "nvidia.com/gpu=1"]),
     ],
 )
-def test_an_engine_is_asked_for_devices_by_name(devices, names):
+def test_devices_are_asked_by_name(devices, names):
     pool = SlotPoolConfig(backend="docker", gpus=2, gpu_devices=devices)
     assert ContainerSpec.from_pool(pool).gpu_names == names
     assert ContainerSpec.from_pool(SlotPoolConfig(backend="docker")).gpu_names == []

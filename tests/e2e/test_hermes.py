@@ -260,7 +260,7 @@ def test_settings_take_effect():
     assert HermesAgentEnvConfig(disabled_toolsets="web,browser").disabled_toolsets == ["web", "browser"]
 
 
-def test_rows_come_from_files_lists_and_parquet(tmp_path: Path):
+def test_rows_of_files_lists_parquet(tmp_path: Path):
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -287,7 +287,7 @@ def test_rows_come_from_files_lists_and_parquet(tmp_path: Path):
             load_rows(name)
 
 
-async def test_both_counts_of_tool_errors_are_the_same(policy, tmp_path, monkeypatch):
+async def test_tool_errors_count_alike(policy, tmp_path, monkeypatch):
     """Unknown tools, calls that can't be read, calls beyond a turn's bound, failing tools; not the env's own calls."""
     many = [call("terminal", command="true")] * 34  # two more than are run
     turn = {"text": "<tool_call>{broken</tool_call>", "calls": [call("nosuch"), call("read_file", path="none"), *many]}

@@ -50,7 +50,7 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("backend", params())
-async def test_swe_env_scores_answers_and_no_cheat(tmp_path, backend):
+async def test_swe_env_scores_no_cheat(tmp_path, backend):
     mend = {"calls": [call("write_file", path="stats.py", content=FIX)]}
     commit = {"calls": [call("terminal", command="git add -A; git -c user.name=a -c user.email=a@a commit -qm mended")]}
     work = {"mended": [mend], "committed": [mend, commit], "untouched": ["nothing"]}

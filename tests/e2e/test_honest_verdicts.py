@@ -90,7 +90,7 @@ async def test_a_starting_server_stays(pool, tmp_path, monkeypatch, mode):
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("keep", "loops"), [("task", 1), ("services", 0), ("none", 0), ("all", 1)])
-async def test_the_operator_says_which_processes_stay(pool, tmp_path, keep, loops):
+async def test_operator_says_what_stays(pool, tmp_path, keep, loops):
     test = "pgrep -fc ^a-mere-loop > /logs/verifier/reward.txt"
     task = make_task(tmp_path, test=test, toml="[verifier]\nkeep_processes = true\n")
     async with working_on(pool, task) as run:

@@ -77,7 +77,7 @@ async def test_a_failed_write_is_a_fault(left, path):
     assert await quiet.calls.settled() is None
 
 
-async def test_failed_uploads_of_rewards_are_faults(executor, tmp_path):
+async def test_failed_uploads_are_faults(executor, tmp_path):
     (tmp_path / "hidden.py").write_text("...")
     slot = await executor.slot("reward")
     await slot.exec("mkdir hidden.py; echo kept > kept")

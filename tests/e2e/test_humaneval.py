@@ -143,7 +143,7 @@ async def test_solutions_that_cheat_fail(executor, made, monkeypatch):
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("tests", ["def check(candidate) assert", "import nosuch", "def test(candidate):\n    pass\n"])
-async def test_tests_that_can_not_run_judge_no_solution(executor, made, tests):
+async def test_broken_tests_judge_nothing(executor, made, tests):
     with pytest.raises(TaskFault, match="the tests of Made/0 can't be run: "):
         await judged(executor, replace(made, test=tests), PROBLEM["prompt"] + PROBLEM["canonical_solution"])
 
@@ -203,7 +203,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who can give a namespace several ids")
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_slot_with_few_user_ids_judges_as_well(tmp_path):
+async def test_few_user_ids_judge_as_well(tmp_path):
     problem, solution = tmp_path / "problem.json", tmp_path / "solution.py"
     problem.write_text(json.dumps(PROBLEM))
     solution.write_text(PROBLEM["prompt"] + PROBLEM["canonical_solution"])

@@ -23,7 +23,7 @@ from examples.serve.processes import program
 ARMS = ("as sent", "masks +1", "logprobs +1")
 
 
-def test_a_shift_moves_by_one_and_fills_the_gap():
+def test_shift_is_by_one():
     assert shifted([1, 2, 3], 1, -100) == [-100, 1, 2]
     assert shifted([1, 2, 3], -1, -100) == [2, 3, -100]
     assert shifted([1, 2, 3], 0, -100) == [1, 2, 3]

@@ -90,7 +90,7 @@ async def test_loopback_by_default(tmp_path: Path):
         await site.stop()
 
 
-async def test_executor_servers_listen_on_loopback(executor: Server):
+async def test_executor_on_loopback(executor: Server):
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(base_url=executor.url, headers=headers, timeout=60) as http:
         opened = await http.post("/trajectories", json={})
@@ -100,7 +100,7 @@ async def test_executor_servers_listen_on_loopback(executor: Server):
         await http.delete(opened.headers["Location"])
 
 
-async def test_an_mcp_server_listens_on_loopback_alone():
+async def test_mcp_server_on_loopback():
     parameters = StdioServerParameters(command=sys.executable, args=["-m", "atropos.cli", "mcp"])
     async with Client(parameters) as client:
         await client.call_tool("terminal", {"command": "true"})

@@ -67,7 +67,7 @@ async def test_leaving_client_is_tidy():
 
 
 @pytest.mark.parametrize("stdin", ["/dev/null", "file"])
-async def test_a_stdin_that_is_no_pipe_is_read_to_its_end(stdin: str, tmp_path: Path):
+async def test_any_stdin_is_read_whole(stdin: str, tmp_path: Path):
     if stdin == "file":
         stdin = str(tmp_path / "messages")
         Path(stdin).write_text("no JSON\n")

@@ -59,7 +59,7 @@ async def test_has_the_pool_s_settings():
         (StreamTerminatedError("Connection lost"), BackendUnavailable, "Modal: Connection lost"),
     ],
 )
-async def test_what_modal_refuses_is_said_in_one_line(refusal, error, said):
+async def test_modals_refusal_is_one_line(refusal, error, said):
     with modal() as stand_in:
         stand_in.refusal = refusal
         with pytest.raises(error) as caught:

@@ -144,7 +144,7 @@ async def what_comes_back_costs_no_group(tmp_path) -> None:
         await nothing_left("nomad", job_id)
 
 
-async def test_an_outage_is_waited_for_within_bounds(tmp_path):
+async def test_outage_wait_is_bounded(tmp_path):
     await asyncio.gather(  # most of it is waiting
         gone_for_good_ends_the_run(tmp_path / "gone"),
         a_signal_ends_the_run_though_nomad_hangs(tmp_path / "hangs"),

@@ -139,7 +139,7 @@ def test_driver_messages_have_cure():
     assert (read.index, read.state, read.unrecoverable, read.detail) == (3, "over", True, "Driver Failure: refused")
 
 
-def test_a_quota_and_a_node_class_are_told_too():
+def test_quota_and_class_are_told():
     said = explain({"NodesEvaluated": 4, "NodesInPool": 4, "ClassFiltered": {"gpu": 3}, "QuotaExhausted": ["memory"]})
     assert said == "node class 'gpu' filtered 3 of 4 nodes; quota limit hit: memory"
     said = explain({"NodesEvaluated": 2, "NodesInPool": 2, "ConstraintFiltered": {"missing drivers": 2}})
@@ -234,7 +234,7 @@ async def test_a_job_waits_for_a_place():
             assert (await slot.exec("echo ok")).output == "ok\n"
 
 
-async def test_host_networks_listen_at_one_address():
+async def test_host_networks_one_address():
     chosen = {"host_network": True, "static_port": PORT, "node_pool": "all", "priority": 70}
     async with SlotPool(pool_config("nomad", nomad_variables=chosen)) as pool, pool.lease("t") as slot:
         assert (await slot.exec("tail -n +3 /proc/net/dev | wc -l")).output == "1\n"

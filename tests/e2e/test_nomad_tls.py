@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-async def test_pools_of_a_job_speak_tls_with_its_certificate_and_nobody_speaks_without(tmp_path):
+async def test_pools_speak_tls_alone(tmp_path):
     certificate, key = pair(tmp_path)
     config = pool_config("nomad", slots_per_container=2, max_containers=1, tls_certificate=certificate, tls_key=key)
     async with SlotPool(config) as pool:

@@ -167,7 +167,7 @@ def test_wrong_address_is_named(policy, tmp_path, address):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.7", "example.org"])
-def test_metrics_beyond_loopback_need_a_token(policy, tmp_path, host):
+def test_public_metrics_need_token(policy, tmp_path, host):
     with pytest.raises(ConfigError, match=r"metrics_address: .* set metrics_token as well"):
         make(Env, policy, tmp_path, [], metrics_address=f"{host}:9400")
     with pytest.raises(ConfigError, match=r"metrics_token: .*at least 1"):  # of a variable that isn't set

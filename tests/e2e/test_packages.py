@@ -31,7 +31,7 @@ PROGRAMS = "git curl python3 pip gcc g++ make rg jq tmux less vim.tiny ps sqlite
 
 
 @pytest.mark.parametrize("backend", params("docker", "nomad"))
-async def test_packages_install_in_a_slot_and_touch_no_other(backend):
+async def test_installs_touch_no_other(backend):
     async with SlotPool(pool_config(backend)) as pool, pool.lease("a") as a, pool.lease("b") as b:
         assert (await a.exec(APT, timeout_s=120)).output == "hi\n"
         assert (await a.exec(PIP, timeout_s=120)).output == "hello\n"

@@ -97,7 +97,7 @@ def reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-async def test_an_unread_connection_blocks_no_other(pool: SlotPool):
+async def test_unread_blocks_no_other(pool: SlotPool):
     async with forwarded(pool) as (_, forward, _):
         uploads = [(await ask(forward, b"s"))[1] for _ in range(12)]
         for upload in uploads:

@@ -110,7 +110,7 @@ def test_env_without_items_says_so(policy, tmp_path: Path):
     assert said.startswith("0 groups"), said
 
 
-def test_the_tutorials_environment_and_its_commands(policy, tmp_path: Path):
+def test_tutorial(policy, tmp_path: Path):
     """The env is that of the page, and so is each command but the port; training is tests/e2e/test_learn.py's."""
     script, out = tmp_path / "squares.py", tmp_path / "out.jsonl"
     script.write_text(lesson("class Squares", "tutorial"))
@@ -127,7 +127,7 @@ def test_the_tutorials_environment_and_its_commands(policy, tmp_path: Path):
     assert not next(line for line in lines if "examples.learn" in line).strip().endswith("\\")
 
 
-def test_the_interface_example_of_pool_and_executor(tmp_path: Path):
+def test_pool_and_executor(tmp_path: Path):
     code = """
 import asyncio
 from atropos.slots import SlotPool, SlotPoolConfig

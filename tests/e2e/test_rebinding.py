@@ -23,7 +23,7 @@ ALLOWED, FORBIDDEN = "127.53.0.2", "127.53.0.3"
 """Nobody else listens there: a port that is free on one is free on the other."""
 
 
-async def test_a_name_that_changes_its_mind_leads_nowhere_else(tmp_path: Path):
+async def test_rebound_name_leads_nowhere(tmp_path: Path):
     """Two sites on one port: the name stands now for the one that may be visited, now for the one that may not."""
     turns = itertools.cycle([ALLOWED, ALLOWED, FORBIDDEN, ALLOWED, FORBIDDEN, FORBIDDEN])
     given: list[str] = []

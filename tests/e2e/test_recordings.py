@@ -55,7 +55,7 @@ def check_cast(path: Path) -> str:
     return "".join(event[2] for event in events if event[1] == "o")
 
 
-async def test_recordings_stand_beside_the_trajectories(tmp_path: Path):
+async def test_recordings_are_beside(tmp_path: Path):
     path = tmp_path / "out" / "groups.jsonl"
     async with running_policy(tmp_path) as (url, _):
         env = make(

@@ -31,7 +31,7 @@ from tests.unit.sandbox.conftest import tiny_base
 TESTS = Path(__file__).parents[1]
 
 ELSEWHERE = {
-    "max_token_length": "unit/envs/test_process.py::test_an_item_too_long_for_the_context_drops_its_group_and_no_other",
+    "max_token_length": "unit/envs/test_process.py::test_too_long_item_drops_group",
     "nomad_variables": "e2e/test_nomad_setup.py::test_unplaceable_jobs_say_why",
     "container_memory_mib": "e2e/test_nomad_setup.py::test_a_job_waits_for_a_place",
     "placement_s": "e2e/test_nomad_setup.py::test_a_job_waits_for_a_place",
@@ -42,7 +42,7 @@ ELSEWHERE = {
     "ssh_python": "e2e/test_ssh_backend.py::test_failed_starts_are_named",
     "ssh_config": "e2e/test_ssh_backend.py::test_unknown_host_key_refused",
     "modal_cpus": "e2e/test_modal_backend.py::test_has_the_pool_s_settings",
-    "outage_s": "e2e/test_nomad_away.py::test_an_outage_is_waited_for_within_bounds",
+    "outage_s": "e2e/test_nomad_away.py::test_outage_wait_is_bounded",
     "start_timeout_s": "unit/pool/test_pool.py::test_a_late_start_says_why",
     "hook_timeout_s": "unit/envs/test_hooks.py",
     "unattended_s": "unit/server/test_serve.py::test_an_unattended_server_ends",
@@ -51,12 +51,12 @@ ELSEWHERE = {
     "gpus": "e2e/test_gpus.py::test_unknown_gpus_are_refused",
     "gpu_devices": "e2e/test_gpus.py::test_each_lease_has_its_gpu",
     "gpu_type": "e2e/test_gpus.py::test_unknown_gpus_are_refused",
-    "slots_per_gpu": "e2e/test_gpus.py::test_shared_gpus_have_slots_per_gpu_leases",
+    "slots_per_gpu": "e2e/test_gpus.py::test_slots_per_gpu_are_shared",
     "cdi_folders": "e2e/test_gpus.py::test_each_lease_has_its_gpu",
-    "travel_mib": "unit/pool/test_pool.py::test_a_bound_fork_waits_for_its_container",
+    "travel_mib": "unit/pool/test_pool.py::test_bound_fork_waits",
     "bases": "unit/pool/test_pool.py::test_unknown_bases_are_refused",
     "reconnect_s": "truths/test_truth_02_a_call_runs_at_most_once.py",
-    "warm": "unit/server/test_core.py::test_the_shelf_is_full_again_though_nobody_asks",
+    "warm": "unit/server/test_core.py::test_shelf_fills_unasked",
     "volume": "unit/sandbox/test_scenarios.py::test_with_volumes_on_disk",
     "image_store": "images/test_command_line.py::test_a_mirror_stands_in_for_a_registry",
     "prepare_timeout_s": "images/test_leases.py::test_a_wait_for_an_image_has_an_end",
@@ -67,17 +67,17 @@ ELSEWHERE = {
     "egress_mib": "egress/test_egress.py::test_bytes_and_connections_are_bounded",
     "egress_connections": "egress/test_egress.py::test_bytes_and_connections_are_bounded",
     "slot_open_files": "limits/test_limits.py::test_open_files_are_bounded",
-    "record_sessions": "e2e/test_recordings.py::test_recordings_stand_beside_the_trajectories",
+    "record_sessions": "e2e/test_recordings.py::test_recordings_are_beside",
     "require_sandbox": "truths/test_truth_08_isolation_is_proven_at_start.py::test_require_sandbox_obeys_it",
     "require_stateful_sandbox": "unit/server/test_serve.py::test_require_sandbox_is_strict",
     "nomad_address": "e2e/test_nomad_setup.py::test_wrong_settings_are_refused_by_name",
     "sandbox_job_id": "e2e/test_nomad.py::test_job_goes_with_last_pool",
-    "sandbox_image": "e2e/test_docker.py::test_missing_images_and_engines_are_named",
+    "sandbox_image": "e2e/test_docker.py::test_missing_ones_are_named",
     "purge_job_on_start": "e2e/test_docker.py::test_other_leftovers_removed",
     "purge_job_on_shutdown": "e2e/test_docker.py::test_purge_spares_others",
-    "dashboard_port": "e2e/test_dashboard.py::test_a_real_run_is_seen_live_and_afterwards",
-    "dashboard_host": "e2e/test_dashboard.py::test_a_real_run_is_seen_live_and_afterwards",
-    "dashboard_token": "e2e/test_dashboard.py::test_a_real_run_is_seen_live_and_afterwards",
+    "dashboard_port": "e2e/test_dashboard.py::test_run_is_seen_live_and_after",
+    "dashboard_host": "e2e/test_dashboard.py::test_run_is_seen_live_and_after",
+    "dashboard_token": "e2e/test_dashboard.py::test_run_is_seen_live_and_after",
     "metrics_address": "e2e/test_observability.py::test_both_exports_agree",
     "metrics_token": "unit/dashboard/test_server.py::test_metrics_with_a_token_answer_nobody_else",
     "otlp_endpoint": "e2e/test_tracing.py::test_a_trajectory_is_one_trace",
@@ -133,7 +133,7 @@ def cgroup_values(*names: str) -> set[str]:
     "slot_memory_mib", "slot_pids", "slot_cpu_weight", "slot_cpu_quota", "slot_disk_mib", "slot_inodes",
     "slot_output_bytes", "slot_wall_s",
 )  # fmt: skip
-async def test_each_limit_of_a_slot_holds_and_is_named():
+async def test_limits_hold_and_are_named():
     limits = {
         "slot_memory_mib": 96,
         "slot_pids": 20,
@@ -171,7 +171,7 @@ async def test_each_limit_of_a_slot_holds_and_is_named():
 
 
 @shows("slots_per_container", "min_containers", "max_containers", "acquire_timeout_s")
-async def test_containers_hold_the_slots_and_grow_to_the_most():
+async def test_containers_hold_and_grow():
     settings = {"slots_per_container": 1, "min_containers": 1, "max_containers": 2, "acquire_timeout_s": 0.5}
     async with started(**settings) as env:
         assert (env.pool.stats().containers, env.config.capacity) == (1, 2)
@@ -184,7 +184,7 @@ async def test_containers_hold_the_slots_and_grow_to_the_most():
 
 
 @shows("allow_network", "egress_allow")
-async def test_programs_reach_what_egress_allow_names_and_nothing_without_allow_network():
+async def test_egress_allow_decides():
     ask = "curl -sS -m 60 http://other.example/ 2>&1"
     async with started() as env:
         assert (
@@ -200,7 +200,7 @@ async def test_programs_reach_what_egress_allow_names_and_nothing_without_allow_
 
 
 @shows("tool_max_batch_size", "tool_batch_window_ms")
-async def test_frames_hold_no_more_calls_than_told_and_no_call_waits_for_the_window(monkeypatch):
+async def test_frames_hold_what_is_told(monkeypatch):
     sizes: list[int] = []
     send = WebSocketWriter.send_frame
 
@@ -224,7 +224,7 @@ async def test_frames_hold_no_more_calls_than_told_and_no_call_waits_for_the_win
 
 
 @shows("lease_ttl_s")
-async def test_leases_have_the_configured_time_to_live():
+async def test_leases_live_as_configured():
     async with started(lease_ttl_s=7) as env:
         slot = await env.executor.slot("t")
         assert slot.lease.ttl_s == 7
@@ -232,7 +232,7 @@ async def test_leases_have_the_configured_time_to_live():
 
 @privileges.owners
 @shows("sandbox_base")
-async def test_slots_start_from_the_base_that_is_named(tmp_path_factory):
+async def test_slots_start_from_the_base(tmp_path_factory):
     folder = tiny_base(tmp_path_factory.mktemp("base") / "root", os.geteuid())
     for parent in (folder.parent, folder.parent.parent, folder.parent.parent.parent):
         parent.chmod(0o755)
@@ -251,7 +251,7 @@ async def test_slots_start_from_the_base_that_is_named(tmp_path_factory):
 
 
 @shows("tool_server_url", "tool_server_token")
-async def test_external_tools_come_from_the_tool_server_and_need_its_token():
+async def test_tool_server_needs_its_token():
     async with started(enabled_toolsets=["terminal", "web"], tool_server_url="inprocess", min_containers=0) as env:
         assert "web_extract" in env.executor.tools
         assert "terminal" in env.executor.tools
@@ -265,7 +265,7 @@ async def test_external_tools_come_from_the_tool_server_and_need_its_token():
 
 
 @shows("verify_timeout_s")
-async def test_the_tests_of_a_problem_take_no_longer_than_told():
+async def test_problem_tests_have_a_limit():
     problem = HumanEvalProblem("p", "def f():\n", "f", "    return 1\n", "def check(f):\n    assert f() == 1\n")
     async with started() as env:
         endless = problem.prompt + "    while True: pass\n"
@@ -275,7 +275,7 @@ async def test_the_tests_of_a_problem_take_no_longer_than_told():
         )
 
 
-def test_no_setting_is_without_a_test_of_its_effect():
+def test_every_setting_has_a_test():
     configs = (AgentEnvConfig, HermesAgentEnvConfig, TaskEnvConfig, HumanEvalEnvConfig)
     ours = {name for config in configs for name in config.model_fields} - set(BaseEnvConfig.model_fields)
     assert of_the_agent.shows is of_tasks.shows is shows, "what they show is counted here"

@@ -121,7 +121,7 @@ async def test_ends_with_client_and_slot(tmp_path: Path):
             os.close(each.end)
 
 
-async def test_only_what_a_key_has_is_opened_by_it(tmp_path: Path):
+async def test_key_opens_its_own_only(tmp_path: Path):
     async with serving(tmp_path) as server:
         for who in (ALICE, BOB):
             await opened(server, who, trajectory_id="same")

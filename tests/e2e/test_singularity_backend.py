@@ -18,7 +18,7 @@ async def refusal(**settings) -> str:
     return str(caught.value)
 
 
-async def test_a_missing_program_and_a_missing_image_are_named(tmp_path, monkeypatch):
+async def test_missing_ones_are_named(tmp_path, monkeypatch):
     with apptainer(tmp_path) as image:
         assert "atropos-sandbox.sif" in await refusal()
         assert "there is no /nowhere.sif; `make sif` builds one" in await refusal(image="/nowhere.sif")
@@ -37,6 +37,6 @@ async def test_hermes_terminal_backend(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(REAL is None, reason="needs apptainer or singularity, and ATROPOS_SIF with the image of `make sif`")
-async def test_slots_start_from_the_images_programs():
+async def test_slots_start_from_the_image():
     async with SlotPool(SlotPoolConfig(backend="singularity", image=REAL)) as pool, pool.lease("t") as slot:
         assert (await slot.exec("test -e /etc/debian_version && echo image")).output == "image\n"

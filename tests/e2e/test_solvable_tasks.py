@@ -65,7 +65,7 @@ async def test_unchecked_are_played(policy, tmp_path, tried):
     assert (found["lacks"]["scores"], tried) == ([0.0, 0.0], [])
 
 
-async def test_a_proof_holds_until_its_task_changes(policy, tmp_path, tried, cache, monkeypatch):
+async def test_proof_holds_until_a_change(policy, tmp_path, tried, cache, monkeypatch):
     solvable(tmp_path, "t")
     for _ in range(2):
         await run(policy, tmp_path)
@@ -109,7 +109,7 @@ async def test_outages_prove_nothing(policy, tmp_path, monkeypatch):
     assert (env.left_out, dict(env.metrics.retries), len(tries)) == ({}, {"slot_lost": 1}, 2)
 
 
-async def test_a_task_of_steps_is_solved_step_by_step(policy, tmp_path):
+async def test_steps_are_solved_in_turn(policy, tmp_path):
     for name, second in (("both", "test -e one && touch two"), ("half", LACKING)):
         folder = steps_task(
             tmp_path, name, [("true", SOLVED.replace("out", "one"), ""), ("true", SOLVED.replace("out", "two"), "")]

@@ -76,7 +76,7 @@ async def test_failed_starts_are_named(host, tmp_path):
     assert "ssh_config: [Errno 2]" in await refusal(host, ssh_config="/nowhere/config")
 
 
-async def test_a_host_that_forwards_no_ports_is_named(tmp_path):
+async def test_no_forwarding_is_named(tmp_path):
     with sshd(tmp_path, "AllowTcpForwarding no") as strict:
         assert "AllowTcpForwarding" in await refusal(strict)
 

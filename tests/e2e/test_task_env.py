@@ -68,7 +68,7 @@ async def test_task_from_setup_to_reward(policy, tmp_path, fork_setup):
 
 @shows("verifier_mode")
 @pytest.mark.parametrize(("mode", "score"), [("shared", 1.0), ("view", 0.0), ("separate", 0.0)])
-async def test_the_verifier_runs_where_it_is_told_to(policy, tmp_path, mode, score):
+async def test_verifier_runs_where_told(policy, tmp_path, mode, score):
     plant = script({"calls": [call("terminal", command="echo x > /etc/planted")]}, "done")
     task(tmp_path, "t", prompt=plant, test="test -e /etc/planted; echo $((1 - $?)) > /logs/verifier/reward.txt")
     found, _ = await run(policy, tmp_path, verifier_mode=mode)
@@ -140,7 +140,7 @@ async def test_each_missing_reward_is_looked_into(policy, tmp_path, monkeypatch)
     assert len(looked) == 2
 
 
-async def test_unreadable_tests_are_no_agents_fault(policy, tmp_path):
+async def test_unreadable_tests_no_fault(policy, tmp_path):
     task(tmp_path, "t")
     here = tmp_path / "tasks/t/tests"
     away = here.with_name("away")
@@ -256,7 +256,7 @@ def test_bad_named_or_left_out(tmp_path, caplog):
 
 
 @shows("architecture")
-def test_dockerfiles_are_read_for_what_slots_are(tmp_path):
+def test_dockerfiles_shape_slots(tmp_path):
     task(tmp_path, "arm")
     (tmp_path / "tasks/arm/environment/Dockerfile").write_text("FROM --platform=linux/arm64 debian\n")
     with pytest.raises(ConfigError, match=r"arm: .*--platform=linux/arm64: slots are linux/amd64; .* architecture"):
@@ -266,7 +266,7 @@ def test_dockerfiles_are_read_for_what_slots_are(tmp_path):
 
 
 @shows("task_limits")
-def test_limits_are_lowered_as_the_setting_says(tmp_path, caplog):
+def test_limits_are_lowered_as_set(tmp_path, caplog):
     task(tmp_path, "big", toml="[environment]\nmemory_mb = 99999\n")
     with pytest.raises(ConfigError, match="tokenizer"):
         TaskEnv(config(tmp_path, task_limits="clamp"), [])
@@ -538,7 +538,7 @@ async def test_broken_step_is_not_agents(policy, tmp_path):
 @privileges.owners
 @shows("verifier_layers")
 @pytest.mark.parametrize("mode", ["view", "shared"])
-async def test_verifier_layers_are_for_tests_alone(policy, tmp_path, mode):
+async def test_layers_are_for_tests_alone(policy, tmp_path, mode):
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "judge").write_text("#!/bin/sh\ncat /opt/data/answer\n")

@@ -90,7 +90,7 @@ async def attempt(pool, task, room, *, solved):
 
 @pytest.mark.timeout(900)  # half a minute of CPU time
 @pytest.mark.asyncio(loop_scope="module")
-async def test_solutions_score_one_and_nothing_zero(pool):
+async def test_solutions_1_nothing_0(pool):
     room = asyncio.Semaphore(2 * (os.cpu_count() or 1))
     cases = [(task, solved) for task in TASKS for solved in (True, False)]
     verdicts = await asyncio.gather(*(attempt(pool, task, room, solved=solved) for task, solved in cases))
@@ -502,7 +502,7 @@ def make_old_task(root, *, test, parser="pytest"):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_terminal_bench_1_is_scored_by_pytest(pool, tmp_path):
+async def test_pytest_scores_t_bench_1(pool, tmp_path):
     test = """import os
 word = "PASSED" if os.path.exists("/app/hello.txt") else "FAILED"
 print("=========== short test summary info ============")
@@ -557,7 +557,7 @@ async def test_failed_set_up_is_tasks(pool, tmp_path):
         ("sleep 60; echo 1 > /logs/verifier/reward.txt", "[verifier]\ntimeout_sec = 0.5", "took longer"),
     ],
 )
-async def test_a_verifier_without_a_reward_is_no_score(pool, tmp_path, test, toml, named):
+async def test_no_reward_is_no_score(pool, tmp_path, test, toml, named):
     task = make_task(tmp_path, test=test, toml=toml)
     async with working_on(pool, task) as run:
         with pytest.raises(VerifierFailed, match=named):
@@ -640,7 +640,7 @@ async def test_a_separate_verifier_sees_artifacts(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_large_artifact_is_carried_in_pieces(pool, tmp_path):
+async def test_large_artifact_in_pieces(pool, tmp_path):
     test = "cmp <(head -c 40000000 /dev/zero) big && [ -s small ] && echo 1 > /logs/verifier/reward.txt"
     task = make_task(tmp_path, test=test)
     async with working_on(pool, task) as run:
@@ -649,7 +649,7 @@ async def test_a_large_artifact_is_carried_in_pieces(pool, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_full_disk_costs_no_fresh_slots_reward(pool, tmp_path):
+async def test_full_disk_costs_no_reward(pool, tmp_path):
     task = make_task(tmp_path, test="[ -s /workspace/given.txt ] && echo 1 > /logs/verifier/reward.txt")
     fill = "head -c 2000000000 /dev/zero > /var/tmp/fill 2>/dev/null || head -c 2000000000 /dev/zero > /tmp/fill; echo"
     async with working_on(pool, task) as run:
@@ -659,7 +659,7 @@ async def test_a_full_disk_costs_no_fresh_slots_reward(pool, tmp_path):
         assert (await run.verify("separate")).reward == 1.0
 
 
-async def test_a_new_container_prepares_after_a_kill():
+async def test_prepared_anew_after_a_kill():
     async with SlotPool(SlotPoolConfig(backend="local", slots_per_container=1, max_containers=1)) as pool:
         (link,) = pool.links.values()
         os.kill(int(link.container.id.partition("-")[0]), signal.SIGKILL)

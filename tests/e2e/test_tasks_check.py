@@ -189,7 +189,7 @@ def test_an_own_agent_is_run(tmp_path, refusal):
         assert option in refusal(tmp_path / "tasks", option, tmp_path / at), "and nothing was run for it"
 
 
-def test_tests_find_what_a_verifier_layer_has(tmp_path, refusal):
+def test_tests_find_their_layer(tmp_path, refusal):
     test = "[ -e done ] && cp /opt/judge/reward /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
     make(tmp_path / "tasks", "layered", test=test, solution="[ ! -e /opt/judge ] && touch done")
     (tmp_path / "layer/opt/judge").mkdir(parents=True)
@@ -252,7 +252,7 @@ def test_ctrl_c_keeps_results(tmp_path):
     assert "stopped: 1 of 2 tasks were checked" in told
 
 
-async def test_a_solution_that_needs_shared_is_tried(tmp_path):
+async def test_shared_solution_is_tried(tmp_path):
     make(
         tmp_path,
         "first",
@@ -366,7 +366,7 @@ def test_digests_are_checked(tmp_path):
 
 @pytest.mark.parametrize("name", ["dataset.toml", "registry.json"])
 @pytest.mark.parametrize("content", [b"\xff", b"x = " + b"[" * 3000])
-def test_a_data_set_that_cannot_be_read_is_named(tmp_path, name, content):
+def test_unreadable_set_is_named(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=name) as refused:
         dataset_folders(tmp_path, "org/set")
@@ -374,7 +374,7 @@ def test_a_data_set_that_cannot_be_read_is_named(tmp_path, name, content):
 
 
 @pytest.mark.parametrize("path", ["a\0b", "a" * 300, "a/" * 3000, "loop/a", "missing"])
-def test_a_task_that_a_data_set_has_not_is_named(tmp_path, path):
+def test_absent_task_is_named(tmp_path, path):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "registry.json").write_text(json.dumps([{"name": "set", "tasks": [{"path": path}]}]))
     with pytest.raises(ConfigError, match="is not in this clone"):

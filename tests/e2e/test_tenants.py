@@ -147,7 +147,7 @@ async def test_a_used_up_quota_is_named(tmp_path: Path, quota: Any, what: str):
         assert (await ask(world.app, ALICE, "POST", "/e2b/sandboxes", {"templateID": "base"}))[0] == 201
 
 
-async def test_quotas_of_snapshots_images_and_requests(tmp_path: Path):
+async def test_quotas_hold(tmp_path: Path):
     keys = {"alice": key(ALICE, snapshots=1, images=1), "bob": key(BOB, rate_per_s=0.001, burst=2)}
     async with serving(tmp_path, keys, acquire_s=20) as world:
         content = (await ask(world.app, ALICE, "POST", "/e2b/sandboxes", {"templateID": "base"}))[2]
@@ -194,7 +194,7 @@ async def test_audit_log_and_usage(tmp_path: Path):
         assert row["slot_s"] >= row["cpu_s"] / os.cpu_count()  # type: ignore[operator]
 
 
-async def test_a_server_with_keys_by_the_command_line(tmp_path: Path):
+async def test_keys_by_the_command_line(tmp_path: Path):
     async def atropos(*words: str) -> str:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "atropos.cli", *words, stdout=asyncio.subprocess.PIPE, cwd=tmp_path

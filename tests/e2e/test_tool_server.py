@@ -149,7 +149,7 @@ async def test_256_trajectories_beside_bad_tools():
     assert (stats["running"], stats["with_state"], stats["trajectories"]) == (0, 0, 0)
 
 
-async def test_thousands_of_calls_leave_nothing_behind():
+async def test_thousands_leave_nothing():
     """Right, wrong, late, huge, given up, in batches, with state: memory, sockets and threads stay as they were.
 
     ATROPOS_TOOL_CALLS says how many (1,200 in CI, 10,000 by hand).
@@ -263,7 +263,7 @@ async def test_second_signal_ends_it():
         await asyncio.gather(hang, return_exceptions=True)
 
 
-async def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path):
+async def test_early_signal_is_tidy(tmp_path: Path):
     settings = tmp_path / "settings.toml"
     settings.write_text('[[mcp]]\nname = "mute"\ncommand = "sleep"\nargs = ["987654"]\n')
     process = await asyncio.create_subprocess_exec(

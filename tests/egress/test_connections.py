@@ -110,7 +110,7 @@ async def test_an_unread_answer_counts():
         await until(lambda: asyncio.all_tasks() <= before, "their end")
 
 
-async def test_what_comes_after_a_request_is_counted():
+async def test_what_follows_is_counted():
     async with proxied(budget=1 << 20) as (_, port, origin, _), asyncio.timeout(20):
         reader, writer = await ask(port, f"http://{origin}/hang")
         with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ async def test_what_comes_after_a_request_is_counted():
 
 
 @pytest.mark.parametrize("path", ["", "?q=1", "/", "//twice//there", "/a?", "/a?b?c", "/a;b", "/%2f%0a", "/a#no"])
-async def test_the_origin_is_asked_what_was_written(path):
+async def test_origin_is_asked_as_written(path):
     async with proxied() as (_, port, origin, asked), asyncio.timeout(20):
         reader, _ = await ask(port, f"http://{origin}{path}")
         await answer(reader)
@@ -131,7 +131,7 @@ async def test_the_origin_is_asked_what_was_written(path):
         assert asked == [f"GET {wanted if wanted.startswith('/') else '/' + wanted} HTTP/1.1".encode()]
 
 
-async def test_a_name_server_that_fails_refuses_nothing(monkeypatch):
+async def test_failing_dns_refuses_nothing(monkeypatch):
     """Programs try a 502 again, and take a 403 for the last word."""
 
     def fails(_name: str, _port: int) -> list[Address]:

@@ -49,7 +49,7 @@ def test_public_hosts_are_reached(public: dict, what: str, output: str) -> None:
 
 
 @REACHED
-def test_programs_reach_public_hosts_without_variables(direct: dict, what: str, output: str) -> None:
+def test_public_without_variables(direct: dict, what: str, output: str) -> None:
     assert direct[what] == [0, output]
 
 
@@ -74,7 +74,7 @@ NOT_PUBLIC = [
 
 
 @pytest.mark.parametrize("what", [*NOT_PUBLIC, "decimal", "octal", "port", "unknown", "around"])
-def test_no_private_address_without_variables(direct: dict, what: str) -> None:
+def test_private_without_variables(direct: dict, what: str) -> None:
     code, output = direct[what]
     assert code != 0
     assert "hello" not in output
@@ -88,7 +88,7 @@ def test_no_private_address(public: dict, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["decimal", "octal"])
-def test_odd_spellings_of_addresses_lead_nowhere(public: dict, what: str) -> None:
+def test_odd_addresses_lead_nowhere(public: dict, what: str) -> None:
     assert "hello" not in public[what][1]
     assert "egress refused" in public[what][1] or public[what][0] != 0
 

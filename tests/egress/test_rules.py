@@ -54,7 +54,7 @@ def test_denied_are_refused(deny: str, host: str) -> None:
         reached(Policy.of_slots(["public"], [deny]), host)
 
 
-def test_a_denied_name_s_addresses_are_denied() -> None:
+def test_denied_names_addresses_too() -> None:
     policy = Policy.of_slots(["public"], ["nomad.example.org", "*.internal.example.org", "10.0.0.0/8"])
     assert policy.denied_names() == ["nomad.example.org"]
     assert Policy.of_slots(["public"], ["git.example.org:9418"]).denied_names(443) == []
@@ -104,7 +104,7 @@ def test_named_private_are_reached(allow: list[str], name: str, port: int):
         (["10.9.8.7:3141"], "mirror.corp", 80),
     ],
 )
-def test_every_other_private_host_stays_shut(allow: list[str], name: str, port: int):
+def test_other_private_stay_shut(allow: list[str], name: str, port: int):
     policy = Policy.of_slots(allow)
     with pytest.raises(EgressRefused):
         policy.judge_addresses(policy.judge_name(name, port), port, [MIRROR], OWN)
@@ -122,7 +122,7 @@ def test_no_rule_opens_metadata(address: str):
             policy.judge_addresses(policy.judge_name(name, 80), 80, [ipaddress.ip_address(address)], OWN)
 
 
-def test_a_denied_network_wins_over_a_named_host():
+def test_denied_wins_over_named():
     policy = Policy.of_slots(["mirror.corp"], ["10.0.0.0/8"])
     with pytest.raises(EgressRefused):
         policy.judge_addresses("mirror.corp", 80, [MIRROR], OWN)

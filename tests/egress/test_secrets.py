@@ -48,7 +48,7 @@ def test_no_other_has_a_secret(ran: tuple[dict, str], path: str) -> None:
     assert not [each for each in got(ran[0], path) if not each.endswith("None | None")]
 
 
-def test_a_slot_trusts_no_more_hosts_than_before(ran: tuple[dict, str]) -> None:
+def test_slot_trusts_no_more_hosts(ran: tuple[dict, str]) -> None:
     found = ran[0]["printed"]
     for way in ("", " direct"):
         assert "SSL certificate problem" in found[f"unknown authority{way}"]
@@ -63,7 +63,7 @@ def test_secrets_end_with_lease(ran: tuple[dict, str]) -> None:
     assert got(found, "/fork") == {"files.example.org:8081 | None | None", "files.example.org:8443 | None | None"}
 
 
-def test_a_view_has_them_whatever_its_slot_did_to_its_authorities(ran: tuple[dict, str]) -> None:
+def test_views_have_them_regardless(ran: tuple[dict, str]) -> None:
     found, _ = ran
     assert got(found, "/view") == {PLAIN_GOT, TLS_GOT}, found["view"]
     assert len([line for line in found["seen"] if line.startswith("/view")]) == 3, found["view"]

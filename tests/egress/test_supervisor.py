@@ -60,7 +60,7 @@ async def statuses(ports: list[int]) -> Counter[bytes]:
 
 
 @pytest.mark.usefixtures("_many_files")
-async def test_a_restarted_proxy_serves_every_slot():
+async def test_restart_serves_every_slot():
     supervisor = EgressSupervisor(ServerConfig(token="-", slots=SLOTS, allow_network=True), None)
     supervisor.start()
     try:
@@ -78,7 +78,7 @@ async def test_a_restarted_proxy_serves_every_slot():
         await supervisor.aclose()
 
 
-async def test_a_restart_that_fails_is_tried_again(monkeypatch):
+async def test_failed_restart_is_retried(monkeypatch):
     started, fails = subprocess.Popen, iter([True])
 
     def starts(*arguments, **options):

@@ -61,7 +61,7 @@ def pieces(data: bytes, size: int = 1 << 20) -> list[bytes]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
-async def test_a_write_outlasts_broken_connections():
+async def test_write_outlasts_breaks():
     data = os.urandom(12 << 20)
     host = FakeHost()
     async with serving(host, heartbeat_s=5) as running, brittle(running.server.port, 2_500_000) as (url, passed):
@@ -74,7 +74,7 @@ async def test_a_write_outlasts_broken_connections():
             assert [s.files["f"] == data for s in host.started if "f" in s.files] == [True]
 
 
-async def test_a_read_that_breaks_off_says_after_what():
+async def test_broken_read_says_how_far():
     data = os.urandom(4 << 20)
     host = FakeHost()
     async with serving(host, heartbeat_s=5) as running, brittle(running.server.port, 1_500_000) as (url, _):

@@ -259,7 +259,7 @@ PLACES = {
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a small file system")
 @pytest.mark.parametrize("kind", PLACES)
-async def test_a_full_disk_leaves_no_call_unanswered(small_disk, kind):
+async def test_full_disk_answers_all(small_disk, kind):
     """Volumes on a disk that is too small for them, and filled from outside at random moments."""
     rng = random.Random(14)
     extra, settings = PLACES[kind]
@@ -361,7 +361,7 @@ async def viewed_with_a_kill(server: Process, client: SandboxClient) -> None:
     assert (await client.release(lease)).clean
 
 
-async def test_a_view_outlives_a_kill_while_it_starts():
+async def test_view_outlives_a_kill():
     """Calls go on in the view, or in the slot as before; one kill costs nothing."""
     async with running(slots=2) as server, server.client() as client:
         for _ in range(5):
@@ -380,7 +380,7 @@ exec nsenter --pid=/proc/self/fd/5 sleep 1000
 parent."""
 
 
-async def test_starting_slots_end_with_their_server():
+async def test_starting_end_with_server():
     """bubblewrap's child waits for its parent without end; PID 1 waited for that child, the next PID 1 for the first."""
     folder = Path(tempfile.mkdtemp(prefix="held-", dir="/tmp"))  # where the server's own user may execute it
     folder.chmod(0o755)

@@ -103,7 +103,7 @@ async def trajectory(client: SandboxClient, names: itertools.count, rng: random.
 
 @privileges.processes
 @pytest.mark.timeout(SOAK_S + 240)
-async def test_under_mixed_load_everything_stays_flat():
+async def test_mixed_load_stays_flat():
     rng = random.Random(5)
     names = itertools.count()
     lives = 0

@@ -70,7 +70,7 @@ def expected() -> dict[str, str]:
 class TestTools:
     pytestmark = needs_docker
 
-    async def test_programs_see_of_themselves_what_they_see_in_docker_run(self, backend, expected):
+    async def test_programs_see_the_same(self, backend, expected):
         limits = {**LIMITS, "wall_s": RUN_S}
         config = engines.pool_config(backend, limits=limits, max_containers=1, **PATIENT)
         async with SlotPool(config) as pool, pool.lease("probed", image=f"docker-archive:{archive()}") as slot:

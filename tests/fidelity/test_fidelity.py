@@ -85,7 +85,7 @@ def expected_with_a_network(image) -> dict[str, str]:
 class TestSlots:
     pytestmark = needs_docker
 
-    async def test_programs_find_what_docker_run_shows(self, backend, image, expected):
+    async def test_programs_find_the_same(self, backend, image, expected):
         from atropos.slots import SlotPool
 
         config = engines.pool_config(backend, limits=LIMITS, max_containers=1, start_timeout_s=120 * SLOWNESS)

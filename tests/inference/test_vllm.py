@@ -77,7 +77,7 @@ UPDATES = {
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("how", UPDATES)
 @pytest.mark.parametrize("name", ENVS)
-async def test_trajectories_go_on_as_weights_change(processed, tmp_path, monkeypatch, name, how, api):
+async def test_trajectories_go_on(processed, tmp_path, monkeypatch, name, how, api):
     monkeypatch.setitem(server.APIS, "vllm", (APIS[api],))
     path, done = tmp_path / "g.jsonl", asyncio.Event()
     env = make(name, processed.url, path, groups=4, agent_temperature=0.7, max_token_length=2000)

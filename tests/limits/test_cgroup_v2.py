@@ -105,7 +105,7 @@ def test_alone_in_a_cgroup(place, base):
     assert place.below() == ["atropos", "atropos/rest"], "what is left is what the next server uses again"
 
 
-def test_a_kill_for_want_of_the_container_s_memory_is_no_result(place, base):
+def test_container_oom_is_no_result(place, base):
     driver = Driver(base, as_user=False, before=place.enter())
     used = int((place.path / "memory.current").read_text())
     (place.path / "memory.max").write_text(str(used + (ROOM_MIB << 20)))
@@ -144,7 +144,7 @@ def test_delegated_to_a_user(place, tmp_path_factory, beside):
     assert place.below() == ["atropos", "atropos/rest"]
 
 
-def test_two_servers_in_one_place_and_one_killed(place, base):
+def test_one_of_two_servers_killed(place, base):
     first, second = (Driver(base, as_user=False, before=place.enter()) for _ in range(2))
     first.process.kill()
     first.process.wait()

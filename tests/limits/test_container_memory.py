@@ -26,7 +26,7 @@ def place():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="limits of memory need cgroups: root, or delegation")
-def test_a_kill_for_want_of_the_container_s_memory_is_no_result(place, tmp_path):
+def test_container_oom_is_no_result(place, tmp_path):
     driver = Driver(tiny_base(tmp_path, 0), as_user=False, before=place.enter_shell())
     try:
         limit_memory(place.folders)

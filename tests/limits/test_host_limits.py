@@ -64,7 +64,7 @@ def test_slots_work_by_tiny_pipes():
         hog.communicate()
 
 
-def test_the_limit_that_ends_first_comes_first():
+def test_first_limit_comes_first():
     limits = [
         HostLimit("plenty", 10_000, 0, 1, "raise plenty"),
         HostLimit("mounts", 1000, 100, 15, "raise mounts"),

@@ -18,7 +18,7 @@ RELEASE = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
 pytestmark = pytest.mark.skipif(RELEASE >= (6, 6), reason=f"Linux {os.uname().release} has user xattrs in tmpfs")
 
 
-async def test_volumes_in_memory_are_refused_by_name():
+async def test_memory_volumes_are_refused():
     engine = Engine("local")
     pool = SlotPool(engine.config(max_containers=1))
     with pytest.raises(IsolationUnavailable, match=r"overlay \(.*fix: Linux 6\.6 or later.*volume='disk'"):

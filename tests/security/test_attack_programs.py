@@ -51,7 +51,7 @@ async def test_no_neighbour_is_reached(attacker, pool, secret_file, name):
 
 @privileges.cgroups
 @pytest.mark.parametrize("name", programs.BOMBS)
-async def test_no_bomb_harms_more_than_its_own_slot(attacker, pool, secret_file, name):
+async def test_no_bomb_harms_others(attacker, pool, secret_file, name):
     await attack(attacker, programs.BOMBS[name], secret_file, pool)
     await usable(attacker)
 
@@ -60,7 +60,7 @@ COUNTED = {"processes_of_other_users": privileges.cgroups}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=COUNTED.get(name, ())) for name in programs.TRICKS])
-async def test_no_trick_takes_the_slot_from_its_owner(attacker, pool, secret_file, name):
+async def test_no_trick_takes_the_slot(attacker, pool, secret_file, name):
     await attack(attacker, programs.TRICKS[name], secret_file, pool, timeout_s=2)
     await usable(attacker)
 

@@ -135,7 +135,7 @@ print(open("bottom").read())
 
 
 @privileges.volumes_on_disk
-async def test_deep_folders_leave_the_server_running():
+async def test_deep_folders_end_no_server():
     config = Engine("local").config(slots_per_container=3, max_containers=1, volume="disk")
     async with SlotPool(config) as pool, pool.lease("neighbour") as neighbour, pool.lease("deep") as slot:
         await slot.exec("exec python3 -I -", stdin=DEEP)

@@ -72,7 +72,7 @@ async def watch(pool, neighbours, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", BOMBS)
-async def test_beside_a_bomb_neighbours_stay_quick(watch, attacker, pool, secret_file, name):
+async def test_quick_beside_a_bomb(watch, attacker, pool, secret_file, name):
     text = source(attacker, programs.BOMBS[name], secret_file)
 
     async def attack(until: float) -> None:
@@ -97,7 +97,7 @@ async def test_beside_attacks(watch, attacker, pool, secret_file):
         print(await watch.within(2, attack))
 
 
-async def test_beside_tricks_neighbours_stay_quick(watch, attacker, pool, secret_file):
+async def test_quick_beside_tricks(watch, attacker, pool, secret_file):
     texts = itertools.cycle([source(attacker, body, secret_file) for body in programs.TRICKS.values()])
 
     async def attack(until: float) -> None:

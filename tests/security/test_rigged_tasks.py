@@ -88,14 +88,14 @@ async def test_honest_work_is_scored(guarded):
     assert await each(HONEST, guarded) == dict.fromkeys(HONEST, 1)
 
 
-async def test_packages_that_the_agent_installed_serve_its_own_code(pool, loaded):
+async def test_packages_serve_own_code(pool, loaded):
     async def judged(name, work):
         return await reward(pool, loaded[name], work, "view")
 
     assert await each(PACKAGES, judged) == dict.fromkeys(PACKAGES, 1)
 
 
-async def test_tests_find_no_package_that_the_agent_installed(pool, loaded):
+async def test_packages_hide_from_tests(pool, loaded):
     for trick in OWN_PACKAGES.tricks.values():
         assert await reward(pool, loaded["packages of its own"], trick, "view") == 0
 

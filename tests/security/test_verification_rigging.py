@@ -204,7 +204,7 @@ NO_WORK_LEFT = {
 
 
 @pytest.mark.parametrize("name", [name for name in RIGS if name not in NO_WORK_LEFT])
-async def test_honest_work_scores_whatever_was_left(pool, task, name):
+async def test_honest_work_still_scores(pool, task, name):
     assert await reward(pool, task, "echo 42 > answer", "shared", RIGS[name]) == 1
 
 
@@ -240,7 +240,7 @@ AS_NOBODY = {
 @pytest.mark.parametrize(
     ("mode", "tricks"), [("task", TRICKS), ("separate", TRICKS), ("shared", RIGS), ("shared", AS_NOBODY)]
 )
-async def test_a_trick_scores_0_and_drops_no_group(task, plain, tmp_path, mode, tricks):
+async def test_trick_scores_0(task, plain, tmp_path, mode, tricks):
     """Through the env: a trajectory whose verifier can't say because of what the agent did scores 0, and its group is sent."""
     source = task if tricks is RIGS else plain
     for number, trick in enumerate(tricks.values()):

@@ -334,7 +334,7 @@ async def test_all_slots_may_have_a_view(pool):
     assert await asyncio.gather(*map(one, range(12))) == [f"{number}\n" for number in range(12)]
 
 
-async def test_a_cancelled_settling_leaves_nothing(pool):
+async def test_cancelled_settling_is_tidy(pool):
     async with pool.lease("agent") as slot:
         await slot.exec("(setsid sleep 1000 >/dev/null 2>&1 &)")
         settling = asyncio.create_task(slot.settle())

@@ -54,7 +54,7 @@ async def test_no_runner_fd_is_open(attacker):
     )
 
 
-async def test_a_program_that_ends_its_parent_or_itself(attacker):
+async def test_program_ends_its_parent(attacker):
     assert (await attacker.exec("kill -9 $PPID; kill -9 $$")).exit_code == -9
     assert (await attacker.exec("exit 300")).exit_code == 300 % 256
     stopped = await attacker.exec("kill -STOP $$; echo went on", timeout_s=0.4)
@@ -62,7 +62,7 @@ async def test_a_program_that_ends_its_parent_or_itself(attacker):
     await says(attacker, "echo next", "next\n")
 
 
-async def test_daemons_do_not_speak_in_later_calls(attacker):
+async def test_daemons_stay_out_of_calls(attacker):
     result = await attacker.exec(
         "(setsid bash -c 'while :; do echo INTRUDER; echo INTRUDER >&2; sleep 0.01; done' &) ; echo first"
     )
@@ -82,7 +82,7 @@ async def test_shell_start_up_files_do_not_speak(attacker):
     await says(attacker, "echo $BASH_ENV$ENV$LD_PRELOAD$PROMPT_COMMAND", "\n")
 
 
-async def test_preloaded_libraries_stay_in_their_call(attacker):
+async def test_preloads_stay_in_their_call(attacker):
     code = '#include <unistd.h>\n__attribute__((constructor)) static void f(void){write(1,"PRELOADED\\n",10);}\n'
     await attacker.write_file("evil.c", code)
     result = await attacker.exec(
@@ -189,7 +189,7 @@ async def test_leased_file_is_replaced(attacker):
     await attacker.exec("rm -f .leased.*")
 
 
-async def test_an_expression_that_never_ends_is_ended(attacker):
+async def test_endless_expression_is_ended(attacker):
     await attacker.write_file("a", "a" * 40 + "!")
     idle = int((await attacker.exec("set -- /proc/[0-9]*; echo $#")).output)
     search = asyncio.create_task(attacker.run(wire.Search(pattern="(a+)+$", path="a")))
@@ -298,7 +298,7 @@ async def test_relay_output_is_inert(attacker):
 # ------------------------------------------------------------------------------------------------------------- residue
 
 
-async def test_a_lease_finds_nothing_of_the_one_before(pool, beside):
+async def test_lease_finds_nothing_old(pool, beside):
     async with pool.lease("leaver") as slot:
         program = (
             "import ctypes, os, socket, time\n"
@@ -331,7 +331,7 @@ async def test_release_leaves_no_process(pool, beside):
     assert running("sleep 54321") == 0
 
 
-async def test_a_slot_that_was_released_answers_nothing(pool, beside):
+async def test_released_answers_nothing(pool, beside):
     async with pool.lease("gone") as slot:
         pass
     with pytest.raises((LeaseExpired, SandboxError)):

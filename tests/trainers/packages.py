@@ -69,7 +69,7 @@ def tiny_model(tokenizer):
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads, max_position_embeddings=8192))
 
 
-def test_trl_learns_from_an_env_that_runs_beside_it(policy_url, tmp_path):
+def test_trl_learns_beside_an_env(policy_url, tmp_path):
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -101,7 +101,7 @@ def test_trl_learns_from_an_env_that_runs_beside_it(policy_url, tmp_path):
     assert not torch.equal(before, model.lm_head.weight.detach().cpu())
 
 
-def test_verl_takes_each_trajectory_as_an_agent_loops_output(groups):
+def test_verl_takes_trajectories(groups):
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
     for made, one in zip(bridges.verl(groups), bridges.samples(groups), strict=True):
@@ -112,7 +112,7 @@ def test_verl_takes_each_trajectory_as_an_agent_loops_output(groups):
         assert float(fields["rm_scores"].sum()) == one.reward
 
 
-def test_skyrl_takes_groups_as_a_generators_output(groups, monkeypatch):
+def test_skyrl_takes_groups(groups, monkeypatch):
     if sys.version_info < (3, 12):  # which SkyRL wants for this alone
         monkeypatch.setattr(typing, "TypedDict", typing_extensions.TypedDict)
     from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
@@ -133,7 +133,7 @@ def test_skyrl_takes_groups_as_a_generators_output(groups, monkeypatch):
         assert float(rewarded[row].sum()) == one.reward
 
 
-def test_tinkers_data_are_those_of_its_cookbook(groups):
+def test_tinkers_data_are_its_own(groups):
     import tinker
     from tinker_cookbook.completers import TokensWithLogprobs
     from tinker_cookbook.rl.data_processing import trajectory_to_data

@@ -31,7 +31,7 @@ def task(tmp_path: Path) -> Path:
     return tmp_path / "one"
 
 
-async def test_a_sandbox_is_a_slot_on_its_tasks_image(task: Path):
+async def test_sandbox_has_its_tasks_image(task: Path):
     sandbox = await AtroposSandboxes(pool=POOL)(task / "environment", 600)
     try:
         assert isinstance(sandbox, SandboxInterface)

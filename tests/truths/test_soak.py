@@ -103,7 +103,7 @@ async def load(pool, seconds: float, rng: random.Random, seen: Counter) -> None:
 
 @privileges.processes
 @pytest.mark.timeout(SOAK_S + 300)
-async def test_mixed_load_leaves_every_count_as_it_was(local_pool):
+async def test_mixed_load_leaves_counts(local_pool):
     rng = random.Random(7)
     seen: Counter[str] = Counter()
     async with local_pool(slots_per_container=4, max_containers=2, min_containers=2, acquire_timeout_s=120) as pool:

@@ -44,7 +44,7 @@ async def one_slot(local_pool):
         yield pool
 
 
-async def test_nothing_of_an_earlier_lease_is_left(one_slot):
+async def test_nothing_earlier_is_left(one_slot):
     async with one_slot.lease("first") as slot:
         fresh = (await slot.exec(LOOK)).output
         assert "/workspace" in fresh
@@ -56,7 +56,7 @@ async def test_nothing_of_an_earlier_lease_is_left(one_slot):
     assert one_slot.stats().retired == 0
 
 
-async def test_a_reset_takes_no_longer_for_many_files(one_slot):
+async def test_reset_time_is_constant(one_slot):
     """Compared in one run and very generously: wiping 30,000 files takes some hundred times as long as forgetting them."""
 
     async def reset_s(command: str) -> float:
@@ -76,7 +76,7 @@ async def test_a_reset_takes_no_longer_for_many_files(one_slot):
 
 
 @pytest.mark.parametrize("deep", [1, 3])
-async def test_a_fork_starts_from_exactly_its_snapshot(shared_pool, deep):
+async def test_fork_starts_from_snapshot(shared_pool, deep):
     async with shared_pool.lease("origin") as origin:
         snapshots = []
         for n in range(deep):

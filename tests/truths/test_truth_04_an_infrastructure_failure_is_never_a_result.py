@@ -20,7 +20,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_infrastructure_failures_are_one_family():
+async def test_failures_are_one_family():
     for kind in errors.BY_CODE.values():
         assert issubclass(kind, SandboxError)
         assert not issubclass(kind, OSError | ValueError | TimeoutError | asyncio.CancelledError)
@@ -42,7 +42,7 @@ async def test_infrastructure_failures_are_one_family():
         "python3 -c 'import os; os.abort()'",
     ],
 )
-async def test_however_a_program_ends_it_is_a_result(shared_pool, command):
+async def test_any_end_is_a_result(shared_pool, command):
     async with shared_pool.lease("t") as slot:
         result = await slot.exec(command, timeout_s=30)
         assert isinstance(result, ExecResult)

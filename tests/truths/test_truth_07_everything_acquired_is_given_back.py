@@ -192,13 +192,13 @@ async def test_cancels_leak_no_slot(shared_pool):
     await all_are_free(shared_pool)
 
 
-async def test_an_unsendable_acquire_takes_no_slot(shared_pool):
+async def test_unsendable_takes_no_slot(shared_pool):
     with pytest.raises(ValueError, match="trajectory_id"):
         await shared_pool.acquire("item-\udcff")
     await all_are_free(shared_pool)
 
 
-async def test_a_release_that_is_cancelled_happens(shared_pool):
+async def test_cancelled_release_happens(shared_pool):
     for n in range(20):
         slot = await shared_pool.acquire("t")
         task = asyncio.create_task(slot.release())

@@ -27,7 +27,7 @@ OUTPUTS = [
 ]
 
 
-async def test_what_tools_print_changes_no_sampled_token(local_pool):
+async def test_prints_change_no_token(local_pool):
     async with local_pool(slots_per_container=4, max_containers=1) as pool:
         config = ToolExecutorConfig()
         async with ToolExecutor(pool=pool, tools=build_tool_registry(["default"]), config=config) as executor:

@@ -25,7 +25,7 @@ def test_what_was_added_can_be_taken_away(one: Resources, other: Resources) -> N
 
 
 @given(AMOUNTS, AMOUNTS)
-def test_the_most_has_room_for_both_and_the_least_fits_into_each(one: Resources, other: Resources) -> None:
+def test_most_and_least_are_bounds(one: Resources, other: Resources) -> None:
     assert one.fits(one.most(other)) and other.fits(one.most(other))
     assert one.least(other).fits(one) and one.least(other).fits(other)
     assert one.most(other) + one.least(other) == one + other

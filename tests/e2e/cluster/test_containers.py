@@ -48,7 +48,7 @@ AT_ONCE = 1 if TIMES > 1 else 2
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-async def test_a_lost_container_costs_its_own_calls(cluster, turn):
+async def test_lost_costs_its_own_calls(cluster, turn):
     config = config_for(cluster)
     hit: set[str] = set()
     took: dict[str, float] = {}

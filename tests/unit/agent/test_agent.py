@@ -217,7 +217,7 @@ async def test_nothing_runs_after_the_time_limit(calls, ran):
     assert_true_to(server.log, result.trajectory_data)
 
 
-async def test_a_call_that_runs_is_ended_at_the_time_limit():
+async def test_time_limit_ends_a_call():
     ended = []
 
     async def execute(call):
@@ -412,7 +412,7 @@ async def test_a_cut_turn_runs_nothing():
     assert (result.stop_reason, ran, result.steps[0].tokens) == ("max_tokens", [], 5)
 
 
-async def test_a_prompt_longer_than_the_context_is_refused():
+async def test_too_long_prompt_is_refused():
     with pytest.raises(PromptTooLong, match="raise max_token_length"):
         await agent(DirectServer(), context_tokens=100).run("word " * 200)
 
@@ -529,7 +529,7 @@ async def test_bad_retry_after_ignored(asked):
         (([1, 2], [[1]], [[0.0]], ["stop"]), "changed the prompt's tokens"),
     ],
 )
-async def test_what_will_not_pass_is_not_tried_again(fault, why):
+async def test_hopeless_is_not_retried(fault, why):
     server = DirectServer([fault])
     with pytest.raises(InferenceError, match=why) as caught:
         await agent(server).run(script(["ok"]))
@@ -789,7 +789,7 @@ async def test_half_surrogate_is_a_mark():
     assert chat.messages[-1]["content"] == "? x"
 
 
-async def test_no_message_at_all_is_an_inference_error():
+async def test_no_message_is_an_error():
     with pytest.raises(InferenceError, match="without a message"):
         await agent(ChatServer([chat_answer(None)] * 3), model_timeout_s=20).run("x")
 
@@ -821,7 +821,7 @@ async def test_seed_by_the_server_s_name(kind, name):
     assert {field: value for field, value in server.requests[0].items() if "seed" in field} == {name: 7}
 
 
-def test_the_renderer_is_shared_between_agents():
+def test_renderer_is_shared():
     renderer = TurnRenderer(tokenizer())
     made = AtroposAgent(DirectServer(), None, [], AgentConfig(), echo, renderer=renderer)
     assert made is not None
@@ -860,7 +860,7 @@ async def test_no_tokens_after_the_end(reason):
     result.trajectory_data.check()
 
 
-async def test_every_error_that_the_model_reads_is_counted():
+async def test_read_errors_are_counted():
     async def execute(tool_call):
         if tool_call.arguments["command"] == "bad":
             return ToolResult.failure("no")

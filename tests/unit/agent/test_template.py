@@ -53,7 +53,7 @@ def conversation(turns: list[str]) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_turn_by_turn_equals_the_whole_template(name):
+def test_turns_equal_the_template(name):
     tokenizer = tokenizer_for(name)
     renderer = TurnRenderer(tokenizer)
     turns = ["be good", "do it: é 日本 😀", "I look <tool_call>x</tool_call>", "a result\n", "done", "more?", "no"]
@@ -77,7 +77,7 @@ def test_turn_by_turn_equals_the_whole_template(name):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_program_cannot_write_a_special_token(name):
+def test_no_special_token_is_made(name):
     tokenizer = tokenizer_for(name)
     renderer = TurnRenderer(tokenizer)
     specials = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)

@@ -60,7 +60,7 @@ def test_help_without_atroposlib(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     assert loaded.stdout.split() == ["False", "False"]
 
 
-def test_every_command_has_help_that_can_be_shown() -> None:
+def test_every_command_has_help() -> None:
     app = command_line()
     words: list[list[str]] = [[]]
     for group in words:
@@ -86,7 +86,7 @@ def test_every_command_has_help_that_can_be_shown() -> None:
         (["tasks", "check", "examples/tasks/top-words", "--html", "/no/such/page.html"], "--html: /no/such"),
     ],
 )
-def test_wrong_usage_is_one_clear_message_and_code_2(
+def test_wrong_usage_is_code_2(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     done = ended(monkeypatch, capfd, *arguments)
@@ -140,7 +140,7 @@ def test_exec_names_what_it_can_not_upload(tmp_path: Path) -> None:
 
 @pytest.mark.slow("starts servers")
 @pytest.mark.skipif(os.geteuid() != 0, reason="root's slots lack nothing that an ordinary user's do")
-def test_exec_names_missing_limits_to_who_asks_for_one() -> None:
+def test_missing_limits_on_request() -> None:
     somebody = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
     said: list[str] = []
     for asked in ([], ["--memory-mib", "64"]):
@@ -152,7 +152,7 @@ def test_exec_names_missing_limits_to_who_asks_for_one() -> None:
 
 
 @pytest.mark.slow("starts servers")
-def test_exec_runs_without_a_standard_output() -> None:
+def test_exec_without_stdout() -> None:
     command = 'exec "$0" -m atropos.cli exec "echo hi; exit 3" >&-'
     done = subprocess.run(["bash", "-c", command, sys.executable], capture_output=True, timeout=120, check=False)
     assert (done.returncode, without_gaps(done.stderr.decode())) == (3, "")
@@ -174,7 +174,7 @@ def test_a_closed_tmpdir_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("starts servers")
-def test_exec_refuses_a_slot_larger_than_the_machine() -> None:
+def test_exec_refuses_too_large() -> None:
     done = atropos("exec", "true", "--memory-mib", "99999999")
     assert done.returncode == 2
     assert re.fullmatch(rb"atropos: limits.memory_mib: 99999999 is more than this machine has .*\n", done.stderr)
@@ -240,7 +240,7 @@ sys.meta_path.insert(0, Finder())
 
 @pytest.mark.slow("starts Python anew")
 @pytest.mark.parametrize(("line", "word"), [("atropos do", b"doctor"), ("atropos exec --mem", b"--memory-mib")])
-def test_a_shell_completes_commands_and_options(line: str, word: bytes) -> None:
+def test_shell_completion(line: str, word: bytes) -> None:
     number = str(len(line.split()) - 1)
     program = [str(Path(sys.executable).with_name("atropos"))]
     env = {**os.environ, "_ATROPOS_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": number}
@@ -256,7 +256,7 @@ def test_ctrl_c_while_it_loads_is_not_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("starts Python anew")
-async def test_ctrl_c_while_it_loads_is_no_traceback(tmp_path: Path) -> None:
+async def test_early_ctrl_c_is_quiet(tmp_path: Path) -> None:
     (tmp_path / "g.jsonl").write_text(json.dumps({"scores": [1], "messages": [[]]}) + "\n")
     process = await asyncio.create_subprocess_exec(  # one that does not end by itself if this process is late
         *(sys.executable, "-m", "atropos.cli", "dashboard", str(tmp_path / "g.jsonl"), "--port", "0"),
@@ -275,7 +275,7 @@ async def test_ctrl_c_while_it_loads_is_no_traceback(tmp_path: Path) -> None:
 
 @pytest.mark.slow("starts servers")
 @pytest.mark.parametrize("command", [["exec", "true"], ["mcp"]])
-async def test_a_slot_for_a_command_is_of_a_job_of_its_own(command: list[str]) -> None:
+async def test_slot_is_a_job_of_its_own(command: list[str]) -> None:
     """A job that envs share, or that was run by hand, is not taken away at the command's end."""
     async with FakeNomad() as nomad:
         await nomad.register(1)
@@ -312,7 +312,7 @@ async def test_images_are_prepared_in_nomad_s_job() -> None:
 
 
 @pytest.mark.slow("starts servers")
-def test_doctor_reports_every_feature_and_its_fix() -> None:
+def test_doctor_names_every_fix() -> None:
     done = atropos("doctor", "--json")
     report = json.loads(done.stdout)
     assert done.returncode in {0, 1}, done
@@ -394,7 +394,7 @@ def test_doctor_finds_tls_nomad(monkeypatch, tmp_path) -> None:
     assert "must look like http://host:4646" in engines()[1].detail
 
 
-def test_no_message_shows_a_proxy_s_password(monkeypatch, capfd) -> None:
+def test_no_proxy_password_is_shown(monkeypatch, capfd) -> None:
     monkeypatch.setenv("NOMAD_ADDR", "http://someone:s3cret@127.0.0.1:9")
     said = [ended(monkeypatch, capfd, "pool", "status").err, str(engines())]
     assert all("http://127.0.0.1:9" in text for text in said)
@@ -408,7 +408,7 @@ def test_no_message_shows_a_proxy_s_password(monkeypatch, capfd) -> None:
         ([], "mine had no container; what else there was of it is purged\n"),
     ],
 )
-def test_a_purge_says_whether_there_was_anything(monkeypatch, containers: list[Container], said: str) -> None:
+def test_purge_says_what_there_was(monkeypatch, containers: list[Container], said: str) -> None:
     done: list[str] = []
 
     async def listed() -> tuple[list[Container], str]:
@@ -437,7 +437,7 @@ def test_a_purge_says_whether_there_was_anything(monkeypatch, containers: list[C
     assert told == {"job_id": "mine", "purged": True, "containers": len(containers), "in_use": []}
 
 
-def test_an_engines_own_words_are_shown_as_they_are(monkeypatch) -> None:
+def test_engines_words_are_shown(monkeypatch) -> None:
     async def listed() -> tuple[list[Container], str]:
         return [], "Nomad places no more containers: volume [/data] [b]is missing"
 

@@ -76,7 +76,7 @@ async def test_an_env_fits_every_width(dashboard, columns):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
-async def test_siblings_with_a_long_name_are_told_apart(columns):
+async def test_long_siblings_stay_apart(columns):
     long = "django__django-11099-of-a-benchmark-with-long-names-17"
     flight = [InFlight(f"{long}-{n}", long, 5, "terminal " + "x" * 300, 1.0, n) for n in range(4)]
     server = DashboardServer("long", TrajectoryStore(), token="right", live=lambda: LiveView(in_flight=flight))
@@ -90,7 +90,7 @@ async def test_siblings_with_a_long_name_are_told_apart(columns):
     assert max(map(len, text.splitlines())) <= columns
 
 
-async def test_a_sandbox_server_shows_its_slots_and_leases():
+async def test_server_shows_slots():
     async with serving() as running:
         client = SandboxClient(running.url, TOKEN, client_id="top")
         await client.connect()
@@ -124,7 +124,7 @@ async def test_refusal_is_one_line(dashboard):
     assert (code, "refuses the token" in text, len(text.splitlines())) == (2, True, 1), text
 
 
-async def test_without_a_terminal_looks_are_printed(dashboard):
+async def test_without_terminal_prints(dashboard):
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "atropos.cli", "top", dashboard.url, "--interval", "0.2"),
         stdin=asyncio.subprocess.DEVNULL,
@@ -178,11 +178,11 @@ async def shown_until_q(url: str, asked: asyncio.Event | None = None) -> bytes:
         os.close(its)
 
 
-async def test_q_ends_it_and_gives_the_terminal_back(dashboard):
+async def test_q_gives_the_terminal_back(dashboard):
     await shown_until_q(f"http://127.0.0.1:{dashboard.port}/?token=right")
 
 
-async def test_q_ends_it_while_what_it_looks_at_hangs():
+async def test_q_ends_it_while_it_hangs():
     body = json.dumps({"title": "env", "view": asdict(view())}).encode()
     asked = asyncio.Event()
 

@@ -19,7 +19,7 @@ def run(tmp_path, command, *arguments, groups=None):
     return CliRunner().invoke(command_line(), ["trajectories", command, str(path), *arguments])
 
 
-def test_atif_has_calls_with_their_results_in_numbered_steps(tmp_path):
+def test_atif_has_numbered_steps(tmp_path):
     done = run(tmp_path, "export", "--to", str(tmp_path / "atif"), "--item", "square-3", "--least", "1")
     assert done.exit_code == 0, done.output
     [file] = (tmp_path / "atif").iterdir()
@@ -65,7 +65,7 @@ def test_atif_keeps_openai_s_ids(tmp_path):
     ]
 
 
-def test_atif_gives_the_error_of_an_unread_call_to_no_other(tmp_path):
+def test_atif_errors_stay_apart(tmp_path):
     def tagged(tag, *values):
         return "".join(f"<{tag}>{value if isinstance(value, str) else json.dumps(value)}</{tag}>" for value in values)
 
@@ -92,7 +92,7 @@ def exported(tmp_path, one):
     return value, [step for step in value["steps"] if step["source"] == "agent"]
 
 
-def test_atif_has_what_the_model_sampled_in_each_step(tmp_path):
+def test_atif_has_what_was_sampled(tmp_path):
     value, (first, last) = exported(tmp_path, sampled())
     assert first["timestamp"] == "2026-11-28T10:00:00.500+00:00"
     assert first["metrics"] == {
@@ -110,7 +110,7 @@ def test_atif_has_what_the_model_sampled_in_each_step(tmp_path):
     assert value["extra"]["trainer"] == told
 
 
-def test_atif_of_a_member_whose_labels_are_hidden_has_counts_and_times(tmp_path):
+def test_atif_of_hidden_labels(tmp_path):
     hidden = {"masks": [[-100] * 7], "inference_logprobs": [[1.0] * 7]}
     value, (first, _) = exported(tmp_path, sampled() | hidden)
     assert (first["metrics"]["completion_tokens"], "logprobs" in first["metrics"]) == (2, False)
@@ -124,7 +124,7 @@ def test_atif_no_placeholder_ids(tmp_path):
     assert "token_ids" not in value["extra"]
 
 
-def test_sft_lines_are_the_messages_of_the_chosen(tmp_path):
+def test_sft_lines_are_the_chosen(tmp_path):
     done = run(tmp_path, "export", "--format", "sft", "--least", "1", "--item", "square-1")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(lines) == 11  # square-1 and square-10 to square-19
@@ -152,7 +152,7 @@ def test_stats_count_what_is_there(tmp_path):
     assert "trajectories      60" in run(tmp_path, "stats").stdout
 
 
-def test_grep_prints_lines_that_match_without_acting_on_the_terminal(tmp_path):
+def test_grep_prints_inertly(tmp_path):
     done = run(tmp_path, "grep", "no such", "-i", "--most", "0", "--item", "square-3")
     assert done.stdout.splitlines()[0] == "square-3-1 (0.00) 4 user: No such file"
     told = run(tmp_path, "grep", "no such", "-i", "--most", "0", "--item", "square-3", "--json").stdout.splitlines()
@@ -170,7 +170,7 @@ def test_grep_prints_lines_that_match_without_acting_on_the_terminal(tmp_path):
     assert "\x1b" not in run(tmp_path, "stats", groups=[hostile()]).stdout
 
 
-def test_a_lone_surrogate_of_a_model_is_printed_as_an_escape(tmp_path):
+def test_lone_surrogate_is_escaped(tmp_path):
     one = group("i\ud800", trajectory("t", 1.0, output="half \ud83d here"))
     assert "half \\ud83d here" in run(tmp_path, "grep", "half", groups=[one]).stdout
     two = group("i", trajectory("t", 1.0, stop_reason="odd\udc00"))
@@ -178,14 +178,14 @@ def test_a_lone_surrogate_of_a_model_is_printed_as_an_escape(tmp_path):
 
 
 @pytest.mark.parametrize(("form", "to"), [("sft", "missing/x"), ("atif", "g.jsonl"), ("cast", "g.jsonl/x")])
-def test_a_place_that_can_not_be_written_to_is_named(tmp_path, form, to):
+def test_unwritable_place_is_named(tmp_path, form, to):
     done = run(tmp_path, "export", "--format", form, "--to", str(tmp_path / to))
     assert isinstance(done.exception, ConfigError)
     assert str(done.exception).startswith(f"--to {tmp_path / to}: ")
 
 
 @pytest.mark.parametrize("command", [["stats", "--json"], ["export", "--format", "sft"], ["grep", "."]])
-def test_lines_that_hold_no_whole_group_are_reported(tmp_path, command):
+def test_broken_lines_are_reported(tmp_path, command):
     one, two = (json.dumps(group(name, trajectory(name, 1.0))) for name in ("first", "second"))
     path = tmp_path / "g.jsonl"
     path.write_text(f"{one}\n[1]\n{two[:100]}")  # the writer was killed in the middle of its last line
@@ -199,7 +199,7 @@ def test_lines_that_hold_no_whole_group_are_reported(tmp_path, command):
     assert CliRunner().invoke(command_line(), ["trajectories", "stats", str(path)]).stderr == ""
 
 
-def test_an_export_does_not_overwrite_what_it_reads(tmp_path):
+def test_export_spares_its_source(tmp_path):
     for to in (tmp_path / "g.jsonl", tmp_path / "link.jsonl"):
         if to.name == "link.jsonl":
             to.symlink_to("g.jsonl")
@@ -208,7 +208,7 @@ def test_an_export_does_not_overwrite_what_it_reads(tmp_path):
         assert len(to.read_text().splitlines()) == 20
 
 
-def test_a_pipe_is_refused_whose_first_groups_would_be_missing(tmp_path):
+def test_late_pipe_is_refused(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     done = CliRunner().invoke(command_line(), ["trajectories", "stats", str(pipe)])

@@ -50,7 +50,7 @@ async def test_cancellation_and_error_both_show():
     assert isinstance(caught.value.__cause__, OSError) or isinstance(caught.value.__context__, OSError)
 
 
-async def test_an_error_without_a_cancellation_is_raised():
+async def test_plain_error_is_raised():
     async def work():
         raise OSError("disk full")
 
@@ -138,7 +138,7 @@ async def test_small_frames_read_little():
     assert max(sizes) <= RECEIVE_BYTES
 
 
-async def test_an_error_of_a_task_group_keeps_its_cause():
+async def test_group_error_keeps_cause():
     async def fail():
         raise RuntimeError("no slot") from OSError("refused")
 

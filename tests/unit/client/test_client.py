@@ -36,7 +36,7 @@ def client_of(running: Running, **settings) -> SandboxClient:
     return SandboxClient(running.url, TOKEN, **{"client_id": "tester", **settings})
 
 
-async def test_a_call_runs_and_its_result_comes_back():
+async def test_call_and_its_result():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         result = await client.call(lease, Exec(command="echo hi"))
@@ -67,7 +67,7 @@ async def test_leases_do_not_wait_for_each_other():
         hanging.cancel()
 
 
-async def test_a_process_is_watched_while_a_command_runs():
+async def test_watched_while_others_run():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         hanging = asyncio.create_task(client.call(lease, Exec(command="hang")))
@@ -79,7 +79,7 @@ async def test_a_process_is_watched_while_a_command_runs():
         waiting.cancel()
 
 
-async def test_a_full_server_says_when_it_has_room():
+async def test_full_server_says_when():
     told: list[Resources] = []
     async with serving(slots=1) as running, client_of(running, on_capacity=told.append) as client:
         lease = await client.acquire(request())
@@ -91,7 +91,7 @@ async def test_a_full_server_says_when_it_has_room():
         await client.acquire(request())
 
 
-async def test_a_cancelled_call_is_cancelled_on_the_server():
+async def test_cancelled_on_the_server():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         call = asyncio.create_task(client.call(lease, Exec(command="hang")))
@@ -189,7 +189,7 @@ async def test_heartbeats_renew_a_lease():
         assert running.core.state.now() - began < 3 * ttl_s
 
 
-async def test_a_restarted_server_is_lost_for_good(port):
+async def test_restart_is_lost_for_good(port):
     ended: list[LeaseEnded] = []
     async with serving(port=port) as running:
         client = client_of(running, on_lease_ended=ended.append)
@@ -220,7 +220,7 @@ async def test_wrong_token_is_refused():
         await client.close()
 
 
-async def test_another_version_is_refused_with_both_numbers(monkeypatch):
+async def test_other_version_is_refused(monkeypatch):
     monkeypatch.setattr(call_stream, "Hello", functools.partial(wire.Hello, version=wire.VERSION - 1))
     async with serving() as running:
         client = client_of(running)
@@ -239,7 +239,7 @@ async def test_nobody_listens():
     await client.close()
 
 
-async def test_what_the_server_does_not_do_is_named():
+async def test_unsupported_is_named():
     async with serving() as running, client_of(running) as client:
         with pytest.raises(NotSupported, match="network"):
             await client.acquire(request(network=True))
@@ -248,7 +248,7 @@ async def test_what_the_server_does_not_do_is_named():
 
 
 @pytest.mark.slow("large input")
-async def test_a_call_too_large_for_a_frame_is_a_result():
+async def test_too_large_is_a_result():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         result = await client.call(lease, WriteFile(path="x", data=bytes(60 * 1024 * 1024)))
@@ -258,7 +258,7 @@ async def test_a_call_too_large_for_a_frame_is_a_result():
         assert large.kind == "done"
 
 
-async def test_snapshots_fork_and_the_original_goes_on():
+async def test_original_outlives_a_fork():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         await client.call(lease, WriteFile(path="a", data=b"1"))

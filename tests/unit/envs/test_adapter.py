@@ -72,7 +72,7 @@ async def test_busy_server_asked_again(kind, faulty_policy):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "openai"])
-async def test_a_server_that_is_not_there_is_to_be_started(kind):
+async def test_missing_server_is_advised(kind):
     env = make(ScriptEnv, "http://127.0.0.1:9/v1", None, server_type=kind)
     with pytest.raises(InferenceError, match=r"start the server, or correct --openai\.base_url"):
         await env.setup()

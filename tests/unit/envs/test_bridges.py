@@ -26,14 +26,14 @@ GROUP = {
 }
 
 
-def test_a_trajectory_is_prompt_and_response():
+def test_prompt_then_response():
     first, second = bridges.samples([GROUP])
     assert (first.prompt_ids, first.response_ids, first.mask) == ([1, 2], [7, 8, 3, 7], [1, 1, 0, 1])
     assert (first.logprobs, first.reward, first.turns) == ([-0.1, -0.2, 0.0, -0.3], 1.0, 2)
     assert (second.response_ids, second.mask, second.logprobs) == ([8, 3], [1, 0], [-0.4, 0.0])
 
 
-def test_each_trainer_gets_all_trajectories_in_order():
+def test_trainers_get_all_in_order():
     trl = bridges.trl([GROUP, GROUP])
     assert {len(values) for values in trl.values()} == {4}
     assert bridges.trl_reward(prompts=[], completions=[], **trl) == [1.0, 0.0, 1.0, 0.0]

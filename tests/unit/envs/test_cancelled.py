@@ -40,7 +40,7 @@ async def cancelled_at_every_step(work):
     raise AssertionError("it never ends")
 
 
-async def test_a_cancelled_group_leaves_no_snapshot():
+async def test_cancelled_group_is_tidy():
     class Env(ScriptEnv):
         async def setup_group_workspace(self, item, *, exec_tool):
             await asyncio.sleep(0)

@@ -126,14 +126,14 @@ def test_bad_tokenizer_is_one_line(capsys, tmp_path):
     assert f"env.tokenizer_name: '{tmp_path}' can't be loaded" in line
 
 
-def test_a_place_that_cannot_be_written_is_one_line(capsys, tmp_path):
+def test_unwritable_place_is_one_line(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     code, line = run(capsys, "process", "--env.data_path_to_save_groups", str(tmp_path / "file" / "g.jsonl"))
     assert (code, line.count("\n")) == (2, 0)
     assert "env.data_path_to_save_groups" in line
 
 
-def test_a_run_that_is_started_again_says_where_its_groups_are(capsys, tmp_path):
+def test_rerun_says_where_groups_are(capsys, tmp_path):
     (tmp_path / "out.jsonl").write_text("{}\n")
     _, said = run(capsys, "process", "--env.data_path_to_save_groups", str(tmp_path / "out.jsonl"))
     assert f"{tmp_path}/out.jsonl is there already: the groups go to {tmp_path}/out_1.jsonl" in said
@@ -160,7 +160,7 @@ def test_bad_yaml_is_one_line(capsys, tmp_path, text, says):
     assert says in line
 
 
-def test_no_message_shows_a_key_and_every_other_shows_its_value(capsys, tmp_path):
+def test_only_keys_are_hidden(capsys, tmp_path):
     path = tmp_path / "c.yaml"
     texts = (
         "openai:\n  api_key: [sk-1, [sk-2\nb: x\n",
@@ -207,7 +207,7 @@ SERVER = APIServerConfig(base_url="http://127.0.0.1:9/v1", model_name="authors-o
 
 
 @pytest.mark.parametrize("given", [SERVER, [SERVER], (SERVER,)], ids=["alone", "list", "tuple"])
-def test_the_server_of_config_init_counts_however_it_is_given(capsys, given):
+def test_config_init_counts(capsys, given):
     class Env(ScriptEnv):
         @classmethod
         def config_init(cls):
@@ -218,7 +218,7 @@ def test_the_server_of_config_init_counts_however_it_is_given(capsys, given):
 
 
 @pytest.mark.parametrize("given", [None, AgentEnvConfig(), (AgentEnvConfig(),), ([], AgentEnvConfig())])
-def test_a_config_init_without_its_pair_is_named(capsys, given):
+def test_lone_config_init_is_named(capsys, given):
     class Env(ScriptEnv):
         @classmethod
         def config_init(cls):
@@ -228,7 +228,7 @@ def test_a_config_init_without_its_pair_is_named(capsys, given):
     assert "config_init must return (config, [APIServerConfig(...)])" in capsys.readouterr().err
 
 
-def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
+def test_flags_yaml_then_defaults(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("env:\n  group_size: 7\n  enabled_toolsets: [terminal, file]\n  agent_max_steps: 3\n")
     config = config_of("--config", str(path), "--env.agent_max_steps", "9")
@@ -273,7 +273,7 @@ def test_dicts_are_json():
 
 
 @pytest.mark.parametrize("name", list(AgentEnvConfig.model_fields))
-def test_every_field_is_a_flag_that_takes_its_own_default(name):
+def test_every_field_is_a_flag(name):
     value = getattr(AgentEnvConfig(), name)
     text = value.model_dump_json() if isinstance(value, BaseModel) else getattr(value, "value", value)
     shown = ",".join(text) if isinstance(text, list | tuple) else str(text)
@@ -281,7 +281,7 @@ def test_every_field_is_a_flag_that_takes_its_own_default(name):
     assert getattr(config, name) == value
 
 
-def test_process_and_evaluate_use_wandb_only_when_asked():
+def test_wandb_only_when_asked():
     assert config_of().use_wandb is False
     assert config_of(command="evaluate").use_wandb is False
     assert config_of(command="serve").use_wandb is True
@@ -290,7 +290,7 @@ def test_process_and_evaluate_use_wandb_only_when_asked():
     assert config_of().data_path_to_save_groups == "data/script.jsonl"
 
 
-def test_servers_are_always_a_list_and_flags_reach_the_only_one(tmp_path):
+def test_servers_are_a_list(tmp_path):
     default = [APIServerConfig(base_url="http://a/v1")]
     settings = given("--openai.model_name", "m")
     [server] = flags.build_servers(settings, default)
@@ -304,7 +304,7 @@ def test_servers_are_always_a_list_and_flags_reach_the_only_one(tmp_path):
 
 
 @pytest.mark.parametrize("command", app.COMMANDS)
-def test_help_names_every_setting_with_its_default(capsys, command):
+def test_help_names_defaults(capsys, command):
     assert app.run(ScriptEnv, [command, "--help"]) == 0
     text = capsys.readouterr().out
     for name in AgentEnvConfig.model_fields:
@@ -362,12 +362,12 @@ def test_settings_reach_pool_and_executor():
     assert config.capacity == 12
 
 
-def test_a_registry_that_is_written_as_a_url_is_named():
+def test_registry_by_url_is_named():
     with pytest.raises(ConfigError, match=r"env\.image_store\.mirrors\.docker\.io: write the host alone, without http"):
         config_of('--env.image_store={"mirrors": {"docker.io": "http://mirror:5000"}}')
 
 
-def test_an_unknown_setting_is_refused_in_code_too():
+def test_unknown_refused_in_code():
     with pytest.raises(ValueError, match="slots_per_contaner"):
         SandboxEnvConfig(slots_per_contaner=3)
 
@@ -381,12 +381,12 @@ def test_an_unknown_setting_is_refused_in_code_too():
         ("elsewhere: taken", "^elsewhere: taken$"),
     ],
 )
-def test_a_mistake_in_a_setting_of_pool_or_tools_has_the_flags_own_name(said, shown):
+def test_mistakes_have_flags_names(said, shown):
     with pytest.raises(ConfigError, match=shown), own_field_names(AgentEnvConfig()):
         raise ConfigError(said)
 
 
-def test_what_a_program_printed_acts_on_no_terminal_and_passes_for_no_record(capsys, monkeypatch):
+def test_prints_are_inert(capsys, monkeypatch):
     printed = "\x1b]52;c;bGVha2Vk\x07\x1b[2Jred\n2026-01-01 00:00:00 INFO atropos: all is well"
 
     class Env(ScriptEnv):
@@ -404,13 +404,13 @@ def test_what_a_program_printed_acts_on_no_terminal_and_passes_for_no_record(cap
     assert second.startswith("    2026-01-01")
 
 
-def test_a_log_level_that_there_is_not_is_one_line(capsys, monkeypatch):
+def test_unknown_level_is_one_line(capsys, monkeypatch):
     monkeypatch.setenv("ATROPOS_LOG_LEVEL", "verbose")
     said = "error: ATROPOS_LOG_LEVEL: 'verbose' is none of INFO, WARNING, ERROR"
     assert run(capsys, "process") == (2, said)
 
 
-def test_a_ctrl_c_while_the_environments_are_loaded_is_one_line(tmp_path):
+def test_early_ctrl_c_is_one_line(tmp_path):
     (tmp_path / "atroposlib.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
     attentive = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a script's background job is not
@@ -426,7 +426,7 @@ def test_a_ctrl_c_while_the_environments_are_loaded_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(("page_age_s", "named"), [(None, False), (60, False), (-60, True)])
-def test_the_last_lines_name_a_page_that_this_run_wrote(capsys, tmp_path, page_age_s, named):
+def test_last_lines_name_the_page(capsys, tmp_path, page_age_s, named):
     """A full disk leaves none, or one of an earlier run."""
     groups, page = tmp_path / "g.jsonl", tmp_path / "g.html"
     groups.write_text("{}\n")

@@ -32,7 +32,7 @@ async def names(env, count):
 
 
 @pytest.mark.parametrize("given", [3, 5, 8])
-async def test_a_restart_goes_on_at_its_checkpoint(tmp_path, given):
+async def test_restart_at_checkpoint(tmp_path, given):
     def registered():
         env = make(epochs=4, shuffle=True, seed=7)
         env.checkpoint_dir, env.wandb_prepend = str(tmp_path), "dataset_0"
@@ -80,7 +80,7 @@ async def test_unfinished_come_first(tmp_path, policy):
     assert await names(started_again(), 3) == ["item-2", "item-3", "item-4"]
 
 
-async def test_an_unwritten_checkpoint_ends_no_run(tmp_path, caplog):
+async def test_unwritten_ends_no_run(tmp_path, caplog):
     env = make()
     (tmp_path / "file").touch()
     env.checkpoint_dir, env.wandb_prepend = str(tmp_path / "file"), "dataset_0"

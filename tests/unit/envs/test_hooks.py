@@ -192,7 +192,7 @@ async def test_failed_set_up_no_score(policy, tmp_path, call, says, caught, capl
     assert re.search(says, line)
 
 
-async def test_a_set_up_call_that_may_fail_says_so(policy, tmp_path):
+async def test_set_up_call_may_fail(policy, tmp_path):
     env = make(Preparing, policy.url, tmp_path / "g.jsonl")
     env.calls, env.check = (terminal("exit 1"),), False
     await env.process_manager()
@@ -210,7 +210,7 @@ async def test_raising_set_up_is_tasks(policy, tmp_path):
         await env.process_manager()
 
 
-async def test_a_misspelt_tool_in_verification_is_no_score(policy, tmp_path):
+async def test_misspelt_tool_is_no_score(policy, tmp_path):
     class Env(ScriptEnv):
         async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
             result = await exec_tool(ToolCall(name="termnal", arguments={"command": "pytest"}))
@@ -223,7 +223,7 @@ async def test_a_misspelt_tool_in_verification_is_no_score(policy, tmp_path):
 
 
 @pytest.mark.parametrize(("hook", "code"), [("setup", "task_fault"), ("verify", "hook_error")])
-async def test_a_hook_that_hangs_ends_by_its_limit(policy, tmp_path, hook, code, caplog):
+async def test_hanging_hook_has_a_limit(policy, tmp_path, hook, code, caplog):
     class Env(ScriptEnv):
         async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
             if hook == "setup":
@@ -509,7 +509,7 @@ async def test_a_missing_method_is_named():
                 await command()
 
 
-async def test_evaluate_without_an_evaluation_says_so():
+async def test_no_evaluation_is_told():
     env = make(ScriptEnv, "http://127.0.0.1:9/v1", None)
     with pytest.raises(ConfigError, match="ScriptEnv has no evaluation"):
         await env._run_evaluate()

@@ -149,7 +149,7 @@ async def test_broken_probe_is_repeated(name):
 
 
 @pytest.mark.parametrize("name", SERVERS)
-async def test_requests_want_the_whole_distribution(name):
+async def test_whole_distribution_wanted(name):
     kind, api, answer = SERVERS[name]
     async with server(api, answer) as (url, bodies):
         one = InferenceServer(url, kind, "tiny", "x", 20)
@@ -204,7 +204,7 @@ async def test_raw_logprobs_on_request(settings):
         await env._close()
 
 
-async def test_a_server_that_changes_the_prompt_is_refused():
+async def test_changed_prompt_is_refused():
     def doubled(body, told):
         return vllm_completions({**body, "prompt": [0, *body["prompt"]]}, told)
 

@@ -36,7 +36,7 @@ def assert_true(group, truth):
 
 
 @pytest.mark.parametrize("server_type", ["vllm", "sglang"])
-async def test_groups_hold_exactly_what_the_server_sampled(policy, tmp_path, server_type):
+async def test_groups_are_as_sampled(policy, tmp_path, server_type):
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", server_type=server_type)
     await env.process_manager()
     groups = groups_in(tmp_path / "g.jsonl")
@@ -170,7 +170,7 @@ async def test_failed_reward_is_not_zero(policy, tmp_path, wrong, caplog):
     assert "item-0" in caplog.text
 
 
-async def test_a_model_that_does_nothing_does_score(policy, tmp_path):
+async def test_idle_model_does_score(policy, tmp_path):
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl")
     env.items = [{"name": "idle", "script": ["no"]}]
     await env.process_manager()
@@ -275,7 +275,7 @@ async def test_lost_workspace_made_anew(policy, tmp_path, caplog):
     assert all(snapshot.dropped for snapshot in env.stand_in.snapshots)
 
 
-async def test_workspaces_are_not_retried_for_ever(policy, tmp_path):
+async def test_retries_are_bounded(policy, tmp_path):
     class Losing(StandInExecutor):
         async def start_from(self, trajectory_id, snapshot):
             raise SlotLost("snapshot is lost: its container is gone")
@@ -372,7 +372,7 @@ async def test_failed_agent_drops_group(policy, tmp_path):
     assert env.metrics.hook_errors["the agent"] >= 1
 
 
-async def test_a_template_must_take_system_messages(policy):
+async def test_template_takes_system(policy):
     env = make(ScriptEnv, policy.url, None)
     env.tokenizer.chat_template = (
         "{%- for m in messages %}{%- if m.role == 'system' %}{{ raise_exception('System role not supported') }}{%- endif %}"
@@ -452,7 +452,7 @@ def policy_tasks():
     return {task for task in asyncio.all_tasks() if "aiohttp" in repr(task.get_coro())}
 
 
-async def test_an_item_too_long_for_the_context_drops_its_group_and_no_other(policy, tmp_path):
+async def test_too_long_item_drops_group(policy, tmp_path):
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", max_token_length=6000)
     env.items = [*items(1), {"name": "long", "script": ["x" * 60_000]}]
     with pytest.raises(GroupsDropped, match="1 x prompt_too_long"):
@@ -516,7 +516,7 @@ async def test_mismatched_left_out(policy, tmp_path):
     assert env.metrics.unsent == {"bad_lengths": 3}
 
 
-async def test_an_error_in_postprocess_histories_is_named(policy, tmp_path, caplog):
+async def test_hook_error_is_named(policy, tmp_path, caplog):
     class Env(ScriptEnv):
         async def postprocess_histories(self, trajectories):
             raise KeyError("mine")
@@ -526,7 +526,7 @@ async def test_an_error_in_postprocess_histories_is_named(policy, tmp_path, capl
     assert "Traceback" in caplog.text
 
 
-async def test_a_run_in_which_nothing_works_ends_by_itself(policy, tmp_path):
+async def test_hopeless_run_ends(policy, tmp_path):
     class Env(ScriptEnv):
         @staticmethod
         def fault(_trajectory, _call):
@@ -540,7 +540,7 @@ async def test_a_run_in_which_nothing_works_ends_by_itself(policy, tmp_path):
     assert env.stand_in.closed
 
 
-async def test_verifiers_without_a_reward_never_end_a_run(policy, tmp_path):
+async def test_no_reward_ends_no_run(policy, tmp_path):
     class Env(ScriptEnv):
         async def score_trajectory(self, item, final_response):
             raise VerifierError("no reward was written")

@@ -84,7 +84,7 @@ def group():
 @pytest.mark.parametrize(
     ("statuses", "unsent"), [((), {}), ((503,), {}), ((422,), {"refused": 1}), ((503, 502, 500), {"send_failed": 1})]
 )
-async def test_a_group_arrives_or_is_said_to_be_lost(statuses, unsent, caplog):
+async def test_group_arrives_or_is_lost(statuses, unsent, caplog):
     async with trajectory_api(*statuses) as (api, taken):
         env = env_at(api)
         env.items_sent_this_step = 0
@@ -96,7 +96,7 @@ async def test_a_group_arrives_or_is_said_to_be_lost(statuses, unsent, caplog):
     assert all("atropos" not in sent for sent in taken)
 
 
-async def test_a_refusal_in_another_encoding_is_counted(caplog):
+async def test_encoded_refusal_is_counted(caplog):
     async def refuse(_request):
         return web.Response(status=413, body="zu groß".encode("latin-1"), content_type="text/html")
 
@@ -147,7 +147,7 @@ async def test_lost_answer_sends_once(answers, caplog):
     assert not caplog.records
 
 
-async def test_a_group_is_sent_though_it_can_not_be_shown(caplog):
+async def test_unshown_group_is_sent(caplog):
     class Env(ScriptEnv):
         async def add_rollouts_for_wandb(self, scored_data, item=None):
             raise KeyError("mine")
@@ -201,7 +201,7 @@ async def test_failed_postprocessing_is_counted(policy):
     assert not taken
 
 
-async def test_cancelled_postprocessing_is_counted(policy):
+async def test_cancelled_hook_is_counted(policy):
     begun = asyncio.Event()
 
     class Env(ScriptEnv):
@@ -326,7 +326,7 @@ async def test_impossible_batch_sizes_are_refused(batch, size):
             await env.get_server_info()
 
 
-async def test_the_trainers_limit_bounds_every_trajectory():
+async def test_trainers_limit_bounds_all():
     async with trajectory_api(batch_size=9) as (api, _):
         env = env_at(api, max_token_length=4000)
         await env.get_server_info()
@@ -348,7 +348,7 @@ async def test_a_slow_group_is_counted(caplog):
     assert "group x dropped: it took longer than worker_timeout (0.1 s)" in caplog.text
 
 
-async def test_a_trajectory_api_that_is_gone_is_one_line():
+async def test_gone_api_is_one_line():
     env = env_at("http://127.0.0.1:9")
     env.env_id = 0
     with pytest.raises(TrajectoryApiLost, match="rollout_server_url"):
@@ -403,7 +403,7 @@ async def test_batchless_are_reported(status, settings, says, caplog):
     assert says in caplog.text
 
 
-async def test_a_share_of_less_than_a_trajectory_is_told(caplog):
+async def test_too_small_share_is_told(caplog):
     async with trajectory_api(batch_size=9) as (api, _):
         await env_at(api, min_batch_allocation=0.1).get_server_info()
     assert "0.1 of a batch of 9 is less than one trajectory" in caplog.text
@@ -422,7 +422,7 @@ async def test_missing_trainer_reported(monkeypatch, caplog):
     assert caplog.text.count("no trainer has registered at http://127.0.0.1:9") == 1
 
 
-async def test_a_wrong_server_for_run_api_is_named(policy):
+async def test_wrong_server_is_named(policy):
     with pytest.raises(
         ConfigError,
         match=r"^env\.rollout_server_url: the server at .* is no trajectory API; run-api and many inference servers use port 8000",
@@ -430,7 +430,7 @@ async def test_a_wrong_server_for_run_api_is_named(policy):
         await check_run_api(policy.url.removesuffix("/v1"))
 
 
-async def test_a_run_api_that_hangs_is_said_to_hang(monkeypatch):
+async def test_hanging_api_is_told(monkeypatch):
     monkeypatch.setattr(run_api, "CHECK_TIMEOUT_S", 0.1)
     async with silent_server() as silent:
         url = f"http://{silent}"

@@ -156,7 +156,7 @@ async def test_a_pause_follows_each_call(policy, tmp_path):
 
 
 @shows("agent_system_prompt")
-async def test_the_system_prompt_stands_before_the_tools(policy, tmp_path):
+async def test_system_prompt_comes_first(policy, tmp_path):
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", agent_system_prompt="Speak like a pirate.")
     _, messages = await run(env, *TWO_CALLS)
     assert messages[0]["role"] == "system"
@@ -165,7 +165,7 @@ async def test_the_system_prompt_stands_before_the_tools(policy, tmp_path):
 
 
 @shows("agent_tool_parser")
-async def test_calls_are_read_in_the_parsers_format(policy, tmp_path):
+async def test_calls_in_the_parsers_form(policy, tmp_path):
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", agent_tool_parser="kimi_k2")
     group, _ = await run(env, *TWO_CALLS)  # the policy writes hermes' format
     assert {one["calls"] for one in group["atropos"]["trajectories"]} == {0}
@@ -174,7 +174,7 @@ async def test_calls_are_read_in_the_parsers_format(policy, tmp_path):
 
 
 @shows("agent_max_result_chars")
-async def test_long_results_are_shortened_for_the_model(policy, tmp_path):
+async def test_long_results_shortened(policy, tmp_path):
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", agent_max_result_chars=120)
     _, messages = await run(env, {"calls": [call("x" * 5_000)]}, "done")
     [answer] = [message["content"] for message in messages[2:] if message["role"] == "user"]
@@ -182,7 +182,7 @@ async def test_long_results_are_shortened_for_the_model(policy, tmp_path):
 
 
 @shows("enabled_toolsets", "disabled_toolsets")
-def test_toolsets_are_offered_and_taken_away():
+def test_toolsets_come_and_go():
     def names(**settings):
         env = make(ScriptEnv, "http://127.0.0.1:9/v1", None, **settings)
         return {tool.name for tool in env.build_tools()}
@@ -225,7 +225,7 @@ async def test_model_call_has_deadline(policy, tmp_path):
 
 @shows("process_concurrency")
 @pytest.mark.parametrize("groups", [1, 3])
-async def test_as_many_groups_are_in_flight_as_told(policy, tmp_path, groups):
+async def test_groups_in_flight_as_told(policy, tmp_path, groups):
     inside = most = 0
     full = asyncio.Event()
 
@@ -261,7 +261,7 @@ async def test_serve_needs_real_values(policy):
 
 
 @shows("group_size")
-async def test_groups_have_the_size_that_was_asked_for(policy, tmp_path):
+async def test_groups_have_their_size(policy, tmp_path):
     group, _ = await run(make(ScriptEnv, policy.url, tmp_path / "g.jsonl", group_size=5), "done")
     assert len(group["scores"]) == len(group["tokens"]) == 5
 
@@ -307,13 +307,13 @@ async def hermes(policy, tmp_path, *rows, **settings):
 
 
 @shows("system_prompt")
-async def test_hermes_system_prompt_is_the_first_message(policy, tmp_path):
+async def test_hermes_prompt_is_first(policy, tmp_path):
     _, messages = await hermes(policy, tmp_path, ["done"], system_prompt="Be terse.", server_type="openai")
     assert messages[0] == {"role": "system", "content": "Be terse."}
 
 
 @shows("extra_body")
-async def test_extra_fields_reach_an_openai_server(policy, tmp_path):
+async def test_extra_fields_reach_openai(policy, tmp_path):
     extra = {"top_k": 7, "chat_template_kwargs": {"thinking": True}}
     await hermes(policy, tmp_path, ["done"], extra_body=extra, server_type="openai")
     assert {(body["top_k"], body["chat_template_kwargs"]["thinking"]) for body in policy.bodies} == {(7, True)}
@@ -327,7 +327,7 @@ async def test_max_agent_turns_bounds(policy, tmp_path):
 
 
 @shows("tool_call_parser")
-async def test_hermes_calls_are_read_in_the_parsers_format(policy, tmp_path):
+async def test_hermes_calls_by_parser(policy, tmp_path):
     env, _ = await hermes(policy, tmp_path, TWO_CALLS, tool_call_parser="kimi_k2")
     assert env.metrics.calls == 0
 
@@ -351,14 +351,14 @@ async def test_prompt_is_the_rows_field(policy, tmp_path):
 
 
 @pytest.mark.parametrize("name", [json.dumps({"prompt": "long " * 100}), "~nobody-of-that-name/rows"])
-def test_what_can_not_be_a_path_is_no_dataset(monkeypatch, name):
+def test_no_path_is_no_dataset(monkeypatch, name):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"^dataset_name: '.* can't be loaded: .*; give a .jsonl or .parquet file"):
         load_rows(name)
 
 
 @shows("dataset_split")
-def test_the_split_of_a_hub_dataset_is_asked_for(monkeypatch):
+def test_hub_split_is_asked_for(monkeypatch):
     asked = []
     hub = SimpleNamespace(load_dataset=lambda *a, **k: asked.append((a, k)) or [{"prompt": "x"}])
     monkeypatch.setitem(sys.modules, "datasets", hub)
@@ -366,7 +366,7 @@ def test_the_split_of_a_hub_dataset_is_asked_for(monkeypatch):
     assert "validation" in repr(asked)
 
 
-def test_a_folder_is_a_dataset_of_the_files_in_it(tmp_path, monkeypatch):
+def test_folder_is_its_files(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "rows"
@@ -393,7 +393,7 @@ def test_separators_split_no_row(tmp_path, load):
 
 
 @shows("distribution")
-def test_a_distribution_offers_its_toolsets_alone(tmp_path):
+def test_distribution_is_alone(tmp_path):
     def names(name, *groups):
         config = {"distribution": name, "enabled_toolsets": None, "seed": 1}
         env = make_hermes(Hermes, ("http://127.0.0.1:9/v1", None), tmp_path, [], **config)
@@ -469,7 +469,7 @@ def test_the_backend_is_the_pools():
 
 
 @shows("privileged")
-def test_privileged_is_refused_with_an_explanation():
+def test_privileged_is_explained():
     with pytest.raises(ConfigError, match=r"env\.?.*privileged.*never privileged"):
         AgentEnvConfig(privileged=True)
 

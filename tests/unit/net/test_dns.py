@@ -60,7 +60,7 @@ def test_other_classes_unknown():
 
 
 @given(st.binary(max_size=600))
-def test_bytes_of_any_kind_are_a_question_or_refused(data):
+def test_any_bytes_are_judged(data):
     with contextlib.suppress(ValueError):
         asked = Question.parse(data)
         assert Question.parse(data[:12] + asked.section).section == asked.section

@@ -119,7 +119,7 @@ def finds(text: bytes) -> list[str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_host_gets_its_secrets_and_sends_none_back(world: World, way: str):
+async def test_secrets_go_one_way(world: World, way: str):
     tls = "tls" in way or way == "connect"
     for form in ("echo", "headers", "status", "gzip", "base64", "escaped", "bytes", "no-http", "redirect"):
         said = await world.ask(
@@ -168,7 +168,7 @@ async def test_other_hosts_get_no_secret(world: World, way: str):
     assert finds(world.seen.read_bytes()) == []
 
 
-async def test_what_is_for_tls_goes_into_no_other_request(world: World):
+async def test_tls_secrets_stay_in_tls(world: World):
     for way in ("proxy", "direct"):
         await world.ask(way, "/plain-to-tls", port=world.tls)
     async with world.connected("connect", HOST, world.plain) as (reader, writer):  # a tunnel, which nobody reads
@@ -185,7 +185,7 @@ async def test_secrets_need_certificate(world: World, monkeypatch: pytest.Monkey
     assert world.seen.read_text() == ""
 
 
-async def test_a_slots_authority_vouches_for_no_other_host(world: World):
+async def test_authority_for_no_other(world: World):
     with pytest.raises(ssl.SSLCertVerificationError, match="permitted subtree violation"):
         async with await asyncio.start_server(
             lambda *_: None, "127.0.0.1", 0, ssl=world.signer.context(OTHER)

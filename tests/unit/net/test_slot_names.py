@@ -113,7 +113,7 @@ async def test_look_ups_are_shared():
         assert finder.asked[-1] == "yes"
 
 
-async def test_what_waits_for_an_answer_is_bounded(monkeypatch):
+async def test_waiting_is_bounded(monkeypatch):
     monkeypatch.setattr(slot_names, "_MOST_WAITING", 3)
     async with resolver() as (finder, _, client), asyncio.timeout(20):
         for number in range(3):

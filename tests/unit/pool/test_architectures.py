@@ -40,7 +40,7 @@ async def test_image_for_neither_fails():
             await pool.acquire("t", image=image_for("riscv64"), timeout_s=60)
 
 
-async def test_who_lacks_an_image_is_not_asked_each_time(monkeypatch):
+async def test_lack_is_remembered(monkeypatch):
     pool, backend = mixed_pool()
     async with pool:
         asked = {server.architecture: server for server in backend.servers.values()}
@@ -97,13 +97,13 @@ async def test_built_for_one_kind():
             assert pool.architecture == "arm64"
 
 
-async def test_another_kind_than_is_set_fails_the_start():
+async def test_other_kind_fails_the_start():
     pool, _ = model_pool(architectures=("amd64",), architecture="arm64")
     with pytest.raises(ConfigError, match=r"architecture: arm64 is set, and container .* is amd64"):
         await pool.start()
 
 
-async def test_a_container_of_another_kind_gets_no_lease():
+async def test_other_kind_gets_no_lease():
     pool, backend = model_pool(slots=1, containers=2, architectures=BOTH, architecture="amd64")
     async with pool:
         first = await pool.acquire("t")

@@ -38,7 +38,7 @@ from atropos.slots.config import server_json
         ({"images": ["debian:13", "No Image"]}, r"images\.1: .*not a name of an image"),
     ],
 )
-def test_a_wrong_setting_is_told_in_one_line(settings, says):
+def test_wrong_setting_is_one_line(settings, says):
     with pytest.raises(ConfigError, match=says) as caught:
         SlotPoolConfig(**settings)
     assert "\n" not in str(caught.value)
@@ -46,7 +46,7 @@ def test_a_wrong_setting_is_told_in_one_line(settings, says):
         SlotPoolConfig.model_validate(settings)
 
 
-def test_acquire_timeout_is_another_spelling():
+def test_acquire_timeout_is_alias():
     assert SlotPoolConfig(acquire_timeout=3).acquire_timeout_s == 3
 
 

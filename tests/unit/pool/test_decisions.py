@@ -59,7 +59,7 @@ def test_plans_by_example(state, target):
     assert plan(state, Limits(min_containers=1, max_containers=5, slots_per_container=4)).target == target
 
 
-def test_a_closing_container_is_no_cause_to_keep_others():
+def test_closing_keeps_no_others():
     state = PoolState(containers=3, ready=2, closing=1, waiting=0, needed=1)
     bounds = Limits(min_containers=1, max_containers=5, slots_per_container=4, idle_s=60)
     assert plan(state, bounds) == Plan(1, "2 idle for 60 s")

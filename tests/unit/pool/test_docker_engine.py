@@ -105,7 +105,7 @@ async def test_a_stuck_pull_ends(tmp_path, monkeypatch, caplog, events, repeats,
     assert f"pulling {IMAGE}: {words}" in caplog.messages
 
 
-async def test_a_pull_that_breaks_off_gives_dockers_reason(tmp_path):
+async def test_broken_pull_has_a_reason(tmp_path):
     broken = {"errorDetail": {"message": "unexpected EOF"}, "error": "unexpected EOF"}
     async with engine_that_pulls(tmp_path, [LAYER, broken], repeats=False) as connection:
         with pytest.raises(BackendUnavailable, match=f"Docker can't pull '{IMAGE}': unexpected EOF"):
@@ -149,7 +149,7 @@ async def test_missing_image_is_config(tmp_path, status, message):
         "dial tcp 10.0.0.1:40300: connect: connection refused",
     ],
 )
-async def test_a_registry_in_trouble_is_no_wrong_setting(tmp_path, message):
+async def test_registry_trouble_is_passing(tmp_path, message):
     async def pull(request: web.Request) -> web.Response:
         return web.json_response({"message": message}, status=500)
 
@@ -178,7 +178,7 @@ async def test_refusal_ends_the_start(tmp_path, monkeypatch):
 GPUS = {"gpus": 2, "gpu_devices": ("a.org/gpu",), "max_containers": 1, "cdi_folders": ("/proc/fs",)}
 
 
-async def test_an_engine_that_reads_specifications_is_asked_by_name(tmp_path):
+async def test_specifications_go_by_name(tmp_path):
     given: dict[str, Any] = {}
 
     async def create(request: web.Request) -> web.Response:
@@ -205,7 +205,7 @@ async def test_an_engine_that_reads_specifications_is_asked_by_name(tmp_path):
     ],
     ids=["elsewhere", "here"],
 )
-async def test_gpus_that_no_engine_finds_end_the_start(tmp_path, says, why):
+async def test_absent_gpus_end_the_start(tmp_path, says, why):
     async with engine(
         tmp_path, {"/containers/json": [], "/json": {"Id": "sha256:1"}, "/events": []}, **says
     ) as address:

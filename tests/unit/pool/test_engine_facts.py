@@ -38,5 +38,5 @@ def test_refusal_is_no_trouble(said):
 
 
 @pytest.mark.parametrize("said", TROUBLE.values(), ids=TROUBLE)
-def test_a_registry_in_trouble_refuses_nothing(said):
+def test_trouble_refuses_nothing(said):
     assert not pull_is_denied(said)

@@ -87,7 +87,7 @@ async def test_killed_server_is_replaced():
         assert backend.trouble() == ""
 
 
-async def test_a_server_that_ignores_sigterm_is_killed():
+async def test_deaf_server_is_killed():
     async with running(DEAF) as backend:
         await until(ready(backend, 1))
         (container,) = backend.containers()
@@ -102,7 +102,7 @@ async def test_kill_outlives_stuck_loop():
     assert not alive(pid_of(container))
 
 
-async def test_a_retired_server_is_replaced_and_ended():
+async def test_retired_is_replaced():
     async with running(GOOD) as backend:
         await until(ready(backend, 1))
         (old,) = backend.containers()
@@ -176,7 +176,7 @@ async def test_a_log_flood_is_bounded():
         await until(lambda: "done" in backend.trouble())
 
 
-async def test_no_secret_of_the_trainer_reaches_a_server(monkeypatch):
+async def test_servers_get_no_secret(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     program = "import os, sys; sys.exit(' '.join(sorted(os.environ)))"
     async with running(program) as backend:
@@ -218,7 +218,7 @@ async def test_lockless_folder_is_named(tmp_path, monkeypatch):
     assert [each.name for each in tmp_path.iterdir()] == ["atropos-1-99999999999-abc"]
 
 
-async def test_ending_while_a_server_starts_leaves_nothing():
+async def test_end_in_a_start_is_tidy():
     for delay in (0, 0.01, 0.03):
         async with running(GOOD, 2):
             await asyncio.sleep(delay)

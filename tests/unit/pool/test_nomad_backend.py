@@ -143,7 +143,7 @@ async def test_refusal_in_any_encoding():
             await anext(api.events())
 
 
-async def test_nonsense_costs_a_running_pool_nothing(monkeypatch):
+async def test_nonsense_costs_nothing(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.REFUSED_S", (0.01, 0.05))
     async with FakeNomad() as nomad, nomad.pool(max_containers=2) as pool, pool.lease("t") as slot:
         for end in ("/atropos-sandbox-agent-env", "/allocations", "/evaluations"):

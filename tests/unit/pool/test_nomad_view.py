@@ -44,7 +44,7 @@ def test_running_means_answered():
     assert not view.unanswered()
 
 
-def test_a_restart_in_place_is_a_new_container():
+def test_restart_is_a_new_container():
     view = view_of(row(0), ready=[row(0)])
     assert listed(view, replace(row(0), run="a0.1"))
     assert states(view) == {"a0.1": "starting"}
@@ -68,7 +68,7 @@ def test_lost_node_goes_on():
     assert view.placed() == 1
 
 
-def test_the_token_is_read_anew_while_servers_start():
+def test_token_is_read_anew():
     view = view_of(row(0))
     assert not view.needs_token({"a0.0": row(0)})
     assert view.needs_token({"a0.0": row(0), "a1.0": row(1)})

@@ -78,7 +78,7 @@ async def test_an_outage_is_outlasted():
         assert backend.away, "a container is enough"
 
 
-async def test_an_unreachable_container_comes_back(monkeypatch):
+async def test_unreachable_comes_back(monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.ASK_AGAIN_S", 0.02)
     monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.02)
     pool, backend = model_pool(slots=1, containers=1)

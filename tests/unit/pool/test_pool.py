@@ -28,7 +28,7 @@ from tests.unit.pool.model import SLOT, ModelClient, model_pool, pool_tasks, set
 from tests.waiting import until
 
 
-async def test_a_slot_is_leased_used_and_given_back():
+async def test_lease_use_and_release():
     pool, backend = model_pool()
     async with pool:
         async with pool.lease("t") as slot:
@@ -114,7 +114,7 @@ async def in_line(pool, count):
     return order, tasks
 
 
-async def test_waiters_are_served_first_come_first_served():
+async def test_first_come_first_served():
     pool, _ = model_pool(slots=1, containers=1)
     async with pool:
         order, tasks = await in_line(pool, 20)
@@ -306,7 +306,7 @@ async def test_cancels_leak_no_slot(moment):
         assert (pool.stats().free, pool.stats().leased, pool.stats().waiting) == (2, 0, 0)
 
 
-async def test_an_unanswered_acquire_is_taken_back():
+async def test_unanswered_is_taken_back():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         (server,) = backend.servers.values()
@@ -405,7 +405,7 @@ async def test_silent_server_is_replaced(monkeypatch):
         assert isinstance(slot.lost, SlotLost)
 
 
-async def test_a_server_restarted_in_place_is_used_again():
+async def test_restarted_is_used_again():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         slot = await pool.acquire("t")
@@ -443,7 +443,7 @@ async def test_losses_are_counted():
         assert (stats.leases, stats.releases, stats.lost) == (4, 1, 3)
 
 
-async def test_an_unclean_slot_is_not_leased_again():
+async def test_unclean_is_not_reused():
     pool, backend = model_pool(slots=2, containers=1)
     async with pool:
         (server,) = backend.servers.values()
@@ -566,7 +566,7 @@ async def test_stop_ends_a_start(engine_s):
     assert not pool_tasks()
 
 
-async def test_waiters_hear_of_a_fatal_failure_at_once():
+async def test_waiters_hear_of_failure():
     pool, backend = model_pool(slots=1, containers=1)
     async with pool:
         slot = await pool.acquire("t")
@@ -653,7 +653,7 @@ async def test_stop_ends_all():
 
 
 @pytest.mark.parametrize("moment", [0, 0.01, 0.03])
-async def test_stop_in_the_middle_of_an_acquire_ends_it(moment):
+async def test_stop_ends_an_acquire(moment):
     pool, backend = model_pool(slots=2, containers=1)
     await pool.start()
     backend.servers[next(iter(backend.servers))].delay_s = 0.02
@@ -687,7 +687,7 @@ async def test_unknown_bases_are_refused():
             await pool.acquire("t", network=True)
 
 
-async def test_a_bound_fork_waits_for_its_container():
+async def test_bound_fork_waits():
     pool, backend = model_pool(slots=2, containers=2, min_containers=2, travel_mib=0)
     async with pool:
         slot = await pool.acquire("t")

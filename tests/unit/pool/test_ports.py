@@ -196,7 +196,7 @@ def sockets_of(pid: int) -> list[socket.socket]:
     return found
 
 
-async def test_a_frame_that_is_not_sent_ends_the_forward():
+async def test_unsent_frame_ends_it():
     """Else it would be missing in the middle of what its connection carries."""
     relay = Relay(LISTENS)
     async with await PortForward.to_slot(OneRelay(relay), 9) as forward, asyncio.timeout(10 * SLOWNESS):

@@ -338,7 +338,7 @@ async def test_too_large_is_refused(asked, field, largest):
     assert (caught.value.field, caught.value.asked, caught.value.largest) == (field, largest + 1, largest)
 
 
-def test_a_refused_size_is_named_digit_by_digit():
+def test_refused_size_is_exact():
     refused = str(LimitTooLarge("memory_mib", 1_048_577, 4_194_304.0, "4 slots"))
     assert refused == "limits.memory_mib: 1048577 asked for, the largest container has 4194304 (4 slots)"
 

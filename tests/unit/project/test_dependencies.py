@@ -123,7 +123,7 @@ def test_dependencies_are_imported() -> None:
 @pytest.mark.parametrize(
     "module", ["atropos.slots", "atropos.tools", "atropos.api.tool_server", "atropos.api.executor_api", "atropos.cli"]
 )
-def test_pool_tools_servers_and_command_need_no_extra(module: str) -> None:
+def test_core_needs_no_extra(module: str) -> None:
     """As in an installation without extras: what only an extra brings can't be imported."""
     needed = {name for name, owners in provided_by().items() if {normal(one) for one in owners} & EXTRA_ONLY}
     needed = needed - NAMESPACES.keys() | {"opentelemetry.sdk", "opentelemetry.exporter"}  # fastapi brings its API
@@ -133,13 +133,13 @@ def test_pool_tools_servers_and_command_need_no_extra(module: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["from atropos.envs import AgentEnv", "import atropos.envs.task_env"])
-def test_the_environments_name_the_extra_that_they_need(wanted: str) -> None:
+def test_envs_name_their_extra(wanted: str) -> None:
     assert "ImportError: the environments need the extra `env`: pip install 'atropos[env]'" in without(
         "atroposlib", wanted
     )
 
 
-def test_the_conformance_suite_names_the_extra_that_it_needs() -> None:
+def test_suite_names_its_extra() -> None:
     assert "ImportError: the conformance suite needs the extra `testing`: pip install 'atropos[testing]'" in without(
         "pytest", "import atropos.testing"
     )
@@ -156,7 +156,7 @@ def test_the_conformance_suite_names_the_extra_that_it_needs() -> None:
         ("verifiers", "verifiers", "verifiers"),
     ],
 )
-def test_an_adapter_names_the_extra_that_it_needs(module: str, host: str, extra: str) -> None:
+def test_adapters_name_their_extra(module: str, host: str, extra: str) -> None:
     said = without(host, f"import sys; sys.version_info = (3, 12); import atropos.adapters.{module}")
     assert f"ImportError: the adapter needs the extra `{extra}`: pip install 'atropos[{extra}]'" in said
 
@@ -171,13 +171,13 @@ def test_an_adapter_names_the_extra_that_it_needs(module: str, host: str, extra:
         ("tinker_cookbook", "tinker_cookbook", "tinker-cookbook"),
     ],
 )
-def test_an_adapter_names_the_package_that_no_extra_brings(module: str, host: str, kit: str) -> None:
+def test_adapters_name_packages(module: str, host: str, kit: str) -> None:
     said = without(host, f"import atropos.adapters.{module}")
     assert f"ImportError: the adapter needs the package {kit}: pip install '{NO_EXTRA[kit]}'" in said
 
 
 @pytest.mark.parametrize(("module", "extra"), [("harbor", "harbor"), ("nemo_gym", "nemo-gym")])
-def test_an_adapter_names_the_python_that_its_host_needs(module: str, extra: str) -> None:
+def test_adapters_name_pythons(module: str, extra: str) -> None:
     said = without(module, f"import sys; sys.version_info = (3, 11); import atropos.adapters.{module}")
     assert f"ImportError: atropos[{extra}] needs Python 3.12 or later" in said
 
@@ -188,11 +188,11 @@ def without(package: str, code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False).stderr
 
 
-def test_the_half_of_a_servers_start_that_others_wait_for_loads_neither_asyncio_nor_pydantic() -> None:
+def test_server_start_is_light() -> None:
     code = "import sys, atropos.sandbox.__main__, atropos.sandbox.host.process.prestart; print({'asyncio', 'pydantic'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"set()\n"
 
 
-def test_a_server_loads_nothing_of_slots_or_gpus() -> None:
+def test_server_loads_no_slots() -> None:
     code = "import sys, atropos.sandbox.host.slot_host, atropos.sandbox.server.serve, atropos.sandbox.server.http.listening; print({'atropos.sandbox.programs.runner.main', 'atropos.sandbox.host.cdi'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"set()\n"

@@ -77,7 +77,7 @@ def machine(folder: Path, **programs: str) -> dict[str, str]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="packages are installed as root alone")
-def test_debootstrap_is_installed_where_no_registry_gives_debian(tmp_path: Path) -> None:
+def test_debootstrap_is_installed(tmp_path: Path) -> None:
     done = subprocess.run(
         ["/bin/bash", "docker/sandbox/build.sh"],
         cwd=ROOT,
@@ -93,7 +93,7 @@ def test_debootstrap_is_installed_where_no_registry_gives_debian(tmp_path: Path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="packages are installed as root alone")
-def test_podmans_client_builds_where_there_is_no_docker(tmp_path: Path) -> None:
+def test_podman_builds_alone(tmp_path: Path) -> None:
     podman = DOCKER.replace("case", '[ "$1 $2 $3" = "--remote --url unix:///podman.sock" ] || exit 1\nshift 3\ncase', 1)
     done = subprocess.run(
         ["/bin/bash", "docker/sandbox/build.sh"],
@@ -108,13 +108,13 @@ def test_podmans_client_builds_where_there_is_no_docker(tmp_path: Path) -> None:
     assert "is built" in done.stdout
 
 
-def test_the_image_has_every_program_that_its_server_runs() -> None:
+def test_image_has_every_program() -> None:
     base = (ROOT / "docker/sandbox/base.Dockerfile").read_text()
     packages = base.split("--no-install-recommends")[-1].split(";")[0].split()
     assert {"bubblewrap", "python3-isal", "zstd"} <= set(packages)
 
 
-def test_the_image_has_every_module_that_its_server_imports(tmp_path: Path) -> None:
+def test_image_has_every_module(tmp_path: Path) -> None:
     script = (ROOT / "docker/sandbox/build.sh").read_text()
     listed = re.search(r"sources < <\(find (.*) -name", script)
     assert listed is not None

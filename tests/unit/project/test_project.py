@@ -26,7 +26,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_relative_link_leads_to_a_file(page: Path) -> None:
+def test_relative_links_hold(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in target]
     missing = [target for target in targets if target and not (page.parent / target).exists()]
@@ -38,7 +38,7 @@ def test_no_page_installs_namesake() -> None:
     assert [page.name for page in PAGES if page.name != "CHANGELOG.md" and named.search(page.read_text())] == []
 
 
-def test_every_make_target_that_the_docs_name_exists() -> None:
+def test_named_targets_exist() -> None:
     rules = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     named: set[str] = set()
     for page in PAGES:
@@ -96,7 +96,7 @@ def test_site_builds_cleanly(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_configuration_table_matches_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_table_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["config_table.py", "--check"])
     runpy.run_path(str(ROOT / "scripts/config_table.py"), run_name="__main__")
 
@@ -110,7 +110,7 @@ def test_a_plain_import_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_no_file_of_another_owner_is_in_the_tree() -> None:
+def test_no_foreign_file_is_there() -> None:
     tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=False).stdout.split()
     if not tracked:
         pytest.skip("not a git checkout, so nothing says which files belong to the project")

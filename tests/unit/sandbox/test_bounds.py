@@ -14,7 +14,7 @@ INODE_BYTES = 1880
 
 
 @given(st.integers(32, 100_000), st.integers(8, 100_000), st.integers(1000, 10_000_000))
-def test_full_volumes_leave_room_for_commands(memory, disk, inodes):
+def test_full_volumes_leave_room(memory, disk, inodes):
     size, files = bounds(SlotLimits(memory_mib=memory, disk_mib=disk, inodes=inodes))
     mib, files = int(size.removesuffix("m")), files - OWN_INODES
     assert (mib << 20) + files * INODE_BYTES <= memory - 15 << 20

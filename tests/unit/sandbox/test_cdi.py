@@ -162,6 +162,6 @@ def test_older_hooks_are_read(machine):
     assert (found.links, found.libraries) == ((("a", "/opt/b"),), ("/opt",))
 
 
-def test_what_could_be_written_is_shared_with_nobody(machine):
+def test_writable_is_shared_by_none(machine):
     assert stat.S_ISDIR(machine.folder.stat().st_mode)
     assert "/run/gpu-shared" not in {bind.target for bind in gpus(machine)[0].binds}

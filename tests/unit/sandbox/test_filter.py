@@ -112,7 +112,7 @@ def test_optional_calls_get_enosys(program, name):
 
 @pytest.mark.parametrize("name", NO_PROTOCOL)
 @pytest.mark.parametrize("high", [0, HIGH])
-def test_protocols_that_no_slot_needs_are_not_known(program, name, high):
+def test_unneeded_protocols_unknown(program, name, high):
     for family in (2, 10):
         assert answer(program, "socket", family | high, 1, NO_PROTOCOL[name] | high) == errno.EPROTONOSUPPORT
         for protocol in (0, 1, 6, 17, 58):
@@ -121,7 +121,7 @@ def test_protocols_that_no_slot_needs_are_not_known(program, name, high):
 
 
 @pytest.mark.parametrize("high", [0, HIGH])
-def test_no_socket_has_the_kernel_look_for_a_module(program, high):
+def test_sockets_load_no_module(program, high):
     """It would have the host start a program for each, which no slot's CPU time pays for."""
     for family in (2, 10):
         for protocol in {*range(600), 0xFFFFFFFF} - {0, 1, 6, 17, 58}:
@@ -189,13 +189,13 @@ def test_unjudged_are_refused(program, monkeypatch):
     assert [answer(made, number) for number in (457, 462, 470, 500, 501)] == [errno.ENOSYS] * 5
 
 
-def test_another_architecture_s_calls_end_the_process(program):
+def test_other_architecture_ends_it(program):
     for other in {0x40000003, 0x40000028, *ARCHITECTURES.values()} - {ARCHITECTURES[program.machine]}:  # i386 and ARM
         for number in (0, 1, 20, 39, 172, 456, 457, 1000, 0x40000027, 0x0F0002):
             assert decided(program, other, number) == KILL_PROCESS
 
 
-def test_arm64_has_no_call_that_was_not_judged_on_amd64():
+def test_arm64_has_no_unjudged_call():
     names = [
         {name.decode() for number in range(slot_filter.LAST_CALL + 1) if (name := named(number))}
         for named in (slot_filter._Filter(machine).resolve for machine in ("aarch64", "x86_64"))
@@ -204,7 +204,7 @@ def test_arm64_has_no_call_that_was_not_judged_on_amd64():
 
 
 @pytest.mark.parametrize("values", [0, 1, 2, 12, 16, 0x5412, 0x8940, 0x10000000, 0x40000, 0x7FFFFFFF, HIGH | 22])
-def test_both_machines_answer_each_call_alike(values):
+def test_both_machines_judge_alike(values):
     """What stands in one filter alone would be a way out on one kind of machine."""
     one, other = (made_for(machine) for machine in ARCHITECTURES)
     named = slot_filter._Filter("x86_64").resolve

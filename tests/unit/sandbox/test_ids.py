@@ -30,6 +30,6 @@ def test_slots_have_image_s_ids(uid_map, extents):
     assert outside(found, begin + count - 1) == first + count - 1
 
 
-def test_a_namespace_with_few_ids_is_refused():
+def test_few_ids_are_refused():
     with pytest.raises(IsolationUnavailable, match=r"this container maps only 2 user ids; .*/etc/subuid"):
         free_extents("0 1000 2")

@@ -17,7 +17,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize("state", STARTS)
-def test_a_server_starts_and_its_slots_are_as_ever(folder, state):
+def test_slots_are_as_ever(folder, state):
     code = f"import os, signal, sys; {STARTS[state]}; os.execvp(sys.argv[1], sys.argv[1:])"
     driver = Driver(tiny_base(folder / state, 0), as_user=False, before=[sys.executable, "-c", code])
     driver.run("tests.unit.sandbox.scenarios", "many_users_inside")

@@ -51,7 +51,7 @@ print(os.listdir(os.path.dirname(disk)) == [os.path.basename(disk)])
 """A server that is over once it has a volume, and removes nothing."""
 
 
-async def test_a_cancelled_remover_frees_its_volume(monkeypatch):
+async def test_cancelled_frees_its_volume(monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(volumes, "remove_tree", lambda _folder: go.wait())
     disposer = volumes.Disposer(lambda _folder: None)

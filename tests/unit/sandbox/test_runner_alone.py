@@ -113,7 +113,7 @@ def test_failed_starts_cost_no_descriptors():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount terminals")
-def test_terminals_that_are_used_up_are_no_full_disk():
+def test_used_up_is_no_full_disk():
     few = "mount -t devpts -o newinstance,max=1,ptmxmode=0666 few /dev/pts && mount --bind /dev/pts/ptmx /dev/ptmx"
     command = f'{few} && exec "$@"'
     assert said("unshare", "--mount", "sh", "-c", command, "sh", sys.executable, "-c", TERMINALS) == "limit None\n"

@@ -22,14 +22,14 @@ OPERATIONS = [each for each in get_args(get_args(wire.Operation)[0]) if each is 
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operation_is_served_with_its_fields(operation: type[wire.SlotOperation]) -> None:
+def test_served_with_its_fields(operation: type[wire.SlotOperation]) -> None:
     handler = main.OPS[operation.model_fields["op"].default]
     assert {"call", *operation.model_fields} - operation.withheld == set(inspect.signature(handler).parameters)
 
 
 @settings(max_examples=100)
 @given(st.integers(2, 64), st.lists(st.binary(max_size=200), max_size=30))
-def test_an_output_is_whole_or_head_and_tail(limit: int, pieces: list[bytes]) -> None:
+def test_output_whole_or_two_ends(limit: int, pieces: list[bytes]) -> None:
     kept = HeadTail(limit)
     for piece in pieces:
         kept.add(piece)
@@ -70,14 +70,14 @@ TABLES = {
         ("4242:7", ("4242", 4242, 7, [7], "/")),
     ],
 )
-def test_a_user_is_read_from_the_slots_own_tables(monkeypatch, user, expected) -> None:
+def test_users_of_the_slots_tables(monkeypatch, user, expected) -> None:
     monkeypatch.setattr(users, "table", lambda path: [line.split(":") for line in TABLES[path]])
     found = users.identity_of(user)
     assert (found.name, found.uid, found.gid, found.groups, found.home) == expected
 
 
 @pytest.mark.parametrize("user", ["nobody", "cut", "odd", "ada:nogroup", "4294967295", "ada:4294967295"])
-def test_a_user_that_the_slot_has_not_got_is_refused(monkeypatch, user) -> None:
+def test_unknown_user_is_refused(monkeypatch, user) -> None:
     monkeypatch.setattr(users, "table", lambda path: [line.split(":") for line in TABLES[path]])
     with pytest.raises(OpFailed):
         users.identity_of(user)
@@ -98,7 +98,7 @@ def test_a_failed_write_costs_no_descriptor(tmp_path, name) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 4, 5, 100])
-def test_a_file_has_its_size_wherever_it_is_read(tmp_path, offset) -> None:
+def test_size_wherever_it_is_read(tmp_path, offset) -> None:
     (tmp_path / "file").write_bytes(b"hello")
     _, fields, blobs = read_apart(str(tmp_path / "file"), offset, 1000)
     assert (fields["size"], blobs["data"]) == (5, b"hello"[offset:])

@@ -13,7 +13,7 @@ from atropos.sandbox.programs.runner.processes.spawn import raise_report, read_r
 from atropos.sandbox.programs.runner.start_failures import UserRefused
 
 
-def test_a_report_that_comes_in_pieces_is_read_whole() -> None:
+def test_report_in_pieces_is_whole() -> None:
     read, write = os.pipe()
 
     def child() -> None:

@@ -133,7 +133,7 @@ async def test_broken_host_ends_server(monkeypatch, network):
         assert await asyncio.wait_for(running.task, 20) == 1
 
 
-async def test_the_shelf_is_full_again_though_nobody_asks(monkeypatch):
+async def test_shelf_fills_unasked(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (0.01,) * 50)
     host = FakeHost()
     async with serving(host, slots=2, warm=1) as running, client_of(running) as client:
@@ -157,7 +157,7 @@ async def test_the_shelf_is_full_again_though_nobody_asks(monkeypatch):
         host.live.clear()
 
 
-async def test_a_warm_sandbox_that_died_is_never_leased():
+async def test_dead_spare_is_never_leased():
     host = FakeHost()
     async with serving(host, slots=2) as running, client_of(running) as client:
         await until(lambda: running.core.leasing.warm_pool.ready >= 2)
@@ -179,7 +179,7 @@ async def test_doubtful_spare_is_logged(caplog):
         await until(lambda: f"{host.started[0].name} could not be confirmed gone" in caplog.text)
 
 
-async def test_what_was_asked_for_of_late_is_started_ahead():
+async def test_recent_are_started_ahead():
     host = FakeHost()
     async with serving(host, slots=2, warm=2, allow_network=True) as running, client_of(running) as client:
         for network in (True, False):
@@ -257,7 +257,7 @@ async def test_concurrent_pass_others(monkeypatch):
             call.cancel()
 
 
-async def test_a_snapshot_waits_for_concurrent_ones():
+async def test_snapshot_waits_for_all():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         agent = asyncio.create_task(client.call(lease, Exec(command="hang", concurrent=True)))
@@ -312,7 +312,7 @@ async def test_failed_snapshot_ends():
         assert not running.core.state.snapshots.pending
 
 
-async def test_a_release_during_a_snapshot_leaves_no_layer():
+async def test_release_leaves_no_layer():
     host = FakeHost()
     async with serving(host) as running, client_of(running) as client:
         for pause in (0, 0.001, 0.003, 0.01):
@@ -329,7 +329,7 @@ async def test_a_release_during_a_snapshot_leaves_no_layer():
         await until(lambda: not host.layers and running.core.state.table.free == 4)
 
 
-async def test_asking_twice_for_one_snapshot_freezes_once():
+async def test_asked_twice_freezes_once():
     async with serving() as running, client_of(running) as client:
         lease = await client.acquire(request())
         twice = [running.core.workspaces.snapshot(lease.lease_id, "snap-mine-1", None) for _ in range(2)]
@@ -424,7 +424,7 @@ async def test_unknown_snapshot_is_free():
         await until(lambda: running.core.state.table.free == 4)
 
 
-async def test_snapshots_of_a_client_long_gone_are_dropped():
+async def test_gone_clients_are_dropped():
     async with serving() as running:
         client = client_of(running)
         await client.connect()

@@ -80,7 +80,7 @@ WHOLE = [frame(CLIENT), frame(SERVER), *(frame([one]) for one in (*CLIENT, *SERV
 
 @EXAMPLES
 @given(data=spoilt(WHOLE))
-def test_no_frame_breaks_either_end_of_the_stream(data: bytes):
+def test_no_frame_breaks_an_end(data: bytes):
     for kind in (wire.CLIENT_FRAME, wire.SERVER_FRAME):
         try:
             for message in kind.validate_json(data):
@@ -106,7 +106,7 @@ def test_endless_calls_are_read_as_written(operation: wire.Operation):
     "piece",
     [b"0,", b"[],", b'{"kind":"nonsense"},', b'{"kind":"call"},', b'"x",', b"[", b'{"kind":', b'{"a":0},', b"9", b'"'],
 )
-def test_time_and_memory_are_linear_in_a_frame(piece: bytes):
+def test_cost_is_linear(piece: bytes):
     """One wrong message refuses a frame: a frame of millions of them must not become millions of complaints."""
 
     def seconds(size: int) -> float:

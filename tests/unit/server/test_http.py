@@ -232,7 +232,7 @@ async def test_drain_waits_for_the_last():
         assert await asyncio.wait_for(running.task, 10) == 0
 
 
-async def test_a_later_drain_counts_from_its_own_time():
+async def test_later_drain_own_time():
     async with serving(drain_s=3600) as running, aiohttp.ClientSession() as session:
         curl = Curl(running, session)
         await curl.lease()
@@ -255,7 +255,7 @@ def archive(*names: str) -> bytes:
 
 
 @privileges.owners
-async def test_a_snapshot_that_is_sent_here_can_be_leased(server, curl):
+async def test_sent_snapshot_is_leased(server, curl):
     path = "/v1/snapshots/snap-sent/archive"
     status, raw = await curl("PUT", path + "?layers=1", data=archive("0/a", "0/b"))
     info = SnapshotInfo.model_validate_json(raw)
@@ -288,7 +288,7 @@ async def test_bad_archive_is_tidy(server, curl, query, data, status, says):
     await until(lambda: not server.host.layers, "no layer")
 
 
-async def test_a_sender_that_goes_away_leaves_nothing(server, curl):
+async def test_gone_sender_is_tidy(server, curl):
     async def half():
         yield archive("0/a")[:512]
         await asyncio.sleep(3600)

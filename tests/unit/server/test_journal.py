@@ -47,7 +47,7 @@ def test_the_first_answer_stands():
     assert entry.answer == reply("c")
 
 
-def test_a_call_id_of_another_lease_is_not_run():
+def test_others_call_id_is_not_run():
     journal = Journal()
     finish(journal, "c", "lease-01")
     assert code_of(journal.look_up(call("c", "lease-02"))) == "sandbox_error"

@@ -52,7 +52,7 @@ def end(
     return table.finish_end(lease, now, Stopped(clean=clean, seconds=0))
 
 
-def test_epochs_grow_and_slots_are_not_shared():
+def test_epochs_grow_slots_unshared():
     table = LeaseTable(3, SLOT)
     leases = [held(ask(table, str(n))) for n in range(3)]
     assert [lease.epoch for lease in leases] == [1, 2, 3]
@@ -152,7 +152,7 @@ def test_draining_keeps_leases():
     assert held(ask(table, "x")) is lease
 
 
-def test_the_memory_of_ended_leases_is_bounded():
+def test_memory_is_bounded():
     table = LeaseTable(1, SLOT)
     for number in range(MAX_ENDED + 50):
         end(table, held(ask(table, f"{number:06}")))

@@ -133,13 +133,13 @@ async def test_a_config_error_is_exit_2(config, says):
     assert "Traceback" not in text
 
 
-async def test_a_missing_configuration_file_is_named(tmp_path):
+async def test_missing_file_is_named(tmp_path):
     code, text = await (await spawn("", "--config", str(tmp_path / "none.json"))).ended()
     assert (code, len(text.splitlines())) == (2, 1)
     assert "none.json" in text
 
 
-async def test_a_port_in_use_is_one_line_and_exit_2():
+async def test_port_in_use_is_one_line():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -222,7 +222,7 @@ async def test_fork_leaves_original():
         assert (await client.release(fork)).clean
 
 
-async def test_a_snapshot_travels_to_another_server_whole():
+async def test_snapshot_travels_whole():
     setup = (
         "mkdir -p deep/er && echo base > f && ln -s f link && ln f hard && chmod 4711 f && mkfifo p && rm -rf /media"
         " && useradd -m someone; chown 1000:33 deep; head -c 5000000 /dev/urandom > deep/er/big; touch $'bad-\\xff'"
@@ -270,7 +270,7 @@ async def test_sigterm_is_exit_0():
         await client.close()
 
 
-async def test_signals_until_the_end_change_nothing():
+async def test_signals_change_nothing():
     for _ in range(3):
         async with running() as server:
             ended = asyncio.create_task(server.ended())
@@ -320,7 +320,7 @@ async def test_an_unattended_server_ends():
         assert (code, "unattended_s (3 s)" in text) == (0, True), text
 
 
-async def test_sigterm_during_the_start_leaves_nothing():
+async def test_sigterm_in_the_start():
     for pause in (0.05, 0.3, 0.6):
         server = await spawn(json.dumps({"token": TOKEN, "slots": 4, "die_with_parent": True}))
         await asyncio.sleep(pause)
@@ -359,7 +359,7 @@ async def test_stopped_server_comes_back():
         assert (await client.call(lease, Exec(command="cat f"))).output == b"a\n"
 
 
-async def test_a_client_killed_with_9_gives_its_slots_back():
+async def test_killed_client_gives_back():
     async with running() as server:
         code = (
             "import asyncio, sys\n"

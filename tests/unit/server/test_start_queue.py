@@ -62,7 +62,7 @@ async def test_a_turn_is_for_one_command():
     assert log == ["a1", "a0", "b1", "c0"]
 
 
-async def test_commands_that_do_not_end_hold_up_nobody():
+async def test_endless_hold_up_nobody():
     queue, log = StartQueue(1), list[str]()
     for number in range(5):
         Lease(f"{number}.", queue, log).start_next()
@@ -70,7 +70,7 @@ async def test_commands_that_do_not_end_hold_up_nobody():
     assert log == [f"{number}.0" for number in range(5)]
 
 
-async def test_after_the_longest_start_nobody_waits():
+async def test_long_start_frees_its_turn():
     queue, log = StartQueue(1), list[str]()
     Lease("long", queue, log).start_next()
     await asyncio.sleep(2 * start_queue.STARTING_S)

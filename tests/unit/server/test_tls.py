@@ -73,7 +73,7 @@ async def test_calls_go_to_the_known(server, files):
         assert (await client.release(lease)).released
 
 
-async def test_a_real_server_shows_its_certificate(files):
+async def test_server_shows_its_own(files):
     pem = "".join(read_pair(*files) or ())
     config = {"token": TOKEN, "tls": pem, "volume": "disk", "slots": 1, "drain_s": 1, "die_with_parent": True}
     pipe = asyncio.subprocess.PIPE
@@ -140,7 +140,7 @@ async def test_half_open_handshakes_are_bounded(server, files, sent):
             writer.close()
 
 
-async def test_a_head_and_its_handshake_share_a_deadline(files):
+async def test_handshake_has_the_deadline(files):
     from atropos.net.admission import Admission, BearerToken
     from atropos.net.tls import server_context
 

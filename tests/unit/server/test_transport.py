@@ -284,7 +284,7 @@ def test_folders_nested_however_deep_travel(tmp_path):
     subprocess.run(["rm", "-rf", tmp_path / "in", out], check=True, timeout=60)
 
 
-def test_a_file_has_names_in_folders_of_any_depth(tmp_path):
+def test_names_at_any_depth(tmp_path):
     chain(tmp_path / "in", 100)
     deep = tmp_path / "in"
     for _ in range(70):
@@ -353,7 +353,7 @@ def archive_of(*members: tarfile.TarInfo) -> io.BytesIO:
         ],
     ],
 )
-def test_what_leads_out_or_is_no_file_is_refused(members, tmp_path):
+def test_what_leads_out_is_refused(members, tmp_path):
     (tmp_path / "outside").write_text("untouched")
     out = fresh(tmp_path)
     with pytest.raises((NotASnapshot, OSError)):
@@ -452,7 +452,7 @@ def test_too_large_file_is_refused(tmp_path):
 
 @needs("zstd")
 @pytest.mark.parametrize("given_up", [False, True])
-async def test_an_import_whose_sender_is_silent_ends(tmp_path, monkeypatch, given_up):
+async def test_silent_sender_is_ended(tmp_path, monkeypatch, given_up):
     before, there = set(descendants()), asyncio.Event()
     archive = zstd(archive_of(member("0/file", size=4 << 20)).read())
 

@@ -102,7 +102,7 @@ async def test_calls_run_in_order(executor):
     assert (await executor.execute("t", terminal("cat log"))).output == "0\n1\n2\n3\n4\n"
 
 
-async def test_a_hanging_call_delays_no_other_trajectory(executor):
+async def test_hanging_delays_no_other(executor):
     hanging = asyncio.create_task(executor.execute("slow", ToolCall(name="hold")))
     async with asyncio.timeout(10):
         results = await asyncio.gather(*(executor.execute(f"t{i}", terminal("echo hi")) for i in range(6)))
@@ -112,7 +112,7 @@ async def test_a_hanging_call_delays_no_other_trajectory(executor):
         await hanging
 
 
-async def test_a_call_that_is_given_twice_runs_twice(executor):
+async def test_given_twice_runs_twice(executor):
     call = ToolCall(name="terminal", arguments={"command": "echo x >> f; wc -l < f"}, id="as models repeat it")
     results = await asyncio.gather(executor.execute("t", call), executor.execute("t", call))
     assert [result.output.strip() for result in results] == ["1", "2"]
@@ -131,7 +131,7 @@ async def test_a_lost_slot_breaks_the_trajectory(executor, pool):
     assert (await executor.execute("t", terminal("true"))).success
 
 
-async def test_what_can_be_asked_again_breaks_nothing(executor, pool):
+async def test_repeatable_breaks_nothing(executor, pool):
     pool.acquire_error = AcquireTimeout("full")
     with pytest.raises(AcquireTimeout):
         await executor.execute("t", terminal("true"))
@@ -256,7 +256,7 @@ async def test_failure_of_hook_is_result(pool, failure):
         assert "read this" in result.error
 
 
-async def test_release_interrupts_what_runs_and_what_waits(executor, pool):
+async def test_release_interrupts_all(executor, pool):
     await executor.slot("t")
     calls = [asyncio.create_task(executor.execute("t", ToolCall(name="hold"))) for _ in range(3)]
     await asyncio.sleep(0.01)
@@ -311,7 +311,7 @@ async def test_released_name_begins_anew(executor, pool):
     assert len(pool.slots) == 2
 
 
-async def test_a_release_during_the_acquire_leaks_no_slot(executor, pool):
+async def test_release_in_acquire(executor, pool):
     pool.hold_acquire = asyncio.Event()
     call = asyncio.create_task(executor.execute("t", terminal("true")))
     await asyncio.sleep(0.01)
@@ -323,7 +323,7 @@ async def test_a_release_during_the_acquire_leaks_no_slot(executor, pool):
     assert pool.free == 8
 
 
-async def test_release_without_waiting_for_the_reset(executor, pool):
+async def test_release_without_waiting(executor, pool):
     await executor.execute("t", terminal("true"))
     pool.release_s = 0.05
     await executor.release_trajectory("t", reset_workspace=False)

@@ -187,7 +187,7 @@ class TestHermes:
         assert len(parsed.errors) == 1
         assert parsed.content == ""
 
-    def test_several_calls_in_one_tag_are_several_calls(self):
+    def test_several_in_one_tag(self):
         parsed = self.parse('<tool_call>\n{"name": "a"}\n{"name": "b"},{"name": "c"}\n</tool_call> after')
         assert [one.name for one in parsed.calls] == ["a", "b", "c"]
         assert (parsed.content, parsed.errors) == ("after", ())
@@ -209,7 +209,7 @@ class TestHermes:
         assert len(parsed.calls) == 128
         assert "more than 128" in parsed.errors[-1].message
 
-    def test_lone_surrogates_never_come_out_of_a_name(self):
+    def test_no_name_has_surrogates(self):
         parsed = self.parse('<tool_call>{"name": "a\\ud800"}</tool_call>')
         assert parsed.calls[0].name == "a?"
 
@@ -289,13 +289,13 @@ def test_the_schema_types_values():
         ({"properties": None}, None),
     ],
 )
-def test_the_type_of_a_value_is_found_in_any_schema(schema, read):
+def test_type_found_in_any_schema(schema, read):
     """An MCP server's, which nobody has checked."""
     written = '{"x": 1}'
     assert coerce({"p": written}, schema) == {"p": read or written}
 
 
-def test_qwen3_coder_forgives_open_parameters():
+def test_qwen3_forgives_parameters():
     """As vLLM does. The next parameter, or all of the next call, became part of the value, and the call was run so."""
     open_call = "<tool_call>\n<function=t>\n<parameter=a>\nTX\n"
     rest = "<parameter=b>\n</parameter\n</parameter>\n</function>\n</tool_call>"
@@ -374,7 +374,7 @@ def test_shape_is_never_ignored(name, shape):
         "def call(function_name, arguments):\n    return tools[function_name](**arguments)",
     ],
 )
-def test_an_answer_that_is_no_call_is_an_answer(name, answer):
+def test_no_call_is_an_answer(name, answer):
     if name.startswith("llama") and answer[0] in "{[S`":
         pytest.skip("in this format a line may begin with a bare call")
     if name in {"hermes", "qwen", "glm45", "qwen3_coder"}:  # the tags are theirs wherever they stand

@@ -145,7 +145,7 @@ def test_wrong_toolsets_are_refused_by_name(arguments, wanted):
         build_tool_registry(*arguments)
 
 
-def test_external_tools_come_with_a_tool_server():
+def test_external_need_a_server():
     names = build_tool_registry(["default", "web", "browser"], None, "http://localhost:1").names
     assert {"web_search", "web_extract", "browser_navigate", "browser_click", "browser_type"} <= set(names)
     assert "web_search" not in build_tool_registry(["default"], None, "inprocess").names

@@ -91,7 +91,7 @@ async def test_tokens_of_any_characters(pool):
         assert (await made.execute("t", call("note", text="hi"))).output == "hi None"
 
 
-async def test_what_json_has_not_is_text_in_an_answer(pool):
+async def test_no_json_becomes_text(pool):
     async with executor(pool, "inprocess", tools=[odd]) as made:
         answer = await made.execute("t", call("odd"))
         assert (answer.output, answer.data) == ('{"lines": "3", "7": ["3"]}', {"lines": "3", "7": ["3"]})
@@ -147,7 +147,7 @@ async def test_what_a_model_can_write_is_answered(pool):
     assert runs == []
 
 
-async def test_tools_that_the_server_lacks_are_not_offered(pool):
+async def test_lacking_are_not_offered(pool):
     def factory():
         return create_app(ToolServerSettings(only=("web_extract",)), tools=[note])
 
@@ -338,7 +338,7 @@ async def test_restarted_is_another(made, scripted):
         ("nonsense", OutcomeUnknown),
     ],
 )
-async def test_what_is_not_safe_is_told_as_what_it_is(made, scripted, step, kind):
+async def test_unsafe_is_told_as_it_is(made, scripted, step, kind):
     scripted.steps = [step]
     with pytest.raises(kind):
         await made.execute("t", call("note", text="x"))
@@ -346,7 +346,7 @@ async def test_what_is_not_safe_is_told_as_what_it_is(made, scripted, step, kind
     assert (await made.execute("t", call("note", text="y"))).success
 
 
-async def test_too_long_arguments_are_the_models_business(made, scripted):
+async def test_too_long_is_the_models(made, scripted):
     scripted.steps = [413]
     result = await made.execute("t", call("note", text="x"))
     assert "too long" in result.error

@@ -28,7 +28,7 @@ def test_text_cursor_and_erasing():
     assert screen.text() == ""
 
 
-def test_what_scrolls_off_is_kept_and_bounded():
+def test_scrolled_off_is_kept():
     screen = Screen(4, 20, history=50)
     screen.feed(b"".join(b"%d\r\n" % i for i in range(100)))
     assert screen.text() == "97\n98\n99"
@@ -46,21 +46,21 @@ def test_alternate_gives_way():
     assert screen.scrollback(10) == "$ vim\n$"
 
 
-def test_questions_of_programs_are_answered_once():
+def test_questions_answered_once():
     screen = Screen(5, 20)
     screen.feed(b"ab\x1b[6n\x1b[c")
     assert screen.answers() == b"\x1b[1;3R\x1b[?6c"
     assert screen.answers() == b""
 
 
-def test_strings_for_the_terminal_are_no_text():
+def test_strings_are_no_text():
     screen = Screen(3, 40)
     for piece in (b"a\x1bP$q", b" q\x1b", b"\\b\x1b_hidden\x07c\x1b]0;title\x07d"):
         screen.feed(piece)
     assert screen.text() == "abcd"
 
 
-def test_wide_combining_and_invisible_characters():
+def test_wide_and_combining():
     screen = Screen(3, 20)
     screen.feed("世界 e\u0301 a\u200bb\u200dc".encode())
     assert screen.text() == "世界 é abc"
@@ -139,7 +139,7 @@ def test_floods_cost_their_length():
     assert seconds(400_000) < max(seconds(50_000), 0.2) * 30
 
 
-def test_modes_set_before_a_flood_still_hold():
+def test_modes_outlast_a_flood():
     screen = Screen(5, 20)
     screen.feed(b"main\x1b[?1049h\x1b[?1h" + b"x\r\n" * 50_000)
     assert screen.key("Up") == b"\x1bOA"
@@ -157,7 +157,7 @@ def test_keys_by_tmuxs_names(name, sends):
     assert Screen(5, 20).key(name) == sends
 
 
-def test_a_recording_is_asciinema_v2_and_bounded(tmp_path):
+def test_recording_is_bounded(tmp_path):
     recording = Recording(rows=24, cols=80, started=1.5e9, most_bytes=2000, command="bash", term="xterm")
     for index in range(1000):
         recording.event(index / 10, "o", "output\r\n")

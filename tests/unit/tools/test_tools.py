@@ -33,12 +33,12 @@ class TestTerminal:
         bad = await use("terminal", command="echo out; exit 7")
         assert (bad.success, bad.output, bad.error, bad.exit_code) == (False, "out\n", "exit code 7", 7)
 
-    async def test_an_endless_command_is_ended_and_told(self, use):
+    async def test_endless_command_is_ended(self, use):
         result = await use("terminal", command="echo begun; exec sleep 60", timeout=0.3)
         assert (result.success, result.timed_out) == (False, True)
         assert "0.3 s" in result.error
 
-    async def test_a_timeout_beyond_the_bound_is_cut_and_told(self, use):
+    async def test_long_timeout_is_cut(self, use):
         result = await use("terminal", command="echo hi", timeout=1e9)
         assert result.success
         assert result.output.startswith("hi\n[timeout 1e+09 s was shortened to 600 s")
@@ -51,7 +51,7 @@ class TestTerminal:
         assert result.output.startswith("1\n2\n")
         assert result.output.endswith("200000\n")
 
-    async def test_binary_output_and_invalid_utf8_can_be_read(self, use):
+    async def test_binary_can_be_read(self, use):
         small = await use("terminal", command="printf '\\xff\\xfehi\\x00'")
         assert "hi" in small.output
         large = await use("terminal", command="head -c 100000 /dev/zero")
@@ -119,7 +119,7 @@ class TestTerminal:
         killed = await use("process", action="kill", session_id=session)
         assert "killed by signal 9" in killed.output
 
-    async def test_a_due_check_is_told_with_a_later_result(self, use):
+    async def test_due_check_comes_later(self, use):
         await use("terminal", command="exec sleep 60", background=True, check_interval=0.01)
         await asyncio.sleep(0.05)
         await use("terminal", command="true")
@@ -143,7 +143,7 @@ class TestTerminal:
 
 
 class TestFiles:
-    async def test_lines_are_numbered_and_read_in_parts(self, use, root):
+    async def test_lines_read_in_parts(self, use, root):
         (root / "f").write_text("".join(f"line {i}\n" for i in range(1, 1001)))
         part = await use("read_file", path="f", offset=10, limit=2)
         assert (
@@ -171,7 +171,7 @@ class TestFiles:
         assert len(long.output) < 3000
         assert "more characters" in long.output
 
-    async def test_the_numbering_is_right_across_chunks(self, use, root, monkeypatch):
+    async def test_numbering_across_chunks(self, use, root, monkeypatch):
         monkeypatch.setattr("atropos.tools.sandboxed.files.CHUNK_BYTES", 7)
         text = "".join(f"{'x' * (i % 13)}{i}\n" for i in range(60)) + "no end"
         (root / "f").write_text(text)
@@ -219,7 +219,7 @@ class TestPatch:
         assert (await use("patch", path="f", old="b\n", new="B\nB2\n")).output.startswith("changed f (lines 2 to 3")
         assert (root / "f").read_text() == "a\nB\nB2\nc\n"
 
-    async def test_ambiguous_and_missing_text_is_explained(self, use, root):
+    async def test_ambiguous_is_explained(self, use, root):
         (root / "f").write_text("x = 1\n    y = 2\nx = 1\n")
         twice = await use("patch", path="f", old="x = 1", new="x = 3")
         assert "2 times (lines 1, 3)" in twice.error
@@ -232,7 +232,7 @@ class TestPatch:
         assert "nothing similar" in close.error or "most similar lines" in close.error
         assert (root / "f").read_text() == "x = 3\n  z\nx = 3\n"
 
-    async def test_lines_are_counted_as_read_file_does(self, use, root):
+    async def test_lines_count_as_read_file(self, use, root):
         (root / "f").write_bytes(b"\x0cone\x0cpage\r100%\ntwo  words\n")
         assert "     2|two  words" in (await use("read_file", path="f")).output
         assert "lines 2 to 2 differ in white space" in (await use("patch", path="f", old="two words", new="x")).error
@@ -267,7 +267,7 @@ class TestPatch:
         assert threads
         assert threading.current_thread() not in threads
 
-    async def test_lf_text_matches_a_file_of_crlf_lines(self, use, root):
+    async def test_lf_text_matches_crlf(self, use, root):
         (root / "f").write_bytes(b"a\r\nb\r\nc\r\n")
         assert (await use("patch", path="f", old="a\nb", new="a\nB")).success
         assert (root / "f").read_bytes() == b"a\r\nB\r\nc\r\n"
@@ -391,7 +391,7 @@ class TestSearch:
         monkeypatch.setattr(slot, "run", searched)
         assert (await use("search_files", pattern="")).output == "src/a.py\n[1 file]"
 
-    async def test_a_repository_below_the_searched_folder(self, use, root):
+    async def test_repository_below(self, use, root):
         (root / "repo").mkdir()
         await use("terminal", command="cd repo && git init -q . && echo x > .gitignore && echo needle > x && cp x y")
         result = await use("search_files", pattern="needle")
@@ -429,7 +429,7 @@ class TestSearch:
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         assert (await use("search_files", pattern="x")).output == "g:7:x\n[1 match in 1 file]"
 
-    async def test_a_wrong_pattern_and_a_missing_folder(self, use):
+    async def test_wrong_pattern_or_folder(self, use):
         assert "pattern" in (await use("search_files", pattern="(")).error
         assert not (await use("search_files", pattern="x", path="nowhere")).success
 
@@ -468,7 +468,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "wanted"), WRONG)
-async def test_wrong_arguments_say_what_would_be_right(executor, arguments, wanted):
+async def test_wrong_arguments_are_told(executor, arguments, wanted):
     result = await executor.execute("t", ToolCall(name="terminal", arguments=arguments))
     assert not result.success
     assert wanted in result.error
@@ -491,7 +491,7 @@ async def test_unknown_names_the_known(executor):
     assert len(huge.error) < 1000
 
 
-async def test_a_megabyte_of_arguments_is_answered(executor):
+async def test_megabyte_of_arguments(executor):
     for arguments in (json.dumps({"command": "x", "junk": "y" * 1_000_000}), {"comm": "z" * 1_000_000}):
         result = await executor.execute("t", ToolCall(name="terminal", arguments=arguments))
         assert not result.success
@@ -509,7 +509,7 @@ async def test_overhead_is_small():
         assert len(pool.slots[0].ran) == 3
 
 
-async def test_a_stopped_process_misses_no_pattern(pool):
+async def test_stopped_misses_no_pattern(pool):
     async with ToolExecutor(pool, build_tool_registry(["session"])) as executor:
 
         async def use(**arguments):
