@@ -172,7 +172,7 @@ class SandboxSettings(SlotSettings):
 
     @property
     def place_mib(self) -> int:
-        """Files that fit into a place on disk of a lease's own; 0: there are none."""
+        """Most files of a lease on disk; 0: leases have none there."""
         return self.largest_disk_mib or 0 if self.volume == "auto" else 0
 
     def on_disk(self, limits: LeaseLimits | None) -> bool:
@@ -189,16 +189,20 @@ class SandboxSettings(SlotSettings):
         """
         return Resources(memory_mib=self.limits.memory_mib, pids=self.limits.pids)
 
-    def beside(self, places: int) -> Resources:
-        """What a container has beside the room of its slots: GPUs, and so many places on disk."""
-        return Resources(gpus=self.gpus * self.slots_per_gpu, disk_mib=places * self.place_mib)
+    def beside(self, slots: int, disk_mib: int | None = None) -> Resources:
+        """What a container has beside the room of its slots: GPUs, and files on disk, at most what its disk holds."""
+        most = slots * self.place_mib
+        return Resources(
+            gpus=self.gpus * self.slots_per_gpu, disk_mib=most if disk_mib is None else min(most, disk_mib)
+        )
 
     def room(self, limits: LeaseLimits | None) -> Resources:
         """What a lease takes of its container: of nothing less than a slot, so that what fits by room fits by slots."""
         if limits is None:
             return self.slot_room
-        disk_mib = self.place_mib if self.on_disk(limits) else 0
-        return self.slot_room.most(Resources(limits.memory_mib or 0, disk_mib, limits.pids or 0, gpus=limits.gpus or 0))
+        disk_mib = limits.disk_mib if self.on_disk(limits) else None
+        amounts = Resources(limits.memory_mib or 0, disk_mib or 0, limits.pids or 0, gpus=limits.gpus or 0)
+        return self.slot_room.most(amounts)
 
     def check_room(self, limits: LeaseLimits, slots: int) -> None:
         """Compare what a lease asks for with a whole container.
@@ -219,8 +223,8 @@ class SandboxSettings(SlotSettings):
             why = "volume='disk': places on disk have one size, set by the pool's limits"
             largest |= {"disk_mib": (slot.disk_mib, why), "inodes": (slot.inodes, why)}
         elif self.on_disk(limits):
-            why = "places on disk have one size, set by largest_disk_mib and limits.inodes"
-            largest |= {"disk_mib": (self.place_mib, why), "inodes": (slot.inodes, why)}
+            inodes = "files on disk have as many as slots, set by the pool's limits"
+            largest |= {"disk_mib": (self.place_mib, "set largest_disk_mib"), "inodes": (slot.inodes, inodes)}
         for name, (most, why) in largest.items():
             asked = getattr(limits, name)
             if asked is not None and asked > most:

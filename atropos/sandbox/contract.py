@@ -168,8 +168,8 @@ class Host(Protocol):
 
     max_layers: int | None
     """Layers that there is room for at once; None: as many as fit into their bound of bytes."""
-    places: int
-    """Places on disk for the files of leases."""
+    disk_mib: int
+    """Files of leases that fit on the disk together."""
     no_quota: str
     """Why nothing bounds what is written there; empty: it is bounded."""
 

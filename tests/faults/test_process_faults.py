@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests import privileges
 from tests.faults.proxy import Fault, proxied
 from tests.images.test_leases import busybox_image, pool_for
 from tests.processes import adopt_orphans, alive, descendants, first_processes
+from tests.small_disk import keeping_files_on, small_disk
 from tests.unit.server.fakes import TOKEN
 from tests.unit.server.test_serve import ROOT, Process, running
 from tests.waiting import until
@@ -240,16 +240,11 @@ async def test_sleeping_client_is_fenced():
 
 
 @pytest.fixture
-def small_disk():
-    """A file system of 64 MiB, which the server's own user may enter."""
-    folder = Path(tempfile.mkdtemp(prefix="small-disk-", dir="/tmp"))
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=755", "none", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-    folder.rmdir()
+def disk():
+    with small_disk(64) as folder:
+        yield folder
 
 
-ON_SMALL_DISK = 'mkdir -p /var/lib/atropos; mount --bind "$1" /var/lib/atropos; {extra}; shift; exec "$@"'
 PLACES = {
     # five places of 10 MiB are reserved, the probe's among them: what a slot got stays good, whatever fills the disk
     "places of a given size": ("true", {"limits": {"disk_mib": 8, "inodes": 1000}, "warm": 1, "max_snapshots": 0}),
@@ -259,12 +254,14 @@ PLACES = {
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a small file system")
 @pytest.mark.parametrize("kind", PLACES)
-async def test_full_disk_answers_all(small_disk, kind):
+async def test_full_disk_answers_all(disk, kind):
     """Volumes on a disk that is too small for them, and filled from outside at random moments."""
     rng = random.Random(14)
     extra, settings = PLACES[kind]
-    before = ["unshare", "--mount", "sh", "-c", ON_SMALL_DISK.format(extra=extra), "sh", str(small_disk)]
-    async with running(before, slots=3, volume="disk", **settings) as server, server.client() as client:
+    async with (
+        running(keeping_files_on(disk, extra), slots=3, volume="disk", **settings) as server,
+        server.client() as client,
+    ):
         going, lives, failed = True, 0, 0
         most = 1_900_000 if settings else 9_000_000
 
@@ -292,7 +289,7 @@ async def test_full_disk_answers_all(small_disk, kind):
                         assert (await client.release(lease)).clean
 
         working = [asyncio.create_task(trajectory()) for _ in range(3)]
-        hog = small_disk / "hog"
+        hog = disk / "hog"
         for number in itertools.count():
             if number >= 6 * TIMES and lives and (failed or settings):
                 break

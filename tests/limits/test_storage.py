@@ -8,10 +8,14 @@ import shutil
 import pytest
 import pytest_asyncio
 
-from atropos.errors import LimitTooLarge, NotSupported
+from atropos.errors import LimitTooLarge, NotSupported, PoolFull
 from atropos.slots import LeaseLimits, SlotPool
+from atropos.slots.client import SandboxClient
+from atropos.wire import CommandResult, Exec, Lease, LeaseRequest
 from tests import privileges
 from tests.backends import Engine
+from tests.small_disk import keeping_files_on, small_disk
+from tests.unit.server.test_serve import running
 from tests.waiting import SLOWNESS
 
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
@@ -78,6 +82,46 @@ async def test_view_shows_files_on_disk(pool):
         assert (await slot.exec(f"mkdir -p /app && cd /app && {write(150)}")).exit_code == 0
         await slot.view(["/app"])
         assert (await slot.exec("stat -c %s /app/f && rm /app/f && echo own > /app/g")).output == f"{150 << 20}\n"
+
+
+def of(number: int, disk_mib: int) -> LeaseRequest:
+    return LeaseRequest(lease_id=f"lease-{number:05}", client_id="tester", limits=LeaseLimits(disk_mib=disk_mib))
+
+
+async def full(client: SandboxClient, lease: Lease, mib: int) -> None:
+    """A lease holds what it asked for, on the disk, and no more."""
+    holds = f"head -c {(mib - 1) << 20} /dev/urandom | tee f | cksum && sync f && dd if=f iflag=direct bs=1M status=none | cksum"
+    done = await client.call(lease, Exec(command=holds))
+    assert isinstance(done, CommandResult) and done.exit_code == 0, done
+    assert len(set(done.output.splitlines())) == 1, "what is written is on the disk"
+    done = await client.call(lease, Exec(command=write(3, "g")))
+    assert isinstance(done, CommandResult) and done.limit == "disk"
+
+
+@needs_cells
+async def test_a_lease_takes_what_it_asks_for():
+    """The disk has room for two of the largest size."""
+    with small_disk(400) as disk:
+        settings = {"slots": 5, "limits": PLAIN | {"memory_mib": 32, "disk_mib": 16}, "largest_disk_mib": 128}
+        async with running(keeping_files_on(disk), **settings) as server, server.client() as client:
+            sizes = 128, 64, 64
+            held = [await client.acquire(of(number, mib)) for number, mib in enumerate(sizes)]
+            with pytest.raises(PoolFull):
+                await client.acquire(of(3, 128))
+            hog = disk / "hog"
+            with pytest.raises(OSError, match="No space left"), open(hog, "wb", buffering=0) as file:
+                while file.write(bytes(1 << 20)):
+                    pass
+            for lease, mib in zip(held, sizes, strict=True):
+                await full(client, lease, mib)
+            hog.unlink()
+            await client.release(held.pop(0))
+            for number, mib in enumerate((128, 100, 40, 120), 4):  # what is free is as large as it was, or changes
+                held.append(await client.acquire(of(number, mib)))
+                await full(client, held[-1], mib)
+                await client.release(held.pop(number % 2))
+            for lease in held:
+                assert (await client.release(lease)).clean
 
 
 @in_one_loop

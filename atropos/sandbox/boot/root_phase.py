@@ -50,6 +50,7 @@ class Entered:
         disk: a folder on disk for volumes, when the configuration wants any there.
         cells: where the cells of that folder are mounted; None: `no_cells` says why there are none.
         images: a descriptor of each cell's image.
+        cells_mib: files that fit into all cells together.
         image_folder: where the store of images is; None: `no_images` says why there is none.
     """
 
@@ -61,6 +62,7 @@ class Entered:
     disk: str | None = None
     cells: str | None = None
     images: Sequence[int] = ()
+    cells_mib: int = 0
     no_cells: str = "the server was not started as root"
     image_folder: str | None = None
     no_images: str = ""
@@ -218,10 +220,10 @@ def _as_root(config: RootPhaseSettings, scratch: str, parent: int | None) -> Ent
     disk = None if config.cells is None else folders.disk(server, base)
     if disk is not None:
         folders.remove_abandoned(disk)
-    cells, images, no_cells = None, list[int](), ""
+    cells, images, cells_mib, no_cells = None, list[int](), 0, ""
     if disk is not None and config.cells is not None:
         try:
-            images = disks.make(config.cells, disk, f"{scratch}/cells", server, base)
+            images, cells_mib = disks.make(config.cells, disk, f"{scratch}/cells", server, base)
             cells = f"{scratch}/cells"
         except OSError as error:
             no_cells = f"no file system of a given size could be made: {error.strerror or error}"
@@ -242,6 +244,7 @@ def _as_root(config: RootPhaseSettings, scratch: str, parent: int | None) -> Ent
         disk=disk,
         cells=cells,
         images=images,
+        cells_mib=cells_mib,
         no_cells=no_cells,
         image_folder=image_folder,
         no_images=no_images,

@@ -313,7 +313,8 @@ class SlotSandbox:
     async def move_to_disk(self, beside: Sandbox | None) -> None:
         """Keep what is written on disk; see `contract.Sandbox.move_to_disk`."""
         there = beside.volume.disk if isinstance(beside, SlotSandbox) else None
-        self.volume.disk = await self._host.cells.acquire(os.path.basename(self.volume.folder), beside=there)
+        unique = os.path.basename(self.volume.folder)
+        self.volume.disk = await self._host.cells.acquire(unique, self.limits.disk_mib, beside=there)
         try:
             volumes.make_folders(self.volume)
         except OSError as error:

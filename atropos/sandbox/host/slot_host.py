@@ -39,7 +39,7 @@ class SlotHost:
         _check_disk(config, entered)
         self.state = HostState(config, entered, prestarted)
         self.max_layers = self.state.cells.max_layers
-        self.places = self.state.cells.places
+        self.disk_mib = self.state.cells.mib
         self.no_quota = self.state.entered.no_cells if self.state.entered.cells is None else ""
         self._serial = itertools.count(1)
         self._importing = 0
@@ -71,8 +71,8 @@ class SlotHost:
         base = self.state.bases[None]
         unique = f"{next(self._serial)}"
         on_disk = self.state.config.volume == "disk" and joins is None
-        disk = await self.state.cells.acquire(unique, probe=limits is not None) if on_disk else None
-        limits = limits or self.state.config.limits
+        probe, limits = limits is not None, limits or self.state.config.limits
+        disk = await self.state.cells.acquire(unique, limits.disk_mib, probe=probe) if on_disk else None
         most_cores = slot_cgroup.ceiling(limits, self.state.config.slots)
         folder = f"{self.state.scratch}/slots/{unique}"
         with contextlib.ExitStack() as undo:
@@ -202,9 +202,10 @@ class SlotHost:
 
     async def _blank_volume(self) -> volumes.Volume:
         unique = f"{next(self._serial)}"
-        disk = await self.state.cells.acquire(unique) if self.state.config.volume == "disk" else None
+        limits = self.state.config.limits
+        disk = await self.state.cells.acquire(unique, limits.disk_mib) if self.state.config.volume == "disk" else None
         try:
-            return volumes.blank(f"{self.state.scratch}/slots/{unique}", self.state.config.limits, disk)
+            return volumes.blank(f"{self.state.scratch}/slots/{unique}", limits, disk)
         except OSError as error:
             self.state.cells.release(disk)
             raise SandboxError(f"a layer could not be created: {error}") from error

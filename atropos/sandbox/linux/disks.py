@@ -3,8 +3,10 @@
 A user namespace can't mount a disk's file system or set a quota. So all that will be needed at once are mounted before
 privilege is dropped: each is a *cell* with its own size and number of inodes. A volume is a new folder in an empty
 cell; a cell that could not be emptied is not used again. The image files are unlinked and the loop devices clear
-themselves, so that nothing of them is left however the server ends. Images are sparse until a cell is first used; then
-all blocks are reserved, because writes without room behind a loop device are lost silently. Standard library only.
+themselves, so that nothing of them is left however the server ends. Standard library only.
+
+Images are sparse, and writes without room behind a loop device are lost silently. So before a cell is used, a file in
+it, the *balloon*, takes all blocks that its volume may not use, and all others are reserved in the image: see `resize`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import fcntl
 import os
 import shutil
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,10 +28,13 @@ if TYPE_CHECKING:
 PROBE = "probe"
 """The cell of the start-up probe, which can be filled in milliseconds."""
 PROBE_MIB, PROBE_INODES = 8, 200
+BALLOON = "balloon"
+"""The file in a cell that takes what its volume may not use."""
 OWN_INODES = 40
 """Inodes of a volume for mount points, upper and working folders."""
 _INODE_BYTES = 256
 _MIB = 1024 * 1024
+_FS_IOC_FIEMAP, _FIEMAP_SYNC, _FIEMAP_LAST = 0xC020660B, 1, 1  # <linux/fiemap.h>
 _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE, _LO_FLAGS_AUTOCLEAR = 0x4C82, 0x4C0A, 4  # <linux/loop.h>
 
 
@@ -39,15 +45,15 @@ class CellPlan:
     Attributes:
         cells: for slots, warm sandboxes, layers, and cells that are being emptied.
         layers: how many of them snapshots may keep; None: as many as there are.
-        mib, inodes: the size of one.
-        fitting: whether there are fewer where the disk has no room for all.
+        mib, inodes: the largest size of one.
+        shared: whether volumes of several sizes share the room on the disk, so that not every cell can be that large.
     """
 
     cells: int
     layers: int | None
     mib: int
     inodes: int
-    fitting: bool
+    shared: bool
 
     @classmethod
     def of(cls, config: ServerConfig) -> CellPlan | None:
@@ -55,14 +61,14 @@ class CellPlan:
         layers = min(config.max_snapshots, max(4, config.slots))
         cells, inodes = config.slots + layers + max(2, config.slots // 2), config.limits.inodes
         if config.place_mib:
-            return cls(cells, None, config.place_mib, inodes, fitting=True)
+            return cls(cells, None, config.place_mib, inodes, shared=True)
         if config.volume != "disk":
             return None
         ahead = 4 if config.warm is None else config.warm
-        return cls(cells + ahead, layers, config.limits.disk_mib, inodes, fitting=False)
+        return cls(cells + ahead, layers, config.limits.disk_mib, inodes, shared=False)
 
 
-def make(plan: CellPlan, images: str, target: str, owner: int, group: int) -> list[int]:
+def make(plan: CellPlan, images: str, target: str, owner: int, group: int) -> tuple[list[int], int]:
     """Create the cells `target`/0, 1, … and the probe's.
 
     Descriptors that nobody gets (the probe's; after an error, all) end with this program, which is then executed again.
@@ -75,45 +81,90 @@ def make(plan: CellPlan, images: str, target: str, owner: int, group: int) -> li
         group: the slots' root, which needs to pass through.
 
     Returns:
-        A descriptor of each cell's image, for `reserve`.
+        A descriptor of each cell's image, for `resize`, and the MiB of files that fit into all together.
 
     Raises:
         OSError: this host or container has no loop devices, no mkfs.ext4, or no room for one cell.
     """
     os.mkdir(target, 0o755)
     template = f"{images}/template"
-    count = min(plan.cells, _holds(images, _image_bytes(plan.mib, plan.inodes))) if plan.fitting else plan.cells
+    count, mib = _share(images, plan) if plan.shared else (plan.cells, plan.cells * plan.mib)
     try:
         _format(template, plan.mib, plan.inodes)
         cells = [_cell(template, images, f"{target}/{number}", owner, group) for number in range(count)]
         _format(template, PROBE_MIB, PROBE_INODES)
-        reserve(_cell(template, images, f"{target}/{PROBE}", owner, group))
+        _reserve(_cell(template, images, f"{target}/{PROBE}", owner, group), ())
     finally:
         if os.path.exists(template):
             os.unlink(template)
-    return cells
+    return cells, mib
 
 
-def _holds(folder: str, size: int) -> int:
-    """How many images of a size fit on a folder's disk, with a tenth of what is free left to others.
+def _share(folder: str, plan: CellPlan) -> tuple[int, int]:
+    """How many cells a folder's disk has room for, and for how much in them; a tenth of what is free is left to others.
 
     Raises:
-        OSError: none does.
+        OSError: not for one of the largest size.
     """
     found = os.statvfs(folder)
     room = found.f_bavail * found.f_frsize // 10 * 9
-    if room < size:
-        raise OSError(errno.ENOSPC, f"one takes {size // _MIB} MiB, and the disk has room for {room // _MIB}")
-    return room // size
+    largest = _image_bytes(plan.mib, plan.inodes)
+    if room < largest:
+        raise OSError(errno.ENOSPC, f"one takes {largest // _MIB} MiB, and the disk has room for {room // _MIB}")
+    empty = largest - plan.mib * _MIB
+    cells = min(plan.cells, (room - plan.mib * _MIB) // empty)
+    return cells, (room - cells * empty) // _MIB
 
 
-def reserve(image: int) -> None:
-    """Allocate all blocks of a cell's image, so that writes into it succeed even when the disk is full.
+def resize(image: int, cell: str, mib: int) -> None:
+    """Have room for so much in an empty cell, reserved on the disk, which gets the rest back.
 
     Raises:
         OSError: the disk has no room for it.
     """
-    os.posix_fallocate(image, 0, os.fstat(image).st_size)
+    balloon = os.open(f"{cell}/{BALLOON}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(balloon, 0)
+        there = os.fstatvfs(balloon)
+        if (rest := there.f_bavail * there.f_frsize - (mib + 1) * _MIB) > 0:  # 1 MiB: the volume's own folders
+            os.posix_fallocate(balloon, 0, rest)
+        taken = sorted(_extents(balloon))
+    finally:
+        os.close(balloon)
+    for at, size in taken:
+        syscalls.punch_hole(image, at, size)
+    _reserve(image, taken)
+
+
+def _reserve(image: int, but: Sequence[tuple[int, int]]) -> None:
+    """Allocate the blocks of a cell's image, so that writes into it succeed even when the disk is full.
+
+    Args:
+        image: its descriptor.
+        but: where it stays sparse: offsets and sizes, ascending.
+    """
+    done = 0
+    for at, size in (*but, (os.fstat(image).st_size, 0)):
+        if at > done:
+            os.posix_fallocate(image, done, at - done)
+        done = at + size
+
+
+def _extents(fd: int) -> Iterator[tuple[int, int]]:
+    """Where a file's blocks are on its device: offsets and sizes in bytes (struct fiemap of <linux/fiemap.h>)."""
+    head, extent, most = struct.Struct("QQIIII"), struct.Struct("QQQ16xI12x"), 512
+    start, last = 0, 0
+    while not last:
+        found = bytearray(head.size + extent.size * most)
+        head.pack_into(found, 0, start, 2**64 - 1 - start, _FIEMAP_SYNC, 0, most, 0)
+        fcntl.ioctl(fd, _FS_IOC_FIEMAP, found)
+        *_, count, _, _ = head.unpack_from(found)
+        if not count:
+            return
+        for number in range(count):
+            logical, at, size, flags = extent.unpack_from(found, head.size + extent.size * number)
+            yield at, size
+            start, last = logical + size, flags & _FIEMAP_LAST
 
 
 def _image_bytes(mib: int, inodes: int) -> int:

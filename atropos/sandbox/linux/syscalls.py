@@ -53,6 +53,7 @@ _CapabilityData = ctypes.c_uint32 * 6
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
 libc.prctl.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
+libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)
 
 
@@ -88,6 +89,12 @@ def bind_read_only(path: str) -> None:
 def remount_read_only(path: str, more: int = 0) -> None:
     """Make a mount over a file or folder read-only, without devices and set-user-id programs; `more`: further flags."""
     mount(None, path, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | more)
+
+
+def punch_hole(fd: int, at: int, size: int) -> None:
+    """Give a part of a file back to the disk; it then reads as zeros."""
+    keep_size, punch = 0x01, 0x02  # <linux/falloc.h>
+    _check(libc.fallocate(fd, keep_size | punch, at, size), "fallocate")
 
 
 def idmapped_mount(path: str, namespace: int) -> None:

@@ -207,7 +207,7 @@ class FakeSandbox:
 
 class FakeHost:
     max_layers: int | None = None
-    places, no_quota = 0, ""
+    disk_mib, no_quota = 0, ""
 
     def __init__(self) -> None:
         self.live: set[FakeSandbox] = set()

@@ -1,12 +1,14 @@
-"""Cells for volumes on disk: file systems of one size, made ahead, where the disk can be limited."""
+"""Cells for volumes on disk, where the disk can be limited: file systems made ahead, as large as a volume asks."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections import Counter
 
+from atropos.aio import outlive
 from atropos.config import ServerConfig
 from atropos.errors import SandboxError
 from atropos.sandbox.boot.root_phase import Entered
@@ -18,38 +20,40 @@ CELL_DEADLINE_S = 20.0
 
 
 class DiskCells:
-    """The free cells.
+    """The cells, those that volumes are in and the free ones.
 
     Attributes:
-        places: how many there are; without a file system of their own, as many as slots.
+        mib: files that fit into all together; without file systems of their own, as if each slot had the largest.
         max_layers: how many layers have a cell; None: no bound.
     """
 
     def __init__(self, config: ServerConfig, entered: Entered) -> None:
-        self.places = config.slots
+        self.mib = config.slots * config.place_mib
         self._entered = entered
-        # last in, first out: fewer cells take room on the disk
-        self._free: asyncio.LifoQueue[str] = asyncio.LifoQueue()
-        self._reserved: set[str] = set()
+        self._free: list[str] = []
+        self._freed = asyncio.Event()
+        self._sizes: Counter[str] = Counter()
+        """What is reserved on the disk for each, in MiB; a free one keeps it until another needs the room."""
+        self._resizing = asyncio.Lock()
         self._volumes: Counter[str] = Counter()
         """How many are in each cell."""
         self.max_layers: int | None = None
         if entered.cells is not None and (plan := disks.CellPlan.of(config)) is not None:
             self.max_layers = plan.layers
-            self.places = len(entered.images)
-            for number in reversed(range(self.places)):
-                self._free.put_nowait(f"{entered.cells}/{number}")
+            self.mib = entered.cells_mib
+            self._free.extend(f"{entered.cells}/{number}" for number in reversed(range(len(entered.images))))
 
-    async def acquire(self, unique: str, *, probe: bool = False, beside: str | None = None) -> str | None:
-        """A new folder for a volume's files; None: none are on disk. Waits for a cell that is being emptied.
+    async def acquire(self, unique: str, mib: int, *, probe: bool = False, beside: str | None = None) -> str | None:
+        """A new folder for a volume's files; None: none are on disk. Waits for room that is being emptied.
 
         Args:
             unique: its name.
+            mib: how much the volume may hold.
             probe: whether it is the probe's.
             beside: such a folder of a layer, whose cell it shares.
 
         Raises:
-            SandboxError: no cell came free, or the disk has no room for one.
+            SandboxError: no room came free, or the disk has less than it had at the start.
         """
         entered = self._entered
         if entered.disk is None:
@@ -58,29 +62,67 @@ class DiskCells:
             return f"{entered.disk}/{unique}"
         if probe:
             return f"{entered.cells}/{disks.PROBE}/{unique}"
-        cell = await self._free_cell() if beside is None else os.path.dirname(beside)
+        cell = await self._free_cell(mib) if beside is None else os.path.dirname(beside)
         self._volumes[cell] += 1
         return f"{cell}/{unique}"
 
-    async def _free_cell(self) -> str:
-        entered = self._entered
+    async def _free_cell(self, mib: int) -> str:
         try:
             async with asyncio.timeout(CELL_DEADLINE_S):
-                cell = await self._free.get()
+                while not self._free or mib > self._room + sum(self._sizes[each] for each in self._free):
+                    self._freed.clear()
+                    await self._freed.wait()
         except TimeoutError:
-            raise SandboxError(f"files on disk: no cell became free within {CELL_DEADLINE_S:g} s") from None
-        if cell not in self._reserved:
-            image = entered.images[int(os.path.basename(cell))]
+            raise SandboxError(
+                f"files on disk: no room for {mib} MiB became free within {CELL_DEADLINE_S:g} s"
+            ) from None
+        # last in, first out, one of this size before all: fewer cells take room on the disk
+        cell = next((each for each in reversed(self._free) if self._sizes[each] == mib), self._free[-1])
+        self._free.remove(cell)
+        if self._sizes[cell] != mib:
+            self._sizes[cell] = mib
             try:
-                await asyncio.to_thread(disks.reserve, image)
-            except BaseException as error:
-                self._free.put_nowait(cell)
-                if isinstance(error, OSError):
-                    mib = os.fstat(image).st_size >> 20
-                    raise SandboxError(f"files on disk: no room for {mib} MiB more ({error.strerror})") from error
+                await outlive(self._resize(cell, mib, self._shrink()))
+            except BaseException:
+                self._put_back(cell)
                 raise
-            self._reserved.add(cell)
         return cell
+
+    @property
+    def _room(self) -> int:
+        """What is reserved for no cell."""
+        return self.mib - self._sizes.total()
+
+    def _shrink(self) -> list[str]:
+        """The free cells that give up theirs, so that all fit; they are not free until they have."""
+        shrunk: list[str] = []
+        while self._room < 0:
+            cell = next(each for each in self._free if self._sizes[each])
+            self._free.remove(cell)
+            self._sizes[cell] = 0
+            shrunk.append(cell)
+        return shrunk
+
+    async def _resize(self, cell: str, mib: int, shrunk: list[str]) -> None:
+        def resize(cell: str, mib: int) -> None:
+            disks.resize(self._entered.images[int(os.path.basename(cell))], cell, mib)
+
+        async with self._resizing:  # what one gives up is the disk's before the next one takes it
+            try:
+                for each in shrunk:
+                    await asyncio.to_thread(resize, each, 0)
+                await asyncio.to_thread(resize, cell, mib)
+            except OSError as error:
+                self._sizes[cell] = 0
+                with contextlib.suppress(OSError):
+                    await asyncio.to_thread(resize, cell, 0)
+                raise SandboxError(f"files on disk: no room for {mib} MiB more ({error.strerror})") from error
+            finally:
+                self._put_back(*shrunk)
+
+    def _put_back(self, *cells: str) -> None:
+        self._free.extend(cells)
+        self._freed.set()
 
     def release(self, disk: str | None) -> None:
         """Free the cell of a removed volume for reuse, if it was the last one and nothing is left."""
@@ -92,8 +134,8 @@ class DiskCells:
         self._volumes[cell] -= 1
         if self._volumes[cell]:
             return
-        names = os.listdir(cell)
+        names = set(os.listdir(cell)) - {disks.BALLOON}
         if names:
-            log.error("%s could not be emptied and is not used again: %s", cell, names[:3])
+            log.error("%s could not be emptied and is not used again: %s", cell, sorted(names)[:3])
         else:
-            self._free.put_nowait(cell)
+            self._put_back(cell)

@@ -30,7 +30,7 @@ class ServerState:
         self.host = host
         self.boot_id = uuid.uuid4().hex
         self.limit_note: str | None = None
-        self.table = LeaseTable(config.slots, config.slot_room, config.beside(host.places), config.gpus)
+        self.table = LeaseTable(config.slots, config.slot_room, config.beside(config.slots, host.disk_mib), config.gpus)
         self.runs: dict[str, LeaseRun] = {}
         self.clients = ClientTable(self.table, self.now, config.heartbeat_s)
         self.snapshots = SnapshotStore(config.max_snapshots, config.max_snapshot_mib * MIB, host.max_layers)
