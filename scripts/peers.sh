@@ -39,6 +39,12 @@ if [ ! -x .peers/e2b-2.7.0/bin/python ]; then
   "${uv[@]}" venv --quiet --python "$python" .peers/e2b-2.7.0
   "${uv[@]}" pip install --quiet --python .peers/e2b-2.7.0/bin/python e2b==2.7.0
 fi
+# npm's: the oldest version that the page names, and the newest.
+if npm=$(command -v npm) && node -e 'process.exit(parseInt(process.versions.node) < 20)' 2>/dev/null; then
+  for version in 2.14.1 2.51.0; do
+    [ -e .peers/npm/$version/node_modules/e2b ] || "$npm" install --silent --no-audit --no-fund --prefix .peers/npm/$version e2b@$version
+  done
+fi
 # SWE-ReX's tests come with its source distribution alone; without it they are skipped.
 version=$(.peers/bin/python -c 'from importlib.metadata import version; print(version("swe-rex"))')
 if [ ! -d ".peers/share/swe-rex-$version" ]; then
