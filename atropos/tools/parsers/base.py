@@ -67,7 +67,13 @@ class Parser(ABC):
 
 
 class Format(Parser):
-    """A built-in format: what looks like a call and is none in it is a malformed call, and not the model's answer."""
+    """A built-in format: what looks like a call and is none in it is a malformed call, and not the model's answer.
+
+    Attributes:
+        vllm_name: vLLM's name of it; None: it has none.
+    """
+
+    vllm_name: str | None = None
 
     def parse(self, text: str) -> Parsed:
         """See `Parser`."""

@@ -17,6 +17,8 @@ _CURE = 'write <tool_call>{"name": "tool", "arguments": {"name": "value"}}</tool
 class HermesParser(Format):
     """JSON between tags. A tag within a JSON string is text; an end tag may be missing where the JSON is complete."""
 
+    vllm_name = "hermes"
+
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -48,3 +50,6 @@ def _one(text: str, begin: int, found: Collector) -> int:
     if written := text[at:stop].removesuffix(CLOSE):
         found.error(f"a tool call is followed by what is none; {_CURE}", written)
     return stop
+
+
+PARSERS = (HermesParser("hermes"), HermesParser("qwen"))

@@ -16,21 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from atropos.tools.models import ToolCall
-from atropos.tools.parsers.base import Collector, Parsed, Parser, get_parser
-
-VLLM_NAMES = {
-    "hermes": "hermes",
-    "qwen": "hermes",
-    "mistral": "mistral",
-    "llama3_json": "llama3_json",
-    "llama4_pythonic": "llama4_pythonic",
-    "qwen3_coder": "qwen3_coder",
-    "deepseek_v3": "deepseek_v3",
-    "deepseek_v3_1": "deepseek_v31",
-    "glm45": "glm45",
-    "kimi_k2": "kimi_k2",
-}
-"""vLLM's names of our formats."""
+from atropos.tools.parsers.base import Collector, Format, Parsed, Parser, get_parser
 
 _PLACES = (
     ("vllm.tool_parsers", ("vllm.entrypoints.openai.chat_completion.protocol", "vllm.entrypoints.openai.protocol")),
@@ -46,13 +32,15 @@ def parser_for(name: str, tokenizer: object, schemas: Sequence[dict[str, object]
         ConfigError: there is none of that name.
     """
     ours = get_parser(name)
-    replaceable = type(ours).__module__.startswith("atropos.tools.parsers.") and name in VLLM_NAMES
-    registry = vllm_registry() if replaceable else None
+    if not isinstance(ours, Format) or not type(ours).__module__.startswith("atropos.tools.parsers."):
+        return ours
+    theirs = ours.vllm_name
+    registry = None if theirs is None else vllm_registry()
     if registry is None:
         return ours
     manager, request_type = registry
     try:
-        parser_type = manager.get_tool_parser(VLLM_NAMES[name])
+        parser_type = manager.get_tool_parser(theirs)
         request = request_type(
             model="model", messages=[{"role": "user", "content": ""}], tools=list(schemas) or None, tool_choice="auto"
         )
@@ -63,7 +51,7 @@ def parser_for(name: str, tokenizer: object, schemas: Sequence[dict[str, object]
             new_parser = functools.partial(parser_type, tokenizer)
             new_parser()
     except Exception as error:  # foreign code: most often, the tokenizer lacks the format's tokens
-        _log.info("vLLM's parser %s is not used: %s: %s", VLLM_NAMES[name], type(error).__name__, error)
+        _log.info("vLLM's parser %s is not used: %s: %s", theirs, type(error).__name__, error)
         return ours
     return VllmParser(ours, new_parser, request)
 

@@ -25,7 +25,7 @@ _CURE = 'write {"name": "tool", "parameters": {"name": "value"}}'
 class Llama3JsonParser(Format):
     """JSON objects, separated by `;`, after `<|python_tag|>` or at the start of a line."""
 
-    name = "llama3_json"
+    name = vllm_name = "llama3_json"
 
     def read(self, text: str) -> Parsed:
         """See `Format`."""
@@ -86,7 +86,7 @@ def _first_object(text: str) -> int | None:
 class Llama4PythonicParser(Format):
     """`[tool(name="value"), other(n=1)]`, with or without `<|python_start|>` and `<|python_end|>`."""
 
-    name = "llama4_pythonic"
+    name = vllm_name = "llama4_pythonic"
 
     def read(self, text: str) -> Parsed:
         """See `Format`."""
@@ -157,3 +157,6 @@ def _python(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(_python(one) for one in cast('list[Any]', value))}]"
     return repr(value)
+
+
+PARSERS = (Llama3JsonParser(), Llama4PythonicParser())

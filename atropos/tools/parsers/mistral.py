@@ -20,7 +20,7 @@ _CURE = 'write [TOOL_CALLS] [{"name": "tool", "arguments": {"name": "value"}}]'
 class MistralParser(Format):
     """A special token, then a list of calls, or a name and its arguments."""
 
-    name = "mistral"
+    name = vllm_name = "mistral"
 
     def read(self, text: str) -> Parsed:
         """See `Format`."""
@@ -50,3 +50,6 @@ def _one(text: str, begin: int, found: Collector) -> int:
         if following is None:
             return end
         at, named = following.end(), None
+
+
+PARSERS = (MistralParser(),)

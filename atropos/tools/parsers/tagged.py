@@ -30,7 +30,7 @@ _VALUE_END = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>|\Z))")
 class Qwen3CoderParser(Format):
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`."""
 
-    name = "qwen3_coder"
+    name = vllm_name = "qwen3_coder"
 
     def read(self, text: str) -> Parsed:
         """See `Format`."""
@@ -92,7 +92,7 @@ def _between(text: str, found: Collector) -> None:
 class Glm45Parser(Format):
     """`<tool_call>name`, then pairs of `<arg_key>` and `<arg_value>`."""
 
-    name = "glm45"
+    name = vllm_name = "glm45"
 
     def read(self, text: str) -> Parsed:
         """See `Format`."""
@@ -137,3 +137,6 @@ class Glm45Parser(Format):
 
 def _plain(value: object) -> str:
     return value if isinstance(value, str) else dump_json(value)
+
+
+PARSERS = (Qwen3CoderParser(), Glm45Parser())

@@ -74,6 +74,7 @@ class DeepSeekV31Parser(TokenParser):
     """V3.1: name, separator, JSON."""
 
     name = "deepseek_v3_1"
+    vllm_name = "deepseek_v31"
     begin_all, end_all = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     begin, middle, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
@@ -81,7 +82,7 @@ class DeepSeekV31Parser(TokenParser):
 class DeepSeekV3Parser(DeepSeekV31Parser):
     """V3 and R1: the word `function`, separator, name, and the JSON in a code block."""
 
-    name = "deepseek_v3"
+    name = vllm_name = "deepseek_v3"
 
     def _read(self, text: str, head: str, at: int) -> tuple[str, object, int, str]:
         """The name comes after the separator, on the same line."""
@@ -107,7 +108,7 @@ class KimiK2Parser(TokenParser):
     of its own.
     """
 
-    name = "kimi_k2"
+    name = vllm_name = "kimi_k2"
     begin_all, end_all = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     begin, middle, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
@@ -121,3 +122,6 @@ class KimiK2Parser(TokenParser):
     def _render_one(self, call: ToolCall, index: int) -> str:
         head = f"functions.{call.name}:{index}"
         return f"{self.begin}{head}{self.middle}{dump_json(call.arguments)}{self.end}"
+
+
+PARSERS = (DeepSeekV3Parser(), DeepSeekV31Parser(), KimiK2Parser())
