@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from atropos.cli.app import command_line
 from atropos.envs import HermesAgentBaseEnv
 from tests.e2e.hermes_support import call, groups, make, script
+from tests.settings import shows
 
 CHANGES = "touch made; echo new >> kept; rm gone; read < /tmp/gate"
 """Goes on until it has been seen."""
@@ -78,6 +79,7 @@ class Env(HermesAgentBaseEnv):
         return 1.0
 
 
+@shows("dashboard_port", "dashboard_host", "dashboard_token")
 async def test_run_is_seen_live_and_after(policy, tmp_path, capfd):
     settings = {
         "dashboard_port": 0,

@@ -27,6 +27,7 @@ from atropos.slots.backends.docker.facts import EngineFacts
 from atropos.slots.backends.loading import open_survey
 from tests.e2e.docker_proxy import ENGINE, DockerProxy
 from tests.engines import BACKENDS, ROOT, containers, leftovers, pool_config
+from tests.settings import shows
 from tests.waiting import until
 
 pytestmark = [
@@ -110,6 +111,7 @@ async def test_equal_leftovers_adopted():
     assert leftovers("docker", config.job_id) == []
 
 
+@shows("purge_job_on_start")
 async def test_other_leftovers_removed():
     config = pool_config("docker", lease_ttl_s=2)
     await leave_behind(config)
@@ -122,6 +124,7 @@ async def test_other_leftovers_removed():
     assert leftovers("docker", config.job_id) == []
 
 
+@shows("purge_job_on_shutdown")
 async def test_purge_spares_others():
     config = pool_config("docker", max_containers=1)
     async with SlotPool(config) as two:
@@ -216,6 +219,7 @@ async def test_one_of_two_is_kept():
     assert leftovers("docker", config.job_id) == []
 
 
+@shows("sandbox_image")
 async def test_missing_ones_are_named():
     with pytest.raises(ConfigError, match=rf"{ENGINE_NAME} has no image 'no-such-image:local'.*make image"):
         await SlotPool(pool_config("docker", image="no-such-image:local")).start()
@@ -344,6 +348,7 @@ async def over_tcp():
         server.close()
 
 
+@shows("docker_host")
 async def test_remote_publishes_ports():
     async with over_tcp() as host:
         config = pool_config("docker", docker_host=host, lease_ttl_s=3)

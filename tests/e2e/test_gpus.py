@@ -18,6 +18,7 @@ from atropos.testing.waiting import until
 from tests import privileges
 from tests.engines import BACKENDS, containers, nothing_left, params, pool_config, printed_in
 from tests.gpus import KIND, GpuMachine, gpu_machine
+from tests.settings import shows
 
 pytestmark = privileges.device_nodes
 ONE, BOTH = LeaseLimits(gpus=1), LeaseLimits(gpus=2)
@@ -50,6 +51,7 @@ def nodes(*gpus: int) -> str:
     return " ".join(f"/dev/test-gpu{name}" for name in (*gpus, "ctl"))
 
 
+@shows("gpu_devices", "cdi_folders")
 async def test_each_lease_has_its_gpu(machine, backend):
     async with running(machine, backend) as pool, pool.lease("plain") as plain:
         async with pool.lease("a", limits=ONE) as one, pool.lease("b", limits=ONE) as two:
@@ -82,6 +84,7 @@ async def test_leases_without_a_gpu_pass(machine):
         await second.release()
 
 
+@shows("gpus", "gpu_type")
 async def test_unknown_gpus_are_refused(machine):
     async with running(machine) as pool:
         with pytest.raises(ConfigError, match=r"limits\.gpus: 3 wanted, a container has 2; set gpus"):
@@ -98,6 +101,7 @@ async def test_unknown_gpus_are_refused(machine):
     assert SlotPoolConfig(gpus=1).max_containers == 1
 
 
+@shows("slots_per_gpu")
 async def test_slots_per_gpu_are_shared(machine, backend):
     async with running(machine, backend, slots_per_gpu=2) as pool:
         with pytest.raises(ConfigError, match="a lease one, since slots_per_gpu"):

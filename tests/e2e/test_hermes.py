@@ -16,6 +16,7 @@ from examples.policy.truth import Truth
 from tests.e2e.hermes_support import call, groups, sampled, script
 from tests.e2e.hermes_support import make as make_env
 from tests.processes import files_end_at
+from tests.settings import shows
 
 WRITES = script(
     {"text": "<think>a file, then</think>", "calls": [call("terminal", command="echo made > made.txt; pwd")]},
@@ -197,6 +198,7 @@ async def test_members_are_forks(policy, tmp_path):
     assert env.metrics.retries == {}  # no rollout of a full pool waits for another's slot
 
 
+@shows("terminal_lifetime")
 async def test_rollouts_are_bounded(policy, tmp_path):
     endless = script(*[{"calls": [call("terminal", command="echo again")]}] * 50)
     env = make(policy, tmp_path, [endless], max_agent_turns=3)

@@ -27,6 +27,7 @@ from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tools import ToolCall, ToolExecutor, build_tool_registry
 from examples.policy.tokenizer import FOLDER
+from tests.settings import shows
 
 REPO = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("ATROPOS_HUMANEVAL") or REPO.parent / "shared" / "data" / "HumanEval.jsonl.gz")
@@ -243,6 +244,7 @@ async def test_one_user_judges_nothing(made):
     assert "ConfigError: HumanEval needs slots with a second user" in text or "(False, " in text, text
 
 
+@shows("humaneval_path")
 def test_bad_files_named_by_line(tmp_path):
     path = tmp_path / "x.jsonl"
     for text, named in (("", "holds no problem"), ("{", "line 1 is not JSON"), ("[]", "line 1 is not an object")):

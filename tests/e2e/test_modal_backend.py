@@ -20,6 +20,7 @@ from atropos.slots.backends.spec import CONTAINER_PORT
 from tests.engines import SMALL
 from tests.modal_stand_in import KILLED, modal
 from tests.processes import descendants, gone_within
+from tests.settings import shows
 from tests.waiting import until
 
 IMAGE = "registry.example/atropos-sandbox:test"
@@ -30,6 +31,7 @@ def settings(**changes) -> SlotPoolConfig:
     return SlotPoolConfig(**(values | changes))
 
 
+@shows("modal_cpus")
 async def test_has_the_pool_s_settings():
     others = set(descendants())
     with modal() as stand_in:

@@ -28,6 +28,7 @@ from tests.engines import (
     nothing_left,
     pool_config,
 )
+from tests.settings import shows
 from tests.waiting import until
 
 pytestmark = [
@@ -83,6 +84,7 @@ async def test_one_job_serves_two_envs(tmp_path):
     await nothing_left("nomad", job_id)
 
 
+@shows("sandbox_job_id")
 async def test_job_goes_with_last_pool():
     config = pool_config("nomad", max_containers=1)
     await run_by_hand(config.job_id)

@@ -15,6 +15,7 @@ import pytest
 from tests.e2e.hermes_support import running_policy, script_env
 from tests.e2e.nomad_proxy import NomadProxy
 from tests.engines import BACKENDS, NOMAD, ROOT, containers, nomad, nothing_left, remove_container
+from tests.settings import shows
 from tests.waiting import SLOWNESS
 
 pytestmark = [
@@ -144,6 +145,7 @@ async def what_comes_back_costs_no_group(tmp_path) -> None:
         await nothing_left("nomad", job_id)
 
 
+@shows("outage_s")
 async def test_outage_wait_is_bounded(tmp_path):
     await asyncio.gather(  # most of it is waiting
         gone_for_good_ends_the_run(tmp_path / "gone"),

@@ -16,6 +16,7 @@ from atropos.slots import SlotPool
 from atropos.slots.backends.loading import open_survey
 from atropos.slots.backends.nomad.view import Allocation, explain, set_up_fault
 from tests.engines import BACKENDS, NOMAD, ROOT, nomad, nothing_left, pool_config
+from tests.settings import shows
 from tests.waiting import until
 
 pytestmark = [
@@ -45,6 +46,7 @@ async def refused(kind: type[Exception], **changes) -> str:
     return str(caught.value)
 
 
+@shows("nomad_variables")
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -177,6 +179,7 @@ async def test_a_job_is_taken_as_it_is(caplog):
     assert "give this pool another sandbox_job_id" in told
 
 
+@shows("nomad_address")
 async def test_wrong_settings_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"nomad_variables.*no variable colour"):
         await SlotPool(pool_config("nomad", nomad_variables={"colour": "red"})).start()
@@ -221,6 +224,7 @@ async def test_excess_demand_waits():
         assert re.search(r"Nomad can't place [12] of its containers: memory exhausted on 1 of 1 nodes", told)
 
 
+@shows("container_memory_mib", "placement_s")
 async def test_a_job_waits_for_a_place():
     large = {"container_memory_mib": most_of_the_node(), "placement_s": 0.3}
     async with SlotPool(pool_config("nomad", min_containers=0, **large)) as late:

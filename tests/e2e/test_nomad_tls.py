@@ -12,6 +12,7 @@ from atropos.errors import ConfigError
 from atropos.slots import SlotPool
 from atropos.slots.backends.loading import open_survey
 from tests.engines import BACKENDS, NOMAD, pool_config
+from tests.settings import shows
 from tests.unit.server.test_tls import pair
 
 pytestmark = [
@@ -20,6 +21,7 @@ pytestmark = [
 ]
 
 
+@shows("tls_certificate")
 async def test_pools_speak_tls_alone(tmp_path):
     certificate, key = pair(tmp_path)
     config = pool_config("nomad", slots_per_container=2, max_containers=1, tls_certificate=certificate, tls_key=key)
@@ -51,6 +53,7 @@ async def refuses_plain_http(job_id: str) -> None:
             await session.get(f"https://{address}/v1/health")
 
 
+@shows("tls_key")
 async def test_bad_files_fail_by_name(tmp_path):
     certificate, _ = pair(tmp_path)
     config = pool_config("nomad", tls_certificate=certificate, tls_key=str(tmp_path / "none"))

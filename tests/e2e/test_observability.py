@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from atropos.envs import HermesAgentBaseEnv
 from atropos.errors import ConfigError
 from tests.e2e.hermes_support import call, make, script
+from tests.settings import shows
 from tests.waiting import until
 
 WORKS = script(
@@ -92,6 +93,7 @@ def logged(folder: Path) -> list[dict[str, object]]:
     return found
 
 
+@shows("metrics_address")
 async def test_both_exports_agree(policy, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from atropos.envs import AgentEnv
 from tests.e2e.hermes_support import running_policy
+from tests.settings import shows
 from tests.unit.envs.support import ScriptEnv, make
 
 SCRIPT = [
@@ -55,6 +56,7 @@ def check_cast(path: Path) -> str:
     return "".join(event[2] for event in events if event[1] == "o")
 
 
+@shows("record_sessions")
 async def test_recordings_are_beside(tmp_path: Path):
     path = tmp_path / "out" / "groups.jsonl"
     async with running_policy(tmp_path) as (url, _):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
 import json
@@ -21,77 +20,10 @@ from atropos.envs.task_settings import TaskEnvConfig
 from atropos.errors import AcquireTimeout, ConfigError, ToolServerUnavailable
 from atropos.tools import ToolCall
 from tests import privileges
-from tests.e2e import test_task_env as of_tasks
-from tests.settings import SHOWN, shows
-from tests.unit.envs import test_settings as of_the_agent
+from tests.settings import shown, shows
 from tests.unit.envs.support import ScriptEnv as StandInEnv
 from tests.unit.envs.support import make
 from tests.unit.sandbox.conftest import tiny_base
-
-TESTS = Path(__file__).parents[1]
-
-ELSEWHERE = {
-    "max_token_length": "unit/envs/test_process.py::test_too_long_item_drops_group",
-    "nomad_variables": "e2e/test_nomad_setup.py::test_unplaceable_jobs_say_why",
-    "container_memory_mib": "e2e/test_nomad_setup.py::test_a_job_waits_for_a_place",
-    "placement_s": "e2e/test_nomad_setup.py::test_a_job_waits_for_a_place",
-    "tls_certificate": "e2e/test_nomad_tls.py",
-    "tls_key": "e2e/test_nomad_tls.py",
-    "docker_host": "e2e/test_docker.py::test_remote_publishes_ports",
-    "ssh_hosts": "e2e/test_ssh_backend.py::test_each_host_is_a_container",
-    "ssh_python": "e2e/test_ssh_backend.py::test_failed_starts_are_named",
-    "ssh_config": "e2e/test_ssh_backend.py::test_unknown_host_key_refused",
-    "modal_cpus": "e2e/test_modal_backend.py::test_has_the_pool_s_settings",
-    "outage_s": "e2e/test_nomad_away.py::test_outage_wait_is_bounded",
-    "start_timeout_s": "unit/pool/test_pool.py::test_a_late_start_says_why",
-    "hook_timeout_s": "unit/envs/test_hooks.py",
-    "unattended_s": "unit/server/test_serve.py::test_an_unattended_server_ends",
-    "idle_container_s": "unit/pool/test_pool.py::test_demand_opens_idle_closes",
-    "largest_disk_mib": "limits/test_storage.py::test_too_large_is_refused",
-    "gpus": "e2e/test_gpus.py::test_unknown_gpus_are_refused",
-    "gpu_devices": "e2e/test_gpus.py::test_each_lease_has_its_gpu",
-    "gpu_type": "e2e/test_gpus.py::test_unknown_gpus_are_refused",
-    "slots_per_gpu": "e2e/test_gpus.py::test_slots_per_gpu_are_shared",
-    "cdi_folders": "e2e/test_gpus.py::test_each_lease_has_its_gpu",
-    "travel_mib": "unit/pool/test_pool.py::test_bound_fork_waits",
-    "bases": "unit/pool/test_pool.py::test_unknown_bases_are_refused",
-    "reconnect_s": "truths/test_truth_02_a_call_runs_at_most_once.py",
-    "warm": "unit/server/test_core.py::test_shelf_fills_unasked",
-    "volume": "unit/sandbox/test_scenarios.py::test_with_volumes_on_disk",
-    "image_store": "images/test_command_line.py::test_a_mirror_stands_in_for_a_registry",
-    "prepare_timeout_s": "images/test_leases.py::test_a_wait_for_an_image_has_an_end",
-    "slot_image": "images/test_leases.py::test_slot_image_is_the_default",
-    "check_tasks": "e2e/test_solvable_tasks.py::test_unsolvable_is_left_out",
-    "allow_raw_logprobs": "unit/envs/test_inference.py::test_raw_logprobs_on_request",
-    "egress_deny": "egress/test_egress.py::test_allow_and_deny_lists",
-    "egress_mib": "egress/test_egress.py::test_bytes_and_connections_are_bounded",
-    "egress_connections": "egress/test_egress.py::test_bytes_and_connections_are_bounded",
-    "slot_open_files": "limits/test_limits.py::test_open_files_are_bounded",
-    "record_sessions": "e2e/test_recordings.py::test_recordings_are_beside",
-    "require_sandbox": "truths/test_truth_08_isolation_is_proven_at_start.py::test_require_sandbox_obeys_it",
-    "require_stateful_sandbox": "unit/server/test_serve.py::test_require_sandbox_is_strict",
-    "nomad_address": "e2e/test_nomad_setup.py::test_wrong_settings_are_refused_by_name",
-    "sandbox_job_id": "e2e/test_nomad.py::test_job_goes_with_last_pool",
-    "sandbox_image": "e2e/test_docker.py::test_missing_ones_are_named",
-    "purge_job_on_start": "e2e/test_docker.py::test_other_leftovers_removed",
-    "purge_job_on_shutdown": "e2e/test_docker.py::test_purge_spares_others",
-    "dashboard_port": "e2e/test_dashboard.py::test_run_is_seen_live_and_after",
-    "dashboard_host": "e2e/test_dashboard.py::test_run_is_seen_live_and_after",
-    "dashboard_token": "e2e/test_dashboard.py::test_run_is_seen_live_and_after",
-    "metrics_address": "e2e/test_observability.py::test_both_exports_agree",
-    "metrics_token": "unit/dashboard/test_server.py::test_metrics_with_a_token_answer_nobody_else",
-    "otlp_endpoint": "e2e/test_tracing.py::test_a_trajectory_is_one_trace",
-    "terminal_lifetime": "e2e/test_hermes.py::test_rollouts_are_bounded",
-    "fork_setup": "e2e/test_task_env.py::test_task_from_setup_to_reward",
-    "verifier_folders": "e2e/test_verification_views.py::test_view_shows_listed_folders",
-    "verifier_quiesce": "e2e/test_verification_views.py::test_quiesced_have_ended",
-    "tasks_path": "unit/tasks/test_task_folder.py::test_empty_matches_are_named",
-    "task_names": "unit/tasks/test_task_folder.py::test_empty_matches_are_named",
-    "epochs": "e2e/test_task_env.py::test_items_in_order_by_passes",
-    "shuffle": "e2e/test_task_env.py::test_items_in_order_by_passes",
-    "humaneval_path": "e2e/test_humaneval.py::test_bad_files_named_by_line",
-}
-"""Settings whose effect is shown by the test of something larger."""
 
 
 class ScriptEnv(StandInEnv):
@@ -277,12 +209,6 @@ async def test_problem_tests_have_a_limit():
 
 def test_every_setting_has_a_test():
     configs = (AgentEnvConfig, HermesAgentEnvConfig, TaskEnvConfig, HumanEvalEnvConfig)
-    ours = {name for config in configs for name in config.model_fields} - set(BaseEnvConfig.model_fields)
-    assert of_the_agent.shows is of_tasks.shows is shows, "what they show is counted here"
-    assert ours - SHOWN - set(ELSEWHERE) == set()
-    assert not SHOWN & set(ELSEWHERE)
-    for place in ELSEWHERE.values():
-        path, _, name = place.partition("::")
-        tree = ast.parse((TESTS / path).read_text())
-        tests = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-        assert not name or name in tests, place
+    fields = {name for config in configs for name in config.model_fields}
+    assert shown() - fields == set()
+    assert fields - {*BaseEnvConfig.model_fields} - shown() == set()

@@ -11,6 +11,7 @@ from atropos.errors import ConfigError, SlotLost
 from atropos.tasks import workspace
 from tests.e2e.hermes_support import call, groups, script
 from tests.e2e.test_task_env import run, steps_task, task
+from tests.settings import shows
 
 SOLVED = "test -e out; echo $((1 - $?)) > /logs/verifier/reward.txt"
 NOTHING = script({"calls": [call("terminal", command="true")]}, "done")
@@ -43,6 +44,7 @@ def solvable(root, name, solution="touch out", prompt=NOTHING, test=SOLVED):
     path.write_text(f"#!/bin/bash\n{solution}\n")
 
 
+@shows("check_tasks")
 @pytest.mark.parametrize("when", ["first", "all"])
 async def test_unsolvable_is_left_out(policy, tmp_path, caplog, tried, when):
     solvable(tmp_path, "fine")

@@ -16,6 +16,7 @@ from atropos.errors import BackendUnavailable, ConfigError, SandboxError
 from atropos.slots import SlotPool, SlotPoolConfig
 from tests.engines import SMALL
 from tests.processes import adopt_orphans, descendants, gone_within, running
+from tests.settings import shows
 from tests.silent_server import silent_server
 from tests.sshd import SSHD, Sshd, make_key, sshd
 from tests.waiting import until
@@ -54,6 +55,7 @@ def edited(host: Sshd, folder: Path, **lines: str) -> dict[str, str]:
     return {"ssh_config": str(folder / "config")}
 
 
+@shows("ssh_config")
 @pytest.mark.parametrize("known", ["nothing", "another key", "none"])
 async def test_unknown_host_key_refused(host, tmp_path, known):
     file = tmp_path / "known_hosts"
@@ -67,6 +69,7 @@ async def test_unknown_host_key_refused(host, tmp_path, known):
     assert "known_hosts" in said
 
 
+@shows("ssh_python")
 async def test_failed_starts_are_named(host, tmp_path):
     make_key(tmp_path / "stranger")
     config = edited(host, tmp_path, IdentityFile=str(tmp_path / "stranger"))
@@ -87,6 +90,7 @@ async def test_a_silent_host_is_named(host):
             await SlotPool(settings(host, ssh_hosts=[silent], start_timeout_s=1)).start()
 
 
+@shows("ssh_hosts")
 async def test_each_host_is_a_container(host):
     assert settings(host, ssh_hosts="a,b,c").max_containers == 3
     assert "1 for max_containers 2" in await refusal(host, max_containers=2)

@@ -48,6 +48,7 @@ async def run(policy, tmp_path, *, cls=TaskEnv, **settings):
 SEES = 'ls /tests 2>&1; echo "tests: $(cat /tests/test.sh 2>&1)"; ls /workspace; cat up'
 
 
+@shows("fork_setup")
 @pytest.mark.parametrize("fork_setup", [False, True])
 async def test_task_from_setup_to_reward(policy, tmp_path, fork_setup):
     look = script(
@@ -565,6 +566,7 @@ async def test_layers_are_for_tests_alone(policy, tmp_path, mode):
     assert log.startswith("710\nmore"), "a folder of which a layer has nothing stays as it is"
 
 
+@shows("epochs", "shuffle")
 async def test_items_in_order_by_passes(tmp_path, policy):
     for name in "abcdef":
         task(tmp_path, name)

@@ -20,6 +20,7 @@ from atropos.envs import HermesAgentBaseEnv
 from atropos.errors import ConfigError
 from atropos.slots import SlotPoolConfig
 from tests.e2e.hermes_support import call, make, running_policy, script
+from tests.settings import shows
 
 SECRET = "pa55word-in-a-command"
 WORKS = script(
@@ -66,6 +67,7 @@ def read(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@shows("otlp_endpoint")
 @pytest.mark.timeout(180)
 async def test_a_trajectory_is_one_trace(receiver, tmp_path):
     url, file = receiver

@@ -8,6 +8,7 @@ from atropos.envs import AgentEnv, AgentEnvConfig
 from atropos.tools import ToolCall
 from tests.e2e.hermes_support import call, groups, make, script
 from tests.e2e.test_hermes import Env as HermesEnv
+from tests.settings import shows
 
 REWRITES = (
     "cat > d.sh <<'END'\nwhile :; do for f in hidden.sh /tmp/hidden.sh; do [ -e $f ] && echo 'echo 42' > $f; done; done\nEND\n"
@@ -90,6 +91,7 @@ async def test_hook_may_choose_slot(policy, tmp_path):
     assert await scores(policy, tmp_path, work, test=test, verifier_mode="shared") == [[1, 1]]
 
 
+@shows("verifier_folders")
 @pytest.mark.parametrize(("folders", "score"), [(["/workspace"], 0), (["/workspace", "/root"], 1)])
 async def test_view_shows_listed_folders(policy, tmp_path, folders, score):
     found = await scores(
@@ -98,6 +100,7 @@ async def test_view_shows_listed_folders(policy, tmp_path, folders, score):
     assert found == [[score, score]]
 
 
+@shows("verifier_quiesce")
 async def test_quiesced_have_ended(policy, tmp_path):
     assert await scores(policy, tmp_path, [SERVES], test=FETCHES, verifier_quiesce=True) == [[0, 0]]
 

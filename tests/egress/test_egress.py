@@ -8,6 +8,7 @@ import pytest
 
 from tests.egress.apart import MARKS, apart
 from tests.egress.world import FAR, METADATA, PRIVATE, PROGRAMS
+from tests.settings import shows
 
 pytestmark = MARKS
 
@@ -115,6 +116,7 @@ def test_endless_head_is_refused(public: dict) -> None:
     assert " 400 " in public["long_head"][1] or not public["long_head"][1]
 
 
+@shows("egress_deny")
 def test_allow_and_deny_lists() -> None:
     found = scenario("listed")
     assert found["allowed"] == [0, "hello from files.example.org to /a"]
@@ -134,6 +136,7 @@ def test_allow_and_deny_lists() -> None:
             assert outcome[1] == proxied[1] if "hello" in proxied[1] else "hello" not in outcome[1], what
 
 
+@shows("egress_mib", "egress_connections")
 def test_bytes_and_connections_are_bounded() -> None:
     found = scenario("bounds")
     assert "this slot has 4 connections open already" in found["many"][1]

@@ -11,6 +11,7 @@ from atropos.errors import ConfigError
 from atropos.slots import SlotPoolConfig
 from tests import privileges
 from tests.images.test_leases import busybox_image
+from tests.settings import shows
 
 pytestmark = privileges.owners
 
@@ -35,6 +36,7 @@ def test_an_image_is_prepared_once(tmp_path, images):
     assert (ran.returncode, ran.stdout) == (0, "hello/srv/app\n"), ran.stderr
 
 
+@shows("image_store")
 def test_a_mirror_stands_in_for_a_registry(tmp_path, images):
     image_id = busybox_image(tmp_path / "layout")
     images.push(tmp_path / "layout", "library/mirrored:1")

@@ -29,6 +29,7 @@ from atropos.slots.pool.image_sources import local_image
 from tests import privileges
 from tests.images.between import Between
 from tests.images.making import entry, folder, layer, layout, link
+from tests.settings import shows
 from tests.silent_server import silent_server
 from tests.waiting import until
 
@@ -122,6 +123,7 @@ async def test_a_lease_stands_on_a_registrys_image(tmp_path, images, monkeypatch
             assert (await slot.exec("echo $BASH_VERSION")).output.strip()
 
 
+@shows("slot_image")
 async def test_slot_image_is_the_default(tmp_path):
     plain, other = (f"oci:{tmp_path}/{name}" for name in ("plain", "other"))
     busybox_image(tmp_path / "plain", "plain")
@@ -429,6 +431,7 @@ async def test_a_bad_image_is_refused_before_a_lease(tmp_path, images):
             assert (await slot.exec("true")).exit_code == 0
 
 
+@shows("prepare_timeout_s")
 async def test_a_wait_for_an_image_has_an_end(tmp_path):
     async with silent_server() as far, pool_for(tmp_path, prepare_timeout_s=0.5) as pool:
         with pytest.raises(ImageUnavailable, match=r"not prepared within 0\.5 s: pulling"):

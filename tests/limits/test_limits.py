@@ -14,6 +14,7 @@ from atropos.slots import SlotPool, SlotPoolConfig
 from tests import privileges
 from tests.backends import Engine
 from tests.limits import scenarios
+from tests.settings import shows
 from tests.unit.sandbox.conftest import Driver, tiny_base
 from tests.waiting import SLOWNESS
 
@@ -86,6 +87,7 @@ async def test_felt_in_its_slot_alone(slots, name):
     assert (again.exit_code, again.output, again.limit) == (0, "x\n", None), again
 
 
+@shows("slot_open_files")
 @in_one_loop
 async def test_open_files_are_bounded(slots):
     """No counter of the kernel's tells of this one: the call that is refused says so to the program."""

@@ -14,6 +14,7 @@ from atropos.slots.client import SandboxClient
 from atropos.wire import CommandResult, Exec, Lease, LeaseRequest
 from tests import privileges
 from tests.backends import Engine
+from tests.settings import shows
 from tests.small_disk import keeping_files_on, small_disk
 from tests.unit.server.test_serve import running
 from tests.waiting import SLOWNESS
@@ -124,6 +125,7 @@ async def test_a_lease_takes_what_it_asks_for():
                 assert (await client.release(lease)).clean
 
 
+@shows("largest_disk_mib")
 @in_one_loop
 async def test_too_large_is_refused(pool):
     with pytest.raises(LimitTooLarge, match=r"limits\.disk_mib: 257 asked for.*256.*largest_disk_mib"):

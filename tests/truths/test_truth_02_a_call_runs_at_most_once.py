@@ -12,6 +12,7 @@ import pytest
 from atropos import wire
 from atropos.errors import LeaseExpired, OutcomeUnknown, SandboxError, SlotLost
 from tests.processes import running
+from tests.settings import shows
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -88,6 +89,7 @@ async def test_cancelled_never_runs(shared_pool):
         assert (await slot.exec("ls -A")).output == ""
 
 
+@shows("reconnect_s")
 async def test_frozen_server_is_replaced(local_pool, engine, monkeypatch):
     monkeypatch.setattr("atropos.slots.containers.keeper.RELINK_S", 0.5)
     async with local_pool(slots_per_container=2, max_containers=1, reconnect_s=1.0, lease_ttl_s=4) as pool:

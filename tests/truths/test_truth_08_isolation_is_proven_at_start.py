@@ -6,6 +6,7 @@ import pytest
 
 from atropos.errors import ConfigError, IsolationUnavailable
 from atropos.slots import SlotPool
+from tests.settings import shows
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -26,6 +27,7 @@ async def test_findings_are_published(shared_pool):
         assert bool(slot.lease.limit_note) == (not found.isolated)
 
 
+@shows("require_sandbox")
 async def test_require_sandbox_obeys_it(engine, shared_pool):
     isolated = (await capabilities(shared_pool)).isolated
     strict = SlotPool(engine.config(slots_per_container=1, max_containers=1, require_sandbox=True))

@@ -27,6 +27,7 @@ from atropos.envs.reporting.prometheus import MetricsEndpoint
 from atropos.errors import ConfigError
 from atropos.net.admission import MAX_UNAUTHENTICATED
 from tests.chromium import without_popups
+from tests.settings import shows
 from tests.unit.dashboard.support import EVIL, group, hostile, ordinary, trajectory
 
 MISSING = browser_available(BrowserSettings())
@@ -203,6 +204,7 @@ async def test_so_are_those_of_the_metrics():
         await endpoint.close()
 
 
+@shows("metrics_token")
 async def test_metrics_with_a_token_answer_nobody_else():
     endpoint = MetricsEndpoint("127.0.0.1:0", lambda: "atropos_x 1\n", SecretStr("right"))
     await endpoint.start()

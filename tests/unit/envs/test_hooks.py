@@ -20,6 +20,7 @@ from atropos.envs.running.rollout import GroupDropped, GroupsDropped, HookError,
 from atropos.errors import ConfigError, SlotLost, ToolServerUnavailable
 from atropos.tools import ToolCall, ToolResult, build_tool_registry
 from examples.policy.tokenizer import FOLDER
+from tests.settings import shows
 from tests.unit.envs.support import ScriptEnv, StandInExecutor, items, make
 from tests.unit.envs.test_process import groups_in
 
@@ -222,6 +223,7 @@ async def test_misspelt_tool_is_no_score(policy, tmp_path):
         await env.process_manager()
 
 
+@shows("hook_timeout_s")
 @pytest.mark.parametrize(("hook", "code"), [("setup", "task_fault"), ("verify", "hook_error")])
 async def test_hanging_hook_has_a_limit(policy, tmp_path, hook, code, caplog):
     class Env(ScriptEnv):

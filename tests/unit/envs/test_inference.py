@@ -26,6 +26,7 @@ from examples.policy.server import PolicyServer
 from tests.e2e import hermes_support
 from tests.e2e.test_exact_tokens import Hermes
 from tests.inference.refusals import CASES, LONG, RECORDED
+from tests.settings import shows
 from tests.unit.envs.support import ScriptEnv, make
 from tests.waiting import until
 from tests.web_app import serving
@@ -191,6 +192,7 @@ async def test_unknown_model_is_refused():
             await env.setup()
 
 
+@shows("allow_raw_logprobs")
 @pytest.mark.parametrize(
     "settings", [{"agent_temperature": 1.0}, {"agent_temperature": 0.7, "allow_raw_logprobs": True}]
 )

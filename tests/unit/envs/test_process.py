@@ -18,6 +18,7 @@ from atropos.envs import servers
 from atropos.envs.running.rollout import GroupDropped, GroupsDropped, HookError, VerifierError
 from atropos.errors import AcquireTimeout, ConfigError, InferenceError, NotSupported, SlotLost
 from tests.e2e.hermes_support import sampled
+from tests.settings import shows
 from tests.unit.envs.support import ScriptEnv, StandInExecutor, call, items, make, turns
 
 
@@ -452,6 +453,7 @@ def policy_tasks():
     return {task for task in asyncio.all_tasks() if "aiohttp" in repr(task.get_coro())}
 
 
+@shows("max_token_length")
 async def test_too_long_item_drops_group(policy, tmp_path):
     env = make(ScriptEnv, policy.url, tmp_path / "g.jsonl", max_token_length=6000)
     env.items = [*items(1), {"name": "long", "script": ["x" * 60_000]}]

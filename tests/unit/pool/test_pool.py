@@ -24,6 +24,7 @@ from atropos.resources import NOTHING
 from atropos.slots import SlotFileError
 from atropos.slots.slot.uploads import PIECE_BYTES
 from atropos.wire import Done, FileResult, ImageInfo, OpError, ReleaseResult
+from tests.settings import shows
 from tests.unit.pool.model import SLOT, ModelClient, model_pool, pool_tasks, settled
 from tests.waiting import until
 
@@ -170,6 +171,7 @@ async def test_full_server_hears_waiters():
         await (await waiting).release()
 
 
+@shows("idle_container_s")
 async def test_demand_opens_idle_closes():
     pool, backend = model_pool(slots=2, containers=3, idle_container_s=0.2)
     async with pool:
@@ -532,6 +534,7 @@ async def test_a_failed_start_says_why():
         await pool.acquire("t")
 
 
+@shows("start_timeout_s")
 async def test_a_late_start_says_why():
     pool, backend = model_pool(start_timeout_s=0.1)
     backend.never = True
@@ -678,6 +681,7 @@ async def test_unsupported_requests_leak_nothing():
             pass
 
 
+@shows("bases")
 async def test_unknown_bases_are_refused():
     pool, _ = model_pool(bases={"ml": "/srv/ml"})
     async with pool:
@@ -687,6 +691,7 @@ async def test_unknown_bases_are_refused():
             await pool.acquire("t", network=True)
 
 
+@shows("travel_mib")
 async def test_bound_fork_waits():
     pool, backend = model_pool(slots=2, containers=2, min_containers=2, travel_mib=0)
     async with pool:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.settings import shows
 from tests.unit.sandbox import scenarios
 from tests.unit.sandbox.conftest import OWN_BASE
 
@@ -27,6 +28,7 @@ ON_DISK = [
 ]
 
 
+@shows("volume")
 @pytest.mark.parametrize("name", ON_DISK)
 def test_with_volumes_on_disk(disk_driver, name):
     disk_driver.run(MODULE, name)

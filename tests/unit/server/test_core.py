@@ -19,6 +19,7 @@ from atropos.sandbox.server.snapshots.snapshot_transfer import PARALLEL, Incomin
 from atropos.sandbox.server.upkeep import forget
 from atropos.slots.client import SandboxClient
 from atropos.wire import Call, Exec, Fault, Health, OpError, ProcRead, Reply, ViewFolders, WriteFile, client_name
+from tests.settings import shows
 from tests.unit.client.test_client import client_of, request
 from tests.unit.server.fakes import TOKEN, FakeHost, FakeSandbox, serving
 from tests.waiting import SLOWNESS, until
@@ -133,6 +134,7 @@ async def test_broken_host_ends_server(monkeypatch, network):
         assert await asyncio.wait_for(running.task, 20) == 1
 
 
+@shows("warm")
 async def test_shelf_fills_unasked(monkeypatch):
     monkeypatch.setattr("atropos.sandbox.server.warm_pool.BACKOFF_S", (0.01,) * 50)
     host = FakeHost()

@@ -32,6 +32,7 @@ from atropos.wire import (
 )
 from tests.processes import alive, descendants
 from tests.processes import running as count
+from tests.settings import shows
 from tests.unit.server.fakes import TOKEN
 from tests.waiting import SLOWNESS, until
 
@@ -307,6 +308,7 @@ async def test_end_in_import_is_quiet():
             await sending
 
 
+@shows("unattended_s")
 async def test_an_unattended_server_ends():
     async with running(unattended_s=3) as server:
         client = server.client()
@@ -389,6 +391,7 @@ async def test_killed_client_gives_back():
             assert (await client.call(await client.acquire(request()), Exec(command="echo ok"))).output == b"ok\n"
 
 
+@shows("require_stateful_sandbox")
 async def test_require_sandbox_is_strict():
     async with running() as server, server.client() as client:
         found = await client.capabilities()

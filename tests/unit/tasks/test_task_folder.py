@@ -27,6 +27,7 @@ from atropos.tasks.verifier.mode import Choice, choose
 from atropos.tasks.verifier.reward import Verdict, combined
 from atropos.tasks.verifier.texts import read_texts, renames_across, venvs_of_tests
 from atropos.wire import LeaseLimits
+from tests.settings import shows
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"
 
@@ -737,6 +738,7 @@ def test_an_unread_folder_is_not_empty(folder):
     assert not dict(walk(folder / "nothing"))
 
 
+@shows("tasks_path", "task_names")
 def test_empty_matches_are_named(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no task"):
