@@ -31,6 +31,5 @@ class Meters:
 
     def families(self) -> list[Family]:
         """Everything measured so far."""
-        histograms = (self.acquire, self.fork, self.operation, self.snapshot, self.prepare, self.reset)
         faults = counter("atropos_faults_total", "Calls without a result, by code.", dict(self.faults), "code")
-        return [faults, *(each.family() for each in histograms)]
+        return [faults, *(each.family() for each in vars(self).values() if isinstance(each, Histogram))]

@@ -116,8 +116,5 @@ class Counters:
             counter("atropos_pool_leases_lost_total", "Leases that ended with their slot or container.", self.lost),
             counter("atropos_pool_containers_lost_total", "Containers lost while connected.", self.containers_lost),
             counter("atropos_pool_faults_total", "Infrastructure failures by code.", dict(self.faults), "code"),
-            *(
-                each.family()
-                for each in (self.acquire, self.fork, self.prepare, self.build, self.operation, self.reset)
-            ),
+            *(each.family() for each in vars(self).values() if isinstance(each, Histogram)),
         ]
