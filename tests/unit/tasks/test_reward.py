@@ -9,8 +9,9 @@ import pytest
 from atropos.slots import ExecResult
 from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.folder import load_task
+from atropos.tasks.format.config import StepSection
 from atropos.tasks.verifier.mode import choose
-from atropos.tasks.verifier.reward import read_verdict
+from atropos.tasks.verifier.reward import Verdict, passed, read_verdict
 
 
 @pytest.fixture
@@ -73,3 +74,31 @@ async def test_a_cut_summary_is_no_reward(task):
     output = "= short test summary info =\nPASSED a\n[... 12 bytes dropped ...]\nPASSED z\n"
     with pytest.raises(VerifierFailed, match="12 bytes in its middle were dropped"):
         await read_verdict(None, task, ExecResult(0, output, output.encode(), truncated=True, dropped_bytes=12))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reward"),
+    [
+        *(("PASSED", 1.0), ("XFAIL", 1.0), ("SKIPPED", 1.0)),
+        *(("FAILED", 0.0), ("ERROR", 0.0), ("XPASS", 0.0), ("SUBFAILED", 0.0)),
+    ],
+)
+async def test_each_outcome_counts(task, outcome, reward):
+    output = f"= short test summary info =\n\x1b[32mPASSED\x1b[0m a\n\x1b[1m{outcome}\x1b[0m b - why\n"
+    assert (await read_verdict(None, task, ExecResult(0, output, output.encode()))).reward == reward
+
+
+@pytest.mark.parametrize(
+    ("least", "metrics", "follows"),
+    [
+        (None, {}, True),
+        (0.5, {"reward": 0.5}, True),
+        (0.5, {"reward": 0.4, "style": 1.0}, False),
+        (0.0, {"style": 1.0}, False),
+        ({"style": 1.0, "reward": 0.5}, {"style": 1.0, "reward": 0.5}, True),
+        ({"style": 1.0, "reward": 0.5}, {"style": 0.9, "reward": 1.0}, False),
+        ({"style": -1.0}, {"reward": 1.0}, False),
+    ],
+)
+def test_next_step_needs_min_reward(least, metrics, follows):
+    assert passed(StepSection(name="one", min_reward=least), Verdict(1.0, 0, "", 0.0, metrics)) is follows
