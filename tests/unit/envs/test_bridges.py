@@ -36,12 +36,22 @@ def test_prompt_then_response():
 def test_trainers_get_all_in_order():
     trl = bridges.trl([GROUP, GROUP])
     assert {len(values) for values in trl.values()} == {4}
+    assert (trl["prompt_ids"][1], trl["completion_ids"][1]) == ([1, 2], [8, 3])
+    assert (trl["env_mask"][1], trl["logprobs"][1], trl["stop_reason"][1]) == ([1, 0], [-0.4, 0.0], "max_steps")
     assert bridges.trl_reward(prompts=[], completions=[], **trl) == [1.0, 0.0, 1.0, 0.0]
     one, other = bridges.verl([GROUP])
     assert (one["num_turns"], one["reward_score"], one["extra_fields"]["weight_versions"]) == (4, 1.0, [[2, 4, "v1"]])
-    assert other["response_mask"] == [1, 0]
+    assert (other["prompt_ids"], other["response_ids"], other["response_mask"]) == ([1, 2], [8, 3], [1, 0])
+    assert other["response_logprobs"] == [-0.4, 0.0]
     skyrl = bridges.skyrl([GROUP])
     assert (skyrl["stop_reasons"], skyrl["rewards"]) == (["stop", "length"], [1.0, 0.0])
+    assert (skyrl["prompt_token_ids"][1], skyrl["response_ids"][1]) == ([1, 2], [8, 3])
+    assert (skyrl["loss_masks"][1], skyrl["rollout_logprobs"][1]) == ([1, 0], [-0.4, 0.0])
+
+
+def test_bare_groups_have_defaults():
+    bare = {name: GROUP[name] for name in ("tokens", "masks", "inference_logprobs", "scores")}
+    assert [(one.stop_reason, one.facts) for one in bridges.samples([bare])] == [("final", {})] * 2
 
 
 def test_unlearned_is_one_token():

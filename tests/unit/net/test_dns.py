@@ -6,7 +6,7 @@ import contextlib
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from atropos.net import dns
@@ -20,6 +20,7 @@ def message(labels: list[str], kind: int = dns.A, *, flags: int = 0x100, network
     return struct.pack(">HHHHHH", 77, flags, count, 0, 0, 1) + section + struct.pack(">HH", kind, network) + b"\0\0\x29"
 
 
+@example(["a" * 63, "b"], dns.A)
 @given(LABELS, st.sampled_from((dns.A, dns.AAAA, 15)))
 def test_answer_repeats_question(labels, kind):
     asked = Question.parse(message(labels, kind))
@@ -56,7 +57,9 @@ def test_no_question_is_refused(data):
 
 def test_other_classes_unknown():
     assert Question.parse(message(["a"], network=3)).kind == 0
-    assert Question.parse(message(["a"], flags=0x2800)).kind == 0
+    other = Question.parse(message(["a"], flags=0x2D00))
+    assert other.kind == 0
+    assert struct.unpack_from(">HH", other.answer(dns.NOT_IMPLEMENTED)) == (77, 0xA984)
 
 
 @given(st.binary(max_size=600))
