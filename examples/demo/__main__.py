@@ -48,8 +48,13 @@ def main() -> int:
         print("interrupted", file=sys.stderr)
         return 130
     finally:
-        for number in SIGNALS:  # one that comes while Python ends would break that off
-            signal.signal(number, _ending)
+        ignore_signals()
+
+
+def ignore_signals() -> None:
+    """Nothing is held any more, and a signal would break off Python's own end."""
+    for number in SIGNALS:
+        signal.signal(number, _ending)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,6 +95,14 @@ def fail(line: str, code: int) -> int:
 
 
 async def demo(args: argparse.Namespace, console: Any, lifetimes: list[Any]) -> int:
+    """Play, and ignore signals from then on: an exception of one could be lost in a destructor."""
+    try:
+        return await play(args, console, lifetimes)
+    finally:
+        ignore_signals()
+
+
+async def play(args: argparse.Namespace, console: Any, lifetimes: list[Any]) -> int:
     """Run the policy server, the env and the display."""
     from examples.demo.display import Display, show, summary
     from examples.serve.processes import policy

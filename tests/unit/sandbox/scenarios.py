@@ -1205,8 +1205,8 @@ def frozen(seconds, pid):
 
 async def a_call_goes_on_where_all_was_frozen_for_longer_than_it_may_take(host):
     async with slot(host) as sandbox:
-        with mock.patch.object(host_slot, "ANSWER_GRACE_S", 2.0):
-            call = asyncio.create_task(sh(sandbox, "echo over", timeout_s=1.0))
+        with mock.patch.object(host_slot, "ANSWER_GRACE_S", 0.5):
+            call = asyncio.create_task(sh(sandbox, "echo over", timeout_s=2.5))
             await asyncio.sleep(0)
         with frozen(4.0, sandbox.host_pid):
             assert (await call).output == b"over\n"
