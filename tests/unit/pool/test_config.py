@@ -36,6 +36,12 @@ from atropos.slots.config import server_json
         ({"slot_image": "No Image"}, "slot_image: .*not a name of an image"),
         ({"slot_image": "debian:13", "base": "/x"}, "base, slot_image: .*remove"),
         ({"images": ["debian:13", "No Image"]}, r"images\.1: .*not a name of an image"),
+        (
+            {"tls_certificate": "/x", "tls_key": "/x"},
+            "tls_certificate: a setting of 'nomad', which backend 'local' lacks",
+        ),
+        ({"gpus": 1, "max_containers": 2}, "max_containers: of backend 'local', 1 can have GPUs"),
+        ({"gpus": 1, "min_containers": 2, "backend": "docker"}, "max_containers: of backend 'docker', 1 can have GPUs"),
     ],
 )
 def test_wrong_setting_is_one_line(settings, says):
@@ -44,6 +50,18 @@ def test_wrong_setting_is_one_line(settings, says):
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=says):
         SlotPoolConfig.model_validate(settings)
+
+
+def test_gpus_are_one_container_s():
+    usual = SlotPoolConfig().max_containers
+    assert usual > 1
+    assert SlotPoolConfig(gpus=1).max_containers == 1
+    assert SlotPoolConfig(gpus=1, backend="nomad").max_containers == usual
+
+
+def test_a_base_or_an_image():
+    assert SlotPoolConfig(base="/x").slot_image is None
+    assert SlotPoolConfig(slot_image="debian:13").base is None
 
 
 def test_acquire_timeout_is_alias():

@@ -44,6 +44,11 @@ def test_running_means_answered():
     assert not view.unanswered()
 
 
+def test_a_start_says_what_it_does():
+    view = view_of(row(0, "starting", doing="Downloading image"), row(1, "starting", doing="x", detail="No such image"))
+    assert [each.detail for each in view.containers()] == ["Downloading image", "No such image"]
+
+
 def test_restart_is_a_new_container():
     view = view_of(row(0), ready=[row(0)])
     assert listed(view, replace(row(0), run="a0.1"))
