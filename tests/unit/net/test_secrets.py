@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import html
+import json
 import ssl
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -213,6 +216,37 @@ def test_a_cut_secret_is_found(before, secret, after, cuts):
     assert len(said) == len(data)
     assert (said[: len(before)], said[len(data) - len(after) :]) == (before, after)
     assert secret not in said
+
+
+ODD = 'pass"wo\\rd/<of>&a+b c~'
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        ODD,
+        ODD.upper(),
+        ODD.encode().hex(),
+        ODD.encode().hex().upper(),
+        quote(ODD),
+        quote(ODD, safe=""),
+        html.escape(ODD),
+        json.dumps(ODD)[1:-1],
+        json.dumps(ODD)[1:-1].replace("/", "\\/"),
+    ],
+)
+def test_each_spelling_is_blotted(spelling: str):
+    blotted = Blot([ODD.encode()]).out_of(f"<{spelling}><{spelling}>".encode())
+    assert blotted == 2 * f"<{'*' * len(spelling)}>".encode()
+
+
+@pytest.mark.parametrize("encode", [base64.b64encode, base64.urlsafe_b64encode])
+@given(st.binary(max_size=9), st.binary(max_size=9))
+def test_base64_around_it_is_blotted(encode, before, after):
+    text, most = encode(before + ODD.encode() + after), len(before) + len(ODD)
+    start, end = -(-len(before) * 8 // 6), most * 8 // 6  # what the secret alone decides
+    blotted = Blot([ODD.encode()]).out_of(text)
+    assert blotted == text[:start] + b"*" * (end - start) + text[end:]
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_unplaced_is_taken_back():
     view = view_of(target=2)
     listed(view)
     assert view.lacking
+    assert view.placed() == 0
     view.judge_placement("no memory", 100)
     assert (view.trouble(), view.failure) == ("no memory", None)
     view.judge_placement("no memory", 105)
