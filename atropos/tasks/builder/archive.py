@@ -216,25 +216,31 @@ class TarPiece:
         return self._out.getvalue()
 
 
+_PLACES = {"u": 6, "g": 3, "o": 0}
+"""Of whose bits are where in a mode."""
+
+
 def changed_mode(mode: int, wanted: int | str | None, *, folder: bool) -> int:
-    """A mode after `chmod`, whose symbolic form has `[ugoa]*[-+=][rwxXst]*` as its parts."""
+    """A mode after `chmod`, whose symbolic form has `[ugoa]*[-+=]([ugo]+|[rwxXst]*)` as its parts."""
     if wanted is None or isinstance(wanted, int):
         return mode if wanted is None else wanted
     for part in wanted.split(","):
         who = re.match("[ugoa]*", part)
         assert who is not None
         places = [place for place in "ugo" if not who[0] or "a" in who[0] or place in who[0]]
-        for operator, letters in re.findall("([-+=])([rwxXst]*)", part):
-            bits = 0
+        for operator, letters in re.findall("([-+=])([ugo]+|[rwxXst]*)", part):
+            bits, copied = 0, 0
+            for place, shift in _PLACES.items():
+                copied |= mode >> shift & 7 if place in letters else 0
             for place in places:
-                shift = {"u": 6, "g": 3, "o": 0}[place]
+                shift = _PLACES[place]
                 runs = "x" in letters or ("X" in letters and (folder or mode & 0o111))
                 plain = 4 * ("r" in letters) + 2 * ("w" in letters) + bool(runs)
-                bits |= plain << shift
+                bits |= (plain | copied) << shift
                 bits |= {"u": 0o4000, "g": 0o2000, "o": 0}[place] if "s" in letters else 0
                 if operator == "=":
                     mode &= ~(7 << shift)
-            bits |= 0o1000 if "t" in letters else 0
+            bits |= 0o1000 if "t" in letters and places != ["o"] else 0
             mode = mode & ~bits if operator == "-" else mode | bits
     return mode
 

@@ -49,7 +49,7 @@ from atropos.tasks.format.recipe import (
 _SHELL = ("/bin/sh", "-c")
 _PROGRAMS = "/.heredocs"
 """Where a here-document lies that is a program; /dev/pipes with BuildKit."""
-_SYMBOLIC = re.compile(r"[ugoa]*([-+=][rwxXst]*)+(,[ugoa]*([-+=][rwxXst]*)+)*")
+_SYMBOLIC = re.compile(r"[ugoa]*([-+=]([ugo]+|[rwxXst]*))+(,[ugoa]*([-+=]([ugo]+|[rwxXst]*))+)*")
 
 
 def parse(path: Path, context: Path, images: BuildInputs) -> Recipe:

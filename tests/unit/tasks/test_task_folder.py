@@ -819,6 +819,8 @@ def test_dockerfiles_start_from_image_settings(folder):
         (0o777, "o-rwx,g-w", False, 0o750),
         (0o755, "u+s,g+s", False, 0o6755),
         (0o755, "+t", True, 0o1755),
+        (0o764, "u=g,go=u-x", False, 0o666),
+        (0o640, "o=g,u-g", False, 0o244),
         (0o644, 0o4711, False, 0o4711),
     ],
 )
