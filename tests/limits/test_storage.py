@@ -14,6 +14,7 @@ from atropos.slots.client import SandboxClient
 from atropos.wire import CommandResult, Exec, Lease, LeaseRequest
 from tests import privileges
 from tests.backends import Engine
+from tests.engines import params
 from tests.settings import shows
 from tests.small_disk import keeping_files_on, small_disk
 from tests.unit.server.test_serve import running
@@ -123,6 +124,23 @@ async def test_a_lease_takes_what_it_asks_for():
                 await client.release(held.pop(number % 2))
             for lease in held:
                 assert (await client.release(lease)).clean
+
+
+@pytest.mark.parametrize("name", params("docker", "nomad"))
+async def test_containers_keep_files_on_disk(name):
+    """They have no loop devices, so nothing bounds them."""
+    engine = Engine(name)
+    settings = config(engine)
+    async with SlotPool(settings) as pool:
+        for _ in range(2):
+            async with pool.lease("large", limits=LARGE) as slot:
+                assert (await slot.exec(f"ls; {write(180)}")).output == f"{180 << 20}\n"
+                async with await slot.snapshot() as snapshot, pool.lease("fork", snapshot=snapshot) as fork:
+                    assert (await fork.exec("stat -c %s f && rm f && ls")).output == f"{180 << 20}\n"
+                assert "disk_mib, inodes: nothing bounds files on disk here (" in (slot.lease.limit_note or "")
+            async with pool.lease("plain") as slot:
+                assert (await slot.exec(f"ls; {write(48)}")).limit == "disk"
+    assert await engine.residue(settings) == []
 
 
 @shows("largest_disk_mib")

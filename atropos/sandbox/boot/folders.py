@@ -98,10 +98,9 @@ def disk(owner: int, slot_group: int) -> str:
             raise IsolationUnavailable(f"files on disk: {top} is not a folder of this user's own")
         os.chown(top, owner, -1)  # so that the server can remove its own at the end
         folder = f"{top}/{own_name()}"
-        os.mkdir(folder, 0o700)
         # for the server, and to pass through for the slots' own root, which starts bubblewrap
-        os.chown(folder, owner, slot_group)
-        os.chmod(folder, 0o710 if os.geteuid() == 0 else 0o711)
+        os.mkdir(folder, 0o710 if os.geteuid() == 0 else 0o711)
+        os.chown(folder, owner, slot_group)  # a container's root has no power over it after that
     except OSError as error:
         raise IsolationUnavailable(f"files on disk: {top} can't be used: {error.strerror}") from error
     return folder
