@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import subprocess
@@ -120,6 +121,12 @@ def remove_container(container_id: str) -> None:
         if time.monotonic() > ends:
             raise TimeoutError(f"container {container_id} is still there")
         time.sleep(0.1)
+
+
+def address_for_containers() -> str:
+    """This machine's, on the bridge of the Docker engine's containers, those of Nomad included."""
+    subnet = _docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Subnet}}").strip()
+    return str(ipaddress.ip_network(subnet)[1])
 
 
 def _docker(*arguments: str) -> str:

@@ -15,21 +15,30 @@ class Between:
         left: bytes; None: all.
         cuts: whether connections end then; else they stay and nothing comes.
         pause_s: after each piece.
+        address: where it listens.
     """
 
-    def __init__(self, host: str, left: int | None, *, cuts: bool = True, pause_s: float = 0.0) -> None:
+    def __init__(
+        self, host: str, left: int | None, *, cuts: bool = True, pause_s: float = 0.0, address: str = "127.0.0.1"
+    ) -> None:
+        self.address = address
         self.target, self.left, self.cuts, self.pause_s = host.split(":"), left, cuts, pause_s
         self.auth_file = None
         self.asked: list[str] = []
         """Paths of all requests."""
 
     async def __aenter__(self) -> Self:
-        self.server = await asyncio.start_server(self._pass, "127.0.0.1", 0)
-        self.host = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        self.server = await asyncio.start_server(self._pass, self.address, 0)
+        self.host = f"{self.address}:{self.server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_) -> None:
         self.server.close()
+
+    @property
+    def blobs(self) -> list[str]:
+        """Paths of requests for blobs."""
+        return [path for path in self.asked if "/blobs/" in path]
 
     async def _pass(self, reader, writer) -> None:
         back, forth = await asyncio.open_connection(*self.target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.images.making import entry, folder, layer, layout, link
 
 MISSING = [name for name in ("skopeo", "docker-registry") if shutil.which(name) is None]
 USER, PASSWORD = "ann", "secret"
@@ -92,6 +95,20 @@ def registry(at: Path, *, auth: str | None = None) -> Iterator[Registry]:
     finally:
         process.terminate()
         process.wait(10)
+
+
+def several(tmp_path: Path, images: Registry, name: str) -> list[str]:
+    """Push two images of several kinds of layers that share the lowest; their names."""
+    busybox = Path("/bin/busybox").read_bytes()
+    base = layer(folder("bin"), entry("bin/busybox", busybox, mode=0o755), link("bin/sh", "busybox"), entry("a/x", "x"))
+    for number in "12":
+        own = (
+            layer(entry("a/own", number), entry("large", os.urandom(2_000_000))),
+            layer(entry("a/.wh.x"), folder(number)),
+        )
+        layout(tmp_path / f"layout-{number}", base, *own)
+        images.push(tmp_path / f"layout-{number}", f"{name}:{number}")
+    return [f"{name}:{number}" for number in "12"]
 
 
 def _where(log: Path, process: subprocess.Popen) -> str:

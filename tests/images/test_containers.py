@@ -12,9 +12,10 @@ from atropos.slots.backends.local.backend import LocalBackend, LocalServer
 from atropos.tasks.prepare import TaskImages
 from tests import privileges
 from tests.backends import Engine
-from tests.engines import params
+from tests.engines import address_for_containers, params
 from tests.images.between import Between
-from tests.images.making import entry, folder, layer, layout, link
+from tests.images.making import entry, layer, layout
+from tests.images.registry import several
 from tests.images.test_leases import busybox_image, pool_for
 from tests.images.test_task_images import make
 from tests.silent_server import silent_server
@@ -102,26 +103,8 @@ async def test_new_containers_get_the_built_image(tmp_path):
                 await slot.release()
 
 
-def several(tmp_path: Path, images, name: str) -> list[str]:
-    """Push two images of several kinds of layers that share the lowest; their names."""
-    busybox = Path("/bin/busybox").read_bytes()
-    base = layer(folder("bin"), entry("bin/busybox", busybox, mode=0o755), link("bin/sh", "busybox"), entry("a/x", "x"))
-    for number in "12":
-        own = (
-            layer(entry("a/own", number), entry("large", os.urandom(2_000_000))),
-            layer(entry("a/.wh.x"), folder(number)),
-        )
-        layout(tmp_path / f"layout-{number}", base, *own)
-        images.push(tmp_path / f"layout-{number}", f"{name}:{number}")
-    return [f"127.0.0.1:1/{name}:{number}" for number in "12"]
-
-
-def blobs(between: Between) -> list[str]:
-    return [path for path in between.asked if "/blobs/" in path]
-
-
 async def test_an_image_is_pulled_once_however_many_containers_have_it(tmp_path, images):
-    names = several(tmp_path, images, "shared")
+    names = [f"127.0.0.1:1/{name}" for name in several(tmp_path, images, "shared")]
     config = Engine("local").config(slots_per_container=1, min_containers=3, max_containers=3)
     async with Between(images.host, None) as between:
         backend = ApartBackend(config, tmp_path, (between.host,) * 3)
@@ -129,7 +112,7 @@ async def test_an_image_is_pulled_once_however_many_containers_have_it(tmp_path,
         async with SlotPool(config, backend=backend) as pool:
             for number, name in enumerate(names):
                 await pool.prepare(name)
-                assert len(blobs(between)) == len(set(blobs(between))) == 4 + 3 * number  # with a configuration each
+                assert len(between.blobs) == len(set(between.blobs)) == 4 + 3 * number  # with a configuration each
             async with (
                 pool.lease("a", image=names[0]) as a,
                 pool.lease("b", image=names[0]) as b,
@@ -142,21 +125,38 @@ async def test_an_image_is_pulled_once_however_many_containers_have_it(tmp_path,
             assert outputs[2].startswith("2own\n")
 
 
+@pytest.mark.parametrize("name", params("docker", "nomad"))
+async def test_containers_of_engines_share_a_pull(tmp_path, images, name):
+    names = several(tmp_path, images, f"shared-{name}")
+    engine = Engine(name)
+    async with Between(images.host, None, address=address_for_containers()) as between:
+        store = ImageStoreSettings(insecure_registries=(between.host,))
+        config = engine.config(slots_per_container=1, min_containers=3, max_containers=3, image_store=store)
+        async with SlotPool(config) as pool:
+            for number, image in enumerate((f"{between.host}/{each}" for each in names), 1):
+                await pool.prepare(image)
+                assert len(between.blobs) == len(set(between.blobs)) == 1 + 3 * number  # with a configuration each
+                async with pool.lease("a", image=image) as a, pool.lease("b", image=image) as b:
+                    assert a.container != b.container
+                    assert [(await slot.exec("cat /a/own")).output for slot in (a, b)] == [str(number)] * 2
+    assert await engine.residue(config) == []
+
+
 @pytest.mark.parametrize("spoiled", ["content", "record", "configuration", "all"])
 async def test_what_a_container_gives_is_checked_and_the_registry_asked_instead(tmp_path, images, spoiled):
-    name, _ = several(tmp_path, images, f"spoiled-{spoiled}")
+    name = f"127.0.0.1:1/{several(tmp_path, images, f'spoiled-{spoiled}')[0]}"
     config = Engine("local").config(slots_per_container=1, min_containers=2, max_containers=3)
     async with Between(images.host, None) as between:
         backend = ApartBackend(config, tmp_path, (between.host,) * 3)
         async with SlotPool(config, backend=backend) as pool:
             await pool.prepare(name)
-            assert len(blobs(between)) == 4
+            assert len(between.blobs) == 4
             for folder_of in (tmp_path / "0", tmp_path / "1"):
                 spoil(folder_of, spoiled)
             backend.third.set()
             async with pool.lease("a"), pool.lease("b"), pool.lease("c", image=name) as slot:
                 assert (await slot.exec("cat /a/own; ls /a")).output == "1own\n"
-            assert len(blobs(between)) == 8
+            assert len(between.blobs) == 8
 
 
 def spoil(store: Path, what: str) -> None:
