@@ -21,4 +21,4 @@ if [ ! -e "$ready" ]; then
   touch "$ready"
 fi
 .venv/bin/pyright -p scripts/pyright-trainers.json --pythonpath "$folder/bin/python"
-PYTHONPATH=$PWD exec "$folder/bin/python" -m pytest -p no:cacheprovider -p no:xdist --timeout 1800 -W ignore tests/trainers/packages.py tests/trainers/sandboxes.py "$@"
+PYTHONPATH=$PWD exec "$folder/bin/python" -m pytest -p no:cacheprovider -p no:xdist --timeout 1800 -W ignore tests/trainers/{packages,sandboxes,environments}.py "$@"

@@ -83,7 +83,7 @@ def usable_tasks(config: TaskEnvConfig) -> list[Task]:
     Raises:
         ConfigError: some task is unusable and `skip_bad_tasks` is off, or none is left.
     """
-    read, room = _read(config), _room(config)
+    read, room = _read(config), Room.of(config.pool_config())
     fits = {task.name: fit(task, room, images=config.task_images, policy=config.task_limits) for task in read.tasks}
     misfits = {
         task.name: f"{task.path / 'task.toml'}: {'; '.join(fits[task.name].refused)}"
@@ -105,19 +105,6 @@ def usable_tasks(config: TaskEnvConfig) -> list[Task]:
     config.largest_disk_mib = config.largest_disk_mib or largest_on_disk(tasks, room)
     _allow_waiting(tasks, config)
     return tasks
-
-
-def _room(config: TaskEnvConfig) -> Room:
-    pool = config.pool_config()
-    return Room(
-        pool.limits.resources,
-        volume=pool.volume,
-        largest_disk_mib=pool.largest_disk_mib,
-        network=config.allow_network,
-        egress=tuple(config.egress_allow),
-        most_mib=(pool.slot_room * pool.slots_per_container).memory_mib,
-        gpu_refusal=pool.gpu_refusal,
-    )
 
 
 def _read(config: TaskEnvConfig) -> TaskSet:

@@ -100,11 +100,21 @@ class TaskRun:
         return slot
 
     async def play(self) -> Attempt:
-        """Prepare the task, let the agent work, and judge what it left.
+        """`begin`, and `judge`.
 
         Raises:
             TaskBroken: it can't be prepared, or its solution takes too long.
             VerifierFailed: the tests gave no reward.
+            SandboxError, ConfigError, OSError: the infrastructure failed.
+        """
+        await self.begin()
+        return await self.judge()
+
+    async def begin(self) -> Slot:
+        """Prepare the task, and lease the slot in which an agent works.
+
+        Raises:
+            TaskBroken: it can't be prepared.
             SandboxError, ConfigError, OSError: the infrastructure failed.
         """
         started = time.perf_counter()
@@ -112,10 +122,21 @@ class TaskRun:
         self.task, self.image = prepared.task, prepared.image
         slot = await self._lease(self.task, self.image)
         await workspace.wait_until_healthy(slot, self.task)
-        prepared_s = time.perf_counter() - started
         self.so_far = Attempt(
-            prepared_s=round(prepared_s, 3), size_bytes=prepared.bytes, unbounded=slot.lease.limit_note
+            prepared_s=round(time.perf_counter() - started, 3),
+            size_bytes=prepared.bytes,
+            unbounded=slot.lease.limit_note,
         )
+        return slot
+
+    async def judge(self) -> Attempt:
+        """Let `agent` work, and judge what is in the slot.
+
+        Raises:
+            TaskBroken: its solution takes too long, or a step can't be prepared.
+            VerifierFailed: the tests gave no reward.
+            SandboxError, ConfigError, OSError: the infrastructure failed.
+        """
         verdicts = [await self._judged(self.task)] if not self.task.steps else await self._steps()
         return replace(
             self.so_far,

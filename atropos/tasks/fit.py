@@ -8,13 +8,14 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Self
 
 from atropos.config import SandboxSettings
 from atropos.errors import ConfigError
 from atropos.net import egress_policy
 from atropos.net.egress_policy import WEB_PORTS, EgressRefused, Rule, parse
 from atropos.resources import NOTHING, Resources
+from atropos.slots import SlotPoolConfig
 from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB
 from atropos.tasks.format.task import Task
 from atropos.wire import MAX_HOSTS, LeaseLimits, Limit
@@ -48,6 +49,19 @@ class Room:
     egress: tuple[str, ...] = ("public",)
     most_mib: int | None = None
     gpu_refusal: Callable[[int, Sequence[str]], str] = SandboxSettings().gpu_refusal
+
+    @classmethod
+    def of(cls, pool: SlotPoolConfig) -> Self:
+        """What the slots of a pool have."""
+        return cls(
+            pool.limits.resources,
+            volume=pool.volume,
+            largest_disk_mib=pool.largest_disk_mib,
+            network=pool.allow_network,
+            egress=tuple(pool.egress_allow),
+            most_mib=(pool.slot_room * pool.slots_per_container).memory_mib,
+            gpu_refusal=pool.gpu_refusal,
+        )
 
     @property
     def most(self) -> int:
