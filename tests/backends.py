@@ -14,18 +14,34 @@ from tests import engines
 from tests.processes import adopt_orphans, descendants, gone_within
 
 
-class Engine(BackendHarness):
-    """One of the built-in backends."""
+class ProcessesHere(BackendHarness):
+    """A backend whose containers are processes of this machine.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    Args:
+        settings: fields of `SlotPoolConfig` by which a pool is on it.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
         self._others: set[int] = set()
         adopt_orphans()
 
     def config(self, **settings: Any) -> SlotPoolConfig:
         """A pool's configuration under a name of its own."""
         self._others = set(descendants())
-        return engines.pool_config(self.name, **settings)
+        return engines.pool_config(**(self._settings | settings))
+
+    async def residue(self, config: SlotPoolConfig) -> list[str]:
+        """The processes that a pool left."""
+        return [f"process {line}" for line in await gone_within(30, but=self._others)]
+
+
+class Engine(ProcessesHere):
+    """One of the built-in backends."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(backend=name)
+        self.name = name
 
     async def signal(self, container: str, number: signal.Signals) -> None:
         """Send a signal to a local server's process."""
@@ -53,6 +69,6 @@ class Engine(BackendHarness):
                     break
                 await asyncio.sleep(0.1)
             return found
-        left = [f"process {line}" for line in await gone_within(30, but=self._others)]
+        left = await super().residue(config)
         mounts = Path("/proc/self/mounts").read_text().splitlines()
         return left + [f"mount {line}" for line in mounts if f"atropos-{os.getpid()}-" in line]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import sys
 from pathlib import Path
@@ -14,21 +13,12 @@ from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.testing import BackendHarness
 from atropos.testing.conformance import *  # noqa: F403
-from tests.engines import SMALL
+from tests.engines import pool_config
 
 
 class ProcessHarness(BackendHarness):
     def config(self, **settings) -> SlotPoolConfig:
-        values = {
-            "backend": "processes",
-            "job_id": f"test-{secrets.token_hex(4)}",
-            "slots_per_container": 2,
-            "max_containers": 2,
-            "limits": SMALL,
-            "acquire_timeout_s": 60.0,
-            "start_timeout_s": 120.0,
-        }
-        return SlotPoolConfig(**(values | settings))
+        return pool_config("processes", **settings)
 
     async def kill(self, pool: SlotPool, container: str) -> None:
         os.kill(int(container.partition("-")[0]), signal.SIGKILL)
