@@ -377,7 +377,7 @@ def test_files_go_in_and_come_out_as_they_were(sandbox: Sandbox):
         files.read("many")
 
 
-def test_an_upload_to_a_sandbox_that_ends_says_so(server: Server):
+def test_upload_to_an_ending_one(server: Server):
     sandbox = Sandbox.create(**server.options)
 
     def content() -> Iterator[bytes]:

@@ -41,7 +41,7 @@ def write_task(folder: Path, dockerfile: str, check: str) -> None:
         (folder / name).write_text(text)
 
 
-def test_its_tasks_are_built_and_judged_in_slots(tmp_path: Path):
+def test_built_and_judged_in_slots(tmp_path: Path):
     for name, parts in TASKS.items():
         write_task(tmp_path / "tasks" / name, *parts)
     with serving("--slots-per-container", "4") as server:

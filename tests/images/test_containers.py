@@ -103,7 +103,7 @@ async def test_new_containers_get_the_built_image(tmp_path):
                 await slot.release()
 
 
-async def test_an_image_is_pulled_once_however_many_containers_have_it(tmp_path, images):
+async def test_image_is_pulled_once(tmp_path, images):
     names = [f"127.0.0.1:1/{name}" for name in several(tmp_path, images, "shared")]
     config = Engine("local").config(slots_per_container=1, min_containers=3, max_containers=3)
     async with Between(images.host, None) as between:
@@ -143,7 +143,7 @@ async def test_containers_of_engines_share_a_pull(tmp_path, images, name):
 
 
 @pytest.mark.parametrize("spoiled", ["content", "record", "configuration", "all"])
-async def test_what_a_container_gives_is_checked_and_the_registry_asked_instead(tmp_path, images, spoiled):
+async def test_given_layers_are_checked(tmp_path, images, spoiled):
     name = f"127.0.0.1:1/{several(tmp_path, images, f'spoiled-{spoiled}')[0]}"
     config = Engine("local").config(slots_per_container=1, min_containers=2, max_containers=3)
     async with Between(images.host, None) as between:
@@ -200,7 +200,7 @@ async def test_leases_pass_containers_that_fail(tmp_path, images, monkeypatch, o
             await second.release()
 
 
-async def test_a_container_that_can_not_pull_an_image_is_given_it(tmp_path, images):
+async def test_unable_container_is_given_it(tmp_path, images):
     busybox_image(tmp_path / "layout", "hello")
     images.push(tmp_path / "layout", "near:1")
     config = Engine("local").config(slots_per_container=1, min_containers=2, max_containers=2)

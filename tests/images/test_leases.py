@@ -356,7 +356,7 @@ async def test_archives_are_shared_and_wait_for_room(tmp_path, monkeypatch):
     await until(lambda: open_in(temporary) == set(), "nothing is left")
 
 
-async def test_an_image_lost_before_resending_is_named(tmp_path):
+async def test_image_lost_before_resending(tmp_path):
     busybox_image(tmp_path / "layout")
     image = f"oci:{tmp_path}/layout"
     async with pool_for(tmp_path) as pool:

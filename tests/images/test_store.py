@@ -386,7 +386,7 @@ async def test_images_share_programs(tmp_path, images, programs, monkeypatch):
 
 
 @pytest.mark.parametrize("broken", ["whole", "cut early", "cut late", "another", "no header", "spoiled", "a lie"])
-async def test_what_another_host_gives_is_whole_or_refused_in_a_line(tmp_path, images, broken):
+async def test_given_is_whole_or_refused(tmp_path, images, broken):
     layers = layer(folder("a"), entry("a/x", os.urandom(3_000_000))), layer(entry("a/y", "y")), layer(entry("a/.wh.x"))
     layout(tmp_path / "layout", *layers)
     images.push(tmp_path / "layout", f"given-{broken.replace(' ', '-')}:1")

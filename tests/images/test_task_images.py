@@ -95,7 +95,7 @@ async def test_a_step_runs_once_a_host(tmp_path):
         assert images.counters["steps"] == 3, "steps are shared with other tasks"
 
 
-async def test_files_are_read_once_until_an_image_goes(tmp_path):
+async def test_files_are_read_once(tmp_path):
     task = make(tmp_path / "task", "FROM debian\nWORKDIR /app\nCOPY given.txt .\n")
     given = tmp_path / "task/environment/given.txt"
     async with pool_for(tmp_path) as pool:
@@ -448,7 +448,7 @@ async def test_a_file_beyond_a_message_is_copied(pool, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["oci-archive", "docker-archive"])
-async def test_onbuild_and_shell_hold_for_builds_on_it(pool, tmp_path, form):
+async def test_onbuild_and_shell_hold(pool, tmp_path, form):
     config = {
         "OnBuild": ["COPY given.txt /opt/given", "RUN cat /opt/given > /opt/seen"],
         "Shell": ["/bin/sh", "-c", 'SHELL_OF=image; eval "$0"'],

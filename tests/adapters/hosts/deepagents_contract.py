@@ -86,7 +86,7 @@ async def test_a_page_of_a_file(backend):
     assert backend.read("/w/binary").file_data["encoding"] == "base64"
 
 
-def test_text_is_replaced_and_keeps_its_line_ends(backend):
+def test_replacing_keeps_line_ends(backend):
     backend.write("/w/crlf", "one\r\ntwo\r\n")
     assert backend.edit("/w/crlf", "one\ntwo", "1\n2").occurrences == 1
     assert backend.download_files(["/w/crlf"])[0].content == b"1\r\n2\r\n"

@@ -105,7 +105,7 @@ async def test_a_limit_of_zero_is_none(environment):
         await environment.exec("sleep 60")
 
 
-async def test_a_killed_command_has_the_code_of_docker(environment):
+async def test_killed_has_dockers_code(environment):
     assert (await environment.exec("kill -9 $$")).return_code == 137
 
 
@@ -179,7 +179,7 @@ async def test_harbors_own_settings_are_left_alone(environment, tmp_path):
         assert (await made.exec("ls /built")).stdout == "/built\n"
 
 
-async def test_a_forced_build_is_one_of_the_dockerfile(environment, tmp_path):
+async def test_forced_build_is_of_the_file(environment, tmp_path):
     folder = written(tmp_path, {"Dockerfile": "FROM debian\nRUN touch /built\n"})
     for force, code in ((False, 1), (True, 0)):
         config = EnvironmentConfig(docker_image="atropos-base:default")

@@ -58,7 +58,7 @@ async def test_a_missing_user_is_no_sandbox():
         ("pool: [", "atropos.yaml: while parsing"),
     ],
 )
-async def test_a_mistake_in_a_file_of_settings_is_named(tmp_path, monkeypatch, text, says):
+async def test_mistake_in_a_file_is_named(tmp_path, monkeypatch, text, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "atropos.yaml").write_text(text)
     with pytest.raises(ConfigError, match=says):

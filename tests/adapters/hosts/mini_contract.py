@@ -52,7 +52,7 @@ def test_output_and_errors_are_one(make):
     assert result == {"output": "out\nerr\n", "returncode": 42, "exception_info": ""}
 
 
-def test_a_killed_command_has_the_code_of_docker(make):
+def test_killed_has_dockers_code(make):
     assert make().execute({"command": "kill -9 $$"})["returncode"] == 137
 
 

@@ -105,7 +105,7 @@ async def test_files_are_moved_as_root(tmp_path):
 
 
 @in_one_loop
-async def test_twenty_sandboxes_take_turns_in_four_slots():
+async def test_twenty_share_four_slots():
     async def square(number: int) -> int:
         async with AsyncSandbox(ATROPOS) as sandbox:
             await sandbox.start(SandboxSpec(env={"N": str(number)}))

@@ -68,7 +68,7 @@ async def test_pipes_and_signals_of_a_program(sandbox):
         await sandbox.pty.create("true", user="nobody-here")
 
 
-async def test_output_of_a_terminal_is_whole_or_an_error(sandbox):
+async def test_output_is_whole_or_an_error(sandbox):
     async with await sandbox.pty.create("seq 1 300000") as session:
         assert await session.wait_exit() == 0
         assert b"".join([data async for data in session]).split() == [b"%d" % number for number in range(1, 300_001)]

@@ -48,7 +48,7 @@ async def test_a_manifests_files_are_there(session):
     assert await session.running()
 
 
-async def test_a_user_is_the_slots_own_and_needs_no_sudo(session):
+async def test_users_are_the_slots_own(session):
     result = await session.exec("id -un; echo $HOME", user="nobody")
     assert result.stdout.decode().split()[0] == "nobody"
     await session.exec("install -d -o nobody shared")

@@ -66,7 +66,7 @@ async def test_too_much_output_keeps_its_end(runtime_with_default_session, monke
     )
 
 
-async def test_a_little_output_costs_the_same_after_much(runtime_with_default_session):
+async def test_little_after_much_is_cheap(runtime_with_default_session):
     async def seconds(before):
         started = time.process_time()
         await say(

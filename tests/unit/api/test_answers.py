@@ -52,7 +52,7 @@ async def test_a_small_answer_passes_as_it_is(value: Any):
 
 
 @pytest.mark.parametrize("value", [CIRCLE, {(1, 2): 3}])
-async def test_what_json_cannot_say_is_the_tools_error(value: Any):
+async def test_no_json_is_the_tools_error(value: Any):
     try:
         result = await bounded(value, result_bytes=1000, data_bytes=2000)
     except ToolError as error:

@@ -23,7 +23,7 @@ async def unpacked(data: bytes, piece: int) -> bytes:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1 << 20])
-async def test_every_member_of_a_gzip_body_is_unpacked(piece: int) -> None:
+async def test_gzip_members_are_unpacked(piece: int) -> None:
     first, second = os.urandom(300), b"x" * 3_000_000
     packed = b"".join(gzip.compress(each, mtime=0) for each in (first, b"", second))
     assert await unpacked(packed, piece) == first + second

@@ -237,7 +237,7 @@ async def test_a_lost_session_is_reopened(port: int):
 
 
 @pytest.mark.slow("starts servers")
-async def test_streamable_http_works_too_and_comes_back(port: int, tmp_path: Path):
+async def test_streamable_http_comes_back(port: int, tmp_path: Path):
     process = await over_http(port)
     try:
         server = McpServerSettings(

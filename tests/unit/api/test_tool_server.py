@@ -256,7 +256,7 @@ async def test_waiting_takes_no_place_of_the_tool(bench: Workbench):
         assert bench.most == 2
 
 
-async def test_a_timeout_is_a_result_and_frees_the_place(bench: Workbench):
+async def test_timeout_frees_the_place(bench: Workbench):
     async with served(bench, tool_overrides={"hang": Bounds(concurrency=1)}) as client:
         for number in range(2):
             answer = await client.post("/execute", json={**call("hang", f"t{number}"), "timeout_s": 0.05})
@@ -264,7 +264,7 @@ async def test_a_timeout_is_a_result_and_frees_the_place(bench: Workbench):
         assert bench.running == 0
 
 
-async def test_a_stop_of_the_server_is_no_time_of_a_tool(bench: Workbench):
+async def test_stop_is_no_time_of_a_tool(bench: Workbench):
     async with served(bench) as client:
         asked = asyncio.create_task(client.post("/execute", json={**call("hang"), "timeout_s": 3}))
         await bench.started.wait()
@@ -325,7 +325,7 @@ async def test_state_ends_with_its_trajectory(bench: Workbench):
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("a bug of its own"), SystemExit(1)])
-async def test_state_that_cannot_be_closed_ends_no_server(bench: Workbench, failure: BaseException):
+async def test_unclosable_ends_no_server(bench: Workbench, failure: BaseException):
     async def close() -> None:
         raise failure
 
@@ -374,7 +374,7 @@ async def test_ended_trajectories_are_bounded(bench: Workbench):
         assert answers == [200] * 90 + [410] * 10, "the trajectories that ended last are known"
 
 
-async def test_the_memory_of_finished_calls_is_bounded(bench: Workbench):
+async def test_finished_calls_are_bounded(bench: Workbench):
     async with served(bench, journal_bytes=100_000) as client:
         for number in range(20):
             await client.post("/execute", json=call("big", call_id=f"c{number}", size=10_000))
@@ -504,7 +504,7 @@ async def test_a_million_mistakes_are_one_error(bench: Workbench, what: str):
         assert bench.ran == []
 
 
-async def test_a_surrogate_in_an_argument_does_no_harm(bench: Workbench):
+async def test_surrogate_does_no_harm(bench: Workbench):
     async with served(bench) as client:
         body = json.dumps(call("note", text="\ud800"))
         answer = await client.post("/execute", content=body, headers={"Content-Type": "application/json"})
@@ -524,7 +524,7 @@ async def test_half_a_surrogate_is_replaced(bench: Workbench, path: str):
                 assert result.error == "half of a pair: ?"
 
 
-async def test_unknown_paths_and_methods_are_problems_too(bench: Workbench):
+async def test_unknown_paths_are_problems(bench: Workbench):
     async with served(bench) as client:
         assert (await client.get("/nothing")).json()["code"] == "not_found"
         assert (await client.get("/execute")).json()["code"] == "method_not_allowed"

@@ -22,5 +22,5 @@ OTHER = (8, "f", 0o644, 3, 1.0)
         ({"/a": FILE, "/b": FILE}, {"/c": FILE}, [("RENAME", "/a"), ("CREATE", "/c"), ("REMOVE", "/b")]),
     ],
 )  # fmt: skip
-def test_what_changed_between_two_listings_is_told(before, after, events) -> None:
+def test_changes_are_told(before, after, events) -> None:
     assert changes(before, after) == events

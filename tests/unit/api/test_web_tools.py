@@ -75,7 +75,7 @@ async def test_a_failing_page_spoils_no_other(site: Site):
     assert "error:" in result.output
 
 
-async def test_a_page_that_never_ends_to_come_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch):
+async def test_endless_page_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atropos.api.external.extract.PAGE_S", 0.5)
     result = await extract(site, "/drip")
     assert "within 0.5 s" in (result.error or "")
@@ -126,7 +126,7 @@ async def test_a_title_leaves_room_for_text(extractor: Extractor):
 
 
 @in_one_loop
-async def test_a_text_whose_charset_does_not_exist_is_read(extractor: Extractor):
+async def test_unknown_charset_is_read(extractor: Extractor):
     for charset in ("binary", "idna"):
         page = Page("http://x/", "text/plain", charset, "naïve".encode(), truncated=False)
         assert (await extractor.extract(page))["text"] == "naïve"
@@ -135,7 +135,7 @@ async def test_a_text_whose_charset_does_not_exist_is_read(extractor: Extractor)
 @pytest.mark.slow("large input")
 @in_one_loop
 @pytest.mark.parametrize("junk", [b"%PDF-1.7 junk", b"", b"<" * 10_000, b"\0" * 1000, b"<html>" + b"<div>" * 20_000])
-async def test_junk_is_an_error_or_text_and_never_a_crash(extractor: Extractor, junk: bytes):
+async def test_junk_is_never_a_crash(extractor: Extractor, junk: bytes):
     page = Page("http://x/", "text/html", "no-such-charset", junk, truncated=False)
     try:
         await extractor.extract(page)
@@ -147,7 +147,7 @@ async def test_junk_is_an_error_or_text_and_never_a_crash(extractor: Extractor, 
     ("provider", "key", "title"),
     [("searxng", None, "Hit 0"), ("brave", "brave-key", "B"), ("tavily", "tavily-key", "T")],
 )
-async def test_every_provider_answers_in_the_same_form(site: Site, provider: Any, key: str | None, title: str):
+async def test_providers_answer_alike(site: Site, provider: Any, key: str | None, title: str):
     settings = SearchSettings(provider=provider, url=site.url(""), api_key=SecretStr(key) if key else None)
     async with search_client() as client:
         made = WebSearch(client, settings)

@@ -57,7 +57,7 @@ def test_diffs_have_line_numbers():
     assert found.diff.split("\n") == ["@@ -47,7 +47,7 @@", " 47", " 48", " 49", "-50", "+x", " 51", " 52", " 53"]
 
 
-def test_modes_links_and_what_is_no_text_are_noted():
+def test_modes_and_links_are_noted():
     found = compare(
         "/w",
         archive({"run": "x", "b": b"\0\1"}, links={"l": "here"}),
@@ -101,7 +101,7 @@ def header(kind: bytes, *, size: int = 0) -> bytes:
 @given(st.binary(max_size=2000))
 @example(header(tarfile.XHDTYPE, size=1 << 80))
 @example(header(tarfile.GNUTYPE_LONGNAME) * 1000)
-def test_an_archive_that_is_none_is_refused_by_name(data):
+def test_no_archive_is_named(data):
     with contextlib.suppress(ValueError):
         compare("/w", archive({"a": "b"}), data)
 

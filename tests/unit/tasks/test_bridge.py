@@ -44,7 +44,7 @@ async def test_errors_pass_both_ways():
         await bridged(reward)
 
 
-async def test_many_wait_at_once_and_the_loop_stays_free():
+async def test_waiting_leaves_the_loop_free():
     waiting, over = [], asyncio.Event()
 
     async def held(number):
@@ -112,7 +112,7 @@ async def test_outside_it_says_what_is_wrong():
         wait(after(0, 1))
 
 
-async def test_an_abandoned_bridge_closes_its_function():
+async def test_abandoned_bridge_is_closed():
     closed = []
 
     async def reward():

@@ -134,7 +134,7 @@ async def test_openai_mode_keeps_server_calls(tokenizer):
     result.transcript.check()
 
 
-async def test_a_call_whose_arguments_are_null_has_none(tokenizer):
+async def test_null_arguments_are_none(tokenizer):
     server = Server(("", [("look_around", None)], "tool_calls"), ("end", [], "stop"))
     _, ran = await run(server, tokenizer)
     assert parse_object("look_around", ran[0].arguments) == {}
@@ -250,12 +250,12 @@ async def test_template_opened_thinking_is_no_call(tokenizer):
     assert (await run(Server(("Parsed by the server.", [], "stop")), tokenizer))[0].final_response.startswith("Parsed")
 
 
-async def test_no_message_at_all_is_an_inference_failure(tokenizer):
+async def test_no_message_is_inferences(tokenizer):
     with pytest.raises(InferenceError, match="without a message"):
         await run(Server((None, [], "stop")), tokenizer)
 
 
-async def test_a_prompt_that_fills_the_context_is_refused(tokenizer):
+async def test_full_context_is_refused(tokenizer):
     with pytest.raises(PromptTooLong, match="max_token_length"):
         await run(Server(), tokenizer, context_tokens=40)
 
