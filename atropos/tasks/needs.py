@@ -1,4 +1,4 @@
-"""What a set of tasks stands on and its tests fetch, read from its files: nothing runs."""
+"""What a set of tasks stands on, and its builds and tests fetch, read from its files: nothing runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from atropos.errors import ConfigError
 from atropos.images.reference import ImageSource
+from atropos.tasks.format.recipe import Download, Run
 from atropos.tasks.format.task import Task
 
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.-]*(\[[\w,.-]+\])?([=<>!~]=?=?[^$`]*)?")
@@ -32,7 +33,7 @@ class SetNeeds:
         wheels: requirements that are installed together, with the Python (`3.13`; empty: any) that they are for.
         uv: versions of uv; empty text: any.
         debian: packages that apt installs.
-        addresses: what else its tests fetch.
+        addresses: what else is fetched.
     """
 
     images: tuple[str, ...] = ()
@@ -54,12 +55,19 @@ class SetNeeds:
 def needs(tasks: Iterable[Task]) -> SetNeeds:
     """What these tasks need."""
     images: set[str] = set()
-    scripts: dict[Path, str] = {}
+    addresses: set[str] = set()
+    scripts: set[tuple[str, Path]] = set()
+    """Texts, each with the folder in which files that it names may be."""
     for task in tasks:
         for one in (task, *task.steps, *task.verifiers):
             images.update(_images(one))
-            scripts |= {path: _text(path) for path in _scripts(one.tests)}
-    found = [_fetched(text) for text in scripts.values()]
+            scripts |= {(_text(path), path.parent) for path in _scripts(one.tests)}
+            for step in (*one.recipe.steps, *(step for stage in one.recipe.stages for step in stage.steps)):
+                if isinstance(step, Download):
+                    addresses.add(step.address)
+                elif isinstance(step, Run):
+                    scripts.add((_shell_text(step.command), one.context))
+    found = [SetNeeds(addresses=tuple(addresses)), *(_fetched(text, near) for text, near in scripts)]
     return SetNeeds(
         images=tuple(sorted(images)),
         wheels=tuple(sorted({each for one in found for each in one.wheels})),
@@ -88,11 +96,16 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _fetched(script: str) -> SetNeeds:
-    """What a shell script fetches, as far as its words say."""
+def _shell_text(command: Sequence[str]) -> str:
+    """A program and its arguments as a shell's script: a shell's own is its last argument."""
+    return command[-1] if len(command) > 2 and command[-2].startswith("-") else shlex.join(command)
+
+
+def _fetched(script: str, near: Path) -> SetNeeds:
+    """What a shell script fetches, as far as its words say; `near`: where requirements files that it names may be."""
     wheels: set[tuple[str, tuple[str, ...]]] = set()
     debian: set[str] = set()
-    for words in _commands(script):
+    for words in (_with_files(words, near) for words in _commands(script)):
         if (found := _installed(words)) is not None:
             wheels.add(found)
         elif words[0] in {"apt", "apt-get"} and "install" in words:
@@ -127,6 +140,21 @@ def _commands(script: str) -> Iterator[list[str]]:
             if command:
                 yield command
             command = []
+
+
+def _with_files(words: Sequence[str], near: Path) -> list[str]:
+    """Words with what requirements files list in the place of their options, as far as they are near."""
+    found, left = list[str](), iter(words)
+    for word in left:
+        option, equals, name = word.partition("=")
+        if option not in {"-r", "--requirement", "--requirements"}:
+            found.append(word)
+            continue
+        file = near / Path(name if equals else next(left, "")).name
+        if file.is_file():
+            lines = (re.split(r"\s*(?:#|;|\s-)", line, maxsplit=1)[0] for line in _text(file).splitlines())
+            found.extend(re.sub(r"\s", "", line) for line in lines if line and not line.startswith("-"))
+    return found
 
 
 def _installed(words: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:

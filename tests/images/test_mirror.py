@@ -76,6 +76,25 @@ def test_every_image_of_a_dockerfile_counts_and_no_stage(tmp_path):
     assert wanted.images == ("docker.io/library/alpine:latest", "docker.io/library/python:3.13", "ghcr.io/a/b:1")
 
 
+def test_builds_fetch_as_tests_do(tmp_path):
+    text = (
+        "FROM debian:13 AS made\nRUN apt-get update && \\\n    apt-get install -y r-base \\\n    && rm -rf /var/lib/apt/lists/*\n"
+        'FROM made\nARG DATA=https://a.example/data.tgz\nADD $DATA /data.tgz\nRUN ["pip", "install", "wheel"]\n'
+        "COPY more.txt /app/\nRUN <<EOF\npip install --requirement=/app/more.txt pytest\ncurl -O https://b.example/x\nEOF\n"
+    )
+    files = {
+        "environment/more.txt": "# what it needs\nnumpy >= 2 ; python_version > '3'\n-e .\nruff==1 # x\n\n",
+        "tests/own.txt": "attrs\n",
+        "tests/test.sh": "pip install -r /tests/own.txt\n",
+    }
+    assert needs([make(tmp_path / "task", text, files=files)]) == SetNeeds(
+        images=("docker.io/library/debian:13",),
+        wheels=(("", ("attrs",)), ("", ("numpy>=2", "pytest", "ruff==1")), ("", ("wheel",))),
+        debian=("r-base",),
+        addresses=("https://a.example/data.tgz", "https://b.example/x"),
+    )
+
+
 @contextlib.contextmanager
 def served(folder: Path):
     """A plain web server of files; its host."""
