@@ -27,6 +27,7 @@ from atropos.api.http import NO_TOKEN, Refusal
 from atropos.errors import ConfigError
 from atropos.metrics import Family
 from atropos.slots import EgressSecret, Share, Slot
+from atropos.slots.pool.stats import occupancy
 
 if TYPE_CHECKING:
     from atropos.tools import ToolExecutor
@@ -213,6 +214,7 @@ class Tenants:
             retired=stats.retired,
             waiting=stats.waiting,
             trouble=stats.trouble,
+            occupancy=tuple(occupancy(self._executor.pool.links.values())),
             opened=tuple(opened),
         )
 

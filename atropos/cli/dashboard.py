@@ -1,12 +1,20 @@
-"""`atropos dashboard`: pages over a JSONL of groups that `process` or `serve` writes, or has written."""
+"""`atropos dashboard`: pages over a JSONL of groups that `process` or `serve` writes, or over a running server."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import click
 import typer
+
+from atropos.api.cli import EXECUTOR_TOKEN_VARIABLE
+
+if TYPE_CHECKING:
+    from atropos.dashboard.server import DashboardServer
 
 
 def _of_groups(jsonl: Path) -> Path:
@@ -29,32 +37,56 @@ File = Annotated[
 ]
 
 
+def _groups_file(source: str) -> Path:
+    return _of_groups(click.Path(exists=True, dir_okay=False, path_type=Path).convert(source, None, None))
+
+
 def dashboard(
-    jsonl: File,
+    source: Annotated[
+        str,
+        typer.Argument(metavar="FILE|URL", help="JSONL of groups, or the URL of an executor server or sandbox server"),
+    ],
     port: Annotated[int, typer.Option(min=0, max=65_535, help="0: a free one")] = 7580,
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     token: Annotated[
         str | None, typer.Option(envvar="ATROPOS_DASHBOARD_TOKEN", help="default: a new one, printed with the URL")
     ] = None,
+    key: Annotated[
+        str | None, typer.Option(envvar=EXECUTOR_TOKEN_VARIABLE, help="the server's token, or an admin's key")
+    ] = None,
 ) -> None:
-    """Serve pages over a JSONL of groups until Ctrl-C; groups appended later are shown, too.
+    """Serve pages over a JSONL of groups, which may grow, or over what a server has open, until Ctrl-C.
 
     An env has live pages of its own.
     """
     from atropos.dashboard.server import DashboardServer
+
+    pages = functools.partial(DashboardServer, host=host, port=port, token=token)
+    asyncio.run(_serve_server(pages, source, key) if "://" in source else _serve_file(pages, _groups_file(source)))
+
+
+async def _serve_file(pages: Callable[..., DashboardServer], jsonl: Path) -> None:
     from atropos.dashboard.store import GroupFile, TrajectoryStore
 
     store = TrajectoryStore()
     file = GroupFile(jsonl, store)
-    server = DashboardServer(jsonl.stem, store, host=host, port=port, token=token, refresh=file.refresh)
+    await asyncio.to_thread(file.refresh)
+    await _serve(pages(jsonl.stem, store, refresh=file.refresh), asyncio.Event().wait())
 
-    async def serve() -> None:
-        await asyncio.to_thread(file.refresh)
-        await server.start()
-        typer.echo(f"dashboard: {server.url}")
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await server.close()
 
-    asyncio.run(serve())
+async def _serve_server(pages: Callable[..., DashboardServer], url: str, key: str | None) -> None:
+    from atropos.cli.looking import ServerWatch, client_of
+
+    async with client_of(url, key, "--key", EXECUTOR_TOKEN_VARIABLE) as client:
+        watch = ServerWatch(client)
+        await watch.look()
+        await _serve(pages(watch.title, None, live=watch.view), watch.follow())
+
+
+async def _serve(server: DashboardServer, until: Awaitable[object]) -> None:
+    await server.start()
+    typer.echo(f"dashboard: {server.url}")
+    try:
+        await until
+    finally:
+        await server.close()

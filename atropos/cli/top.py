@@ -9,28 +9,25 @@ import sys
 import termios
 import tty
 from collections.abc import Awaitable, Callable, Generator
-from dataclasses import dataclass
 from typing import Annotated, NoReturn
-from urllib.parse import parse_qs, urlsplit
 
-import httpx
 import typer
-from pydantic import TypeAdapter, ValidationError
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from atropos.api.executor.models import ServerStatus
+from atropos.cli import looking
+from atropos.cli.looking import Look
 from atropos.cli.options import DEFAULT_JOB, Address, Job
 from atropos.cli.redraw import redrawn
-from atropos.dashboard.live import ContainerSlots, InFlight, LiveView
-from atropos.errors import BackendUnavailable, ConfigError
+from atropos.dashboard.live import ContainerSlots, LiveView
+from atropos.dashboard.text import figure
+from atropos.errors import BackendUnavailable
 from atropos.slots.backends.loading import open_survey
-from atropos.slots.backends.survey import Survey
 from atropos.terminal import visible as visible_lines
-from atropos.wire import Status
 
+TOKEN_VARIABLE = "ATROPOS_DASHBOARD_TOKEN"
 STATES = (("leased", "green"), ("others", "blue"), ("free", "bright_black"), ("retired", "red"))
 SPARKS = "▁▂▃▄▅▆▇█"
 CHARTS = (
@@ -44,17 +41,6 @@ CHARTS = (
 NARROW, WIDE = 60, 110
 """Columns below which, and from which on, less and more of a trajectory is shown."""
 
-
-@dataclass(frozen=True)
-class Look:
-    """One look at something that runs."""
-
-    title: str
-    view: LiveView
-
-
-_LOOK = TypeAdapter(Look)
-
 Asked = Callable[[], Awaitable[Look]]
 
 
@@ -66,9 +52,7 @@ def top(
             "--job-id"
         ),
     ] = None,
-    token: Annotated[
-        str | None, typer.Option(envvar="ATROPOS_DASHBOARD_TOKEN", help="where the URL doesn't carry it")
-    ] = None,
+    token: Annotated[str | None, typer.Option(envvar=TOKEN_VARIABLE, help="where the URL doesn't carry it")] = None,
     backend: Annotated[str, typer.Option(help="docker, nomad, or a plug-in's name; without a URL")] = "nomad",
     job_id: Job = DEFAULT_JOB,
     address: Address = None,
@@ -79,35 +63,13 @@ def top(
 
     async def run() -> None:
         if url is not None:
-            base, secret = _split(url, token)
-            async with httpx.AsyncClient(
-                base_url=base, headers={"Authorization": f"Bearer {secret}"}, timeout=10, trust_env=False
-            ) as client:
-                await _show(lambda: _remote(client), interval_s, once=once)
+            async with looking.client_of(url, token, "--token", TOKEN_VARIABLE) as client:
+                await _show(lambda: looking.remote(client), interval_s, once=once)
         else:
             async with await open_survey(backend, job_id, address=address) as survey:
-                await _show(lambda: _pool(survey, job_id), interval_s, once=once)
+                await _show(lambda: looking.pool(survey, job_id), interval_s, once=once)
 
     asyncio.run(run())
-
-
-def _split(url: str, token: str | None) -> tuple[str, str]:
-    """A base URL and the token.
-
-    Raises:
-        ConfigError: it is no http(s) URL, or there is no token.
-    """
-    try:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        valid, parts = False, urlsplit("")
-    secret = token or next(iter(parse_qs(parts.query).get("token", [])), "")
-    if not valid:
-        raise ConfigError(f"{url!r} is no http URL; write http://127.0.0.1:7580")
-    if not secret or not secret.isascii():  # as the … of an example is not
-        raise ConfigError("token: give the URL as the env printed it, --token, or ATROPOS_DASHBOARD_TOKEN")
-    return f"{parts.scheme}://{parts.netloc}", secret
 
 
 async def _show(look: Asked, interval_s: float, *, once: bool) -> None:
@@ -166,83 +128,6 @@ def _quit_key(shown: asyncio.Timeout, *, wanted: bool) -> Generator[None]:
         termios.tcsetattr(keys, termios.TCSADRAIN, before)
 
 
-# ------------------------------------------------------------------------------------------------------------ looking
-
-
-async def _remote(client: httpx.AsyncClient) -> Look:
-    """An env's dashboard, or the status of a sandbox server or executor server.
-
-    Raises:
-        BackendUnavailable: there is no answer.
-        ConfigError: the token is wrong, or it is neither.
-    """
-    try:
-        answer = await client.get("/live.json")
-        if answer.status_code == 200:
-            return _LOOK.validate_json(answer.content)
-        if answer.status_code == 404:
-            answer = await client.get("/v1/status")
-            if answer.status_code == 200:
-                return _server(str(client.base_url), Status.model_validate_json(answer.content))
-        if answer.status_code == 404:
-            answer = await client.get("/status")
-            if answer.status_code == 200:
-                return _executor_server(str(client.base_url), ServerStatus.model_validate_json(answer.content))
-    except httpx.TransportError as error:
-        raise BackendUnavailable(f"{client.base_url} does not answer: {error or type(error).__name__}") from None
-    except ValidationError as error:
-        raise ConfigError(f"{client.base_url}: {error.errors()[0]['msg']}; is it of another version?") from None
-    if answer.status_code == 401:
-        raise ConfigError(f"{client.base_url} refuses the token")
-    if answer.status_code == 403:
-        raise ConfigError(f"{client.base_url} shows itself to admin keys alone")
-    raise ConfigError(
-        f"{client.base_url} is neither the dashboard of a running env nor a sandbox or executor server "
-        f"({answer.status_code})"
-    )
-
-
-def _server(name: str, status: Status) -> Look:
-    return Look(
-        name, LiveView(uptime_s=status.uptime_s, containers=[_container("server", status)], in_flight=_leases(status))
-    )
-
-
-def _executor_server(name: str, status: ServerStatus) -> Look:
-    others = max(0, status.slots - status.leased - status.free - status.retired)
-    pool = ContainerSlots(
-        f"{status.containers} containers", status.leased, status.free, status.retired, others, ready=not status.trouble
-    )
-    opened = [
-        InFlight(f"{each.key} {each.id}", each.image or "", each.age_s, each.state, 0.0, each.calls)
-        for each in status.opened
-    ]
-    return Look(name, LiveView(containers=[pool], in_flight=opened, waiting=status.waiting, trouble=status.trouble))
-
-
-async def _pool(survey: Survey, job_id: str) -> Look:
-    seen, trouble = await survey.look()
-    containers: list[ContainerSlots] = []
-    in_flight: list[InFlight] = []
-    for each in seen:
-        name = f"{each.container.index} {each.container.id}"
-        if each.status is None:
-            containers.append(ContainerSlots(name, 0, 0, 0, 0, ready=False))
-        else:
-            containers.append(_container(name, each.status))
-            in_flight += _leases(each.status)
-    return Look(job_id, LiveView(containers=containers, in_flight=in_flight, trouble=trouble))
-
-
-def _container(name: str, status: Status) -> ContainerSlots:
-    others = max(0, status.slots - status.leased - status.free - status.retired)
-    return ContainerSlots(name, status.leased, status.free, status.retired, others, ready=not status.draining)
-
-
-def _leases(status: Status) -> list[InFlight]:
-    return [InFlight(each.trajectory_id, each.slot, each.age_s, each.state, 0.0, each.calls) for each in status.leases]
-
-
 # ------------------------------------------------------------------------------------------------------------- drawing
 
 
@@ -283,9 +168,10 @@ class LookScreen:
             pairs = [f"{name} {value}" for name, value in view.numbers.items() if name not in hidden]
             lines += [_line(text, width, "none") for text in _packed(pairs, width)]
         if view.history:
-            values = {name: [float(getattr(each, field)) for each in view.history] for name, field in CHARTS}
+            series = {name: [getattr(each, field) for each in view.history] for name, field in CHARTS}
+            values = {name: [float(n or 0) for n in each] for name, each in series.items() if None not in each}
             each_width = max(8, width // (2 if width < NARROW else 3) - 24)
-            cells = [f"{name:>16} {_spark(series, each_width)} {series[-1]:<6.3g}" for name, series in values.items()]
+            cells = [f"{name:>16} {_spark(each, each_width)} {figure(each[-1]):<6}" for name, each in values.items()]
             across = 1 if width < NARROW else 2 if width < WIDE else 3
             lines += [_line("".join(cells[at : at + across]), width, "cyan") for at in range(0, len(cells), across)]
         if view.trouble:
@@ -322,15 +208,15 @@ def _flight(view: LiveView, width: int, rows: int) -> Table:
     oldest = sorted(view.in_flight, key=lambda each: -each.age_s)
     for each in oldest[:rows]:
         cells = [
-            _middle_cut(visible(each.trajectory_id), room),
+            _middle_cut(visible(f"{each.key} {each.trajectory_id}".strip()), room),
             f"{each.age_s:.0f}s",
-            visible(each.doing),
+            visible(": ".join(filter(None, (each.state, each.doing)))),
             f"{each.doing_s:.0f}s",
         ]
         if width >= NARROW:
             cells.insert(2, str(each.calls))
         if width >= WIDE:
-            cells.insert(1, visible(each.item))
+            cells.insert(1, visible(each.item or each.image))
         table.add_row(*(Text(cell, overflow="ellipsis", no_wrap=True) for cell in cells))
     if len(oldest) > rows:
         table.caption = f"and {len(oldest) - rows} more, younger ones"

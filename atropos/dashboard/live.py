@@ -1,29 +1,28 @@
-"""What a running env shows of itself: plain data, taken when a page asks for it."""
+"""What a running env or server shows of itself: plain data, taken when a page asks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True)
-class ContainerSlots:
-    """A container's slots by state; `others` are held by other clients or unknown.
-
-    A lease of several slots' memory counts as that many.
-    """
-
-    name: str
-    leased: int
-    free: int
-    retired: int
-    others: int
-    ready: bool
+from atropos.slots.pool.stats import ContainerSlots
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """A trajectory that runs. `doing` is its tool call, or `model` between calls; ages in seconds."""
+    """A trajectory or sandbox that is open.
+
+    Attributes:
+        item: what a trajectory is about; empty: it is a server's, which doesn't know.
+        age_s: since it was opened, in seconds.
+        doing: its tool call, or `model` between calls; of a server's the latest call or command.
+        doing_s: since that began, in seconds.
+        calls: those that ended, of a trajectory; of a server's those that run or wait.
+        key: whose it is, on a server with keys.
+        image: what its slot starts from; empty: the base.
+        container: where its slot is; empty: it has none now.
+        state: as the server says, `running`, `paused` or `broken`.
+    """
 
     trajectory_id: str
     item: str
@@ -31,11 +30,15 @@ class InFlight:
     doing: str
     doing_s: float
     calls: int
+    key: str = ""
+    image: str = ""
+    container: str = ""
+    state: str = ""
 
 
 @dataclass(frozen=True)
 class LiveSample:
-    """The numbers of one interval.
+    """The numbers of one interval; None: whatever is looked at doesn't count that.
 
     Attributes:
         trajectories_per_min: finished in it, as a rate.
@@ -44,20 +47,21 @@ class LiveSample:
         leased / waiting: slots and acquires at its end.
     """
 
-    trajectories_per_min: float = 0.0
-    calls_per_s: float = 0.0
-    call_p50_s: float = 0.0
-    call_p99_s: float = 0.0
+    trajectories_per_min: float | None = None
+    calls_per_s: float | None = None
+    call_p50_s: float | None = None
+    call_p99_s: float | None = None
     leased: int = 0
     waiting: int = 0
 
 
 @dataclass(frozen=True)
 class LiveView:
-    """One look at a running env.
+    """One look at a running env or server.
 
     Attributes:
         numbers: name and value of each headline figure.
+        in_flight: trajectories, of an env; of a server all that is open there.
         faults: (kind, code, count), for groups dropped, retries and hooks' errors.
         recent: (Unix seconds, kind, text) of the latest faults, the latest first.
         history: samples, the oldest first, `every_s` apart.

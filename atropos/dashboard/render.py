@@ -20,9 +20,10 @@ import jinja2
 from atropos.dashboard.changes import ChangedFile, Changes
 from atropos.dashboard.conversation import Message
 from atropos.dashboard.records import as_text
-from atropos.dashboard.replay import events
+from atropos.dashboard.replay import events, screen
+from atropos.dashboard.scores import PASSING, RatesTable, ScoreHistory
 from atropos.dashboard.store import Details, StoredTrajectory, entry_of, item_of, members, read_groups, scores_of
-from atropos.dashboard.text import duration, number, short
+from atropos.dashboard.text import duration, figure, number, short
 from atropos.terminal import visible
 
 PAGE_TRAJECTORIES = 1000
@@ -74,11 +75,12 @@ def clock(seconds: float) -> str:
 
 
 def spark(values: Sequence[float]) -> str:
-    """The points of a polyline from 0 to the largest value, 240 wide and 40 high."""
+    """The points of a polyline from 0, or the smallest value below it, to the largest; 240 wide and 40 high."""
     values = values[:: -max(1, -(-len(values) // SPARK_POINTS))][::-1]
-    top = max([*values, 1e-9])
+    low = min([*values, 0.0])
+    height = max([*values, low + 1e-9]) - low
     step = 240 / max(1, len(values) - 1)
-    return " ".join(f"{at * step:.1f},{39 - value / top * 38:.1f}" for at, value in enumerate(values))
+    return " ".join(f"{at * step:.1f},{39 - (value - low) / height * 38:.1f}" for at, value in enumerate(values))
 
 
 def bars(entry: StoredTrajectory) -> list[tuple[str, float, float, float]]:
@@ -146,11 +148,13 @@ def _environment() -> jinja2.Environment:
         "bars": bars,
         "clock": clock,
         "duration": duration,
+        "figure": figure,
         "number": number,
         "digest": digest,
         "lines_changed": lines_changed,
         "diff_lines": diff_lines,
         "replay": functools.partial(events, most=MAX_CELL_CHARS),
+        "screen": screen,
     }
     environment.filters.update(added)
     globals_ = cast("dict[str, object]", environment.globals)
@@ -199,17 +203,26 @@ def _write_groups(jsonl: Path, body: TextIO) -> dict[str, object]:
 
     A file of weeks holds many times as many, and reading them all would keep an env from ending for as long.
     """
-    groups, scores, more = 0, list[float](), False
+    groups, entries, more = 0, list[StoredTrajectory](), False
     for group in read_groups(jsonl):
-        if more := len(scores) >= PAGE_TRAJECTORIES:
+        if more := len(entries) >= PAGE_TRAJECTORIES:
             break
-        item, room = item_of(group), PAGE_TRAJECTORIES - len(scores)
+        item, room = item_of(group), PAGE_TRAJECTORIES - len(entries)
         siblings = [entry_of(one, item=item) for one in itertools.islice(members(group), room)]
-        each_score = [entry.score for entry, _ in siblings]
-        body.write(
-            render("static_group.html", name=item, siblings=siblings, mean=sum(each_score) / max(1, len(each_score)))
-        )
-        groups, scores = groups + 1, scores + each_score
+        own = [entry for entry, _ in siblings]
+        body.write(render("static_group.html", name=item, siblings=siblings, mean=_mean(own)))
+        groups, entries = groups + 1, entries + own
         if more := len(scores_of(group)) > room:
             break
-    return {"groups": groups, "trajectories": len(scores), "mean": sum(scores) / max(1, len(scores)), "more": more}
+    return {
+        "groups": groups,
+        "trajectories": len(entries),
+        "mean": _mean(entries),
+        "more": more,
+        "scores": ScoreHistory.of(entries),
+        "table": RatesTable.of(entries, PASSING),
+    }
+
+
+def _mean(entries: Sequence[StoredTrajectory]) -> float:
+    return sum(entry.score for entry in entries) / max(1, len(entries))

@@ -25,6 +25,12 @@ UNKNOWN_S = 1.0
 """Of a turn, and of its calls, where the record has no times."""
 KEPT = re.compile("\x1b\\[[0-9;]{0,40}m|\x1b\\[[0-2]?K|[\t\n\r\b]")
 """What a replay keeps of a program's control sequences: colours, the line's erasure, and plain movement."""
+COLOURS = re.compile("\x1b\\[[0-9;]*m|\r$")
+"""What a line without colours leaves out, its end among it."""
+MOVES = re.compile("[\r\b\t](?!$)|\x1b\\[[0-2]?K")
+PIECES = re.compile("\x1b\\[[0-2]?K|.")
+ROWS_KEPT = 2000
+"""Lines that the player's screen keeps; see `replay.js`."""
 BOLD, DIM, RED, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
 
 Event = tuple[float, str]
@@ -49,6 +55,34 @@ def asciicast(entry: StoredTrajectory, details: Details) -> str:
     header = {"version": 2, "width": COLUMNS, "height": ROWS, "idle_time_limit": 2.0, "title": title}
     lines = [json.dumps(header), *(json.dumps([at, "o", text]) for at, text in events(details))]
     return "".join(f"{line}\n" for line in lines)
+
+
+def screen(events: Sequence[Event]) -> str:
+    """What the player's screen shows at the end, as plain text."""
+    lines = "".join(text for _, text in events).split("\n")[-ROWS_KEPT:]
+    return "\n".join(_row(line) if MOVES.search(line) else COLOURS.sub("", line) for line in lines).strip("\n")
+
+
+def _row(line: str) -> str:
+    """A line on which a program moved, as a terminal shows it in the end."""
+    cells: list[str] = []
+    column = 0
+    for piece in PIECES.findall(COLOURS.sub("", line)):
+        if piece == "\r":
+            column = 0
+        elif piece == "\b":
+            column = max(0, column - 1)
+        elif len(piece) > 1:
+            if piece[2] == "1":
+                cells[: column + 1] = " " * min(len(cells), column + 1)
+            else:
+                del cells[0 if piece[2] == "2" else column :]
+        else:
+            text = " " * (8 - column % 8) if piece == "\t" else piece
+            cells += " " * (column - len(cells))
+            cells[column : column + len(text)] = text
+            column += len(text)
+    return "".join(cells)
 
 
 def _events(details: Details, most: int) -> Iterator[Event]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -12,23 +11,21 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from http.cookies import CookieError, SimpleCookie
+from typing import Any
 from urllib.parse import parse_qs, urlencode
 
 import h11
 from aiohttp import web
 
-from atropos.dashboard.live import LiveView
-from atropos.dashboard.render import PLAYER, SCRIPT, STYLE, aligned, render, verdicts
-from atropos.dashboard.replay import asciicast
-from atropos.dashboard.store import Details, Query, StoredTrajectory, TrajectoryStore
+from atropos.dashboard.live import InFlight, LiveView
+from atropos.dashboard.ordering import Columns, Order
+from atropos.dashboard.pages import StoredPages, link
+from atropos.dashboard.render import PLAYER, SCRIPT, STYLE, render
+from atropos.dashboard.store import TrajectoryStore
 from atropos.net.admission import Admission, BearerToken
 from atropos.net.site import Site
 from atropos.net.sockets import listen
 
-PAGE = 50
-"""Trajectories in a page of the list."""
-SIBLINGS = 16
-"""Columns of a group's page."""
 FRESH_S = 1.5
 """How long a look at the env serves all who ask."""
 CHARTS = (
@@ -39,6 +36,18 @@ CHARTS = (
     ("slots leased", "leased", ""),
     ("waiting for a slot", "waiting", ""),
 )
+IN_FLIGHT: Columns[InFlight] = {
+    "trajectory": lambda row: row.trajectory_id,
+    "key": lambda row: row.key,
+    "item": lambda row: row.item,
+    "image": lambda row: row.image,
+    "container": lambda row: row.container,
+    "state": lambda row: row.state,
+    "age": lambda row: row.age_s,
+    "calls": lambda row: row.calls,
+    "now": lambda row: row.doing,
+    "for": lambda row: row.doing_s,
+}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -87,7 +96,7 @@ class DashboardServer:
 
     Args:
         title: of every page.
-        store: the trajectories.
+        store: the trajectories; None: whatever is looked at keeps none, and there is the live page alone.
         host, port: where to listen; port 0 takes a free one.
         setting: the setting that an error about the address names.
         token: what a reader must show; None: a new one.
@@ -98,7 +107,7 @@ class DashboardServer:
     def __init__(
         self,
         title: str,
-        store: TrajectoryStore,
+        store: TrajectoryStore | None,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -108,10 +117,12 @@ class DashboardServer:
         refresh: Callable[[], None] | None = None,
     ) -> None:
         self.host, self.port, self._setting = host, port, setting
-        self._title, self._store = title, store
+        self._title = title
+        self._stored = None if store is None else StoredPages(store, self._page, refresh)
         self._token = token or secrets.token_urlsafe(24)
-        self._live, self._refresh = live, refresh
-        self._fragment, self._fragment_at = "", -math.inf
+        self._live = live
+        self._fragments: dict[str, str] = {}
+        self._fragments_at = -math.inf
         self._readers: Readers  # from `start` on
         self._site: Site | None = None
 
@@ -133,10 +144,7 @@ class DashboardServer:
             "/": self._home,
             "/live": self._live_fragment,
             "/live.json": self._live_json,
-            "/trajectories": self._list,
-            r"/trajectory/{number:\d{1,15}}": self._trajectory,
-            r"/trajectory/{number:\d{1,15}}.cast": self._cast,
-            r"/group/{number:\d{1,15}}": self._group,
+            **({} if self._stored is None else self._stored.routes()),
             "/style.css": functools.partial(_static, STYLE, "text/css"),
             "/script.js": functools.partial(_static, SCRIPT, "text/javascript"),
             "/replay.js": functools.partial(_static, PLAYER, "text/javascript"),
@@ -182,78 +190,46 @@ class DashboardServer:
         answer.headers.update(HEADERS)
         return answer
 
-    def _page(self, template: str, code: int = 200, **values: object) -> web.Response:
-        return _html(render(template, title=self._title, live=self._live is not None, **values), code)
+    def _page(self, template: str, /, *, code: int = 200, **values: Any) -> web.Response:
+        pages = {"live": self._live is not None, "stored": self._stored is not None}
+        return _html(render(template, title=self._title, **pages, **values), code)
 
     async def _home(self, request: web.Request) -> web.Response:
         if self._live is None:
-            return await self._list(request)
-        return self._page("live.html", view=self._live(), charts=CHARTS)
+            assert self._stored is not None
+            return await self._stored.list_all(request)
+        order = Order.asked(request.query.get("sort", ""), IN_FLIGHT)
+        return self._page("live.html", **self._looked(self._live(), order))
 
-    async def _live_fragment(self, _request: web.Request) -> web.Response:
+    async def _live_fragment(self, request: web.Request) -> web.Response:
         if self._live is None:
             raise web.HTTPNotFound(reason="no env runs here")
-        if time.monotonic() - self._fragment_at > FRESH_S:
-            self._fragment = render("live_fragment.html", view=self._live(), charts=CHARTS)
-            self._fragment_at = time.monotonic()
-        return _html(self._fragment)
+        if time.monotonic() - self._fragments_at > FRESH_S:
+            self._fragments.clear()
+            self._fragments_at = time.monotonic()
+        order = Order.asked(request.query.get("sort", ""), IN_FLIGHT)
+        if str(order) not in self._fragments:
+            self._fragments[str(order)] = render("live_fragment.html", **self._looked(self._live(), order))
+        return _html(self._fragments[str(order)])
+
+    def _looked(self, view: LiveView, order: Order[InFlight]) -> dict[str, Any]:
+        """What the live page shows of a look."""
+        counted = {name: [getattr(sample, name) for sample in view.history] for _, name, _ in CHARTS}
+        return {
+            "view": view,
+            "in_flight": order.sorted(view.in_flight),
+            "order": order,
+            "link": functools.partial(link, "/", {}),
+            "charts": [(text, counted[name], unit) for text, name, unit in CHARTS if None not in counted[name]],
+            "scores": None if self._stored is None else self._stored.scores(),
+            "of_server": self._stored is None,
+        }
 
     async def _live_json(self, _request: web.Request) -> web.Response:
         """The same look as data, for `atropos top`."""
         if self._live is None:
             raise web.HTTPNotFound(reason="no env runs here")
         return web.json_response({"title": self._title, "view": dataclasses.asdict(self._live())})
-
-    async def _list(self, request: web.Request) -> web.Response:
-        if self._refresh is not None:
-            await asyncio.to_thread(self._refresh)
-        filters = {name: request.query.get(name, "").strip()[:500] for name in ("text", "item", "error", "tool")}
-        query = Query(**filters, least=_bound(request, "least"), most=_bound(request, "most"))
-        asked = request.query.get("page", "1")
-        page = max(1, int(asked)) if asked.isascii() and asked.isdigit() and len(asked) < 10 else 1
-        find = functools.partial(self._store.find, query, first=(page - 1) * PAGE, limit=PAGE)
-        entries, total = await asyncio.to_thread(find)
-        reasons, tools = await asyncio.to_thread(self._store.facets)
-        parameters = {name: value for name, value in request.query.items() if name != "page"}
-        return self._page(
-            "list.html",
-            entries=entries,
-            total=total,
-            kept=len(self._store),
-            page=page,
-            pages=max(1, math.ceil(total / PAGE)),
-            query=query,
-            reasons=reasons,
-            tools=tools,
-            forgotten=self._store.forgotten,
-            link=functools.partial(_link, parameters),
-        )
-
-    async def _trajectory(self, request: web.Request) -> web.Response:
-        entry, details = await self._found(request)
-        return await asyncio.to_thread(self._page, "trajectory.html", entry=entry, details=details)
-
-    async def _cast(self, request: web.Request) -> web.Response:
-        entry, details = await self._found(request)
-        body = (await asyncio.to_thread(asciicast, entry, details)).encode()
-        name = f'attachment; filename="trajectory-{entry.number}.cast"'
-        return web.Response(body=body, content_type="application/x-asciicast", headers={"Content-Disposition": name})
-
-    async def _found(self, request: web.Request) -> tuple[StoredTrajectory, Details]:
-        stored = await asyncio.to_thread(self._store.get, int(request.match_info["number"]))
-        if stored is None:
-            raise web.HTTPNotFound(reason="This trajectory is not kept.")
-        return stored
-
-    async def _group(self, request: web.Request) -> web.Response:
-        siblings = await asyncio.to_thread(self._store.group, int(request.match_info["number"]))
-        if not siblings:
-            raise web.HTTPNotFound(reason="This group is not kept.")
-        return await asyncio.to_thread(self._group_page, siblings[:SIBLINGS], len(siblings[SIBLINGS:]))
-
-    def _group_page(self, siblings: list[tuple[StoredTrajectory, Details]], more: int) -> web.Response:
-        rows, outcomes = aligned(siblings), verdicts(siblings)
-        return self._page("group.html", siblings=siblings, more=more, rows=rows, verdicts=outcomes)
 
 
 def _html(text: str, code: int = 200) -> web.Response:
@@ -263,26 +239,3 @@ def _html(text: str, code: int = 200) -> web.Response:
 
 async def _static(text: str, kind: str, _request: web.Request) -> web.Response:
     return web.Response(text=text, content_type=kind)
-
-
-def _link(query: dict[str, str], page: int) -> str:
-    """The address of a page of the same list."""
-    return "/trajectories?" + urlencode({**query, "page": page}, errors="backslashreplace")
-
-
-def _bound(request: web.Request, name: str) -> float | None:
-    """A bound of the score; None: there is none.
-
-    Raises:
-        web.HTTPBadRequest: it is no number.
-    """
-    text = request.query.get(name, "").strip()
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise web.HTTPBadRequest(reason=f"{name} is a score: it must be a number.")
-    return value

@@ -10,10 +10,12 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 from atropos.dashboard.changes import Changes, changes_of
 from atropos.dashboard.conversation import Message, conversation
+from atropos.dashboard.ordering import Columns, Order
 from atropos.dashboard.records import as_dict, as_list, finite
 
 MAX_TRAJECTORIES = 20_000
@@ -28,6 +30,7 @@ class StoredTrajectory:
     Attributes:
         number: unique in its store, consecutive.
         group: of its group, unique in its store.
+        began: when its first turn began, in Unix seconds; None: its record doesn't say.
         tools: names of the tools that were called.
         tool_errors: results that say that their call failed.
     """
@@ -45,6 +48,7 @@ class StoredTrajectory:
     tools: tuple[str, ...]
     tool_errors: int
     phases: dict[str, float]
+    began: float | None
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Query:
 
     Attributes:
         text: found in messages, verifier output or id, whatever the case of ASCII letters.
-        item: part of the item's name.
+        item: part of the item's name; its whole name with `whole_item`.
         error: a stop reason, or `tools` for any trajectory with a failed call.
         tool: name of a tool that was called.
         least / most: bounds of the score, inclusive.
@@ -75,16 +79,31 @@ class Query:
     tool: str = ""
     least: float | None = None
     most: float | None = None
+    whole_item: bool = False
 
     def admits(self, entry: StoredTrajectory) -> bool:
         """Whether an entry matches all but the text."""
         return (
-            self.item.lower() in entry.item.lower()
+            (self.item == entry.item.strip() if self.whole_item else self.item.lower() in entry.item.lower())
             and (not self.tool or self.tool in entry.tools)
             and (not self.error or entry.stop_reason == self.error or (self.error == "tools" and entry.tool_errors > 0))
             and (self.least is None or entry.score >= self.least)
             and (self.most is None or entry.score <= self.most)
         )
+
+
+COLUMNS: Columns[StoredTrajectory] = {
+    "score": lambda entry: entry.score,
+    "item": lambda entry: entry.item,
+    "trajectory": lambda entry: entry.trajectory_id,
+    "began": lambda entry: entry.began or 0.0,
+    "steps": lambda entry: entry.steps,
+    "calls": lambda entry: entry.calls,
+    "failed": lambda entry: entry.tool_errors,
+    "seconds": lambda entry: entry.seconds,
+    "ended": lambda entry: entry.stop_reason,
+}
+LATEST_FIRST = Order.asked("", COLUMNS)
 
 
 class TrajectoryStore:
@@ -124,8 +143,15 @@ class TrajectoryStore:
             self._rows.clear()
             self._bytes = self.forgotten = 0
 
-    def find(self, query: Query, *, first: int = 0, limit: int = 50) -> tuple[list[StoredTrajectory], int]:
-        """A page of the matching entries, the latest first, and how many match in all."""
+    def entries(self) -> list[StoredTrajectory]:
+        """All, the oldest first."""
+        with self._lock:
+            return [entry for entry, _ in self._rows]
+
+    def find(
+        self, query: Query, *, first: int = 0, limit: int = 50, order: Order[StoredTrajectory] = LATEST_FIRST
+    ) -> tuple[list[StoredTrajectory], int]:
+        """A page of the matching entries, and how many match in all."""
         with self._lock:
             rows = list(self._rows)
         needle = json.dumps(query.text, ensure_ascii=False)[1:-1].encode(errors="surrogatepass").lower()
@@ -137,7 +163,7 @@ class TrajectoryStore:
                 not needle or needle in entry.trajectory_id.lower().encode() or needle in zlib.decompress(blob).lower()
             )
         ]
-        return matching[first : first + limit], len(matching)
+        return order.sorted(matching)[first : first + limit], len(matching)
 
     def get(self, number: int) -> tuple[StoredTrajectory, Details] | None:
         """A trajectory; None: there is none, or it is forgotten."""
@@ -154,8 +180,7 @@ class TrajectoryStore:
 
     def facets(self) -> tuple[list[str], list[str]]:
         """The stop reasons and the tools there are, the most frequent first."""
-        with self._lock:
-            entries = [entry for entry, _ in self._rows]
+        entries = self.entries()
         reasons = Counter(entry.stop_reason for entry in entries)
         tools = Counter(tool for entry in entries for tool in entry.tools)
         return [name for name, _ in reasons.most_common(30)], [name for name, _ in tools.most_common(50)]
@@ -257,8 +282,16 @@ def entry_of(trajectory: Mapping[str, object], *, item: str) -> tuple[StoredTraj
         tools=tuple(dict.fromkeys(part.name for part in parts if part.name)),
         tool_errors=sum(part.failed for part in parts),
         phases={str(name): finite(value) for name, value in as_dict(trajectory.get("phases")).items()},
+        began=_moment(details.turns[0].get("started_at")) if details.turns else None,
     )
     return entry, details
+
+
+def _moment(value: object) -> float | None:
+    try:
+        return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def _details(trajectory: Mapping[str, object]) -> Details:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 MAX_MESSAGE_CHARS = 20_000
 
 
@@ -25,6 +27,15 @@ def duration(seconds: float) -> str:
         return f"{minutes} min"
     hours = minutes // 60
     return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def figure(value: float) -> str:
+    """A number in three digits or more, without an exponent: `0.0312`, `4.5`, `1,234`; 0 below a millionth."""
+    if abs(value) < 1e-6:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def number(count: int, noun: str, nouns: str = "") -> str:

@@ -23,6 +23,8 @@ DeepSeek's have a wide bar (U+FF5C), and its tokenizers don't mark those that op
 
 MAX_CALL_ID = 200
 """Longest id of a call."""
+LINE_CHARS = 200
+"""Of what a list shows of a call or command."""
 
 
 def escape_framing(text: str) -> str:
@@ -53,6 +55,10 @@ class ToolCall(FrozenModel):
     name: str
     arguments: dict[str, object] | str = Field(default_factory=dict)
     id: str = Field(default_factory=new_call_id, min_length=1, max_length=MAX_CALL_ID)
+
+    def line(self) -> str:
+        """The call in a line, for people; long arguments are cut."""
+        return f"{self.name} {json.dumps(self.arguments, default=str)[:LINE_CHARS]}"
 
 
 def call_with_id(identity: str, name: str, arguments: dict[str, object] | str) -> ToolCall:

@@ -1,10 +1,14 @@
-"""An env's live pages during a real run on local slots."""
+"""Live pages: an env's during a real run on local slots, and those over an executor server."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import html
+import json
 import re
+import sys
+from collections.abc import AsyncGenerator
 
 import httpx
 import pytest
@@ -13,6 +17,8 @@ from typer.testing import CliRunner
 from atropos.cli.app import command_line
 from atropos.envs import HermesAgentBaseEnv
 from tests.e2e.hermes_support import call, groups, make, script
+from tests.e2e.servers import TOKEN, running
+from tests.security.tenants import ALICE, BOB, key
 from tests.settings import shows
 
 CHANGES = "touch made; echo new >> kept; rm gone; read < /tmp/gate"
@@ -28,6 +34,7 @@ class Env(HermesAgentBaseEnv):
     name = "shown"
     pages: dict[str, str]
     tokens: set[str]
+    servers: set[int]
 
     async def setup(self):
         self.pages = {}
@@ -60,6 +67,7 @@ class Env(HermesAgentBaseEnv):
     async def look(self):
         """At the live page, while both members are at work."""
         self.pages["live"] = ""
+        self.servers = {int(each.id.partition("-")[0]) for each in self.pool.backend.containers()}
         async with self.client() as client, httpx.AsyncClient(timeout=60) as bare:
             self.pages["bare"] = str((await bare.get(client.base_url)).status_code)
             while self.pages["live"].count(html.escape(CHANGES)) < 2:
@@ -92,6 +100,8 @@ async def test_run_is_seen_live_and_after(policy, tmp_path, capfd):
     assert "s3cret" not in env.config.model_dump_json()
     await env.process_manager()
     assert env.pages["bare"] == "401"
+    pid = re.search(r'<td class="one">0 pid (\d+)<', env.pages["live"])[1]
+    assert int(pid) in env.servers, "a trajectory's container is named after its server's process"
     cells = re.search(r'<span class="cells">(.*?)</span>', env.pages["live"])[1]
     assert [cells.count(f'class="{state}"') for state in ("leased", "free", "retired", "others")] == [2, 2, 0, 0]
     assert "terminal" in env.pages["end"]
@@ -122,3 +132,82 @@ async def test_run_is_seen_live_and_after(policy, tmp_path, capfd):
     async with env.client() as client:
         with pytest.raises(httpx.ConnectError):
             await client.get("/")
+
+
+@contextlib.asynccontextmanager
+async def dashboard_of(url: str, secret: str) -> AsyncGenerator[httpx.AsyncClient]:
+    """`atropos dashboard URL` with a server's key; a reader of its pages."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "atropos.cli", "dashboard", url, "--port", "0", "--key", secret, "--token", "reader"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        said = (await process.stdout.readline()).decode()
+        address = said.removeprefix("dashboard: ").partition("/?")[0]
+        assert address.startswith("http"), said
+        async with httpx.AsyncClient(base_url=address, headers={"Authorization": "Bearer reader"}) as reader:
+            yield reader
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+async def test_operators_see_what_is_open(tmp_path):
+    (tmp_path / "keys.json").write_text(json.dumps({"alice": key(ALICE), "bob": key(BOB)}))
+    settings = ("--backend", "local", "--max-containers", "1", "--slots-per-container", "4")
+    async with (
+        running("executor-server", *settings, "--keys-file", str(tmp_path / "keys.json")) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
+    ):
+        alice, bob = ({"Authorization": f"Bearer {secret}", "X-API-Key": secret} for secret in (ALICE, BOB))
+        opened = {"trajectory_id": "alices-own"}
+        (await client.post("/trajectories", json=opened, headers=alice)).raise_for_status()
+        asked = {"name": "terminal", "arguments": {"command": "echo of-alice"}}
+        (await client.post("/trajectories/alices-own/calls", json=asked, headers=alice)).raise_for_status()
+        made = await client.post("/e2b/sandboxes", json={"templateID": "base"}, headers=bob)
+        sandbox = made.json()["sandboxID"]
+        start = json.dumps({"process": {"cmd": "/bin/bash", "args": ["-l", "-c", "sleep 9876"]}}).encode()
+        framed = b"\0" + len(start).to_bytes(4, "big") + start
+        inside = {**bob, "E2b-Sandbox-Id": sandbox, "Content-Type": "application/connect+json"}
+        async with client.stream("POST", "/e2b/process.Process/Start", content=framed, headers=inside) as output:
+            await anext(output.aiter_bytes())  # the process's start
+            async with dashboard_of(server.url, TOKEN) as reader:
+                page = (await reader.get("/", params={"sort": "key"})).raise_for_status().text
+                rows = [re.sub(r"<[^>]*>", "\n", row) for row in page.split("<tbody>")[1].split("<tr>")[1:]]
+                told = [[html.unescape(cell) for cell in row.split("\n") if cell] for row in rows]
+                [of_alice, of_bob] = told
+                container = of_alice[3]
+                assert re.fullmatch(r"0 pid \d+", container)
+                assert of_alice[:3] == ["alice", "alices-own", "(base)"]
+                assert [of_alice[4], of_alice[6], of_alice[7]] == ["open", "0", 'terminal {"command": "echo of-alice"}']
+                assert of_bob[:5] == ["bob", sandbox, "base", container, "running"]
+                assert of_bob[6:8] == ["1", "sleep 9876"]
+                assert f'aria-label="container {container}: 2 leased, 2 free, 0 retired"' in page
+                for secret in (TOKEN, ALICE, BOB):
+                    assert secret not in page
+                (await client.delete("/trajectories/alices-own", headers=alice)).raise_for_status()
+
+                async def shown() -> str:
+                    return (await reader.get("/live")).text
+
+                async with asyncio.timeout(30):
+                    while "alices-own" in await shown():  # noqa: ASYNC110
+                        await asyncio.sleep(0.2)
+                server.process.terminate()
+                async with asyncio.timeout(60):
+                    while "does not answer" not in await shown():  # noqa: ASYNC110
+                        await asyncio.sleep(0.2)
+                assert sandbox in await shown(), "the last numbers stay"
+
+
+@pytest.mark.parametrize(
+    ("secret", "said"), [(ALICE, "shows itself to admin keys alone"), ("wrong", "refuses the token")]
+)
+async def test_other_keys_see_nothing(tmp_path, secret, said):
+    (tmp_path / "keys.json").write_text(json.dumps({"alice": key(ALICE)}))
+    async with running("executor-server", "--keys-file", str(tmp_path / "keys.json"), "--backend", "local") as server:
+        with pytest.raises(AssertionError, match=said):
+            async with dashboard_of(server.url, secret):
+                pass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from dataclasses import dataclass, field
 
 from atropos.api.accounts.audit import AuditLog
 from atropos.api.accounts.keys import KeySettings
@@ -12,6 +14,19 @@ from atropos.slots import EgressSecret, Share
 _log = logging.getLogger(__name__)
 FREQUENT = frozenset({"call", "command"})
 """Events that the audit log has, and the server's log has not."""
+
+
+@dataclass
+class Latest:
+    """The latest call or command of a trajectory or sandbox, in a line; for admins."""
+
+    line: str = ""
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it began; 0 where there was none."""
+        return time.monotonic() - self.began if self.line else 0.0
 
 
 class Account:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from atropos.api.e2b.connect import RpcError
+from atropos.tools.models import LINE_CHARS
 
 
 class ConnectMessage(BaseModel):
@@ -186,6 +188,11 @@ class ProcessConfig(ConnectMessage):
     args: tuple[str, ...] = ()
     envs: dict[str, str] = Field(default_factory=dict)
     cwd: str | None = None
+
+    def line(self) -> str:
+        """The command in a line, for people, without the shell that the SDK has it run by; a long one is cut."""
+        by_shell = self.args[:-1] == ("-l", "-c")
+        return (self.args[-1] if by_shell else shlex.join([self.cmd, *self.args]))[:LINE_CHARS]
 
 
 class Start(ConnectMessage):

@@ -11,6 +11,7 @@ import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
 
 from atropos.aio import Tasks
+from atropos.api.accounts.account import Latest
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.files import path_of
@@ -59,6 +60,7 @@ async def start(
     command = await _started(sandbox, message, user)
     process = command.process
     sandbox.commands[process.pid] = command
+    sandbox.latest = Latest(message.process.line())
     if deadline_s is not None:  # even if the client has disconnected by then
         command.killing = sandbox.tasks.spawn(_kill_after(process, deadline_s), f"deadline of {process.pid}")
     async with contextlib.aclosing(_events(sandbox, process, command, deadline_s, ping_s)) as events:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from atropos.aio import Tasks
-from atropos.api.accounts.account import Account
+from atropos.api.accounts.account import Account, Latest
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.recipes import SandboxStart
@@ -101,6 +101,7 @@ class E2bSandbox:
     """Held while it is resumed or ended."""
     # in its slot: none in a copy of this one, which has another
     commands: dict[int, E2bCommand] = field(init=False, default_factory=dict[int, E2bCommand])
+    latest: Latest = field(init=False, default_factory=Latest)
     watchers: dict[str, Watcher] = field(init=False, default_factory=dict[str, Watcher])
     tasks: Tasks = field(init=False, default_factory=lambda: Tasks("E2B sandbox"))
     """What goes on for clients: it ends with the sandbox at the latest."""

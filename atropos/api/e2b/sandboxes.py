@@ -23,6 +23,7 @@ from atropos.api.e2b.templates import Templates
 from atropos.api.executor.models import ExecutorServerSettings, Opened
 from atropos.config import SlotLimits
 from atropos.errors import ConfigError, QuotaReached, SandboxError, SlotLost
+from atropos.slots.pool.stats import container_name
 
 if TYPE_CHECKING:
     from atropos.slots import Slot, SlotPool, Snapshot
@@ -75,6 +76,9 @@ class Sandboxes:
                 state=each.state,
                 age_s=now - each.began,
                 calls=len(each.commands),
+                container=container_name(self._pool.links, each.slot if each.state == "running" else None),
+                latest=each.latest.line,
+                latest_s=each.latest.age_s,
             )
             for each in self.list()
         ]

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, JsonValue, SecretStr, model_validat
 
 from atropos.api.settings import SettingsModel
 from atropos.slots.config import SlotPoolConfig
+from atropos.slots.pool.stats import ContainerSlots
 from atropos.tools.executor import MAX_WAITING
 from atropos.tools.models import ToolResult
 from atropos.tools.tool_server.messages import ApiMessage, Request
@@ -162,6 +163,9 @@ class Opened(ApiMessage):
     state: Literal["open", "broken", "running", "paused"]
     age_s: float
     calls: int = Field(description="calls or commands that run or wait")
+    container: str = Field(description="where its slot is; empty: it has none now")
+    latest: str = Field(description="the latest call or command, cut; empty: there was none")
+    latest_s: float = Field(description="seconds since it began")
 
 
 class ServerStatus(ApiMessage):
@@ -174,6 +178,7 @@ class ServerStatus(ApiMessage):
     retired: int
     waiting: int
     trouble: str = Field(description="why containers are not coming; empty when all is well")
+    occupancy: tuple[ContainerSlots, ...] = Field(description="slots by container")
     opened: tuple[Opened, ...]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from atropos.aio import Tasks
-from atropos.api.accounts.account import Account
+from atropos.api.accounts.account import Account, Latest
 from atropos.api.executor.images import checked_source
 from atropos.api.executor.models import (
     CallAnswer,
@@ -33,6 +33,7 @@ from atropos.errors import (
     SandboxError,
     SlotLost,
 )
+from atropos.slots.pool.stats import container_name
 from atropos.tools.models import ToolCall, ToolResult, fingerprint
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class Trajectory:
     finished: int = 0
     broken: SandboxError | None = None
     how: str = "ended"
+    latest: Latest = field(default_factory=Latest)
 
     @property
     def running(self) -> int:
@@ -179,6 +181,9 @@ class Trajectories:
                 state="open" if each.broken is None else "broken",
                 age_s=now - each.began,
                 calls=each.running,
+                container=container_name(self._executor.pool.links, self._executor.held_slot(each.key)),
+                latest=each.latest.line,
+                latest_s=each.latest.age_s,
             )
             for each in self._open.values()
         ]
@@ -283,7 +288,9 @@ class Trajectories:
             raise Refusal(503, "draining", "the server is shutting down", retry_after_s=5)
         if trajectory.running >= self._settings.max_pending:
             raise Refusal(429, "busy", f"{trajectory.running} calls of this trajectory wait", retry_after_s=1)
-        work = self._run(trajectory, ToolCall(name=body.name, arguments=body.arguments))
+        asked = ToolCall(name=body.name, arguments=body.arguments)
+        trajectory.latest = Latest(asked.line())
+        work = self._run(trajectory, asked)
         task = self._tasks.spawn(work, f"call {call_id}", awaited=True)
         call = trajectory.calls[call_id] = OpenCall(call_id, trajectory.id, content, task)
         trajectory.calls.move_to_end(call_id)

@@ -16,10 +16,10 @@ if (live && button && stale) {
   });
   const refresh = async () => {
     if (!paused && !document.hidden) {
-      let told = "The env does not answer; these are the last numbers it gave.";
+      let told = "The dashboard does not answer; these are the last numbers it gave.";
       try {
-        const answer = await fetch("/live", { cache: "no-store" });
-        if (answer.status === 401) told = "Another env answers here, or this one was started again: open the URL that it printed.";
+        const answer = await fetch(`/live${location.search}`, { cache: "no-store" });
+        if (answer.status === 401) told = "Another dashboard answers here, or this one was started again: open the URL that it printed.";
         if (!answer.ok) throw new Error(String(answer.status));
         const parsed = new DOMParser().parseFromString(await answer.text(), "text/html");
         if (!paused) live.replaceChildren(...parsed.body.childNodes); // pressed while this answer was on its way

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter, deque
 from itertools import islice
 
 from atropos.aio import Tasks
-from atropos.dashboard.live import ContainerSlots, InFlight, LiveSample, LiveView
+from atropos.dashboard.live import InFlight, LiveSample, LiveView
 from atropos.dashboard.server import DashboardServer
 from atropos.dashboard.store import TrajectoryStore
 from atropos.dashboard.text import duration
@@ -21,9 +20,7 @@ from atropos.envs.running.groups import Event
 from atropos.envs.running.metrics import EnvMetrics
 from atropos.envs.running.rollout import Rollout, messages_of
 from atropos.metrics import percentiles
-from atropos.slots import SlotPool
-from atropos.slots.containers.fleet import Seat
-from atropos.slots.pool.stats import Percentiles, PoolStats
+from atropos.slots.pool.stats import Percentiles, PoolStats, container_name, occupancy
 
 SAMPLE_S = 5.0
 SAMPLES = 720
@@ -151,7 +148,7 @@ class EnvDashboard:
         return LiveView(
             uptime_s=uptime,
             numbers=numbers,
-            containers=[] if pool is None else _containers(pool),
+            containers=[] if pool is None else occupancy(pool.links.values()),
             in_flight=self._in_flight(),
             waiting=stats.waiting,
             faults=self._faults(),
@@ -166,13 +163,26 @@ class EnvDashboard:
         rows: list[InFlight] = []
         for trajectory_id, running in self._metrics.activity.running.items():
             call = running.call
-            doing = MODEL if call is None else f"{call.name} {json.dumps(call.arguments, default=str)[:200]}"
+            doing = MODEL if call is None else call.line()
             rows.append(
                 InFlight(
-                    trajectory_id, running.item, now - running.since, doing, now - running.doing_since, running.calls
+                    trajectory_id,
+                    running.item,
+                    now - running.since,
+                    doing,
+                    now - running.doing_since,
+                    running.calls,
+                    container=self._container(trajectory_id),
                 )
             )
         return rows
+
+    def _container(self, trajectory_id: str) -> str:
+        """Where a trajectory's slot is; empty: it has none."""
+        pool = self._backend.pool
+        if pool is None or not self._backend.running:
+            return ""
+        return container_name(pool.links, self._backend.executor.held_slot(trajectory_id))
 
     def _faults(self) -> list[tuple[str, str, int]]:
         metrics = self._metrics
@@ -187,16 +197,3 @@ class EnvDashboard:
 
 def _milliseconds(found: Percentiles) -> str:
     return f"{found.p50_s * 1e3:.0f} / {found.p99_s * 1e3:.0f} ms" if found.n else "-"
-
-
-def _containers(pool: SlotPool) -> list[ContainerSlots]:
-    seats = sorted((link.seat for link in pool.links.values()), key=lambda seat: seat.index)
-    return [_container(seat) for seat in seats]
-
-
-def _container(seat: Seat) -> ContainerSlots:
-    slot = seat.capacity // max(1, seat.slots)
-    leased = (seat.leased_room + seat.reserved_room).parts(slot)
-    free = seat.free.holds(slot)
-    others = max(0, seat.slots - leased - free - seat.retired)
-    return ContainerSlots(f"{seat.index} {seat.key}", leased, free, seat.retired, others, ready=seat.open)

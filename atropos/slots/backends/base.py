@@ -25,6 +25,7 @@ class Container:
         state: `starting` until its process runs, then `running`; `ending` while it stops; `dead` when gone.
         detail: the backend's reason why it is not running.
         certificate: the only certificate that is accepted from the server, in PEM.
+        place: what an operator finds it by: a pid, a host, a node with its allocation; empty: its id.
     """
 
     id: str
@@ -34,6 +35,12 @@ class Container:
     state: Literal["starting", "running", "ending", "dead"]
     detail: str = ""
     certificate: str | None = None
+    place: str = ""
+
+    @property
+    def name(self) -> str:
+        """What pages and terminals call it."""
+        return f"{self.index} {self.place or self.id}"
 
 
 class Backend(ABC):

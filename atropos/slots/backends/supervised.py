@@ -40,6 +40,11 @@ class SupervisedServer(Protocol):
         ...
 
     @property
+    def place(self) -> str:
+        """What an operator finds it by."""
+        ...
+
+    @property
     def url(self) -> str:
         """Its address as seen from here, once it is ready."""
         ...
@@ -229,7 +234,7 @@ class _Place:
         token = secrets.token_urlsafe(32)
         server = await self._backend.launch(self._index, token)
         try:
-            self.container = Container(server.id, self._index, None, token, "starting")
+            self.container = Container(server.id, self._index, None, token, "starting", place=server.place)
             self._backend.news()
             await race(self._serve(server, self.container), self._over.wait())
         finally:

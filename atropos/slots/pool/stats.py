@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from atropos.metrics import Family, gauge, percentiles
+
+if TYPE_CHECKING:
+    from atropos.slots.containers.link import ContainerLink
+    from atropos.slots.slot import Slot
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,41 @@ class PoolStats:
     def as_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class ContainerSlots:
+    """A container's slots by state; `others` are held by other clients or unknown.
+
+    A lease of several slots' memory counts as that many.
+    """
+
+    name: str
+    leased: int
+    free: int
+    retired: int
+    others: int
+    ready: bool
+
+
+def occupancy(links: Iterable[ContainerLink]) -> list[ContainerSlots]:
+    """The slots of a pool's containers, by index."""
+    return [_occupancy(link) for link in sorted(links, key=lambda link: link.seat.index)]
+
+
+def container_name(links: Mapping[str, ContainerLink], slot: Slot | None) -> str:
+    """How an operator finds the container of a pool's slot; empty: there is none."""
+    link = None if slot is None else links.get(slot.container)
+    return "" if link is None else link.container.name
+
+
+def _occupancy(link: ContainerLink) -> ContainerSlots:
+    seat = link.seat
+    slot = seat.capacity // max(1, seat.slots)
+    leased = (seat.leased_room + seat.reserved_room).parts(slot)
+    free = seat.free.holds(slot)
+    others = max(0, seat.slots - leased - free - seat.retired)
+    return ContainerSlots(link.container.name, leased, free, seat.retired, others, ready=seat.open)
 
 
 def gauges(stats: PoolStats, containers: Mapping[str, int]) -> list[Family]:

@@ -105,12 +105,12 @@ async def test_server_shows_slots():
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["http://127.0.0.1:9"], 2, "token: give the URL as the env printed it"),
+        (["http://127.0.0.1:9"], 2, "token: missing; give --token, ATROPOS_DASHBOARD_TOKEN, or the URL"),
         (["http://127.0.0.1:9", "--token", "x"], 70, "127.0.0.1:9"),
         (["ftp://x", "--token", "x"], 2, "is no http URL"),
         (["http://127.0.0.1:port", "--token", "x"], 2, "is no http URL"),
         (["http://[::1", "--token", "x"], 2, "is no http URL"),
-        (["http://127.0.0.1:7580/?token=…"], 2, "token: give the URL as the env printed it"),
+        (["http://127.0.0.1:7580/?token=…"], 2, "token: missing; give --token, ATROPOS_DASHBOARD_TOKEN, or the URL"),
     ],
 )
 def test_what_can_not_be_asked_is_one_line(words, code, said, monkeypatch, capfd):

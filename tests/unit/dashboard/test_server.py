@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import itertools
 import json
 import re
@@ -69,10 +70,19 @@ def view() -> LiveView:
     )
 
 
+def open_there(name: str, **more) -> InFlight:
+    return InFlight(name, "", more.pop("age_s", 1.0), more.pop("doing", "sleep 1"), 1.0, 1, **more)
+
+
+def view_of_server() -> LiveView:
+    row = open_there(EVIL, doing=EVIL, key="alice", image=EVIL, container=EVIL, state="running")
+    return LiveView(numbers={"open": "1"}, in_flight=[row], history=[LiveSample(leased=1)], trouble=EVIL)
+
+
 @contextlib.asynccontextmanager
 async def serving(groups, *, live=None, **more) -> AsyncIterator[DashboardServer]:
-    store = TrajectoryStore()
-    for one in groups:
+    store = None if groups is None else TrajectoryStore()
+    for one in groups or ():
         store.add(one)
     server = DashboardServer("squares", store, live=live, **more)
     await server.start()
@@ -90,6 +100,7 @@ PATHS = [
     "/",
     "/live",
     "/trajectories",
+    "/items",
     "/trajectory/0",
     "/trajectory/0.cast",
     "/group/0",
@@ -361,6 +372,84 @@ def test_a_huge_number_is_zero(tmp_path):
     assert "next" in write_page(path).read_text()
 
 
+def cells(page: str, at: int) -> list[str]:
+    """A column of the page's table."""
+    rows = re.search(r"<tbody>(.*)</tbody>", page, re.DOTALL)[1].split("<tr>")[1:]
+    return [html.unescape(re.sub(r"<[^>]*>", "", row.split("<td")[at].partition(">")[2])).strip() for row in rows]
+
+
+def scored(item: str, *scores: float) -> dict:
+    return group(item, *(trajectory(f"{item}-{at}", score) for at, score in enumerate(scores)))
+
+
+async def test_lists_sort_by_any_column():
+    groups = [scored("b", 0.5, 1.0), scored("a", 0.0, 0.25)]
+    async with serving(groups, token="t") as server, client(server, Authorization="Bearer t") as reader:
+
+        async def scores(sort: str) -> list[str]:
+            return cells((await reader.get("/trajectories", params={"sort": sort})).text, 1)
+
+        latest_first = ["0.25", "0.00", "1.00", "0.50"]
+        assert await scores("score") == ["0.00", "0.25", "0.50", "1.00"]
+        assert await scores("-score") == ["1.00", "0.50", "0.25", "0.00"]
+        assert await scores("item") == latest_first
+        assert await scores("-item") == [*latest_first[2:], *latest_first[:2]]
+        for unknown in ("", "-", "nosuch", "__class__"):
+            assert await scores(unknown) == latest_first
+        page = (await reader.get("/trajectories", params={"sort": "-score", "item": "a", "page": "1"})).text
+        assert (
+            '<th scope="col" class="num" aria-sort="descending"><a href="/trajectories?sort=score&amp;item=a">' in page
+        )
+        assert '<input type="hidden" name="sort" value="-score">' in page  # a filter keeps the order
+
+
+async def test_items_have_pass_rates():
+    groups = [scored("square-1", 1, 1, 0, 0), scored("square-10", 0, 0), scored("square-1", 0.6, 0), scored("c", 1)]
+    async with serving(groups, token="t") as server, client(server, Authorization="Bearer t") as reader:
+        page = (await reader.get("/items", params={"sort": "-rate"})).text
+        assert cells(page, 1) == ["c", "square-1", "square-10"]
+        assert cells(page, 2) == ["1", "6", "2"]
+        assert cells(page, 4) == ["100 %", "33 %", "0 %"]
+        assert cells(page, 5) == ["1.00", "0.33", "0.00"]
+        assert cells(page, 6) == ["–", "0.60", "0.00"]
+        assert "pass@1 0.444; pass@2 0.300; pass@4 0.933" in page
+        assert cells((await reader.get("/items", params={"sort": "pass@2"})).text, 1) == ["c", "square-10", "square-1"]
+        easier = (await reader.get("/items", params={"passing": "0.5"})).text
+        assert cells(easier, 3) == ["1", "3", "0"]
+        assert (await reader.get("/items", params={"passing": "x"})).status_code == 400
+        whole = re.search(r'href="(/trajectories\?[^"]*square-1)"', page)[1]
+        assert len(cells((await reader.get(html.unescape(whole))).text, 1)) == 6
+
+
+async def test_scores_are_shown_over_time():
+    def at(minute: int, score: float) -> dict:
+        turns = [{"started_at": f"2020-01-02T03:{minute:02}:00+00:00"}]
+        return group("i", trajectory(f"t{minute}", score, turns=turns))
+
+    async with serving([], token="t", live=view) as server, client(server, Authorization="Bearer t") as reader:
+        for minute, score in enumerate((0.0, -1.0, 1.0)):
+            server._stored._store.add(at(minute, score))
+        page = (await reader.get("/live")).text
+        assert 'points="0.0,20.0 120.0,39.0 240.0,1.0"' in page
+        assert "between -1 and 1; a point is 1 trajectory" in page
+        assert len(re.findall(r"2020-01-0[123] \d\d:0[02]:00", page)) == 2
+
+
+async def test_a_servers_pages():
+    def looked() -> LiveView:
+        rows = [open_there(f"i{at}", age_s=at, key=f"key{at % 2}", state="paused") for at in range(3)]
+        return LiveView(in_flight=rows, history=[LiveSample(leased=2, waiting=1)])
+
+    async with serving(None, token="t", live=looked) as server, client(server, Authorization="Bearer t") as reader:
+        assert cells((await reader.get("/", params={"sort": "-age"})).text, 2) == ["i2", "i1", "i0"]
+        page = (await reader.get("/live", params={"sort": "key"})).text
+        assert cells(page, 1) == ["key0", "key0", "key1"]
+        assert cells(page, 3) == ["(base)"] * 3
+        assert "calls per second" not in page  # a server doesn't say
+        for path in ("/trajectories", "/items", "/trajectory/0"):
+            assert (await reader.get(path)).status_code == 404
+
+
 async def test_equal_siblings_are_folded():
     def did(call_id: str, command: str):
         call = {"id": call_id, "function": {"name": "terminal", "arguments": json.dumps({"command": command})}}
@@ -387,12 +476,17 @@ async def test_nothing_hostile_comes_to_life_on_any_page(browser, tmp_path):
         page.on("request", lambda request: foreign.append(request.url) if "127.0.0.1" not in request.url else None)
         await page.goto(server.url)
         base = f"http://127.0.0.1:{server.port}"
-        for path in ("/", "/trajectories", "/trajectory/0", "/group/0", "/trajectories?text=%3Cscript%3E&item=%22%3E"):
+        searched = "/trajectories?text=%3Cscript%3E&item=%22%3E"
+        for path in ("/", "/trajectories", "/items", "/trajectory/0", "/group/0", searched):
             await page.goto(base + path)
             if path == "/":
                 await page.wait_for_event("requestfinished", lambda request: request.url.endswith("/live"))
             await page.wait_for_timeout(50)
             await inert(page)
+    async with serving(None, live=view_of_server) as server:
+        await page.goto(server.url)
+        assert await page.locator("td.one", has_text="alice").count() == 1
+        await inert(page)
         assert not dialogs
         assert not errors
         assert not foreign
@@ -453,6 +547,40 @@ LINES = "c => { const r = document.createRange(); r.selectNodeContents(c); retur
 """How many lines of text an element takes."""
 
 
+SCREENS = [
+    "plain\nlines\n",
+    "10%\r\x1b[K\x1b[32m100%\x1b[0m done\b\b\b\bDONE",
+    "tabs\tand\tmore\r\tx\rlong line\rshort",
+    "abcdef\r\x1b[1;31mgh\x1b[0m\x1b[1K\x1b[0Kij\x1b[2Kkl",
+    "\u00e9\u4e2d\U0001f600\rX\n\n\n<b>&amp;</b>",
+    "\b\b\ra\b\b\tb\r",
+    "\n".join(str(at) for at in range(2500)),
+]
+
+
+@pytest.mark.slow("starts servers")
+@in_the_browser_s_loop
+async def test_replay_without_scripts(browser, tmp_path):
+    one = group("i", *(trajectory(f"t{at}", 1.0, output=output, info={}) for at, output in enumerate(SCREENS)))
+    (tmp_path / "g.jsonl").write_text(json.dumps(one) + "\n")
+    static = write_page(tmp_path / "g.jsonl").read_text()
+    async with serving([one]) as server:
+        screens: dict[bool, list[str]] = {}
+        for scripts, found in ((True, ".replay .screen"), (False, ".replay pre")):
+            page = await browser.new_page(java_script_enabled=scripts)
+            await page.goto(server.url)
+            screens[scripts] = []
+            for at in range(len(SCREENS)):
+                await page.goto(f"http://127.0.0.1:{server.port}/trajectory/{at}")
+                screens[scripts].append((await page.locator(found).text_content()).strip("\n"))
+                assert await page.locator(".keys").is_visible() is scripts
+            await page.close()
+    assert screens[False] == screens[True]
+    assert screens[False][1].startswith("# I look.\n$ cat t1.txt\n100% DONE\n")
+    for text in screens[False][:-1]:
+        assert html.escape(text.splitlines()[2], quote=False) in static
+
+
 @pytest.mark.slow("starts servers")
 @in_the_browser_s_loop
 async def test_no_page_is_wider_than_a_phone(browser):
@@ -469,6 +597,7 @@ async def test_no_page_is_wider_than_a_phone(browser):
         for path in (
             "/",
             "/trajectories",
+            "/items",
             "/trajectory/0",
             "/group/0",
             "/trajectory/60",
@@ -481,6 +610,9 @@ async def test_no_page_is_wider_than_a_phone(browser):
         await page.goto(f"http://127.0.0.1:{server.port}/")
         kind = page.locator("td", has_text="group dropped")
         assert await kind.evaluate(LINES) == 1
+    async with serving(None, live=lambda: LiveView(in_flight=[open_there("i" * 200, image="x" * 400)])) as server:
+        await page.goto(server.url)
+        assert await page.evaluate("document.documentElement.scrollWidth") == 390
 
 
 @pytest.mark.slow("starts servers")
@@ -505,27 +637,32 @@ async def test_the_live_page_follows_the_keyboard(browser, port):
     def counting() -> LiveView:
         numbers["n"] += 1
         return LiveView(
-            numbers={"looks": str(numbers["n"])}, containers=[ContainerSlots("0 c", 2, 1, 0, 0, ready=True)]
+            numbers={"looks": str(numbers["n"])},
+            containers=[ContainerSlots("0 c", 2, 1, 0, 0, ready=True)],
+            in_flight=[InFlight(name, "i", age_s, "model", 1.0, 2) for name, age_s in (("young", 1), ("old", 9))],
         )
 
     async with serving(ordinary(), live=counting, port=port) as server:
         page = await browser.new_page()
         await page.goto(server.url)
         assert await page.locator(".cells i.leased").count() == 2
-        while int(await page.locator("dd").first.text_content()) < 3:
+        await page.get_by_role("link", name="age").click()
+        await page.wait_for_url("**/?sort=-age")
+        while int(await page.locator("dd").first.text_content()) < 4:
             await page.wait_for_timeout(100)
         await page.keyboard.press("Tab")  # the skip link comes first
         assert await page.evaluate("document.activeElement.className") == "skip"
-        for _ in range(3):
+        for _ in range(4):
             await page.keyboard.press("Tab")
         assert await page.evaluate("document.activeElement.id") == "pause"
         await page.keyboard.press("Enter")
         before = await page.locator("dd").first.text_content()
         await page.wait_for_timeout(4500)
         assert await page.locator("dd").first.text_content() == before
+        assert await page.locator("tbody td:first-child").all_text_contents() == ["old", "young"]
         await page.keyboard.press("Enter")
         await server.close()
-        await page.get_by_text("The env does not answer").wait_for()
+        await page.get_by_text("The dashboard does not answer").wait_for()
         again = DashboardServer("squares", TrajectoryStore(), port=port, live=counting)
         await again.start()
         await page.get_by_text("open the URL that it printed").wait_for()

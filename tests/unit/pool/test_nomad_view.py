@@ -49,6 +49,11 @@ def test_a_start_says_what_it_does():
     assert [each.detail for each in view.containers()] == ["Downloading image", "No such image"]
 
 
+def test_names_are_of_nodes():
+    view = view_of(row(3, name="1f2e3d4c-aaaa-bbbb", node="node-7"))
+    assert [each.name for each in view.containers()] == ["3 node-7 1f2e3d4c"]
+
+
 def test_restart_is_a_new_container():
     view = view_of(row(0), ready=[row(0)])
     assert listed(view, replace(row(0), run="a0.1"))

@@ -74,6 +74,7 @@ class ServerProcess:
         self.pid = process.pid
         self._name = cgroup_paths.server_name(process.pid)
         self.id = self._name.rpartition("-")[0]
+        self.place = f"pid {self.pid}"
         self.port = 0
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._tasks = Tasks(f"server {self.pid}")

@@ -68,7 +68,7 @@ class ModalServer:
     """
 
     def __init__(self, pool: SlotPoolConfig, config: ServerConfig, http: ServerHttp) -> None:
-        self.id = f"modal-{secrets.token_hex(6)}"
+        self.id = self.place = f"modal-{secrets.token_hex(6)}"
         self.url = ""
         self._pool = pool
         self._config = config.model_copy(update={"host": "0.0.0.0", "port": CONTAINER_PORT})

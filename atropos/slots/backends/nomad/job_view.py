@@ -73,7 +73,10 @@ class JobView:
         elif item.run in self.ready and item.state in {"running", "unknown"}:
             state = "running"
         detail = item.detail or item.doing
-        return Container(item.run, item.index, item.url, self.secret.token, state, detail, self.secret.certificate)
+        place = f"{item.node} {item.id.partition('-')[0]}".strip()
+        return Container(
+            item.run, item.index, item.url, self.secret.token, state, detail, self.secret.certificate, place
+        )
 
     def trouble(self) -> str:
         """Why containers are missing; empty when none is."""

@@ -85,6 +85,7 @@ class SshServer:
 
     def __init__(self, host: str, python: str, ssh_config: str | None, config: ServerConfig) -> None:
         self.id = f"{host}-{secrets.token_hex(6)}"
+        self.place = host
         self.url = ""
         self._host = host
         self._command = shlex.join([python, "-P", "-m", "atropos.slots.backends.ssh.far_end", self.id])
