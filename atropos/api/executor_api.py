@@ -83,7 +83,7 @@ def create_executor_app(settings: ExecutorServerSettings, *, executor: ToolExecu
                     tasks.spawn(tenants.reload(), "keys file")
                     yield
             finally:
-                await app.state.shells.aclose()
+                await asyncio.gather(app.state.shells.aclose(), app.state.hosts.aclose())
                 await tenants.aclose()
 
     app.router.lifespan_context = lifespan

@@ -77,6 +77,29 @@ socketserver.ThreadingTCPServer.allow_reuse_address = True
 socketserver.ThreadingTCPServer(("127.0.0.1", 8000), Handler).serve_forever()
 """
 
+SLOW_SERVER = """
+import http.server, threading
+go = threading.Event()
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        said = str(self.client_address).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.flush()
+        if self.path == "/held":
+            go.wait()
+        elif self.path == "/go":
+            go.set()
+        self.wfile.write(said)
+    def log_message(self, *_):
+        pass
+class Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 200
+Server(("127.0.0.1", 8001), Handler).serve_forever()
+"""
+
 
 @pytest.fixture
 def sandbox(server: Server) -> Iterator[Sandbox]:
@@ -113,6 +136,21 @@ def test_a_sandbox_s_server_has_a_host_for_each_port(server: Server, sandbox: Sa
     assert asked(server, f"8000-nobody.{DOMAIN}").status_code == 401, "which is what all get who send no token"
     headers = {"X-API-Key": TOKEN}
     assert asked(server, f"8000-nobody.{DOMAIN}", headers=headers).json()["message"] == "The sandbox was not found"
+
+
+async def test_many_answers_at_once(server: Server, sandbox: Sandbox):
+    """More than an HTTP client has connections by itself; each has its own, which leads to this sandbox alone."""
+    sandbox.files.write("/tmp/slow.py", SLOW_SERVER)
+    sandbox.commands.run("python3 /tmp/slow.py", background=True, timeout=0)
+    headers = {"Host": sandbox.get_host(8001)}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(server.url, connector=connector, headers=headers) as session, asyncio.timeout(120):
+        while (await session.get("/")).status == 502:  # noqa: ASYNC110 (it starts)
+            await asyncio.sleep(0.1)
+        answers = await asyncio.gather(*(session.get("/held") for _ in range(110)))
+        assert (await session.get("/go")).status == 200
+        peers = await asyncio.gather(*(answer.text() for answer in answers))
+    assert len(set(peers)) == 110
 
 
 async def test_a_websocket_goes_through(server: Server, sandbox: Sandbox):

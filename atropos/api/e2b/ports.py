@@ -61,6 +61,27 @@ class SandboxHosts:
     def __init__(self, domain: str | None, everybodys: Callable[[], Iterable[Sandboxes]]) -> None:
         self.domain = domain
         self._everybodys = everybodys
+        self._http: aiohttp.ClientSession | None = None
+
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        """The client of sandboxes' servers.
+
+        Each request has a connection of its own, since the port that led to one sandbox may lead to another next.
+        """
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                auto_decompress=False,
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
+        return self._http
+
+    async def aclose(self) -> None:
+        """End all requests to sandboxes' servers."""
+        if self._http is not None:
+            await self._http.close()
 
     def name_in(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         """The part of a request's host before the domain; None: it is another host."""
@@ -144,11 +165,8 @@ class HostRoutes:
         path = request.scope["raw_path"].decode("latin-1")
         query = request.scope["query_string"].decode("latin-1")
         has_body = bool({"content-length", "transfer-encoding"} & set(request.headers))
-        session = aiohttp.ClientSession(
-            auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(), timeout=aiohttp.ClientTimeout(total=None)
-        )
         try:
-            answer = await session.request(
+            answer = await self._hosts.http.request(
                 request.method,
                 f"http://127.0.0.1:{port}{path}{query and '?'}{query}",
                 headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers],
@@ -157,12 +175,11 @@ class HostRoutes:
                 allow_redirects=False,
             )
         except (aiohttp.ClientError, OSError):
-            await session.close()
             refused = ServerRefused(502, f"no server answers on port {server.port} of the sandbox", server)
             return JSONResponse(refused.body, refused.status)
 
         async def body() -> AsyncIterator[bytes]:
-            async with session, answer:
+            async with answer:
                 async for piece in answer.content.iter_any():
                     yield piece
 
