@@ -128,6 +128,7 @@ def executor_server(
         token_headers=TOKEN_HEADERS,
         admits=lambda request: needs_no_token(app.state.e2b, request) or hosts.needs_no_token(request),
         upgraded=None if hosts.domain is None else partial(UpgradeRelay, hosts),
+        trusted_proxies=settings.trusted_proxies,
         drain=partial(drain, app, settings.drain_s),
     )
     raise typer.Exit(code)

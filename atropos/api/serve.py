@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from atropos.aio import Tasks
 from atropos.api.http import NO_TOKEN, OPEN_PATHS
 from atropos.net.admission import ACCEPTS, Admission, Credentials
-from atropos.net.sockets import BACKLOG, is_loopback, listen
+from atropos.net.sockets import BACKLOG, LOOPBACK, is_loopback, listen
 from atropos.terminal import log_to_stderr
 
 Upgraded = Callable[[], asyncio.Protocol]
@@ -80,7 +80,9 @@ async def _serve(server: _Server, app: FastAPI, listening: socket.socket) -> Non
         await server.serve(sockets=[listening])
 
 
-def _config(app: FastAPI, admission: Admission, upgraded: Upgraded | None) -> uvicorn.Config:
+def _config(
+    app: FastAPI, admission: Admission, upgraded: Upgraded | None, trusted_proxies: Iterable[str]
+) -> uvicorn.Config:
     def connection(**settings: Any) -> asyncio.Protocol:  # uvicorn's own arguments
         return admission.connection(lambda: AutoHTTPProtocol(**settings))
 
@@ -98,10 +100,19 @@ def _config(app: FastAPI, admission: Admission, upgraded: Upgraded | None) -> uv
         timeout_graceful_shutdown=_AFTER_DRAIN_S,
         timeout_keep_alive=30,
         limit_concurrency=2000,
+        forwarded_allow_ips=[form for network in trusted_proxies for form in _forms(network)],
         ws="none" if upgraded is None else cast("type[asyncio.Protocol]", handed_over),
         lifespan="off",  # entered by `_serve`, where a failure is one clear exception
         server_header=False,
     )
+
+
+def _forms(network: str) -> Iterator[str]:
+    """A network as its addresses are seen: on a socket of both families, IPv4's in IPv6's form."""
+    yield network
+    address, _, bits = network.partition("/")
+    if "." in address:
+        yield f"::ffff:{address}/{96 + int(bits)}"
 
 
 def run(
@@ -114,6 +125,7 @@ def run(
     token_headers: Iterable[bytes] = (),
     admits: Callable[[h11.Request], bool] = lambda _: False,
     upgraded: Upgraded | None = None,
+    trusted_proxies: Iterable[str] = LOOPBACK,
     drain: Callable[[], Awaitable[None]],
 ) -> int:
     """Serve until a signal ends it.
@@ -127,6 +139,7 @@ def run(
         token_headers: headers besides `Authorization` in which the app takes the token.
         admits: requests without a token that are the app's all the same.
         upgraded: makes what gets a connection that asks for a WebSocket, its request first; None: nothing does.
+        trusted_proxies: networks of proxies whose X-Forwarded-Proto says how clients reach the app.
         drain: awaited at the first signal, while the server still answers.
 
     Returns:
@@ -145,7 +158,7 @@ def run(
         ready += " (reachable beyond this machine; put TLS in front of it)"
     admission = Admission(credentials, OPEN_PATHS, NO_TOKEN.body(), token_headers=token_headers, admits=admits)
 
-    server = _Server(_config(app, admission, upgraded), admission, drain, ready)
+    server = _Server(_config(app, admission, upgraded, trusted_proxies), admission, drain, ready)
     try:
         asyncio.run(_serve(server, app, listening))
     except KeyboardInterrupt:

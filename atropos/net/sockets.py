@@ -11,6 +11,8 @@ from atropos.errors import ConfigError
 
 BACKLOG = 1024
 """Connections that wait in the kernel to be accepted."""
+LOOPBACK = ("127.0.0.0/8", "::1/128")
+"""Networks of this machine alone."""
 
 
 def is_loopback(host: str) -> bool:

@@ -42,6 +42,16 @@ def api(server: Server) -> dict[str, str]:
     return {"api_url": f"{server.url}/e2b", "api_key": TOKEN}
 
 
+def link_seen(server: Server, address: str | None = None, host: str = "127.0.0.1") -> str:
+    """An upload link that a proxy with an address gets, which says that its client came by TLS."""
+    headers = {"X-API-Key": TOKEN, "X-Forwarded-Proto": "https", "Host": "api.example.test"}
+    port = server.url.rpartition(":")[2]
+    transport = httpx.HTTPTransport(local_address=address)
+    with httpx.Client(base_url=f"http://{host}:{port}/e2b", headers=headers, transport=transport) as client:
+        made = client.post("/v3/templates", json={"name": uuid.uuid4().hex}).raise_for_status().json()
+        return str(client.get(f"/templates/{made['templateID']}/files/{'0' * 16}").raise_for_status().json()["url"])
+
+
 def printed(server: Server, template: str, command: str) -> str:
     with Sandbox.create(template, timeout=60, **server.options) as sandbox:
         return sandbox.commands.run(command).stdout
@@ -74,6 +84,16 @@ def test_a_templates_instructions_hold(server: Server, files: Path):
     )
     assert listed.split() == ["hello", "ran", "/usr/bin/python3"]
     assert {each.tag for each in Template.get_tags("mine", **api(server))} == {"v1", "stable"}
+
+
+def test_upload_links_by_tls(server: Server, tmp_path: Path):
+    assert link_seen(server).startswith("https://api.example.test/e2b/uploads/")
+    settings = tmp_path / "settings.toml"
+    settings.write_text('trusted_proxies = ["127.0.7.0/24", "::1"]')
+    with serving("--host", "::", "--config", str(settings)) as other:
+        assert link_seen(other, "127.0.7.3").startswith("https://")  # which is ::ffff:127.0.7.3 to the server
+        assert link_seen(other, "::1", "[::1]").startswith("https://")
+        assert link_seen(other, "127.0.8.3").startswith("http://api.example.test/")
 
 
 def test_templates_build_on_others(server: Server):

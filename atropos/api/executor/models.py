@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, JsonValue, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, SecretStr, model_validator
 
 from atropos.api.settings import SettingsModel
+from atropos.net.sockets import LOOPBACK
 from atropos.slots.config import SlotPoolConfig
 from atropos.slots.pool.stats import ContainerSlots
 from atropos.tools.executor import MAX_WAITING
@@ -18,6 +20,10 @@ MAX_REQUEST_BYTES = 48 * 1024 * 1024
 _ID = r"^[A-Za-z0-9._:-]+$"
 
 _IMAGE = "root file system: NAME[:TAG], HOST/NAME@sha256:DIGEST, atropos-build:KEY"
+
+
+def _network(text: str) -> str:
+    return str(ipaddress.ip_network(text))
 
 
 class ExecutorServerSettings(SettingsModel):
@@ -41,6 +47,10 @@ class ExecutorServerSettings(SettingsModel):
         default=None,
         pattern=r"^[a-z0-9-]+(\.[a-z0-9-]+)*$",
         description="E2B_DOMAIN of clients: the API is api.DOMAIN, a sandbox's server PORT-ID.DOMAIN; None: no hosts",
+    )
+    trusted_proxies: tuple[Annotated[str, AfterValidator(_network)], ...] = Field(
+        default=LOOPBACK,
+        description="addresses or networks of proxies whose X-Forwarded-Proto says how clients reach the server",
     )
     pool: SlotPoolConfig = Field(default_factory=SlotPoolConfig, description="fields of SlotPoolConfig")
     enabled_toolsets: tuple[str, ...] = Field(default=("default",), description="toolsets that are offered")

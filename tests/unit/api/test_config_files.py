@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from atropos.api.settings import read_file
+from atropos.api.executor.models import ExecutorServerSettings
+from atropos.api.settings import parse_settings, read_file
 from atropos.errors import ConfigError
 
 
@@ -31,3 +32,9 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path, name: str, text: str) -
     with pytest.raises(ConfigError, match=f"^--config: .*{name}: .+") as caught:
         read_file(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("proxy", ["proxy.example.org", "10.0.0.5/8", "*"])
+def test_proxies_are_networks(proxy: str) -> None:
+    with pytest.raises(ConfigError, match=r"^executor server settings: trusted_proxies\.0: "):
+        parse_settings(ExecutorServerSettings, {"token": "x", "trusted_proxies": [proxy]}, "executor server")

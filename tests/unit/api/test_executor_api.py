@@ -126,6 +126,14 @@ def executor() -> HeldExecutor:
 CALL = {"name": "terminal", "arguments": {"command": "true"}, "id": "c1"}
 
 
+async def test_one_client_for_all_hosts(executor: HeldExecutor):
+    app = create_executor_app(ExecutorServerSettings(token=SecretStr("x"), e2b_domain="x.test"), executor=executor)
+    async with app.router.lifespan_context(app):
+        http = app.state.hosts.http
+        assert app.state.hosts.http is http
+    assert http.closed
+
+
 async def test_open_call_end(executor: HeldExecutor):
     async with api(executor) as client:
         opened = await client.post("/trajectories", json={})
