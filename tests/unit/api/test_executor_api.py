@@ -49,7 +49,7 @@ class HeldExecutor:
         self.error: Exception | None = None
         self.changed = asyncio.Condition()
         self.tools = build_tool_registry()
-        self.pool: Any = SimpleNamespace(share=Share())
+        self.pool: Any = SimpleNamespace(share=Share(), config=SimpleNamespace(bases={}))
 
     async def slot(self, trajectory_id: str, **_: Any) -> object:
         self.asked += 1
@@ -349,6 +349,7 @@ async def test_an_end_answers_image_waiters(executor: HeldExecutor):
     class Pulling:
         started = asyncio.Event()
         share = Share()
+        config = SimpleNamespace(bases=dict[str, str]())
 
         async def prepare(self, image: str, **_: Any) -> None:
             self.started.set()

@@ -10,6 +10,7 @@ import re
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from atropos import wire
 from atropos.aio import outlive
@@ -206,6 +207,7 @@ class FakePool:
     def __init__(self, slots=8):
         self.snapshots = []
         self.share = Share()
+        self.config = SimpleNamespace(bases={})
         self.free, self.slots, self.release_s, self.refuse_write = slots, [], 0, ""
         self.acquire_error: Exception | None = None
         self.hold_acquire: asyncio.Event | None = None
