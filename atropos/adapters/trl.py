@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Generator
 from contextlib import AsyncExitStack, contextmanager
@@ -179,7 +180,7 @@ class AtroposTask(AtroposSlot):
         return event_loop().run(self._score())
 
     async def _lease(self, pool: SlotPool, row: dict[str, Any]) -> tuple[HeldSlot, str | None]:
-        task = _task(row, pool)
+        task = await asyncio.to_thread(_task, row, pool)
         self._run = run = TaskRun(TaskImages(pool), VerifierLayers(()), task, "nop", network=self._request.network)
         async with AsyncExitStack() as undo:
             undo.push_async_callback(run.end)
