@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -147,6 +148,13 @@ def mirror_command(
     auth_file: AuthFile = None,
     insecure_registry: InsecureRegistries = None,
     mirror: Mirrors = None,
+    python: Annotated[
+        str,
+        typer.Option(
+            "--python",
+            help="Python that wheels are for where a set names none, such as 3.12; without it, this machine's.",
+        ),
+    ] = "",
     only_list: Annotated[bool, typer.Option("--list", help="Print what they need, and fetch nothing.")] = False,
 ) -> None:
     """Fetch what a set of tasks needs into a folder: its images, and the wheels and uv that its tests install.
@@ -154,6 +162,8 @@ def mirror_command(
     Served by any web server, the folder is a registry for --mirror and an index for pip and uv (docs/tasks.md). What
     apt installs and other addresses are listed only. The exit code is 1 where something could not be had.
     """
+    if python and not re.fullmatch(r"3\.\d+", python):
+        raise ConfigError(f"--python: {python!r} is no version; write one like 3.12")
     tasks = _read([path], name or (), dataset, variable or ())
     for task, reason in tasks.refused.items():
         typer.echo(visible(f"{task}: left out: {reason}"), err=True)
@@ -163,7 +173,7 @@ def mirror_command(
     if only_list:
         return
     store = image_store(None, auth_file, insecure_registry, mirror)
-    failed = fetch(wanted, folder, store, lambda text: typer.echo(visible(f"fetching {text}"), err=True))
+    failed = fetch(wanted, folder, store, lambda text: typer.echo(visible(f"fetching {text}"), err=True), python)
     for each in failed:
         typer.echo(visible(each), err=True)
     raise typer.Exit(1 if failed else 0)

@@ -31,7 +31,9 @@ WHEELS_S = 600.0
 """Longest that pip may take."""
 
 
-def fetch(wanted: SetNeeds, folder: Path, store: ImageStoreSettings, say: Callable[[str], None]) -> list[str]:
+def fetch(
+    wanted: SetNeeds, folder: Path, store: ImageStoreSettings, say: Callable[[str], None], python: str = ""
+) -> list[str]:
     """Get all that a set needs. Blocking.
 
     Args:
@@ -39,6 +41,7 @@ def fetch(wanted: SetNeeds, folder: Path, store: ImageStoreSettings, say: Callab
         folder: the folder; images' layers that are there already stay.
         store: how registries are asked.
         say: called with what is about to be done.
+        python: which Python (`3.12`) wheels are for where a set names none; empty: the one that pip is of.
 
     Returns:
         What could not be had, and why.
@@ -54,10 +57,10 @@ def fetch(wanted: SetNeeds, folder: Path, store: ImageStoreSettings, say: Callab
         except (ImageRefused, ValueError) as error:
             failed.append(f"image {name}: {error}")
     groups = [*wanted.wheels, *(("", (f"uv=={version}" if version else "uv",)) for version in wanted.uv)]
-    for python, requirements in groups:
+    for named, requirements in groups:
         words = " ".join(requirements)
         say(f"wheels of {words}")
-        if error := _wheels(python, requirements, folder / "simple"):
+        if error := _wheels(named or python, requirements, folder / "simple"):
             failed.append(f"wheels of {words}: {error}")
     if groups:
         _index(folder / "simple")

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import http.server
+import os
 import subprocess
 import threading
 import zipfile
@@ -105,14 +106,14 @@ def served(folder: Path):
         server.shutdown()
 
 
-def wheel(folder: Path, name: str, *needed: str) -> None:
+def wheel(folder: Path, name: str, *needed: str, tag: str = "py3-none-any") -> None:
     info = f"{name}-1.0.dist-info"
     requires = "".join(f"Requires-Dist: {each}\n" for each in needed)
     folder.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
+    with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as file:
         file.writestr(f"{name}.py", f"NAME = '{name}'\n")
         file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{requires}")
-        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: {tag}\n")
         file.writestr(f"{info}/RECORD", "")
 
 
@@ -150,6 +151,18 @@ def test_a_mirrored_set_needs_neither_its_registry_nor_an_index(tmp_path, images
         index_url = f"http://{host}/simple"
         subprocess.run([*pip(), "install", "-q", "--index-url", index_url, "--target", target, "first"], check=True)
         assert {path.name for path in target.glob("*.py")} == {"first.py", "second.py"}
+
+
+def test_wheels_are_for_the_images_python(tmp_path, monkeypatch):
+    for version in ("310", "312"):
+        wheel(tmp_path / "wheels", "native", tag=f"cp{version}-cp{version}-manylinux_2_17_{os.uname().machine}")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    made = make(tmp_path / "task", files={"tests/test.sh": "pip install native\n"})
+    result = CliRunner().invoke(tasks_app, ["mirror", str(made.path), str(tmp_path / "mirror"), "--python", "3.12"])
+    assert result.exit_code == 0, result.stderr
+    (got,) = (tmp_path / "mirror/simple/native").glob("*.whl")
+    assert "cp312" in got.name
 
 
 def test_a_list_fetches_nothing(tmp_path):
