@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.server
+import ipaddress
 import json
 import os
 import re
 import secrets
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +26,9 @@ from docker import from_env
 
 from atropos.aio import cancel_and_wait
 from atropos.errors import BackendUnavailable, ConfigError
-from atropos.slots import SlotPool
+from atropos.net.authority import Authority
+from atropos.net.secrets import host_rule
+from atropos.slots import EgressSecret, SlotPool
 from atropos.slots.backends.docker.engine import DockerEngine
 from atropos.slots.backends.docker.facts import EngineFacts
 from atropos.slots.backends.loading import open_survey
@@ -58,9 +65,9 @@ LEFT_BEHIND = (
 )
 
 
-async def docker(*arguments: str) -> str:
+async def docker(*arguments: str, stdin: str | None = None) -> str:
     done = await asyncio.to_thread(
-        subprocess.run, ["docker", *arguments], capture_output=True, text=True, timeout=60, check=True
+        subprocess.run, ["docker", *arguments], input=stdin, capture_output=True, text=True, timeout=60, check=True
     )
     return done.stdout
 
@@ -375,3 +382,51 @@ async def test_image_labels_and_health():
         alone = ["docker", "exec", "-e", "ATROPOS_PORT=1", slot.container, *HEALTH_CHECK]
         none = await asyncio.to_thread(subprocess.run, alone, capture_output=True, text=True, check=False)
         assert (none.returncode, none.stdout[:24]) == (1, "no answer on 127.0.0.1:1")
+
+
+class Asked(http.server.BaseHTTPRequestHandler):
+    """Says what it was asked with."""
+
+    def do_GET(self) -> None:
+        said = self.headers.get("Authorization", "nothing").encode()
+        self.server.seen.append(said)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+
+@contextlib.contextmanager
+def secret_taker(address: str) -> Iterator[tuple[http.server.ThreadingHTTPServer, str]]:
+    """A host that is asked by TLS, and the certificate of who vouches for it."""
+    authority = Authority.make([host_rule(address, tls=True)])
+    with http.server.ThreadingHTTPServer((address, 0), Asked) as server:
+        server.seen = []
+        server.socket = authority.context(address).wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server, authority.certificate
+        server.shutdown()
+
+
+async def test_secrets_by_tls():
+    subnet = await docker("network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Subnet}}")
+    gateway = str(ipaddress.ip_network(subnet.strip())[1])
+    try:
+        socket.create_server((gateway, 0)).close()
+    except OSError:
+        pytest.skip(f"the engine's gateway {gateway!r} is no address of this machine's, as of a rootless engine")
+    with secret_taker(gateway) as (server, certificate):
+        host = f"{gateway}:{server.server_port}"
+        config = pool_config("docker", allow_network=True, egress_allow=[host], max_containers=1)
+        async with SlotPool(config) as pool:
+            (container,) = [each.container for each in pool.links.values()]
+            add = "import sys; open('/etc/ssl/certs/ca-certificates.crt', 'a').write(sys.stdin.read())"
+            await docker("exec", "-i", container.id, "python3", "-c", add, stdin=certificate)
+            secret = EgressSecret(hosts=(host,), value="Bearer tok-4f9a1c77", tls=True)
+            async with pool.lease("has", secrets=[secret]) as slot, pool.lease("not") as other:
+                get = f"curl -sS -m 30 https://{host}/"
+                told = (await slot.exec(get)).output
+                assert server.seen == [b"Bearer tok-4f9a1c77"], told
+                assert told.strip("*") in {"", "Bearer "}
+                assert "certificate" in (await other.exec(get)).output
+                assert (await other.exec(f"{get} -k")).output == "nothing"
