@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from atropos.errors import ConfigError, LimitTooLarge
-from atropos.resources import Resources
+from atropos.resources import NOTHING, Resources
 from atropos.wire import LeaseLimits
 
 
@@ -168,7 +168,9 @@ class SandboxSettings(SlotSettings):
 
     def limits_of(self, lease: LeaseLimits) -> SlotLimits:
         """What a slot of this lease may use."""
-        return self.limits.model_copy(update=lease.model_dump(exclude_none=True, exclude={"gpus", "gpu_types"}))
+        return self.limits.model_copy(
+            update=lease.model_dump(exclude_none=True, exclude={"gpus", "gpu_types", "members"})
+        )
 
     @property
     def place_mib(self) -> int:
@@ -197,7 +199,15 @@ class SandboxSettings(SlotSettings):
         )
 
     def room(self, limits: LeaseLimits | None) -> Resources:
-        """What a lease takes of its container: of nothing less than a slot, so that what fits by room fits by slots."""
+        """What a lease takes of its container, with those that will join it."""
+        return self._own_room(limits) + self.kept_room(limits)
+
+    def kept_room(self, limits: LeaseLimits | None) -> Resources:
+        """What of it is kept for those that will join it."""
+        return sum(map(self._own_room, limits.members if limits else ()), NOTHING)
+
+    def _own_room(self, limits: LeaseLimits | None) -> Resources:
+        """Of nothing less than a slot, so that what fits by room fits by slots."""
         if limits is None:
             return self.slot_room
         disk_mib = limits.disk_mib if self.on_disk(limits) else None
@@ -229,6 +239,13 @@ class SandboxSettings(SlotSettings):
             asked = getattr(limits, name)
             if asked is not None and asked > most:
                 raise LimitTooLarge(name, asked, most, why)
+        for each in limits.members:
+            self.check_room(each, slots)
+        together = self.room(limits)
+        for name in ("memory_mib", "pids") if limits.members else ():
+            most, why = largest[name]
+            if getattr(together, name) > most:
+                raise LimitTooLarge(name, getattr(together, name), most, f"{why}; with its members")
 
     def gpu_refusal(self, gpus: int, types: Sequence[str]) -> str:
         """Why no lease can have so many GPUs of these types (empty: any), as `field: reason; cure`; empty: one can."""

@@ -37,7 +37,7 @@ from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
 from atropos.tasks.builder.accounts import profile_of
 from atropos.tasks.fit import STAND_INS, Room
 from atropos.tasks.format import machines
-from atropos.tasks.format.compose import read_compose
+from atropos.tasks.format.compose import read_only_service
 from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB, EnvironmentSection, TaskConfig
 from atropos.tasks.format.recipe import BuildInputs
 from atropos.tasks.format.task import Task, first_recipe
@@ -169,7 +169,7 @@ class AtroposEnvironment(BaseEnvironment):
             gpus=self._effective_gpus,
             gpu_types=tuple(wants.gpu_types or ()),
         )
-        service = read_compose(folder)
+        service = read_only_service(folder, "a trial has one slot here")
         section = machines.with_compose(service, section)
         # where something is built or pulled, the folder's other files are Harbor's to bring
         defined = wants.docker_image or machines.is_machine(folder)

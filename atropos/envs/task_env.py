@@ -26,7 +26,7 @@ from atropos.envs.sandbox_env import ExecTool, GroupMember
 from atropos.envs.task_settings import TaskEnvConfig, leave_out, usable_tasks
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.slots import Slot, SlotFileError, Snapshot
-from atropos.tasks import workspace
+from atropos.tasks import services, workspace
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 from atropos.tasks.folder import TaskSet
 from atropos.tasks.format.task import Task
@@ -206,7 +206,7 @@ class TaskEnv(DatasetEnv):
         else:
             slot = await self.executor.slot(trajectory_id)
             await workspace.enter(slot, item)
-        await workspace.start_main_process(slot, item)
+        await services.start(slot, item, self._task_images)
         await workspace.wait_until_healthy(slot, item)
         return {"task": item.name}
 
@@ -360,7 +360,7 @@ class TaskEnv(DatasetEnv):
             await workspace.enter(slot, item)
         else:
             slot = await self._built(verifier or item, trajectory_id)
-        await workspace.start_main_process(slot, verifier or item)
+        await services.start(slot, verifier or item, self._task_images)
         return slot
 
     async def _built(self, item: Task, trajectory_id: str) -> Slot:

@@ -54,6 +54,22 @@ class Stopped:
     egress_bytes: int = 0
 
 
+class PrivateNetwork(Protocol):
+    """The network of leases that belong together; nothing else is reached there."""
+
+    async def join(self, sandbox: Sandbox, names: Sequence[str]) -> None:
+        """Connect a sandbox. All that are connected know each other by their names from then on.
+
+        Raises:
+            NotSupported: this machine can make no such network, or a root can't hold the names.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give it up, once its sandboxes have ended."""
+        ...
+
+
 class Sandbox(Protocol):
     """One live sandbox on one volume, from its start to its end; never reused."""
 
@@ -147,6 +163,10 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def end_programs(self) -> str:
+        """Kill everything in it, and wait until it is gone; what could not be confirmed, which `stop` reports again."""
+        ...
+
     async def stop(self) -> Stopped:
         """Kill everything in it, confirm, detach its mounts, remove its cgroups. Bounded in time.
 
@@ -215,6 +235,20 @@ class Host(Protocol):
         Raises:
             NotSupported: a folder can't be shown on this root.
             SandboxError: it could not be started; nothing of it is left.
+        """
+        ...
+
+    def private_network(self) -> PrivateNetwork:
+        """A new network, without any sandbox."""
+        ...
+
+    async def share(self, of: Sandbox, source: str, sandbox: Sandbox, path: str, *, read_only: bool) -> None:
+        """Mount a folder or file of one sandbox in another; of the same one, to make it read-only there.
+
+        Before programs run in them, which could put others in its place. What was mounted there so isn't seen.
+
+        Raises:
+            NotSupported: there is no such folder or file, or it can't be mounted there.
         """
         ...
 

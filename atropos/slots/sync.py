@@ -179,6 +179,16 @@ class Slot(Blocking[slots.Slot]):
     view = blocking(slots.Slot.view)
     write_file = blocking(slots.Slot.write_file)
 
+    def mount(self, source: str, path: str, *, of: Slot | None = None, read_only: bool = False) -> None:
+        """Have a folder or file of another slot of the group at a path here; see `atropos.slots.Slot.mount`."""
+        other = None if of is None else of.awaited
+        event_loop().run(self.awaited.mount(source, path, of=other, read_only=read_only))
+
+    @property
+    def group(self) -> list[Slot]:
+        """Those that share its network and end with it, itself among them."""
+        return [Slot(each) for each in self.awaited.group]
+
     @property
     def name(self) -> str:
         """The slot's name on its server."""
@@ -275,6 +285,20 @@ class SlotPool(Blocking[slots.SlotPool]):
         """A slot for the length of a `with` block. Arguments and errors as `acquire`."""
         with self.acquire(trajectory_id, snapshot=snapshot, **options) as slot:
             yield slot
+
+    def join(
+        self,
+        slot: Slot,
+        names: Sequence[str],
+        *,
+        its_names: Sequence[str] = (),
+        image: str | None = None,
+        limits: LeaseLimits | None = None,
+        network: bool | None = None,
+    ) -> Slot:
+        """Lease another slot beside one, on a network of their own; see `atropos.slots.SlotPool.join`."""
+        work = self.awaited.join(slot.awaited, names, its_names=its_names, image=image, limits=limits, network=network)
+        return Slot(event_loop().run(work))
 
     def stats(self) -> PoolStats:
         """One consistent count of everything."""

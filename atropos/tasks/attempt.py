@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from atropos.slots import Slot, Snapshot
-from atropos.tasks import workspace
+from atropos.tasks import services, workspace
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import Progress, TaskImages
@@ -96,7 +96,7 @@ class TaskRun:
             self.name, image=image, network=network, limits=machine.limits
         )
         await workspace.enter(slot, machine)
-        await workspace.start_main_process(slot, machine)
+        await services.start(slot, machine, self.images)
         return slot
 
     async def play(self) -> Attempt:

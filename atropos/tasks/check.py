@@ -125,7 +125,8 @@ async def check(
     if "script" in config.agents and config.script is None:
         raise ConfigError("--agent script: needs --script FILE")
     at_once = min(config.slots or _fitting(), max(1, len(tasks.tasks) * len(config.agents)))
-    room = _room(config, at_once)
+    slots = max((at_once, *(1 + len(task.beside) for task in tasks.tasks)))
+    room = _room(config, slots)
     fits = {task.name: fit(task, room, images=config.images, policy=config.limits) for task in tasks.tasks}
     findings = [TaskFinding(name, "refused", problems=(reason,)) for name, reason in tasks.refused.items()]
     findings += [_refused(task, fits[task.name]) for task in tasks.tasks if fits[task.name].refused]
@@ -133,7 +134,7 @@ async def check(
         done(finding)
     runnable = [fits[task.name].sized(task) for task in tasks.tasks if not fits[task.name].refused]
     if runnable:
-        async with SlotPool(_pool_config(room, config, runnable, at_once)) as pool:
+        async with SlotPool(_pool_config(room, config, runnable, slots)) as pool:
             images, layers = TaskImages(pool, config.images), VerifierLayers(config.layers)
             turn = asyncio.Semaphore(at_once)
             make_run = partial(TaskRun, images, layers, script=config.script, network=config.network)
@@ -155,9 +156,9 @@ async def check(
     return sorted(findings, key=lambda finding: finding.name)
 
 
-def _room(config: CheckConfig, at_once: int) -> Room:
+def _room(config: CheckConfig, slots: int) -> Room:
     """Of so many slots that share this machine; an engine's may be on others, and are as small as tasks allow."""
-    share = _usable_mib() // at_once if config.backend == "local" else 0
+    share = _usable_mib() // slots if config.backend == "local" else 0
     memory = config.memory_mib or max(LEAST.slot.memory_mib, share)
     return Room(
         Resources(memory_mib=memory, disk_mib=max(LEAST.slot.disk_mib, memory // 2)),
@@ -178,14 +179,14 @@ def _fitting() -> int:
     return max(1, min(2 * len(os.sched_getaffinity(0)), _usable_mib() // ROOMY_MIB))
 
 
-def _pool_config(room: Room, config: CheckConfig, tasks: Sequence[Task], at_once: int) -> SlotPoolConfig:
+def _pool_config(room: Room, config: CheckConfig, tasks: Sequence[Task], slots: int) -> SlotPoolConfig:
     fitting = max(1, _usable_mib() // room.slot.memory_mib)
     machines = [one for task in tasks for one in (task, *task.verifiers)]
-    largest = max((one.limits.memory_mib or 0 for one in machines if one.limits), default=0)
+    largest = max((room.memory_of(one.limits) for one in machines), default=0)
     return SlotPoolConfig(
         backend=config.backend,
         base=config.base,
-        slots_per_container=max(min(at_once, fitting), -(-largest // room.slot.memory_mib)),
+        slots_per_container=max(min(slots, fitting), -(-largest // room.slot.memory_mib)),
         min_containers=1,
         max_containers=1,
         acquire_timeout_s=config.attempt_s,

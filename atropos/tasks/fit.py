@@ -80,6 +80,12 @@ class Room:
         )
         return None if limits == LeaseLimits() else limits
 
+    def memory_of(self, limits: LeaseLimits | None) -> int:
+        """What a lease takes of its container's memory, with those that join it, in MiB."""
+        if limits is None:
+            return self.slot.memory_mib
+        return max(limits.memory_mib or 0, self.slot.memory_mib) + sum(map(self.memory_of, limits.members))
+
     def on_disk(self, limits: LeaseLimits | None) -> int:
         """Files of a lease that are kept on disk, in MiB; 0: they are in memory."""
         files = 0 if limits is None or self.volume != "auto" else limits.disk_mib or 0
@@ -95,7 +101,7 @@ class TaskFit:
         refused: what the slot doesn't give, each as `field: reason; cure`.
         clamped: wishes that were lowered to what there is.
         notes: what is different here and may matter.
-        limits: what its leases ask for; None: a plain slot will do.
+        limits: what its leases ask for, with the services beside it; None: a plain slot will do.
         verifier: likewise, of machines of separate verifiers.
         lowered: for each limit below what the task asks for, why, and the cure.
     """
@@ -111,7 +117,9 @@ class TaskFit:
         """The task with these sizes."""
         verifier = None if task.verifier is None else replace(task.verifier, limits=self.verifier)
         steps = tuple(self.sized(step) for step in task.steps)
-        return replace(task, limits=self.limits, verifier=verifier, steps=steps, lowered=self.lowered)
+        members = self.limits.members if self.limits is not None else ()
+        beside = tuple(replace(each, limits=limits) for each, limits in zip(task.beside, members, strict=True))
+        return replace(task, limits=self.limits, verifier=verifier, beside=beside, steps=steps, lowered=self.lowered)
 
 
 def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Policy = "old") -> TaskFit:
@@ -125,15 +133,24 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
     """
     sizes = _Sizes(room, policy)
     limits = room.beyond(sizes.wanted(task, "environment"), task.config.environment.gpu_types)
+    if task.beside:
+        members = tuple(room.beyond(sizes.wanted(one, _table(one))) or LeaseLimits() for one in task.beside)
+        limits = (limits or LeaseLimits()).model_copy(update={"members": members})
     refused, clamped, notes = sizes.refused, sizes.clamped, list[str]()
+    together = room.memory_of(limits)
+    if task.beside and room.most_mib is not None and together > room.most_mib:
+        refused.append(
+            f"services: {len(task.beside) + 1} slots take {together} MiB of memory together, a container has "
+            f"{room.most_mib}; raise slots_per_container, or slot_memory_mib, for {together}"
+        )
     verifier = room.beyond(
         NOTHING.most(*(sizes.wanted(one, "verifier.environment") for one in task.verifiers)),
         sorted({each for one in task.verifiers for each in one.config.environment.gpu_types}),
     )
-    for one in (task, *task.verifiers):
+    for one in task.machines:
         image = one.image
         if image is not None and any(fnmatch.fnmatch(image, pattern) for pattern in images):
-            table = "" if one is task else "verifier."
+            table = "" if one is task else "verifier." if one in task.verifiers else f"{_table(one)}."
             field = f"{table}environment.docker_image" if one.config.environment.docker_image else f"{table}FROM"
             notes.append(f"{field}: the slots' base stands in for {image}")
             if one.unbuildable is not None:
@@ -159,6 +176,11 @@ def largest_on_disk(tasks: Iterable[Task], room: Room) -> int | None:
     """Most files that a lease of these tasks has on disk, which come with their sizes; None: all are in memory."""
     machines = [one for task in tasks for one in (task, *task.verifiers)]
     return max((room.on_disk(one.limits) for one in machines), default=0) or None
+
+
+def _table(machine: Task) -> str:
+    """Where the compose file speaks of a service's machine."""
+    return f"services.{machine.service.name}" if machine.service is not None else "services"
 
 
 @dataclass

@@ -192,9 +192,16 @@ def _checked(task: Task, images: BuildInputs) -> Task:
         for folder in (*each.tests, each.solution, each.files):
             if folder is not None:
                 check_folder(folder)
-    steps = tuple(replace(step, verifier=step.verifier and _with_sources(step.verifier, images)) for step in task.steps)
+    for volume in (volume for each in (task, *task.beside) if each.service for volume in each.service.volumes):
+        if volume.source is not None and volume.source.is_dir():
+            check_folder(volume.source)
+    beside = tuple(_with_sources(each, images) for each in task.beside)
+    steps = tuple(
+        replace(step, verifier=step.verifier and _with_sources(step.verifier, images), beside=beside)
+        for step in task.steps
+    )
     verifier = task.verifier and _with_sources(task.verifier, images)
-    return _with_sources(replace(task, steps=steps, verifier=verifier), images)
+    return _with_sources(replace(task, steps=steps, verifier=verifier, beside=beside), images)
 
 
 def _with_sources(machine: Task, images: BuildInputs) -> Task:

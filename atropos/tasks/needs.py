@@ -59,7 +59,7 @@ def needs(tasks: Iterable[Task]) -> SetNeeds:
     scripts: set[tuple[str, Path]] = set()
     """Texts, each with the folder in which files that it names may be."""
     for task in tasks:
-        for one in (task, *task.steps, *task.verifiers):
+        for one in (*task.machines, *task.steps):
             images.update(_images(one))
             scripts |= {(_text(path), path.parent) for path in _scripts(one.tests)}
             for step in (*one.recipe.steps, *(step for stage in one.recipe.stages for step in stage.steps)):

@@ -232,7 +232,7 @@ class TaskImages:
             ImageUnavailable: an image can't be had; says why.
         """
         pulled, _ = await self._pulled(task, lambda _: None)
-        return await _with_verifiers(pulled, self.pull)
+        return await _with_machines(pulled, self.pull)
 
     async def _pulled(self, task: Task, report: Progress) -> tuple[Task, _Images]:
         prebuilt = task.config.environment.docker_image
@@ -251,11 +251,11 @@ class TaskImages:
     async def _prepare(self, given: Task, report: Progress) -> tuple[Task, ImageInfo]:
         before = self._before.get(id(given))
         if before is not None and (image := await self.pool.find_built(before.key)) is not None:
-            await _with_verifiers(given, lambda machine: self._ready(machine, report))
+            await _with_machines(given, lambda machine: self._ready(machine, report))
             self.counters["hits"] += 1
             return before.task, image
         task, images = await self._pulled(given, report)
-        task = await _with_verifiers(task, lambda machine: self._ready(machine, report))
+        task = await _with_machines(task, lambda machine: self._ready(machine, report))
         plan = await asyncio.to_thread(self._plan, task, images)
         key = plan[_LAST].steps[-1].key
         image = await self.pool.find_built(key)
@@ -364,7 +364,8 @@ class TaskImages:
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def _lease(self, task: Task, source: str, what: str = "") -> AbstractAsyncContextManager[Slot]:
-        return self.pool.lease(f"build-{task.name}{what}", image=source, limits=task.limits, share=self._share)
+        limits = task.limits and task.limits.model_copy(update={"members": ()})
+        return self.pool.lease(f"build-{task.name}{what}", image=source, limits=limits, share=self._share)
 
     async def _stage(self, build: _Build, number: int) -> ImageInfo:
         """A stage's last image: from the last step that is there already."""
@@ -456,11 +457,12 @@ async def build_task(task: Task, pool: SlotPool, progress: Progress) -> ImageInf
     return await TaskImages(pool).build(task, progress)
 
 
-async def _with_verifiers(task: Task, ready: Callable[[Task], Awaitable[Task]]) -> Task:
-    """A task with the machines of its separate verifiers made ready as well."""
+async def _with_machines(task: Task, ready: Callable[[Task], Awaitable[Task]]) -> Task:
+    """A task with the machines of its services and separate verifiers made ready as well."""
     verifier = None if task.verifier is None else await ready(task.verifier)
-    steps = [await _with_verifiers(step, ready) for step in task.steps]
-    return replace(task, verifier=verifier, steps=tuple(steps))
+    beside = tuple([await ready(each) for each in task.beside])
+    steps = [await _with_machines(replace(step, beside=()), ready) for step in task.steps]
+    return replace(task, verifier=verifier, beside=beside, steps=tuple(replace(step, beside=beside) for step in steps))
 
 
 def _settings(image: ImageInfo) -> StepSettings:
@@ -471,6 +473,7 @@ def _settings(image: ImageInfo) -> StepSettings:
         user=image.user,
         onbuild=image.onbuild,
         entrypoint=image.entrypoint,
+        cmd=image.cmd,
         shell=image.shell,
     )
 

@@ -95,12 +95,13 @@ class Proofs:
 
     async def _key(self, images: TaskImages, task: Task) -> str:
         """A digest of all that a proof depends on: what slots start from, the task's files, and how it is judged."""
-        machines = [(await images.prepare(one)).image for one in (task, *task.verifiers)]
+        machines = [(await images.prepare(one)).image for one in task.machines]
         files = await asyncio.to_thread(_digests, task)
         layers = await asyncio.to_thread(self._layers.digest)
         models = (task.limits, *(one for each in (task, *task.steps) for one in (each.config, each.step)))
         settings = [None if one is None else one.model_dump_json() for one in models]
-        parts = [machines, files, layers, settings, dict(task.variables), self._mode, self._network]
+        services = [repr(one.service) for one in (task, *task.beside)]
+        parts = [machines, files, layers, settings, services, dict(task.variables), self._mode, self._network]
         return hashlib.sha256(json.dumps(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
     def _keep(self, kept: Path) -> None:
@@ -117,4 +118,7 @@ class Proofs:
 def _digests(task: Task) -> list[str]:
     """Of the files of a task that its image doesn't hold."""
     paths = [path for one in (task, *task.steps) for path in (*one.tests, one.solution, one.files) if path is not None]
+    services = [one.service for one in (task, *task.beside) if one.service is not None]
+    sources = {volume.source for service in services for volume in service.volumes}
+    paths += sorted(path for path in sources if path is not None and path.exists())
     return [digest_of(Context(path.parent), Copy((path.name,), "/")) for path in paths]

@@ -15,6 +15,7 @@ from typing import Literal
 
 from atropos.errors import NotSupported, SandboxError
 from atropos.slots import Slot
+from atropos.slots.slot.processes import Process
 from atropos.slots.slot.profile import PLAIN
 from atropos.slots.slot.results import ExecResult, SlotFileError
 from atropos.tasks.builder.accounts import profile_of
@@ -50,7 +51,7 @@ async def enter(slot: Slot, task: Task) -> None:
         )
 
 
-async def start_main_process(slot: Slot, task: Task, env: Mapping[str, str] | None = None) -> None:
+async def start_main_process(slot: Slot, task: Task, env: Mapping[str, str] | None = None) -> Process | None:
     """Start what a container of the machine would start, as Harbor does, where that does more than keep it running.
 
     That is its ENTRYPOINT, with the command of its compose file, or one that waits, in the place of its CMD.
@@ -60,16 +61,19 @@ async def start_main_process(slot: Slot, task: Task, env: Mapping[str, str] | No
         task: whose machine it is; the process has the variables, folder and user of its image.
         env: variables beside these.
 
+    Returns:
+        The process; None: it would only wait.
+
     Raises:
         TaskBroken: there is no such program, or no such user.
     """
     settings = task.recipe.settings
     words = (*settings.entrypoint, *(settings.command or WAITS))
     if words == WAITS:
-        return
+        return None
     profile, slot.profile = slot.profile, await profile_of(slot, task, task.container_settings)
     try:
-        await slot.start(words, env=env)
+        return await slot.start(words, env=env)
     except SlotFileError as error:
         kind = "ENTRYPOINT" if settings.entrypoint else "command"
         raise TaskBroken(f"{task.name}: {kind} {words[0]}: {error}") from error

@@ -11,6 +11,7 @@ __all__ = [
     "MAX_FILE_BYTES",
     "MAX_FRAME_BYTES",
     "MAX_HOSTS",
+    "MAX_MEMBERS",
     "VERSION",
     "Limit",
     "WireMessage",
@@ -28,6 +29,10 @@ MAX_COMMAND_BYTES = 2 * 1024 * 1024
 
 Limit = Literal["memory", "pids", "disk", "inodes", "time", "output", "files", "cpu"]
 """The name of the limit that stopped or truncated a program."""
+MAX_MEMBERS = 32
+"""Most leases that join another one."""
+HostName = Annotated[str, Field(max_length=253, pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")]
+"""A name that a slot is known by in the network of its group."""
 ChosenId = Annotated[str, Field(min_length=8, max_length=100, pattern=r"^[A-Za-z0-9_-]+$")]
 """An id that the client chooses, so that a repeated request is seen to be one."""
 

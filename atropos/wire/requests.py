@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, Json, model_validator
 
 from atropos.resources import Resources
-from atropos.wire.base import VERSION, ChosenId, WireMessage
+from atropos.wire.base import MAX_MEMBERS, VERSION, ChosenId, HostName, WireMessage
 from atropos.wire.operations import Operation
 from atropos.wire.secrets import MAX_SECRETS, EgressSecret
 
@@ -23,6 +23,7 @@ __all__ = [
     "ImageRequest",
     "ImageSettings",
     "ImageState",
+    "Joining",
     "KeepRequest",
     "LackingLayers",
     "LackingRequest",
@@ -31,6 +32,7 @@ __all__ = [
     "LeaseLimits",
     "LeaseRequest",
     "LeaseStatus",
+    "MountRequest",
     "Problem",
     "ReleaseResult",
     "SnapshotInfo",
@@ -56,12 +58,27 @@ class LeaseLimits(WireMessage):
     wall_s: float | None = Field(default=None, gt=0)
     gpus: int | None = Field(default=None, ge=1, le=1000)
     gpu_types: tuple[str, ...] = Field(default=(), max_length=64, description="any of these will do; empty: every type")
+    members: tuple[LeaseLimits, ...] = Field(
+        default=(), max_length=MAX_MEMBERS, description="of leases that will join it, whose room is kept for them"
+    )
 
     @model_validator(mode="after")
     def _check_types(self) -> LeaseLimits:
         if self.gpu_types and self.gpus is None:
             raise ValueError("gpu_types: say in gpus how many of them")
+        if any(each.members or each.gpus for each in self.members):
+            raise ValueError("members: have neither members nor gpus")
         return self
+
+
+class Joining(WireMessage):
+    """A lease of the same client and server that another one joins: they share a network, and end together."""
+
+    lease_id: ChosenId
+    names: tuple[HostName, ...] = Field(max_length=32, description="by which the others know the one that joins")
+    its_names: tuple[HostName, ...] = Field(
+        default=(), max_length=32, description="by which all know the one that is joined; of the first that joins it"
+    )
 
 
 class LeaseRequest(WireMessage):
@@ -82,6 +99,7 @@ class LeaseRequest(WireMessage):
     image: str | None = Field(default=None, max_length=1000, description="source of a prepared image, as the base")
     network: bool = False
     limits: LeaseLimits | None = Field(default=None, description="instead of the server's")
+    joins: Joining | None = Field(default=None, description="takes the room that this one keeps for its members")
     secrets: tuple[EgressSecret, ...] = Field(
         default=(), max_length=MAX_SECRETS, description="put into its requests, where it has a network"
     )
@@ -197,6 +215,16 @@ class SnapshotInfo(WireMessage):
     bytes: int
     users: int = Field(default=0, description="leases that use it now")
     base: str | None = Field(default=None, description="the base below it; None: the server's default")
+
+
+class MountRequest(WireMessage):
+    """POST /v1/leases/{id}/mounts: have a lease see a folder or file of another one of its group."""
+
+    epoch: int | None = None
+    path: str = Field(pattern="^/", max_length=4096, description="where it is seen; made where it is missing")
+    of: ChosenId = Field(description="the other lease; or this one, of which a part becomes read-only")
+    source: str = Field(pattern="^/", max_length=4096)
+    read_only: bool = False
 
 
 class SnapshotRequest(WireMessage):

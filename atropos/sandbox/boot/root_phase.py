@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 _TO_ENTER_SLOTS = ("SYS_CHROOT", "SYS_PTRACE")
 """Capabilities needed to enter a mount namespace by the pidfd of its PID 1, which is not dumpable."""
-SERVER_CAPABILITIES = frozenset(
-    ("SYS_ADMIN", "SETUID", "SETGID", "SETFCAP", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", *_TO_ENTER_SLOTS)
-)
+_OF_FILES = ("SETFCAP", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID")
+SERVER_CAPABILITIES = frozenset(("SYS_ADMIN", "SETUID", "SETGID", "KILL", "NET_ADMIN", *_OF_FILES, *_TO_ENTER_SLOTS))
+"""In the server's own user namespace: NET_ADMIN is for the networks of its slots, and of none that it came from."""
 _STAGE = "ATROPOS_STAGE2_FD"
 
 

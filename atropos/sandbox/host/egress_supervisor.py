@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import cast
@@ -38,10 +38,13 @@ CONFIRM_S = 10.0
 
 def environment() -> dict[str, str]:
     """Variables that point programs to the proxy, in upper and lower case: curl reads only `http_proxy`."""
-    proxy = f"http://127.0.0.1:{PORT}"
-    direct = "localhost,127.0.0.1,::1"
     names = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
-    return {**dict.fromkeys(names, proxy), "NO_PROXY": direct, "no_proxy": direct}
+    return {**dict.fromkeys(names, f"http://127.0.0.1:{PORT}"), **direct()}
+
+
+def direct(hosts: Iterable[str] = ()) -> dict[str, str]:
+    """Variables by which programs ask the proxy neither for their own machine nor for these hosts."""
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(("localhost", "127.0.0.1", "::1", *hosts)))
 
 
 def _trusted() -> dict[str, str]:

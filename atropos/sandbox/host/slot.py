@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from atropos.aio import Tasks, done_within
@@ -102,6 +102,8 @@ class SlotSandbox:
         self._watch = LimitWatch(name, cgroup, volume, limits)
         self._watchdog: asyncio.TimerHandle | None = None
         self._stuck: set[int] = set()
+        self._ending = False
+        """Whether its programs were ended ahead of `stop`."""
         self._stopping: asyncio.Task[Stopped] | None = None
         self._detached = False
         """Whether the volume is no longer its own: being freed, or a layer."""
@@ -184,6 +186,17 @@ class SlotSandbox:
                 done(Done())
 
         self._tasks.spawn(change(), "network")
+
+    @property
+    def first_process(self) -> int:
+        """Pidfd of PID 1.
+
+        Raises:
+            SlotLost: it has ended.
+        """
+        if self._init_fd < 0 or self.died.done():
+            raise SlotLost(f"slot {self.name} is gone: {self._why()}")
+        return self._init_fd
 
     async def set_network(self, hosts: tuple[str, ...] | None) -> None:
         """Change `hosts`; see `contract.Sandbox.set_network`."""
@@ -326,8 +339,7 @@ class SlotSandbox:
         """Change the root, and mount a view's folders in it; see `contract.Sandbox.change_root`."""
         if self._calls or self.volume.restacked:
             raise SandboxError(f"slot {self.name} is in use: its root can't change")
-        if self._init_fd < 0 or self.died.done():
-            raise SlotLost(f"slot {self.name} is gone: {self._why()}")
+        first_process = self.first_process
         host, root = self._host, self._host.base(base)
         try:
             seen = None if view is None else await asyncio.to_thread(view.layer)
@@ -337,7 +349,7 @@ class SlotSandbox:
                 await asyncio.to_thread(view.mount, self.volume, seen)
             new_root = f"{INSIDE}/{volumes.NEXT}/{volumes.NEXT}"
             async with asyncio.timeout(START_DEADLINE_S):
-                await host.roots.change(self._init_fd, new_root)
+                await host.roots.change(first_process, new_root)
         except (OSError, TimeoutError) as error:
             raise RootUnchanged(
                 f"slot {self.name}: its root could not be changed: {error or type(error).__name__}"
@@ -348,12 +360,11 @@ class SlotSandbox:
 
     async def add_gpus(self, gpus: Sequence[int]) -> None:
         """Add GPUs; see `contract.Sandbox.add_gpus`."""
-        if self._init_fd < 0 or self.died.done():
-            raise SlotLost(f"slot {self.name} is gone: {self._why()}")
+        first_process = self.first_process
         self._gpus = SlotGpus(self._host.gpus[number] for number in gpus)
         try:
             async with asyncio.timeout(START_DEADLINE_S):
-                await self._gpus.mount(self._host.roots, self._init_fd)
+                await self._gpus.mount(self._host.roots, first_process)
         except (OSError, TimeoutError) as error:
             if error.errno == errno.EROFS:
                 raise NotSupported(f"gpus: this root can't hold what they need: {error}; lease an image") from error
@@ -388,6 +399,25 @@ class SlotSandbox:
             raise NotSupported(f"secrets: this root can't hold the authority of their hosts: {done}")
         await self.run("trust", WriteFile(path=trust.OWN, data=authority, mode=0o644))  # a root may have it read-only
         self._set(trust.environment(bundle))
+
+    async def know_hosts(self, more: Mapping[str, str], known: Collection[str]) -> None:
+        """Have programs know others of a private network by their names.
+
+        Args:
+            more: addresses by name, to add to those that they know.
+            known: all names, of those too that they know already.
+
+        Raises:
+            NotSupported: the root can't hold them.
+        """
+        lines = "".join(f"\n{address}\t{name}" for name, address in more.items())
+        done = await self.run(
+            "names", WriteFile(path="/etc/hosts", data=f"{lines}\n".encode(), append=True, mode=0o644)
+        )
+        if not isinstance(done, Done):
+            raise NotSupported(f"joins: this root can't hold the names of its network in /etc/hosts: {done}")
+        if self.network.has_egress:
+            self._set(egress_supervisor.direct(known))
 
     def _set(self, environment: dict[str, str]) -> None:
         """Have programs start with these variables, and within the slot's own time."""
@@ -432,7 +462,7 @@ class SlotSandbox:
         """Kill a sandbox that ended by itself or can't be trusted; `died` gets the reason."""
         if self._channel is not None and not self._channel.closed:
             self._channel.close(OutcomeUnknown(f"slot {self.name} ended while the call ran: {reason}"))
-        if self._stopping is None:
+        if self._stopping is None and not self._ending:
             self._kill()
             if not self.died.done():
                 self.died.set_result(reason)
@@ -444,6 +474,11 @@ class SlotSandbox:
                 signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
 
     # ------------------------------------------------------------------------------------------------------------- stop
+
+    async def end_programs(self) -> str:
+        """Kill everything in it; see `contract.Sandbox.end_programs`."""
+        self._ending = True
+        return await self._end_processes()
 
     async def stop(self) -> Stopped:
         """Kill everything in it and confirm; see `contract.Sandbox.stop`."""

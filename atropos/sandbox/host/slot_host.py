@@ -15,6 +15,7 @@ from atropos.images.reference import base_name
 from atropos.sandbox.boot.root_phase import Entered
 from atropos.sandbox.contract import Sandbox, SnapshotLayer
 from atropos.sandbox.host.files import skeleton, volumes
+from atropos.sandbox.host.group_network import GroupNetwork
 from atropos.sandbox.host.host_state import HostState
 from atropos.sandbox.host.process.prestart import Prestarted
 from atropos.sandbox.host.slot import SlotSandbox
@@ -126,6 +127,21 @@ class SlotHost:
             await asyncio.shield(sandbox.stop())
             raise
         return sandbox, view.info()
+
+    def private_network(self) -> GroupNetwork:
+        """A new network; see `contract.Host.private_network`."""
+        return GroupNetwork()
+
+    async def share(self, of: Sandbox, source: str, sandbox: Sandbox, path: str, *, read_only: bool) -> None:
+        """Mount what one slot has in another; see `contract.Host.share`."""
+        assert isinstance(of, SlotSandbox)
+        assert isinstance(sandbox, SlotSandbox)
+        volume, slot = of.volume, sandbox.first_process
+        root = volume.next_root if volume.restacked else volume.root
+        try:
+            await self.state.roots.share(root, source, slot, path, read_only=read_only)
+        except OSError as error:
+            raise NotSupported(f"mounts: {source} can't be mounted at {path}: {error}") from error
 
     # ----------------------------------------------------------------------------------------------------------- images
 

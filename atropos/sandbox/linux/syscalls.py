@@ -42,6 +42,7 @@ CAPABILITIES = {
     "SETUID": 7,
     "SETPCAP": 8,
     "NET_BIND_SERVICE": 10,
+    "NET_ADMIN": 12,
     "SYS_CHROOT": 18,
     "SYS_PTRACE": 19,
     "SYS_ADMIN": 21,

@@ -23,7 +23,7 @@ from typing import NotRequired, TypedDict
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
 
-from atropos.sandbox.linux import syscalls
+from atropos.sandbox.linux import netlink, syscalls
 from atropos.sandbox.linux.stopped_children import children_of
 from atropos.sandbox.linux.sysctl import tell_kernel
 from atropos.sandbox.programs import first_process, gateway
@@ -94,7 +94,7 @@ def _look_up_names() -> None:
     asking = {
         each.__module__
         for each in (
-            *(_child, first_process.run, gateway.enter_network, syscalls.load),
+            *(_child, first_process.run, gateway.enter_network, netlink.veth, syscalls.load),
             *(runner.main, loop.run, link.open, state.protect_self),
         )
     }

@@ -33,6 +33,7 @@ from atropos.wire import (
     Lease,
     LeaseEnded,
     LeaseRequest,
+    MountRequest,
     Operation,
     OpResult,
     ReleaseResult,
@@ -303,6 +304,16 @@ class SandboxClient:
         """
         request = ViewRequest(folders=folders, epoch=lease.epoch)
         return await self._requests.ask("POST", f"/v1/leases/{lease.lease_id}/view", ViewInfo, request, patient=True)
+
+    async def mount(self, lease: Lease, wanted: MountRequest) -> None:
+        """Have a lease see what another one of its group has.
+
+        Raises:
+            LeaseExpired: one of the two is over.
+            NotSupported: they are of no group, or it can't be mounted.
+            SlotLost: the server is gone.
+        """
+        await self._requests.ask("POST", f"/v1/leases/{lease.lease_id}/mounts", None, wanted)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         """Drop a snapshot, if it is there; leases that use it keep it."""

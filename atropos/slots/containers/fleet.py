@@ -381,6 +381,11 @@ class Fleet:
             seat.leased_room += ticket.room
         ticket.share.hold(ticket)
 
+    def joined(self, seat: Seat, ticket: Ticket) -> None:
+        """A lease joined another one, which has the room of both."""
+        seat.leased += 1
+        ticket.share.hold(ticket)
+
     def refused(self, ticket: Ticket, *, free: Resources) -> None:
         """A reservation was refused: the container says what it has free."""
         if (seat := self._unreserve(ticket)) is not None:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from atropos import tracing, wire
@@ -46,7 +46,7 @@ class LeaseTerms:
     share: Share | None
     secrets: tuple[wire.EgressSecret, ...] = ()
 
-    def request(self, image: str | None) -> wire.LeaseRequest:
+    def request(self, image: str | None, joins: wire.Joining | None = None) -> wire.LeaseRequest:
         """To one container, under a new id."""
         return wire.LeaseRequest(
             lease_id=secrets.token_hex(16),
@@ -58,6 +58,7 @@ class LeaseTerms:
             image=image,
             network=self.network,
             limits=self.limits,
+            joins=joins,
             secrets=self.secrets,
         )
 
@@ -87,6 +88,28 @@ class Grants:
         except BaseException:
             ticket.share.end(ticket, self._state.now())
             raise
+
+    async def join(self, wanted: LeaseTerms, image: str | None, slot: Slot, joins: wire.Joining) -> Slot:
+        """As `SlotPool.join`."""
+        state, link = self._state, slot.link
+        ticket = replace(self._ticket(wanted, image), room=NOTHING)  # the other one has it for both
+        ticket.share.claim(ticket)
+        try:
+            name = None if image is None else await self._images.ready_in(link, image)
+            request = wanted.request(name, joins)
+            lease = await link.client.acquire(request)
+            if link.gone is not None:
+                raise SlotLost(f"container {link.container.id} is lost: {link.gone}")
+        except BaseException:
+            ticket.share.end(ticket, state.now())
+            raise
+        state.fleet.joined(link.seat, ticket)
+        ticket.granted_at = state.now()
+        state.counters.granted()
+        joined = link.slots[lease.lease_id] = Slot(link, lease, request, ticket)
+        slot.group.append(joined)
+        joined.group = slot.group
+        return joined
 
     def _ticket(self, wanted: LeaseTerms, image: str | None) -> Ticket:
         config = self._state.config

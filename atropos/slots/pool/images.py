@@ -131,6 +131,18 @@ class PoolImages:
         _outcome(source, name, [task for task in begun.values() if task.done()])
         return name
 
+    async def ready_in(self, link: ContainerLink, image: str) -> str:
+        """The image's name in leases, once this container has it.
+
+        Raises:
+            ConfigError, ImageUnavailable, SlotLost: as `prepare`.
+        """
+        source, name, _ = await self._begin(image)
+        task = self._task(link, name, None)
+        await asyncio.wait([task])
+        _outcome(source, name, [task])
+        return name
+
     @contextlib.contextmanager
     def _in_demand(self, room: Resources) -> Generator[None]:
         """Around a lease's wait for its image: containers that start for it in the meantime pull the image, too."""

@@ -13,6 +13,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Concatenate, ParamSpec, Protocol, Self
 
+from pydantic import ValidationError
+
 from atropos import wire
 from atropos.aio import Tasks, set_within
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
@@ -295,6 +297,56 @@ class SlotPool:
             raise self._timed_out(snapshot, share, timeout_s) from None
 
     lease = for_a_block(acquire)
+
+    async def join(
+        self,
+        slot: Slot,
+        names: Sequence[str],
+        *,
+        its_names: Sequence[str] = (),
+        image: str | None = None,
+        limits: LeaseLimits | None = None,
+        network: bool | None = None,
+    ) -> Slot:
+        """Lease another slot beside one, on a network of their own, where each finds the others by their names.
+
+        All slots of such a group end together, whichever is released or lost. They have neither snapshots nor views.
+
+        Args:
+            slot: the first of the group, leased with `LeaseLimits.members`, which keeps the room for the others.
+            names: by which the others know the new one.
+            its_names: by which all know `slot`; of the first that joins it.
+            image: as in `acquire`.
+            limits: as in `acquire`; no more than one of `members` that nothing has taken yet.
+            network: as in `acquire`.
+
+        Raises:
+            NotSupported: no room is kept for it, or the container can make no such network.
+            ImageUnavailable: the image can't be prepared; says which phase failed.
+            LeaseExpired, SlotLost: `slot` is over, or lost.
+            ConfigError: a name is none.
+        """
+        self._state.require_running()
+        network = self.config.allow_network if network is None else network
+        image = image or self.config.slot_image
+        self._check_request(None, None, image, network=network)
+        try:
+            joins = wire.Joining(lease_id=slot.lease.lease_id, names=tuple(names), its_names=tuple(its_names))
+        except ValidationError as error:
+            raise ConfigError(f"names: {error.errors()[0]['input']!r:.80} can't be the name of a slot") from None
+        share = slot.ticket.share
+        terms = LeaseTerms(
+            self.client_id,
+            slot.trajectory_id,
+            self.config.lease_ttl_s,
+            None,
+            None,
+            network,
+            limits,
+            share,
+            self._secrets_of(share, ()) if network else (),
+        )
+        return await self._grants.join(terms, image, slot, joins)
 
     def _timed_out(self, snapshot: Snapshot | None, share: Share | None, timeout_s: float) -> AcquireTimeout:
         self._state.counters.timed_out()

@@ -45,6 +45,7 @@ class Slot(SlotFiles):
         "_due",
         "_over",
         "_releasing",
+        "group",
         "lease",
         "limits",
         "limits_reached",
@@ -73,6 +74,8 @@ class Slot(SlotFiles):
         self._due = 0
         """Operations without an answer: running, cancelled, or failed with the infrastructure."""
         self.trajectory_id = request.trajectory_id
+        self.group: list[Slot] = [self]
+        """Those that share its network and end with it, itself among them; see `SlotPool.join`."""
         self.profile: Profile = PLAIN
         """What later operations start with where they don't say: folder, variables, user."""
 
@@ -112,7 +115,10 @@ class Slot(SlotFiles):
         await self.release()
 
     async def release(self) -> None:
-        """Give the slot back: everything in it is ended and discarded. Idempotent; continues when cancelled."""
+        """Give the slot back, with those of its `group`: everything in it is ended and discarded.
+
+        Idempotent; continues when cancelled.
+        """
         task = self.start_release()
         if task is not None and not task.done():
             await asyncio.wait([task], timeout=RELEASE_WAIT_S)  # cancelling the wait cancels nothing
@@ -122,6 +128,8 @@ class Slot(SlotFiles):
         if self._releasing is None and self._over is None:
             self.end(LeaseExpired(f"slot {self.name} was released"))
             self._releasing = self.link.state.give_back(self.link.release(self.lease), f"release {self.name}")
+            for other in self.group:
+                other.start_release()
         return self._releasing
 
     async def capabilities(self) -> wire.Capabilities:
@@ -336,6 +344,23 @@ class Slot(SlotFiles):
     async def quiesce(self) -> int:
         """Kill every process in the slot; files stay. Returns how many there were."""
         return answered(await self.run(wire.Quiesce()), wire.Done, "/").count
+
+    async def mount(self, source: str, path: str, *, of: Slot | None = None, read_only: bool = False) -> None:
+        """Have a folder or file of another slot of the group at a path here; before programs run in either.
+
+        Args:
+            source: absolute, in the other slot; what was mounted there by this method isn't seen.
+            path: absolute; made where it is missing.
+            of: the other slot. None: this one, whose own folder, under both paths, becomes read-only there.
+            read_only: whether it can't be written here.
+
+        Raises:
+            NotSupported: there is no such folder or file, or the slots are of no group.
+        """
+        self._check_held()
+        other = (of or self).lease.lease_id
+        wanted = wire.MountRequest(epoch=self.lease.epoch, path=path, of=other, source=source, read_only=read_only)
+        await self.link.client.mount(self.lease, wanted)
 
     # -------------------------------------------------------------------------------------------------- snapshots
 

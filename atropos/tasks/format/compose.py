@@ -1,33 +1,35 @@
-"""A compose file with one service, as the few facts that a slot needs. Several services are refused by name."""
+"""A compose file: the machine of a task, and the services that run beside it."""
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
-import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atropos.errors import ConfigError
+from atropos.tasks.format import compose_values as values
+from atropos.tasks.format.compose_values import table
 from atropos.tasks.format.config import explained
 from atropos.tasks.format.files import parse_yaml, read_text
-from atropos.tasks.format.recipe import Folder, Recipe
+from atropos.tasks.format.service import MAIN, Service, start_order
+from atropos.wire import MAX_MEMBERS
 
 COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+_MAIN = (MAIN, "client")
+"""What the service that the agent works in is called: by Harbor, and by terminal-bench 1."""
 _WITHOUT_EFFECT = {
-    *("container_name", "hostname", "labels", "init", "tty", "stdin_open", "logging"),
-    *("restart", "stop_grace_period", "stop_signal", "expose", "ports", "platform", "pull_policy", "memswap_limit"),
+    *("hostname", "labels", "init", "tty", "stdin_open", "logging", "profiles"),
+    *("stop_grace_period", "stop_signal", "expose", "ports", "platform", "pull_policy", "memswap_limit"),
 }
-"""Keys about a container's name, its ports or its end, which change nothing here."""
+"""Keys about a container's own name, its ports outside or its end, which change nothing here."""
 _OF_THE_BUILDER = {"cache_from", "cache_to", "labels", "no_cache", "platforms", "pull", "shm_size", "tags"}
-_VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_]\w*)(?::?-([^}]*)(?=\}))?[^}]*\}?|\$([A-Za-z_]\w*)")
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,250}[A-Za-z0-9_])?")
 _FROM_HARNESS = re.compile(r"\$\w+|\$\{\w+\}")
 """An image whose name the harness fills in."""
-_LOGS = re.compile(r"LOGS|_PATH\}|/logs\b")
 
 
 class _ComposeBuild(BaseModel):
@@ -51,109 +53,67 @@ class _ServiceTable(BaseModel):
     environment: dict[str, str | int | float | bool | None] | list[str] | None = None
     working_dir: str | None = None
     user: str | int | None = None
+    container_name: str | None = None
     network_mode: str | None = None
+    networks: list[str] | dict[str, dict[str, object] | None] | None = None
     volumes: list[str | dict[str, object]] | None = None
+    depends_on: list[str] | dict[str, dict[str, object]] | None = None
+    healthcheck: dict[str, object] | None = None
+    restart: str | bool | None = None
     mem_limit: str | int | None = None
     cpus: str | float | None = None
     deploy: dict[str, object] | None = None
 
 
-@dataclass(frozen=True)
-class Service:
-    """The one service.
-
-    Attributes:
-        dockerfile: None: it names an image.
-        entrypoint: None: the image's.
-        command: empty: what waits.
-        offline: its network is none.
-        memory_mib: what its programs may take; None: it doesn't say.
-    """
-
-    dockerfile: Path | None
-    image: str | None
-    entrypoint: tuple[str, ...] | None = None
-    command: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
-    workdir: str | None = None
-    user: str | None = None
-    offline: bool = False
-    memory_mib: int | None = None
-    cpus: float | None = None
-
-    def applied(self, recipe: Recipe) -> Recipe:
-        """The recipe with what the service says over it."""
-        before = recipe.settings
-        env, user = {**before.env, **self.env}, self.user or before.user
-        workdir = self.workdir or before.workdir
-        entrypoint = before.entrypoint if self.entrypoint is None else self.entrypoint
-        settings = replace(before, workdir=workdir, env=env, user=user, entrypoint=entrypoint, command=self.command)
-        steps = (*recipe.steps, Folder(settings.workdir, settings.user)) if self.workdir else recipe.steps
-        return replace(recipe, settings=settings, steps=steps)
-
-
 def read_compose(folder: Path) -> Service | None:
-    """The service of a folder's compose file; None: there is no such file.
+    """The main service of a folder's compose file, with the others beside it; None: there is no such file.
 
     Raises:
-        ConfigError: the file can't be read, has several services, or asks for what no slot has.
+        ConfigError: the file can't be read, or asks for what no slot has.
     """
     path = next((folder / name for name in COMPOSE_FILES if (folder / name).exists()), None)
     if path is None:
         return None
-    name, settings = _only_service(path)
-    where = f"{path}: services.{name}"
-    service = _service(settings, where)
-    for volume in service.volumes or ():
-        if not _LOGS.search(str(volume)):
-            raise ConfigError(
-                f"{where}.volumes: {volume}: a slot has no volumes but its logs; use COPY in the Dockerfile"
-            )
-    mode = _filled(service.network_mode or "bridge", f"{where}.network_mode")
-    if mode not in {"bridge", "none", "default"}:
-        raise ConfigError(f"{where}.network_mode: {mode!r} can't be honoured in a slot; use none or leave it out")
-    file = None if service.build is None else _dockerfile(service.build, folder, where)
-    image = None if file is not None or _FROM_HARNESS.fullmatch(service.image or "") else service.image
-    workdir = _filled(service.working_dir or "", f"{where}.working_dir")
-    if workdir and not workdir.startswith("/"):
-        raise ConfigError(f"{where}.working_dir: {workdir!r:.80} doesn't begin with /; write the whole path")
-    limits = _limits(service.deploy)
-    memory = _number(service.mem_limit or limits.get("memory"), f"{where}.mem_limit")
-    return Service(
-        dockerfile=file,
-        image=None if image is None else _filled(image, f"{where}.image"),
-        entrypoint=None if service.entrypoint is None else _words(service.entrypoint, f"{where}.entrypoint"),
-        command=_words(service.command or "", f"{where}.command"),
-        env=_environment(service.environment, where),
-        workdir=workdir or None,
-        user=None if service.user is None else _filled(str(service.user), f"{where}.user"),
-        offline=mode == "none",
-        memory_mib=None if memory is None else max(1, int(memory) >> 20),
-        cpus=_number(service.cpus or limits.get("cpus"), f"{where}.cpus"),
-    )
+    tables = _tables(path)
+    main = next(iter(tables)) if len(tables) == 1 else next((name for name in _MAIN if name in tables), None)
+    services = {name: _service(name, said, folder, f"{path}: services.{name}", tables) for name, said in tables.items()}
+    if len(services) > 1:
+        _check_networks(path, tables)
+    first = services.pop(main) if main is not None else Service()
+    beside = tuple(each for each in start_order((first, *services.values()), str(path)) if each is not first)
+    if len(beside) > MAX_MEMBERS:
+        raise ConfigError(f"{path}: {len(beside)} services beside the agent's; at most {MAX_MEMBERS}")
+    return replace(first, beside=beside)
 
 
-def _only_service(path: Path) -> tuple[str, object]:
-    """The name of a file's one service, and what it says."""
+def read_only_service(folder: Path, what: str) -> Service | None:
+    """As `read_compose`, where there is room for one service only; `what`: where that is, for messages.
+
+    Raises:
+        ConfigError: as `read_compose`; or there are several.
+    """
+    service = read_compose(folder)
+    if service is not None and service.beside:
+        names = ", ".join(each.name for each in (service, *service.beside))
+        raise ConfigError(f"{folder}: several services ({names}) can't be honoured: {what}")
+    return service
+
+
+def _tables(path: Path) -> dict[str, _ServiceTable]:
+    """The services of a file that are started where no profile is chosen."""
     text = read_text(path, "write one, or remove it")
     try:
         raw = parse_yaml(text)
     except ValueError as error:
         raise ConfigError(f"{path}: can't be read: {error}".replace("\n", " ")) from None
-    services = _table(_table(raw).get("services"))
+    services = table(table(raw).get("services"))
     if not services:
         raise ConfigError(f"{path}: has no services; name one, `main`")
-    if len(services) > 1:
-        names = ", ".join(sorted(map(str, services)))
-        raise ConfigError(
-            f"{path}: several services ({names}) can't be honoured: a task is one slot, and slots have no network in "
-            "common on which services would find each other by name; start them all in one image, or leave the task out"
-        )
-    [service] = services.items()
-    return service
+    chosen = {name: said for name, said in services.items() if name in _MAIN or not table(said).get("profiles")}
+    return {name: _table(said, f"{path}: services.{name}") for name, said in (chosen or services).items()}
 
 
-def _service(given: object, where: str) -> _ServiceTable:
+def _table(given: object, where: str) -> _ServiceTable:
     try:
         service = _ServiceTable.model_validate(given or {})
     except ValidationError as error:
@@ -161,9 +121,59 @@ def _service(given: object, where: str) -> _ServiceTable:
     build = service.build.model_extra if isinstance(service.build, _ComposeBuild) else None
     unknown = [key for key in service.model_extra or {} if key not in _WITHOUT_EFFECT and not key.startswith("x-")]
     unknown += [f"build.{key}" for key, value in (build or {}).items() if value and key not in _OF_THE_BUILDER]
+    if table(service.deploy).get("replicas", 1) != 1:
+        unknown.append("deploy.replicas")
     if unknown:
         raise ConfigError(f"{where}.{unknown[0]}: can't be honoured in a slot; remove it")
     return service
+
+
+def _service(name: str, said: _ServiceTable, folder: Path, where: str, tables: Mapping[str, _ServiceTable]) -> Service:
+    mode = values.filled(said.network_mode or "bridge", f"{where}.network_mode")
+    if mode not in ({"bridge", "none", "default"} if len(tables) == 1 else {"bridge", "default"}):
+        raise ConfigError(f"{where}.network_mode: {mode!r} can't be honoured in a slot; leave it out")
+    context, file = (None, None) if said.build is None else _build(said.build, folder, where)
+    image = None if file is not None or _FROM_HARNESS.fullmatch(said.image or "") else said.image
+    workdir = values.filled(said.working_dir or "", f"{where}.working_dir")
+    if workdir and not workdir.startswith("/"):
+        raise ConfigError(f"{where}.working_dir: {workdir!r:.80} doesn't begin with /; write the whole path")
+    limits = table(table(table(said.deploy).get("resources")).get("limits"))
+    memory = values.number(said.mem_limit or limits.get("memory"), f"{where}.mem_limit")
+    more = itertools.chain.from_iterable(values.networks(said.networks).values())
+    container = [] if said.container_name is None or "$" in said.container_name else [said.container_name]
+    names = tuple(dict.fromkeys((name, *container, *more)))
+    if unfit := next((each for each in names if not _NAME.fullmatch(each)), None):
+        raise ConfigError(f"{where}: {unfit!r:.80} can't be the name of a slot; use letters, digits, -, _ and .")
+    return Service(
+        name=name,
+        names=names,
+        context=context,
+        dockerfile=file,
+        image=None if image is None else values.filled(image, f"{where}.image"),
+        entrypoint=None if said.entrypoint is None else values.words(said.entrypoint, f"{where}.entrypoint"),
+        command=values.words(said.command or "", f"{where}.command"),
+        env=values.environment(said.environment, where),
+        workdir=workdir or None,
+        user=None if said.user is None else values.filled(str(said.user), f"{where}.user"),
+        offline=mode == "none",
+        memory_mib=None if memory is None else max(1, int(memory) >> 20),
+        cpus=values.number(said.cpus or limits.get("cpus"), f"{where}.cpus"),
+        depends_on=values.dependencies(said.depends_on, tuple(tables), f"{where}.depends_on"),
+        healthcheck=values.healthcheck(said.healthcheck, f"{where}.healthcheck"),
+        restart=values.restarts(said.restart, f"{where}.restart"),
+        volumes=values.volumes(said.volumes or (), folder, f"{where}.volumes"),
+    )
+
+
+def _check_networks(path: Path, tables: Mapping[str, _ServiceTable]) -> None:
+    """Refuse services that are to be kept apart: all are on one network here."""
+    of = {name: {*values.networks(said.networks)} for name, said in tables.items()}
+    for one, other in itertools.combinations(of, 2):
+        if not of[one] & of[other]:
+            raise ConfigError(
+                f"{path}: {one} and {other} are on different networks, which can't be honoured: all services are on "
+                "one; put them on one, or leave the task out"
+            )
 
 
 def dockerfile_in(folder: Path, service: Service | None) -> Path:
@@ -171,70 +181,11 @@ def dockerfile_in(folder: Path, service: Service | None) -> Path:
     return (service and service.dockerfile) or folder / "Dockerfile"
 
 
-def _dockerfile(build: _ComposeBuild | str, folder: Path, where: str) -> Path:
-    """The Dockerfile that `build` names, as seen from the compose file's folder."""
+def _build(build: _ComposeBuild | str, folder: Path, where: str) -> tuple[Path | None, Path]:
+    """The context and Dockerfile that `build` names, as seen from the compose file's folder."""
     build = _ComposeBuild(context=build) if isinstance(build, str) else build
-    path = folder if build.context.startswith("$") else (folder / build.context).resolve()
-    if path not in {folder, folder.resolve()}:
-        raise ConfigError(f"{where}.build.context: {build.context} is not the Dockerfile's own folder; use .")
-    return path / build.dockerfile
-
-
-def _table(value: object) -> dict[str, object]:
-    """A table; empty where there is none."""
-    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
-
-
-def _limits(deploy: object) -> dict[str, object]:
-    """`deploy.resources.limits`; empty where there are none."""
-    return _table(_table(_table(deploy).get("resources")).get("limits"))
-
-
-def _number(value: object, where: str) -> float | None:
-    """A number, or a size in bytes; None where the harness is to fill it in."""
-    if value is None or str(value).startswith("$"):
-        return None
-    match = re.fullmatch(r"(\d*\.?\d+)\s*([bkmgt]?)i?b?", str(value).strip(), re.IGNORECASE)
-    if match is None or not 0 < float(match[1]) < math.inf:
-        raise ConfigError(f"{where}: {value!r:.50} is no size; write one like 2 or 512m")
-    return float(match[1]) * (1 << 10 * "bkmgt".find(match[2].lower()) if match[2] else 1)
-
-
-def _environment(value: Mapping[str, object] | Sequence[str] | None, where: str) -> dict[str, str]:
-    """Variables of the service; those that the harness itself fills in are left to it."""
-    pairs: list[tuple[str, object]]
-    if isinstance(value, Mapping):
-        pairs = list(value.items())
-    else:
-        pairs = [(name, text if equals else None) for name, equals, text in (one.partition("=") for one in value or ())]
-    variables: dict[str, str] = {}
-    for name, content in pairs:
-        if content is None:
-            raise ConfigError(f"{where}.environment.{name}: takes the value of this machine; write the value")
-        text = str(content).lower() if isinstance(content, bool) else str(content)
-        if not text.startswith("${T_BENCH_"):
-            variables[name] = _filled(text, f"{where}.environment.{name}")
-    return variables
-
-
-def _words(value: str | Sequence[str], where: str) -> tuple[str, ...]:
-    """A command: its words, or a text that is split into words as a shell would."""
-    if not isinstance(value, str):
-        return tuple(_filled(word, where) for word in value)
-    try:
-        return tuple(shlex.split(_filled(value, where)))
-    except ValueError as error:
-        raise ConfigError(f"{where}: {value!r:.80}: {error}; write a list of words") from None
-
-
-def _filled(text: str, where: str) -> str:
-    """A value with `${NAME:-default}` replaced by the default: nothing of this machine comes into a task."""
-
-    def one(match: re.Match[str]) -> str:
-        if match[0] == "$$":
-            return "$"
-        if match[2] is None or "$" in match[2]:
-            raise ConfigError(f"{where}: {match[0]:.80} is not given to tasks; write the value, or a plain default")
-        return match[2]
-
-    return _VARIABLE.sub(one, text)
+    context = folder if build.context.startswith("$") else folder / build.context
+    if not context.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"{where}.build.context: {build.context} is outside of {folder}; put it there")
+    own = None if context.resolve() == folder.resolve() else context.resolve()
+    return own, (own or folder) / build.dockerfile

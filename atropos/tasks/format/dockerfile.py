@@ -91,6 +91,8 @@ class _Building:
     arguments: dict[str, str] = field(default_factory=dict[str, str])
     """Of ARG: as with BuildKit, over an ENV of the same name that came before."""
     shell: tuple[str, ...] = _SHELL
+    own_cmd: bool = False
+    """Whether it has a CMD, which its ENTRYPOINT then leaves."""
     onbuild: tuple[str, ...] = ()
     """Instructions for a stage that starts from this one."""
 
@@ -462,11 +464,19 @@ class _Reader:
             for word in instruction.args:
                 self._word(word, stage)
 
-    _cmd = _healthcheck = _stopsignal = _expose = _label = _maintainer = _for_containers
+    _healthcheck = _stopsignal = _expose = _label = _maintainer = _for_containers
 
     def _entrypoint(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        cmd = stage.settings.cmd if stage.own_cmd else ()
+        stage.settings = replace(stage.settings, entrypoint=self._started(instruction, stage), cmd=cmd)
+
+    def _cmd(self, instruction: DockerfileInstruction, stage: _Building) -> None:
+        stage.settings, stage.own_cmd = replace(stage.settings, cmd=self._started(instruction, stage)), True
+
+    @staticmethod
+    def _started(instruction: DockerfileInstruction, stage: _Building) -> tuple[str, ...]:
         words = instruction.args if instruction.json or not instruction.args else (*stage.shell, instruction.args[0])
-        stage.settings = replace(stage.settings, entrypoint=tuple(words))
+        return tuple(words)
 
     def _onbuild(self, instruction: DockerfileInstruction, stage: _Building) -> None:
         text = instruction.original.split(maxsplit=1)[-1]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from atropos.errors import ConfigError
 from atropos.tasks.format import machines
-from atropos.tasks.format.compose import read_compose
+from atropos.tasks.format.beside import services_of
+from atropos.tasks.format.compose import dockerfile_in, read_compose, read_only_service
 from atropos.tasks.format.config import AgentSection, EnvironmentSection, StepSection
 from atropos.tasks.format.files import check_script, read_config, read_instruction
 from atropos.tasks.format.recipe import BuildInputs
@@ -45,7 +46,11 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build, i
         instruction = "\n\n".join(read_instruction(root / "steps" / s.name / "instruction.md") for s in config.steps)
     service = read_compose(environment)
     config = config.model_copy(update={"environment": machines.with_compose(service, config.environment)})
-    make = partial(machines.workspace, environment, service, config.environment)
+    made = config.environment.docker_image is not None or dockerfile_in(environment, service).is_file()
+    if service is not None and service.beside and not made:
+        raise ConfigError(f"{environment}: services.{service.name}: has neither an image nor a Dockerfile; name one")
+    context = (service and service.context) or environment
+    make = partial(machines.workspace, context, service, config.environment)
     solution = root / "solution"
     recipe, unbuildable = first_recipe(make, images, config.environment)
     task = Task(
@@ -53,16 +58,18 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build, i
         path=root,
         instruction=instruction,
         config=config,
-        context=environment,
+        context=context,
         recipe=recipe,
         tests=(tests,),
         solution=solution if (solution / "solve.sh").is_file() else None,
         warnings=tuple(f"{name} is not a field of the format; it is ignored" for name in config.unknown()),
         variables=variables,
         unbuildable=unbuildable,
+        service=service,
         make=make,
         builder=builder,
     )
+    task = replace(task, beside=services_of(task, environment, images))
     task = replace(task, verifier=_verifier(task, images, ((config.verifier.environment, tests),)))
     if not config.steps and not _holds_tests(task):
         check_script(tests / "test.sh")
@@ -85,6 +92,11 @@ def _step(task: Task, images: BuildInputs, section: StepSection) -> Task:
         files=folder / "workdir" if (folder / "workdir").is_dir() else None,
         step=section,
     )
+    if step.beside and _is_separate(step) and section is not task.config.steps[-1]:
+        raise ConfigError(
+            f"{task.path / 'task.toml'}: steps.{section.name}.verifier: a separate verifier between steps needs a "
+            "snapshot of the agent's slot, and a slot with services beside it has none; say shared"
+        )
     own = None if section.verifier is None else section.verifier.environment
     shared = (task.config.verifier.environment, task.path / "tests")
     step = replace(step, verifier=_verifier(step, images, ((own, folder / "tests"), shared)))
@@ -100,6 +112,13 @@ def _holds_tests(task: Task) -> bool:
     return task.verifier is not None and task.verifier.bundled
 
 
+def _is_separate(task: Task) -> bool:
+    verifier = task.config.verifier
+    return verifier.environment_mode == "separate" or (
+        verifier.environment_mode is None and verifier.environment is not None
+    )
+
+
 def _verifier(task: Task, images: BuildInputs, places: Sequence[tuple[EnvironmentSection | None, Path]]) -> Task | None:
     """The machine of a separate verifier, as Harbor finds it: an image or a Dockerfile of its own, else the task's.
 
@@ -109,14 +128,14 @@ def _verifier(task: Task, images: BuildInputs, places: Sequence[tuple[Environmen
         places: `[verifier.environment]` and the tests folder, a step's before the task's.
     """
     verifier = task.config.verifier
-    if verifier.environment_mode != "separate" and (verifier.environment_mode or verifier.environment is None):
+    if not _is_separate(task):
         return None
     wants = verifier.environment
     for table, folder in places:
         if (table is not None and table.docker_image) or machines.is_machine(folder):
             image = None if table is None else table.docker_image
             config = (wants or task.config.environment).model_copy(update={"docker_image": image, "workdir": None})
-            service = read_compose(folder)
+            service = read_only_service(folder, "a separate verifier is one slot")
             config = machines.with_compose(service, config)
             make = partial(machines.machine, folder, service, config)
             return _machine_of(task, images, folder, config, make, bundled=True)
@@ -125,7 +144,7 @@ def _verifier(task: Task, images: BuildInputs, places: Sequence[tuple[Environmen
     base = task.config.environment
     update = {"docker_image": base.docker_image, "workdir": wants.workdir or base.workdir}
     config = wants.model_copy(update=update)
-    make = partial(machines.workspace, task.context, read_compose(task.context), config)
+    make = partial(machines.workspace, task.context, task.service, config)
     return _machine_of(task, images, task.context, config, make, bundled=False)
 
 
@@ -143,6 +162,8 @@ def _machine_of(
         context=context,
         recipe=recipe,
         verifier=None,
+        service=None,
+        beside=(),
         bundled=bundled,
         unbuildable=unbuildable,
         make=make,

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from atropos.tasks.format import dockerfile
-from atropos.tasks.format.compose import COMPOSE_FILES, Service, dockerfile_in
+from atropos.tasks.format.compose import COMPOSE_FILES, dockerfile_in
 from atropos.tasks.format.config import EnvironmentSection
 from atropos.tasks.format.context import NEVER
 from atropos.tasks.format.recipe import DEFAULT_WORKDIR, BuildInputs, Copy, Folder, Recipe, Run, Step, StepSettings
+from atropos.tasks.format.service import Service
 
 SETUP = "setup.sh"
 

@@ -26,7 +26,8 @@ class StepSettings:
         user: `name`, `uid`, `name:group` or `uid:gid`; None: root.
         onbuild: of an image: instructions that its FROM carries out.
         entrypoint: what a container would start with; nothing of the build.
-        command: of a compose file: what a container's entrypoint would start; empty: what waits.
+        cmd: of an image: what that starts where nobody says another thing.
+        command: of a compose file: what it starts instead; empty: of the agent's own machine what waits, else `cmd`.
         shell: of an image: what the shell form of RUN begins with; empty: `/bin/sh -c`.
     """
 
@@ -35,6 +36,7 @@ class StepSettings:
     user: str | None = None
     onbuild: tuple[str, ...] = ()
     entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     shell: tuple[str, ...] = ()
 

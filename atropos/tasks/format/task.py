@@ -19,6 +19,7 @@ from atropos.tasks.format.config import (
 )
 from atropos.tasks.format.context import Context
 from atropos.tasks.format.recipe import BuildInputs, Recipe, StepSettings
+from atropos.tasks.format.service import Service
 from atropos.wire import ImageInfo, ImageState, LeaseLimits, Limit
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ class Task:
         verifier: the machine of a separate verifier that differs from the workspace: a task that only that is built of.
         bundled: of such a machine: its image holds the tests.
         unbuildable: why its Dockerfile can't be built here, so that only its `docker_image` serves; else None.
+        service: how its container is started, by its compose file; None: as its image says.
+        beside: the machines of the other services there, in an order in which they may be started: each a task that
+            only that is built of.
         builder: builds its image for `SlotPool.prepare`; `load_task` gives it.
     """
 
@@ -88,6 +92,8 @@ class Task:
     verifier: Task | None = None
     bundled: bool = False
     unbuildable: str | None = None
+    service: Service | None = None
+    beside: tuple[Task, ...] = ()
     builder: Build | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -108,6 +114,11 @@ class Task:
     def verifiers(self) -> tuple[Task, ...]:
         """Machines of separate verifiers that differ from the workspace, of the task or its steps."""
         return tuple(one.verifier for one in self.steps or (self,) if one.verifier is not None)
+
+    @property
+    def machines(self) -> tuple[Task, ...]:
+        """All that is built for it: its own machine, its services', and its separate verifiers'."""
+        return (self, *self.beside, *self.verifiers)
 
     @property
     def artifacts(self) -> tuple[Artifact, ...]:

@@ -10,10 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atropos.errors import ConfigError
 from atropos.tasks.format import dockerfile
-from atropos.tasks.format.compose import Service, dockerfile_in, read_compose
+from atropos.tasks.format.beside import services_of
+from atropos.tasks.format.compose import dockerfile_in, read_compose
 from atropos.tasks.format.config import AgentSection, EnvironmentSection, TaskConfig, VerifierSection, explained
 from atropos.tasks.format.files import check_script, parse_yaml, read_text
 from atropos.tasks.format.recipe import BuildInputs, Recipe, StepSettings
+from atropos.tasks.format.service import Service
 from atropos.tasks.format.task import Build, Task
 
 _VARIABLES = {"TEST_DIR": "/tests"}
@@ -51,7 +53,8 @@ def load_terminal_bench(root: Path, builder: Build, images: BuildInputs) -> Task
         raise ConfigError(f"{root / 'solution.yaml'}: keystrokes can't be honoured; write solution.sh")
     check_script(root / "run-tests.sh")
     service = read_compose(root)
-    make = partial(_recipe, root, service)
+    context = (service and service.context) or root
+    make = partial(_recipe, context, service)
     config = TaskConfig(
         metadata=dict(facts.__pydantic_extra__ or {}),
         agent=AgentSection(timeout_sec=facts.max_agent_timeout_sec),
@@ -64,12 +67,12 @@ def load_terminal_bench(root: Path, builder: Build, images: BuildInputs) -> Task
     )
     tests = (*((root / "tests",) if (root / "tests").is_dir() else ()), root / "run-tests.sh")
     same_shell = "run_tests_in_same_shell: tests get a shell of their own"
-    return Task(
+    task = Task(
         name=root.name,
         path=root,
         instruction=facts.instruction.strip(),
         config=config,
-        context=root,
+        context=context,
         recipe=make(images, prebuilt=False),
         tests=tests,
         solution=root / "solution.sh" if (root / "solution.sh").is_file() else None,
@@ -77,9 +80,11 @@ def load_terminal_bench(root: Path, builder: Build, images: BuildInputs) -> Task
         scoring="pytest",
         test_script="run-tests.sh",
         solution_script="solution.sh",
+        service=service,
         make=make,
         builder=builder,
     )
+    return replace(task, beside=services_of(task, root, images))
 
 
 def _recipe(root: Path, service: Service | None, images: BuildInputs, *, prebuilt: bool) -> Recipe:

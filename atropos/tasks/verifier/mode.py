@@ -47,15 +47,19 @@ class Choice:
 def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:
     """Where a task's tests run; `wanted`: what the operator says.
 
-    After a view nobody comes back to the agent's slot, so steps are verified there.
+    After a view nobody comes back to the agent's slot, so steps are verified there; as are tasks with
+    services or volumes.
     """
     verifier = task.config.verifier
     in_steps = bool(task.steps) or task.step is not None
     mode = verifier.environment_mode if wanted == "task" else wanted
-    if mode is not None and not (mode == "view" and in_steps):
+    composed = bool(task.beside) or (task.service is not None and bool(task.service.volumes))
+    if mode is not None and not (mode == "view" and (in_steps or composed)):
         return Choice(mode, "environment_mode says so" if wanted == "task" else "the operator says so")
     if mode is None and verifier.environment is not None:
         return Choice("separate", "[verifier.environment] is set")
+    if composed:
+        return Choice("shared", "its compose file has services or volumes, which a view doesn't show")
     if in_steps:
         return Choice("shared", "the task has several steps")
     if task.recipe.workdir in _SYSTEM:

@@ -60,6 +60,10 @@ class FakeSandbox:
     async def add_gpus(self, gpus: Sequence[int]) -> None:
         self.gpus = tuple(gpus)
 
+    async def end_programs(self) -> str:
+        self.order.append("programs ended")
+        return ""
+
     async def add_secrets(self, secrets: Sequence[EgressSecret]) -> None:
         self.secrets = tuple(secrets)
 
@@ -205,6 +209,21 @@ class FakeSandbox:
         return self.host.add_layer(dict(self.files))
 
 
+class FakeNetwork:
+    """Whose sandboxes know each other, by these names."""
+
+    def __init__(self) -> None:
+        self.names: dict[FakeSandbox, tuple[str, ...]] = {}
+        self.closed = False
+
+    async def join(self, sandbox: FakeSandbox, names: Sequence[str]) -> None:
+        await asyncio.sleep(0)
+        self.names[sandbox] = tuple(names)
+
+    def close(self) -> None:
+        self.closed = True
+
+
 class FakeHost:
     max_layers: int | None = None
     disk_mib, no_quota = 0, ""
@@ -212,6 +231,8 @@ class FakeHost:
     def __init__(self) -> None:
         self.live: set[FakeSandbox] = set()
         self.started: list[FakeSandbox] = []
+        self.networks: list[FakeNetwork] = []
+        self.shared: list[tuple[str, str, bool]] = []
         self.layers: dict[SnapshotLayer, dict[str, bytes]] = {}
         self.layer_numbers = itertools.count(1)
         self.ran: Counter[str] = Counter()
@@ -257,6 +278,13 @@ class FakeHost:
         await view.change_root(layers, base)
         await view.add_gpus(gpus)
         return view, ViewInfo()
+
+    def private_network(self) -> FakeNetwork:
+        self.networks.append(FakeNetwork())
+        return self.networks[-1]
+
+    async def share(self, of: FakeSandbox, source: str, sandbox: FakeSandbox, path: str, *, read_only: bool) -> None:
+        self.shared.append((f"{of.name}:{source}", f"{sandbox.name}:{path}", read_only))
 
     def add_layer(self, files: dict[str, bytes]) -> SnapshotLayer:
         layer = SnapshotLayer(f"/layers/{next(self.layer_numbers)}", sum(map(len, files.values())))

@@ -701,7 +701,6 @@ def test_files_that_cannot_be_honoured_are_named(folder):
     compose = folder / "environment/docker-compose.yaml"
     for text, named in (
         ("services: {}", "has no services"),
-        ("services: {main: {}, db: {image: postgres}}", r"several services \(db, main\).*no network in common"),
         ("services: {main: {privileged: true}}", r"services\.main\.privileged"),
         ("services: {main: {volumes: ['/var/run/docker.sock:/x']}}", "volumes"),
         ("services: {main: {network_mode: host}}", "network_mode"),

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from atropos.sandbox.linux import syscalls
 
@@ -71,6 +72,41 @@ class RootChanger:
             syscalls.setns(slot, syscalls.CLONE_NEWNS)
             try:
                 return _bind_all(binds, trees)
+            finally:
+                syscalls.setns(self._home, syscalls.CLONE_NEWNS)
+
+    async def share(self, root: str, source: str, slot: int, path: str, *, read_only: bool) -> None:
+        """Mount a folder or file of one slot in another, or in the same one.
+
+        Args:
+            root: of the one that has it, as the server sees it, without what is mounted in the slot alone.
+            source: where it is there.
+            slot: pidfd of the other one's PID 1.
+            path: where it is mounted; made where it is missing.
+            read_only: whether it can't be written there.
+
+        Raises:
+            OSError: it could not be done.
+        """
+        work = partial(self._share, root, source, slot, path, read_only=read_only)
+        await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _share(self, root: str, source: str, slot: int, path: str, *, read_only: bool) -> None:
+        with contextlib.ExitStack() as opened:
+
+            def kept(fd: int) -> int:
+                opened.callback(os.close, fd)
+                return fd
+
+            top = kept(os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+            found = kept(syscalls.open_in_root(top, source))
+            tree = kept(syscalls.detached_mount(f"/proc/self/fd/{found}"))
+            syscalls.setns(slot, syscalls.CLONE_NEWNS)
+            try:
+                _make_mount_point(path, folder=stat.S_ISDIR(os.fstat(tree).st_mode))
+                syscalls.attach_mount(tree, path)
+                if read_only:
+                    syscalls.remount_read_only(path, os.statvfs(path).f_flag & os.ST_NOEXEC)
             finally:
                 syscalls.setns(self._home, syscalls.CLONE_NEWNS)
 

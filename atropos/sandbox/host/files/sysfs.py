@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from atropos.sandbox.linux import netlink
 from atropos.sandbox.programs import gateway
 
 SYSTEM = "/sys/devices/system"
@@ -43,7 +44,7 @@ _GATEWAYS_DEVICE = {
     "broadcast": "ff:ff:ff:ff:ff:ff",
     "duplex": "full",
     "flags": "0x1003",
-    "mtu": f"{gateway.MTU}",
+    "mtu": f"{netlink.MTU}",
     "operstate": "up",
     "speed": "10000",
     "type": "1",

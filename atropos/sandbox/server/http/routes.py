@@ -36,6 +36,7 @@ from atropos.wire import (
     LackingRequest,
     LayerOffer,
     LeaseRequest,
+    MountRequest,
     Problem,
     SnapshotRequest,
     StreamState,
@@ -93,6 +94,7 @@ class Routes:
         app.router.add_get("/v1/leases/{id}/streams/{stream}", self.read_stream)
         app.router.add_post("/v1/leases/{id}/snapshot", self.snapshot)
         app.router.add_post("/v1/leases/{id}/view", self.view)
+        app.router.add_post("/v1/leases/{id}/mounts", self.mount)
         app.router.add_get("/v1/snapshots/{id}", self.get_snapshot)
         app.router.add_delete("/v1/snapshots/{id}", self.drop_snapshot)
         app.router.add_get("/v1/snapshots/{id}/archive", self.export)
@@ -216,6 +218,11 @@ class Routes:
         """POST /v1/leases/{id}/view."""
         body = await _body(request, ViewRequest)
         return answer(await self._core.workspaces.view(request.match_info["id"], body.folders, body.epoch))
+
+    async def mount(self, request: web.Request) -> web.Response:
+        """POST /v1/leases/{id}/mounts."""
+        await self._core.workspaces.mount(request.match_info["id"], await _body(request, MountRequest))
+        return web.Response(status=204)
 
     def _snapshot(self, request: web.Request) -> StoredSnapshot:
         snapshot = self._core.state.snapshots.by_id.get(request.match_info["id"])

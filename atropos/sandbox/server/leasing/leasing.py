@@ -24,11 +24,11 @@ from atropos.sandbox.server.calls.lanes import Lanes
 from atropos.sandbox.server.snapshots.images import Images
 from atropos.sandbox.server.snapshots.layers import Layers
 from atropos.sandbox.server.state.clients import ClientState, Connection
-from atropos.sandbox.server.state.lease_run import LeaseRun
+from atropos.sandbox.server.state.lease_run import LeaseGroup, LeaseRun
 from atropos.sandbox.server.state.lease_table import EndedLease, HeldLease
 from atropos.sandbox.server.state.state import ServerState
 from atropos.sandbox.server.warm_pool import WarmPool
-from atropos.wire import Capacity, Draining, Hello, Lease, LeaseEnded, LeaseRequest, ReleaseResult
+from atropos.wire import Capacity, Draining, Hello, Joining, Lease, LeaseEnded, LeaseRequest, ReleaseResult
 
 log = logging.getLogger(__name__)
 START_S = 30.0
@@ -54,6 +54,7 @@ class Leasing:
         self.idle = asyncio.Event()
         self.idle.set()
         self._confirming = Tasks("leasing")
+        self._joining = asyncio.Lock()
         spare = config.warm if config.warm is not None else min(4, max(1, config.slots // 4))
         self.warm_pool = WarmPool(
             state.host,
@@ -75,7 +76,8 @@ class Leasing:
         """
         base = self._check(request)
         try:
-            held = self._table.grant(request, self._state.now(), self._config.room(request.limits))
+            room, kept = self._config.room(request.limits), self._config.kept_room(request.limits)
+            held = self._table.grant(request, self._state.now(), room, kept)
         except SandboxError:
             self._state.counters["leases_refused"] += 1
             raise
@@ -115,6 +117,8 @@ class Leasing:
         began, warm = time.monotonic(), self.warm_pool.has(network=held.request.network)
         try:
             sandbox = await self._sandbox_for(run)
+            if held.request.joins is not None:
+                await self._join(run, sandbox, held.request.joins)
         except BaseException as error:
             code = error.code if isinstance(error, SandboxError) else BackendUnavailable.code
             self._measure_grant(held, began, code, warm=warm)
@@ -138,6 +142,33 @@ class Leasing:
         self._state.counters["leases_granted"] += 1
         self.warm_pool.fill()
         return self.lease_of(held)
+
+    async def _join(self, run: LeaseRun, sandbox: Sandbox, joining: Joining) -> None:
+        """Connect the sandbox of a lease with those of the group that it joins."""
+        try:
+            async with self._joining:
+                joined = self._state.active_run(joining.lease_id, None)
+                if joined.group is None:
+                    joined.group = await self._new_group(joined, joining)
+                await joined.group.network.join(sandbox, joining.names)
+                joined.check_active()
+        except BaseException:
+            self.warm_pool.drop(sandbox, "it could not join its group")
+            raise
+        run.group = joined.group
+        run.group.runs.append(run)
+
+    async def _new_group(self, joined: LeaseRun, joining: Joining) -> LeaseGroup:
+        if joined.sandbox is None or joined.viewed is not None:
+            raise NotSupported("joins: a lease with a view, or whose workspace is being frozen, can't be joined")
+        group = LeaseGroup(self._state.host.private_network(), [joined])
+        try:
+            await group.network.join(joined.sandbox, joining.its_names)
+            joined.check_active()
+        except BaseException:
+            group.network.close()
+            raise
+        return group
 
     def _measure_grant(self, held: HeldLease, began: float, result: str, *, warm: bool) -> None:
         took = time.monotonic() - began
@@ -235,19 +266,29 @@ class Leasing:
         )
 
     def end(self, held: HeldLease, code: str, message: str) -> asyncio.Task[EndedLease]:
-        """End a lease, whatever runs in it. Returns the task that resets its slot; the same one when asked again."""
+        """End a lease, whatever runs in it, with all of its group.
+
+        Returns the task that resets its slot; the same one when asked again.
+        """
         run = self._runs[held.lease_id]
         if run.ending is None:
-            self._table.begin_end(held, code, message)
-            self._state.counters[f"leases_ended_{code}"] += 1
-            if code != "released":
-                self._state.clients.send(
-                    held.client_id, LeaseEnded(lease_id=held.lease_id, epoch=held.epoch, code=code, message=message)
-                )
-            if run.lanes is not None:
-                run.lanes.close(LeaseExpired.code if code == "released" else code, message)
-            run.ending = self._state.tasks.spawn(self._end(run), "end a lease")
+            run.ending = self._begin_end(run, code, message)
+            for other in run.group.runs if run.group is not None else ():
+                if other.ending is None:
+                    other.ending = self._begin_end(other, code, f"a lease of its group ended: {message}")
         return run.ending
+
+    def _begin_end(self, run: LeaseRun, code: str, message: str) -> asyncio.Task[EndedLease]:
+        held = run.held
+        self._table.begin_end(held, code, message)
+        self._state.counters[f"leases_ended_{code}"] += 1
+        if code != "released":
+            self._state.clients.send(
+                held.client_id, LeaseEnded(lease_id=held.lease_id, epoch=held.epoch, code=code, message=message)
+            )
+        if run.lanes is not None:
+            run.lanes.close(LeaseExpired.code if code == "released" else code, message)
+        return self._state.tasks.spawn(self._end(run), "end a lease")
 
     async def _end(self, run: LeaseRun) -> EndedLease:
         began = time.monotonic()
@@ -256,7 +297,13 @@ class Leasing:
         changing = [*run.freezing.values(), *([run.viewing] if run.viewing is not None else [])]
         if changing:
             await asyncio.wait(changing)
+        if run.group is not None:
+            await run.group.end_programs()
         stopped = await run.stop()
+        if run.group is not None:
+            run.group.leave(run)
+            if run.held.request.joins is None and run.group.runs:  # its end is that of all
+                await asyncio.wait([each.ending for each in run.group.runs if each.ending is not None])
         self._layers.leave(run)
         return self._finish(run, replace(stopped, seconds=time.monotonic() - began))
 

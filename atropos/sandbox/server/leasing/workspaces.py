@@ -17,7 +17,7 @@ from atropos.sandbox.server.state.lease_run import LeaseRun
 from atropos.sandbox.server.state.snapshot_store import check_depth
 from atropos.sandbox.server.state.state import ServerState
 from atropos.sandbox.server.warm_pool import stop
-from atropos.wire import SnapshotInfo, ViewFolders, ViewInfo
+from atropos.wire import MountRequest, SnapshotInfo, ViewFolders, ViewInfo
 
 log = logging.getLogger(__name__)
 AGAIN_S = 0.2
@@ -74,6 +74,7 @@ class Workspaces:
         assert run.lanes is not None
         try:
             async with run.lanes.barrier(beside=beside):
+                _check_alone(run)
                 return await (self._copy(run, name) if beside else self._freeze(run, name))
         except BaseException:
             self._state.snapshots.abandon(name)
@@ -144,6 +145,7 @@ class Workspaces:
     async def _open_view(self, run: LeaseRun, folders: ViewFolders) -> ViewInfo:
         assert run.lanes is not None
         async with run.lanes.barrier():
+            _check_alone(run)
             assert run.sandbox is not None
             view, info = await self._start_view(run, run.sandbox, folders)
             run.viewed, run.sandbox = run.sandbox, view
@@ -151,6 +153,29 @@ class Workspaces:
             self._leasing.watch(run, view)
         self._state.counters["views_opened"] += 1
         return info
+
+    async def mount(self, lease_id: str, wanted: MountRequest) -> None:
+        """Have a lease see what another one of its group has; what it sees at that path already stays.
+
+        Raises:
+            LeaseExpired: one of the two is over.
+            NotSupported: they are of no group, or it can't be mounted.
+        """
+        run, other = self._state.active_run(lease_id, wanted.epoch), self._state.active_run(wanted.of, None)
+        group = run.group
+        if run is not other and (group is None or other.group is not group):
+            raise NotSupported("mounts: the two leases are not of one group; one joins the other first")
+        assert run.lanes is not None
+        async with run.lanes.barrier():
+            if group is not None and group.mounts.get((lease_id, wanted.path)) == wanted:
+                return
+            assert run.sandbox is not None
+            assert other.sandbox is not None
+            await self._state.host.share(
+                other.sandbox, wanted.source, run.sandbox, wanted.path, read_only=wanted.read_only
+            )
+            if group is not None:
+                group.mounts[lease_id, wanted.path] = wanted
 
     async def _start_view(self, run: LeaseRun, sandbox: Sandbox, folders: ViewFolders) -> tuple[Sandbox, ViewInfo]:
         def start() -> Awaitable[tuple[Sandbox, ViewInfo]]:
@@ -166,3 +191,9 @@ class Workspaces:
             log.warning("slot-%d: no view: %s; it is retried", run.held.slot, error)
             await asyncio.sleep(AGAIN_S)
             return await start()
+
+
+def _check_alone(run: LeaseRun) -> None:
+    """Refuse what would take a sandbox out of its group, or show only a part of what it sees."""
+    if run.group is not None:
+        raise NotSupported("a lease that shares its network with others has neither snapshots nor views")

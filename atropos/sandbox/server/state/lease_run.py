@@ -7,12 +7,43 @@ from dataclasses import dataclass, field, replace
 
 from atropos.config import SlotLimits
 from atropos.errors import LeaseExpired
-from atropos.sandbox.contract import Sandbox, SnapshotLayer, Stopped
+from atropos.sandbox.contract import PrivateNetwork, Sandbox, SnapshotLayer, Stopped
 from atropos.sandbox.server.calls.lanes import Lanes
 from atropos.sandbox.server.state.lease_table import EndedLease, HeldLease
 from atropos.sandbox.server.state.snapshot_store import StoredSnapshot
 from atropos.sandbox.server.warm_pool import stop
-from atropos.wire import Lease, SnapshotInfo, ViewInfo
+from atropos.wire import Lease, MountRequest, SnapshotInfo, ViewInfo
+
+
+@dataclass(slots=True, eq=False)
+class LeaseGroup:
+    """Leases that share a network, and end together.
+
+    Attributes:
+        runs: the one that was joined, and those that joined it.
+        mounts: what each path of a lease shows of another's: see `MountRequest`.
+    """
+
+    network: PrivateNetwork
+    runs: list[LeaseRun]
+    mounts: dict[tuple[str, str], MountRequest] = field(default_factory=dict[tuple[str, str], "MountRequest"])
+    _ending: asyncio.Future[list[str]] | None = None
+
+    async def end_programs(self) -> None:
+        """End the programs of all: none may still write where another's files are removed.
+
+        What can't be confirmed gone is found again, and reported, when its own sandbox is stopped.
+        """
+        if self._ending is None:
+            sandboxes = [run.sandbox for run in self.runs if run.sandbox is not None]
+            self._ending = asyncio.gather(*(each.end_programs() for each in sandboxes))
+        await asyncio.shield(self._ending)
+
+    def leave(self, run: LeaseRun) -> None:
+        """A lease has ended; the last one takes the network with it."""
+        self.runs.remove(run)
+        if not self.runs:
+            self.network.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +67,7 @@ class LeaseRun:
     starting: asyncio.Task[Lease] | None = None
     ending: asyncio.Task[EndedLease] | None = None
     viewing: asyncio.Task[ViewInfo] | None = None
+    group: LeaseGroup | None = None
     cpu_s: float = 0.0
     """CPU time of its sandboxes that have ended."""
     egress_bytes: int = 0

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from atropos.errors import BackendUnavailable, LeaseExpired, PoolFull, from_code
+from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported, PoolFull, from_code
 from atropos.resources import NOTHING, Resources
 from atropos.sandbox.contract import Stopped
 from atropos.wire import LeaseRequest
@@ -48,6 +48,8 @@ class HeldLease:
     renewed_at: float
     gpus: tuple[int, ...] = ()
     """The numbers of its GPUs."""
+    kept: Resources = NOTHING
+    """The part of its room that is kept for leases that join it."""
     state: Literal["starting", "active", "ending"] = "starting"
     code: str = ""
     message: str = ""
@@ -167,13 +169,16 @@ class LeaseTable:
         """What the retired slots may still use."""
         return sum(self.retired.values(), NOTHING)
 
-    def grant(self, request: LeaseRequest, now: float, room: Resources) -> HeldLease:
-        """Decide a request for `room`. Asked again with its `lease_id`: the same lease, or why that is over.
+    def grant(self, request: LeaseRequest, now: float, room: Resources, kept: Resources = NOTHING) -> HeldLease:
+        """Decide a request for `room`, of which some may be `kept` for leases that join it.
+
+        Asked again with its `lease_id`: the same lease, or why that is over.
 
         Raises:
             PoolFull: there is no room for this client now.
             BackendUnavailable: the server is draining.
-            LeaseExpired: a lease of this id is over, or another client's.
+            LeaseExpired: a lease of this id is over, or another client's; or the one that it joins is.
+            NotSupported: the one that it joins keeps no such room.
             SandboxError: of the kind for which the server ended the lease.
         """
         held = self.held.get(request.lease_id)
@@ -189,21 +194,36 @@ class LeaseTable:
             raise LeaseExpired(f"lease {request.lease_id!r} is over; a new lease needs a new lease_id")
         if self.draining:
             raise BackendUnavailable(self.draining)
-        available = self.room - self._kept_from(request.client_id, now)
-        if not room.fits(available):
-            self._want(request, now, room)
-            raise PoolFull(self._full_message(room), room=available)
-        self._satisfy(request)
+        if request.joins is None:
+            available = self.room - self._kept_from(request.client_id, now)
+            if not room.fits(available):
+                self._want(request, now, room)
+                raise PoolFull(self._full_message(room), room=available)
+            self._satisfy(request)
+        else:
+            self._take_kept(request.client_id, request.joins.lease_id, room)
         self.epoch += 1
         gpus = tuple(number for number, _ in self._free_gpus.most_common(room.gpus)) if room.gpus else ()
         self._free_gpus.subtract(gpus)
-        held = HeldLease(request, self._free.popleft(), room, self.epoch, now, now, gpus)
+        held = HeldLease(request, self._free.popleft(), room, self.epoch, now, now, gpus, kept)
         self.held[request.lease_id] = held
         self.room -= room
         self._counts[request.client_id] += 1
         self._held_room[request.client_id] = self._held_room.get(request.client_id, NOTHING) + room
         self._seen.setdefault(request.client_id, now)
         return held
+
+    def _take_kept(self, client_id: str, joined_id: str, room: Resources) -> None:
+        """Free some of the room that a lease keeps for those that join it."""
+        joined = self.held.get(joined_id)
+        if joined is None or joined.client_id != client_id or joined.state != "active":
+            raise LeaseExpired(f"lease {joined_id!r}, which this one is to join, is over")
+        if not room.fits(joined.kept):
+            raise NotSupported(f"joins: {room} asked for, the lease keeps {joined.kept}; name it in limits.members")
+        joined.kept -= room
+        joined.room -= room
+        self.room += room
+        self._held_room[client_id] -= room
 
     def _kept_from(self, client_id: str, now: float) -> Resources:
         """What is kept for the wanting clients that come before this one."""

@@ -1,0 +1,100 @@
+"""The network of leases that belong together: a namespace of its own that passes packets from one slot to another.
+
+Each slot has a device in it beside those that it had, with an address of its own. So two of them may listen on one
+port, and the loopback is each one's own. No other slot has a device in that namespace, and nothing leads on from there
+(docs/decisions/0029).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from atropos.errors import NotSupported
+from atropos.sandbox.contract import Sandbox
+from atropos.sandbox.host.slot import SlotSandbox
+from atropos.sandbox.linux import netlink, syscalls
+from atropos.sandbox.linux.sysctl import tell_kernel
+
+DEVICE = "eth1"
+PREFIX = "172.31.240."
+"""Of addresses here: private ones, as those of Docker's networks are."""
+_INDEX = 3
+"""Of the device in a slot, after its loopback and the one that leads to its gateway."""
+_ROUTER, _FIRST, _BITS = 1, 10, 24
+_OWN_MAC, _FAR_MAC = b"\x02atrp", b"\x02atrq"
+"""Of the devices in slots, and of their other ends, without the number of the slot."""
+
+
+class GroupNetwork:
+    """The network of one lease and of those that joined it."""
+
+    def __init__(self) -> None:
+        self._namespace = -1
+        self._turn = asyncio.Lock()
+        self._members: list[SlotSandbox] = []
+        self._addresses: dict[str, str] = {}
+
+    async def join(self, sandbox: Sandbox, names: Sequence[str]) -> None:
+        """Connect a sandbox; see `contract.PrivateNetwork.join`."""
+        assert isinstance(sandbox, SlotSandbox)
+        async with self._turn:
+            number = len(self._members)
+            self._members.append(sandbox)
+            try:
+                await _in_thread(lambda: self._connect(sandbox.network.namespace, number))
+            except OSError as error:
+                raise NotSupported(f"this machine can make no network between slots: {error}") from error
+            own = dict.fromkeys(names, _text(_FIRST + number))
+            others = self._members[:-1]
+            known = {**self._addresses, **own}
+            self._addresses = known
+            await asyncio.gather(sandbox.know_hosts(known, known), *(other.know_hosts(own, known) for other in others))
+
+    def _connect(self, namespace: int, number: int) -> None:
+        """Give a slot's namespace a device here; in a thread that ends then, since it enters other namespaces."""
+        if self._namespace < 0:
+            syscalls.unshare(syscalls.CLONE_NEWNET)
+            tell_kernel("/proc/sys/net/ipv4/ip_forward", "1")
+            self._namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        syscalls.setns(self._namespace, syscalls.CLONE_NEWNET)
+        far = netlink.LinkRequests()
+        syscalls.setns(namespace, syscalls.CLONE_NEWNET)
+        index, own, router = 2 + number, _packed(_FIRST + number), _packed(_ROUTER)
+        mac, far_mac = _OWN_MAC + bytes([number]), _FAR_MAC + bytes([number])
+        netlink.LinkRequests().change(
+            netlink.veth(_INDEX, DEVICE, mac, (index, f"slot{number}", far_mac), self._namespace)
+            + netlink.up(_INDEX)
+            + netlink.address(_INDEX, socket.AF_INET, own, 32)
+            + netlink.neighbour(_INDEX, socket.AF_INET, router, far_mac)
+            + netlink.route(_INDEX, socket.AF_INET, router, 32, scope=netlink.LINK)
+            + netlink.route(_INDEX, socket.AF_INET, _packed(0), _BITS, router)
+        )
+        far.change(
+            netlink.up(index)
+            + netlink.address(index, socket.AF_INET, router, 32)
+            + netlink.neighbour(index, socket.AF_INET, own, mac)
+            + netlink.route(index, socket.AF_INET, own, 32, scope=netlink.LINK)
+        )
+
+    def close(self) -> None:
+        """Give the namespace up, which ends with its devices; see `contract.PrivateNetwork.close`."""
+        if self._namespace >= 0:
+            os.close(self._namespace)
+            self._namespace = -1
+
+
+async def _in_thread(work: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1, "network") as thread:
+        await asyncio.get_running_loop().run_in_executor(thread, work)
+
+
+def _text(number: int) -> str:
+    return f"{PREFIX}{number}"
+
+
+def _packed(number: int) -> bytes:
+    return socket.inet_pton(socket.AF_INET, _text(number))

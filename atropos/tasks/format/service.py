@@ -1,0 +1,110 @@
+"""What a compose file says of a service: how its container is made and started, beside which others, and with what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from atropos.errors import ConfigError
+from atropos.tasks.format.config import Healthcheck
+from atropos.tasks.format.recipe import Folder, Recipe
+
+MAIN = "main"
+"""The service that the agent works in, as Harbor names it."""
+Condition = Literal["service_started", "service_healthy", "service_completed_successfully"]
+
+
+@dataclass(frozen=True)
+class ServiceVolume:
+    """A folder or file that a service mounts.
+
+    Attributes:
+        name: the same for all services that share it.
+        target: where it is mounted.
+        source: what it holds at first; None: what the first service with something at its target has there.
+    """
+
+    name: str
+    target: str
+    source: Path | None = None
+    read_only: bool = False
+
+
+@dataclass(frozen=True)
+class Service:
+    """One service.
+
+    Attributes:
+        names: by which the others know it.
+        context: what its Dockerfile copies from; None: the compose file's folder.
+        dockerfile: None: it names an image, or is the folder's own machine.
+        entrypoint: None: the image's.
+        command: empty: of the main one, what waits; of others, the image's.
+        offline: it reaches no host but the other services.
+        memory_mib: what its programs may take; None: it doesn't say.
+        restart: after which end it is started again.
+        beside: of the main one: the others.
+    """
+
+    name: str = MAIN
+    names: tuple[str, ...] = (MAIN,)
+    context: Path | None = None
+    dockerfile: Path | None = None
+    image: str | None = None
+    entrypoint: tuple[str, ...] | None = None
+    command: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    workdir: str | None = None
+    user: str | None = None
+    offline: bool = False
+    memory_mib: int | None = None
+    cpus: float | None = None
+    depends_on: Mapping[str, Condition] = field(default_factory=dict[str, "Condition"])
+    healthcheck: Healthcheck | None = None
+    restart: Literal["no", "on-failure", "always"] = "no"
+    volumes: tuple[ServiceVolume, ...] = ()
+    beside: tuple[Service, ...] = ()
+
+    def applied(self, recipe: Recipe) -> Recipe:
+        """The recipe with what the service says over it."""
+        before = recipe.settings
+        env, user = {**before.env, **self.env}, self.user or before.user
+        workdir = self.workdir or before.workdir
+        entrypoint = before.entrypoint if self.entrypoint is None else self.entrypoint
+        settings = replace(before, workdir=workdir, env=env, user=user, entrypoint=entrypoint, command=self.command)
+        if self.entrypoint is not None:
+            settings = replace(settings, cmd=())
+        steps = (*recipe.steps, Folder(settings.workdir, settings.user)) if self.workdir else recipe.steps
+        return replace(recipe, settings=settings, steps=steps)
+
+
+def start_order(services: Iterable[Service], where: str) -> tuple[Service, ...]:
+    """The services, each after those that it depends on.
+
+    Args:
+        services: all of a file.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: one depends on none of them, on itself in the end, or on the health of one without a health check.
+    """
+    by_name = {service.name: service for service in services}
+    ordered: dict[str, Service] = {}
+    waiting = dict(by_name)
+    while waiting:
+        ready = [each for each in waiting.values() if all(name in ordered for name in each.depends_on)]
+        if not ready:
+            names = ", ".join(waiting)
+            raise ConfigError(f"{where}: depends_on: {names} wait for each other, or for a service that isn't there")
+        for each in ready:
+            ordered[each.name] = waiting.pop(each.name)
+    for each in ordered.values():
+        for name, condition in each.depends_on.items():
+            if condition == "service_healthy" and by_name[name].healthcheck is None:
+                raise ConfigError(
+                    f"{where}: services.{each.name}.depends_on.{name}: it has no healthcheck here that could succeed; "
+                    "write one (that of an image isn't read)"
+                )
+    return tuple(ordered.values())

@@ -1,0 +1,341 @@
+"""Tasks of several services on real slots: each has its own, they find each other by name, and end together."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from atropos.config import ImageStoreSettings
+from atropos.errors import NotSupported, SlotLost
+from atropos.resources import Resources
+from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.tasks import services, workspace
+from atropos.tasks.attempt import TaskRun
+from atropos.tasks.errors import TaskBroken
+from atropos.tasks.fit import Room, fit
+from atropos.tasks.folder import load_task
+from atropos.tasks.prepare import TaskImages
+from atropos.tasks.verifier.layers import VerifierLayers
+from atropos.wire import LeaseLimits
+from tests.processes import descendants
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SERVER = """
+import http.server, os, pathlib, socket, sys, time
+time.sleep(float(os.environ.get("SLEEP", 0)))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        path = pathlib.Path(os.environ.get("ROOT", "/srv"), self.path.lstrip("/"))
+        body = path.read_bytes() if path.is_file() else os.environ["NAME"].encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *_): pass
+print("ready", flush=True)
+http.server.HTTPServer(("", int(os.environ.get("PORT", 80))), Handler).serve_forever()
+"""
+STORE = """
+import socketserver
+values = {}
+class Handler(socketserver.StreamRequestHandler):
+    def handle(self):
+        for line in self.rfile:
+            word, key, *rest = line.decode().split()
+            if word == "SET":
+                values[key] = rest[0]
+            self.wfile.write((values.get(key, "nil") + "\\n").encode())
+class Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = daemon_threads = True
+Server(("", 6379), Handler).serve_forever()
+"""
+ASK = "python3 -c 'import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5).read().decode().strip())' "
+HEALTHY = 'healthcheck: {test: [CMD-SHELL, "python3 -c \'import urllib.request as u; u.urlopen(\\"http://localhost\\")\'"], interval: 1s, retries: 30}'
+
+
+@pytest.fixture(scope="module")
+async def pool(tmp_path_factory):
+    store = ImageStoreSettings(folder=str(tmp_path_factory.mktemp("store")))
+    config = SlotPoolConfig(
+        backend="local",
+        slots_per_container=8,
+        min_containers=1,
+        max_containers=1,
+        allow_network=True,
+        image_store=store,
+    )
+    async with SlotPool(config) as running:
+        yield running
+        stats = running.stats()
+        assert (stats.leased, stats.retired) == (0, 0), "a slot was not given back"
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(text, **files):
+        folder = tmp_path / "demo"
+        for name, content in {
+            "task.toml": 'version = "1.0"\n',
+            "instruction.md": "Do it.\n",
+            "environment/Dockerfile": "FROM debian:12\nWORKDIR /app\n",
+            "environment/docker-compose.yaml": f"services:\n{text}",
+            "environment/server/Dockerfile": "FROM debian:12\nCOPY *.py /\nRUN mkdir -p /srv && echo page > /srv/page\n"
+            'CMD ["python3", "/server.py"]\n',
+            "environment/server/server.py": SERVER,
+            "environment/server/store.py": STORE,
+            "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n",
+            **files,
+        }.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        task = load_task(folder)
+        return fit(task, Room(Resources(memory_mib=1024, disk_mib=512), most_mib=8192)).sized(task)
+
+    return make
+
+
+class Started:
+    """A task's slots, with its services started."""
+
+    def __init__(self, pool, task):
+        self.pool, self.task, self.slot = pool, task, None
+
+    async def __aenter__(self):
+        images = TaskImages(self.pool)
+        prepared = await images.prepare(self.task)
+        network = not self.task.offline
+        self.slot = await self.pool.acquire(
+            self.task.name, image=prepared.image, limits=prepared.task.limits, network=network
+        )
+        try:
+            await workspace.enter(self.slot, prepared.task)
+            await services.start(self.slot, prepared.task, images)
+        except BaseException:
+            await self.slot.release()
+            raise
+        return self.slot
+
+    async def __aexit__(self, *_):
+        await self.slot.release()
+
+
+async def until_all_free(pool):
+    [link] = pool.links.values()
+    while (await link.client.status()).free < 8:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+async def said(slot, command):
+    result = await slot.exec(command, timeout_s=60)
+    return result.output.strip()
+
+
+async def test_a_web_service_and_its_store_are_one_task(pool, make):
+    task = make(
+        f"""
+  main: {{build: ., depends_on: {{web: {{condition: service_healthy}}}}}}
+  web: {{build: server, environment: {{NAME: web}}, {HEALTHY}, depends_on: [store]}}
+  store: {{build: server, command: python3 /store.py}}
+""",
+        **{
+            "solution/solve.sh": "#!/bin/bash\nexec 3<>/dev/tcp/store/6379; echo SET answer 42 >&3\n",
+            "tests/test.sh": f"""#!/bin/bash
+exec 3<>/dev/tcp/store/6379; echo GET answer >&3; read -r answer <&3
+[ "$answer" = 42 ] && [ "$({ASK} http://web)" = web ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
+""",
+        },
+    )
+    for agent, reward in (("oracle", 1.0), ("nop", 0.0)):
+        run = TaskRun(TaskImages(pool), VerifierLayers(()), task, agent)
+        try:
+            assert (await run.play()).reward == reward
+        finally:
+            await run.end()
+        assert pool.stats().leased == 0, "released together"
+
+
+async def test_each_has_its_own_ports_and_loopback(pool, make):
+    task = make(
+        f"""
+  main: {{build: ., command: [sh, -c, "NAME=own PORT=8000 python3 /mine.py"], volumes: ["./server/server.py:/mine.py"]}}
+  one: {{build: server, environment: {{NAME: one}}, container_name: first, {HEALTHY}}}
+  two: {{build: server, environment: {{NAME: two}}, {HEALTHY}}}
+"""
+    )
+    async with Started(pool, task) as slot:
+        assert await eventually(slot, f"{ASK} http://main:8000") == "own"
+        assert await said(slot, f"{ASK} http://one; {ASK} http://first; {ASK} http://two") == "one\none\ntwo"
+        assert "refused" in await said(slot, f"{ASK} http://localhost")
+        names = {name: each for each in slot.group for name in ("one", "two") if name == await said(each, "echo $NAME")}
+        assert (
+            await said(names["one"], f"{ASK} http://two; {ASK} http://localhost; {ASK} http://main:8000")
+            == "two\none\nown"
+        )
+        proxies = await said(names["one"], "echo $no_proxy")
+        assert {"main", "one", "first", "two"} <= {*proxies.split(",")}, "a proxy is asked for none of them"
+
+
+async def eventually(slot, command):
+    return await said(slot, f"for n in $(seq 300); do {command} 2> /dev/null && break; sleep 0.1; done")
+
+
+async def test_groups_do_not_reach_each_other(pool, make):
+    text = f"""
+  main: {{build: .}}
+  web: {{build: server, environment: {{NAME: NUMBER}}, {HEALTHY}}}
+"""
+    async with Started(pool, make(text.replace("NUMBER", "first"))) as first:
+        async with Started(pool, make(text.replace("NUMBER", "second"))) as second, pool.lease("alone") as alone:
+            assert [await said(slot, f"{ASK} http://web") for slot in (first, second)] == ["first", "second"]
+            address = (await said(first, "getent hosts web")).split()[0]
+            for slot in (alone, second.group[1]):
+                found = await said(slot, f"for n in $(seq 8 20); do {ASK} http://{address.rpartition('.')[0]}.$n; done")
+                assert "first" not in found
+        assert await said(first, f"{ASK} http://web") == "first", "another group's end is its own"
+
+
+async def test_volumes_are_shared_as_they_say(pool, make):
+    task = make(
+        """
+  main: {build: ., volumes: ["pages:/pages:ro", "./seed:/seed", "work:/app/work"]}
+  web:
+    build: server
+    environment: {NAME: web}
+    volumes: ["pages:/srv", "./seed:/var/seed:ro", "./seed/one.txt:/etc/one.txt:ro", "work:/work"]
+""",
+        **{"environment/seed/one.txt": "1\n", "environment/seed/sub/two.txt": "2\n"},
+    )
+    async with Started(pool, task) as slot:
+        web = slot.group[1]
+        assert await said(slot, "cat /pages/page") == "page", "what the image has there"
+        assert await said(slot, "cat /seed/one.txt /seed/sub/two.txt") == "1\n2"
+        await said(web, "echo more > /srv/more; echo 3 > /work/three")
+        assert await said(slot, "cat /pages/more /app/work/three; ls /pages") == "more\n3\nmore\npage"
+        for command in ("echo x > /pages/x", "rm /pages/page"):
+            assert "Read-only" in await said(slot, command)
+        assert "Read-only" in await said(web, "echo x > /var/seed/x; echo x > /etc/one.txt")
+        assert await said(slot, "echo 9 > /seed/one.txt; cat /seed/one.txt") == "9"
+        assert await said(web, "cat /var/seed/one.txt /etc/one.txt") == "9\n9"
+        assert await said(slot, "rm -rf /app/work/*; ls /app/work") == ""
+        assert await said(web, "ls /work") == ""
+    assert (Path(task.context) / "seed/one.txt").read_text() == "1\n", "the task's own files stay"
+
+
+async def test_volumes_lie_in_each_other(pool, make):
+    task = make(
+        """
+  main: {build: ., volumes: ["outer:/data", "./seed/one.txt:/data/inner/one.txt", "deep:/data/inner/deep"]}
+  web: {build: server, environment: {NAME: web}, volumes: ["outer:/outer", "deep:/deep", "./seed:/seed:ro"]}
+""",
+        **{"environment/seed/one.txt": "1\n"},
+    )
+    async with Started(pool, task) as slot:
+        web = slot.group[1]
+        await said(slot, "echo 3 > /data/inner/deep/three; echo 2 > /data/inner/two")
+        assert await said(web, "cat /deep/three /outer/inner/two /seed/one.txt") == "3\n2\n1"
+
+
+async def test_volumes_of_one_service(pool, make):
+    task = make(
+        """
+  main: {build: ., volumes: ["./seed:/app/seed:ro", "./seed/one.txt:/etc/one.txt", "work:/app/work"]}
+""",
+        **{"environment/seed/one.txt": "1\n"},
+    )
+    async with Started(pool, task) as slot:
+        assert await said(slot, "cat seed/one.txt /etc/one.txt; ls -A work") == "1\n1"
+        assert "Read-only" in await said(slot, "echo 2 > seed/one.txt")
+        assert await said(slot, "echo 2 > /etc/one.txt; cat seed/one.txt") == "2"
+
+
+async def test_a_job_ends_before_what_needs_it(pool, make):
+    task = make(
+        """
+  main: {build: ., depends_on: {web: {condition: service_started}}}
+  job: {build: server, command: [sh, -c, "sleep 1; echo done > /shared/mark"], volumes: ["shared:/shared"]}
+  web:
+    build: server
+    command: [sh, -c, "cp /shared/mark /srv/mark; exec python3 /server.py"]
+    environment: {NAME: web}
+    volumes: ["shared:/shared:ro"]
+    depends_on: {job: {condition: service_completed_successfully}}
+"""
+    )
+    async with Started(pool, task) as slot:
+        assert await eventually(slot, f"{ASK} http://web/mark") == "done"
+
+
+async def test_what_ends_is_started_again(pool, make):
+    again = 'command: [sh, -c, "echo x >> /count; [ $(wc -l < /count) -gt 2 ] && exec python3 /server.py; exit 3"]'
+    task = make(
+        f"""
+  main: {{build: .}}
+  web: {{build: server, environment: {{NAME: web}}, restart: on-failure, {again}, {HEALTHY}}}
+"""
+    )
+    async with Started(pool, task) as slot:
+        assert await said(slot, f"{ASK} http://web") == "web"
+        assert await said(slot.group[1], "cat /count") == "x\nx\nx"
+
+
+@pytest.mark.parametrize(
+    ("service", "why"),
+    [
+        (
+            "{build: server, environment: {NAME: web}, healthcheck: {test: 'echo sick; false', interval: 1s, retries: 2}}",
+            "(?s)service web did not become healthy: its healthcheck ended with 1: sick: ready",
+        ),
+        (
+            "{build: server, command: [sh, -c, 'echo no configuration; exit 7'], healthcheck: {test: 'false'}}",
+            "service web ended with 7: no configuration",
+        ),
+        ("{build: server, command: /nothing}", "service web can't start /nothing"),
+        ("{image: debian:12}", "service web has nothing to start"),
+        ("{build: server, user: nobody-here, environment: {NAME: web}}", "there is no user 'nobody-here'"),
+    ],
+)
+async def test_a_service_that_fails_breaks_the_task(pool, make, service, why):
+    with pytest.raises(TaskBroken, match=why):
+        async with Started(pool, make(f"  main: {{build: .}}\n  web: {service}\n")):
+            pass
+    assert pool.stats().leased == 0
+
+
+async def test_a_lost_slot_of_a_service_is_no_verdict(pool, make):
+    task = make(f"  main: {{build: .}}\n  web: {{build: server, environment: {{NAME: web}}, {HEALTHY}}}\n")
+    async with Started(pool, task) as slot:
+        [first] = [
+            pid for pid in descendants(os.getpid()) if b"/server.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        parent = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent, signal.SIGKILL)
+        with pytest.raises(SlotLost, match="of its group ended"):
+            while True:
+                await said(slot, "sleep 0.05")
+    await until_all_free(pool)
+
+
+async def test_services_are_offline_with_the_task(pool, make):
+    task = make(
+        f"  main: {{build: .}}\n  web: {{build: server, environment: {{NAME: web}}, {HEALTHY}}}\n",
+        **{"task.toml": 'version = "1.0"\n[environment]\nnetwork_mode = "no-network"\n'},
+    )
+    async with Started(pool, task) as slot:
+        assert [each.network for each in slot.group] == [False, False]
+        assert await said(slot, f"{ASK} http://web") == "web"
+
+
+async def test_room_is_kept_before_it_is_taken(pool):
+    async with pool.lease("first", limits=LeaseLimits(members=(LeaseLimits(),) * 6)) as first:
+        assert pool.stats().free == 1
+        joined = await asyncio.gather(*(pool.join(first, [f"s{n}"]) for n in range(6)))
+        assert {each.name for each in first.group} == {first.name, *(each.name for each in joined)}
+        with pytest.raises(NotSupported, match=r"limits\.members"):
+            await pool.join(first, ["more"])
+        assert pool.stats().free == 1
+        await joined[3].release()
+        assert first.lost is not None
+    await until_all_free(pool)

@@ -1,0 +1,117 @@
+"""Leases that join another one: in the room that it keeps, on one network, and with one end."""
+
+from __future__ import annotations
+
+import pytest
+
+from atropos.errors import LeaseExpired, NotSupported, SlotLost
+from atropos.wire import Exec, Joining, LeaseLimits, MountRequest
+from tests.unit.client.test_client import client_of, request
+from tests.unit.server.fakes import FakeHost, serving
+from tests.waiting import until
+
+TWO = LeaseLimits(members=(LeaseLimits(), LeaseLimits()))
+
+
+def joining(lease, *names):
+    return Joining(lease_id=lease.lease_id, names=names, its_names=("main",))
+
+
+async def group_of(client, *names):
+    first = await client.acquire(request(limits=TWO))
+    return [first, *[await client.acquire(request(joins=joining(first, name))) for name in names]]
+
+
+async def test_members_take_the_room_that_is_kept():
+    async with serving(FakeHost(), slots=4) as running, client_of(running) as client:
+        first = await client.acquire(request(limits=TWO))
+        assert running.core.state.table.free == 1, "a slot's own room, and that of two others"
+        members = [await client.acquire(request(joins=joining(first, name))) for name in ("db", "web")]
+        assert running.core.state.table.free == 1
+        with pytest.raises(NotSupported, match=r"the lease keeps nothing; name it in limits\.members"):
+            await client.acquire(request(joins=joining(first, "more")))
+        [network] = running.host.networks
+        assert sorted(network.names.values()) == [("db",), ("main",), ("web",)]
+        assert len({lease.slot for lease in (first, *members)}) == 3
+        await client.release(first)
+        assert (running.core.state.table.free, running.core.state.runs, network.closed) == (4, {}, True)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+async def test_a_group_is_released_together(which):
+    async with serving(FakeHost(), slots=4) as running, client_of(running) as client:
+        leases = await group_of(client, "db", "web")
+        assert (await client.release(leases[which])).clean
+        await until(lambda: running.core.state.table.free == 4)
+        for lease in leases:
+            assert (await client.release(lease)).released
+            with pytest.raises(LeaseExpired):
+                await client.call(lease, Exec(command="echo on"))
+
+
+async def test_a_lost_slot_ends_its_group():
+    async with serving(FakeHost(), slots=4) as running, client_of(running) as client:
+        first, db, web = await group_of(client, "db", "web")
+        running.core.state.runs[db.lease_id].sandbox.die("its PID 1 was killed")
+        for lease, why in (
+            (db, "the sandbox ended: its PID 1"),
+            (first, "of its group ended: "),
+            (web, "of its group"),
+        ):
+            with pytest.raises(SlotLost, match=why):
+                await client.call(lease, Exec(command="echo on"))
+        await until(lambda: running.core.state.table.free == 4)
+
+
+async def test_all_programs_end_before_any_slot_is_reset():
+    host = FakeHost()
+    async with serving(host, slots=4) as running, client_of(running) as client:
+        leases = await group_of(client, "db", "web")
+        sandboxes = [running.core.state.runs[lease.lease_id].sandbox for lease in leases]
+        seen = []
+        for sandbox in sandboxes:
+            stop = sandbox.stop
+            sandbox.stop = lambda stop=stop: seen.append([each.order for each in sandboxes]) or stop()
+        await client.release(leases[1])
+        await until(lambda: running.core.state.table.free == 4)
+        assert seen == [[["programs ended"]] * 3] * 3
+
+
+async def test_a_doubtful_member_retires_its_slot_alone():
+    host = FakeHost()
+    async with serving(host, slots=4) as running, client_of(running) as client:
+        first, db = await group_of(client, "db")
+        host.dirty.add(running.core.state.runs[db.lease_id].sandbox.name)
+        assert (await client.release(first)).clean
+        assert running.core.state.table.free == 3
+        host.dirty.clear()
+        await until(lambda: running.core.state.table.free == 4)
+
+
+async def test_a_group_has_no_snapshots():
+    async with serving(FakeHost(), slots=4) as running, client_of(running) as client:
+        first, db = await group_of(client, "db")
+        for lease in (first, db):
+            with pytest.raises(NotSupported, match="neither snapshots nor views"):
+                await client.snapshot(lease)
+        assert (await client.call(db, Exec(command="echo on"))).output == b"on"
+
+
+async def test_mounts_are_of_one_group():
+    async with serving(FakeHost(), slots=4) as running, client_of(running) as client:
+        first, db = await group_of(client, "db")
+        alone = await client.acquire(request())
+        wanted = MountRequest(path="/there", of=db.lease_id, source="/data", read_only=True)
+        for _ in range(2):  # a repeated request
+            await client.mount(first, wanted)
+        assert [(path.split(":")[1], read_only) for _, path, read_only in running.host.shared] == [("/there", True)]
+        with pytest.raises(NotSupported, match="are not of one group"):
+            await client.mount(alone, wanted)
+
+
+async def test_only_its_client_joins_a_lease():
+    async with serving(FakeHost(), slots=4) as running, client_of(running) as client:
+        first = await client.acquire(request(limits=TWO))
+        async with client_of(running, client_id="another") as other:
+            with pytest.raises(LeaseExpired, match="which this one is to join, is over"):
+                await other.acquire(request(joins=joining(first, "db")))

@@ -1,0 +1,188 @@
+"""What a compose file says of its services, and what is refused by name."""
+
+import pytest
+
+from atropos.errors import ConfigError
+from atropos.resources import Resources
+from atropos.tasks.fit import Room, fit
+from atropos.tasks.folder import load_task
+from atropos.tasks.format.compose import read_compose
+from atropos.tasks.format.config import Healthcheck
+from atropos.tasks.format.service import ServiceVolume
+from atropos.tasks.verifier.mode import choose
+from atropos.wire import LeaseLimits
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root = tmp_path / "demo"
+    for name, text in {
+        "task.toml": 'version = "1.0"\n',
+        "instruction.md": "Do it.\n",
+        "environment/Dockerfile": "FROM debian:12\nWORKDIR /app\n",
+        "environment/db/Dockerfile": 'FROM debian:12\nCMD ["db"]\n',
+        "environment/seed/a.sql": "x",
+        "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def services(folder, text):
+    (folder / "environment/docker-compose.yaml").write_text(f"services:\n{text}")
+    main = read_compose(folder / "environment")
+    return {each.name: each for each in (main, *main.beside)}
+
+
+def test_services_are_in_the_order_of_their_start(folder):
+    found = services(
+        folder,
+        """
+  web: {image: nginx, depends_on: [api]}
+  main: {build: ., depends_on: {web: {condition: service_started}, gone: {required: false}}}
+  api: {image: api, depends_on: {db: {condition: service_healthy}, job: {condition: service_completed_successfully}}}
+  job: {image: api, command: migrate}
+  db: {image: postgres, healthcheck: {test: pg_isready}}
+  debug: {image: busybox, profiles: [debug]}
+""",
+    )
+    assert [*found] == ["main", "job", "db", "api", "web"]
+    assert found["api"].depends_on == {"db": "service_healthy", "job": "service_completed_successfully"}
+    assert found["main"].depends_on == {"web": "service_started"}
+
+
+@pytest.mark.parametrize(
+    ("check", "meant"),
+    [
+        ("{test: ['CMD', 'pg isready', -U, x], interval: 5s, retries: 5}", ("'pg isready' -U x", 5, 30, 0, 5)),
+        ("{test: ['CMD-SHELL', 'a || exit 1'], timeout: 1m30s, start_period: 500ms}", ("a || exit 1", 30, 90, 0.5, 3)),
+        ("{test: curl localhost, start_interval: 1s, interval: 1h}", ("curl localhost", 3600, 30, 0, 3)),
+        ("{test: [NONE]}", None),
+        ("{disable: true, test: x}", None),
+    ],
+)
+def test_health_checks_are_docker_s(folder, check, meant):
+    found = services(folder, f"  main: {{build: .}}\n  db: {{image: db, healthcheck: {check}}}")["db"].healthcheck
+    if meant is None:
+        assert found is None
+        return
+    command, interval, timeout, start, retries = meant
+    assert isinstance(found, Healthcheck)
+    assert (found.command, found.interval_sec, found.timeout_sec) == (command, interval, timeout)
+    assert (found.start_period_sec, found.retries) == (start, retries)
+
+
+def test_volumes_are_named_or_of_the_task_s_folder(folder):
+    found = services(
+        folder,
+        """
+  main: {build: ., volumes: ["data:/data:ro", "./seed:/seed", "/anonymous", "${HOST_LOGS}:/logs/agent"]}
+  db:
+    image: db
+    volumes:
+      - {type: volume, source: data, target: /var/lib, volume: {nocopy: true}}
+      - {type: bind, source: ./seed/a.sql, target: /init.sql, read_only: true}
+      - {type: tmpfs, target: /tmp}
+""",
+    )
+    seed = (folder / "environment/seed").resolve()
+    assert found["main"].volumes == (
+        ServiceVolume("data", "/data", None, read_only=True),
+        ServiceVolume("./seed", "/seed", seed),
+    )
+    assert found["db"].volumes == (
+        ServiceVolume("data", "/var/lib"),
+        ServiceVolume("./seed/a.sql", "/init.sql", seed / "a.sql", read_only=True),
+    )
+
+
+def test_names_and_restarts(folder):
+    found = services(
+        folder,
+        """
+  main: {build: ., networks: [inner]}
+  db: {image: db, container_name: my-db, networks: {inner: {aliases: [database]}}, restart: "on-failure:3"}
+  web: {image: web, restart: unless-stopped, networks: [inner, outer]}
+""",
+    )
+    assert found["db"].names == ("db", "my-db", "database")
+    assert [each.restart for each in found.values()] == ["no", "on-failure", "always"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (
+            "  main: {}\n  db: {image: db, depends_on: [main]}\n  x: {image: x, depends_on: [y]}",
+            "x wait for each other",
+        ),
+        ("  main: {depends_on: [db]}\n  db: {image: db, depends_on: [main]}", "main, db wait for each other"),
+        ("  main: {depends_on: {db: {condition: service_healthy}}}\n  db: {image: db}", "it has no healthcheck here"),
+        ("  main: {depends_on: {db: {condition: ready}}}\n  db: {image: db}", r"db\.condition: 'ready' is none"),
+        ("  main: {}\n  db: {image: db, network_mode: 'service:main'}", r"services\.db\.network_mode: 'service:main'"),
+        ("  main: {networks: [a]}\n  db: {image: db, networks: [b]}", "main and db are on different networks"),
+        ("  main: {}\n  db: {image: db, cap_add: [NET_ADMIN]}", r"services\.db\.cap_add: can't be honoured"),
+        ("  main: {}\n  db: {image: db, deploy: {replicas: 2}}", r"services\.db\.deploy\.replicas"),
+        ("  main: {}\n  db: {image: db, volumes: ['/etc:/x']}", "is outside of .*environment"),
+        ("  main: {}\n  db: {image: db, volumes: ['../tests:/x']}", "is outside of .*environment"),
+        ("  main: {}\n  db: {image: db, volumes: ['data:x']}", "write SOURCE:/TARGET"),
+        ("  main: {}\n  db: {image: db, volumes: ['data:/']}", "write SOURCE:/TARGET"),
+        ("  main: {}\n  db: {image: db, volumes: ['data:/x:shared']}", "option 'shared' can't be honoured"),
+        ("  main: {}\n  db: {image: db, healthcheck: {test: [CMD]}}", r"healthcheck\.test: begins with 'CMD'"),
+        ("  main: {}\n  db: {image: db, healthcheck: {interval: 5s}}", r"healthcheck\.test: is missing"),
+        ("  main: {}\n  db: {image: db, healthcheck: {test: x, interval: soon}}", "interval: 'soon' is no time"),
+        ("  main: {}\n  db: {image: db, restart: often}", r"restart: 'often' is none"),
+        ("  main: {}\n  db: {build: ../db}", r"services\.db\.build\.context: \.\./db is outside"),
+        ("  main: {}\n  db: {command: x, build: nowhere}", r"services\.db: has neither an image nor a Dockerfile"),
+        ("  main: {}\n  db: {image: db, container_name: 'a b'}", r"services\.db: 'a b' can't be the name of a slot"),
+    ],
+)
+def test_what_no_slot_has_is_refused(folder, text, named):
+    (folder / "environment/docker-compose.yaml").write_text(f"services:\n{text}")
+    with pytest.raises(ConfigError, match=named) as refused:
+        load_task(folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_agent_s_machine_may_be_the_dockerfile_s(folder):
+    (folder / "environment/docker-compose.yaml").write_text("services: {db: {build: db}, web: {image: nginx}}")
+    task = load_task(folder)
+    assert (task.recipe.workdir, [each.name for each in task.beside]) == ("/app", ["demo/db", "demo/web"])
+    assert (task.beside[0].recipe.settings.cmd, task.beside[1].image) == (("db",), "nginx")
+    assert choose(task).mode == choose(task, "view").mode == "shared"
+    (folder / "environment/Dockerfile").unlink()
+    with pytest.raises(ConfigError, match=r"services\.main: has neither an image nor a Dockerfile"):
+        load_task(folder)
+
+
+def test_a_lease_keeps_room_for_the_services(folder):
+    (folder / "environment/docker-compose.yaml").write_text(
+        "services: {main: {build: .}, db: {build: db, mem_limit: 3g, cpus: 2}, web: {image: nginx}}"
+    )
+    task, slot = load_task(folder), Resources(memory_mib=1024, disk_mib=512)
+    found = fit(task, Room(slot, most_mib=8192), images=())
+    assert found.limits == LeaseLimits(members=(LeaseLimits(memory_mib=3072, cpu_quota=2), LeaseLimits()))
+    assert [each.limits for each in found.sized(task).beside] == [*found.limits.members]
+    [refused] = fit(task, Room(slot, most_mib=4096), images=()).refused
+    assert refused.startswith("services: 3 slots take 5120 MiB of memory together, a container has 4096; raise")
+
+
+def test_a_separate_verifier_is_one_slot(folder):
+    (folder / "tests/docker-compose.yaml").write_text("services: {main: {image: a}, db: {image: b}}")
+    (folder / "task.toml").write_text('version = "1.0"\n[verifier]\nenvironment_mode = "separate"\n')
+    with pytest.raises(ConfigError, match=r"several services \(main, db\) can't be honoured: a separate verifier"):
+        load_task(folder)
+
+
+def test_steps_with_services_have_no_separate_verifier_between_them(folder):
+    (folder / "environment/docker-compose.yaml").write_text("services: {main: {build: .}, db: {image: db}}")
+    for name in ("one", "two"):
+        (folder / f"steps/{name}/tests").mkdir(parents=True)
+        (folder / f"steps/{name}/instruction.md").write_text("Go on.\n")
+    toml = 'version = "1.0"\n[[steps]]\nname = "one"\nverifier.environment_mode = "%s"\n[[steps]]\nname = "two"\n'
+    (folder / "task.toml").write_text(toml % "separate")
+    with pytest.raises(ConfigError, match=r"steps\.one\.verifier: a separate verifier between steps needs a snapshot"):
+        load_task(folder)
+    (folder / "task.toml").write_text(toml % "shared")
+    assert [len(step.beside) for step in load_task(folder).steps] == [1, 1]
