@@ -98,7 +98,8 @@ def _text(path: Path) -> str:
 
 def _shell_text(command: Sequence[str]) -> str:
     """A program and its arguments as a shell's script: a shell's own is its last argument."""
-    return command[-1] if len(command) > 2 and command[-2].startswith("-") else shlex.join(command)
+    of_shell = len(command) > 2 and command[0].endswith("sh") and re.fullmatch("-[a-z]*c", command[-2])
+    return command[-1] if of_shell else shlex.join(command)
 
 
 def _fetched(script: str, near: Path) -> SetNeeds:

@@ -80,7 +80,7 @@ def test_every_image_of_a_dockerfile_counts_and_no_stage(tmp_path):
 def test_builds_fetch_as_tests_do(tmp_path):
     text = (
         "FROM debian:13 AS made\nRUN apt-get update && \\\n    apt-get install -y r-base \\\n    && rm -rf /var/lib/apt/lists/*\n"
-        'FROM made\nARG DATA=https://a.example/data.tgz\nADD $DATA /data.tgz\nRUN ["pip", "install", "wheel"]\n'
+        'FROM made\nARG DATA=https://a.example/data.tgz\nADD $DATA /data.tgz\nRUN ["pip", "install", "-q", "wheel"]\n'
         "COPY more.txt /app/\nRUN <<EOF\npip install --requirement=/app/more.txt pytest\ncurl -O https://b.example/x\nEOF\n"
     )
     files = {
