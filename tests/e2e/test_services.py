@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atropos.config import ImageStoreSettings
-from atropos.errors import NotSupported, SlotLost
+from atropos.errors import LeaseExpired, NotSupported, SlotLost
 from atropos.resources import Resources
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks import services, workspace
@@ -20,6 +20,7 @@ from atropos.tasks.prepare import TaskImages
 from atropos.tasks.verifier.layers import VerifierLayers
 from atropos.wire import LeaseLimits
 from tests.processes import descendants
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -326,6 +327,23 @@ async def test_services_are_offline_with_the_task(pool, make):
     async with Started(pool, task) as slot:
         assert [each.network for each in slot.group] == [False, False]
         assert await said(slot, f"{ASK} http://web") == "web"
+
+
+async def test_a_release_meanwhile_leaves_nothing(pool, monkeypatch):
+    first = await pool.acquire("first", limits=LeaseLimits(members=(LeaseLimits(),)))
+    client = first.link.client
+    acquire = client.acquire
+
+    async def late(request):
+        lease = await acquire(request)
+        first.start_release()
+        return lease
+
+    monkeypatch.setattr(client, "acquire", late)
+    with pytest.raises(LeaseExpired):
+        await pool.join(first, ["db"])
+    await until(lambda: pool.stats().leased == 0)
+    await until_all_free(pool)
 
 
 async def test_room_is_kept_before_it_is_taken(pool):

@@ -109,6 +109,9 @@ class Grants:
         joined = link.slots[lease.lease_id] = Slot(link, lease, request, ticket)
         slot.group.append(joined)
         joined.group = slot.group
+        if slot.lost is not None:  # released meanwhile, with all of its group
+            joined.start_release()
+            raise type(slot.lost)(*slot.lost.args)
         return joined
 
     def _ticket(self, wanted: LeaseTerms, image: str | None) -> Ticket:

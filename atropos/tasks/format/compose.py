@@ -87,15 +87,24 @@ def read_compose(folder: Path) -> Service | None:
 
 
 def read_only_service(folder: Path, what: str) -> Service | None:
-    """As `read_compose`, where there is room for one service only; `what`: where that is, for messages.
+    """As `read_compose`, where a service is a machine alone, which nothing starts.
+
+    Args:
+        folder: of the file.
+        what: where that is, for messages.
 
     Raises:
-        ConfigError: as `read_compose`; or there are several.
+        ConfigError: as `read_compose`; or there are several, or it has what is made at a start.
     """
     service = read_compose(folder)
-    if service is not None and service.beside:
+    if service is None:
+        return None
+    if service.beside:
         names = ", ".join(each.name for each in (service, *service.beside))
         raise ConfigError(f"{folder}: several services ({names}) can't be honoured: {what}")
+    for field, cure in (("volumes", "use COPY in the Dockerfile"), ("healthcheck", "remove it")):
+        if getattr(service, field):
+            raise ConfigError(f"{folder}: services.{service.name}.{field}: can't be honoured: {what}; {cure}")
     return service
 
 

@@ -173,6 +173,10 @@ def test_a_separate_verifier_is_one_slot(folder):
     (folder / "task.toml").write_text('version = "1.0"\n[verifier]\nenvironment_mode = "separate"\n')
     with pytest.raises(ConfigError, match=r"several services \(main, db\) can't be honoured: a separate verifier"):
         load_task(folder)
+    for field in ("volumes: ['data:/data']", "healthcheck: {test: x}"):
+        (folder / "tests/docker-compose.yaml").write_text(f"services: {{main: {{image: a, {field}}}}}")
+        with pytest.raises(ConfigError, match=rf"services\.main\.{field.partition(':')[0]}: can't be honoured"):
+            load_task(folder)
 
 
 def test_steps_with_services_have_no_separate_verifier_between_them(folder):
