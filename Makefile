@@ -6,7 +6,7 @@ BACKEND ?= local
 PYTEST_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup system demo learn serve-demo image sif nomad test test-fast test-cgroup2 test-arm64 test-engines test-fidelity test-trainers lint format docs bench clean
+.PHONY: help setup system demo learn serve-demo image sif nomad test test-fast test-cgroup2 test-arm64 test-engines test-fidelity test-trainers test-openhands lint format docs bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,6 +58,9 @@ test-fidelity: setup  ## what developers do, and what their tools see, in slots 
 
 test-trainers: setup  ## an env's groups in the own functions of TRL, verl, SkyRL and tinker (installs gigabytes, once)
 	@bash scripts/trainers.sh $(PYTEST_ARGS)
+
+test-openhands: setup  ## slots as workspaces of OpenHands, with its agent server (a gigabyte, once; root)
+	@bash scripts/openhands.sh $(PYTEST_ARGS)
 
 test-inference: setup  ## exact tokens from a real vLLM with a tiny model (slow; 8 GB of packages, once)
 	@$(RUN) bash scripts/inference.sh $(PYTEST_ARGS)

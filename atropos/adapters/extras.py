@@ -12,6 +12,7 @@ NO_EXTRA = {
     "deepagents": "deepagents>=0.7.32",
     "google-adk": "google-adk>=2.13",
     "openai-agents": "openai-agents>=0.24",
+    "openhands-sdk": "openhands-sdk>=1.58",
     "pydantic-ai": "pydantic-ai-slim>=2.62",
     "tinker-cookbook": "tinker-cookbook>=0.6.1",
 }

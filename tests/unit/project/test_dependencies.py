@@ -35,6 +35,7 @@ KITS = {
     "atropos/adapters/deepagents": "deepagents",
     "atropos/adapters/google_adk": "google-adk",
     "atropos/adapters/openai_agents": "openai-agents",
+    "atropos/adapters/openhands": "openhands-sdk",
     "atropos/adapters/pydantic_ai": "pydantic-ai",
     "atropos/adapters/tinker_cookbook": "tinker-cookbook",
 }
@@ -46,6 +47,7 @@ ALTERNATIVES = {
     "google": "google-adk",
     "minisweagent": "mini-swe-agent",
     "nemo_gym": "nemo-gym",
+    "openhands": "openhands-sdk",
     "pydantic_ai": "pydantic-ai-slim",
     "seccomp": "pyseccomp",
     "swerex": "swe-rex",
@@ -167,6 +169,7 @@ def test_adapters_name_their_extra(module: str, host: str, extra: str) -> None:
         ("deepagents", "deepagents", "deepagents"),
         ("google_adk", "google.adk", "google-adk"),
         ("openai_agents", "agents", "openai-agents"),
+        ("openhands", "openhands", "openhands-sdk"),
         ("pydantic_ai", "pydantic_ai", "pydantic-ai"),
         ("tinker_cookbook", "tinker_cookbook", "tinker-cookbook"),
     ],
