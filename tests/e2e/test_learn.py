@@ -121,8 +121,8 @@ MUTANTS = {
     "temperature left out": (groups, "scored_group", sent_with(lambda group: group.update(generation_params={}))),
     "another version named": (groups, "scored_group", sent_with(name_the_first_version)),
 }
-LATER = {"temperature left out": 12, "another version named": 12}
-"""Updates that a mutant needs to show: at first, all temperatures and versions are alike."""
+LATER = {"temperature left out": 24, "another version named": 24}
+"""Updates that a mutant needs to show: until a group has a good score to learn from, temperatures and versions are alike."""
 
 
 class Lesson:
