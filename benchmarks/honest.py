@@ -2,7 +2,7 @@
 
 Each program is a right solution: those of task folders, verified as these say, and HumanEval's own. All run in each
 condition, several at once; one that scores less than 1, or that no score is found for, is named, and the exit code says
-whether there were any. `idle` is as the host is; `busy` has 30 programs beside it that compute without end; in `storms`
+whether there were any. `idle` is as the host is; `busy` has 15 programs a core beside it that compute without end; in `storms`
 processes of the server and its slots are stopped at random moments, for up to two seconds each.
 """
 
@@ -37,7 +37,7 @@ from atropos.tasks.verifier.layers import VerifierLayers
 
 from . import machine
 
-HOGS, STORMS, LONGEST_S = 30, 3, 2.0
+HOGS, STORMS, LONGEST_S = 15 * (os.cpu_count() or 1), 3, 2.0
 LIMITS = SlotLimits(memory_mib=LEAST.slot.memory_mib, disk_mib=LEAST.slot.disk_mib)
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples/tasks"
 Program = Callable[[], Awaitable[float | None]]
