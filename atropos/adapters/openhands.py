@@ -15,7 +15,7 @@ with extra("openhands-sdk"):
     from openhands.sdk.workspace import RemoteWorkspace
 
 import httpx
-from pydantic import Field, PrivateAttr
+from pydantic import ConfigDict, Field, PrivateAttr
 from typing_extensions import override
 
 from atropos.adapters.sharing import HeldSlot, SandboxGoneError, SlotRequest, infrastructure
@@ -41,6 +41,8 @@ class AtroposRemoteWorkspace(RemoteWorkspace):
         user, network, gpus, gpu_types, pool: as `SlotRequest`'s.
     """
 
+    model_config = ConfigDict(hide_input_in_errors=True)
+    """Variables may be secrets."""
     working_dir: str = "/workspace"
     host: str = ""
     image: str | None = "ghcr.io/openhands/agent-server:latest-python"
@@ -123,7 +125,7 @@ class AtroposRemoteWorkspace(RemoteWorkspace):
         """As the base class, whose results hide that the server can't be reached: then the slot is asked.
 
         Raises:
-            SandboxGoneError: it is lost, so that nothing is known of what was to be done.
+            SandboxGoneError: it is lost, or its agent server is, so that nothing is known of what was to be done.
         """
         try:
             result = super()._execute(generator)
@@ -139,6 +141,8 @@ class AtroposRemoteWorkspace(RemoteWorkspace):
             raise SandboxGoneError("the workspace was cleaned up")
         with infrastructure():
             event_loop().run(self._held.slot.processes())
+        if not self.alive:
+            raise SandboxGoneError("the agent server in the slot doesn't answer")
 
     @override
     def __exit__(
@@ -148,7 +152,8 @@ class AtroposRemoteWorkspace(RemoteWorkspace):
         self.cleanup()
 
     def __del__(self) -> None:
-        if (held := (self.__pydantic_private__ or {}).get("_held")) is not None:
+        private = getattr(self, "__pydantic_private__", None)  # there is none after a refused argument
+        if (held := (private or {}).get("_held")) is not None:
             release(held)
 
     def cleanup(self) -> None:

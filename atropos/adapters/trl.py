@@ -214,6 +214,7 @@ class AtroposTask(AtroposSlot):
         try:
             await untouched.play()
         except (VerifierFailed, TaskBroken, SlotFileError, SandboxError) as error:
+            self._lost = True
             _log.warning("%s: a rollout has no reward: %s; untouched: %s", run.task.name, failure, error)
             return None
         finally:

@@ -13,12 +13,14 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import aiohttp
 import httpx
 import pytest
 from e2b import Sandbox
 
+from atropos.api.e2b.ports import HostRoutes, SandboxHosts, SandboxServer
 from tests.adapters.peers import ROOT
 from tests.adapters.test_e2b import TOKEN, Server, serving
 
@@ -151,6 +153,57 @@ async def test_many_answers_at_once(server: Server, sandbox: Sandbox):
         assert (await session.get("/go")).status == 200
         peers = await asyncio.gather(*(answer.text() for answer in answers))
     assert len(set(peers)) == 110
+
+
+class Hosts(SandboxHosts):
+    """Every request leads to one port."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(DOMAIN, lambda: ())
+        self.port = port
+
+    async def port_of(self, server: SandboxServer, given: bytes) -> int:
+        return self.port
+
+
+async def routed(hosts: SandboxHosts, target: bytes, headers: list[tuple[bytes, bytes]], messages: list[object]) -> int:
+    """The status of a request's answer, or 0."""
+    incoming, sent = asyncio.Queue[object](), list[dict[str, int]]()
+    for each in messages:
+        incoming.put_nowait(each)
+
+    async def send(message: dict[str, int]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "raw_path": target, "query_string": b""}
+    scope["headers"] = [(b"host", f"8000-i1.{DOMAIN}".encode()), *headers]
+    await HostRoutes(mock.Mock(), hosts, "")(scope, incoming.get, send)  # type: ignore[arg-type]
+    return sent[0]["status"] if sent else 0
+
+
+async def test_a_target_that_is_no_path_leads_nowhere():
+    """h11 lets it through; httptools doesn't."""
+    with mock.patch.object(SandboxHosts, "http", None):  # not asked
+        assert await routed(Hosts(9), b"@192.0.2.1/x", [], []) == 400
+
+
+@pytest.mark.parametrize("body", [None, b"sent"])
+async def test_a_client_that_leaves_is_not_waited_for(body: bytes | None):
+    left = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        left.set()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as silence:
+        hosts = Hosts(silence.sockets[0].getsockname()[1])
+        headers = [] if body is None else [(b"content-length", b"4")]
+        messages = [{"type": "http.request", "body": body or b""}, {"type": "http.disconnect"}]
+        async with asyncio.timeout(30):
+            await routed(hosts, b"/", headers, messages)
+            await left.wait()
+        await hosts.aclose()
 
 
 async def test_a_websocket_goes_through(server: Server, sandbox: Sandbox):

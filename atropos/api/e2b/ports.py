@@ -7,11 +7,11 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from hmac import compare_digest
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import aiohttp
 import h11
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -112,11 +112,14 @@ class SandboxHosts:
         """
         try:
             owner = self._owner(server)
-            sandbox = None if owner is None else await owner.awake(server.sandbox_id)
+            known = None if owner is None else owner.known(server.sandbox_id)
+            if owner is None or known is None:
+                raise ServerRefused(502, "The sandbox was not found", server)
+            if known.traffic_token is not None and not compare_digest(given, known.traffic_token.encode()):
+                raise ServerRefused(403, f"send the sandbox's trafficAccessToken as {TRAFFIC_TOKEN.decode()}", server)
+            sandbox = await owner.awake(server.sandbox_id)
             if sandbox is None:
                 raise ServerRefused(502, "The sandbox was not found", server)
-            if sandbox.traffic_token is not None and not compare_digest(given, sandbox.traffic_token.encode()):
-                raise ServerRefused(403, f"send the sandbox's trafficAccessToken as {TRAFFIC_TOKEN.decode()}", server)
             return await _forwarded(sandbox, server)
         except (SandboxError, OSError, ValueError) as error:
             raise ServerRefused(502, str(error), server) from error
@@ -157,23 +160,32 @@ class HostRoutes:
 
     async def _passed_on(self, request: Request, server: SandboxServer) -> Response:
         """What a sandbox's server answers."""
+        path = request.scope["raw_path"].decode("latin-1")
+        if not path.startswith("/"):  # else its begin would be read as a part of the address
+            refused = ServerRefused(400, "the request names no path", server)
+            return JSONResponse(refused.body, refused.status)
         try:
             port = await self._hosts.port_of(server, header_of(request.scope, TRAFFIC_TOKEN))
         except ServerRefused as refused:
             return JSONResponse(refused.body, refused.status)
         headers = [each for each in request.scope["headers"] if each[0] not in _NOT_PASSED_ON]
-        path = request.scope["raw_path"].decode("latin-1")
         query = request.scope["query_string"].decode("latin-1")
-        has_body = bool({"content-length", "transfer-encoding"} & set(request.headers))
-        try:
-            answer = await self._hosts.http.request(
+        sent = asyncio.Event() if {"content-length", "transfer-encoding"} & set(request.headers) else None
+
+        async def answered_by() -> aiohttp.ClientResponse:
+            return await self._hosts.http.request(
                 request.method,
                 f"http://127.0.0.1:{port}{path}{query and '?'}{query}",
                 headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers],
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-                data=request.stream() if has_body else None,
+                data=None if sent is None else _body(request, sent),
                 allow_redirects=False,
             )
+
+        try:
+            answer = await race(answered_by(), _gone(request, sent))
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
         except (aiohttp.ClientError, OSError):
             refused = ServerRefused(502, f"no server answers on port {server.port} of the sandbox", server)
             return JSONResponse(refused.body, refused.status)
@@ -187,6 +199,26 @@ class HostRoutes:
         answered = [(name.lower(), value) for name, value in answer.raw_headers]
         passed.raw_headers = [each for each in answered if each[0] not in _NOT_PASSED_ON]
         return passed
+
+
+async def _body(request: Request, sent: asyncio.Event) -> AsyncIterator[bytes]:
+    """A request's body; `sent` is set at its end."""
+    async for piece in request.stream():
+        yield piece
+    sent.set()
+
+
+async def _gone(request: Request, sent: asyncio.Event | None) -> NoReturn:
+    """Wait until the client of a request leaves; `sent`: set once its body was read, None where it has none.
+
+    Raises:
+        ClientDisconnect: it has.
+    """
+    if sent is not None:
+        await sent.wait()
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    raise ClientDisconnect
 
 
 class UpgradeRelay(asyncio.Protocol):

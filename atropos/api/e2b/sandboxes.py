@@ -184,6 +184,7 @@ class Sandboxes:
                 id=sandbox_id,
                 slot=slot,
                 end=end,
+                frozen=None,
                 on_timeout="kill",
                 auto_resume=False,
                 started=round(time.time(), 6),
@@ -263,8 +264,9 @@ class Sandboxes:
             SandboxError: it can't be kept, and is lost.
         """
         self.account.share.check_snapshot(stays=False)
+        if self._open.pop(sandbox.id, None) is None:  # ended meanwhile
+            return
         self.account.note("sandbox.pause", sandbox.id)
-        del self._open[sandbox.id]
         sandbox.tasks.stop()
         self._paused[sandbox.id] = sandbox
         sandbox.frozen = self._freezes.spawn(self._freeze(sandbox), sandbox.id, awaited=True)
@@ -318,9 +320,10 @@ class Sandboxes:
         paused = self._paused.get(sandbox_id)
         if paused is not None and paused.frozen is not None:
             async with paused.moving:
-                if self._paused.pop(sandbox_id, None) is not None:
+                now = self._paused.pop(sandbox_id, None)  # another one, if it was resumed and paused meanwhile
+                if now is not None and now.frozen is not None:
                     with contextlib.suppress(SandboxError):
-                        await (await asyncio.shield(paused.frozen)).drop()
+                        await (await asyncio.shield(now.frozen)).drop()
                     self.account.note("sandbox.end", sandbox_id, image=paused.template, outcome=how)
                     return
         sandbox = self._open.pop(sandbox_id, None)

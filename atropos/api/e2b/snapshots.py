@@ -62,9 +62,10 @@ class NamedSnapshots:
         snapshot = await sandbox.slot.snapshot(keep_running=True)
         names = (name,) if name else ()
         named = NamedSnapshot(name or f"s{secrets.token_hex(10)}", names, sandbox.id, snapshot, sandbox.start)
-        await self.drop(named.id)
-        self._all[named.id] = named
+        before, self._all[named.id] = self._all.get(named.id), named
         self._account.note("snapshot.keep", named.id, of=sandbox.id)
+        if before is not None:
+            await before.snapshot.drop()
         return named
 
     async def drop(self, snapshot_id: str) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from datetime import datetime
+from unittest import mock
 
 import pytest
 from pydantic import SecretStr
@@ -40,3 +42,21 @@ async def test_a_clock_step_moves_no_end(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_a_snapshot_hides_no_base(name: str) -> None:
     with pytest.raises(ConfigError, match=f"name: '{name}' is a base of the pool"):
         await NamedSnapshots(own_account(), {"debian"}).keep(None, name)
+
+
+async def test_two_keeps_of_a_name_leave_one() -> None:
+    class Snapshot:
+        dropped = False
+
+        async def drop(self) -> None:
+            await asyncio.sleep(0)
+            self.dropped = True
+
+    taken = [Snapshot() for _ in range(3)]
+    sandbox = mock.Mock(slot=mock.Mock(snapshot=mock.AsyncMock(side_effect=taken)))
+    snapshots = NamedSnapshots(own_account(), ())
+    await snapshots.keep(sandbox, "name")
+    await asyncio.gather(*(snapshots.keep(sandbox, "name") for _ in range(2)))
+    named = snapshots.get("name")
+    assert named is not None
+    assert [each for each in taken if not each.dropped] == [named.snapshot]
