@@ -134,6 +134,14 @@ async def test_half_a_line_is_a_change():
             await asyncio.wait_for(told, 20 * SLOWNESS)
 
 
+async def test_a_late_log_is_read():
+    async with FakeNomad() as nomad, contextlib.AsyncExitStack() as stack:
+        api = NomadApi(NomadAccess(nomad.url), "job")
+        stack.push_async_callback(api.close)
+        nomad.answers["/logs/alloc-1"] = [web.Response(text=""), web.Response(text="first\nlast\n")]
+        assert await api.last_line("alloc-1") == "last"
+
+
 async def test_refusal_in_any_encoding():
     async with FakeNomad() as nomad, contextlib.AsyncExitStack() as stack:
         api = NomadApi(NomadAccess(nomad.url), "job")

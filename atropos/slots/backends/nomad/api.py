@@ -37,6 +37,8 @@ SILENCE_S = 15.0
 """Time without a byte after which an event stream is dead, in seconds; it has a heartbeat every 10 s."""
 BLOCK_S = 60
 """How long a blocking query waits for a change, in seconds."""
+LOG_LAGS_S = (0.0, 0.3, 1.0)
+"""Pauses before an ended server's log is read: what writes it is another process, which may be later than the end."""
 DENIED, NOT_FOUND, HTTP_ERROR = frozenset({401, 403}), 404, 500
 
 
@@ -242,16 +244,19 @@ class NomadApi:
         return await self._ask("read evaluations", lambda: self._nomad.job.get_evaluations(self.job_id), kind=list)
 
     async def last_line(self, allocation_id: str) -> str:
-        """The last line of a server's log; empty where that can't be read."""
+        """The last line of an ended server's log; empty where that can't be read."""
         params = [("task", TASK), ("type", "stderr"), ("plain", "true"), ("origin", "end"), ("offset", "2000")]
         timeout = aiohttp.ClientTimeout(total=5)
-        try:
-            async with self._get(f"/v1/client/fs/logs/{allocation_id}", params, timeout=timeout) as answer:
-                text = await answer.text(errors="replace") if answer.ok else ""
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return ""
-        lines = [line for line in text.splitlines() if line.strip()]
-        return lines[-1][:500] if lines else ""
+        for pause_s in LOG_LAGS_S:
+            await asyncio.sleep(pause_s)
+            try:
+                async with self._get(f"/v1/client/fs/logs/{allocation_id}", params, timeout=timeout) as answer:
+                    text = await answer.text(errors="replace") if answer.ok else ""
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                return ""
+            if lines := [line for line in text.splitlines() if line.strip()]:
+                return lines[-1][:500]
+        return ""
 
     # ---------------------------------------------------------------------------------------------------------- secret
 
