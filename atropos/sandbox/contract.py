@@ -65,6 +65,10 @@ class PrivateNetwork(Protocol):
         """
         ...
 
+    def leave(self, sandbox: Sandbox) -> None:
+        """A sandbox that was to join won't be one of them: those that join later are told nothing of it."""
+        ...
+
     def close(self) -> None:
         """Give it up, once its sandboxes have ended."""
         ...

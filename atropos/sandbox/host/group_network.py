@@ -8,22 +8,26 @@ port, and the loopback is each one's own. No other slot has a device in that nam
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
 import os
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from atropos.errors import NotSupported
+from atropos.errors import BackendUnavailable, LeaseExpired, NotSupported
 from atropos.sandbox.contract import Sandbox
 from atropos.sandbox.host.slot import SlotSandbox
-from atropos.sandbox.linux import netlink, syscalls
+from atropos.sandbox.linux import host_limits, netlink, syscalls
 from atropos.sandbox.linux.sysctl import tell_kernel
 
 DEVICE = "eth1"
 PREFIX = "172.31.240."
 """Of addresses here: private ones, as those of Docker's networks are."""
-_INDEX = 3
-"""Of the device in a slot, after its loopback and the one that leads to its gateway."""
+_INDEX = 1000
+"""Of the device in a slot, and of the first one's other end: after those that the kernel has in every namespace."""
+_USED_UP = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC}
+"""Errors of a machine that can make such a network, but not now."""
 _ROUTER, _FIRST, _BITS = 1, 10, 24
 _OWN_MAC, _FAR_MAC = b"\x02atrp", b"\x02atrq"
 """Of the devices in slots, and of their other ends, without the number of the slot."""
@@ -34,25 +38,44 @@ class GroupNetwork:
 
     def __init__(self) -> None:
         self._namespace = -1
+        self._closed = False
         self._turn = asyncio.Lock()
-        self._members: list[SlotSandbox] = []
-        self._addresses: dict[str, str] = {}
+        self._numbers = itertools.count()
+        self._members: dict[SlotSandbox, dict[str, str]] = {}
+        """The addresses of each, by its names."""
 
     async def join(self, sandbox: Sandbox, names: Sequence[str]) -> None:
         """Connect a sandbox; see `contract.PrivateNetwork.join`."""
         assert isinstance(sandbox, SlotSandbox)
         async with self._turn:
-            number = len(self._members)
-            self._members.append(sandbox)
             try:
-                await _in_thread(lambda: self._connect(sandbox.network.namespace, number))
-            except OSError as error:
-                raise NotSupported(f"this machine can make no network between slots: {error}") from error
-            own = dict.fromkeys(names, _text(_FIRST + number))
-            others = self._members[:-1]
-            known = {**self._addresses, **own}
-            self._addresses = known
-            await asyncio.gather(sandbox.know_hosts(known, known), *(other.know_hosts(own, known) for other in others))
+                await self._join(sandbox, names)
+            finally:
+                if self._closed:
+                    self._give_up()
+
+    async def _join(self, sandbox: SlotSandbox, names: Sequence[str]) -> None:
+        if self._closed:
+            raise LeaseExpired("joins: the group is over")
+        number, namespace = next(self._numbers), os.dup(sandbox.network.namespace)  # its end closes its own
+        try:
+            await _in_thread(lambda: self._connect(namespace, number))
+        except OSError as error:
+            if error.errno in _USED_UP:
+                raise BackendUnavailable(f"joins: {error}{host_limits.named()}") from error
+            raise NotSupported(f"this machine can make no network between slots: {error}") from error
+        finally:
+            os.close(namespace)
+        own, others = dict.fromkeys(names, _text(_FIRST + number)), dict(self._members)
+        known = {name: address for each in (*others.values(), own) for name, address in each.items()}
+        await sandbox.know_hosts(known, known)  # first: where it fails, the others were not told of it
+        await asyncio.gather(*(other.know_hosts(own, known) for other in others))
+        self._members[sandbox] = own
+
+    def leave(self, sandbox: Sandbox) -> None:
+        """Tell those that join later nothing of a sandbox; see `contract.PrivateNetwork.leave`."""
+        assert isinstance(sandbox, SlotSandbox)
+        self._members.pop(sandbox, None)
 
     def _connect(self, namespace: int, number: int) -> None:
         """Give a slot's namespace a device here; in a thread that ends then, since it enters other namespaces."""
@@ -63,7 +86,7 @@ class GroupNetwork:
         syscalls.setns(self._namespace, syscalls.CLONE_NEWNET)
         far = netlink.LinkRequests()
         syscalls.setns(namespace, syscalls.CLONE_NEWNET)
-        index, own, router = 2 + number, _packed(_FIRST + number), _packed(_ROUTER)
+        index, own, router = _INDEX + number, _packed(_FIRST + number), _packed(_ROUTER)
         mac, far_mac = _OWN_MAC + bytes([number]), _FAR_MAC + bytes([number])
         netlink.LinkRequests().change(
             netlink.veth(_INDEX, DEVICE, mac, (index, f"slot{number}", far_mac), self._namespace)
@@ -82,6 +105,11 @@ class GroupNetwork:
 
     def close(self) -> None:
         """Give the namespace up, which ends with its devices; see `contract.PrivateNetwork.close`."""
+        self._closed = True
+        if not self._turn.locked():  # else at the end of that
+            self._give_up()
+
+    def _give_up(self) -> None:
         if self._namespace >= 0:
             os.close(self._namespace)
             self._namespace = -1

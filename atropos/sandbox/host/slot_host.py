@@ -136,10 +136,9 @@ class SlotHost:
         """Mount what one slot has in another; see `contract.Host.share`."""
         assert isinstance(of, SlotSandbox)
         assert isinstance(sandbox, SlotSandbox)
-        volume, slot = of.volume, sandbox.first_process
-        root = volume.next_root if volume.restacked else volume.root
+        root = of.volume.next_root if of.volume.restacked else of.volume.root
         try:
-            await self.state.roots.share(root, source, slot, path, read_only=read_only)
+            await self.state.roots.share(root, source, sandbox.first_process, path, read_only=read_only)
         except OSError as error:
             raise NotSupported(f"mounts: {source} can't be mounted at {path}: {error}") from error
 

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 from atropos.config import ServerConfig, SlotLimits
-from atropos.errors import OutcomeUnknown, SandboxError, SlotLost
+from atropos.errors import NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import HostBroken, SnapshotLayer, Stopped
 from atropos.sandbox.server.serve import Server
 from atropos.wire import (
@@ -212,13 +212,21 @@ class FakeSandbox:
 class FakeNetwork:
     """Whose sandboxes know each other, by these names."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_join: asyncio.Event) -> None:
         self.names: dict[FakeSandbox, tuple[str, ...]] = {}
+        self.may_join = may_join
+        self.join_fails = False
         self.closed = False
 
     async def join(self, sandbox: FakeSandbox, names: Sequence[str]) -> None:
+        await self.may_join.wait()
         await asyncio.sleep(0)
+        if self.join_fails:
+            raise NotSupported("a root can't hold the names")
         self.names[sandbox] = tuple(names)
+
+    def leave(self, sandbox: FakeSandbox) -> None:
+        self.names.pop(sandbox, None)
 
     def close(self) -> None:
         self.closed = True
@@ -239,8 +247,9 @@ class FakeHost:
         self.dirty: set[str] = set()
         self.most_at_once = 0
         self.start_s = self.stop_s = 0.0
-        self.may_start = asyncio.Event()
-        self.may_start.set()
+        self.may_start, self.may_join, self.may_share = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for event in (self.may_start, self.may_join, self.may_share):
+            event.set()
         self.start_fails = False
         self.broken = False
         self.failed_starts = 0
@@ -280,10 +289,12 @@ class FakeHost:
         return view, ViewInfo()
 
     def private_network(self) -> FakeNetwork:
-        self.networks.append(FakeNetwork())
+        self.networks.append(FakeNetwork(self.may_join))
         return self.networks[-1]
 
     async def share(self, of: FakeSandbox, source: str, sandbox: FakeSandbox, path: str, *, read_only: bool) -> None:
+        await self.may_share.wait()
+        sandbox.order.append("mounted")
         self.shared.append((f"{of.name}:{source}", f"{sandbox.name}:{path}", read_only))
 
     def add_layer(self, files: dict[str, bytes]) -> SnapshotLayer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from atropos.errors import LeaseExpired, NotSupported, SlotLost
@@ -115,3 +117,70 @@ async def test_only_its_client_joins_a_lease():
         async with client_of(running, client_id="another") as other:
             with pytest.raises(LeaseExpired, match="which this one is to join, is over"):
                 await other.acquire(request(joins=joining(first, "db")))
+
+
+async def test_one_that_is_released_before_it_joined_leaves_the_group_whole():
+    async with serving(FakeHost(), slots=4) as running, client_of(running) as client:
+        first, db = await group_of(client, "db")
+        [network] = running.host.networks
+        running.host.may_join.clear()
+        late = request(joins=joining(first, "late"))
+        asking = asyncio.create_task(client.acquire(late))
+        await until(lambda: late.lease_id in running.core.state.runs)
+        releasing = asyncio.create_task(running.core.leasing.release(late.lease_id, None))
+        await until(lambda: running.core.state.runs[late.lease_id].ending is not None)
+        running.host.may_join.set()
+        await releasing
+        with pytest.raises(LeaseExpired):
+            await asking
+        for lease in (first, db):
+            assert (await client.call(lease, Exec(command="echo on"))).output == b"on"
+        assert sorted(network.names.values()) == [("db",), ("main",)]
+        web = await client.acquire(request(joins=joining(first, "web")))
+        await client.release(web)
+        await until(lambda: running.core.state.table.free == 4)
+
+
+async def test_what_failed_to_join_may_be_tried_again():
+    async with serving(FakeHost(), slots=4) as running, client_of(running) as client:
+        first, _ = await group_of(client, "db")
+        [network] = running.host.networks
+        network.join_fails = True
+        with pytest.raises(NotSupported, match="hold the names"):
+            await client.acquire(request(joins=joining(first, "web")))
+        network.join_fails = False
+        assert running.core.state.table.free == 1, "the room stays kept"
+        await client.acquire(request(joins=joining(first, "web")))
+        await client.release(first)
+        assert running.core.state.table.free == 4
+
+
+async def test_what_is_joined_takes_no_snapshot_meanwhile():
+    async with serving(FakeHost(), slots=4) as running, client_of(running) as client:
+        first = await client.acquire(request(limits=TWO))
+        running.host.may_join.clear()
+        asking = asyncio.create_task(client.acquire(request(joins=joining(first, "db"))))
+        await until(lambda: running.host.networks)
+        with pytest.raises(NotSupported, match="neither snapshots nor views"):
+            await client.snapshot(first)
+        running.host.may_join.set()
+        await asking
+
+
+async def test_a_slot_that_ends_waits_for_what_is_mounted_there():
+    async with serving(FakeHost(), slots=4) as running, client_of(running) as client:
+        first, db = await group_of(client, "db")
+        runs = [running.core.state.runs[lease.lease_id] for lease in (first, db)]
+        sandboxes = [run.sandbox for run in runs]
+        running.host.may_share.clear()
+        wanted = MountRequest(path="/there", of=db.lease_id, source="/data", read_only=True)
+        mounting = asyncio.create_task(client.mount(first, wanted))
+        await until(lambda: runs[0].mounting)
+        releasing = asyncio.create_task(client.release(db))
+        await until(lambda: runs[0].ending is not None)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        running.host.may_share.set()
+        await asyncio.wait([mounting, releasing])
+        await until(lambda: running.core.state.table.free == 4)
+        assert [each.order for each in sandboxes] == [["mounted", "programs ended"], ["programs ended"]]

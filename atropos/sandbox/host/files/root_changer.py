@@ -88,8 +88,11 @@ class RootChanger:
         Raises:
             OSError: it could not be done.
         """
+        slot = os.dup(slot)  # the slot's end closes its own
         work = partial(self._share, root, source, slot, path, read_only=read_only)
-        await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        shared = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        shared.add_done_callback(lambda _: os.close(slot))
+        await asyncio.shield(shared)
 
     def _share(self, root: str, source: str, slot: int, path: str, *, read_only: bool) -> None:
         with contextlib.ExitStack() as opened:

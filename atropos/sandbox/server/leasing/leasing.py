@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
+from typing import Any
 
 from atropos.aio import Tasks
 from atropos.errors import (
@@ -54,7 +55,6 @@ class Leasing:
         self.idle = asyncio.Event()
         self.idle.set()
         self._confirming = Tasks("leasing")
-        self._joining = asyncio.Lock()
         spare = config.warm if config.warm is not None else min(4, max(1, config.slots // 4))
         self.warm_pool = WarmPool(
             state.host,
@@ -146,26 +146,31 @@ class Leasing:
     async def _join(self, run: LeaseRun, sandbox: Sandbox, joining: Joining) -> None:
         """Connect the sandbox of a lease with those of the group that it joins."""
         try:
-            async with self._joining:
-                joined = self._state.active_run(joining.lease_id, None)
-                if joined.group is None:
-                    joined.group = await self._new_group(joined, joining)
-                await joined.group.network.join(sandbox, joining.names)
+            joined = self._state.active_run(joining.lease_id, None)
+            async with joined.joining:
+                group = joined.group or await self._new_group(joined, joining)
+                await group.network.join(sandbox, joining.names)
                 joined.check_active()
+                if run.held.state != "starting":
+                    group.network.leave(sandbox)
+                    raise LeaseExpired("the lease was released before it was granted")
         except BaseException:
             self.warm_pool.drop(sandbox, "it could not join its group")
             raise
-        run.group = joined.group
-        run.group.runs.append(run)
+        run.group = group
+        group.runs.append(run)
 
     async def _new_group(self, joined: LeaseRun, joining: Joining) -> LeaseGroup:
-        if joined.sandbox is None or joined.viewed is not None:
+        joined.check_active()
+        opening = joined.viewing is not None and not joined.viewing.done()
+        if joined.sandbox is None or joined.viewed is not None or opening:
             raise NotSupported("joins: a lease with a view, or whose workspace is being frozen, can't be joined")
-        group = LeaseGroup(self._state.host.private_network(), [joined])
+        group = joined.group = LeaseGroup(self._state.host.private_network(), [joined])  # from here on without views
         try:
             await group.network.join(joined.sandbox, joining.its_names)
             joined.check_active()
         except BaseException:
+            joined.group = None
             group.network.close()
             raise
         return group
@@ -294,7 +299,11 @@ class Leasing:
         began = time.monotonic()
         if run.starting is not None and not run.starting.done():
             await asyncio.wait([run.starting])
-        changing = [*run.freezing.values(), *([run.viewing] if run.viewing is not None else [])]
+        changing: list[asyncio.Task[Any]] = [*run.freezing.values()]
+        if run.viewing is not None:
+            changing.append(run.viewing)
+        for each in (run,) if run.group is None else run.group.runs:  # what they mount may be this one's
+            changing += each.mounting
         if changing:
             await asyncio.wait(changing)
         if run.group is not None:

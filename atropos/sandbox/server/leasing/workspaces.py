@@ -162,10 +162,16 @@ class Workspaces:
             NotSupported: they are of no group, or it can't be mounted.
         """
         run, other = self._state.active_run(lease_id, wanted.epoch), self._state.active_run(wanted.of, None)
-        group = run.group
-        if run is not other and (group is None or other.group is not group):
+        if run is not other and (run.group is None or other.group is not run.group):
             raise NotSupported("mounts: the two leases are not of one group; one joins the other first")
+        task = self._state.tasks.spawn(self._mount(run, other, wanted), "mount", awaited=True)
+        run.mounting.add(task)
+        task.add_done_callback(run.mounting.discard)
+        await asyncio.shield(task)
+
+    async def _mount(self, run: LeaseRun, other: LeaseRun, wanted: MountRequest) -> None:
         assert run.lanes is not None
+        group, lease_id = run.group, run.held.lease_id
         async with run.lanes.barrier():
             if group is not None and group.mounts.get((lease_id, wanted.path)) == wanted:
                 return

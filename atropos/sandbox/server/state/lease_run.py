@@ -27,7 +27,7 @@ class LeaseGroup:
     network: PrivateNetwork
     runs: list[LeaseRun]
     mounts: dict[tuple[str, str], MountRequest] = field(default_factory=dict[tuple[str, str], "MountRequest"])
-    _ending: asyncio.Future[list[str]] | None = None
+    _ending: asyncio.Future[list[str | BaseException]] | None = None
 
     async def end_programs(self) -> None:
         """End the programs of all: none may still write where another's files are removed.
@@ -36,7 +36,7 @@ class LeaseGroup:
         """
         if self._ending is None:
             sandboxes = [run.sandbox for run in self.runs if run.sandbox is not None]
-            self._ending = asyncio.gather(*(each.end_programs() for each in sandboxes))
+            self._ending = asyncio.gather(*(each.end_programs() for each in sandboxes), return_exceptions=True)
         await asyncio.shield(self._ending)
 
     def leave(self, run: LeaseRun) -> None:
@@ -67,7 +67,10 @@ class LeaseRun:
     starting: asyncio.Task[Lease] | None = None
     ending: asyncio.Task[EndedLease] | None = None
     viewing: asyncio.Task[ViewInfo] | None = None
+    mounting: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"])
     group: LeaseGroup | None = None
+    joining: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while another one joins it."""
     cpu_s: float = 0.0
     """CPU time of its sandboxes that have ended."""
     egress_bytes: int = 0

@@ -225,6 +225,15 @@ class LeaseTable:
         self.room += room
         self._held_room[client_id] -= room
 
+    def _keep_again(self, held: HeldLease) -> None:
+        """Give the room of a lease that could not join back to the one that kept it: had it joined, both would end."""
+        joined = None if held.request.joins is None else self.held.get(held.request.joins.lease_id)
+        if joined is not None and joined.state == "active":
+            joined.kept += held.room
+            joined.room += held.room
+            self.room -= held.room
+            self._held_room[held.client_id] += held.room
+
     def _kept_from(self, client_id: str, now: float) -> Resources:
         """What is kept for the wanting clients that come before this one."""
         for name, want in list(self._wants.items()):
@@ -357,6 +366,7 @@ class LeaseTable:
         self.retired[held.slot], self._retired_gpus[held.slot] = held.room, held.gpus
         if stopped.clean:
             self.restore(held.slot)
+            self._keep_again(held)
         ended = EndedLease(
             held.lease_id,
             held.client_id,
