@@ -2,8 +2,8 @@
 
 Each program is a right solution: those of task folders, verified as these say, and HumanEval's own. All run in each
 condition, several at once; one that scores less than 1, or that no score is found for, is named, and the exit code says
-whether there were any. `idle` is as the host is; `busy` has 15 programs a core beside it that compute without end; in `storms`
-processes of the server and its slots are stopped at random moments, for up to two seconds each.
+whether there were any. `idle` is as the host is; `busy` has 15 programs a core beside it that compute without end; in
+`storms` processes of the server and its slots are stopped at random moments, for up to two seconds each.
 """
 
 from __future__ import annotations
