@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import posixpath
 import shlex
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from atropos.errors import SandboxError
@@ -30,6 +31,8 @@ POLL_S = 1.0
 """Longest pause between two checks of a service's health: it is waited for more closely than watched."""
 _AGAIN = {"on-failure": 'until "$@"; do sleep 1; done', "always": 'while :; do "$@"; sleep 1; done'}
 """The lines that start a command again, by `Service.restart`."""
+_APART = "/.volumes"
+"""Where a slot keeps the volumes that don't lie in their own places."""
 
 
 @dataclass
@@ -52,6 +55,7 @@ class _Part:
 
 
 _Place = tuple[_Part, str]
+"""Where what a volume shows is kept: the service in whose slot it is, and the path there."""
 
 
 async def start(slot: Slot, task: Task, images: TaskImages, env: Mapping[str, str] | None = None) -> None:
@@ -151,20 +155,20 @@ async def _become_healthy(part: _Part) -> None:
     check = part.service.healthcheck
     if check is None or part.healthy:
         return
-    left_s = check.start_period_sec + check.retries * check.interval_sec
+    began = time.monotonic()
     while True:
+        asked = time.monotonic()
         result = await part.slot.exec(check.command, timeout_s=check.timeout_sec)
         if result.exit_code == 0:
             part.healthy = True
             return
         if part.process is not None and await part.process.poll() is not None:
             raise part.broken(f"ended with {part.process.exit_code}", await part.output())
-        if left_s <= 0:
+        now = time.monotonic()
+        if now - began >= check.start_period_sec + check.retries * (check.interval_sec + now - asked):
             failure = command_failure("its healthcheck", result)
             raise part.broken(f"did not become healthy: {failure}", await part.output())
-        pause_s = min(POLL_S, check.interval_sec)
-        left_s -= pause_s
-        await asyncio.sleep(pause_s)
+        await asyncio.sleep(min(POLL_S, check.interval_sec))
 
 
 # ------------------------------------------------------------------------------------------------------------- volumes
@@ -172,65 +176,52 @@ async def _become_healthy(part: _Part) -> None:
 
 async def _mount_volumes(parts: Sequence[_Part]) -> None:
     """Have the services see what they share, before any of them is started."""
+    mounts = [(part, volume) for part in parts for volume in part.service.volumes]
+    mounts.sort(key=lambda each: _depth(each[1]))  # the outer ones first
     shared: dict[str, list[tuple[_Part, ServiceVolume]]] = {}
-    mounts = ((part, volume) for part in parts for volume in part.service.volumes)
-    for part, volume in sorted(mounts, key=lambda each: _depth(each[1])):  # the outer ones first
+    for part, volume in mounts:
         shared.setdefault(volume.name, []).append((part, volume))
-    places = _Places()
-    later: list[tuple[_Part, ServiceVolume, _Place]] = []
-    for users in sorted(shared.values(), key=lambda users: _depth(users[0][1])):
-        place, owner = places.of_source(users[0][1].source), None
+    places: dict[str, _Place] = {}
+    sources: dict[Path, _Place] = {}
+    filled: list[tuple[_Part, ServiceVolume, str]] = []
+    for name, users in shared.items():
+        source = users[0][1].source
+        place = _place_of(source, sources)
         if place is None:
-            owner = await _owner(users)
-            await _fill(owner[0].slot, owner[1])
-            place = places.of_path(owner[0], owner[1].target)
-        for part, volume in users:
-            places.add(part, volume, place)
-            if (part, volume) != owner:
-                await _mount(part, volume, place)
-            elif volume.read_only:
-                later.append((part, volume, place))
-    for part, volume, place in later:  # last, since others may still be filled there
-        await _mount(part, volume, place)
-
-
-async def _mount(part: _Part, volume: ServiceVolume, place: _Place) -> None:
-    await part.slot.mount(place[1], volume.target, of=place[0].slot, read_only=volume.read_only)
+            part, volume = await _owner(users)
+            path = f"{_APART}/{len(places)}" if volume.read_only or _lies_in_another(part, volume) else volume.target
+            place = part, path
+            filled.append((part, volume, path))
+        places[name] = place
+        if source is not None:
+            sources.setdefault(source, place)
+    filled.sort(key=lambda each: _depth(each[1]), reverse=True)  # the inner ones first: they hold what is there yet
+    for part, volume, path in filled:
+        await _fill(part.slot, volume, path)
+    for part, volume in mounts:
+        owner, path = places[volume.name]
+        if owner is not part or path != volume.target:
+            await part.slot.mount(path, volume.target, of=owner.slot, read_only=volume.read_only)
 
 
 def _depth(volume: ServiceVolume) -> tuple[int, int]:
     return volume.target.count("/"), 0 if volume.source is None else len(volume.source.parts)
 
 
-@dataclass
-class _Places:
-    """Where what volumes show is kept: of each the service that has it as a folder of its own, and the path there."""
+def _lies_in_another(part: _Part, volume: ServiceVolume) -> bool:
+    """Whether a volume is mounted in another one, which others may see without it."""
+    around = PurePosixPath(volume.target).parents
+    return any(PurePosixPath(other.target) in around for other in part.service.volumes)
 
-    mounted: dict[tuple[str, str], _Place] = field(default_factory=dict[tuple[str, str], "_Place"])
-    """By service and target."""
-    sources: dict[Path, _Place] = field(default_factory=dict[Path, "_Place"])
 
-    def add(self, part: _Part, volume: ServiceVolume, place: _Place) -> None:
-        """A service mounts what is in a place."""
-        self.mounted[part.service.name, volume.target] = place
-        if volume.source is not None:
-            self.sources.setdefault(volume.source, place)
-
-    def of_path(self, part: _Part, path: str) -> _Place:
-        """The place of a path, which may lie in what the service mounts."""
-        for folder in PurePosixPath(path).parents:
-            if (place := self.mounted.get((part.service.name, str(folder)))) is not None:
-                return place[0], posixpath.join(place[1], PurePosixPath(path).relative_to(folder).as_posix())
-        return part, path
-
-    def of_source(self, source: Path | None) -> _Place | None:
-        """The place of a path of the task's folder, if it is in a slot already."""
-        if source is None:
-            return None
-        for folder, (part, path) in self.sources.items():
-            if source == folder or folder in source.parents:
-                return part, posixpath.normpath(posixpath.join(path, source.relative_to(folder).as_posix()))
+def _place_of(source: Path | None, sources: Mapping[Path, _Place]) -> _Place | None:
+    """The place of a path of the task's folder, if it is in a slot already."""
+    if source is None:
         return None
+    for folder, (part, path) in sources.items():
+        if source == folder or folder in source.parents:
+            return part, posixpath.normpath(posixpath.join(path, source.relative_to(folder).as_posix()))
+    return None
 
 
 async def _owner(users: Iterable[tuple[_Part, ServiceVolume]]) -> tuple[_Part, ServiceVolume]:
@@ -243,22 +234,24 @@ async def _owner(users: Iterable[tuple[_Part, ServiceVolume]]) -> tuple[_Part, S
     return first
 
 
-async def _fill(slot: Slot, volume: ServiceVolume) -> None:
-    """Make what a volume holds at first."""
-    path, source = shlex.quote(volume.target), volume.source
+async def _fill(slot: Slot, volume: ServiceVolume, place: str) -> None:
+    """Make what a volume holds at first, in its place."""
+    path, target, source = shlex.quote(place), shlex.quote(volume.target), volume.source
     script = f"mkdir -p {path}" if source is None else f"rm -rf {path} && mkdir -p {path}"
+    if source is None and place != volume.target:
+        script += f" && if [ -d {target} ]; then cp -a {target}/. {path}; fi"
     if source is not None and source.is_file():
-        script = f"mkdir -p {shlex.quote(posixpath.dirname(volume.target))}"
+        script = f"mkdir -p {shlex.quote(posixpath.dirname(place))}"
     made = await exec_plain(slot, script, user="0")
     if made.exit_code != 0:
         raise command_failure(f"the volume at {volume.target}", made)
     if source is None or not source.exists():
         return
     if source.is_dir():
-        await upload(slot, source, volume.target)
+        await upload(slot, source, place)
         return
     try:
         data = await asyncio.to_thread(source.read_bytes)
     except OSError as error:
         raise SandboxError(str(error)) from error
-    await slot.write_file(volume.target, data, source.stat().st_mode & 0o777)
+    await slot.write_file(place, data, source.stat().st_mode & 0o777)

@@ -239,6 +239,30 @@ async def test_volumes_lie_in_each_other(pool, make):
         assert await said(web, "cat /deep/three /outer/inner/two /seed/one.txt") == "3\n2\n1"
 
 
+async def test_a_volume_in_another_is_seen_by_its_own_users_alone(pool, make):
+    task = make(
+        """
+  main: {build: ., volumes: ["shared:/deep/down/here", "code:/app"]}
+  grader:
+    build: server
+    environment: {NAME: grader}
+    volumes: ["shared:/data", "hidden:/data/hidden", "code:/srv:ro", "kept:/srv/kept"]
+""",
+        **{
+            "environment/Dockerfile": "FROM debian:12\nWORKDIR /app\nRUN mkdir /app/kept\n",
+            "environment/server/Dockerfile": "FROM debian:12\nCOPY *.py /\nRUN mkdir -p /srv/kept /data/hidden && "
+            'echo 42 > /srv/kept/answer\nCMD ["python3", "/server.py"]\n',
+        },
+    )
+    async with Started(pool, task) as slot:
+        grader = slot.group[1]
+        await said(grader, "echo secret > /data/hidden/answer; echo open > /data/open")
+        assert await said(grader, "cat /data/hidden/answer /srv/kept/answer") == "secret\n42"
+        assert await said(slot, "cat /deep/down/here/open; ls /deep/down/here/hidden") == "open"
+        assert await said(slot, "ls -A /app/kept") == ""
+        assert "/hidden" not in await said(slot, "cat /proc/self/mountinfo")
+
+
 async def test_volumes_of_one_service(pool, make):
     task = make(
         """
@@ -288,6 +312,10 @@ async def test_what_ends_is_started_again(pool, make):
         (
             "{build: server, environment: {NAME: web}, healthcheck: {test: 'echo sick; false', interval: 1s, retries: 2}}",
             "(?s)service web did not become healthy: its healthcheck ended with 1: sick: ready",
+        ),
+        (
+            "{build: server, command: sleep 99, healthcheck: {test: sleep 99, interval: 1s, timeout: 2s, retries: 2}}",
+            "service web did not become healthy: its healthcheck",
         ),
         (
             "{build: server, command: [sh, -c, 'echo no configuration; exit 7'], healthcheck: {test: 'false'}}",

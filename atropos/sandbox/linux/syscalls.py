@@ -119,6 +119,11 @@ def detached_mount(path: str) -> int:
     return _check(libc.syscall(open_tree, _AT_FDCWD, os.fsencode(path), clone | recursive), f"open_tree {path}")
 
 
+def make_private(path: str) -> None:
+    """Have what is mounted on a path, and below it, appear nowhere else, and nothing from elsewhere appear there."""
+    mount(None, path, None, MS_REC | MS_PRIVATE)
+
+
 def attach_mount(tree: int, path: str) -> None:
     """Mount what `detached_mount` gave on a path of this mount namespace, which may be another one than its own."""
     move_mount, empty_path = 429, 4

@@ -15,7 +15,7 @@ from atropos.tasks.format.config import Healthcheck
 from atropos.tasks.format.service import Condition, ServiceVolume
 
 _VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_]\w*)(?::?-([^}]*)(?=\}))?[^}]*\}?|\$([A-Za-z_]\w*)")
-_LOGS = re.compile(r"LOGS|_PATH\}|/logs\b")
+_LOGS = re.compile(r"LOGS|_PATH\}|^/logs(/[^:]*)?$|:/logs(/|:|$)")
 _TIME = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d*\.?\d+)s)?(?:(\d+)ms)?(?:(\d+)us)?")
 _TIMES = {"interval": 30.0, "timeout": 30.0, "start_period": 0.0, "start_interval": 5.0}
 _OPTIONS = {"rw", "ro", "z", "Z", "cached", "delegated", "consistent", "nocopy"}
@@ -139,7 +139,15 @@ def volumes(value: Sequence[object], folder: Path, where: str) -> tuple[ServiceV
     Raises:
         ConfigError: it is outside of the task's folder, or of another kind.
     """
-    return tuple(found for each in value if not _LOGS.search(str(each)) and (found := _volume(each, folder, where)))
+    return tuple(
+        found for each in value if not _LOGS.search(_said_of(each)) and (found := _volume(each, folder, where))
+    )
+
+
+def _said_of(value: object) -> str:
+    """A volume as its short form says it."""
+    said = table(value)
+    return f"{said.get('source', '')}:{said.get('target')}" if said else str(value)
 
 
 def _volume(value: object, folder: Path, where: str) -> ServiceVolume | None:

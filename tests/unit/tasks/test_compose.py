@@ -97,6 +97,21 @@ def test_volumes_are_named_or_of_the_task_s_folder(folder):
     )
 
 
+def test_logs_are_where_every_slot_has_them(folder):
+    for volume, there in {
+        "shared:/app/logs": "/app/logs",
+        "./logs:/data": "/data",
+        "{type: volume, source: logs, target: /var/logs}": "/var/logs",
+        "${HOST_VERIFIER_LOGS_PATH}:${ENV_VERIFIER_LOGS_PATH}": None,
+        "./mine:/logs/agent:rw": None,
+        "{type: bind, source: ./mine, target: /logs}": None,
+        "/logs/agent": None,
+    }.items():
+        said = volume if volume.startswith("{") else f'"{volume}"'
+        found = services(folder, f"  main: {{build: ., volumes: [{said}]}}\n  db: {{image: db}}\n")["main"].volumes
+        assert [each.target for each in found] == ([there] if there else []), volume
+
+
 def test_names_and_restarts(folder):
     found = services(
         folder,

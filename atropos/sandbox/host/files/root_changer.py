@@ -108,6 +108,7 @@ class RootChanger:
             try:
                 _make_mount_point(path, folder=stat.S_ISDIR(os.fstat(tree).st_mode))
                 syscalls.attach_mount(tree, path)
+                syscalls.make_private(path)  # else what is mounted below it is seen wherever the folder is
                 if read_only:
                     syscalls.remount_read_only(path, os.statvfs(path).f_flag & os.ST_NOEXEC)
             finally:
