@@ -104,6 +104,7 @@ class TaskFit:
         limits: what its leases ask for, with the services beside it; None: a plain slot will do.
         verifier: likewise, of machines of separate verifiers.
         lowered: for each limit below what the task asks for, why, and the cure.
+        beside: likewise, of each of the services beside it.
     """
 
     refused: tuple[str, ...] = ()
@@ -112,13 +113,17 @@ class TaskFit:
     limits: LeaseLimits | None = None
     verifier: LeaseLimits | None = None
     lowered: Mapping[Limit, str] = field(default_factory=dict["Limit", str])
+    beside: tuple[Mapping[Limit, str], ...] = ()
 
     def sized(self, task: Task) -> Task:
         """The task with these sizes."""
         verifier = None if task.verifier is None else replace(task.verifier, limits=self.verifier)
         steps = tuple(self.sized(step) for step in task.steps)
         members = self.limits.members if self.limits is not None else ()
-        beside = tuple(replace(each, limits=limits) for each, limits in zip(task.beside, members, strict=True))
+        beside = tuple(
+            replace(each, limits=limits, lowered=lowered)
+            for each, limits, lowered in zip(task.beside, members, self.beside, strict=True)
+        )
         return replace(task, limits=self.limits, verifier=verifier, beside=beside, steps=steps, lowered=self.lowered)
 
 
@@ -133,8 +138,9 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
     """
     sizes = _Sizes(room, policy)
     limits = room.beyond(sizes.wanted(task, "environment"), task.config.environment.gpu_types)
-    if task.beside:
-        members = tuple(room.beyond(sizes.wanted(one, _table(one))) or LeaseLimits() for one in task.beside)
+    others = [(one, replace(sizes, lowered={})) for one in task.beside]  # what is refused is the task's
+    if others:
+        members = tuple(room.beyond(each.wanted(one, _table(one))) or LeaseLimits() for one, each in others)
         limits = (limits or LeaseLimits()).model_copy(update={"members": members})
     refused, clamped, notes = sizes.refused, sizes.clamped, list[str]()
     together = room.memory_of(limits)
@@ -169,6 +175,7 @@ def fit(task: Task, room: Room, *, images: Sequence[str] = STAND_INS, policy: Po
         limits,
         verifier,
         sizes.lowered,
+        tuple(each.lowered for _, each in others),
     )
 
 

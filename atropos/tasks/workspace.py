@@ -193,9 +193,11 @@ def _check_room(task: Task, machines: Sequence[Slot]) -> None:
     Raises:
         NotSupported: a limit was reached that is lower than that.
     """
-    for limit, lowered in task.lowered.items():
-        if any(limit in machine.limits_reached for machine in machines):
-            raise NotSupported(f"{task.name}: the {limit} limit was reached, and is lower than the task's: {lowered}")
+    sized = (task, *task.beside)
+    for machine, of in (pair for each in machines for pair in zip(each.group, sized, strict=False)):
+        for limit, lowered in of.lowered.items():
+            if limit in machine.limits_reached:
+                raise NotSupported(f"{of.name}: the {limit} limit was reached, and is lower than the task's: {lowered}")
 
 
 async def clear(slot: Slot, task: Task) -> None:

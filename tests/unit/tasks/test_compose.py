@@ -183,6 +183,17 @@ def test_a_lease_keeps_room_for_the_services(folder):
     assert refused.startswith("services: 3 slots take 5120 MiB of memory together, a container has 4096; raise")
 
 
+def test_what_is_lowered_is_of_one_machine(folder):
+    (folder / "environment/docker-compose.yaml").write_text(
+        "services: {main: {build: .}, db: {build: db, mem_limit: 9g}, web: {image: nginx}}"
+    )
+    task = load_task(folder)
+    found = fit(task, Room(Resources(memory_mib=1024, disk_mib=512), most_mib=4096), images=(), policy="clamp").sized(
+        task
+    )
+    assert [[*each.lowered] for each in (found, *found.beside)] == [[], ["memory"], []]
+
+
 def test_a_separate_verifier_is_one_slot(folder):
     (folder / "tests/docker-compose.yaml").write_text("services: {main: {image: a}, db: {image: b}}")
     (folder / "task.toml").write_text('version = "1.0"\n[verifier]\nenvironment_mode = "separate"\n')
