@@ -40,7 +40,7 @@ if [ ! -x .peers/e2b-2.7.0/bin/python ]; then
   "${uv[@]}" pip install --quiet --python .peers/e2b-2.7.0/bin/python e2b==2.7.0
 fi
 # npm's: the oldest version that the page names, and the newest; the tests ask for the newest.
-if npm=$(command -v npm) && node -e 'process.exit(parseInt(process.versions.node) < 20)' 2>/dev/null; then
+if npm=$(command -v npm) && node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)' 2>/dev/null; then
   for version in 2.14.1 2.51.0; do
     [ -e .peers/npm/$version/node_modules/e2b ] ||
       "$npm" install --silent --no-audit --no-fund --prefix .peers/npm/$version e2b@$version ||
