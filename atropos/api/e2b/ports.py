@@ -113,11 +113,10 @@ class SandboxHosts:
         try:
             owner = self._owner(server)
             known = None if owner is None else owner.known(server.sandbox_id)
-            if owner is None or known is None:
-                raise ServerRefused(502, "The sandbox was not found", server)
-            if known.traffic_token is not None and not compare_digest(given, known.traffic_token.encode()):
+            token = None if known is None else known.traffic_token
+            if token is not None and not compare_digest(given, token.encode()):
                 raise ServerRefused(403, f"send the sandbox's trafficAccessToken as {TRAFFIC_TOKEN.decode()}", server)
-            sandbox = await owner.awake(server.sandbox_id)
+            sandbox = None if owner is None else await owner.awake(server.sandbox_id)
             if sandbox is None:
                 raise ServerRefused(502, "The sandbox was not found", server)
             return await _forwarded(sandbox, server)
@@ -161,10 +160,9 @@ class HostRoutes:
     async def _passed_on(self, request: Request, server: SandboxServer) -> Response:
         """What a sandbox's server answers."""
         path = request.scope["raw_path"].decode("latin-1")
-        if not path.startswith("/"):  # else its begin would be read as a part of the address
-            refused = ServerRefused(400, "the request names no path", server)
-            return JSONResponse(refused.body, refused.status)
         try:
+            if not path.startswith("/"):  # else its begin would be read as a part of the address
+                raise ServerRefused(400, "the request names no path", server)
             port = await self._hosts.port_of(server, header_of(request.scope, TRAFFIC_TOKEN))
         except ServerRefused as refused:
             return JSONResponse(refused.body, refused.status)
