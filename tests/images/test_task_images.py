@@ -29,6 +29,7 @@ from atropos.tasks.format.recipe import Download
 from atropos.tasks.prepare import TaskImages
 from atropos.wire import MAX_FILE_BYTES
 from tests import privileges
+from tests.files import write_files
 from tests.images.making import entry, folder, layer, layout, link
 from tests.images.test_leases import BUSYBOX, busybox_image, pool_fixture, pool_for  # noqa: F401 (a fixture)
 from tests.needs import needs
@@ -46,16 +47,17 @@ TWELVE = (
 
 
 def make(root, dockerfile=None, *, toml="", files=None):
-    for name, text in {
-        "task.toml": f'version = "1.0"\n{toml}',
-        "instruction.md": "Do it.",
-        "tests/test.sh": "echo 1 > /logs/verifier/reward.txt",
-        "environment/given.txt": "given",
-        **({} if dockerfile is None else {"environment/Dockerfile": dockerfile}),
-        **(files or {}),
-    }.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+    write_files(
+        root,
+        {
+            "task.toml": f'version = "1.0"\n{toml}',
+            "instruction.md": "Do it.",
+            "tests/test.sh": "echo 1 > /logs/verifier/reward.txt",
+            "environment/given.txt": "given",
+            **({} if dockerfile is None else {"environment/Dockerfile": dockerfile}),
+            **(files or {}),
+        },
+    )
     return load_task(root)
 
 

@@ -20,6 +20,7 @@ from atropos.adapters.trl import AtroposSlot, AtroposTask
 from atropos.errors import ConfigError
 from examples.policy.tokenizer import FOLDER
 from tests.adapters.hosts.accident import kill_container
+from tests.files import write_files
 from tests.trainers.packages import tiny_model
 
 POOL = {"backend": "local", "slots_per_container": 4, "max_containers": 1}
@@ -36,10 +37,7 @@ def task(tmp_path: Path) -> Path:
         "environment/Dockerfile": "FROM debian:13\nWORKDIR /app\nRUN touch note\n",
         "tests/test.sh": "#!/bin/sh\ngrep -qs said answer; [ $? = 0 ]; echo $((1 - $?)) > /logs/verifier/reward.txt\n",
     }
-    for name, text in files.items():
-        (tmp_path / "one" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "one" / name).write_text(text)
-    return tmp_path / "one"
+    return write_files(tmp_path / "one", files)
 
 
 def trainer(tmp_path: Path, commands: list[str], accident=lambda: None, **settings) -> GRPOTrainer:

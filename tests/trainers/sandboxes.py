@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from atropos.adapters.tinker_cookbook import AtroposDatasetBuilder, AtroposSandboxes
 from examples.policy.tokenizer import FOLDER
 from tests.adapters.hosts.accident import kill_container
+from tests.files import write_files
 
 POOL = {"backend": "local", "slots_per_container": 3, "max_containers": 1}
 
@@ -25,10 +26,7 @@ def task(tmp_path: Path) -> Path:
         "environment/Dockerfile": "FROM debian:13\nENV WORD=said\nWORKDIR /app\nRUN echo built > note\n",
         "tests/test.sh": "#!/bin/sh\ngrep -q said /app/answer && echo 1 > /logs/verifier/reward.txt\n",
     }
-    for name, text in files.items():
-        (tmp_path / "one" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "one" / name).write_text(text)
-    return tmp_path / "one"
+    return write_files(tmp_path / "one", files)
 
 
 async def test_sandbox_has_its_tasks_image(task: Path):

@@ -11,22 +11,22 @@ from atropos.tasks.format.config import Healthcheck
 from atropos.tasks.format.service import ServiceVolume
 from atropos.tasks.verifier.mode import choose
 from atropos.wire import LeaseLimits
+from tests.files import write_files
 
 
 @pytest.fixture
 def folder(tmp_path):
-    root = tmp_path / "demo"
-    for name, text in {
-        "task.toml": 'version = "1.0"\n',
-        "instruction.md": "Do it.\n",
-        "environment/Dockerfile": "FROM debian:12\nWORKDIR /app\n",
-        "environment/db/Dockerfile": 'FROM debian:12\nCMD ["db"]\n',
-        "environment/seed/a.sql": "x",
-        "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n",
-    }.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
+    return write_files(
+        tmp_path / "demo",
+        {
+            "task.toml": 'version = "1.0"\n',
+            "instruction.md": "Do it.\n",
+            "environment/Dockerfile": "FROM debian:12\nWORKDIR /app\n",
+            "environment/db/Dockerfile": 'FROM debian:12\nCMD ["db"]\n',
+            "environment/seed/a.sql": "x",
+            "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n",
+        },
+    )
 
 
 def services(folder, text):

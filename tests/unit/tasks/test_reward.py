@@ -12,18 +12,20 @@ from atropos.tasks.folder import load_task
 from atropos.tasks.format.config import StepSection
 from atropos.tasks.verifier.mode import choose
 from atropos.tasks.verifier.reward import Verdict, passed, read_verdict
+from tests.files import write_files
 
 
 @pytest.fixture
 def task(tmp_path):
-    for name, text in {
-        "task.yaml": "instruction: Write hello.txt.\nparser_name: pytest\n",
-        "Dockerfile": "FROM python:3.12-slim\nWORKDIR /app\n",
-        "run-tests.sh": "#!/bin/bash\n",
-        "tests/test_outputs.py": "",
-    }.items():
-        (tmp_path / "old" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "old" / name).write_text(text)
+    write_files(
+        tmp_path / "old",
+        {
+            "task.yaml": "instruction: Write hello.txt.\nparser_name: pytest\n",
+            "Dockerfile": "FROM python:3.12-slim\nWORKDIR /app\n",
+            "run-tests.sh": "#!/bin/bash\n",
+            "tests/test_outputs.py": "",
+        },
+    )
     return load_task(tmp_path / "old")
 
 

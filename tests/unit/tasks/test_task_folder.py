@@ -27,6 +27,7 @@ from atropos.tasks.verifier.mode import Choice, choose
 from atropos.tasks.verifier.reward import Verdict, combined
 from atropos.tasks.verifier.texts import read_texts, renames_across, venvs_of_tests
 from atropos.wire import LeaseLimits
+from tests.files import write_files
 from tests.settings import shows
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"
@@ -34,16 +35,16 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "tasks"
 
 @pytest.fixture
 def folder(tmp_path):
-    root = tmp_path / "demo"
-    for name, text in {
-        "task.toml": 'version = "1.0"\n',
-        "instruction.md": "Do it.\n",
-        "environment/a.txt": "a",
-        "environment/sub/b.sh": "b",
-        "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n",
-    }.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+    root = write_files(
+        tmp_path / "demo",
+        {
+            "task.toml": 'version = "1.0"\n',
+            "instruction.md": "Do it.\n",
+            "environment/a.txt": "a",
+            "environment/sub/b.sh": "b",
+            "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n",
+        },
+    )
     (root / "environment/sub/b.sh").chmod(0o775)
     return root
 
