@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 from urllib.parse import quote
 
@@ -55,8 +56,8 @@ def map_body(context: Any, body: Any) -> Any:
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
     if case.operation.path == "/shells/{shell_id}/output":  # which ends with the shell
-        target = f"{case.operation.base_url}/shells/{quote(str(case.path_parameters['shell_id']), safe='')}/input"
-        httpx.post(target, content=b"exit\n", headers={"Authorization": f"Bearer {TOKEN}"})
+        shell = f"{case.operation.base_url}/shells/{quote(str(case.path_parameters['shell_id']), safe='')}"
+        threading.Timer(0.3, httpx.delete, [shell], {"headers": {"Authorization": f"Bearer {TOKEN}"}}).start()
 
 
 def _right(model: type[BaseModel], body: Any) -> bool:

@@ -471,7 +471,7 @@ async def test_silent_sender_is_ended(tmp_path, monkeypatch, given_up):
         there.set()
     await until(importing.done, "the end of the import")
     assert importing.cancelled() if given_up else isinstance(importing.exception(), SandboxError)
-    assert set(descendants()) <= before
+    await until(lambda: set(descendants()) <= before, "the end of its zstd, which ends by itself")
 
 
 async def test_an_unread_export_ends(tmp_path):
