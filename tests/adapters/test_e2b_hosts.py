@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import os
 import socket
 import ssl
@@ -129,6 +130,10 @@ def test_a_sandbox_s_server_has_a_host_for_each_port(server: Server, sandbox: Sa
     answer = asked(server, host, "/a%20b?c=d%26", headers={"X-Own": "mine"})
     assert (answer.status_code, answer.headers["x-mine"]) == (200, "yes")
     assert answer.text == f"GET /a%20b?c=d%26 {host} mine "
+    plain = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)  # httpx would resolve the path
+    plain.request("GET", "/a/../%7e?c=..", headers={"Host": host})
+    assert plain.getresponse().read().startswith(b"GET /a/../%7e?c=.. ")
+    plain.close()
     big = os.urandom(3_000_000)
     assert asked(server, host, "/", "POST", content=big).content.endswith(big)
     assert asked(server, host, "/", "PUT", content=iter([b"one", b"two"])).text.endswith("onetwo")
@@ -175,16 +180,48 @@ async def routed(hosts: SandboxHosts, target: bytes, headers: list[tuple[bytes, 
     async def send(message: dict[str, int]) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/", "raw_path": target, "query_string": b""}
+    path, _, query = target.partition(b"?")
+    scope = {"type": "http", "method": "POST", "path": "/", "raw_path": path, "query_string": query}
     scope["headers"] = [(b"host", f"8000-i1.{DOMAIN}".encode()), *headers]
     await HostRoutes(mock.Mock(), hosts, "")(scope, incoming.get, send)  # type: ignore[arg-type]
     return sent[0]["status"] if sent else 0
 
 
-async def test_a_target_that_is_no_path_leads_nowhere():
+@pytest.mark.parametrize("target", [b"@192.0.2.1/x", b"http://192.0.2.1/x", b".192.0.2.1/x", b"*", b""])
+async def test_a_target_that_is_no_path_leads_nowhere(target: bytes):
     """h11 lets it through; httptools doesn't."""
     with mock.patch.object(SandboxHosts, "http", None):  # not asked
-        assert await routed(Hosts(9), b"@192.0.2.1/x", [], []) == 400
+        assert await routed(Hosts(9), target, [], []) == 400
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        b"/a/../b",
+        b"/../../etc",
+        b"/./a/.",
+        b"/%2e%2e/%2E%2e/%7euser/%41%2f",
+        b"//192.0.2.1/a//b",
+        b"/a@192.0.2.1:80/;b=c,d/",
+        b"/\\192.0.2.1/|<>^`{}\"",
+        b"/%/%zz/%e9",
+        b"/a?b=../c&d=%7e+%20&e=/?#",
+    ],
+)
+async def test_paths_arrive_as_they_were_sent(target: bytes):
+    received = asyncio.get_running_loop().create_future()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received.set_result(await reader.readline())
+        writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+        hosts = Hosts(listening.sockets[0].getsockname()[1])
+        async with asyncio.timeout(30):
+            assert await routed(hosts, target, [], []) == 204
+            assert await received == b"POST %s HTTP/1.1\r\n" % target
+        await hosts.aclose()
 
 
 @pytest.mark.parametrize("body", [None, b"sent"])

@@ -14,6 +14,7 @@ import h11
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from yarl import URL
 
 from atropos.aio import Tasks, race
 from atropos.api.e2b.sandbox import E2bSandbox
@@ -161,19 +162,26 @@ class HostRoutes:
         """What a sandbox's server answers."""
         path = request.scope["raw_path"].decode("latin-1")
         try:
-            if not path.startswith("/"):  # else its begin would be read as a part of the address
+            if not path.startswith("/"):  # `@elsewhere` or `http://elsewhere`: this is no proxy
                 raise ServerRefused(400, "the request names no path", server)
             port = await self._hosts.port_of(server, header_of(request.scope, TRAFFIC_TOKEN))
         except ServerRefused as refused:
             return JSONResponse(refused.body, refused.status)
         headers = [each for each in request.scope["headers"] if each[0] not in _NOT_PASSED_ON]
-        query = request.scope["query_string"].decode("latin-1")
+        target = URL.build(  # encoded: its bytes are the client's, `..` and `%7e` among them
+            scheme="http",
+            host="127.0.0.1",
+            port=port,
+            path=path,
+            query_string=request.scope["query_string"].decode("latin-1"),
+            encoded=True,
+        )
         sent = asyncio.Event() if {"content-length", "transfer-encoding"} & set(request.headers) else None
 
         async def answered_by() -> aiohttp.ClientResponse:
             return await self._hosts.http.request(
                 request.method,
-                f"http://127.0.0.1:{port}{path}{query and '?'}{query}",
+                target,
                 headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers],
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
                 data=None if sent is None else _body(request, sent),
