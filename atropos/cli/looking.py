@@ -12,9 +12,10 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from atropos.api.executor.models import Opened, ServerStatus
+from atropos.api.executor.models import Opened, ServerStatus, UsageReport
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveSample, LiveView
 from atropos.errors import BackendUnavailable, ConfigError
+from atropos.slots import Usage
 from atropos.slots.backends.survey import Survey
 from atropos.wire import Status
 
@@ -87,7 +88,10 @@ async def server(client: httpx.AsyncClient) -> Look:
         if answer.status_code == 404:
             answer = await client.get("/status")
         if answer.status_code == 200:
-            return _executor_server(url, ServerStatus.model_validate_json(answer.content))
+            status = ServerStatus.model_validate_json(answer.content)
+            answer = await client.get("/usage")
+            if answer.status_code == 200:
+                return _executor_server(url, status, UsageReport.model_validate_json(answer.content))
     if answer.status_code == 401:
         raise ConfigError(f"{url} refuses the token")
     if answer.status_code == 403:
@@ -115,7 +119,7 @@ def _sandbox_server(name: str, status: Status) -> Look:
     )
 
 
-def _executor_server(name: str, status: ServerStatus) -> Look:
+def _executor_server(name: str, status: ServerStatus, report: UsageReport) -> Look:
     numbers = {
         "open": f"{len(status.opened):,}",
         "keys": f"{len({each.key for each in status.opened}):,}",
@@ -128,6 +132,9 @@ def _executor_server(name: str, status: ServerStatus) -> Look:
         in_flight=[_opened(each) for each in status.opened],
         waiting=status.waiting,
         trouble=status.trouble,
+        usage=[
+            (row.key, row.image, Usage(row.leases, row.slot_s, row.cpu_s, row.egress_bytes)) for row in report.usage
+        ],
     )
     return Look(name, view)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from atropos.slots.containers.share import Usage
 from atropos.slots.pool.stats import ContainerSlots
 
 
@@ -66,6 +67,7 @@ class LiveView:
         recent: (Unix seconds, kind, text) of the latest faults, the latest first.
         history: samples, the oldest first, `every_s` apart.
         trouble: why containers are not coming; empty when all is well.
+        usage: (key, image, what it used), of a server with keys.
     """
 
     uptime_s: float = 0.0
@@ -78,3 +80,4 @@ class LiveView:
     history: Sequence[LiveSample] = ()
     every_s: float = 5.0
     trouble: str = ""
+    usage: Sequence[tuple[str, str, Usage]] = ()

@@ -9,7 +9,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs, urlencode
@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlencode
 import h11
 from aiohttp import web
 
+from atropos.dashboard.keys import KEYS, key_rows
 from atropos.dashboard.live import InFlight, LiveView
 from atropos.dashboard.ordering import Columns, Order
 from atropos.dashboard.pages import StoredPages, link
@@ -48,6 +49,8 @@ IN_FLIGHT: Columns[InFlight] = {
     "now": lambda row: row.doing,
     "for": lambda row: row.doing_s,
 }
+LIVE_TABLES: Mapping[str, Columns[Any]] = {"sort": IN_FLIGHT, "keys": KEYS}
+"""By the parameter of the live page's address that says how they are sorted."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -121,7 +124,7 @@ class DashboardServer:
         self._stored = None if store is None else StoredPages(store, self._page, refresh)
         self._token = token or secrets.token_urlsafe(24)
         self._live = live
-        self._fragments: dict[str, str] = {}
+        self._fragments: dict[tuple[str, ...], str] = {}
         self._fragments_at = -math.inf
         self._readers: Readers  # from `start` on
         self._site: Site | None = None
@@ -198,8 +201,7 @@ class DashboardServer:
         if self._live is None:
             assert self._stored is not None
             return await self._stored.list_all(request)
-        order = Order.asked(request.query.get("sort", ""), IN_FLIGHT)
-        return self._page("live.html", **self._looked(self._live(), order))
+        return self._page("live.html", **self._looked(self._live(), _orders(request)))
 
     async def _live_fragment(self, request: web.Request) -> web.Response:
         if self._live is None:
@@ -207,19 +209,21 @@ class DashboardServer:
         if time.monotonic() - self._fragments_at > FRESH_S:
             self._fragments.clear()
             self._fragments_at = time.monotonic()
-        order = Order.asked(request.query.get("sort", ""), IN_FLIGHT)
-        if str(order) not in self._fragments:
-            self._fragments[str(order)] = render("live_fragment.html", **self._looked(self._live(), order))
-        return _html(self._fragments[str(order)])
+        orders = _orders(request)
+        asked = tuple(map(str, orders.values()))
+        if asked not in self._fragments:
+            self._fragments[asked] = render("live_fragment.html", **self._looked(self._live(), orders))
+        return _html(self._fragments[asked])
 
-    def _looked(self, view: LiveView, order: Order[InFlight]) -> dict[str, Any]:
+    def _looked(self, view: LiveView, orders: Mapping[str, Order[Any]]) -> dict[str, Any]:
         """What the live page shows of a look."""
         counted = {name: [getattr(sample, name) for sample in view.history] for _, name, _ in CHARTS}
         return {
             "view": view,
-            "in_flight": order.sorted(view.in_flight),
-            "order": order,
-            "link": functools.partial(link, "/", {}),
+            "in_flight": orders["sort"].sorted(view.in_flight),
+            "keys": orders["keys"].sorted(key_rows(view)),
+            "orders": orders,
+            "link": functools.partial(link, "/", {name: str(order) for name, order in orders.items() if order.column}),
             "charts": [(text, counted[name], unit) for text, name, unit in CHARTS if None not in counted[name]],
             "scores": None if self._stored is None else self._stored.scores(),
             "of_server": self._stored is None,
@@ -230,6 +234,11 @@ class DashboardServer:
         if self._live is None:
             raise web.HTTPNotFound(reason="no env runs here")
         return web.json_response({"title": self._title, "view": dataclasses.asdict(self._live())})
+
+
+def _orders(request: web.Request) -> dict[str, Order[Any]]:
+    """How the live page's tables are sorted."""
+    return {name: Order.asked(request.query.get(name, ""), columns) for name, columns in LIVE_TABLES.items()}
 
 
 def _html(text: str, code: int = 200) -> web.Response:

@@ -203,7 +203,7 @@ async def test_a_target_that_is_no_path_leads_nowhere(target: bytes):
         b"/%2e%2e/%2E%2e/%7euser/%41%2f",
         b"//192.0.2.1/a//b",
         b"/a@192.0.2.1:80/;b=c,d/",
-        b"/\\192.0.2.1/|<>^`{}\"",
+        b'/\\192.0.2.1/|<>^`{}"',
         b"/%/%zz/%e9",
         b"/a?b=../c&d=%7e+%20&e=/?#",
     ],

@@ -154,6 +154,13 @@ async def dashboard_of(url: str, secret: str) -> AsyncGenerator[httpx.AsyncClien
         await process.wait()
 
 
+def table(page: str, name: str) -> list[list[str]]:
+    """The rows of a page's table without its head: the texts in each."""
+    body = page.partition(f'aria-label="{name}"')[2].partition("</thead>")[2].partition("</table>")[0]
+    rows = [re.sub(r"<[^>]*>", "\n", row) for row in body.split("<tr>")[1:]]
+    return [[text for text in html.unescape(row).split("\n") if text.strip()] for row in rows]
+
+
 async def test_operators_see_what_is_open(tmp_path):
     (tmp_path / "keys.json").write_text(json.dumps({"alice": key(ALICE), "bob": key(BOB)}))
     settings = ("--backend", "local", "--max-containers", "1", "--slots-per-container", "4")
@@ -175,9 +182,7 @@ async def test_operators_see_what_is_open(tmp_path):
             await anext(output.aiter_bytes())  # the process's start
             async with dashboard_of(server.url, TOKEN) as reader:
                 page = (await reader.get("/", params={"sort": "key"})).raise_for_status().text
-                rows = [re.sub(r"<[^>]*>", "\n", row) for row in page.split("<tbody>")[1].split("<tr>")[1:]]
-                told = [[html.unescape(cell) for cell in row.split("\n") if cell] for row in rows]
-                [of_alice, of_bob] = told
+                [of_alice, of_bob] = table(page, "Open sandboxes and trajectories")
                 container = of_alice[3]
                 assert re.fullmatch(r"0 pid \d+", container)
                 assert of_alice[:3] == ["alice", "alices-own", "(base)"]
@@ -185,6 +190,9 @@ async def test_operators_see_what_is_open(tmp_path):
                 assert of_bob[:5] == ["bob", sandbox, "base", container, "running"]
                 assert of_bob[6:8] == ["1", "sleep 9876"]
                 assert f'aria-label="container {container}: 2 leased, 2 free, 0 retired"' in page
+                used = table(page, "Usage by key")
+                assert sorted(row[:4] for row in used) == [["alice", "1", "(base)", "1"], ["bob", "1", "(base)", "1"]]
+                assert all(re.fullmatch(r"\d+\.\d s", row[4]) for row in used)
                 for secret in (TOKEN, ALICE, BOB):
                     assert secret not in page
                 (await client.delete("/trajectories/alices-own", headers=alice)).raise_for_status()

@@ -27,6 +27,7 @@ from atropos.dashboard.text import duration
 from atropos.envs.reporting.prometheus import MetricsEndpoint
 from atropos.errors import ConfigError
 from atropos.net.admission import MAX_UNAUTHENTICATED
+from atropos.slots import Usage
 from tests.chromium import without_popups
 from tests.settings import shows
 from tests.unit.dashboard.support import EVIL, group, hostile, ordinary, trajectory
@@ -76,7 +77,8 @@ def open_there(name: str, **more) -> InFlight:
 
 def view_of_server() -> LiveView:
     row = open_there(EVIL, doing=EVIL, key="alice", image=EVIL, container=EVIL, state="running")
-    return LiveView(numbers={"open": "1"}, in_flight=[row], history=[LiveSample(leased=1)], trouble=EVIL)
+    usage = [("alice", EVIL, Usage(1, 2.0)), (EVIL, "(base)", Usage(1, 2.0))]
+    return LiveView(numbers={"open": "1"}, in_flight=[row], history=[LiveSample(leased=1)], trouble=EVIL, usage=usage)
 
 
 @contextlib.asynccontextmanager
@@ -450,6 +452,34 @@ async def test_a_servers_pages():
             assert (await reader.get(path)).status_code == 404
 
 
+async def test_a_servers_keys_have_their_usage():
+    usage = [("ci", f"image-{at}", Usage(1, 10.0 * at, 1.0)) for at in range(1, 8)]
+    usage += [("alice", "(base)", Usage(1200, 90_000, 7200, 5 << 30)), ("bob", "(base)", Usage(1, 1.0, 80.0))]
+    looked = LiveView(in_flight=[open_there("i0", key="ci"), open_there("i1", key="ci")], usage=usage)
+    async with serving(None, token="t", live=lambda: looked) as server, client(server, Authorization="Bearer t") as c:
+
+        async def rows(**query: str) -> list[list[str]]:
+            page = (await c.get("/live", params=query)).text
+            table = page.partition('aria-label="Usage by key"')[2].partition("</table>")[0]
+            texts = [re.split(r"<[^>]*>", row) for row in re.split(r"<tr[^>]*>", table)]
+            return [[text.strip() for text in row if text.strip()] for row in texts]
+
+        of = await rows()
+        assert of[2] == ["alice", "0", "(base)", "1,200", "25 h 0 min", "2 h 0 min", "5,120.0 MiB", "100 %"]
+        assert of[3] == ["ci", "2", "7", "5 min", "7.0 s", "0.0 MiB", "0 %"]
+        assert [row[:3] for row in of[4:10]] == [
+            *([f"image-{at}", "1", f"{at}0 s"] for at in range(7, 2, -1)),
+            ["2 more images", "2", "30 s"],
+        ]
+        assert [row[0] for row in await rows(keys="-cpu") if row[0] in {"alice", "bob", "ci"}] == ["alice", "bob", "ci"]
+        assert [row[0] for row in await rows(keys="key", sort="-age")][2] == "alice"
+        both = (await c.get("/", params={"keys": "-cpu", "sort": "-age", "x": "y"})).text
+        assert 'href="/?sort=-age&amp;keys=cpu"' in both, "each table keeps the other's order"
+        assert 'href="/?sort=age&amp;keys=-cpu"' in both
+    async with serving([], token="t", live=view) as server, client(server, Authorization="Bearer t") as c:
+        assert "Usage by key" not in (await c.get("/live")).text
+
+
 async def test_equal_siblings_are_folded():
     def did(call_id: str, command: str):
         call = {"id": call_id, "function": {"name": "terminal", "arguments": json.dumps({"command": command})}}
@@ -486,6 +516,7 @@ async def test_nothing_hostile_comes_to_life_on_any_page(browser, tmp_path):
     async with serving(None, live=view_of_server) as server:
         await page.goto(server.url)
         assert await page.locator("td.one", has_text="alice").count() == 1
+        assert await page.get_by_role("rowheader").count() == 2
         await inert(page)
         assert not dialogs
         assert not errors
@@ -610,7 +641,8 @@ async def test_no_page_is_wider_than_a_phone(browser):
         await page.goto(f"http://127.0.0.1:{server.port}/")
         kind = page.locator("td", has_text="group dropped")
         assert await kind.evaluate(LINES) == 1
-    async with serving(None, live=lambda: LiveView(in_flight=[open_there("i" * 200, image="x" * 400)])) as server:
+    long = LiveView(in_flight=[open_there("i" * 200, image="x" * 400)], usage=[("k" * 63, "x" * 400, Usage(1, 2.0))])
+    async with serving(None, live=lambda: long) as server:
         await page.goto(server.url)
         assert await page.evaluate("document.documentElement.scrollWidth") == 390
 
