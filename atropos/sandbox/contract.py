@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from atropos.config import SlotLimits
     from atropos.images.store import ImageStore
-    from atropos.wire import EgressSecret, Feature, ImageInfo, Operation, OpResult, ViewFolders, ViewInfo
+    from atropos.wire import EgressSecret, Feature, ImageInfo, Operation, OpError, OpResult, ViewFolders, ViewInfo
 
     OnResult = Callable[[OpResult | Exception], None]
     """Called with how an operation ended."""
@@ -246,13 +246,17 @@ class Host(Protocol):
         """A new network, without any sandbox."""
         ...
 
-    async def share(self, of: Sandbox, source: str, sandbox: Sandbox, path: str, *, read_only: bool) -> None:
+    async def share(self, of: Sandbox, source: str, sandbox: Sandbox, path: str, *, read_only: bool) -> OpError | None:
         """Mount a folder or file of one sandbox in another; of the same one, to make it read-only there.
 
         Before programs run in them, which could put others in its place. What was mounted there so isn't seen.
 
+        Returns:
+            Why one of the paths can't be used; None: it is mounted.
+
         Raises:
-            NotSupported: there is no such folder or file, or it can't be mounted there.
+            BackendUnavailable: this machine has no room for it now.
+            NotSupported: it can't mount there.
         """
         ...
 

@@ -8,10 +8,11 @@ becomes healthy, breaks the task. What its slot does is the infrastructure's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import posixpath
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -49,6 +50,15 @@ class _Part:
         printed = f": {output[-300:].strip()}" if output else ""
         return TaskBroken(f"{self.machine.path.name}: service {self.service.name} {why}{printed}")
 
+    @contextlib.contextmanager
+    def blamed(self, volume: ServiceVolume) -> Generator[None]:
+        """Within, what fails is said of the volume: the task's fault, where it isn't the infrastructure's."""
+        try:
+            yield
+        except (SlotFileError, TaskBroken) as error:
+            why = error.strerror if isinstance(error, SlotFileError) else error
+            raise self.broken(f"can't have volume {volume.name} at {volume.target}: {why}") from error
+
     async def output(self) -> str:
         """The last that its main process printed."""
         return "" if self.process is None else (await self.process.read()).decode(errors="replace")
@@ -69,21 +79,26 @@ async def start(slot: Slot, task: Task, images: TaskImages, env: Mapping[str, st
 
     Raises:
         TaskBroken: a service can't be started, ended, or did not become healthy.
+        NotSupported: it did so by a limit of its slot that is lower than the task asks for.
         SandboxError: the infrastructure failed.
     """
     if task.service is None:
         await workspace.start_main_process(slot, task, env)
         return
-    own = task.service
+    try:
+        await _start_all(slot, task, task.service, images, env)
+    except TaskBroken:
+        await workspace.check_room(task, [slot])
+        raise
+
+
+async def _start_all(slot: Slot, task: Task, own: Service, images: TaskImages, env: Mapping[str, str] | None) -> None:
     parts = {own.name: _Part(own, task, slot)}
     for machine in task.beside:
         assert machine.service is not None
         parts[machine.service.name] = await _joined(slot, own, machine, images)
     ordered = [parts[each.name] for each in start_order((own, *own.beside), task.name)]
-    try:
-        await _mount_volumes(ordered)
-    except SlotFileError as error:
-        raise TaskBroken(f"{task.name}: its volumes can't be made: {error}") from error
+    await _mount_volumes(ordered)
     for part in ordered:
         for name, condition in part.service.depends_on.items():
             await _meet(parts[name], condition)
@@ -184,6 +199,7 @@ async def _mount_volumes(parts: Sequence[_Part]) -> None:
     places: dict[str, _Place] = {}
     sources: dict[Path, _Place] = {}
     filled: list[tuple[_Part, ServiceVolume, str]] = []
+    missing: list[tuple[_Part, ServiceVolume, str]] = []
     for name, users in shared.items():
         source = users[0][1].source
         place = _place_of(source, sources)
@@ -192,16 +208,20 @@ async def _mount_volumes(parts: Sequence[_Part]) -> None:
             path = f"{_APART}/{len(places)}" if volume.read_only or _lies_in_another(part, volume) else volume.target
             place = part, path
             filled.append((part, volume, path))
+        elif source is not None and not source.exists():  # Docker makes it, too
+            missing.append((place[0], users[0][1], place[1]))
         places[name] = place
         if source is not None:
             sources.setdefault(source, place)
     filled.sort(key=lambda each: _depth(each[1]), reverse=True)  # the inner ones first: they hold what is there yet
-    for part, volume, path in filled:
-        await _fill(part.slot, volume, path)
+    for part, volume, path in (*filled, *missing):
+        with part.blamed(volume):
+            await _fill(part.slot, volume, path)
     for part, volume in mounts:
         owner, path = places[volume.name]
         if owner is not part or path != volume.target:
-            await part.slot.mount(path, volume.target, of=owner.slot, read_only=volume.read_only)
+            with part.blamed(volume):
+                await part.slot.mount(path, volume.target, of=owner.slot, read_only=volume.read_only)
 
 
 def _depth(volume: ServiceVolume) -> tuple[int, int]:
@@ -244,7 +264,7 @@ async def _fill(slot: Slot, volume: ServiceVolume, place: str) -> None:
         script = f"mkdir -p {shlex.quote(posixpath.dirname(place))}"
     made = await exec_plain(slot, script, user="0")
     if made.exit_code != 0:
-        raise command_failure(f"the volume at {volume.target}", made)
+        raise command_failure("mkdir", made)
     if source is None or not source.exists():
         return
     if source.is_dir():

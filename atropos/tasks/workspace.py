@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal
 
-from atropos.errors import NotSupported, SandboxError
+from atropos.errors import LeaseExpired, NotSupported, SandboxError
 from atropos.slots import Slot
 from atropos.slots.slot.processes import Process
 from atropos.slots.slot.profile import PLAIN
@@ -28,6 +28,7 @@ from atropos.tasks.verifier.mode import Mode, choose
 from atropos.tasks.verifier.place import place
 from atropos.tasks.verifier.reward import Verdict
 from atropos.tasks.verifier.services import Keep
+from atropos.wire import ProcList
 
 LOGS = "/logs/agent /logs/verifier /logs/artifacts"
 """Folders that anyone may write to while the agent works, as Harbor makes them."""
@@ -165,6 +166,7 @@ async def verify(
     """
     machines = [slot]
     try:
+        await _note_limits(slot)  # it may be frozen, or gone, by the verdict
         chosen = choose(task, mode).mode
         judged = task.verifier if chosen == "separate" and task.verifier is not None else task
         machine, surroundings = await place(slot, task, judged, chosen, fresh, _kept(task) if keep == "task" else keep)
@@ -173,12 +175,12 @@ async def verify(
             await layers.put(machine)
         verdict = await judge(machine, judged, surroundings)
     except (SlotFileError, TaskBroken, VerifierFailed) as error:  # no such user, no room, a folder in a file's place
-        _check_room(task, machines)
+        await check_room(task, machines)
         raise error if isinstance(error, VerifierFailed) else VerifierFailed(f"{task.name}: {error}") from error
     except OSError as error:  # of this machine, as of the disk with the tests
         raise SandboxError(f"{task.name}: {error}") from error
     if verdict.reward < 1:
-        _check_room(task, machines)
+        await check_room(task, machines)
     return verdict
 
 
@@ -187,17 +189,30 @@ def _kept(task: Task) -> Keep:
     return keep if isinstance(keep, str) else "all" if keep else "none"
 
 
-def _check_room(task: Task, machines: Sequence[Slot]) -> None:
-    """Refuse to blame an agent for what a slot of the size that its task asks for would have done.
+async def check_room(task: Task, machines: Sequence[Slot]) -> None:
+    """Refuse to blame an agent, or the task, for what slots of the sizes that the task asks for would have done.
+
+    Args:
+        task: whose machine each is.
+        machines: each with the services beside it.
 
     Raises:
         NotSupported: a limit was reached that is lower than that.
+        SandboxError: what was reached can't be known.
     """
     sized = (task, *task.beside)
+    for machine in machines:
+        if not isinstance(machine.lost, LeaseExpired):  # given back before
+            await _note_limits(machine)
     for machine, of in (pair for each in machines for pair in zip(each.group, sized, strict=False)):
         for limit, lowered in of.lowered.items():
             if limit in machine.limits_reached:
                 raise NotSupported(f"{of.name}: the {limit} limit was reached, and is lower than the task's: {lowered}")
+
+
+async def _note_limits(machine: Slot) -> None:
+    """Have the slots of a machine and its services say which limits ended programs that no call waited for."""
+    await asyncio.gather(*(each.run(ProcList()) for each in machine.group))
 
 
 async def clear(slot: Slot, task: Task) -> None:

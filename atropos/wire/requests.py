@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, Json, model_validator
 from atropos.resources import Resources
 from atropos.wire.base import MAX_MEMBERS, VERSION, ChosenId, HostName, WireMessage
 from atropos.wire.operations import Operation
+from atropos.wire.results import OpError
 from atropos.wire.secrets import MAX_SECRETS, EgressSecret
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "LeaseRequest",
     "LeaseStatus",
     "MountRequest",
+    "MountResult",
     "Problem",
     "ReleaseResult",
     "SnapshotInfo",
@@ -225,6 +227,12 @@ class MountRequest(WireMessage):
     of: ChosenId = Field(description="the other lease; or this one, of which a part becomes read-only")
     source: str = Field(pattern="^/", max_length=4096)
     read_only: bool = False
+
+
+class MountResult(WireMessage):
+    """What came of a `MountRequest`."""
+
+    refused: OpError | None = Field(default=None, description="why one of its paths can't be used; None: it is mounted")
 
 
 class SnapshotRequest(WireMessage):

@@ -98,6 +98,9 @@ class ProcListing(WireMessage):
 
     kind: Literal["proc_listing"] = "proc_listing"
     processes: tuple[ProcState, ...]
+    limits: tuple[Limit, ...] = Field(
+        default=(), description="that ended programs of the lease up to now, these or others, or are used up"
+    )
 
 
 class OpError(WireMessage):

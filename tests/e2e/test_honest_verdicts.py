@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from atropos.tasks import workspace
 from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.fit import Room, fit
 from atropos.tasks.verifier import services
+from atropos.wire import LeaseLimits
 from benchmarks.honest import EXAMPLES, Condition, fitting_tasks, measure
 from tests.e2e.test_humaneval import DATA
 from tests.e2e.test_tasks import Attempt, make_task, pool, working_on
@@ -157,6 +159,30 @@ async def test_lowered_limit_is_no_zero(pool, tmp_path, mode, mib, fits):
         else:
             with pytest.raises(NotSupported, match=r"disk limit was reached.*storage_mb: 10240 wanted"):
                 await run.verify()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("mode", MODES)
+async def test_lowered_limit_that_no_call_saw_is_no_zero(pool, tmp_path, mode):
+    """A server runs out of memory while the tests ask it, or before the agent's slot is given back."""
+    name = f"hungry-{mode}-{os.getpid()}"
+    asks = "until cat < /dev/tcp/127.0.0.1/8127; do sleep 0.1; done 2>/dev/null\n" if mode != "separate" else ""
+    task = make_task(tmp_path, test=f"#!/bin/bash\n{asks}echo 0 > /logs/verifier/reward.txt", dockerfile=APP)
+    wait = "import socket; asked = socket.create_server(('', 8127)).accept()" if asks else "input()"
+    server = ["bash", "-c", f"exec -a {name} python3 -c \"{wait}; b'x' * (300 << 20)\""]
+    async with working_on(pool, task) as run:
+        await run.slot.release()
+        limits, lowered = LeaseLimits(memory_mib=200), {"memory": "environment.memory_mb: 4096 wanted"}
+        run.task = replace(run.task, limits=limits, lowered=lowered)
+        run.slot = await pool.acquire(task.name, image=(await run.images.prepare(task)).image, limits=limits)
+        await workspace.enter(run.slot, run.task)
+        process = await run.slot.start(server)
+        if not asks:
+            await until(lambda: running(name), "the server")
+            await process.write("\n")
+            await until(lambda: not running(name), "its end")
+        with pytest.raises(NotSupported, match=r"memory limit was reached.*memory_mb: 4096 wanted"):
+            await run.verify(mode)
 
 
 @pytest.mark.asyncio(loop_scope="module")

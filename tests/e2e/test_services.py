@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = daemon_threads = True
 Server(("", 6379), Handler).serve_forever()
 """
+HUNGRY = """
+import os, socket, sys
+if sys.argv[1] != "before":
+    listening = socket.create_server(("", 80))
+    while asked := listening.accept()[0]:
+        if sys.argv[1] == "itself" or not os.fork():
+            break
+        os.wait()
+        asked.close()
+b"x" * (300 << 20)
+"""
 ASK = "python3 -c 'import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5).read().decode().strip())' "
 HEALTHY = 'healthcheck: {test: [CMD-SHELL, "python3 -c \'import urllib.request as u; u.urlopen(\\"http://localhost\\")\'"], interval: 1s, retries: 30}'
 
@@ -86,6 +98,7 @@ def make(tmp_path):
             'CMD ["python3", "/server.py"]\n',
             "environment/server/server.py": SERVER,
             "environment/server/store.py": STORE,
+            "environment/server/hungry.py": HUNGRY,
             "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n",
             **files,
         }.items():
@@ -155,7 +168,7 @@ exec 3<>/dev/tcp/store/6379; echo GET answer >&3; read -r answer <&3
             assert (await run.play()).reward == reward
         finally:
             await run.end()
-        assert pool.stats().leased == 0, "released together"
+        await until(lambda: pool.stats().leased == 0, "they are released together")
 
 
 async def test_each_has_its_own_ports_and_loopback(pool, make):
@@ -330,7 +343,47 @@ async def test_a_service_that_fails_breaks_the_task(pool, make, service, why):
     with pytest.raises(TaskBroken, match=why):
         async with Started(pool, make(f"  main: {{build: .}}\n  web: {service}\n")):
             pass
-    assert pool.stats().leased == 0
+    await until(lambda: pool.stats().leased == 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "why"),
+    [
+        ("data", "/etc/passwd", "Not a directory"),
+        ("data", "/etc/passwd/below", "Not a directory"),
+        ("data", "/proc/nothing", "No such file or directory"),
+        ("data", "/dev/nothing", "Read-only file system"),
+        ("./server/server.py", "/app", "Is a directory"),
+    ],
+)
+async def test_a_volume_that_cannot_be_there_breaks_the_task(pool, make, source, target, why):
+    task = make(
+        f"""
+  main: {{build: ., depends_on: [web], volumes: ["{source}:{target}"]}}
+  web: {{build: server, environment: {{NAME: web}}, volumes: ["{source}:/w"]}}
+"""
+    )
+    with pytest.raises(TaskBroken, match=rf"service main can't have volume {source} at {target}: .*{why}"):
+        async with Started(pool, task):
+            pass
+    with pytest.raises(TaskBroken, match=r"service web can't have volume \./server/server\.py at /srv: "):
+        async with Started(
+            pool, make("  main: {build: .}\n  web: {build: server, volumes: ['./server/server.py:/srv']}\n")
+        ):
+            pass
+
+
+async def test_a_folder_that_is_missing_in_a_volume_is_made(pool, make):
+    task = make(
+        """
+  main: {build: ., volumes: ["./seed:/seed"]}
+  web: {build: server, environment: {NAME: web}, volumes: ["./seed/out:/out"]}
+""",
+        **{"environment/seed/one.txt": "1\n"},
+    )
+    async with Started(pool, task) as slot:
+        await said(slot.group[1], "echo 2 > /out/two")
+        assert await said(slot, "cat /seed/one.txt /seed/out/two") == "1\n2"
 
 
 async def test_a_lost_slot_of_a_service_is_no_verdict(pool, make):
@@ -345,6 +398,34 @@ async def test_a_lost_slot_of_a_service_is_no_verdict(pool, make):
             while True:
                 await said(slot, "sleep 0.05")
     await until_all_free(pool)
+
+
+async def play(pool, task):
+    run = TaskRun(TaskImages(pool), VerifierLayers(()), task, "nop")
+    try:
+        return (await run.play()).reward
+    finally:
+        await run.end()
+
+
+@pytest.mark.parametrize("when", ["before", "itself", "child"])
+async def test_a_limit_lowered_for_a_service_is_no_zero(pool, make, when):
+    task = make(
+        f"  main: {{build: .}}\n  db: {{build: server, command: [python3, /hungry.py, {when}], HEALTH}}\n".replace(
+            "HEALTH", "healthcheck: {test: 'false', interval: 1s, retries: 99}" if when == "before" else "init: true"
+        ),
+        **{
+            "tests/test.sh": "until cat < /dev/tcp/db/80; do sleep 0.1; done 2> /dev/null; echo 0 > /logs/verifier/reward.txt\n",
+        },
+    )
+    [db] = task.beside
+    small = replace(db, limits=LeaseLimits(memory_mib=200))
+    lowered = replace(small, lowered={"memory": "services.db.memory_mb: 4096 wanted"})
+    limits = LeaseLimits(members=(small.limits,))
+    if when != "before":
+        assert await play(pool, replace(task, limits=limits, beside=(small,))) == 0, "the task's own limit"
+    with pytest.raises(NotSupported, match=r"demo/db: the memory limit was reached.*services.db.memory_mb: 4096"):
+        await play(pool, replace(task, limits=limits, beside=(lowered,)))
 
 
 async def test_services_are_offline_with_the_task(pool, make):

@@ -8,7 +8,6 @@ port, and the loopback is each one's own. No other slot has a device in that nam
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import os
 import socket
@@ -26,8 +25,6 @@ PREFIX = "172.31.240."
 """Of addresses here: private ones, as those of Docker's networks are."""
 _INDEX = 1000
 """Of the device in a slot, and of the first one's other end: after those that the kernel has in every namespace."""
-_USED_UP = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC}
-"""Errors of a machine that can make such a network, but not now."""
 _ROUTER, _FIRST, _BITS = 1, 10, 24
 _OWN_MAC, _FAR_MAC = b"\x02atrp", b"\x02atrq"
 """Of the devices in slots, and of their other ends, without the number of the slot."""
@@ -61,7 +58,7 @@ class GroupNetwork:
         try:
             await _in_thread(lambda: self._connect(namespace, number))
         except OSError as error:
-            if error.errno in _USED_UP:
+            if error.errno in host_limits.USED_UP:
                 raise BackendUnavailable(f"joins: {error}{host_limits.named()}") from error
             raise NotSupported(f"this machine can make no network between slots: {error}") from error
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Collection
 
 from atropos.config import SlotLimits
 from atropos.errors import SlotLost
@@ -34,6 +35,9 @@ class LimitWatch:
         self._slot = slot
         self._cgroup = cgroup
         self._volume = volume
+        self.viewed: LimitWatch | None = None
+        """Of the slot that this one is a view of."""
+        self._first = cgroup.counts()
         self._idle: Counts | None = None
         """The counts while nothing runs in the slot that could change them, so that a call need not read them."""
         self._most_sockets = sockets.most(limits.memory_mib << 20)
@@ -85,7 +89,7 @@ class LimitWatch:
             return self._of_command(call_id, result, before, alone=alone)
         if isinstance(result, ProcListing):
             processes = tuple(self._of_state(each) for each in result.processes)
-            return result.model_copy(update={"processes": processes}), False
+            return result.model_copy(update={"processes": processes, "limits": tuple(self.reached())}), False
         if isinstance(result, ProcState):
             if before is not None:
                 self._record_background(result.id, before)
@@ -101,7 +105,7 @@ class LimitWatch:
         killed, and `pids` of those that failed.
         """
         after = self._cgroup.counts()
-        limit = self._exceeded(before, after)
+        limit = next(iter(self._exceeded(before, after)), None)
         if alone:
             self._idle = after
         refused = limit == "pids" and not alone
@@ -126,12 +130,23 @@ class LimitWatch:
         if known is None or state.running:
             return state
         if isinstance(known, dict):
-            limit = self._exceeded(known, self._cgroup.counts())
-            known = self._background[state.id] = limit if state.exit_code in _KILLED else None
+            limits = self._exceeded(known, self._cgroup.counts())
+            known = self._background[state.id] = next(iter(limits), None) if state.exit_code in _KILLED else None
         return state.model_copy(update={"limit": known})
 
-    def _exceeded(self, before: Counts, after: Counts) -> Limit | None:
-        """The slot's limit that ended a program between two counts.
+    def reached(self) -> set[Limit]:
+        """The limits that ended any program of the slot, whoever started it, and what it has no more of.
+
+        Raises:
+            SlotLost: see `_exceeded`.
+        """
+        limits: set[Limit] = {*self._exceeded(self._first, self._cgroup.counts())}
+        if full := volumes.exhausted(self._volume):
+            limits.add(full)
+        return limits if self.viewed is None else limits | self.viewed.reached()
+
+    def _exceeded(self, before: Counts, after: Counts) -> Collection[Limit]:
+        """The slot's limits that ended programs between two counts.
 
         Raises:
             SlotLost: programs were killed because the container or the host had no memory left. That is no result.
@@ -142,7 +157,7 @@ class LimitWatch:
                 f"programs of slot {self._slot} were killed though it kept its limits: its container, or the host, ran "
                 "out of memory (container_memory_mib is less than its slots may use together)"
             )
-        return next(iter(stops), None)
+        return stops
 
     def too_many_sockets(self, pid: int, now: float) -> bool:
         """Whether the slot of this PID 1 has too many open; those of killed programs get `CLOSING_S` to close."""

@@ -99,7 +99,7 @@ class SlotSandbox:
         """Number in the channel and when its answer is due, of each call that runs."""
         self._programs = False
         """Whether programs may be running, with or without a call."""
-        self._watch = LimitWatch(name, cgroup, volume, limits)
+        self.watch = LimitWatch(name, cgroup, volume, limits)
         self._watchdog: asyncio.TimerHandle | None = None
         self._stuck: set[int] = set()
         self._ending = False
@@ -129,14 +129,14 @@ class SlotSandbox:
             self._change_network(operation.hosts, done)
             return
         arguments = self._arguments_of(operation)
-        self._watch.record_start(call_id, operation)
+        self.watch.record_start(call_id, operation)
         self._programs = self._programs or isinstance(operation, StartOperation)
 
         def ended(result: OpResult | Exception) -> None:
             if isinstance(operation, Exec):
                 self._programs = not channel.alone
             try:
-                result, refused = self._watch.of_result(call_id, result, alone=channel.alone)
+                result, refused = self.watch.of_result(call_id, result, alone=channel.alone)
             except SlotLost as error:  # the slot ends: no later call may rely on what was killed
                 self._loop.call_soon(self._fail, str(error))
                 result, refused = error, False
@@ -148,7 +148,7 @@ class SlotSandbox:
 
         def over(result: OpResult | Exception) -> None:
             self._calls.pop(call_id, None)
-            self._watch.forget(call_id)
+            self.watch.forget(call_id)
             done(result)
 
         number = channel.call(operation.op, arguments, ended, answer=operation.answer, descriptor=stream)
@@ -239,9 +239,9 @@ class SlotSandbox:
             self._fail("PID 1 of the slot did not answer in time")
             return
         self._stuck = stopped_children.kill_stopped_children(self.host_pid, self._stuck)
-        too_many = self._programs and self._watch.too_many_sockets(self.host_pid, self._loop.time())
+        too_many = self._programs and self.watch.too_many_sockets(self.host_pid, self._loop.time())
         if too_many and self._channel is not None:
-            self._watch.record_socket_kill(list(self._calls))
+            self.watch.record_socket_kill(list(self._calls))
             self._channel.call("end_all", {}, lambda _: None)
         self._watchdog = self._loop.call_later(CHECK_S, self._check)
 
@@ -257,7 +257,7 @@ class SlotSandbox:
     def forget(self, call_id: str) -> None:
         """Kill what the call started, and ignore its answer."""
         call = self._calls.pop(call_id, None)
-        self._watch.forget(call_id)
+        self.watch.forget(call_id)
         if call is not None and self._channel is not None:
             self._channel.cancel(call[0], forget=True)
 
@@ -320,7 +320,7 @@ class SlotSandbox:
         except OSError as error:
             raise SandboxError(f"slot {self.name}: its limits could not be set: {error}") from error
         self.limits = limits
-        self._watch = LimitWatch(self.name, self.cgroup, self.volume, limits)
+        self.watch = LimitWatch(self.name, self.cgroup, self.volume, limits)
         self._set(host.threads(limits))
 
     async def move_to_disk(self, beside: Sandbox | None) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from atropos.config import ServerConfig, SlotLimits
-from atropos.errors import ImageUnavailable, IsolationUnavailable, NotSupported, SandboxError
+from atropos.errors import BackendUnavailable, ImageUnavailable, IsolationUnavailable, NotSupported, SandboxError
 from atropos.images.reference import base_name
 from atropos.sandbox.boot.root_phase import Entered
 from atropos.sandbox.contract import Sandbox, SnapshotLayer
@@ -22,10 +23,20 @@ from atropos.sandbox.host.slot import SlotSandbox
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.linux import cgroups, host_limits, slot_cgroup, syscalls
 from atropos.trees import remove_tree
-from atropos.wire import Feature, ImageInfo, ViewFolders, ViewInfo
+from atropos.wire import Feature, ImageInfo, OpError, ViewFolders, ViewInfo
 
 if TYPE_CHECKING:
     from atropos.images.store import ImageStore
+
+_OF_PATHS: dict[int, Literal["not_found", "not_directory", "is_directory", "bad_path", "permission"]] = {
+    errno.ENOENT: "not_found",
+    errno.ENOTDIR: "not_directory",
+    errno.EISDIR: "is_directory",
+    errno.ELOOP: "bad_path",
+    errno.ENAMETOOLONG: "bad_path",
+    errno.EROFS: "permission",
+}
+"""What errors of a mount say of its paths, which are the client's."""
 
 
 class SlotHost:
@@ -117,6 +128,7 @@ class SlotHost:
         """Start a view of a slot; see `contract.Host.view`."""
         assert isinstance(of, SlotSandbox)
         sandbox = await self.start(name, limits=of.limits, joins=of.network)
+        sandbox.watch.viewed = of.watch
         try:
             view = of.view_of(folders, layers, base)
             await sandbox.change_root(layers, base, view=view)
@@ -132,7 +144,7 @@ class SlotHost:
         """A new network; see `contract.Host.private_network`."""
         return GroupNetwork()
 
-    async def share(self, of: Sandbox, source: str, sandbox: Sandbox, path: str, *, read_only: bool) -> None:
+    async def share(self, of: Sandbox, source: str, sandbox: Sandbox, path: str, *, read_only: bool) -> OpError | None:
         """Mount what one slot has in another; see `contract.Host.share`."""
         assert isinstance(of, SlotSandbox)
         assert isinstance(sandbox, SlotSandbox)
@@ -140,7 +152,13 @@ class SlotHost:
         try:
             await self.state.roots.share(root, source, sandbox.first_process, path, read_only=read_only)
         except OSError as error:
-            raise NotSupported(f"mounts: {source} can't be mounted at {path}: {error}") from error
+            message = f"{source} can't be mounted at {path}: {error.strerror}"
+            if error.errno in _OF_PATHS:
+                return OpError(error=_OF_PATHS[error.errno], message=message)
+            if error.errno in host_limits.USED_UP:
+                raise BackendUnavailable(f"mounts: {message}{host_limits.named()}") from error
+            raise NotSupported(f"mounts: {message}") from error
+        return None
 
     # ----------------------------------------------------------------------------------------------------------- images
 

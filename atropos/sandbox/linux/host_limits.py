@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from atropos.sandbox.linux.sysctl import sysctl
 NEARLY = 0.97
 """Used part of a limit from which the error of a failed start names it."""
 
+USED_UP = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC}
+"""Errors of a machine that can do what was asked, but not now."""
 BUSY = 2.0
 """Load per core from which the error of a start that took too long names it."""
 

@@ -34,6 +34,7 @@ from atropos.wire import (
     LeaseEnded,
     LeaseRequest,
     MountRequest,
+    MountResult,
     Operation,
     OpResult,
     ReleaseResult,
@@ -305,15 +306,15 @@ class SandboxClient:
         request = ViewRequest(folders=folders, epoch=lease.epoch)
         return await self._requests.ask("POST", f"/v1/leases/{lease.lease_id}/view", ViewInfo, request, patient=True)
 
-    async def mount(self, lease: Lease, wanted: MountRequest) -> None:
+    async def mount(self, lease: Lease, wanted: MountRequest) -> MountResult:
         """Have a lease see what another one of its group has.
 
         Raises:
             LeaseExpired: one of the two is over.
-            NotSupported: they are of no group, or it can't be mounted.
+            NotSupported: they are of no group, or its server can't mount there.
             SlotLost: the server is gone.
         """
-        await self._requests.ask("POST", f"/v1/leases/{lease.lease_id}/mounts", None, wanted)
+        return await self._requests.ask("POST", f"/v1/leases/{lease.lease_id}/mounts", MountResult, wanted)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         """Drop a snapshot, if it is there; leases that use it keep it."""

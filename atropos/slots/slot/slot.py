@@ -20,7 +20,7 @@ from atropos.slots.slot.arguments import named_if_wrong
 from atropos.slots.slot.files import SlotFiles
 from atropos.slots.slot.processes import Process, one_command, reading
 from atropos.slots.slot.profile import PLAIN, Profile
-from atropos.slots.slot.results import ExecResult, answered
+from atropos.slots.slot.results import ExecResult, answered, file_error
 from atropos.slots.slot.snapshots import Snapshot
 from atropos.slots.slot.uploads import PIECE_BYTES
 
@@ -66,7 +66,8 @@ class Slot(SlotFiles):
         self.limits = request.limits
         """What it has instead of the pool's limits."""
         self.limits_reached: set[wire.Limit] = set()
-        """What stopped its programs, or kept a file from being written, up to now."""
+        """What stopped its programs, or kept a file from being written, as far as answers said so; `processes` asks for
+        all."""
         self.ticket = ticket
         """The acquire that it came of; for the pool alone."""
         self._over: SandboxError | None = None
@@ -163,6 +164,8 @@ class Slot(SlotFiles):
             limit = limit or "disk"
         if limit is not None:
             self.limits_reached.add(limit)
+        if isinstance(answer, wire.ProcListing):
+            self.limits_reached.update(answer.limits)
 
     def _check_held(self) -> None:
         """Raise why the lease is over, if it is."""
@@ -355,12 +358,16 @@ class Slot(SlotFiles):
             read_only: whether it can't be written here.
 
         Raises:
-            NotSupported: there is no such folder or file, or the slots are of no group.
+            OSError: there is no such folder or file, or nothing of its kind can be there; `FileNotFoundError`,
+                `NotADirectoryError` … where they apply.
+            NotSupported: the slots are of no group.
         """
         self._check_held()
         other = (of or self).lease.lease_id
         wanted = wire.MountRequest(epoch=self.lease.epoch, path=path, of=other, source=source, read_only=read_only)
-        await self.link.client.mount(self.lease, wanted)
+        result = await self.link.client.mount(self.lease, wanted)
+        if result.refused is not None:
+            raise file_error(result.refused)
 
     # -------------------------------------------------------------------------------------------------- snapshots
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from atropos.tasks.format import compose_values as values
 from atropos.tasks.format.compose_values import table
 from atropos.tasks.format.config import explained
 from atropos.tasks.format.files import parse_yaml, read_text
-from atropos.tasks.format.service import MAIN, Service, start_order
+from atropos.tasks.format.service import MAIN, Service, ServiceVolume, start_order
 from atropos.wire import MAX_MEMBERS
 
 COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
@@ -77,6 +78,7 @@ def read_compose(folder: Path) -> Service | None:
     tables = _tables(path)
     main = next(iter(tables)) if len(tables) == 1 else next((name for name in _MAIN if name in tables), None)
     services = {name: _service(name, said, folder, f"{path}: services.{name}", tables) for name, said in tables.items()}
+    services = _without_own_logs(services, main, path)
     if len(services) > 1:
         _check_networks(path, tables)
     first = services.pop(main) if main is not None else Service()
@@ -183,6 +185,28 @@ def _check_networks(path: Path, tables: Mapping[str, _ServiceTable]) -> None:
                 f"{path}: {one} and {other} are on different networks, which can't be honoured: all services are on "
                 "one; put them on one, or leave the task out"
             )
+
+
+def _without_own_logs(services: Mapping[str, Service], main: str | None, path: Path) -> dict[str, Service]:
+    """The services without those volumes at /logs, which every slot has, that are one's alone."""
+    users = Counter(name for each in services.values() for name in {volume.name for volume in each.volumes})
+
+    def kept(service: Service, volume: ServiceVolume) -> bool:
+        if not f"{volume.target}/".startswith("/logs/"):
+            return True
+        if users[volume.name] < 2:
+            return False
+        if service.name == main and (volume.target == "/logs" or f"{volume.target}/".startswith("/logs/verifier/")):
+            raise ConfigError(
+                f"{path}: services.{main}.volumes: {volume.name}:{volume.target}: other services would see the "
+                "verifier's folder; mount another folder below /logs"
+            )
+        return True
+
+    return {
+        name: replace(each, volumes=tuple(volume for volume in each.volumes if kept(each, volume)))
+        for name, each in services.items()
+    }
 
 
 def dockerfile_in(folder: Path, service: Service | None) -> Path:

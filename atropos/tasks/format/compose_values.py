@@ -15,7 +15,8 @@ from atropos.tasks.format.config import Healthcheck
 from atropos.tasks.format.service import Condition, ServiceVolume
 
 _VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_]\w*)(?::?-([^}]*)(?=\}))?[^}]*\}?|\$([A-Za-z_]\w*)")
-_LOGS = re.compile(r"LOGS|_PATH\}|^/logs(/[^:]*)?$|:/logs(/|:|$)")
+_OF_HARNESS = re.compile(r"\$\{?\w*(?:LOGS|_PATH\})")
+"""A volume whose places the harness fills in: its logs."""
 _TIME = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d*\.?\d+)s)?(?:(\d+)ms)?(?:(\d+)us)?")
 _TIMES = {"interval": 30.0, "timeout": 30.0, "start_period": 0.0, "start_interval": 5.0}
 _OPTIONS = {"rw", "ro", "z", "Z", "cached", "delegated", "consistent", "nocopy"}
@@ -134,13 +135,13 @@ def dependencies(value: object, names: Sequence[str], where: str) -> dict[str, C
 
 
 def volumes(value: Sequence[object], folder: Path, where: str) -> tuple[ServiceVolume, ...]:
-    """What a service mounts, but for the logs, which every slot has, and temporary folders, which every folder is here.
+    """What a service mounts, but for the harness's logs, which every slot has, and temporary folders, as all are here.
 
     Raises:
         ConfigError: it is outside of the task's folder, or of another kind.
     """
     return tuple(
-        found for each in value if not _LOGS.search(_said_of(each)) and (found := _volume(each, folder, where))
+        found for each in value if not _OF_HARNESS.search(_said_of(each)) and (found := _volume(each, folder, where))
     )
 
 
@@ -170,6 +171,7 @@ def _volume(value: object, folder: Path, where: str) -> ServiceVolume | None:
         or kind not in {"bind", "volume", "tmpfs"}
     ):
         raise ConfigError(f"{where}: {value!s:.200}: write SOURCE:/TARGET, where SOURCE is a name, or ./ and a path")
+    target = posixpath.normpath(target)
     if kind == "tmpfs" or not source:
         return None
     if kind == "volume":

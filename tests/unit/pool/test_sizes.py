@@ -338,6 +338,17 @@ async def test_too_large_is_refused(asked, field, largest):
     assert (caught.value.field, caught.value.asked, caught.value.largest) == (field, largest + 1, largest)
 
 
+@pytest.mark.parametrize("field", ["memory_mib", "pids"])
+def test_members_fit_together(field):
+    config = SlotPoolConfig(slots_per_container=4, limits=SlotLimits(memory_mib=64, pids=25))
+    each, most = {"memory_mib": (100, 256), "pids": (40, 100)}[field]
+    fitting = LeaseLimits(**{field: each}, members=(LeaseLimits(**{field: each}),) * (most // each - 1))
+    config.check_room(fitting, 4)
+    more = fitting.model_copy(update={"members": (*fitting.members, LeaseLimits(**{field: each}))})
+    with pytest.raises(LimitTooLarge, match=rf"limits\.{field}: \d+ asked for.*has {most} .*with its members"):
+        config.check_room(more, 4)
+
+
 def test_refused_size_is_exact():
     refused = str(LimitTooLarge("memory_mib", 1_048_577, 4_194_304.0, "4 slots"))
     assert refused == "limits.memory_mib: 1048577 asked for, the largest container has 4194304 (4 slots)"

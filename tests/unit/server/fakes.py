@@ -292,10 +292,15 @@ class FakeHost:
         self.networks.append(FakeNetwork(self.may_join))
         return self.networks[-1]
 
-    async def share(self, of: FakeSandbox, source: str, sandbox: FakeSandbox, path: str, *, read_only: bool) -> None:
+    async def share(
+        self, of: FakeSandbox, source: str, sandbox: FakeSandbox, path: str, *, read_only: bool
+    ) -> OpError | None:
         await self.may_share.wait()
         sandbox.order.append("mounted")
+        if source == "/nothing":
+            return OpError(error="not_found", message=f"there is no {source}")
         self.shared.append((f"{of.name}:{source}", f"{sandbox.name}:{path}", read_only))
+        return None
 
     def add_layer(self, files: dict[str, bytes]) -> SnapshotLayer:
         layer = SnapshotLayer(f"/layers/{next(self.layer_numbers)}", sum(map(len, files.values())))

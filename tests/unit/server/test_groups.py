@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from atropos.errors import LeaseExpired, NotSupported, SlotLost
+from atropos.errors import LeaseExpired, NotSupported, PoolFull, SlotLost
 from atropos.wire import Exec, Joining, LeaseLimits, MountRequest
 from tests.unit.client.test_client import client_of, request
 from tests.unit.server.fakes import FakeHost, serving
@@ -37,6 +37,16 @@ async def test_members_take_the_room_that_is_kept():
         assert len({lease.slot for lease in (first, *members)}) == 3
         await client.release(first)
         assert (running.core.state.table.free, running.core.state.runs, network.closed) == (4, {}, True)
+
+
+async def test_files_on_disk_of_all_fit_before_any_starts():
+    large = LeaseLimits(memory_mib=64, disk_mib=300)
+    host = FakeHost()
+    host.disk_mib = 500
+    async with serving(host, slots=4, largest_disk_mib=300) as running, client_of(running) as client:
+        with pytest.raises(PoolFull, match="600"):
+            await client.acquire(request(limits=large.model_copy(update={"members": (large,)})))
+        assert not running.core.state.runs
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -107,6 +117,10 @@ async def test_mounts_are_of_one_group():
         for _ in range(2):  # a repeated request
             await client.mount(first, wanted)
         assert [(path.split(":")[1], read_only) for _, path, read_only in running.host.shared] == [("/there", True)]
+        nothing = MountRequest(path="/more", of=db.lease_id, source="/nothing")
+        for _ in range(2):
+            refused = (await client.mount(first, nothing)).refused
+            assert (refused.error, refused.message) == ("not_found", "there is no /nothing")
         with pytest.raises(NotSupported, match="are not of one group"):
             await client.mount(alone, wanted)
 

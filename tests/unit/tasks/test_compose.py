@@ -106,10 +106,31 @@ def test_logs_are_where_every_slot_has_them(folder):
         "./mine:/logs/agent:rw": None,
         "{type: bind, source: ./mine, target: /logs}": None,
         "/logs/agent": None,
+        "APP_LOGS:/logger": "/logger",
     }.items():
         said = volume if volume.startswith("{") else f'"{volume}"'
         found = services(folder, f"  main: {{build: ., volumes: [{said}]}}\n  db: {{image: db}}\n")["main"].volumes
         assert [each.target for each in found] == ([there] if there else []), volume
+
+
+def test_logs_that_services_share_are_theirs(folder):
+    found = services(
+        folder,
+        """
+  main: {build: ., volumes: ["traces:/logs/agent/", "own:/logs/own", "./mine:/logs/mine"]}
+  web: {image: web, volumes: ["traces:/logs", "./mine:/mine", "other:/logs/other"]}
+""",
+    )
+    assert [(each.name, each.target) for each in found["main"].volumes] == [
+        ("traces", "/logs/agent"),
+        ("./mine", "/logs/mine"),
+    ]
+    assert [(each.name, each.target) for each in found["web"].volumes] == [("traces", "/logs"), ("./mine", "/mine")]
+    for target in ("/logs", "/logs/verifier"):
+        with pytest.raises(ConfigError, match=rf"main.volumes: all:{target}: .* see the verifier's folder"):
+            services(
+                folder, f'  main: {{build: ., volumes: ["all:{target}"]}}\n  web: {{image: web, volumes: ["all:/v"]}}\n'
+            )
 
 
 def test_names_and_restarts(folder):

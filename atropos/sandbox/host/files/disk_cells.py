@@ -82,7 +82,7 @@ class DiskCells:
         if self._sizes[cell] != mib:
             self._sizes[cell] = mib
             try:
-                await outlive(self._resize(cell, mib, self._shrink()))
+                await outlive(self._resize(cell, mib, self._take_from_free()))
             except BaseException:
                 self._put_back(cell)
                 raise
@@ -93,32 +93,36 @@ class DiskCells:
         """What is reserved for no cell."""
         return self.mib - self._sizes.total()
 
-    def _shrink(self) -> list[str]:
-        """The free cells that give up theirs, so that all fit; they are not free until they have."""
-        shrunk: list[str] = []
+    def _take_from_free(self) -> dict[str, int]:
+        """The free cells that give up theirs, so that all fit, and how much; they are not free until they have."""
+        taken: dict[str, int] = {}
         while self._room < 0:
             cell = next(each for each in self._free if self._sizes[each])
             self._free.remove(cell)
-            self._sizes[cell] = 0
-            shrunk.append(cell)
-        return shrunk
+            taken[cell] = self._sizes.pop(cell)
+        return taken
 
-    async def _resize(self, cell: str, mib: int, shrunk: list[str]) -> None:
+    async def _resize(self, cell: str, mib: int, taken: dict[str, int]) -> None:
+        """Give a cell another size, once those that give up theirs have done so: `taken`, which are free then."""
+
         def resize(cell: str, mib: int) -> None:
             disks.resize(self._entered.images[int(os.path.basename(cell))], cell, mib)
 
         async with self._resizing:  # what one gives up is the disk's before the next one takes it
+            kept = dict(taken)
             try:
-                for each in shrunk:
+                for each in taken:
                     await asyncio.to_thread(resize, each, 0)
+                    del kept[each]
                 await asyncio.to_thread(resize, cell, mib)
             except OSError as error:
+                self._sizes.update(kept)
                 self._sizes[cell] = 0
                 with contextlib.suppress(OSError):
                     await asyncio.to_thread(resize, cell, 0)
                 raise SandboxError(f"files on disk: no room for {mib} MiB more ({error.strerror})") from error
             finally:
-                self._put_back(*shrunk)
+                self._put_back(*taken)
 
     def _put_back(self, *cells: str) -> None:
         self._free.extend(cells)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Sequence
@@ -106,7 +107,11 @@ class RootChanger:
             tree = kept(syscalls.detached_mount(f"/proc/self/fd/{found}"))
             syscalls.setns(slot, syscalls.CLONE_NEWNS)
             try:
-                _make_mount_point(path, folder=stat.S_ISDIR(os.fstat(tree).st_mode))
+                folder = stat.S_ISDIR(os.fstat(tree).st_mode)
+                _make_mount_point(path, folder=folder)
+                if os.path.isdir(path) != folder:  # the kernel would say EINVAL
+                    number = errno.ENOTDIR if folder else errno.EISDIR
+                    raise OSError(number, os.strerror(number))
                 syscalls.attach_mount(tree, path)
                 syscalls.make_private(path)  # else what is mounted below it is seen wherever the folder is
                 if read_only:

@@ -221,8 +221,8 @@ class Routes:
 
     async def mount(self, request: web.Request) -> web.Response:
         """POST /v1/leases/{id}/mounts."""
-        await self._core.workspaces.mount(request.match_info["id"], await _body(request, MountRequest))
-        return web.Response(status=204)
+        wanted = await _body(request, MountRequest)
+        return answer(await self._core.workspaces.mount(request.match_info["id"], wanted))
 
     def _snapshot(self, request: web.Request) -> StoredSnapshot:
         snapshot = self._core.state.snapshots.by_id.get(request.match_info["id"])

@@ -17,7 +17,7 @@ from atropos.sandbox.server.state.lease_run import LeaseRun
 from atropos.sandbox.server.state.snapshot_store import check_depth
 from atropos.sandbox.server.state.state import ServerState
 from atropos.sandbox.server.warm_pool import stop
-from atropos.wire import MountRequest, SnapshotInfo, ViewFolders, ViewInfo
+from atropos.wire import MountRequest, MountResult, OpError, SnapshotInfo, ViewFolders, ViewInfo
 
 log = logging.getLogger(__name__)
 AGAIN_S = 0.2
@@ -154,12 +154,12 @@ class Workspaces:
         self._state.counters["views_opened"] += 1
         return info
 
-    async def mount(self, lease_id: str, wanted: MountRequest) -> None:
+    async def mount(self, lease_id: str, wanted: MountRequest) -> MountResult:
         """Have a lease see what another one of its group has; what it sees at that path already stays.
 
         Raises:
             LeaseExpired: one of the two is over.
-            NotSupported: they are of no group, or it can't be mounted.
+            NotSupported: they are of no group, or this machine can't mount there.
         """
         run, other = self._state.active_run(lease_id, wanted.epoch), self._state.active_run(wanted.of, None)
         if run is not other and (run.group is None or other.group is not run.group):
@@ -167,21 +167,22 @@ class Workspaces:
         task = self._state.tasks.spawn(self._mount(run, other, wanted), "mount", awaited=True)
         run.mounting.add(task)
         task.add_done_callback(run.mounting.discard)
-        await asyncio.shield(task)
+        return MountResult(refused=await asyncio.shield(task))
 
-    async def _mount(self, run: LeaseRun, other: LeaseRun, wanted: MountRequest) -> None:
+    async def _mount(self, run: LeaseRun, other: LeaseRun, wanted: MountRequest) -> OpError | None:
         assert run.lanes is not None
         group, lease_id = run.group, run.held.lease_id
         async with run.lanes.barrier():
             if group is not None and group.mounts.get((lease_id, wanted.path)) == wanted:
-                return
+                return None
             assert run.sandbox is not None
             assert other.sandbox is not None
-            await self._state.host.share(
+            refused = await self._state.host.share(
                 other.sandbox, wanted.source, run.sandbox, wanted.path, read_only=wanted.read_only
             )
-            if group is not None:
+            if group is not None and refused is None:
                 group.mounts[lease_id, wanted.path] = wanted
+        return refused
 
     async def _start_view(self, run: LeaseRun, sandbox: Sandbox, folders: ViewFolders) -> tuple[Sandbox, ViewInfo]:
         def start() -> Awaitable[tuple[Sandbox, ViewInfo]]:

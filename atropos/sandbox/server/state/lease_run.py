@@ -12,7 +12,7 @@ from atropos.sandbox.server.calls.lanes import Lanes
 from atropos.sandbox.server.state.lease_table import EndedLease, HeldLease
 from atropos.sandbox.server.state.snapshot_store import StoredSnapshot
 from atropos.sandbox.server.warm_pool import stop
-from atropos.wire import Lease, MountRequest, SnapshotInfo, ViewInfo
+from atropos.wire import Lease, MountRequest, OpError, SnapshotInfo, ViewInfo
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class LeaseRun:
     starting: asyncio.Task[Lease] | None = None
     ending: asyncio.Task[EndedLease] | None = None
     viewing: asyncio.Task[ViewInfo] | None = None
-    mounting: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"])
+    mounting: set[asyncio.Task[OpError | None]] = field(default_factory=set["asyncio.Task[OpError | None]"])
     group: LeaseGroup | None = None
     joining: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while another one joins it."""
