@@ -98,6 +98,9 @@ async def _start_all(slot: Slot, task: Task, own: Service, images: TaskImages, e
         assert machine.service is not None
         parts[machine.service.name] = await _joined(slot, own, machine, images)
     ordered = [parts[each.name] for each in start_order((own, *own.beside), task.name)]
+    for part in ordered:
+        for folder, mode in part.service.tmpfs.items():
+            await _make_empty(part, folder, mode)
     await _mount_volumes(ordered)
     for part in ordered:
         for name, condition in part.service.depends_on.items():
@@ -252,6 +255,16 @@ async def _owner(users: Iterable[tuple[_Part, ServiceVolume]]) -> tuple[_Part, S
         if (await exec_plain(part.slot, f'[ -d {path} ] && [ -n "$(ls -A {path})" ]', user="0")).exit_code == 0:
             return part, volume
     return first
+
+
+async def _make_empty(part: _Part, folder: str, mode: str) -> None:
+    """What a new file system in memory would be: nothing of the image's is there, and anyone writes there."""
+    path = shlex.quote(folder)
+    made = await exec_plain(
+        part.slot, f"mkdir -p {path} && find {path}/ -mindepth 1 -delete && chmod {mode} {path}", user="0"
+    )
+    if made.exit_code != 0:
+        raise part.broken(f"can't have tmpfs at {folder}", made.output)
 
 
 async def _fill(slot: Slot, volume: ServiceVolume, place: str) -> None:

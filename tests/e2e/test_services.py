@@ -289,6 +289,19 @@ async def test_volumes_of_one_service(pool, make):
         assert await said(slot, "echo 2 > /etc/one.txt; cat seed/one.txt") == "2"
 
 
+async def test_temporary_folders_and_variables_of_files(pool, make):
+    task = make(
+        f"""
+  main: {{build: .}}
+  web: {{build: server, env_file: web.env, tmpfs: ["/srv", "/own:mode=700"], volumes: ["pages:/srv/pages"], {HEALTHY}}}
+""",
+        **{"environment/web.env": "NAME='of a file' # a remark\n"},
+    )
+    async with Started(pool, task) as slot:
+        assert await said(slot, f"{ASK} http://web") == "of a file"
+        assert await said(slot.group[1], "ls -A /srv; stat -c '%a %U' /srv /own") == "pages\n1777 root\n700 root"
+
+
 async def test_a_job_ends_before_what_needs_it(pool, make):
     task = make(
         """

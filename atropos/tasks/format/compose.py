@@ -52,6 +52,8 @@ class _ServiceTable(BaseModel):
     entrypoint: str | list[str] | None = None
     command: str | list[str] | None = None
     environment: dict[str, str | int | float | bool | None] | list[str] | None = None
+    env_file: str | list[str | dict[str, object]] | None = None
+    tmpfs: str | list[str] | None = None
     working_dir: str | None = None
     user: str | int | None = None
     container_name: str | None = None
@@ -75,10 +77,13 @@ def read_compose(folder: Path) -> Service | None:
     path = next((folder / name for name in COMPOSE_FILES if (folder / name).exists()), None)
     if path is None:
         return None
-    tables = _tables(path)
+    tables, closed = _tables(path)
     main = next(iter(tables)) if len(tables) == 1 else next((name for name in _MAIN if name in tables), None)
     services = {name: _service(name, said, folder, f"{path}: services.{name}", tables) for name, said in tables.items()}
-    services = _without_own_logs(services, main, path)
+    services = {
+        name: replace(each, offline=each.offline or closed.issuperset(values.networks(tables[name].networks)))
+        for name, each in _without_own_logs(services, main, path).items()
+    }
     if len(services) > 1:
         _check_networks(path, tables)
     first = services.pop(main) if main is not None else Service()
@@ -104,14 +109,18 @@ def read_only_service(folder: Path, what: str) -> Service | None:
     if service.beside:
         names = ", ".join(each.name for each in (service, *service.beside))
         raise ConfigError(f"{folder}: several services ({names}) can't be honoured: {what}")
-    for field, cure in (("volumes", "use COPY in the Dockerfile"), ("healthcheck", "remove it")):
+    for field, cure in (
+        ("volumes", "use COPY in the Dockerfile"),
+        ("tmpfs", "remove it"),
+        ("healthcheck", "remove it"),
+    ):
         if getattr(service, field):
             raise ConfigError(f"{folder}: services.{service.name}.{field}: can't be honoured: {what}; {cure}")
     return service
 
 
-def _tables(path: Path) -> dict[str, _ServiceTable]:
-    """The services of a file that are started where no profile is chosen."""
+def _tables(path: Path) -> tuple[dict[str, _ServiceTable], set[str]]:
+    """The services of a file that are started where no profile is chosen, and the networks that lead nowhere."""
     text = read_text(path, "write one, or remove it")
     try:
         raw = parse_yaml(text)
@@ -121,7 +130,8 @@ def _tables(path: Path) -> dict[str, _ServiceTable]:
     if not services:
         raise ConfigError(f"{path}: has no services; name one, `main`")
     chosen = {name: said for name, said in services.items() if name in _MAIN or not table(said).get("profiles")}
-    return {name: _table(said, f"{path}: services.{name}") for name, said in (chosen or services).items()}
+    closed = {name for name, said in table(table(raw).get("networks")).items() if table(said).get("internal") is True}
+    return {name: _table(said, f"{path}: services.{name}") for name, said in (chosen or services).items()}, closed
 
 
 def _table(given: object, where: str) -> _ServiceTable:
@@ -150,7 +160,7 @@ def _service(name: str, said: _ServiceTable, folder: Path, where: str, tables: M
         raise ConfigError(f"{where}.working_dir: {workdir!r:.80} doesn't begin with /; write the whole path")
     limits = table(table(table(said.deploy).get("resources")).get("limits"))
     memory = values.number(said.mem_limit or limits.get("memory"), f"{where}.mem_limit")
-    more = itertools.chain.from_iterable(values.networks(said.networks).values())
+    more = itertools.chain.from_iterable(values.networks(said.networks, f"{where}.networks").values())
     container = [] if said.container_name is None or "$" in said.container_name else [said.container_name]
     names = tuple(dict.fromkeys((name, *container, *more)))
     if unfit := next((each for each in names if not _NAME.fullmatch(each)), None):
@@ -163,7 +173,10 @@ def _service(name: str, said: _ServiceTable, folder: Path, where: str, tables: M
         image=None if image is None else values.filled(image, f"{where}.image"),
         entrypoint=None if said.entrypoint is None else values.words(said.entrypoint, f"{where}.entrypoint"),
         command=values.words(said.command or "", f"{where}.command"),
-        env=values.environment(said.environment, where),
+        env={
+            **values.env_files(said.env_file, folder, f"{where}.env_file"),
+            **values.environment(said.environment, where),
+        },
         workdir=workdir or None,
         user=None if said.user is None else values.filled(str(said.user), f"{where}.user"),
         offline=mode == "none",
@@ -173,6 +186,7 @@ def _service(name: str, said: _ServiceTable, folder: Path, where: str, tables: M
         healthcheck=values.healthcheck(said.healthcheck, f"{where}.healthcheck"),
         restart=values.restarts(said.restart, f"{where}.restart"),
         volumes=values.volumes(said.volumes or (), folder, f"{where}.volumes"),
+        tmpfs=values.tmpfs(said.tmpfs, said.volumes or (), f"{where}.tmpfs"),
     )
 
 

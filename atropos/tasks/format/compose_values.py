@@ -12,6 +12,7 @@ from typing import Literal, cast, get_args
 
 from atropos.errors import ConfigError
 from atropos.tasks.format.config import Healthcheck
+from atropos.tasks.format.files import read_text
 from atropos.tasks.format.service import Condition, ServiceVolume
 
 _VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_]\w*)(?::?-([^}]*)(?=\}))?[^}]*\}?|\$([A-Za-z_]\w*)")
@@ -21,6 +22,8 @@ _TIME = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d*\.?\d+)s)?(?:(\d+)ms)?(?:
 _TIMES = {"interval": 30.0, "timeout": 30.0, "start_period": 0.0, "start_interval": 5.0}
 _OPTIONS = {"rw", "ro", "z", "Z", "cached", "delegated", "consistent", "nocopy"}
 """Of a volume in its short form; but for `ro` they say what is so here, or nothing."""
+_TMPFS_OPTIONS = {"size", "mode", "rw", "exec", "noexec", "suid", "nosuid", "dev", "nodev", "noatime", "relatime"}
+"""But for `mode` they bound what is bounded otherwise here, or say nothing."""
 
 
 def table(value: object) -> dict[str, object]:
@@ -66,6 +69,44 @@ def environment(value: Mapping[str, object] | Sequence[str] | None, where: str) 
         if not text.startswith("${T_BENCH_"):
             variables[name] = filled(text, f"{where}.environment.{name}")
     return variables
+
+
+def env_files(value: object, folder: Path, where: str) -> dict[str, str]:
+    """Variables of the files that `env_file` names, of which a later one has the last word.
+
+    Raises:
+        ConfigError: one is outside of the task's folder, can't be read, or has a line that is none.
+    """
+    variables: dict[str, str] = {}
+    for each in cast("list[object]", value) if isinstance(value, list) else [value] if value else []:
+        said = table(each) or {"path": each}
+        path = _inside(folder, filled(str(said.get("path")), where), where)
+        if unknown := said.keys() - {"path", "required"}:
+            raise ConfigError(f"{where}: {min(unknown)} can't be honoured; remove it")
+        if said.get("required") is False and not path.exists():
+            continue
+        for number, line in enumerate(read_text(path, "write it, or remove it").splitlines(), 1):
+            text = line.strip().removeprefix("export ").lstrip()
+            if text and not text.startswith("#"):
+                name, content = _variable(text, f"{path}:{number}")
+                variables[name] = content
+    return variables
+
+
+def _variable(text: str, where: str) -> tuple[str, str]:
+    """A line of a file of variables, as Compose reads it."""
+    match = re.fullmatch(
+        r"""([\w.]+)\s*[=:]\s*(?:'([^']*)'\s*(?:\#.*)?|"((?:[^"\\]|\\.)*)"\s*(?:\#.*)?|([^'"].*)?)""", text
+    )
+    if match is None:
+        raise ConfigError(f"{where}: {text!r:.80} is no line like NAME=VALUE, with its quotes closed; write the value")
+    name, literal, quoted, plain = match.groups()
+    if literal is not None:
+        return name, literal
+    if quoted is not None:
+        escapes = {"n": "\n", "r": "\r", "t": "\t"}
+        return name, re.sub(r"\\(.)", lambda found: escapes.get(found[1], found[1]), filled(quoted, where))
+    return name, filled(re.sub(r"(^|\s+)#.*", "", plain or "").rstrip(), where)
 
 
 def words(value: str | Sequence[str], where: str) -> tuple[str, ...]:
@@ -176,17 +217,53 @@ def _volume(value: object, folder: Path, where: str) -> ServiceVolume | None:
         return None
     if kind == "volume":
         return ServiceVolume(source, target, None, read_only)
-    path = (folder / source).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise ConfigError(
-            f"{where}: {value!s:.200}: is outside of {folder}, and a task gets nothing else of this machine; "
-            "put what it needs there"
-        )
+    path = _inside(folder, source, f"{where}: {value!s:.200}")
     return ServiceVolume(f"./{path.relative_to(folder.resolve())}", target, path, read_only)
 
 
-def networks(value: object) -> dict[str, tuple[str, ...]]:
-    """The networks of a service, each with the names that it has there beside its own."""
+def _inside(folder: Path, source: str, where: str) -> Path:
+    path = (folder / source).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ConfigError(
+            f"{where}: is outside of {folder}, and a task gets nothing else of this machine; put what it needs there"
+        )
+    return path
+
+
+def tmpfs(value: object, mounts: Sequence[object], where: str) -> dict[str, str]:
+    """The folders that `tmpfs` and volumes of this type name, each with its mode."""
+    folders: dict[str, str] = {}
+    for each in cast("list[object]", value) if isinstance(value, list) else [value] if value else []:
+        target, _, said = filled(str(each), where).partition(":")
+        options = dict[str, str](
+            (name, content) for name, _, content in (one.partition("=") for one in filter(None, said.split(",")))
+        )
+        if unknown := options.keys() - _TMPFS_OPTIONS:
+            raise ConfigError(f"{where}: {each}: option {min(unknown)!r} can't be honoured; remove it")
+        folders[target] = options.get("mode", "1777")
+    for said in map(table, mounts):
+        if said.get("type") == "tmpfs":
+            mode = table(said.get("tmpfs")).get("mode", 0o1777)
+            folders[filled(str(said.get("target")), where)] = (
+                f"{mode:o}" if isinstance(mode, int) else str(mode).removeprefix("0o")
+            )
+    for target, mode in folders.items():
+        if not posixpath.normpath(target).strip("/") or not target.startswith("/") or not re.fullmatch("[0-7]+", mode):
+            raise ConfigError(f"{where}: {target:.200}, mode {mode:.20}: write a whole path, and a mode like 1777")
+    return folders
+
+
+def networks(value: object, where: str = "") -> dict[str, tuple[str, ...]]:
+    """The networks of a service, each with the names that it has there beside its own.
+
+    Raises:
+        ConfigError: it is to have an address there, or another thing that slots have not.
+    """
+    for name, said in table(value).items():
+        if unknown := table(said).keys() - {"aliases", "priority", "gw_priority"}:
+            raise ConfigError(
+                f"{where}.{name}.{min(unknown)}: can't be honoured: a slot's address is chosen for it; use names"
+            )
     if isinstance(value, list):
         return {str(name): () for name in cast("list[object]", value)}
     named = {name: table(said).get("aliases") for name, said in table(value).items()}

@@ -45,6 +45,7 @@ class Service:
         offline: it reaches no host but the other services.
         memory_mib: what its programs may take; None: it doesn't say.
         restart: after which end it is started again.
+        tmpfs: folders that are empty at its start, each with its mode.
         beside: of the main one: the others.
     """
 
@@ -65,6 +66,7 @@ class Service:
     healthcheck: Healthcheck | None = None
     restart: Literal["no", "on-failure", "always"] = "no"
     volumes: tuple[ServiceVolume, ...] = ()
+    tmpfs: Mapping[str, str] = field(default_factory=dict[str, str])
     beside: tuple[Service, ...] = ()
 
     def applied(self, recipe: Recipe) -> Recipe:

@@ -53,7 +53,7 @@ def choose(task: Task, wanted: Literal["task"] | Mode = "task") -> Choice:
     verifier = task.config.verifier
     in_steps = bool(task.steps) or task.step is not None
     mode = verifier.environment_mode if wanted == "task" else wanted
-    composed = bool(task.beside) or (task.service is not None and bool(task.service.volumes))
+    composed = bool(task.beside) or (task.service is not None and bool(task.service.volumes or task.service.tmpfs))
     if mode is not None and not (mode == "view" and (in_steps or composed)):
         return Choice(mode, "environment_mode says so" if wanted == "task" else "the operator says so")
     if mode is None and verifier.environment is not None:

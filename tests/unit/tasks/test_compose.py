@@ -146,6 +146,68 @@ def test_names_and_restarts(folder):
     assert [each.restart for each in found.values()] == ["no", "on-failure", "always"]
 
 
+def test_variables_of_files_are_compose_s(folder):
+    (folder / "environment/a.env").write_text(
+        """# of a
+PLAIN = some words  # a remark
+export EXPORTED=1
+HASH=a#b
+SINGLE='$as it is \\n' # a remark
+DOUBLE="a \\"b\\" \\n${UNSET:-c}"
+EMPTY=
+BOTH=a
+"""
+    )
+    (folder / "environment/b.env").write_text("BOTH=b\nSAID=b\n")
+    text = """
+  main: {build: ., env_file: [./a.env, {path: b.env}, {path: c.env, required: false}], environment: {SAID: said}}
+  db: {image: db, env_file: b.env}
+"""
+    found = services(folder, text)
+    assert found["main"].env == {
+        "PLAIN": "some words",
+        "EXPORTED": "1",
+        "HASH": "a#b",
+        "SINGLE": "$as it is \\n",
+        "DOUBLE": 'a "b" \nc',
+        "EMPTY": "",
+        "BOTH": "b",
+        "SAID": "said",
+    }
+    assert found["db"].env == {"BOTH": "b", "SAID": "b"}
+    for line, why in {
+        "NAME": "'NAME' is no line like NAME=VALUE",
+        'A="open': "is no line like",
+        "A=$HOME": r"\$HOME is not given to tasks",
+    }.items():
+        (folder / "environment/b.env").write_text(f"# first\n{line}\n")
+        with pytest.raises(ConfigError, match=rf"b\.env:2: .*{why}"):
+            services(folder, text)
+
+
+def test_temporary_folders_are_empty_ones(folder):
+    text = """
+  main: {build: ., tmpfs: /run}
+  db:
+    image: db
+    tmpfs: [/tmp, "/cache:size=64m,mode=700,noexec"]
+    volumes: [{type: tmpfs, target: /work}, {type: tmpfs, target: /mine, tmpfs: {mode: 0o755, size: 1m}}]
+"""
+    found = services(folder, text)
+    assert found["main"].tmpfs == {"/run": "1777"}
+    assert found["db"].tmpfs == {"/tmp": "1777", "/cache": "700", "/work": "1777", "/mine": "755"}
+    assert choose(load_task(folder)).mode == "shared"
+
+
+def test_networks_that_lead_nowhere(folder):
+    text = """
+  main: {build: ., networks: [inner, outer]}
+  db: {image: db, networks: [inner]}
+networks: {inner: {internal: true}, outer: {}}
+"""
+    assert {name: each.offline for name, each in services(folder, text).items()} == {"main": False, "db": True}
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -169,6 +231,16 @@ def test_names_and_restarts(folder):
         ("  main: {}\n  db: {image: db, healthcheck: {interval: 5s}}", r"healthcheck\.test: is missing"),
         ("  main: {}\n  db: {image: db, healthcheck: {test: x, interval: soon}}", "interval: 'soon' is no time"),
         ("  main: {}\n  db: {image: db, restart: often}", r"restart: 'often' is none"),
+        ("  main: {}\n  db: {image: db, env_file: /etc/environment}", r"env_file: is outside of .*environment"),
+        ("  main: {}\n  db: {image: db, env_file: none.env}", r"none\.env: .*"),
+        ("  main: {}\n  db: {image: db, env_file: {path: a, format: raw}}", r"env_file"),
+        ("  main: {}\n  db: {image: db, tmpfs: '/x:uid=5'}", r"tmpfs: /x:uid=5: option 'uid' can't be honoured"),
+        ("  main: {}\n  db: {image: db, tmpfs: x}", r"tmpfs: x, mode 1777: write a whole path"),
+        (
+            "  main: {}\n  db: {image: db, networks: {default: {ipv4_address: 10.0.0.2}}}",
+            r"default\.ipv4_address: can't",
+        ),
+        ("  main: {}\n  db: {image: db, extra_hosts: ['a:10.0.0.2']}", r"services\.db\.extra_hosts: can't be honoured"),
         ("  main: {}\n  db: {build: ../db}", r"services\.db\.build\.context: \.\./db is outside"),
         ("  main: {}\n  db: {command: x, build: nowhere}", r"services\.db: has neither an image nor a Dockerfile"),
         ("  main: {}\n  db: {image: db, container_name: 'a b'}", r"services\.db: 'a b' can't be the name of a slot"),
