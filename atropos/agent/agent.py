@@ -108,7 +108,7 @@ class AtroposAgent:
             messages=messages,
             placeholder=not self._model.exact,
             temperature=self.config.temperature,
-            raw_logprobs=self._model.raw_logprobs,
+            raw_logprobs=self._model.raw_logprobs or self.config.temperature == 0,
             model=self._model.name,
         )
         async with gate():

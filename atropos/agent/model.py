@@ -23,7 +23,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from atropos.agent.fairness import started_in_turn
 from atropos.agent.transcript import Message, WeightSpan, numbers
-from atropos.agent.waiting import calls
 from atropos.aio import Allowance, backoff_s, retry_after_s
 from atropos.errors import InferenceError
 from atropos.tools import ToolCall
@@ -264,8 +263,7 @@ class Model:
                 while True:
                     began, lost_s = time.perf_counter(), self.lost_s
                     try:
-                        with calls.waiting():
-                            return await started_in_turn(once)
+                        return await started_in_turn(once)
                     except Exception as error:
                         last = describe(error)
                     attempt += 1

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
@@ -163,7 +164,7 @@ def collecting(env: SandboxEnv) -> Generator[Callable[[int], list[Group]]]:
         with collecting(env) as next_groups:
             two = next_groups(2)
 
-    The next item's group takes the place of one that is dropped.
+    The next item's group takes the place of one that is dropped. An exception in the body, as of Ctrl-C, ends the env.
 
     Raises:
         ConfigError, InferenceError, SandboxError: the env could not start.
@@ -171,14 +172,15 @@ def collecting(env: SandboxEnv) -> Generator[Callable[[int], list[Group]]]:
         EOFError: there are no more items.
     """
     asked: queue.SimpleQueue[tuple[int, Future[list[Group]]] | None] = queue.SimpleQueue()
-    started: Future[list[Group]] = Future()
+    started: Future[Callable[[], object]] = Future()
     failed: list[BaseException] = []
 
     async def answer() -> None:
-        waiting = started
+        waiting: Future[Any] = started
+        task = cast("asyncio.Task[None]", asyncio.current_task())
         try:
             async with env.running():
-                waiting.set_result([])
+                waiting.set_result(partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel))
                 while (request := await asyncio.to_thread(asked.get)) is not None:
                     count, waiting = request
                     waiting.set_result(await _next_groups(env, count))
@@ -193,11 +195,15 @@ def collecting(env: SandboxEnv) -> Generator[Callable[[int], list[Group]]]:
             raise RuntimeError("the env has ended: an earlier call raised") from failed[0]
         groups: Future[list[Group]] = Future()
         asked.put((count, groups))
-        return groups.result()
+        try:
+            return groups.result()
+        finally:
+            if not groups.done():  # Ctrl-C: nobody waits for them any more
+                end()
 
     thread = threading.Thread(target=lambda: asyncio.run(answer()), name="atropos-env", daemon=True)
     thread.start()
-    started.result()
+    end = started.result()
     try:
         yield next_groups
     finally:

@@ -163,8 +163,7 @@ class SandboxEnv(ServedEnv):
         await self.dashboard.start()
         await probe_servers(self.server, self.tokenizer, self.config.model_timeout_s, self.chat_options(tools))
         self._check_context()
-        if not self._evaluates:
-            self.check_logprobs(self.config.agent_temperature)
+        self.check_logprobs(self.config.agent_temperature)
         await self.start_tool_backend(tools)
         await self.hooks.call("setup_agent_env", self.setup_agent_env)
 
@@ -184,12 +183,21 @@ class SandboxEnv(ServedEnv):
         _log.info("trajectories have at most %d tokens, which the inference server's context holds", held)
 
     def check_logprobs(self, temperature: float) -> None:
-        """Check that the logprobs of what is sampled with a temperature are of the policy that samples.
+        """Check that the logprobs of training data sampled with a temperature are of the policy that samples.
 
         Raises:
-            ConfigError: the server's are of temperature 1, and `allow_raw_logprobs` isn't set.
+            ConfigError: they are of temperature 1, and `allow_raw_logprobs` isn't set.
         """
-        if temperature != 1 and not self.config.allow_raw_logprobs and Model(self.server).raw_logprobs:
+        if self._evaluates or temperature == 1 or self.config.allow_raw_logprobs:
+            return
+        model = Model(self.server)
+        if model.exact and temperature == 0:
+            raise ConfigError(
+                "env.agent_temperature: 0 takes the likeliest token each time, which is no sample of the policy whose "
+                "logprobs servers report, so that a trainer's ratios would be wrong: sample with a higher one, or set "
+                "--env.allow_raw_logprobs true"
+            )
+        if model.raw_logprobs:
             raise ConfigError(
                 f"env.agent_temperature: {temperature:g}, but the inference server's logprobs are of temperature 1, so "
                 "that a trainer's ratios would be wrong: start the server with `--logprobs-mode processed_logprobs` "

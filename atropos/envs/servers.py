@@ -36,14 +36,9 @@ def inference_of(one: object) -> InferenceServer:
     return cast("Any", one).inference
 
 
-def inferences_of(server: ServerManager) -> list[InferenceServer]:
-    """What is known of each server."""
-    return [inference_of(one) for one in servers_of(server) if hasattr(one, "inference")]
-
-
 def context_of(server: ServerManager) -> int | None:
     """Most tokens that every server's context holds, as far as they say."""
-    known = [own.context_tokens for own in inferences_of(server)]
+    known = [inference_of(one).context_tokens for one in servers_of(server) if hasattr(one, "inference")]
     return min((tokens for tokens in known if tokens is not None), default=None)
 
 
@@ -58,17 +53,16 @@ def prepare_servers(server: ServerManager) -> None:
     An env's own use of the server sees failures and retries as ever.
     """
     for one in servers_of(server):
+        config = getattr(one, "config", None)
+        if config is None:
+            continue
         client = getattr(one, "openai", None)
         if client is not None:
             client.max_retries = 0
-        config, own = getattr(one, "config", None), None
-        if config is not None:
-            own = InferenceServer(
-                config.base_url, config.server_type, config.model_name, config.api_key, config.timeout
-            )
-            one.inference = own  # pyright: ignore[reportAttributeAccessIssue] - ours, which `Model` looks for
-            if config.server_type in EXACT:
-                setattr(one, _WRAPPERS[0], _completions(one, own))
+        own = InferenceServer(config.base_url, config.server_type, config.model_name, config.api_key, config.timeout)
+        one.inference = own  # pyright: ignore[reportAttributeAccessIssue] - ours, which `Model` looks for
+        if config.server_type in EXACT:
+            setattr(one, _WRAPPERS[0], _completions(one, own))
         for name in _HISTORIES:
             setattr(one, name, deque[float](maxlen=HISTORY_KEPT))
         for name in _WRAPPERS:
@@ -93,22 +87,20 @@ def _completions(one: Any, own: InferenceServer) -> Callable[..., Awaitable[obje
     return call
 
 
-def _captured(
-    original: Callable[..., Awaitable[object]], own: InferenceServer | None
-) -> Callable[..., Awaitable[object]]:
+def _captured(original: Callable[..., Awaitable[object]], own: InferenceServer) -> Callable[..., Awaitable[object]]:
     async def call(**kwargs: object) -> object:
         model = asking.get()
         if model is None:
             return await original(**kwargs)
-        began, halted_s = time.perf_counter(), own.halted_s if own else 0.0
+        began, halted_s = time.perf_counter(), own.halted_s
         model.lost_s += began - model.asked_at  # in atroposlib's queue, or until its health check passed
         try:
-            return await original(**kwargs)
+            with own.pending.waiting():
+                return await original(**kwargs)
         except Exception as error:
             return ModelFailure(error)
         finally:
-            if own:
-                model.lost_s += min(own.halted_s - halted_s, time.perf_counter() - began)
+            model.lost_s += min(own.halted_s - halted_s, time.perf_counter() - began)
 
     return call
 
@@ -140,6 +132,8 @@ async def probe_servers(
                 await model.generate(tokenizer.encode("hi", add_special_tokens=False), max_tokens=1, temperature=0.0)
             else:
                 await model.probe_chat(**(chat_options or {}))
+            if own.context_tokens is None:  # llama.cpp's router loads a model at its first request
+                await own.read_models()
         except InferenceError as error:
             raise InferenceError(
                 f"openai.base_url: {config.base_url} ({config.server_type}): {error}; "

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import pytest
 
-from atropos.agent.waiting import calls
 from atropos.aio import set_within
 from atropos.envs.inference import apis, server
 from atropos.envs.reporting import watch
@@ -112,7 +111,8 @@ async def test_pause_is_not_agents_time(processed, tmp_path, monkeypatch, caplog
     path = tmp_path / "g.jsonl"
     env = make("agent", processed.url, path, groups=1, agent_temperature=0.7, max_token_length=2000)
     running = asyncio.create_task(env.process_manager())
-    await until(lambda: env.backend.running and calls.silence()[0] == 4, "turns are asked for")
+    pending = env.server.servers[0].inference.pending
+    await until(lambda: env.backend.running and pending.silence()[0] == 4, "turns are asked for")
     await asyncio.to_thread(processed.post, "/pause?mode=keep")
     await until(lambda: " is paused; each call waits" in caplog.text, "the log says that it is paused")
     await asyncio.sleep(15)

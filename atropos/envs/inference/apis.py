@@ -198,7 +198,7 @@ class LlamaCompletion(TokenApi):
             "repeat_penalty": 1.0,
             **PENALTIES,
         }
-        asked = {"prompt": prompt, "n_predict": sampling.get("max_tokens", -1), "return_tokens": True}
+        asked = {"model": model, "prompt": prompt, "n_predict": sampling.get("max_tokens", -1), "return_tokens": True}
         return {**asked, "post_sampling_probs": True, "n_probs": max(top, 1), **whole, **parameters}
 
     def read(self, answer: Any) -> list[Completion]:

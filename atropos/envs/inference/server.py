@@ -13,6 +13,7 @@ import aiohttp
 
 from atropos.aio import backoff_s
 from atropos.envs.inference.apis import APIS, Completion, TokenApi
+from atropos.envs.inference.pending import PendingCalls
 from atropos.errors import ConfigError, InferenceError
 
 KEEP_S = 2.0
@@ -65,6 +66,7 @@ class InferenceServer:
         raw_logprobs: whether its logprobs are of temperature 1, whatever it samples with.
         api: what it speaks; None: not found out yet.
         halted: `paused` or `asleep`, where it says so; else empty.
+        pending: calls that it has not answered yet.
     """
 
     def __init__(self, url: str, kind: str, model: str, api_key: str, timeout_s: float) -> None:
@@ -75,6 +77,7 @@ class InferenceServer:
         self.raw_logprobs = False
         self.api: TokenApi | None = None
         self.halted = ""
+        self.pending = PendingCalls()
         self._halts = dict(HALTS)
         self._halted_s, self._halted_at = 0.0, 0.0
         self._finding = asyncio.Lock()
@@ -103,6 +106,13 @@ class InferenceServer:
                 "name one, or leave the setting out"
             )
         card = cards.get(self.model) or next(iter(cards.values()))
+        if (base := cards.get(str(card.get("parent")))) is not None:  # the card of an adapter has no length
+            if self.kind == "sglang":
+                raise ConfigError(
+                    f"openai.model_name: {self.model!r} is an adapter, and SGLang's /generate is asked for the model "
+                    "itself: merge it into the model, or serve it with vLLM"
+                )
+            card = base
         length = card.get("max_model_len") or (card.get("meta") or {}).get("n_ctx")
         self.context_tokens = int(length) if length else None
 
@@ -121,10 +131,12 @@ class InferenceServer:
             try:
                 if (await self._answer("GET", path, timeout=HALT_TIMEOUT))[path[1:]] is True:
                     halted = state
-            except (Refused, InferenceError, *_MALFORMED):
+            except (Refused, aiohttp.ClientError, TimeoutError) as error:
+                if getattr(error, "status", None) not in ABSENT:
+                    return
                 del self._halts[path]  # it doesn't tell
-            except (aiohttp.ClientError, TimeoutError):
-                return
+            except (InferenceError, *_MALFORMED):
+                del self._halts[path]
         if self.halted and not halted:
             self._halted_s = self.halted_s
         elif halted and not self.halted:

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 
 from atropos.agent.model import EXACT
-from atropos.agent.waiting import calls
-from atropos.envs.adapter import ServerManager
+from atropos.envs.adapter import APIServer, ServerManager
 from atropos.envs.config import SandboxEnvConfig
-from atropos.envs.servers import inferences_of
+from atropos.envs.inference.server import InferenceServer
+from atropos.envs.servers import inference_of, servers_of
 from atropos.errors import ConfigError
 
 WAITED_S = 60.0
@@ -125,54 +125,53 @@ class TrainerWatch:
 
 async def watch_inference(server: ServerManager, model_timeout_s: float) -> None:
     """Log when inference servers stop answering, and when they are back. Calls wait for them meanwhile."""
-    down: set[str] = set()
-    silence = _Silence(model_timeout_s)
+    watches = [_ServerWatch(one, model_timeout_s) for one in servers_of(server)]
     while True:
-        for one in server.servers:
-            url = str(getattr(getattr(one, "config", None), "base_url", one))
-            healthy = bool(getattr(one, "server_healthy", True))
-            if not healthy and url not in down:
-                down.add(url)
-                _log.warning(
-                    "the inference server at %s doesn't answer; calls wait for it, each up to model_timeout_s (%g s)",
-                    url,
-                    model_timeout_s,
-                )
-            elif healthy and url in down:
-                down.remove(url)
-                _log.info("the inference server at %s answers again", url)
-        if not down:
-            count, seconds = calls.silence()
-            states: list[str] = []
-            for own in inferences_of(server):
-                if own.halted or seconds >= HEALTH_S:
-                    await own.look(min(seconds, 2 * HEALTH_S))
-                states += [f"{own.url} is {own.halted}"] if own.halted else []
-            silence.look(count, seconds, states)
+        await asyncio.gather(*(watch.look() for watch in watches))
         await asyncio.sleep(HEALTH_S)
 
 
-class _Silence:
-    """Logs that a server passes its health check and answers no call, as one does that is paused or asleep."""
+class _ServerWatch:
+    """Logs that a server is down, or that it passes its health check and answers no call, as when paused or asleep."""
 
-    def __init__(self, model_timeout_s: float) -> None:
+    def __init__(self, one: APIServer, model_timeout_s: float) -> None:
+        self._server = one
+        self._url = str(getattr(getattr(one, "config", None), "base_url", one))
         self._model_timeout_s = model_timeout_s
+        self._healthy = True
         self._next_s, self._longest_s = SILENT_S, 0.0
 
-    def look(self, count: int, seconds: float, states: Sequence[str]) -> None:
-        """Log it after `SILENT_S`, with what servers say, then at doubling intervals; and log when it answers again."""
+    async def look(self) -> None:
+        """Look at the server's health, and at its calls while it is healthy."""
+        healthy = bool(getattr(self._server, "server_healthy", True))
+        if healthy != self._healthy:
+            self._healthy = healthy
+            if healthy:
+                _log.info("the inference server at %s answers again", self._url)
+            else:
+                text = "the inference server at %s doesn't answer; calls wait for it, each up to model_timeout_s (%g s)"
+                _log.warning(text, self._url, self._model_timeout_s)
+        if healthy and hasattr(self._server, "inference"):
+            await self._look_at_calls(inference_of(self._server))
+
+    async def _look_at_calls(self, own: InferenceServer) -> None:
+        """Log silence after `SILENT_S`, with what the server says, then at doubling intervals; and its end."""
+        count, seconds = own.pending.silence()
+        if own.halted or seconds >= HEALTH_S:
+            await own.look(min(seconds, 2 * HEALTH_S))
         if seconds < self._longest_s:
             if self._longest_s >= SILENT_S:
-                _log.info("the inference server answers again, after %.0f s", self._longest_s)
+                _log.info("the inference server at %s answers again, after %.0f s", self._url, self._longest_s)
             self._next_s = SILENT_S
         elif seconds >= self._next_s:
             self._next_s *= 2
             _log.warning(
-                "the inference server passes its health check, but none of %d calls was answered for %.0f s: %s; each "
-                "call waits up to model_timeout_s (%g s)",
+                "the inference server at %s passes its health check, but none of %d calls was answered for %.0f s: it "
+                "is %s; each call waits up to model_timeout_s (%g s)",
+                self._url,
                 count,
                 seconds,
-                ", ".join(states) or "it is paused or asleep, or its turns take so long",
+                own.halted or "paused or asleep, or its turns take so long",
                 self._model_timeout_s,
             )
         self._longest_s = seconds

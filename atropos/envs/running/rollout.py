@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import mean
 from typing import Required, SupportsFloat, TypedDict, TypeVar
 
 from atropos.agent import AgentResult, Message, Transcript
@@ -221,7 +221,7 @@ def scored_group(
     return {
         "tokens": [list(r.transcript.tokens) for r in rollouts],
         "masks": [_labels(r.transcript.masks, MASKED, masked=hide) for r, hide in zip(rollouts, masked, strict=True)],
-        "scores": [fmean(whole) if hide else r.score for r, hide in zip(rollouts, masked, strict=True)],
+        "scores": [mean(whole) if hide else r.score for r, hide in zip(rollouts, masked, strict=True)],
         "advantages": None,
         "ref_logprobs": None,
         "messages": [messages_of(r.transcript) for r in rollouts] if include_messages else None,

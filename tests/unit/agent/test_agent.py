@@ -24,8 +24,6 @@ from atropos.agent import AgentConfig, AtroposAgent, InferenceError, PromptTooLo
 from atropos.agent.model import ChatAnswer, Model
 from atropos.agent.transcript import MASKED, WeightSpan
 from atropos.envs.hermes.dialect import OpenAIDialect
-from atropos.envs.reporting import watch
-from atropos.envs.running.lifecycle import beside
 from atropos.errors import ConfigError, SlotLost
 from atropos.thinking import split_thinking
 from atropos.tools import ToolCall, ToolResult
@@ -34,7 +32,6 @@ from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer
 from examples.policy.tokenizer import FOLDER
 from tests.processes import be_stopped
-from tests.waiting import until
 
 
 @functools.cache
@@ -631,34 +628,6 @@ async def test_aborted_goes_on():
     assert sampled.weights == (WeightSpan(0, 2, "v1"), WeightSpan(2, 4, "v2"), WeightSpan(4, 6, "v3"))
     assert [ids for ids, _ in requests] == [[7, 8], [7, 8, 1, 1], [7, 8, 1, 1, 2, 2]]
     assert [(sampling["max_tokens"], sampling["seed"]) for _, sampling in requests] == [(9, 5), (7, 7), (5, 9)]
-
-
-async def test_silent_server_is_reported(monkeypatch, caplog):
-    """As vLLM is while it is paused or asleep: its health check passes."""
-    resumed = asyncio.Event()
-
-    class Paused(DirectServer):
-        async def tokens_and_logprobs_completion(self, input_ids, n, **sampling):
-            await resumed.wait()
-            return await super().tokens_and_logprobs_completion(input_ids, n, **sampling)
-
-    def said():
-        return [record.getMessage() for record in caplog.records if record.name == watch.__name__]
-
-    monkeypatch.setattr(watch, "SILENT_S", 0.5)
-    monkeypatch.setattr(watch, "HEALTH_S", 0.05)
-    caplog.set_level("INFO", watch.__name__)
-    healthy = types.SimpleNamespace(servers=[types.SimpleNamespace(server_healthy=True)])
-    async with beside(watch.watch_inference(healthy, 60)), asyncio.TaskGroup() as tasks:
-        await agent(DirectServer()).run(script(["quick"]))
-        assert said() == []
-        runs = [tasks.create_task(agent(Paused(), model_timeout_s=60).run(script(["ok"]))) for _ in range(2)]
-        await until(lambda: len(said()) == 2, "it is said again after twice the time")
-        assert all("passes its health check, but none of 2 calls was answered for" in text for text in said())
-        resumed.set()
-        await until(lambda: len(said()) == 3, "it answers again")
-    assert re.fullmatch(r"the inference server answers again, after \d+ s", said()[-1])
-    assert [run.result().final_response for run in runs] == ["ok"] * 2
 
 
 class Overflowing(DirectServer):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import threading
 
 import pytest
 
@@ -83,6 +85,21 @@ async def test_groups_without_event_loop(policy, tmp_path):
     assert len(bridges.samples(groups)) == 9
     written = [json.loads(line) for line in (tmp_path / "g.jsonl").read_text().splitlines()]
     assert [one["tokens"] for one in written[:3]] == [group["tokens"] for group in groups] or len(written) >= 3
+
+
+def test_ctrl_c_ends_the_env():
+    class Env(ScriptEnv):
+        async def setup(self):
+            await self.start_tool_backend()
+
+        async def process_group(self, _item):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            await asyncio.Event().wait()
+
+    env = make(Env, "http://127.0.0.1:9/v1", None)
+    with pytest.raises(KeyboardInterrupt), bridges.collecting(env) as next_groups:
+        next_groups(1)
+    assert env.stand_in.closed
 
 
 async def test_a_failed_start_shows_at_its_groups(tmp_path):

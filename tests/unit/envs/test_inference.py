@@ -206,6 +206,74 @@ async def test_raw_logprobs_on_request(settings):
         await env._close()
 
 
+async def test_evaluation_may_be_raw(policy):
+    class Env(ScriptEnv):
+        async def evaluate(self, *_args, **_kwargs):
+            self.server.servers[0].inference.raw_logprobs = True
+            self.scored, _ = await self.collect_trajectory(self.items[0])
+
+    env = make(Env, policy.url, None, agent_temperature=0.7)
+    await env._run_evaluate()
+    assert env.scored["overrides"]["logprobs"] == "raw"
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_greedy_tokens_are_no_samples(policy, allowed):
+    """vLLM's logprobs are of temperature 1 then, also with `processed_logprobs`."""
+    env = make(ScriptEnv, policy.url, None, agent_temperature=0, allow_raw_logprobs=allowed)
+    with contextlib.nullcontext() if allowed else pytest.raises(ConfigError, match="0 takes the likeliest token"):
+        await env.setup()
+    if allowed:
+        scored, _ = await env.collect_trajectory(env.items[0])
+        assert (scored["overrides"]["temperature"], scored["overrides"]["logprobs"]) == (0, "raw")
+    await env._close()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_adapter_has_its_models_context(kind):
+    cards = [
+        {"id": "base", "owned_by": kind, "max_model_len": 4096, "parent": None},
+        {"id": "lora", "owned_by": kind, "max_model_len": None, "parent": "base"},
+    ]
+
+    async def models(_request):
+        return web.json_response({"data": cards})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    async with serving(app) as url:
+        one = InferenceServer(f"{url}/v1", kind, "lora", "x", 20)
+        refused = pytest.raises(ConfigError, match=r"openai\.model_name: 'lora' is an adapter")
+        with refused if kind == "sglang" else contextlib.nullcontext():
+            await one.read_models()
+        await one.close()
+    assert (one.model, one.context_tokens) == ("lora", 4096 if kind == "vllm" else None)
+
+
+async def test_router_loads_a_named_model():
+    """As llama.cpp's, which says what a model's context is once it is loaded."""
+    loaded = []
+
+    async def models(_request):
+        return web.json_response({"data": [{"id": "m", **({"meta": {"n_ctx": 4096}} if loaded else {})}]})
+
+    async def completion(request):
+        body = await request.json()
+        loaded.append(body["model"])
+        return web.json_response(llama(body, logprobs(body["temperature"] or 1.0)))
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    app.router.add_post("/completion", completion)
+    async with serving(app) as url:
+        env = make(ScriptEnv, f"{url}/v1", None)
+        env.server.servers[0].inference.model = "default"
+        await probe_servers(env.server, env.tokenizer, 20)
+        await stop_servers(env.server)
+    assert {*loaded} == {"m"}
+    assert env.context_tokens == 4096
+
+
 async def test_changed_prompt_is_refused():
     def doubled(body, told):
         return vllm_completions({**body, "prompt": [0, *body["prompt"]]}, told)
@@ -250,10 +318,10 @@ async def test_stand_in_has_real_shape():
 
 
 class Halting:
-    """vLLM that can be paused, and tells so."""
+    """vLLM that can be paused, and tells so, if not at its first look."""
 
-    def __init__(self):
-        self.looks, self.running = 0, asyncio.Event()
+    def __init__(self, *, tells=True):
+        self.looks, self.running, self.tells = 0, asyncio.Event(), tells
 
     def application(self):
         async def generate(request):
@@ -266,6 +334,8 @@ class Halting:
 
         async def is_paused(_request):
             self.looks += 1
+            if not self.tells or self.looks == 1:  # a proxy before it, or no development mode
+                return web.Response(status=503 if self.tells else 404)
             return web.json_response({"is_paused": not self.running.is_set()})
 
         app = web.Application()
@@ -289,10 +359,71 @@ async def test_pause_is_not_agent_s_time(monkeypatch, caplog):
         async with beside(watch.watch_inference(env.server, 60)), asyncio.TaskGroup() as tasks:
             began, before = time.perf_counter(), model.lost_s
             tasks.create_task(model.generate([1, 2], max_tokens=1, temperature=1.0))
-            await until(lambda: f"{url} is paused; each call waits up to" in caplog.text, "the log says so")
+            await until(lambda: "it is paused; each call waits up to" in caplog.text, "the log says so")
             halting.running.set()
         waited = time.perf_counter() - began
         assert waited / 2 < model.lost_s - before <= waited
+        await stop_servers(env.server)
+
+
+async def test_one_of_two_is_paused(monkeypatch, caplog):
+    """As where a trainer updates one server after the other."""
+    monkeypatch.setattr(watch, "HEALTH_S", 0.05)
+    monkeypatch.setattr(watch, "SILENT_S", 0.5)
+    halting, other = Halting(), Halting()
+    async with serving(halting.application()) as url, serving(other.application()) as far:
+        env = make(ScriptEnv, f"{url}/v1", None)
+        env.server.servers += make(ScriptEnv, f"{far}/v1", None).server.servers
+        halting.running.set()
+        other.running.set()
+        models = [Model(server) for server in env.server.servers]
+        for model in models:
+            await model.generate([1, 2], max_tokens=1, temperature=1.0)
+        halting.running.clear()
+
+        async def keep_asking():
+            while True:
+                await models[1].generate([1, 2], max_tokens=1, temperature=1.0)
+
+        async with beside(watch.watch_inference(env.server, 60)), asyncio.TaskGroup() as tasks:
+            began, before = time.perf_counter(), models[0].lost_s
+            tasks.create_task(models[0].generate([1, 2], max_tokens=1, temperature=1.0))
+            busy = tasks.create_task(keep_asking())
+            await until(lambda: "it is paused; each call waits up to" in caplog.text, "the log says so")
+            halting.running.set()
+            busy.cancel()
+        waited = time.perf_counter() - began
+        assert waited / 2 < models[0].lost_s - before <= waited
+        assert f"{url}/v1 passes its health check, but none of 1 calls" in caplog.text
+        assert far not in caplog.text
+        await stop_servers(env.server)
+
+
+async def test_silence_is_reported(monkeypatch, caplog):
+    monkeypatch.setattr(watch, "HEALTH_S", 0.05)
+    monkeypatch.setattr(watch, "SILENT_S", 0.5)
+    caplog.set_level("INFO", watch.__name__)
+
+    def said():
+        return [record.getMessage() for record in caplog.records if record.name == watch.__name__]
+
+    halting = Halting(tells=False)
+    async with serving(halting.application()) as url:
+        env = make(ScriptEnv, f"{url}/v1", None)
+        model = Model(env.server)
+        halting.running.set()
+        async with beside(watch.watch_inference(env.server, 60)), asyncio.TaskGroup() as tasks:
+            await model.generate([1, 2], max_tokens=1, temperature=1.0)
+            assert said() == []
+            halting.running.clear()
+            for _ in range(2):
+                tasks.create_task(model.generate([1, 2], max_tokens=1, temperature=1.0))
+            await until(lambda: len(said()) == 2, "it is said again after twice the time")
+            text = "but none of 2 calls was answered for"
+            assert all(text in line and "it is paused or asleep, or its turns take so long" in line for line in said())
+            halting.running.set()
+            await until(lambda: len(said()) == 3, "it answers again")
+        assert "answers again, after" in said()[-1]
         await stop_servers(env.server)
 
 

@@ -128,6 +128,18 @@ async def test_cut_ones_follow_setting(policy, tmp_path):
         await run(env, *script)
 
 
+async def test_mean_of_equal_scores_is_equal(policy, tmp_path):
+    """Else the group would pass for one of different scores."""
+
+    class Equal(OneIsCut):
+        async def verify_and_score_trajectory(self, item, final_response, *, trajectory_id, exec_tool, agent_result):
+            return 0.1, {}
+
+    settings = {"cut_trajectories": "mask", "group_size": 4}
+    group, _ = await run(make(Equal, policy.url, tmp_path / "g.jsonl", **settings), {"calls": [call("ls")]}, "done")
+    assert group["scores"] == [0.1] * 4
+
+
 async def test_masked_teach_nothing(policy, tmp_path):
     settings = {"cut_trajectories": "mask", "agent_max_steps": 1}
     with pytest.raises(GroupsDropped, match="1 x cut"):

@@ -1,4 +1,4 @@
-"""Model calls that wait for an answer: they show a server that accepts requests and answers none, as when paused."""
+"""Calls that wait for a server's answer: they show one that accepts requests and answers none, as when paused."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from collections.abc import Generator
 
 
-class Calls:
-    """The model calls of this process. Times on the monotonic clock."""
+class PendingCalls:
+    """The model calls that one server was sent. Times on the monotonic clock."""
 
     def __init__(self) -> None:
         self._since: dict[object, float] = {}
@@ -33,6 +33,3 @@ class Calls:
         """How many wait, and for how many seconds none was answered while at least one of them waited."""
         now = time.monotonic()
         return len(self._since), now - max(min(self._since.values(), default=now), self._answered_at)
-
-
-calls = Calls()
