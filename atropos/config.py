@@ -4,45 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from atropos.errors import ConfigError, LimitTooLarge
 from atropos.resources import NOTHING, Resources
-from atropos.wire import LeaseLimits
-
-
-class SlotLimits(BaseModel):
-    """What one slot may use. Sizes in MiB of 1,048,576 bytes.
-
-    A volume's pages count as the slot's memory, so `disk_mib` above `memory_mib` can't be filled: the memory limit
-    ends the program that tries.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    memory_mib: int = Field(default=1024, ge=32, description="memory, its files in the volume included")
-    pids: int = Field(default=256, ge=8, le=1 << 22, description="processes and threads at once")
-    cpu_weight: int = Field(default=100, ge=1, le=10_000, description="share of the CPU against the other slots")
-    cpu_quota: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="most cores used; None: half of the machine's, all where a server has one slot",
-    )
-    disk_mib: int = Field(default=512, ge=8, description="bytes the slot may write, /tmp and /dev/shm included")
-    inodes: int = Field(default=262_144, ge=1000, description="files and folders the slot may make")
-    open_files: int = Field(default=4096, ge=64, description="descriptors a process may hold")
-    output_bytes: int = Field(  # a frame holds three of them: both streams, together and apart
-        default=1_000_000, ge=1000, le=16_000_000, description="output kept of a command: its head and tail"
-    )
-    wall_s: float = Field(default=3600, gt=0, description="longest a command may run")
-
-    @property
-    def resources(self) -> Resources:
-        """What a slot has."""
-        return Resources(self.memory_mib, self.disk_mib, self.pids, self.cpu_quota or 0)
+from atropos.wire import LeaseLimits, SlotLimits
 
 
 def _whole(path: str) -> str:
@@ -168,9 +137,7 @@ class SandboxSettings(SlotSettings):
 
     def limits_of(self, lease: LeaseLimits) -> SlotLimits:
         """What a slot of this lease may use."""
-        return self.limits.model_copy(
-            update=lease.model_dump(exclude_none=True, exclude={"gpus", "gpu_types", "members"})
-        )
+        return self.limits.with_own(lease)
 
     @property
     def place_mib(self) -> int:
@@ -210,9 +177,8 @@ class SandboxSettings(SlotSettings):
         """Of nothing less than a slot, so that what fits by room fits by slots."""
         if limits is None:
             return self.slot_room
-        disk_mib = limits.disk_mib if self.on_disk(limits) else None
-        amounts = Resources(limits.memory_mib or 0, disk_mib or 0, limits.pids or 0, gpus=limits.gpus or 0)
-        return self.slot_room.most(amounts)
+        asked = replace(limits.resources, cpus=0)
+        return self.slot_room.most(asked if self.on_disk(limits) else replace(asked, disk_mib=0))
 
     def check_room(self, limits: LeaseLimits, slots: int) -> None:
         """Compare what a lease asks for with a whole container.

@@ -14,9 +14,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from atropos.config import SlotLimits
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tools import ToolExecutor, ToolExecutorConfig, build_tool_registry
+from atropos.wire import SlotLimits
 
 from . import ours
 from .context import Context

@@ -24,7 +24,6 @@ from typing import Annotated
 
 import typer
 
-from atropos.config import SlotLimits
 from atropos.envs.humaneval_problems import HumanEvalProblem, judge, load_problems
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks.attempt import TaskRun
@@ -34,6 +33,7 @@ from atropos.tasks.folder import load_task
 from atropos.tasks.format.task import Task
 from atropos.tasks.prepare import TaskImages
 from atropos.tasks.verifier.layers import VerifierLayers
+from atropos.wire import SlotLimits
 
 from . import machine
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from atropos.config import SlotLimits
 from atropos.slots import SlotPoolConfig
+from atropos.wire import SlotLimits
 from tests.waiting import SLOWNESS, until
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,9 +12,9 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from atropos.config import SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.slots import ExecResult, LeaseLimits, PortForward, Slot, SlotPool, SlotPoolConfig
+from atropos.wire import SlotLimits
 
 WAIT_FOR_SLOT_S = 3600.0
 """How long an environment waits for a slot, where `acquire_timeout_s` doesn't say."""

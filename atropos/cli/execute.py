@@ -16,8 +16,8 @@ import typer
 
 from atropos.cli.image_progress import image_or_task, progress_display
 from atropos.cli.options import Base
-from atropos.config import SlotLimits
 from atropos.errors import ConfigError
+from atropos.wire import SlotLimits
 
 if TYPE_CHECKING:
     from atropos.slots import ExecResult

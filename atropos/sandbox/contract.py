@@ -11,9 +11,18 @@ from atropos.errors import SandboxError
 if TYPE_CHECKING:
     import asyncio
 
-    from atropos.config import SlotLimits
     from atropos.images.store import ImageStore
-    from atropos.wire import EgressSecret, Feature, ImageInfo, Operation, OpError, OpResult, ViewFolders, ViewInfo
+    from atropos.wire import (
+        EgressSecret,
+        Feature,
+        ImageInfo,
+        Operation,
+        OpError,
+        OpResult,
+        SlotLimits,
+        ViewFolders,
+        ViewInfo,
+    )
 
     OnResult = Callable[[OpResult | Exception], None]
     """Called with how an operation ended."""

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from atropos.config import ImageStoreSettings, SlotLimits
+from atropos.config import ImageStoreSettings
 from atropos.errors import ConfigError, ImageUnavailable, SandboxError
 from atropos.resources import Resources
 from atropos.slots import SlotPool, SlotPoolConfig
@@ -30,7 +30,7 @@ from atropos.tasks.verifier import surroundings
 from atropos.tasks.verifier.exposure import Exposure, exposure
 from atropos.tasks.verifier.layers import VerifierLayers
 from atropos.tasks.verifier.mode import Choice, Mode, choose
-from atropos.wire import ImageState
+from atropos.wire import ImageState, SlotLimits
 
 _log = logging.getLogger(__name__)
 LEAST = Room(Resources(memory_mib=1024, disk_mib=512))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from atropos.wire.base import *
 from atropos.wire.frames import *
+from atropos.wire.limits import *
 from atropos.wire.operations import *
 from atropos.wire.requests import *
 from atropos.wire.results import *

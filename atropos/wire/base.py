@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,7 +13,6 @@ __all__ = [
     "MAX_HOSTS",
     "MAX_MEMBERS",
     "VERSION",
-    "Limit",
     "WireMessage",
 ]
 
@@ -27,8 +26,6 @@ MAX_HOSTS = 256
 MAX_COMMAND_BYTES = 2 * 1024 * 1024
 """Longest command, or data written to a process at once. Above the kernel's bound of an argument, a file passes it."""
 
-Limit = Literal["memory", "pids", "disk", "inodes", "time", "output", "files", "cpu"]
-"""The name of the limit that stopped or truncated a program."""
 MAX_MEMBERS = 32
 """Most leases that join another one."""
 HostName = Annotated[str, Field(max_length=253, pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")]

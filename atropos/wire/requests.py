@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, Json, model_validator
+from pydantic import ConfigDict, Field, Json
 
 from atropos.resources import Resources
-from atropos.wire.base import MAX_MEMBERS, VERSION, ChosenId, HostName, WireMessage
+from atropos.wire.base import VERSION, ChosenId, HostName, WireMessage
+from atropos.wire.limits import LeaseLimits
 from atropos.wire.operations import Operation
 from atropos.wire.results import OpError
 from atropos.wire.secrets import MAX_SECRETS, EgressSecret
@@ -30,7 +31,6 @@ __all__ = [
     "LackingRequest",
     "LayerOffer",
     "Lease",
-    "LeaseLimits",
     "LeaseRequest",
     "LeaseStatus",
     "MountRequest",
@@ -46,31 +46,6 @@ __all__ = [
     "ViewRequest",
     "client_name",
 ]
-
-
-class LeaseLimits(WireMessage):
-    """Limits of one lease instead of the server's `SlotLimits`; None: the server's."""
-
-    memory_mib: int | None = Field(default=None, ge=32, le=1 << 30)
-    pids: int | None = Field(default=None, ge=8, le=1 << 22)
-    cpu_weight: int | None = Field(default=None, ge=1, le=10_000)
-    cpu_quota: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    disk_mib: int | None = Field(default=None, ge=8, le=1 << 30)
-    inodes: int | None = Field(default=None, ge=1000)
-    wall_s: float | None = Field(default=None, gt=0)
-    gpus: int | None = Field(default=None, ge=1, le=1000)
-    gpu_types: tuple[str, ...] = Field(default=(), max_length=64, description="any of these will do; empty: every type")
-    members: tuple[LeaseLimits, ...] = Field(
-        default=(), max_length=MAX_MEMBERS, description="of leases that will join it, whose room is kept for them"
-    )
-
-    @model_validator(mode="after")
-    def _check_types(self) -> LeaseLimits:
-        if self.gpu_types and self.gpus is None:
-            raise ValueError("gpu_types: say in gpus how many of them")
-        if any(each.members or each.gpus for each in self.members):
-            raise ValueError("members: have neither members nor gpus")
-        return self
 
 
 class Joining(WireMessage):

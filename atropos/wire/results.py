@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from atropos.wire.base import DEFERRED, Limit, WireMessage
+from atropos.wire.base import DEFERRED, WireMessage
+from atropos.wire.limits import Limit
 
 __all__ = [
     "OP_RESULT",

@@ -8,9 +8,8 @@ import os
 import time
 from pathlib import Path
 
-from atropos.config import SlotLimits
 from atropos.errors import OutcomeUnknown, SlotLost
-from atropos.wire import ProcKill, ProcList, ProcRead, ProcStart, Quiesce, WriteFile
+from atropos.wire import ProcKill, ProcList, ProcRead, ProcStart, Quiesce, SlotLimits, WriteFile
 from tests.unit.sandbox.driver import LIMITS
 from tests.unit.sandbox.scenarios import do, freed, memory_limit_is_named_and_the_slot_goes_on, out, sh, slot
 from tests.waiting import SLOWNESS, until

@@ -12,7 +12,7 @@ from tests.limits.test_no_cgroup_is_left import ROOT, Place
 CORES = 64
 CODE = f"""
 import os, sys
-from atropos.config import SlotLimits
+from atropos.wire import SlotLimits
 from atropos.sandbox.linux import cgroups, slot_cgroup
 
 os.sched_getaffinity = lambda _pid: set(range({CORES}))

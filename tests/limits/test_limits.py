@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 
 from atropos import wire
-from atropos.config import SlotLimits
 from atropos.slots import SlotPool, SlotPoolConfig
+from atropos.wire import SlotLimits
 from tests import privileges
 from tests.backends import Engine
 from tests.limits import scenarios

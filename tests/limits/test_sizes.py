@@ -9,9 +9,9 @@ import pytest
 import pytest_asyncio
 
 from atropos import wire
-from atropos.config import SlotLimits
 from atropos.errors import LimitTooLarge, NotSupported
 from atropos.slots import LeaseLimits, Slot, SlotPool
+from atropos.wire import SlotLimits
 from tests import privileges
 from tests.backends import Engine
 from tests.waiting import SLOWNESS, until

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from atropos.config import SlotLimits
 from atropos.slots import ExecResult, Process, SlotPool
+from atropos.wire import SlotLimits
 from tests.backends import Engine
 from tests.waiting import SLOWNESS
 

@@ -16,10 +16,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 
 from atropos.api.accounts.secrets import SecretSettings
 from atropos.api.settings import read_file, wrong_settings
-from atropos.config import SlotLimits
 from atropos.errors import ConfigError
 from atropos.slots.config import Quotas
-from atropos.wire import MAX_SECRETS, LeaseLimits
+from atropos.wire import MAX_SECRETS, LeaseLimits, SlotLimits
 
 _NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,62}$")
 _DIGEST = re.compile(r"^[0-9a-f]{64}$")

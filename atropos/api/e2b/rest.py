@@ -14,8 +14,8 @@ from atropos.api.e2b import connect, messages, template_rest
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.sandbox import ENVD_VERSION, E2bSandbox
 from atropos.api.e2b.sandboxes import NoCapacity, sandboxes_of
-from atropos.config import SlotLimits
 from atropos.errors import ConfigError, ImageUnavailable, NotSupported, QuotaReached, SandboxError
+from atropos.wire import SlotLimits
 
 MAX_API_BYTES = 1 << 20
 """Longest body of a request."""

@@ -14,11 +14,11 @@ from atropos.api.accounts.account import Account, Latest
 from atropos.api.e2b import messages
 from atropos.api.e2b.connect import Json, RpcError
 from atropos.api.e2b.recipes import SandboxStart
-from atropos.config import SlotLimits
 from atropos.slots.slot import Slot
 from atropos.slots.slot.ports import PortForward
 from atropos.slots.slot.processes import Process
 from atropos.slots.slot.snapshots import Snapshot
+from atropos.wire import SlotLimits
 
 ENVD_VERSION = "0.6.0"
 """The latest version of E2B's daemon that is supported in full: later ones store metadata of files."""

@@ -21,9 +21,9 @@ from atropos.api.e2b.sandbox import E2bSandbox
 from atropos.api.e2b.snapshots import NamedSnapshots
 from atropos.api.e2b.templates import Templates
 from atropos.api.executor.models import ExecutorServerSettings, Opened
-from atropos.config import SlotLimits
 from atropos.errors import ConfigError, QuotaReached, SandboxError, SlotLost
 from atropos.slots.pool.stats import container_name
+from atropos.wire import SlotLimits
 
 if TYPE_CHECKING:
     from atropos.slots import Slot, SlotPool, Snapshot

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atropos.config import ServerConfig, SlotLimits
+from atropos.config import ServerConfig
 from atropos.errors import ConfigError, IsolationUnavailable, NotSupported
 from atropos.sandbox.boot.root_phase import Entered
 from atropos.sandbox.contract import Sandbox, SnapshotLayer
@@ -22,6 +22,7 @@ from atropos.sandbox.host.process.spawner_client import SpawnerClient
 from atropos.sandbox.linux import slot_cgroup, syscalls
 from atropos.sandbox.linux.sysctl import sysctl
 from atropos.sandbox.programs.gateway import HOSTNAME
+from atropos.wire import SlotLimits
 
 if TYPE_CHECKING:
     from atropos.sandbox.host.cdi import Device

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from atropos.config import SlotLimits
 from atropos.sandbox.linux.sysctl import sysctl
+from atropos.wire import SlotLimits
 
 
 def counters(shares: int) -> dict[str, int]:

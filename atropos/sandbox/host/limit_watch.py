@@ -6,12 +6,11 @@ import signal
 import sys
 from collections.abc import Collection
 
-from atropos.config import SlotLimits
 from atropos.errors import SlotLost
 from atropos.sandbox.host.files import volumes
 from atropos.sandbox.linux import sockets
 from atropos.sandbox.linux.slot_cgroup import Counts, SlotCgroup
-from atropos.wire import CommandResult, Limit, Operation, OpResult, ProcListing, ProcState
+from atropos.wire import CommandResult, Limit, Operation, OpResult, ProcListing, ProcState, SlotLimits
 
 CLOSING_S = 2.0
 """Time that the sockets of killed programs may take to close. Until then, excess sockets kill nothing more."""

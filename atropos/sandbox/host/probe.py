@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atropos.aio import Tasks
-from atropos.config import SlotLimits
 from atropos.errors import SandboxError
 from atropos.sandbox.host import egress_supervisor
 from atropos.sandbox.host.host_state import HostState
@@ -30,6 +29,7 @@ from atropos.wire import (
     ProcStart,
     ProcState,
     ReadFile,
+    SlotLimits,
     WriteFile,
 )
 

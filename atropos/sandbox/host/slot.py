@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from atropos.aio import Tasks, done_within
-from atropos.config import SlotLimits
 from atropos.errors import ConfigError, NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import RootUnchanged, Sandbox, SnapshotLayer, Stopped
 from atropos.sandbox.host import egress_supervisor, trust
@@ -39,6 +38,7 @@ from atropos.wire import (
     OpResult,
     ReadFile,
     SetNetwork,
+    SlotLimits,
     StartOperation,
     ViewFolders,
     WriteFile,

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from atropos.config import ServerConfig, SlotLimits
+from atropos.config import ServerConfig
 from atropos.errors import BackendUnavailable, ImageUnavailable, IsolationUnavailable, NotSupported, SandboxError
 from atropos.images.reference import base_name
 from atropos.sandbox.boot.root_phase import Entered
@@ -23,7 +23,7 @@ from atropos.sandbox.host.slot import SlotSandbox
 from atropos.sandbox.host.slot_network import SlotNetwork
 from atropos.sandbox.linux import cgroups, host_limits, slot_cgroup, syscalls
 from atropos.trees import remove_tree
-from atropos.wire import Feature, ImageInfo, OpError, ViewFolders, ViewInfo
+from atropos.wire import Feature, ImageInfo, OpError, SlotLimits, ViewFolders, ViewInfo
 
 if TYPE_CHECKING:
     from atropos.images.store import ImageStore

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from atropos.sandbox.linux.cgroups import Cgroups, CgroupTree
 
 if TYPE_CHECKING:
-    from atropos.config import SlotLimits
-    from atropos.wire import Limit
+    from atropos.wire import Limit, SlotLimits
 
 Counts = dict[str, bytes]
 """The kernel's files with counts of a slot's limits, by name."""

@@ -97,24 +97,13 @@ def command_result(result: wire.CommandResult, *, timeout_s: float, note: str) -
     )
 
 
-_LIMITS: dict[str, str] = {
-    "memory": "it used more memory than the slot has",
-    "pids": "the slot's limit of processes was reached",
-    "disk": "the slot's disk is full",
-    "inodes": "the slot's limit of files was reached",
-    "time": "the longest time of a command was reached",
-    "files": "the slot's limit of open files was reached",
-    "cpu": "its limit of CPU time was reached",
-}
-
-
 def _describe_failure(result: wire.CommandResult, timeout_s: float) -> str | None:
     if result.cancelled:
         return "the command was cancelled"
     if result.timed_out:
         return f"timed out after {timeout_s:g} s and was killed; the output is what it printed before"
-    if result.limit is not None and result.limit != "output" and result.exit_code != 0:
-        return f"stopped by the {result.limit} limit: {_LIMITS.get(result.limit, result.limit)}"
+    if result.limit is not None and result.limit in wire.LIMIT_REACHED and result.exit_code != 0:
+        return f"stopped by the {result.limit} limit: {wire.LIMIT_REACHED[result.limit]}"
     if result.exit_code is None:
         return "the command could not be started"
     if result.exit_code < 0:

@@ -15,7 +15,6 @@ import pytest
 from aiohttp import web
 
 from atropos.agent.transcript import CONTEXT_LOGPROB, MASKED, WeightSpan
-from atropos.config import SlotLimits
 from atropos.envs import AgentEnvConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
 from atropos.envs.hermes.data import load_rows
 from atropos.envs.humaneval_problems import load_problems
@@ -28,6 +27,7 @@ from atropos.tools import ToolRegistry
 from atropos.tools.tool_server.messages import ToolInfo
 from atropos.tools.tool_server.offered import adopt_offered
 from atropos.tools.toolsets import DISTRIBUTIONS, Distribution, get_distribution
+from atropos.wire import SlotLimits
 from examples.policy.play import TASKS, Policy
 from examples.policy.server import PolicyServer, Settings
 from tests.e2e.hermes_support import make as make_hermes

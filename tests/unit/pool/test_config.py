@@ -8,10 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from atropos.adapters.sharing import MAX_OUTPUT_BYTES, pool_config
-from atropos.config import ServerConfig, SlotLimits, one_line
+from atropos.config import ServerConfig, one_line
 from atropos.errors import ConfigError
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.slots.config import server_json
+from atropos.wire import SlotLimits
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from atropos.config import SlotLimits
 from atropos.errors import ConfigError, LimitTooLarge
 from atropos.resources import NOTHING, Resources
 from atropos.slots import LeaseLimits, SlotPoolConfig
 from atropos.slots.containers.fleet import Fleet, Seat, Ticket
 from atropos.slots.containers.scaling import Limits, PoolState, plan
+from atropos.wire import SlotLimits
 from tests.unit.pool.model import SLOT as MODEL_SLOT
 from tests.unit.pool.model import model_pool
 from tests.waiting import until

@@ -11,8 +11,9 @@ import os
 import sys
 import traceback
 
-from atropos.config import ServerConfig, SlotLimits
+from atropos.config import ServerConfig
 from atropos.sandbox.boot import root_phase
+from atropos.wire import SlotLimits
 from tests.waiting import SLOWNESS
 
 LIMITS = SlotLimits(memory_mib=96, pids=48, disk_mib=24, inodes=3000, output_bytes=100_000, open_files=256, wall_s=30)

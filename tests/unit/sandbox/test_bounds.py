@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos.config import SlotLimits
 from atropos.sandbox.host.files.volumes import bounds
 from atropos.sandbox.linux.disks import OWN_INODES
+from atropos.wire import SlotLimits
 
 INODE_BYTES = 1880
 """As measured: see `atropos.sandbox.host.files.volumes`."""

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
-from atropos.config import ServerConfig, SlotLimits
+from atropos.config import ServerConfig
 from atropos.errors import NotSupported, OutcomeUnknown, SandboxError, SlotLost
 from atropos.sandbox.contract import HostBroken, SnapshotLayer, Stopped
 from atropos.sandbox.server.serve import Server
@@ -33,6 +33,7 @@ from atropos.wire import (
     ProcRead,
     ProcState,
     ReadStream,
+    SlotLimits,
     ViewFolders,
     ViewInfo,
     WriteFile,

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
@@ -18,6 +19,8 @@ from atropos.tools.sandboxed.diffs import apply
 from atropos.tools.sandboxed.files import split_lines
 from atropos.tools.sandboxed.search import NESTED
 from atropos.tools.sandboxed.sessions import SessionArguments
+from atropos.tools.sandboxed.text import command_result
+from tests.files import write_files
 from tests.unit.tools.fakes import FakePool
 
 
@@ -359,13 +362,18 @@ def test_tilde_is_profile_users():
     assert Profile("/srv").path("~f") == "/srv/~f"
 
 
+@pytest.mark.parametrize("limit", [each for each in get_args(wire.Limit) if each != "output"])
+def test_limits_say_what_was_reached(limit: wire.Limit):
+    ended = wire.CommandResult(exit_code=-9, output=b"", limit=limit, duration_s=1)
+    told = command_result(ended, timeout_s=5, note="").error
+    assert told == f"stopped by the {limit} limit: {wire.LIMIT_REACHED[limit]}"
+
+
 class TestSearch:
     @pytest.fixture
     async def repository(self, use, root):
-        for name in ("src/a.py", "src/b.txt", "build/out.py", "notes.md"):
-            (root / name).parent.mkdir(exist_ok=True)
-            (root / name).write_text(f"first\nneedle in {name}\nlast\n")
-        (root / ".gitignore").write_text("build/\n")
+        names = ("src/a.py", "src/b.txt", "build/out.py", "notes.md")
+        write_files(root, {name: f"first\nneedle in {name}\nlast\n" for name in names} | {".gitignore": "build/\n"})
         await use("terminal", command="git init -q .")
         return root
 

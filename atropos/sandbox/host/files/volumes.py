@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
-from atropos.config import SlotLimits
 from atropos.sandbox.host.files.skeleton import Base
 from atropos.sandbox.host.files.sysfs import CGROUP, SYSTEM
 from atropos.sandbox.linux import sockets, syscalls
 from atropos.sandbox.linux.disks import OWN_INODES
 from atropos.sandbox.programs.layer_folders import LayerFolder, LayerFolders
 from atropos.trees import remove_tree
+from atropos.wire import SlotLimits
 
 _RUNTIME = ".atropos"
 MOUNT_POINTS = ("proc", "dev", "sys", "etc", "usr", _RUNTIME, "tmp", "root", "workspace")

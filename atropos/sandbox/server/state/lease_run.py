@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field, replace
 
-from atropos.config import SlotLimits
 from atropos.errors import LeaseExpired
 from atropos.sandbox.contract import PrivateNetwork, Sandbox, SnapshotLayer, Stopped
 from atropos.sandbox.server.calls.lanes import Lanes
 from atropos.sandbox.server.state.lease_table import EndedLease, HeldLease
 from atropos.sandbox.server.state.snapshot_store import StoredSnapshot
 from atropos.sandbox.server.warm_pool import stop
-from atropos.wire import Lease, MountRequest, OpError, SnapshotInfo, ViewInfo
+from atropos.wire import Lease, MountRequest, OpError, SlotLimits, SnapshotInfo, ViewInfo
 
 
 @dataclass(slots=True, eq=False)
