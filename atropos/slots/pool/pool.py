@@ -9,7 +9,6 @@ import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Concatenate, ParamSpec, Protocol, Self
 
@@ -18,7 +17,7 @@ from pydantic import ValidationError
 from atropos import wire
 from atropos.aio import Tasks, set_within
 from atropos.errors import AcquireTimeout, BackendUnavailable, ConfigError, SandboxError
-from atropos.metrics import Family, gauge
+from atropos.metrics import Family
 from atropos.resources import Resources
 from atropos.sandbox.linux import host_limits
 from atropos.slots.backends.base import Backend, Container
@@ -32,7 +31,8 @@ from atropos.slots.containers.share import Share
 from atropos.slots.containers.state import SharedState
 from atropos.slots.pool.grants import Grants, LeaseTerms
 from atropos.slots.pool.images import PoolImages, Progress
-from atropos.slots.pool.stats import Percentiles, PoolStats, gauges
+from atropos.slots.pool.report import PoolReport
+from atropos.slots.pool.stats import PoolStats
 from atropos.slots.slot import Slot
 from atropos.slots.slot.snapshots import Snapshot
 from atropos.wire import MAX_SECRETS, EgressSecret, ImageInfo, ImageState, LeaseLimits
@@ -100,6 +100,7 @@ class SlotPool:
         self._state = SharedState(self.config, self.backend)
         self._links: dict[str, ContainerLink] = {}
         self._keeper = Keeper(self._state, self._links, make_client or self._sandbox_client)
+        self._report = PoolReport(self._state, self._links, self._keeper)
         self._images = PoolImages(self._state, self._links)
         self._grants = Grants(self._state, self._links, self._images)
         self._tasks = Tasks("pool")
@@ -107,7 +108,7 @@ class SlotPool:
         self._stopping: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"<SlotPool {self.config.backend} {self._state.phase}: {self._situation()}>"
+        return f"<SlotPool {self.config.backend} {self._state.phase}: {self._report.situation()}>"
 
     # ------------------------------------------------------------------------------------------------------- life
 
@@ -170,7 +171,7 @@ class SlotPool:
             if self._state.fleet.ready:
                 log.warning("starting with %d of %d containers", self._state.fleet.ready, self.config.min_containers)
                 return
-            reason = self.backend.trouble() or self._keeper.trouble or self._awaited()
+            reason = self.backend.trouble() or self._keeper.trouble or self._report.awaited()
             text = f"no container could be leased from within start_timeout_s ({self.config.start_timeout_s:g} s)"
             raise BackendUnavailable(f"{text}: {reason}{host_limits.load()}")
 
@@ -179,16 +180,6 @@ class SlotPool:
             await self._images.prepare(image)
         except (SandboxError, ConfigError) as error:
             log.warning("%s; the next lease on it retries", error)
-
-    def _awaited(self) -> str:
-        """What is waited for where neither the backend nor the keeper has trouble: a container that starts."""
-        for container in self.backend.containers():
-            if container.state == "starting" and container.detail:
-                return f"container {container.id} is starting: {container.detail}"
-            if container.url is not None:
-                return f"no server answers at {container.url}: can that address be reached from here?"
-            return f"container {container.id} has not started yet"
-        return "the backend has no container yet"
 
     async def stop(self, *, purge_job: bool | None = None) -> None:
         """End all leases, close all connections, and end or leave the containers. Idempotent; continues when cancelled.
@@ -271,25 +262,13 @@ class SlotPool:
             BackendUnavailable: the pool is not running, or was stopped.
         """
         self._state.require_running()
-        network = self.config.allow_network if network is None else network
         if snapshot is None and base is None:
             image = image or self.config.slot_image
-        self._check_request(snapshot, base, image, network=network)
         if limits is None and snapshot is not None:
             limits = snapshot.limits
+        terms = self._terms(trajectory_id[:500], image, network, limits, share, secrets, snapshot, base)
         if limits is not None:
             self.config.check_room(limits, self.config.slots_per_container)
-        terms = LeaseTerms(
-            self.client_id,
-            trajectory_id[:500],
-            self.config.lease_ttl_s,
-            snapshot,
-            base,
-            network,
-            limits,
-            share,
-            self._secrets_of(share, secrets) if network else (),
-        )
         timeout_s = self.config.acquire_timeout_s if timeout_s is None else timeout_s
         try:
             return await self._grants.acquire(terms, image, timeout_s)
@@ -327,32 +306,19 @@ class SlotPool:
             ConfigError: a name is none.
         """
         self._state.require_running()
-        network = self.config.allow_network if network is None else network
         image = image or self.config.slot_image
-        self._check_request(None, None, image, network=network)
+        terms = self._terms(slot.trajectory_id, image, network, limits, slot.ticket.share)
         try:
             joins = wire.Joining(lease_id=slot.lease.lease_id, names=tuple(names), its_names=tuple(its_names))
         except ValidationError as error:
             raise ConfigError(f"names: {error.errors()[0]['input']!r:.80} can't be the name of a slot") from None
-        share = slot.ticket.share
-        terms = LeaseTerms(
-            self.client_id,
-            slot.trajectory_id,
-            self.config.lease_ttl_s,
-            None,
-            None,
-            network,
-            limits,
-            share,
-            self._secrets_of(share, ()) if network else (),
-        )
         return await self._grants.join(terms, image, slot, joins)
 
     def _timed_out(self, snapshot: Snapshot | None, share: Share | None, timeout_s: float) -> AcquireTimeout:
         self._state.counters.timed_out()
         if share not in {None, self.share}:  # its client isn't told what others hold
             return AcquireTimeout(f"no slot came free within {timeout_s:g} s")
-        why = self._situation()
+        why = self._report.situation()
         if snapshot is not None and snapshot.stays_because:
             why = f"{why}; the snapshot can't be copied to another container: {snapshot.stays_because}"
         return AcquireTimeout(f"no slot came free within {timeout_s:g} s: {why}")
@@ -405,14 +371,18 @@ class SlotPool:
             raise ConfigError(f"max_batch_size: {max_batch_size} is not positive")
         self._frames.max_calls = max_batch_size
 
-    @staticmethod
-    def _secrets_of(share: Share | None, own: Sequence[EgressSecret]) -> tuple[EgressSecret, ...]:
-        found = (*own, *(() if share is None else share.secrets))
-        if len(found) > MAX_SECRETS:
-            raise ConfigError(f"secrets: {len(found)}; at most {MAX_SECRETS} of one lease")
-        return found
-
-    def _check_request(self, snapshot: Snapshot | None, base: str | None, image: str | None, *, network: bool) -> None:
+    def _terms(
+        self,
+        trajectory_id: str,
+        image: str | None,
+        network: bool | None,
+        limits: LeaseLimits | None,
+        share: Share | None,
+        secrets: Sequence[EgressSecret] = (),
+        snapshot: Snapshot | None = None,
+        base: str | None = None,
+    ) -> LeaseTerms:
+        """What containers are asked for, once the pool's settings allow it."""
         if snapshot is not None and snapshot.state is not self._state:
             raise ConfigError(f"snapshot {snapshot.id} is another pool's")
         if base is not None and base not in self.config.bases:
@@ -422,54 +392,23 @@ class SlotPool:
             raise ConfigError("network: the pool's slots have none; set SlotPoolConfig.allow_network")
         if image is not None and base is not None:
             raise ConfigError("base and image exclude each other: set one of them")
+        network = self.config.allow_network if network is None else network
+        inserted = (*secrets, *(() if share is None else share.secrets)) if network else ()
+        if len(inserted) > MAX_SECRETS:
+            raise ConfigError(f"secrets: {len(inserted)}; at most {MAX_SECRETS} of one lease")
+        return LeaseTerms(
+            self.client_id, trajectory_id, self.config.lease_ttl_s, snapshot, base, network, limits, share, inserted
+        )
 
     # ------------------------------------------------------------------------------------------------------- stats
 
     def stats(self) -> PoolStats:
         """One consistent count of everything."""
-        counters = self._state.counters
-        return replace(
-            self._counts(), acquire=Percentiles.of(counters.acquire_s), reset=Percentiles.of(counters.reset_s)
-        )
-
-    def _counts(self) -> PoolStats:
-        """As `stats`, without percentiles, which sort thousands of samples."""
-        fleet, counters = self._state.fleet, self._state.counters
-        return PoolStats(
-            containers=self._keeper.containers,
-            ready=fleet.ready,
-            slots=sum(seat.slots for seat in fleet.seats.values()),
-            free=fleet.free,
-            leased=fleet.leased + fleet.reserved,
-            retired=sum(seat.retired for seat in fleet.seats.values()),
-            waiting=fleet.waiting + fleet.pinned_waiting,
-            snapshots=sum(len(link.snapshots) for link in self._links.values()),
-            leases=counters.leases,
-            releases=counters.releases,
-            lost=counters.lost,
-            timeouts=counters.timeouts,
-            trouble=self.trouble(),
-        )
+        return self._report.stats()
 
     def metrics(self) -> list[Family]:
         """The pool's metrics; `atropos.metrics.exposition` writes them for Prometheus."""
-        families = [*gauges(self._counts(), self._containers()), *self._state.counters.families()]
-        if self.config.gpus:
-            leased = sum(seat.leased_room.gpus for seat in self._state.fleet.seats.values())
-            text = "GPUs that this pool has leased, by type."
-            families.append(gauge("atropos_pool_gpus_leased", text, {self.config.gpu_type or "": leased}, "type"))
-        return families
-
-    def _containers(self) -> dict[str, int]:
-        """How many containers there are in each state, the same states each time."""
-        states: dict[str, int] = dict.fromkeys(("starting", "connecting", "ready", "draining", "ending", "dead"), 0)
-        for container in self.backend.containers():
-            state: str = container.state
-            if state == "running":
-                seat = self._state.fleet.seats.get(container.id)
-                state = "connecting" if seat is None else "ready" if seat.open else "draining"
-            states[state] += 1
-        return states
+        return self._report.metrics()
 
     @property
     def share(self) -> Share:
@@ -497,8 +436,7 @@ class SlotPool:
 
     def trouble(self) -> str:
         """Why containers are not coming; empty when all is well."""
-        failure = self._state.failure()
-        return (str(failure) if failure else "") or self.backend.trouble() or self._keeper.trouble
+        return self._report.trouble()
 
     def outage(self) -> str:
         """Why the engine doesn't answer, while no container can be leased from; empty otherwise."""
@@ -516,15 +454,6 @@ class SlotPool:
                 raise failure
             self._state.news.clear()
             await self._state.news.wait()
-
-    def _situation(self) -> str:
-        s = self._counts()
-        text = (
-            f"{s.ready} of {s.containers} containers ready (at most {self.config.max_containers}), "
-            f"{s.slots} slots ({s.free} free, {s.leased} leased, {s.retired} retired), {s.waiting} waiting"
-        )
-        reason = s.trouble or (self._awaited() if s.containers and not s.ready else "")
-        return f"{text}; backend: {reason}" if reason else text
 
     async def _guard(self, loop: Coroutine[object, object, None]) -> None:
         """Run a loop that must not end: a bug in it stops the pool from granting slots, with that error."""
