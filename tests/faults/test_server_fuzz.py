@@ -17,12 +17,14 @@ import os
 import socket
 import struct
 from collections import Counter
+from typing import get_args
 from urllib.parse import quote, urlencode
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from atropos import wire
 from tests.unit.server.fakes import TOKEN
 from tests.unit.server.test_serve import Process, running
 
@@ -32,23 +34,26 @@ ANSWER_S = 1.0
 READY_S = 60.0
 """What must be answered may take longer on a busy machine: a lease, its end, an open stream."""
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
-OPERATIONS = (
-    {"op": "exec", "command": "echo hi; cat", "stdin": "aGk=", "env": {"A": "b"}, "timeout_s": 1, "workdir": "/tmp"},
-    {"op": "read_file", "path": "/etc/passwd", "offset": 1, "max_bytes": 9},
-    {"op": "write_file", "path": "a/b", "data": "aGk=", "mode": 420, "append": False},
-    {"op": "search", "path": ".", "pattern": "h.", "max_matches": 5},
-    {"op": "untar", "path": "t", "data": "AAAA"},
-    {"op": "tar", "path": "/tmp", "max_bytes": 100_000},
-    {"op": "write_stream", "path": "w", "stream": "stream-1"},
-    {"op": "read_stream", "path": "/etc/passwd", "stream": "stream-1", "max_bytes": 100},
-    {"op": "quiesce"},
-    {"op": "set_network", "hosts": ["localhost"]},
-    {"op": "proc_start", "id": "p", "command": "cat", "pty": True, "rows": 9},
-    {"op": "proc_read", "id": "p", "wait_s": 0.05, "until": "quiet"},
-    {"op": "proc_write", "id": "p", "data": "aGk=", "eof": True},
-    {"op": "proc_kill", "id": "p", "signal": "KILL"},
-    {"op": "proc_list"},
-)
+PATHS = {"write_file": "a/b", "search": ".", "untar": "t", "tar": "/tmp", "write_stream": "w"}
+"""Of operations whose path is not /etc/passwd."""
+FIELDS: dict[str, object] = {
+    "command": "echo hi; cat", "stdin": "aGk=", "env": {"A": "b"}, "timeout_s": 1, "workdir": "/tmp",
+    "data": "aGk=", "mode": 420, "append": False, "offset": 1, "max_bytes": 100_000, "stream": "stream-1",
+    "pattern": "h.", "max_matches": 5, "hosts": ["localhost"],
+    "id": "{call}", "pty": True, "rows": 9, "wait_s": 0.05, "until": "quiet", "eof": True, "signal": "KILL",
+}  # fmt: skip
+"""Values by the names of operations' fields."""
+
+
+def example(operation: type[wire.SlotOperation]) -> dict[str, object]:
+    """An operation as a client sends it; one with a new field that must be there fails here, until it has a value."""
+    name = operation.model_fields["op"].default
+    values = {"op": name, "path": PATHS.get(name, "/etc/passwd"), **FIELDS}
+    chosen = [each for each, field in operation.model_fields.items() if each in values or field.is_required()]
+    return {each: values[each] for each in chosen}
+
+
+OPERATIONS = tuple(map(example, get_args(get_args(wire.Operation)[0])))
 SCALARS = (
     st.none()
     | st.booleans()
