@@ -63,11 +63,15 @@ async def start(command: str, *arguments: str, port: int = 0, within: Sequence[s
     )
     assert process.stderr is not None
     seen = ""
-    async with asyncio.timeout(60):
-        while line := (await process.stderr.readline()).decode():
-            seen += line
-            if found := re.search(r" on (http://\S+)", line):
-                return Server(process, found[1])
+    try:
+        async with asyncio.timeout(60):
+            while line := (await process.stderr.readline()).decode():
+                seen += line
+                if found := re.search(r" on (http://\S+)", line):
+                    return Server(process, found[1])
+    except TimeoutError:
+        process.kill()
+        await process.wait()
     raise AssertionError(f"atropos {command} did not start: {seen}")
 
 
