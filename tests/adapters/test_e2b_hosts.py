@@ -124,7 +124,7 @@ def asked(server: Server, host: str, path: str = "/", method: str = "GET", **opt
     return httpx.request(method, f"{server.url}{path}", headers=headers, timeout=30, **options)  # type: ignore[arg-type]
 
 
-def test_a_sandbox_s_server_has_a_host_for_each_port(server: Server, sandbox: Sandbox):
+def test_each_port_has_a_host(server: Server, sandbox: Sandbox):
     host = sandbox.get_host(8000)
     assert host == f"8000-{sandbox.sandbox_id}.{DOMAIN}"
     answer = asked(server, host, "/a%20b?c=d%26", headers={"X-Own": "mine"})
@@ -188,7 +188,7 @@ async def routed(hosts: SandboxHosts, target: bytes, headers: list[tuple[bytes, 
 
 
 @pytest.mark.parametrize("target", [b"@192.0.2.1/x", b"http://192.0.2.1/x", b".192.0.2.1/x", b"*", b""])
-async def test_a_target_that_is_no_path_leads_nowhere(target: bytes):
+async def test_targets_without_path_lead_nowhere(target: bytes):
     """h11 lets it through; httptools doesn't."""
     with mock.patch.object(SandboxHosts, "http", None):  # not asked
         assert await routed(Hosts(9), target, [], []) == 400
@@ -208,7 +208,7 @@ async def test_a_target_that_is_no_path_leads_nowhere(target: bytes):
         b"/a?b=../c&d=%7e+%20&e=/?#",
     ],
 )
-async def test_paths_arrive_as_they_were_sent(target: bytes):
+async def test_paths_arrive_as_sent(target: bytes):
     received = asyncio.get_running_loop().create_future()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -225,7 +225,7 @@ async def test_paths_arrive_as_they_were_sent(target: bytes):
 
 
 @pytest.mark.parametrize("body", [None, b"sent"])
-async def test_a_client_that_leaves_is_not_waited_for(body: bytes | None):
+async def test_gone_clients_are_not_waited_for(body: bytes | None):
     left = asyncio.Event()
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -260,7 +260,7 @@ async def test_a_websocket_goes_through(server: Server, sandbox: Sandbox):
                 await session.ws_connect(f"{server.url}/ws", headers={"Host": host, "X-API-Key": TOKEN})
 
 
-def test_without_public_traffic_a_token_is_asked_for(server: Server):
+def test_private_traffic_needs_a_token(server: Server):
     sandbox = Sandbox.create(timeout=60, network={"allow_public_traffic": False}, **server.options)
     start_server(sandbox)
     assert sandbox.traffic_access_token
@@ -272,7 +272,7 @@ def test_without_public_traffic_a_token_is_asked_for(server: Server):
     sandbox.kill()
 
 
-def test_the_daemon_and_the_api_ask_for_the_key(server: Server, sandbox: Sandbox):
+def test_daemon_and_api_need_the_key(server: Server, sandbox: Sandbox):
     for host in (f"49983-{sandbox.sandbox_id}.{DOMAIN}", f"api.{DOMAIN}", f"sandbox.{DOMAIN}"):
         assert asked(server, host, "/sandboxes").status_code == 401
     key = {"X-API-Key": TOKEN}

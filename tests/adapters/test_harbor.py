@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from atropos.cli.app import command_line
 from tests.adapters.peers import HOSTS, ROOT, needs, run
+from tests.files import write_files
 from tests.unit.dashboard.support import hostile, ordinary, sampled
 
 pytestmark = needs("harbor")
@@ -64,9 +65,7 @@ def ran_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in folder.glob("tasks/*/task.toml"):
         lines = [line for line in file.read_text().splitlines() if not line.startswith("environment_mode")]
         file.write_text("\n".join(lines))
-    for name, text in OWN_VERIFIER.items():
-        (folder / "tasks/zebra" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "tasks/zebra" / name).write_text(text)
+    write_files(folder / "tasks/zebra", OWN_VERIFIER)
     for task in sorted((folder / "tasks").iterdir())[:ACCIDENT]:
         shutil.copytree(task, folder / "some" / task.name)
     settings = ("backend=local", "slots_per_container=4", "max_containers=1")

@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.adapters.peers import ROOT, needs, run
 from tests.adapters.test_e2b import TOKEN, serving
 from tests.adapters.test_harbor import rewards
+from tests.files import write_files
 
 SDK = ROOT / ".peers/share/harbor-e2b"
 pytestmark = [needs("harbor"), needs("e2b", SDK)]
@@ -36,9 +37,7 @@ def write_task(folder: Path, dockerfile: str, check: str) -> None:
         "tests/test.sh": f"#!/bin/sh\nif {check}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n",
         **({"environment/Dockerfile": dockerfile} if dockerfile else {}),
     }
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+    write_files(folder, files)
 
 
 def test_built_and_judged_in_slots(tmp_path: Path):

@@ -20,6 +20,7 @@ from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
 from atropos.tasks.verifier.layers import VerifierLayers
 from atropos.wire import LeaseLimits
+from tests.files import write_files
 from tests.processes import descendants
 from tests.waiting import until
 
@@ -89,22 +90,22 @@ async def pool(tmp_path_factory):
 def make(tmp_path):
     def make(text, **files):
         folder = tmp_path / "demo"
-        for name, content in {
-            "task.toml": 'version = "1.0"\n',
-            "instruction.md": "Do it.\n",
-            "environment/Dockerfile": "FROM debian:12\nWORKDIR /app\n",
-            "environment/docker-compose.yaml": f"services:\n{text}",
-            "environment/server/Dockerfile": "FROM debian:12\nCOPY *.py /\nRUN mkdir -p /srv && echo page > /srv/page\n"
-            'CMD ["python3", "/server.py"]\n',
-            "environment/server/server.py": SERVER,
-            "environment/server/store.py": STORE,
-            "environment/server/hungry.py": HUNGRY,
-            "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n",
-            **files,
-        }.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+        write_files(
+            folder,
+            {
+                "task.toml": 'version = "1.0"\n',
+                "instruction.md": "Do it.\n",
+                "environment/Dockerfile": "FROM debian:12\nWORKDIR /app\n",
+                "environment/docker-compose.yaml": f"services:\n{text}",
+                "environment/server/Dockerfile": "FROM debian:12\nCOPY *.py /\nRUN mkdir -p /srv && echo page > /srv/page\n"
+                'CMD ["python3", "/server.py"]\n',
+                "environment/server/server.py": SERVER,
+                "environment/server/store.py": STORE,
+                "environment/server/hungry.py": HUNGRY,
+                "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n",
+                **files,
+            },
+        )
         task = load_task(folder)
         return fit(task, Room(Resources(memory_mib=1024, disk_mib=512), most_mib=8192)).sized(task)
 

@@ -16,6 +16,7 @@ from atropos.tasks.workspace import WAITS
 from examples.policy.truth import Truth
 from tests import privileges
 from tests.e2e.hermes_support import call, groups, make, sampled, script
+from tests.files import write_files
 from tests.processes import out_of_descriptors
 from tests.settings import shows
 
@@ -23,15 +24,15 @@ from tests.settings import shows
 def task(
     root, name, *, prompt="Do nothing.", test="echo 1 > /logs/verifier/reward.txt", toml="", setup="echo set > up"
 ):
-    for part, text in {
-        "task.toml": f'version = "1.0"\n{toml}',
-        "instruction.md": prompt,
-        "environment/setup.sh": setup,
-        "tests/test.sh": test,
-    }.items():
-        path = root / "tasks" / name / part
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_files(
+        root / "tasks" / name,
+        {
+            "task.toml": f'version = "1.0"\n{toml}',
+            "instruction.md": prompt,
+            "environment/setup.sh": setup,
+            "tests/test.sh": test,
+        },
+    )
 
 
 async def run(policy, tmp_path, *, cls=TaskEnv, **settings):

@@ -18,6 +18,7 @@ from atropos.tasks.folder import load_task, read_tasks
 from atropos.tasks.guide import guide
 from atropos.tasks.prepare import TaskImages
 from atropos.tasks.verifier import services
+from tests.files import write_files
 from tests.processes import descendants
 from tests.waiting import until
 
@@ -106,18 +107,18 @@ async def test_solutions_1_nothing_0(pool):
 
 
 def make_task(root, *, test="echo 1 > /logs/verifier/reward.txt", toml="", files=None, setup=None, dockerfile=None):
-    for name, text in {
-        "task.toml": f'version = "1.0"\n{toml}',
-        "instruction.md": "Do it.",
-        "environment/given.txt": "given\n",
-        "tests/test.sh": test,
-        **(files or {}),
-        **({"environment/setup.sh": setup} if setup else {}),
-        **({"environment/Dockerfile": dockerfile} if dockerfile else {}),
-    }.items():
-        path = root / "made" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_files(
+        root / "made",
+        {
+            "task.toml": f'version = "1.0"\n{toml}',
+            "instruction.md": "Do it.",
+            "environment/given.txt": "given\n",
+            "tests/test.sh": test,
+            **(files or {}),
+            **({"environment/setup.sh": setup} if setup else {}),
+            **({"environment/Dockerfile": dockerfile} if dockerfile else {}),
+        },
+    )
     return load_task(root / "made")
 
 
@@ -486,18 +487,19 @@ async def test_steps_share_a_workspace(pool, tmp_path):
 
 
 def make_old_task(root, *, test, parser="pytest"):
-    for name, text in {
-        "task.yaml": f"instruction: |-\n  Do it.\ndifficulty: easy\nparser_name: {parser}\nmax_test_timeout_sec: 20\n",
-        "Dockerfile": "FROM ghcr.io/laude-institute/t-bench/ubuntu-24-04:20250624\nWORKDIR /app\n",
-        "docker-compose.yaml": "services:\n  client:\n    build: {dockerfile: Dockerfile}\n    image: ${T_BENCH_TASK_DOCKER_CLIENT_IMAGE_NAME}\n"
-        "    container_name: ${T_BENCH_TASK_DOCKER_CLIENT_CONTAINER_NAME}\n    command: [sh, -c, sleep infinity]\n"
-        "    environment:\n      - TEST_DIR=${T_BENCH_TEST_DIR}\n    volumes:\n      - ${T_BENCH_TASK_LOGS_PATH}:${T_BENCH_CONTAINER_LOGS_PATH}\n",
-        "solution.sh": "#!/bin/bash\necho hi > hello.txt\n",
-        "run-tests.sh": "#!/bin/bash\npython3 $TEST_DIR/test_outputs.py\n",
-        "tests/test_outputs.py": test,
-    }.items():
-        (root / "old" / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / "old" / name).write_text(text)
+    write_files(
+        root / "old",
+        {
+            "task.yaml": f"instruction: |-\n  Do it.\ndifficulty: easy\nparser_name: {parser}\nmax_test_timeout_sec: 20\n",
+            "Dockerfile": "FROM ghcr.io/laude-institute/t-bench/ubuntu-24-04:20250624\nWORKDIR /app\n",
+            "docker-compose.yaml": "services:\n  client:\n    build: {dockerfile: Dockerfile}\n    image: ${T_BENCH_TASK_DOCKER_CLIENT_IMAGE_NAME}\n"
+            "    container_name: ${T_BENCH_TASK_DOCKER_CLIENT_CONTAINER_NAME}\n    command: [sh, -c, sleep infinity]\n"
+            "    environment:\n      - TEST_DIR=${T_BENCH_TEST_DIR}\n    volumes:\n      - ${T_BENCH_TASK_LOGS_PATH}:${T_BENCH_CONTAINER_LOGS_PATH}\n",
+            "solution.sh": "#!/bin/bash\necho hi > hello.txt\n",
+            "run-tests.sh": "#!/bin/bash\npython3 $TEST_DIR/test_outputs.py\n",
+            "tests/test_outputs.py": test,
+        },
+    )
     return load_task(root / "old")
 
 

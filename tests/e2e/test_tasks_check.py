@@ -18,6 +18,7 @@ from atropos.tasks.folder import TaskSet, read_tasks
 from atropos.tasks.format.datasets import dataset_folders, task_digest
 from tests import privileges
 from tests.engines import params
+from tests.files import write_files
 from tests.unit.command import ended
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
@@ -25,18 +26,18 @@ PASSES_WITH_DONE = "if [ -e done ]; then echo 1; else echo 0; fi > /logs/verifie
 
 
 def make(root, name, *, toml="", test=PASSES_WITH_DONE, solution="touch done", dockerfile=None, files=None):
-    for part, text in {
-        "task.toml": f'version = "1.0"\n{toml}',
-        "instruction.md": "Make done.",
-        "environment/given.txt": "x",
-        "tests/test.sh": test,
-        "solution/solve.sh": solution,
-        **({"environment/Dockerfile": dockerfile} if dockerfile else {}),
-        **(files or {}),
-    }.items():
-        path = root / name / part
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_files(
+        root / name,
+        {
+            "task.toml": f'version = "1.0"\n{toml}',
+            "instruction.md": "Make done.",
+            "environment/given.txt": "x",
+            "tests/test.sh": test,
+            "solution/solve.sh": solution,
+            **({"environment/Dockerfile": dockerfile} if dockerfile else {}),
+            **(files or {}),
+        },
+    )
     return root / name
 
 

@@ -24,6 +24,7 @@ from atropos.slots import Slot, SlotPool, SlotPoolConfig
 from atropos.slots.containers.share import BASE
 from atropos.tasks import workspace
 from atropos.tasks.folder import load_task
+from tests.files import write_files
 
 FAR = "93.184.215.14"
 HERE = "93.184.215.1"
@@ -381,17 +382,17 @@ async def task_phases() -> dict:
     """A task whose agent is offline and whose tests reach one host; the pool reaches more."""
     get = GET + "http://{}/"
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in {
-            "task.toml": "schema_version = '1.4'\n[agent]\nnetwork_mode = 'no-network'\n[verifier]\n"
-            "network_mode = 'allowlist'\nallowed_hosts = ['files.example.org']\n",
-            "instruction.md": "Do nothing.",
-            "environment/notes": "x",
-            "tests/test.sh": f"#!/bin/bash\n{get.format('files.example.org')} | grep -q hello && "
-            f"! {get.format('other.example.net')} | grep -q hello && echo 1 > /logs/verifier/reward.txt\n",
-        }.items():
-            path = Path(folder, "task", name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+        write_files(
+            Path(folder, "task"),
+            {
+                "task.toml": "schema_version = '1.4'\n[agent]\nnetwork_mode = 'no-network'\n[verifier]\n"
+                "network_mode = 'allowlist'\nallowed_hosts = ['files.example.org']\n",
+                "instruction.md": "Do nothing.",
+                "environment/notes": "x",
+                "tests/test.sh": f"#!/bin/bash\n{get.format('files.example.org')} | grep -q hello && "
+                f"! {get.format('other.example.net')} | grep -q hello && echo 1 > /logs/verifier/reward.txt\n",
+            },
+        )
         task = load_task(Path(folder, "task"))
         async with slots() as pool, pool.lease("a") as slot:
             await workspace.enter(slot, task)

@@ -12,6 +12,8 @@ import os
 import tarfile
 from pathlib import Path
 
+from tests.files import write_files
+
 IGNORED = """# a comment
 *.env
 !keep.env
@@ -23,31 +25,32 @@ dir/**/*.tmp
 
 def make_context(at: Path) -> None:
     """The files that the Dockerfiles copy."""
-    for name, text in {
-        "a.txt": "a",
-        "b.txt": "b",
-        "run.sh": "#!/bin/sh\necho ran\n",
-        "with space.txt": "space",
-        "secret.env": "secret",
-        "keep.env": "keep",
-        "only-top.log": "top",
-        "dir/x.txt": "x",
-        "dir/sub/y.txt": "y",
-        "dir/sub/gone.tmp": "gone",
-        "dir/only-top.log": "below",
-        "dir/sub/secret.env": "below",
-        "node_modules/m.js": "m",
-        "glob/one.c": "1",
-        "glob/two.c": "2",
-        "glob/three.h": "3",
-        "glob/deep/four.c": "4",
-        "[odd].txt": "odd",
-        "locked.txt": "locked",
-        ".hidden/h.txt": "h",
-        ".dockerignore": IGNORED,
-    }.items():
-        (at / name).parent.mkdir(parents=True, exist_ok=True)
-        (at / name).write_text(text)
+    write_files(
+        at,
+        {
+            "a.txt": "a",
+            "b.txt": "b",
+            "run.sh": "#!/bin/sh\necho ran\n",
+            "with space.txt": "space",
+            "secret.env": "secret",
+            "keep.env": "keep",
+            "only-top.log": "top",
+            "dir/x.txt": "x",
+            "dir/sub/y.txt": "y",
+            "dir/sub/gone.tmp": "gone",
+            "dir/only-top.log": "below",
+            "dir/sub/secret.env": "below",
+            "node_modules/m.js": "m",
+            "glob/one.c": "1",
+            "glob/two.c": "2",
+            "glob/three.h": "3",
+            "glob/deep/four.c": "4",
+            "[odd].txt": "odd",
+            "locked.txt": "locked",
+            ".hidden/h.txt": "h",
+            ".dockerignore": IGNORED,
+        },
+    )
     (at / "empty").mkdir()
     (at / "run.sh").chmod(0o755)
     (at / "locked.txt").chmod(0o400)

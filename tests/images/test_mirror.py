@@ -65,13 +65,13 @@ def task(tmp_path: Path, script: str, dockerfile: str = "FROM debian:13\n") -> P
         ("pytest /tests; echo 'pip install x", SetNeeds()),
     ],
 )  # fmt: skip
-def test_what_tests_fetch_is_read_from_their_scripts(tmp_path, script, found):
+def test_scripts_say_what_tests_fetch(tmp_path, script, found):
     wanted = needs([load_task(task(tmp_path / "task", script))])
     assert wanted.images == ("docker.io/library/debian:13",)
     assert SetNeeds(("docker.io/library/debian:13",), found.wheels, found.uv, found.debian, found.addresses) == wanted
 
 
-def test_every_image_of_a_dockerfile_counts_and_no_stage(tmp_path):
+def test_images_count_and_stages_do_not(tmp_path):
     text = "FROM ghcr.io/a/b:1 AS made\nRUN true\nFROM made AS more\nRUN true\nFROM python:3.13\nCOPY --from=more /x /x\nCOPY --from=alpine /y /y\n"
     wanted = needs([load_task(task(tmp_path / "task", "true", text))])
     assert wanted.images == ("docker.io/library/alpine:latest", "docker.io/library/python:3.13", "ghcr.io/a/b:1")
@@ -118,7 +118,7 @@ def wheel(folder: Path, name: str, *needed: str, tag: str = "py3-none-any") -> N
 
 
 @privileges.owners
-def test_a_mirrored_set_needs_neither_its_registry_nor_an_index(tmp_path, images, monkeypatch):
+def test_a_mirror_replaces_registry_and_index(tmp_path, images, monkeypatch):
     at = tmp_path / "layout"
     image_id = layout(at, layer(entry("x", "x")), layer(entry("y", "y")))
     platforms = [(tmp_path / "layout", "amd64"), (tmp_path / "layout", "arm64")]
@@ -153,7 +153,7 @@ def test_a_mirrored_set_needs_neither_its_registry_nor_an_index(tmp_path, images
         assert {path.name for path in target.glob("*.py")} == {"first.py", "second.py"}
 
 
-def test_wheels_are_for_the_images_python(tmp_path, monkeypatch):
+def test_wheels_fit_the_images_python(tmp_path, monkeypatch):
     for version in ("310", "312"):
         wheel(tmp_path / "wheels", "native", tag=f"cp{version}-cp{version}-manylinux_2_17_{os.uname().machine}")
     monkeypatch.setenv("PIP_NO_INDEX", "1")

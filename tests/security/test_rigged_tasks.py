@@ -18,6 +18,7 @@ from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
 from atropos.tools import ToolExecutor, ToolExecutorConfig, build_tool_registry
 from tests.e2e.test_hooks_own_files import Agent, Hermes
+from tests.files import write_files
 from tests.security.rigged_machines import MACHINES, OWN_PACKAGES
 from tests.security.rigged_programs import PROGRAMS
 from tests.security.rigged_tasks import SURROUNDINGS
@@ -52,9 +53,7 @@ def written(folder, task):
         "tests/check.py": check.replace("WORK", repr(f"{task.workdir}/answer")),
         "tests/expected": "42\n",
     }
-    for path, text in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+    write_files(folder, files)
     return folder
 
 

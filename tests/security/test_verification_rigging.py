@@ -17,6 +17,7 @@ from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.folder import load_task
 from atropos.tasks.prepare import TaskImages
 from tests.e2e.hermes_support import call, groups, make, running_policy, script
+from tests.files import write_files
 from tests.security.conftest import LIMITS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -151,9 +152,7 @@ def task(tmp_path_factory):
         "tests/expected": "42\n",
         "solution/solve.sh": "echo 42 > answer\n",
     }
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+    write_files(folder, files)
     return load_task(folder)
 
 

@@ -170,7 +170,7 @@ async def test_when_full_it_says_so(executor: HeldExecutor):
         assert (await client.post("/trajectories", json={})).status_code == 201
 
 
-async def test_a_call_sent_again_is_not_run_again(executor: HeldExecutor):
+async def test_calls_sent_again_run_once(executor: HeldExecutor):
     async with api(executor) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
         anonymous = {"name": "terminal", "arguments": {"command": "true"}}
@@ -275,7 +275,7 @@ async def test_calls_fail_as_the_opening_did(executor: HeldExecutor):
         assert executor.asked == 1
 
 
-async def test_a_trajectory_nobody_comes_back_to_ends(executor: HeldExecutor):
+async def test_abandoned_trajectories_end(executor: HeldExecutor):
     async with api(executor) as client:
         for _ in range(3):
             await client.post("/trajectories", json={"ttl_s": 0.1})
@@ -284,7 +284,7 @@ async def test_a_trajectory_nobody_comes_back_to_ends(executor: HeldExecutor):
         assert (await client.get(kept)).status_code == 200
 
 
-async def test_a_running_call_keeps_its_trajectory_alive(executor: HeldExecutor):
+async def test_running_calls_renew_trajectories(executor: HeldExecutor):
     executor.free = 0
     async with api(executor, ttl_s=0.1) as client:
         opening = asyncio.create_task(client.post("/trajectories", json={"trajectory_id": "w"}))
@@ -299,7 +299,7 @@ async def test_a_running_call_keeps_its_trajectory_alive(executor: HeldExecutor)
         assert (await call).status_code == 200
 
 
-async def test_ending_a_trajectory_interrupts_its_calls(executor: HeldExecutor):
+async def test_ends_interrupt_calls(executor: HeldExecutor):
     async with api(executor) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"]
         call = asyncio.create_task(client.post(f"{path}/calls", json={"name": "hang"}))
@@ -363,7 +363,7 @@ async def test_an_end_answers_image_waiters(executor: HeldExecutor):
         assert (await waiting).json()["phase"] == "queued"
 
 
-async def test_too_many_waiting_calls_are_refused(executor: HeldExecutor):
+async def test_excess_calls_are_refused(executor: HeldExecutor):
     async with api(executor, max_pending=2) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
         calls = [asyncio.create_task(client.post(path, json={"name": "hang"})) for _ in range(2)]
@@ -388,7 +388,7 @@ async def test_finished_calls_are_bounded(executor: HeldExecutor):
         assert (await client.get(f"{path}/c19")).status_code == 200
 
 
-async def test_long_results_are_remembered_within_a_bound(executor: HeldExecutor):
+async def test_remembered_results_are_bounded(executor: HeldExecutor):
     async with api(executor) as client:
         path = (await client.post("/trajectories", json={})).headers["Location"] + "/calls"
         for number in range(10):
@@ -397,7 +397,7 @@ async def test_long_results_are_remembered_within_a_bound(executor: HeldExecutor
         assert kept == [7, 8, 9]
 
 
-async def test_a_finished_calls_arguments_are_not_kept(executor: HeldExecutor):
+async def test_no_arguments_are_kept(executor: HeldExecutor):
     settings = ExecutorServerSettings(token=SecretStr("x"))
     trajectories = Trajectories(executor, settings, own_account())  # type: ignore[arg-type]
     trajectory, _ = await trajectories.open(OpenTrajectory())

@@ -54,7 +54,7 @@ async def test_nothing_is_run_without_the_right_token(bench: Workbench, header: 
         assert bench.ran == []
 
 
-async def test_a_call_sent_again_is_not_run_again(bench: Workbench):
+async def test_calls_sent_again_run_once(bench: Workbench):
     async with served(bench) as client:
         first = (await client.post("/execute", json=call("note", text="a"))).json()
         again = (await client.post("/execute", json=call("note", text="a"))).json()

@@ -157,7 +157,7 @@ async def test_a_search_may_come_first(text):
             assert (await bare.get(f"/trajectories?token={text}")).status_code == 401
 
 
-async def test_what_happened_long_ago_has_its_date():
+async def test_old_faults_have_their_date():
     recent = [(0.0, "dropped", "long ago"), (time.time(), "retry", "just now")]
     live = LiveView(faults=[("retry", "slot_lost", 2)], recent=recent)
     async with (
@@ -173,7 +173,7 @@ async def test_what_happened_long_ago_has_its_date():
     assert (duration(7500), duration(47 * 3600)) == ("2 h 5 min", "47 h 0 min")
 
 
-async def test_a_list_of_one_page_has_no_pages_to_choose():
+async def test_one_page_has_no_pager():
     async with serving([], token="right") as server, client(server, Authorization="Bearer right") as known:
         answer = await known.get("/trajectories")
         assert "No trajectory has been finished yet." in answer.text
@@ -218,7 +218,7 @@ async def test_so_are_those_of_the_metrics():
 
 
 @shows("metrics_token")
-async def test_metrics_with_a_token_answer_nobody_else():
+async def test_metrics_may_ask_for_a_token():
     endpoint = MetricsEndpoint("127.0.0.1:0", lambda: "atropos_x 1\n", SecretStr("right"))
     await endpoint.start()
     try:
@@ -252,7 +252,7 @@ async def test_a_cookie_opens_a_connection():
 
 
 @pytest.mark.parametrize("other", [b'prefs={"a": 1}', b"name=a b", b"a@b=1", "name=é".encode(), b'name="', b"flag"])
-async def test_other_programs_cookies_are_ignored(other):
+async def test_other_cookies_are_ignored(other):
     """Browsers send the cookies of all ports of a host to each of them."""
     async with serving(ordinary(), token='r;i"ght') as server, client(server) as first:
         cookie = (await first.get(server.url)).headers["set-cookie"].rpartition("; HttpOnly")[0].encode()
@@ -294,7 +294,7 @@ async def test_lists_are_filtered_and_paged():
             assert "least is a score: it must be a number." in answer.text
 
 
-def test_the_store_is_bounded_and_forgets_the_oldest():
+def test_the_store_forgets_the_oldest():
     store = TrajectoryStore(max_trajectories=1_000)
     for at in range(510):
         store.add(group(f"item-{at}", trajectory(f"a{at}", 1.0), trajectory(f"b{at}", 0.0)))
@@ -452,7 +452,7 @@ async def test_a_servers_pages():
             assert (await reader.get(path)).status_code == 404
 
 
-async def test_a_servers_keys_have_their_usage():
+async def test_keys_have_their_usage():
     usage = [("ci", f"image-{at}", Usage(1, 10.0 * at, 1.0)) for at in range(1, 8)]
     usage += [("alice", "(base)", Usage(1200, 90_000, 7200, 5 << 30)), ("bob", "(base)", Usage(1, 1.0, 80.0))]
     looked = LiveView(in_flight=[open_there("i0", key="ci"), open_there("i1", key="ci")], usage=usage)
@@ -495,7 +495,7 @@ async def test_equal_siblings_are_folded():
 
 @pytest.mark.slow("starts servers")
 @in_the_browser_s_loop
-async def test_nothing_hostile_comes_to_life_on_any_page(browser, tmp_path):
+async def test_nothing_hostile_comes_to_life(browser, tmp_path):
     (tmp_path / "g.jsonl").write_text(json.dumps(hostile()) + "\n")
     static = write_page(tmp_path / "g.jsonl")
     async with serving([hostile()], live=view) as server:
@@ -538,7 +538,7 @@ async def inert(page) -> None:
 
 @pytest.mark.slow("starts servers")
 @in_the_browser_s_loop
-async def test_a_replay_follows_the_keyboard(browser, tmp_path):
+async def test_a_replay_by_keyboard(browser, tmp_path):
     bar = "10%\r\x1b[K\x1b[32m100%\x1b[0m done\b\b\b\bDONE"
     one = group("bars", trajectory("bars-0", 1.0, output=bar, turns=[{"model_s": 2.5, "tools_s": 1, "calls_s": [1]}]))
     (tmp_path / "g.jsonl").write_text(json.dumps(one) + "\n")
@@ -663,7 +663,7 @@ async def test_long_names_break_no_label(browser):
 
 @pytest.mark.slow("starts servers")
 @in_the_browser_s_loop
-async def test_the_live_page_follows_the_keyboard(browser, port):
+async def test_the_live_page_by_keyboard(browser, port):
     numbers = {"n": 0}
 
     def counting() -> LiveView:

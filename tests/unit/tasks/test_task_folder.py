@@ -90,9 +90,10 @@ def test_files_keep_their_modes(folder):
 def test_litter_is_left_out(folder):
     every = load_task(folder).recipe.steps[-1]
     wanted = unpacked(folder, every)
-    for name in (".DS_Store", "__pycache__/a.pyc", "sub/.DS_Store", "sub/__pycache__/b.pyc"):
-        (folder / "environment" / name).parent.mkdir(exist_ok=True)
-        (folder / "environment" / name).write_text("")
+    write_files(
+        folder / "environment",
+        dict.fromkeys((".DS_Store", "__pycache__/a.pyc", "sub/.DS_Store", "sub/__pycache__/b.pyc"), ""),
+    )
     every = load_task(folder).recipe.steps[-1]
     assert unpacked(folder, every) == wanted
     starred, below = recipe_of(folder, "FROM debian\nCOPY * /x/\nCOPY sub/* /y/\n").steps
@@ -165,7 +166,7 @@ def test_variables_are_replaced(folder):
     )
 
 
-def test_the_later_one_of_an_arg_and_an_env_holds(folder):
+def test_the_later_of_arg_and_env_holds(folder):
     recipe = recipe_of(
         folder, "FROM debian\nENV A=1 B=1\nARG A=2\nENV B=$A\nRUN one\nENV A=3\nRUN two\nARG A\nRUN three\n"
     )
@@ -199,7 +200,7 @@ def test_from_names_what_slots_are(folder, platforms, architecture):
             load_task(folder, architecture=architecture)
 
 
-def test_a_dockerfile_is_read_for_what_slots_are(folder):
+def test_dockerfiles_are_read_for_slots(folder):
     (folder / "environment/Dockerfile").write_text(
         "FROM --platform=$BUILDPLATFORM debian\nARG TARGETARCH TARGETPLATFORM TARGETVARIANT BUILDARCH\n"
         "ENV GOT=$TARGETARCH,$TARGETPLATFORM,$TARGETVARIANT,$BUILDARCH\n"
@@ -231,7 +232,7 @@ def test_users_and_shells_hold_on(folder):
     assert recipe.settings.user == "dev"
 
 
-def test_here_documents_are_scripts_and_files(folder):
+def test_here_documents_are_read(folder):
     recipe = recipe_of(
         folder,
         "FROM debian\nENV WHO=me\nRUN <<EOF\necho one\necho two\nEOF\nRUN python3 - <<'PY'\nprint(1)\nPY\n"
@@ -262,9 +263,7 @@ def test_unused_stages_are_dropped(folder):
 
 
 def test_ignored_files_are_left_out(folder):
-    for name in ("b.log", "keep.log", "sub/c.log", "secret/key"):
-        (folder / "environment" / name).parent.mkdir(exist_ok=True)
-        (folder / "environment" / name).write_text("x")
+    write_files(folder / "environment", dict.fromkeys(("b.log", "keep.log", "sub/c.log", "secret/key"), "x"))
     (folder / "environment/.dockerignore").write_text(
         "\ufeffsecret\n# no logs\n**/*.log\n!keep.log\nDockerfile\n.dockerignore\n"
     )
@@ -293,7 +292,7 @@ def test_here_documents_are_expanded(folder):
     assert as_it_is == f"{raw}\n"
 
 
-def test_indented_here_documents_are_bash_s(folder):
+def test_indented_here_documents(folder):
     recipe = recipe_of(folder, "FROM debian\nRUN <<-E\n\t#!/bin/cat\n\techo\nE\nRUN <<-E\n#!/bin/cat\n\tx\nE\n")
     shells, program = (step.command for step in recipe.steps)
     assert shells == ("/bin/sh", "-c", "#!/bin/cat\necho\n")
@@ -301,9 +300,7 @@ def test_indented_here_documents_are_bash_s(folder):
 
 
 def test_parents_start_at_the_pivot(folder):
-    for name in ("x/y/deep/f.txt", "x/y/g.txt", "z/y/g.txt"):
-        (folder / "environment" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "environment" / name).write_text("x")
+    write_files(folder / "environment", dict.fromkeys(("x/y/deep/f.txt", "x/y/g.txt", "z/y/g.txt"), "x"))
     recipe = recipe_of(
         folder,
         "FROM debian\nCOPY --parents x/y/g.txt a.txt /some\nCOPY --parents ./x/./y/deep /pivot/\nCOPY --parents */y/g.txt /wild/\n"
@@ -340,7 +337,7 @@ def test_a_source_may_climb_in_its_context(folder):
 
 
 @pytest.mark.parametrize("source", ["./a.txt", ".//a.txt", "././a.txt", ".//a*", "sub/..//a.txt", "a.txt/."])
-def test_a_source_may_have_parts_that_say_nothing(folder, source):
+def test_sources_may_have_idle_parts(folder, source):
     [step] = recipe_of(folder, f"FROM a\nARG DIR=\nCOPY {source} ./${{DIR}}/a.txt /x/\n").steps
     assert sorted(unpacked(folder, step)) == ["/x/a.txt"]
 
@@ -378,7 +375,7 @@ def test_no_link_leads_out_of_the_context(folder, tmp_path, source):
         unpacked(folder, Copy((source,), "/to"))
 
 
-def test_an_archive_that_is_added_is_unpacked(folder):
+def test_added_archives_are_unpacked(folder):
     with tarfile.open(folder / "environment/x.tar.gz", "w:gz") as archive:
         archive.add(folder / "environment/a.txt", "a.txt")
     unpack, plain = recipe_of(folder, "FROM debian\nADD x.tar.gz a.txt /opt/it/\n").steps
@@ -526,7 +523,7 @@ def test_vain_instructions_are_refused(folder, line, named):
         ("artifacts = ['here']", "artifacts"),
     ],
 )
-def test_a_bad_task_toml_is_refused_by_field(folder, text, named):
+def test_bad_task_tomls_name_the_field(folder, text, named):
     (folder / "task.toml").write_text(text)
     with pytest.raises(ConfigError) as refused:
         load_task(folder)
@@ -594,7 +591,7 @@ TEXTS = ["task.toml", "instruction.md", "tests/test.sh"]
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_part_that_is_no_file_is_not_waited_for(folder, name):
+def test_no_waiting_for_odd_parts(folder, name):
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(ConfigError, match=f"{name}: is not a file"):
@@ -625,7 +622,7 @@ def test_windows_text_is_read(folder):
         load_task(folder)
 
 
-def test_continued_conversations_are_refused(folder):
+def test_no_continued_conversations(folder):
     (folder / "trajectory.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"trajectory\.json: no agent is given an earlier conversation"):
         load_task(folder)
@@ -698,7 +695,7 @@ def test_links_out_of_the_task_are_refused(folder, tmp_path, part):
     assert load_task(folder).name == "demo", "a link inside it"
 
 
-def test_files_that_cannot_be_honoured_are_named(folder):
+def test_unsupported_files_are_named(folder):
     compose = folder / "environment/docker-compose.yaml"
     for text, named in (
         ("services: {}", "has no services"),
@@ -752,7 +749,7 @@ def test_empty_matches_are_named(folder, tmp_path):
     assert [task.name for task in read_tasks(folder).tasks] == ["demo"]
 
 
-def test_a_folder_that_may_not_be_read_is_no_task(folder):
+def test_unreadable_folders_are_no_tasks(folder):
     """As lost+found is, at the top of a disk of tasks."""
     root = os.geteuid() == 0
     with tempfile.TemporaryDirectory() as name:
@@ -768,7 +765,7 @@ def test_a_folder_that_may_not_be_read_is_no_task(folder):
                 os.seteuid(0)
 
 
-def test_older_spellings_and_empty_forms_are_read(folder):
+def test_older_spellings_are_read(folder):
     (folder / "task.toml").write_text(
         'schema_version = "1.1"\n[task]\nname = "org/demo"\n[environment]\nmemory = "2G"\nstorage = "512M"\n'
         "mcp_servers = []\ndocker_image = ''\nworkdir = ''\ncpus = 2\n[environment.env]\n[verifier.env]\nA = 'b'\n[solution.env]\n"
@@ -793,7 +790,7 @@ def test_patterns_choose_the_base(folder):
     assert fit(task, room, images=("debian*",)).notes == ()
 
 
-def test_dockerfiles_start_from_image_settings(folder):
+def test_image_settings_come_first(folder):
     (folder / "environment/Dockerfile").write_text(
         "FROM app:1\nENV PATH=/own:$PATH\nWORKDIR sub\nCOPY --from=tools:2 /bin/x /x\nCOPY --from=tools:2 /y /y\n"
         "ADD --checksum=sha256:"
@@ -834,7 +831,7 @@ def test_symbolic_modes_are_those_of_chmod(mode, words, folder, changed, tmp_pat
         assert oct(path.stat().st_mode & 0o7777) == oct(changed)
 
 
-def test_large_folders_are_several_archives(tmp_path):
+def test_large_folders_are_split(tmp_path):
     for number in range(8):
         (tmp_path / f"f{number}").write_bytes(b"x" * 50_000)
     pieces = list(pack([(f"f{n}", tmp_path / f"f{n}") for n in range(8)], limit=200_000))
@@ -853,7 +850,7 @@ def test_large_folders_are_several_archives(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["environment", "tests", "solution", "steps/one/workdir"])
-def test_a_fifo_is_refused_where_the_task_is_loaded(folder, where):
+def test_fifos_are_refused_at_load(folder, where):
     (folder / "steps/one").mkdir(parents=True)
     (folder / "steps/one/instruction.md").write_text("Do.")
     (folder / "task.toml").write_text('[[steps]]\nname = "one"\n')
@@ -910,7 +907,7 @@ def test_memory_files_need_room(folder):
         (2048, 2048, LeaseLimits(memory_mib=4096, disk_mib=2048)),  # fits
     ],
 )
-def test_files_that_don_t_fit_in_memory_are_on_disk(folder, storage, memory, limits):
+def test_large_files_are_on_disk(folder, storage, memory, limits):
     task = sized(folder, "1.4", memory_mb=memory, storage_mb=storage)
     room = Room(Resources(memory_mib=1024, disk_mib=512), most_mib=4096)
     found = fit(task, room)
@@ -1039,7 +1036,7 @@ def test_aliases_of_aliases_take_no_memory(folder, more):
         load_task(folder)
 
 
-def test_every_bad_task_of_a_set_is_named_at_once(folder, tmp_path):
+def test_all_bad_tasks_are_named_at_once(folder, tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "task.toml").write_text("")
@@ -1177,7 +1174,7 @@ def test_vain_compose_keys_are_refused(folder, keys, named):
         ("entrypoint: [], command: serve", (), ("serve",)),
     ],
 )
-def test_compose_replaces_the_image_s_start(folder, keys, entrypoint, command):
+def test_compose_replaces_the_start(folder, keys, entrypoint, command):
     (folder / "environment/Dockerfile").write_text('FROM debian\nENTRYPOINT ["/start"]\nCMD ["image"]\n')
     (folder / "environment/compose.yaml").write_text(f"services: {{main: {{build: .{keys and ', '}{keys}}}}}")
     settings = load_task(folder).recipe.settings
@@ -1206,14 +1203,14 @@ def test_steps_inherit_from_the_task(folder):
 @pytest.mark.parametrize(
     ("rewards", "mean"), [([1.0] * 49, 1.0), ([0.0, 1.0], 0.5), ([1e308, 1e308], 1e308), ([-1e308, 1e308], 0.0)]
 )
-def test_the_mean_of_steps_is_exact_for_any_numbers(folder, rewards, mean):
+def test_means_of_steps_are_exact(folder, rewards, mean):
     (folder / "steps/one").mkdir(parents=True)
     (folder / "steps/one/instruction.md").write_text("Do it.")
     (folder / "task.toml").write_text("[[steps]]\nname = 'one'\n")
     assert combined(load_task(folder), [Verdict(reward, 0, "", 0.0, {"reward": reward}) for reward in rewards]) == mean
 
 
-def test_the_mean_of_steps_counts_gaps_as_0(folder):
+def test_gaps_of_steps_count_as_0(folder):
     (folder / "steps/one").mkdir(parents=True)
     (folder / "steps/one/instruction.md").write_text("Do it.")
     (folder / "task.toml").write_text("[[steps]]\nname = 'one'\n")
@@ -1254,8 +1251,7 @@ def test_steps_need_their_variables(folder, table):
     ],
 )
 def test_a_separate_verifier_s_machine(folder, toml, files, image, bundled):
-    for name, text in {"task.toml": toml, **files}.items():
-        (folder / name).write_text(text)
+    write_files(folder, {"task.toml": toml, **files})
     task = load_task(folder)
     found = None if task.verifier is None else (task.verifier.image, task.verifier.bundled)
     assert found == (None if bundled is None else (image, bundled))
@@ -1334,12 +1330,12 @@ def test_tests_run_in_a_view_by_default(folder, toml, solution, mode):
         ("curl localhost; cat x.socket", "view"),
     ],
 )
-def test_tests_that_use_unix_sockets_run_in_the_agent_s_slot(folder, test, mode):
+def test_unix_sockets_need_the_agents_slot(folder, test, mode):
     (folder / "tests/helper.py").write_text(test)
     assert choose(load_task(folder)).mode == mode
 
 
-def test_virtual_environments_that_only_tests_name_are_known(folder):
+def test_venvs_of_tests_alone_are_known(folder):
     (folder / "environment/Dockerfile").write_text("FROM debian:13\nWORKDIR /app\n")
     (folder / "instruction.md").write_text("Put numpy into mine.")
     run = ". ./.venv/bin/activate; /venv/bin/python3.11 x; ../v/bin/pytest; $HOME/h/bin/python; mine/bin/python; /usr/bin/awk"
@@ -1350,7 +1346,7 @@ def test_virtual_environments_that_only_tests_name_are_known(folder):
 @pytest.mark.parametrize(
     ("workdir", "mode"), [("/", "shared"), ("/etc", "shared"), ("/usr/local", "shared"), ("/opt/x", "view")]
 )
-def test_a_folder_of_the_system_is_shown_in_no_view(folder, workdir, mode):
+def test_no_view_shows_system_folders(folder, workdir, mode):
     (folder / "environment/Dockerfile").write_text(f"FROM debian:13\nWORKDIR {workdir}\n")
     assert choose(load_task(folder)).mode == mode
 
@@ -1367,7 +1363,7 @@ def test_reading_is_linear(folder):
     assert time.process_time() - started < 2
 
 
-def test_links_read_nothing_of_this_machine(folder):
+def test_links_read_nothing_here(folder):
     (folder / "solution").mkdir()
     (folder / "solution/solve.sh").write_text("echo 42 > answer\n")
     (folder / "solution/memory").symlink_to("/proc/self/mem")
