@@ -30,10 +30,9 @@ from typing_extensions import override
 from atropos.adapters.openai_agents_terminal import Terminals
 from atropos.adapters.process_slots import held_by_lease, lease_until_exit, release_and_wait
 from atropos.adapters.sharing import (
-    CANNOT_EXECUTE,
-    NOT_FOUND,
     HeldSlot,
     SlotRequest,
+    not_started,
     shell_code,
 )
 from atropos.archives import WholeTar
@@ -157,8 +156,7 @@ class AtroposSandboxSession(BaseSandboxSession):
         if result.timed_out:
             raise ExecTimeoutError(command=argv, timeout_s=timeout)
         if result.exit_code is None:
-            error = result.error or "it never ran"
-            code = NOT_FOUND if error.startswith("not_found") else CANNOT_EXECUTE
+            code, error = not_started(result)
             return ExecResult(stdout=b"", stderr=error.encode(), exit_code=code)
         stdout, stderr = result.stdout_bytes or b"", result.stderr_bytes or b""
         return ExecResult(stdout=stdout, stderr=stderr, exit_code=shell_code(result.exit_code))

@@ -28,11 +28,10 @@ from typing_extensions import override
 from atropos.adapters import folders
 from atropos.adapters.process_slots import LazySlot, held_by_lease, release_and_wait
 from atropos.adapters.sharing import (
-    CANNOT_EXECUTE,
-    NOT_FOUND,
     HeldSlot,
     SandboxGoneError,
     SlotRequest,
+    not_started,
     shell_code,
     time_limit,
 )
@@ -132,8 +131,7 @@ class AtroposWorkspace(WorkspaceBackend, SupportsCommands, SupportsFilesystem):
                 stderr=stderr,
             )
         if result.exit_code is None:
-            error = result.error or "it never ran"
-            code = NOT_FOUND if error.startswith("not_found") else CANNOT_EXECUTE
+            code, error = not_started(result)
             return CommandResult(exit_code=code, stdout="", stderr=error)
         return CommandResult(exit_code=shell_code(result.exit_code), stdout=stdout, stderr=stderr)
 

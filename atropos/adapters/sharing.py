@@ -281,6 +281,12 @@ def shell_code(exit_code: int) -> int:
     return exit_code if exit_code >= 0 else 128 - exit_code
 
 
+def not_started(result: ExecResult) -> tuple[int, str]:
+    """Exit code, as a shell gives it, and reason of a program that could not be started."""
+    error = result.error or "it never ran"
+    return NOT_FOUND if error.startswith("not_found") else CANNOT_EXECUTE, error
+
+
 def time_limit(result: ExecResult, timeout_s: float | None) -> str:
     """What ended a command that took too long, for a message: its own time-out, or the slot's limit before it."""
     if timeout_s is None or result.duration_s < timeout_s:

@@ -23,11 +23,10 @@ from verifiers.v1.runtimes.docker import DockerRuntimeInfo
 from verifiers.v1.utils.compile import resolve_runtime_config
 
 from atropos.adapters.sharing import (
-    CANNOT_EXECUTE,
-    NOT_FOUND,
     HeldSlot,
     SlotRequest,
     infrastructure,
+    not_started,
     shell_code,
     time_limit,
 )
@@ -185,8 +184,8 @@ class AtroposRuntime(Runtime):
         if result.timed_out:
             raise SandboxError(f"{argv[0]} took longer than {time_limit(result, None)}")
         if result.exit_code is None:
-            error = result.error or "it never ran"
-            return ProgramResult(NOT_FOUND if error.startswith("not_found") else CANNOT_EXECUTE, "", error)
+            code, error = not_started(result)
+            return ProgramResult(code, "", error)
         return ProgramResult(shell_code(result.exit_code), result.stdout or "", result.stderr or "")
 
     @override
