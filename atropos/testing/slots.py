@@ -380,6 +380,67 @@ async def test_a_lease_has_the_size_that_it_asks_for_and_the_next_is_plain(pool:
         await pool.acquire("huge", limits=LeaseLimits(memory_mib=1 << 20))
 
 
+ANSWERS = """
+import os, socket
+with socket.create_server(("", 4714)) as listening:
+    while True:
+        peer, _ = listening.accept()
+        peer.sendall(os.environ["NAME"].encode())
+        peer.close()
+"""
+ASKS = """
+import socket, sys
+for host in sys.argv[1:]:
+    with socket.create_connection((host, 4714), timeout=20) as peer:
+        print(peer.recv(10).decode())
+"""
+
+
+async def test_slots_of_a_group_know_each_other_by_name_and_end_together(pool: SlotPool) -> None:
+    small = LeaseLimits(memory_mib=96)
+    members = LeaseLimits(members=(LeaseLimits(), small))
+    async with pool.lease("main", limits=members) as slot, pool.lease("alone") as alone:
+        db = await pool.join(slot, ["db"], its_names=["main"])
+        web = await pool.join(slot, ["web"], its_names=["main"], limits=small)
+        group = {"main": slot, "db": db, "web": web}
+        assert {each.container for each in group.values()} == {slot.container}
+        for name, each in group.items():
+            await each.start(["python3", "-c", ANSWERS], env={"NAME": name})
+        for each in group.values():
+            command = 'until python3 -c "$ASKS" main db web 2> /dev/null; do sleep 0.1; done'
+            answers = await each.exec(command, env={"ASKS": ASKS}, timeout_s=60)
+            assert answers.output == "main\ndb\nweb\n", "each its own, on one port"
+        address = (await slot.exec("getent hosts db")).output.split()[0]
+        for host in ("db", address):
+            assert (await alone.exec(["python3", "-c", ASKS, host])).exit_code == 1, "no other slot gets there"
+        assert (await web.exec("head -c 150M /dev/zero | tail -c 150M > /dev/null")).limit == "memory"
+        await db.release()
+        for each in group.values():
+            with pytest.raises(LeaseExpired):
+                await each.exec("true")
+        assert (await alone.exec("echo on")).output == "on\n"
+
+
+async def test_a_slot_of_a_group_has_another_ones_folder(pool: SlotPool) -> None:
+    async with pool.lease("main", limits=LeaseLimits(members=(LeaseLimits(),))) as slot:
+        db = await pool.join(slot, ["db"], its_names=["main"])
+        await db.exec("mkdir -p /data/more; echo 1 > /data/one")
+        await slot.mount("/data", "/shared/data", of=db)
+        await slot.mount("/data/one", "/only", of=db, read_only=True)
+        assert (await slot.exec("cat /shared/data/one; echo 2 > /shared/data/more/two")).output == "1\n"
+        assert (await db.exec("cat /data/more/two; rm /data/more/two; echo 3 > /data/one")).output == "2\n"
+        assert (await slot.exec("cat /only; ls /shared/data/more")).output == "3\n"
+        assert "Read-only" in (await slot.exec("echo 4 > /only")).output
+        for source, path, error in (
+            ("/nothing", "/x", FileNotFoundError),
+            ("/data", "/only", NotADirectoryError),
+            ("/data", "/only/below", NotADirectoryError),
+            ("/data/one", "/shared", IsADirectoryError),
+        ):
+            with pytest.raises(error):
+                await slot.mount(source, path, of=db)
+
+
 async def test_forks_start_from_the_frozen_workspace_and_go_their_own_ways(pool: SlotPool) -> None:
     async with pool.lease("origin") as origin:
         await origin.exec("mkdir d; echo base > d/f; ln -s d/f link; echo gone > g")

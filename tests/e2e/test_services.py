@@ -26,6 +26,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/services/order-totals"
 SERVER = """
 import http.server, os, pathlib, socket, sys, time
 time.sleep(float(os.environ.get("SLEEP", 0)))
@@ -164,12 +165,15 @@ exec 3<>/dev/tcp/store/6379; echo GET answer >&3; read -r answer <&3
         },
     )
     for agent, reward in (("oracle", 1.0), ("nop", 0.0)):
-        run = TaskRun(TaskImages(pool), VerifierLayers(()), task, agent)
-        try:
-            assert (await run.play()).reward == reward
-        finally:
-            await run.end()
+        assert await play(pool, task, agent) == reward
         await until(lambda: pool.stats().leased == 0, "they are released together")
+
+
+async def test_the_example_is_solved_by_its_solution_alone(pool):
+    task = load_task(EXAMPLE)
+    assert [each.name for each in task.beside] == ["order-totals/orders", "order-totals/rates"]
+    task = fit(task, Room.of(pool.config)).sized(task)
+    assert [await play(pool, task, agent) for agent in ("oracle", "nop")] == [1, 0]
 
 
 async def test_each_has_its_own_ports_and_loopback(pool, make):
@@ -414,8 +418,8 @@ async def test_a_lost_slot_of_a_service_is_no_verdict(pool, make):
     await until_all_free(pool)
 
 
-async def play(pool, task):
-    run = TaskRun(TaskImages(pool), VerifierLayers(()), task, "nop")
+async def play(pool, task, agent="nop"):
+    run = TaskRun(TaskImages(pool), VerifierLayers(()), task, agent)
     try:
         return (await run.play()).reward
     finally:
