@@ -208,19 +208,21 @@ async def test_targets_without_path_lead_nowhere(target: bytes):
         b"/a?b=../c&d=%7e+%20&e=/?#",
     ],
 )
-async def test_paths_arrive_as_sent(target: bytes):
+async def test_paths_and_headers_arrive_as_sent(target: bytes):
     received = asyncio.get_running_loop().create_future()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        received.set_result(await reader.readline())
+        received.set_result(await reader.readuntil(b"\r\n\r\n"))
         writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
         hosts = Hosts(listening.sockets[0].getsockname()[1])
         async with asyncio.timeout(30):
-            assert await routed(hosts, target, [], []) == 204
-            assert await received == b"POST %s HTTP/1.1\r\n" % target
+            assert await routed(hosts, target, [(b"x-own", "é ☃ a=b".encode())], []) == 204
+            request, *headers = (await received).split(b"\r\n")
+        assert request == b"POST %s HTTP/1.1" % target
+        assert "x-own: é ☃ a=b".encode() in headers
         await hosts.aclose()
 
 

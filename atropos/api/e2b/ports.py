@@ -182,7 +182,7 @@ class HostRoutes:
             return await self._hosts.http.request(
                 request.method,
                 target,
-                headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers],
+                headers=[(name.decode("latin-1"), _text(value)) for name, value in headers],
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
                 data=None if sent is None else _body(request, sent),
                 allow_redirects=False,
@@ -205,6 +205,14 @@ class HostRoutes:
         answered = [(name.lower(), value) for name, value in answer.raw_headers]
         passed.raw_headers = [each for each in answered if each[0] not in _NOT_PASSED_ON]
         return passed
+
+
+def _text(value: bytes) -> str:
+    """A header's value as text, which aiohttp writes as UTF-8; what was none is taken for Latin-1."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 async def _body(request: Request, sent: asyncio.Event) -> AsyncIterator[bytes]:
