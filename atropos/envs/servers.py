@@ -118,9 +118,7 @@ async def probe_servers(
         if config is None:
             continue
         own = inference_of(one)
-        with contextlib.suppress(TimeoutError):  # the request below meets it, too
-            async with asyncio.timeout(min(timeout_s, MODELS_TIMEOUT_S)):
-                await own.read_models()
+        await _read_models(own, timeout_s)
         config.model_name = own.model
         text = f"the inference server at {config.base_url} has not answered the first request for {PROBE_SAID_S:g} s"
         timer = asyncio.get_running_loop().call_later(
@@ -133,7 +131,7 @@ async def probe_servers(
             else:
                 await model.probe_chat(**(chat_options or {}))
             if own.context_tokens is None:  # llama.cpp's router loads a model at its first request
-                await own.read_models()
+                await _read_models(own, timeout_s)
         except InferenceError as error:
             raise InferenceError(
                 f"openai.base_url: {config.base_url} ({config.server_type}): {error}; "
@@ -143,6 +141,12 @@ async def probe_servers(
             ) from error
         finally:
             timer.cancel()
+
+
+async def _read_models(own: InferenceServer, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):  # requests meet it, too
+        async with asyncio.timeout(min(timeout_s, MODELS_TIMEOUT_S)):
+            await own.read_models()
 
 
 def _cure(error: InferenceError, kind: str) -> str:

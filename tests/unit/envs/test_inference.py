@@ -274,6 +274,25 @@ async def test_router_loads_a_named_model():
     assert env.context_tokens == 4096
 
 
+async def test_models_may_hang(monkeypatch):
+    monkeypatch.setattr(servers, "MODELS_TIMEOUT_S", 0.2)
+
+    async def models(_request):
+        await asyncio.Event().wait()
+
+    async def completion(request):
+        body = await request.json()
+        return web.json_response(llama(body, logprobs(body["temperature"] or 1.0)))
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    app.router.add_post("/completion", completion)
+    async with serving(app) as url:
+        env = make(ScriptEnv, f"{url}/v1", None)
+        await probe_servers(env.server, env.tokenizer, 20)
+        await stop_servers(env.server)
+
+
 async def test_changed_prompt_is_refused():
     def doubled(body, told):
         return vllm_completions({**body, "prompt": [0, *body["prompt"]]}, told)
