@@ -192,6 +192,8 @@ class LlamaCompletion(TokenApi):
         parameters = {name: value for name, value in sampling.items() if name not in {"max_tokens", "stop_token_ids"}}
         whole = {
             "samplers": ["temperature"],
+            "mirostat": 0,  # which would take the samplers' place
+            "dynatemp_range": 0.0,
             "top_k": 0,
             "top_p": 1.0,
             "min_p": 0.0,

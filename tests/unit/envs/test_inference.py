@@ -162,6 +162,8 @@ async def test_whole_distribution_wanted(name):
         assert fields["top_k"] in {-1, 0}
         assert fields["presence_penalty"] == fields["frequency_penalty"] == 0.0
         assert fields.get("repetition_penalty", fields.get("repeat_penalty")) == 1.0
+        if name == "llama.cpp":  # whose flags set these
+            assert (fields["samplers"], fields["mirostat"], fields["dynatemp_range"]) == (["temperature"], 0, 0)
 
 
 @pytest.mark.parametrize(
