@@ -82,11 +82,13 @@ async def test_trajectories_go_on(processed, tmp_path, monkeypatch, name, how, a
     env = make(name, processed.url, path, groups=4, agent_temperature=0.7, max_token_length=2000)
 
     async def update() -> int:
+        pending = env.server.servers[0].inference.pending
+        await until(lambda: (env.backend.running and pending.silence()[0]) or done.is_set(), "a turn is asked for")
         for count in itertools.count():
-            if await set_within(done, random.uniform(0.2, 2)):
-                return count
             for step in UPDATES[how]:
                 await asyncio.to_thread(processed.post, step, {"new_version": f"v{count}"})
+            if await set_within(done, random.uniform(0.1, 1)):
+                return count + 1
         raise AssertionError
 
     updating = asyncio.create_task(update())
@@ -95,7 +97,6 @@ async def test_trajectories_go_on(processed, tmp_path, monkeypatch, name, how, a
     finally:
         done.set()
         updates = await updating
-    assert updates > 0
     assert {facts["attempts"] for group in groups_of(path) for facts in group["atropos"]["trajectories"]} == {1}
     compared = assert_logprobs(path)
     if api == "generate":
@@ -114,7 +115,7 @@ async def test_pause_is_not_agents_time(processed, tmp_path, monkeypatch, caplog
     pending = env.server.servers[0].inference.pending
     await until(lambda: env.backend.running and pending.silence()[0] == 4, "turns are asked for")
     await asyncio.to_thread(processed.post, "/pause?mode=keep")
-    await until(lambda: " is paused; each call waits" in caplog.text, "the log says that it is paused")
+    await until(lambda: " is paused or asleep; each call waits" in caplog.text, "the log says that it is paused")
     await asyncio.sleep(15)
     await asyncio.to_thread(processed.post, "/resume")
     await running

@@ -33,9 +33,9 @@ ABSENT = frozenset({403, 404, 405})
 ELSEWHERE = ABSENT | {400, 415, 422, 501}
 """Statuses with which a server may answer a request in an API that it doesn't speak, or (`ABSENT`) that it doesn't
 have."""
-HALTS = {"/is_paused": "paused", "/is_sleeping": "asleep"}
-"""Where vLLM tells that it takes requests and answers none, by its development endpoints. Its /health says 200
-meanwhile."""
+HALTS = ("/is_paused", "/is_sleeping")
+"""Where vLLM tells that it takes requests and answers none, by its development endpoints: 0.32 says both of a server
+that is paused. Its /health says 200 meanwhile."""
 HALT_TIMEOUT = aiohttp.ClientTimeout(total=5)
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 
@@ -65,7 +65,7 @@ class InferenceServer:
         context_tokens: most tokens of prompt and answer together; None: the server doesn't say.
         raw_logprobs: whether its logprobs are of temperature 1, whatever it samples with.
         api: what it speaks; None: not found out yet.
-        halted: `paused` or `asleep`, where it says so; else empty.
+        halted: whether it says that it is paused or asleep.
         pending: calls that it has not answered yet.
     """
 
@@ -76,9 +76,9 @@ class InferenceServer:
         self.context_tokens: int | None = None
         self.raw_logprobs = False
         self.api: TokenApi | None = None
-        self.halted = ""
+        self.halted = False
         self.pending = PendingCalls()
-        self._halts = dict(HALTS)
+        self._halts = [*HALTS]
         self._halted_s, self._halted_at = 0.0, 0.0
         self._finding = asyncio.Lock()
         self._session: aiohttp.ClientSession | None = None
@@ -126,17 +126,16 @@ class InferenceServer:
 
         What it says holds for the last `since_s` seconds, and until the next look.
         """
-        began, halted = time.monotonic() - since_s, ""
-        for path, state in [*self._halts.items()]:
+        began, halted = time.monotonic() - since_s, False
+        for path in [*self._halts]:
             try:
-                if (await self._answer("GET", path, timeout=HALT_TIMEOUT))[path[1:]] is True:
-                    halted = state
+                halted |= (await self._answer("GET", path, timeout=HALT_TIMEOUT))[path[1:]] is True
             except (Refused, aiohttp.ClientError, TimeoutError) as error:
                 if getattr(error, "status", None) not in ABSENT:
                     return
-                del self._halts[path]  # it doesn't tell
+                self._halts.remove(path)  # it doesn't tell
             except (InferenceError, *_MALFORMED):
-                del self._halts[path]
+                self._halts.remove(path)
         if self.halted and not halted:
             self._halted_s = self.halted_s
         elif halted and not self.halted:

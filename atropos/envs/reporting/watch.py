@@ -171,7 +171,7 @@ class _ServerWatch:
                 self._url,
                 count,
                 seconds,
-                own.halted or "paused or asleep, or its turns take so long",
+                "paused or asleep" if own.halted else "paused or asleep, or its turns take so long",
                 self._model_timeout_s,
             )
         self._longest_s = seconds

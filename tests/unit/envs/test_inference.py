@@ -353,16 +353,17 @@ class Halting:
         async def health(_request):
             return web.Response()
 
-        async def is_paused(_request):
+        async def is_halted(request):
             self.looks += 1
             if not self.tells or self.looks == 1:  # a proxy before it, or no development mode
                 return web.Response(status=503 if self.tells else 404)
-            return web.json_response({"is_paused": not self.running.is_set()})
+            return web.json_response({request.path[1:]: not self.running.is_set()})
 
         app = web.Application()
         app.router.add_post("/v1/completions", generate)
         app.router.add_get("/health", health)
-        app.router.add_get("/is_paused", is_paused)
+        for path in ("/is_paused", "/is_sleeping"):  # vLLM 0.32 says both of a server that is paused
+            app.router.add_get(path, is_halted)
         return app
 
 
@@ -380,7 +381,7 @@ async def test_pause_is_not_agent_s_time(monkeypatch, caplog):
         async with beside(watch.watch_inference(env.server, 60)), asyncio.TaskGroup() as tasks:
             began, before = time.perf_counter(), model.lost_s
             tasks.create_task(model.generate([1, 2], max_tokens=1, temperature=1.0))
-            await until(lambda: "it is paused; each call waits up to" in caplog.text, "the log says so")
+            await until(lambda: "is paused or asleep; each call waits up to" in caplog.text, "the log says so")
             halting.running.set()
         waited = time.perf_counter() - began
         assert waited / 2 < model.lost_s - before <= waited
@@ -410,7 +411,7 @@ async def test_one_of_two_is_paused(monkeypatch, caplog):
             began, before = time.perf_counter(), models[0].lost_s
             tasks.create_task(models[0].generate([1, 2], max_tokens=1, temperature=1.0))
             busy = tasks.create_task(keep_asking())
-            await until(lambda: "it is paused; each call waits up to" in caplog.text, "the log says so")
+            await until(lambda: "it is paused or asleep; each call waits up to" in caplog.text, "the log says so")
             halting.running.set()
             busy.cancel()
         waited = time.perf_counter() - began
@@ -453,7 +454,7 @@ async def test_pause_may_be_unknown(monkeypatch):
     async with server(api, answer) as (url, _):
         one = InferenceServer(url, "vllm", "tiny", "x", 20)
         await one.look(1)
-        assert (one.halted, one.halted_s) == ("", 0)
+        assert (one.halted, one.halted_s) == (False, 0)
     await one.look(1)  # it would fail: nobody answers
     await one.close()
 
