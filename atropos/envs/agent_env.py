@@ -121,7 +121,6 @@ class AgentEnv(SandboxEnv):
         info = await self._call_workspace_setup(item, trajectory_id)
         task = checked_text(await self.hooks.call("build_task", lambda: self.build_task(item)), "build_task")
         config = await self.hooks.call("build_agent_config", lambda: self.build_agent_config(item))
-        self.check_logprobs(config.temperature)
         set_up = time.perf_counter()
         changes = WorkspaceChanges(self.executor, trajectory_id, wanted=self.config.records_changes)
         agent = self._agent(config, changes.watched(partial(self.execute_tool, trajectory_id)), member.seed)

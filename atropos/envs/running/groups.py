@@ -106,6 +106,14 @@ class TrajectoryRunner(Protocol):
         """Run, verify and score one trajectory."""
         ...
 
+    def check_logprobs(self, temperature: float) -> None:
+        """Check that a trainer can use the logprobs of what is sampled with a temperature.
+
+        Raises:
+            ConfigError: it can't.
+        """
+        ...
+
 
 class GroupCollector:
     """Collects groups of an env's trajectories; a hopeless run ends the command's lifetime.
@@ -165,6 +173,8 @@ class GroupCollector:
         name = self._env.item_name(item)
         try:
             rollouts = await self._in_time(self.rollouts(item, self._config.group_size))
+            for temperature in {rollout.transcript.temperature for rollout in rollouts}:
+                self._env.check_logprobs(temperature)
             self._check_cut(rollouts)
         except GroupDropped as dropped:
             self._metrics.dropped[dropped.code] += 1

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -208,15 +209,36 @@ async def test_raw_logprobs_on_request(settings):
         await env._close()
 
 
-async def test_evaluation_may_be_raw(policy):
-    class Env(ScriptEnv):
-        async def evaluate(self, *_args, **_kwargs):
-            self.server.servers[0].inference.raw_logprobs = True
-            self.scored, _ = await self.collect_trajectory(self.items[0])
+class Raw(ScriptEnv):
+    """Its server's logprobs are of temperature 1, and build_agent_config chooses another."""
 
-    env = make(Env, policy.url, None, agent_temperature=0.7)
+    def build_agent_config(self, item):
+        return replace(super().build_agent_config(item), temperature=0.7)
+
+    async def setup_agent_env(self):
+        self.server.servers[0].inference.raw_logprobs = True
+
+    async def evaluate(self, *_args, **_kwargs):
+        self.scored, _ = await self.collect_trajectory(self.items[0])
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+async def test_evaluation_may_be_raw(policy, temperature):
+    env = make(Raw, policy.url, None, agent_temperature=temperature)
     await env._run_evaluate()
     assert env.scored["overrides"]["logprobs"] == "raw"
+
+
+async def test_evaluation_beside_training_may_be_raw(policy):
+    env = make(Raw, policy.url, None, agent_temperature=1.0)
+    async with env.running():
+        await env.evaluate()
+    assert env.scored["overrides"]["temperature"] == 0.7
+
+
+async def test_raw_group_ends_the_run(policy):
+    with pytest.raises(ConfigError, match=r"temperature: 0\.7, but"):
+        await make(Raw, policy.url, None, agent_temperature=1.0).process_manager()
 
 
 @pytest.mark.parametrize("allowed", [False, True])
