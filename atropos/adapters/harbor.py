@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import tarfile
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,17 @@ from atropos.adapters.sharing import (
 )
 from atropos.errors import ConfigError
 from atropos.resources import Resources
-from atropos.slots import LeaseLimits, Slot, SlotPool, SlotPoolConfig
+from atropos.slots import LeaseLimits, Slot, SlotPoolConfig
+from atropos.tasks import services
 from atropos.tasks.builder.accounts import profile_of
 from atropos.tasks.fit import STAND_INS, Room
 from atropos.tasks.format import machines
-from atropos.tasks.format.compose import read_only_service
+from atropos.tasks.format.beside import services_of
+from atropos.tasks.format.compose import read_compose
 from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB, EnvironmentSection, TaskConfig
 from atropos.tasks.format.recipe import BuildInputs
 from atropos.tasks.format.task import Task, first_recipe
 from atropos.tasks.prepare import TaskImages
-from atropos.tasks.workspace import start_main_process
 
 LONGEST_BUILD_S = 24 * 3600.0
 """Harbor itself ends a start that takes too long."""
@@ -51,9 +53,10 @@ KNOWN = frozenset(inspect.signature(BaseEnvironment.__init__).parameters)
 
 
 class AtroposEnvironment(BaseEnvironment):
-    """One slot. All trials of a job's process share a pool; `--ek NAME=VALUE` sets a field of `SlotPoolConfig`.
+    """A slot, and one for each service beside it.
 
-    Of the adapter's own is `task_images`: patterns of images that the pool's base stands in for, all others are pulled.
+    All trials of a job's process share a pool; `--ek NAME=VALUE` sets a field of `SlotPoolConfig`. Of the adapter's
+    own is `task_images`: patterns of images that the pool's base stands in for, all others are pulled.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,6 +72,7 @@ class AtroposEnvironment(BaseEnvironment):
         self._stand_ins = stand_ins
         self._shared: SharedPool | None = None
         self._slot: Slot | None = None
+        self._beside: dict[str, Slot] = {}
         super().__init__(*args, **kwargs)
 
     @staticmethod
@@ -80,6 +84,7 @@ class AtroposEnvironment(BaseEnvironment):
     @override
     def capabilities(self) -> EnvironmentCapabilities:
         return EnvironmentCapabilities(
+            docker_compose=True,
             gpus=self._config.gpus > 0,
             disable_internet=True,
             network_allowlist=True,
@@ -102,6 +107,8 @@ class AtroposEnvironment(BaseEnvironment):
     def _validate_definition(self) -> None:
         if not self.environment_dir.is_dir() and not self.task_env_config.docker_image:
             raise FileNotFoundError(f"{self.environment_dir}: no such folder, and no docker_image in its place")
+        if self.extra_docker_compose_paths:
+            raise ConfigError("--extra-docker-compose: is not laid over a task's file here; write it there")
         for target in self._mount_targets():
             if not target.removeprefix("C:").startswith("/logs/"):  # which are Harbor's own
                 raise ConfigError(f"--mounts: {target}: a slot has no mounts; put the files into the task's image")
@@ -122,25 +129,30 @@ class AtroposEnvironment(BaseEnvironment):
         pool = await shared.enter()
         self._shared = shared
         try:
-            self._slot, machine = await self._lease(pool, force_build=force_build)
+            images = TaskImages(pool, self._stand_ins)
+            self._slot, machine = await self._lease(images, force_build=force_build)
             await self._apply_network_policy(self._network_policy)
             if workdir := self.task_env_config.workdir:
                 await self._held.exec(["mkdir", "-p", workdir], user="0:0")
-            await start_main_process(self._slot, machine, self._startup_env())
+            await services.start(self._slot, machine, images, self._startup_env())
+            for each, slot in zip(machine.beside, self._slot.group[1:], strict=True):
+                assert each.service is not None
+                self._beside[each.service.name] = slot
             await self.ensure_dirs(self._mount_targets(writable_only=True))
             await self._upload_environment_dir_after_start()
         except BaseException:
             await self.stop(delete=True)
             raise
 
-    async def _lease(self, pool: SlotPool, *, force_build: bool) -> tuple[Slot, Task]:
+    async def _lease(self, images: TaskImages, *, force_build: bool) -> tuple[Slot, Task]:
         """A slot, and the machine in it."""
+        pool = images.pool
         inputs = BuildInputs(architecture=pool.architecture)
         machine = await asyncio.to_thread(self._machine, inputs, force_build=force_build)
         policies = (self._network_policy, *self._phase_network_policies)
         offline = machine.config.environment.network_mode == "no-network"  # its compose file says so
         network = not offline and any(policy.network_mode != NetworkMode.NO_NETWORK for policy in policies)
-        prepared = await TaskImages(pool, self._stand_ins).prepare(machine)
+        prepared = await images.prepare(machine)
         slot = await pool.acquire(self.session_id, network=network, image=prepared.image, limits=machine.limits)
         try:
             slot.profile = await profile_of(slot, prepared.task, prepared.task.recipe.settings)
@@ -169,13 +181,13 @@ class AtroposEnvironment(BaseEnvironment):
             gpus=self._effective_gpus,
             gpu_types=tuple(wants.gpu_types or ()),
         )
-        service = read_only_service(folder, "a trial has one slot here")
+        service = read_compose(folder)
         section = machines.with_compose(service, section)
         # where something is built or pulled, the folder's other files are Harbor's to bring
         defined = wants.docker_image or machines.is_machine(folder)
         make = partial(machines.machine if defined else machines.workspace, folder, service, section)
         recipe, unbuildable = first_recipe(make, inputs, section)
-        return Task(
+        task = Task(
             name=self.environment_name,
             path=folder,
             instruction="",
@@ -187,7 +199,22 @@ class AtroposEnvironment(BaseEnvironment):
             limits=self._limits(section),
             unbuildable=unbuildable,
             make=make,
+            service=service,
         )
+        return task if service is None or not service.beside else self._with_services(task, inputs)
+
+    def _with_services(self, task: Task, inputs: BuildInputs) -> Task:
+        """The task with the services beside it, which reach what the environment's own policy says."""
+        policy = self._network_policy
+        network = {"network_mode": policy.network_mode.value, "allowed_hosts": tuple(policy.allowed_hosts)}
+        reached = TaskConfig(environment=task.config.environment.model_copy(update=network))
+        beside = tuple(
+            replace(each, limits=self._limits(each.config.environment))
+            for each in services_of(replace(task, config=reached), self.environment_dir, inputs)
+        )
+        members = tuple(each.limits or LeaseLimits() for each in beside)
+        limits = (task.limits or LeaseLimits()).model_copy(update={"members": members})
+        return replace(task, beside=beside, limits=limits)
 
     def _limits(self, wants: EnvironmentSection) -> LeaseLimits | None:
         """What the task asks for beyond a slot; what older schemas wrote into every task.toml is no wish."""
@@ -210,6 +237,7 @@ class AtroposEnvironment(BaseEnvironment):
     async def stop(self, delete: bool) -> None:
         """Release the slot and its workspace, whatever `delete` is."""
         slot, self._slot = self._slot, None
+        self._beside.clear()
         shared, self._shared = self._shared, None
         try:
             if slot is not None:
@@ -241,21 +269,8 @@ class AtroposEnvironment(BaseEnvironment):
             SandboxError: the infrastructure failed.
             RuntimeError: it took longer than `timeout_sec` (0: as None), as on Docker.
         """
-        user, timeout_s = self._resolve_user(user), timeout_sec or None
-        result = await self._held.exec(
-            command,
-            timeout_s=timeout_s,
-            workdir=cwd or self.task_env_config.workdir,
-            env=self._merge_env(env),
-            user=None if user is None else str(user),
-            split=True,
-            concurrent=True,
-        )
-        if result.timed_out:
-            raise RuntimeError(f"Command timed out after {time_limit(result, timeout_s)}")
-        if result.exit_code is None:
-            return ExecResult(stdout="", stderr=result.output, return_code=CANNOT_EXECUTE)
-        return ExecResult(stdout=result.stdout, stderr=result.stderr, return_code=shell_code(result.exit_code))
+        workdir, user = cwd or self.task_env_config.workdir, self._resolve_user(user)
+        return await _run(self._held, command, workdir, self._merge_env(env), timeout_sec, user)
 
     @override
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
@@ -269,17 +284,85 @@ class AtroposEnvironment(BaseEnvironment):
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        Path(target_path).parent.mkdir(parents=True, exist_ok=True)
-        await self._held.read_file_to(source_path, target_path)
+        await self.service_download_file(source_path, target_path)
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        await self.service_download_dir(source_dir, target_dir)
+
+    # ---------------------------------------------------------------------------------------------------- services
+
+    def _of(self, service: str | None) -> Slot:
+        if service is None or self.is_main_service(service):
+            return self._held
+        if service not in self._beside:
+            others = ", ".join(self._beside) or "none beside main"
+            raise ConfigError(f"service {service!r}: the compose file has {others}")
+        return self._beside[service]
+
+    @override
+    async def service_exec(
+        self,
+        command: str,
+        *,
+        service: str | None = None,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_sec: int | None = None,
+        user: str | int | None = None,
+    ) -> ExecResult:
+        """As `exec`; in another service with that one's folder, variables and user."""
+        if self.is_main_service(service):
+            return await self.exec(command, cwd, env, timeout_sec, user)
+        return await _run(self._of(service), ["sh", "-c", command], cwd, env, timeout_sec, user)
+
+    @override
+    async def service_download_file(
+        self, source_path: str, target_path: Path | str, *, service: str | None = None
+    ) -> None:
+        Path(target_path).parent.mkdir(parents=True, exist_ok=True)
+        await self._of(service).read_file_to(source_path, target_path)
+
+    @override
+    async def service_download_dir(
+        self, source_dir: str, target_dir: Path | str, *, service: str | None = None
+    ) -> None:
         with tempfile.TemporaryDirectory() as folder:
             archive = Path(folder) / "archive.tar"
-            await self._held.download_to(source_dir, archive)
+            await self._of(service).download_to(source_dir, archive)
             left_out = await asyncio.to_thread(_extract, archive, Path(target_dir))
         if left_out:
             self.logger.warning("%s: %d files left out, as %s", source_dir, len(left_out), left_out[0])
+
+    @override
+    async def stop_service(self, service: str) -> None:
+        """End its programs; its files stay, and so does its group."""
+        await self._of(service).quiesce()
+
+
+async def _run(
+    slot: Slot,
+    command: str | list[str],
+    workdir: str | None,
+    env: dict[str, str] | None,
+    timeout_sec: int | None,
+    user: str | int | None,
+) -> ExecResult:
+    timeout_s = timeout_sec or None
+    result = await slot.exec(
+        command,
+        timeout_s=timeout_s,
+        workdir=workdir,
+        env=env,
+        user=None if user is None else str(user),
+        split=True,
+        concurrent=True,
+    )
+    if result.timed_out:
+        raise RuntimeError(f"Command timed out after {time_limit(result, timeout_s)}")
+    if result.exit_code is None:
+        return ExecResult(stdout="", stderr=result.output, return_code=CANNOT_EXECUTE)
+    return ExecResult(stdout=result.stdout, stderr=result.stderr, return_code=shell_code(result.exit_code))
 
 
 def _extract(archive: Path, target: Path) -> list[str]:

@@ -57,11 +57,12 @@ ACCIDENT = 8
 def ran_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder after two runs of Harbor's command line in one process: to load the package takes seconds of CPU.
 
-    The tasks are the examples, verified where the agent worked: for Harbor a separate verifier gets listed artifacts
-    alone. The last of all is one that has such a verifier.
+    The tasks are the examples, one with services among them, verified where the agent worked: for Harbor a separate
+    verifier gets listed artifacts alone. The last of all is one that has such a verifier.
     """
     folder = tmp_path_factory.mktemp("harbor")
     shutil.copytree(ROOT / "examples/tasks", folder / "tasks")
+    shutil.copytree(ROOT / "examples/services/order-totals", folder / "tasks/order-totals")
     for file in folder.glob("tasks/*/task.toml"):
         lines = [line for line in file.read_text().splitlines() if not line.startswith("environment_mode")]
         file.write_text("\n".join(lines))

@@ -209,7 +209,7 @@ class SlotCgroup:
 
     def stops(self, before: Counts, after: Counts) -> dict[Limit, bool]:
         """What killed programs between two `counts`: the slot's own limit, or (False) that of its container or host."""
-        if after == before:
+        if after == before or not after:  # its cgroups are gone
             return {}
         return {
             event.limit: event.hits is None or _grown(event.hits, before, after)

@@ -64,6 +64,7 @@ class _ServiceTable(BaseModel):
     healthcheck: dict[str, object] | None = None
     restart: str | bool | None = None
     mem_limit: str | int | None = None
+    shm_size: str | int | None = None
     cpus: str | float | None = None
     deploy: dict[str, object] | None = None
 
@@ -126,6 +127,8 @@ def _tables(path: Path) -> tuple[dict[str, _ServiceTable], set[str]]:
         raw = parse_yaml(text)
     except ValueError as error:
         raise ConfigError(f"{path}: can't be read: {error}".replace("\n", " ")) from None
+    if "include" in table(raw):
+        raise ConfigError(f"{path}: include: other files aren't read; write their services here")
     services = table(table(raw).get("services"))
     if not services:
         raise ConfigError(f"{path}: has no services; name one, `main`")
@@ -160,6 +163,7 @@ def _service(name: str, said: _ServiceTable, folder: Path, where: str, tables: M
         raise ConfigError(f"{where}.working_dir: {workdir!r:.80} doesn't begin with /; write the whole path")
     limits = table(table(table(said.deploy).get("resources")).get("limits"))
     memory = values.number(said.mem_limit or limits.get("memory"), f"{where}.mem_limit")
+    shared = values.number(said.shm_size, f"{where}.shm_size")
     more = itertools.chain.from_iterable(values.networks(said.networks, f"{where}.networks").values())
     container = [] if said.container_name is None or "$" in said.container_name else [said.container_name]
     names = tuple(dict.fromkeys((name, *container, *more)))
@@ -181,6 +185,7 @@ def _service(name: str, said: _ServiceTable, folder: Path, where: str, tables: M
         user=None if said.user is None else values.filled(str(said.user), f"{where}.user"),
         offline=mode == "none",
         memory_mib=None if memory is None else max(1, int(memory) >> 20),
+        shm_mib=None if shared is None else max(1, int(shared) >> 20),
         cpus=values.number(said.cpus or limits.get("cpus"), f"{where}.cpus"),
         depends_on=values.dependencies(said.depends_on, tuple(tables), f"{where}.depends_on"),
         healthcheck=values.healthcheck(said.healthcheck, f"{where}.healthcheck"),

@@ -44,6 +44,7 @@ class Service:
         command: empty: of the main one, what waits; of others, the image's.
         offline: it reaches no host but the other services.
         memory_mib: what its programs may take; None: it doesn't say.
+        shm_mib: what they may share in /dev/shm, which has the room of a slot's files.
         restart: after which end it is started again.
         tmpfs: folders that are empty at its start, each with its mode.
         beside: of the main one: the others.
@@ -61,6 +62,7 @@ class Service:
     user: str | None = None
     offline: bool = False
     memory_mib: int | None = None
+    shm_mib: int | None = None
     cpus: float | None = None
     depends_on: Mapping[str, Condition] = field(default_factory=dict[str, "Condition"])
     healthcheck: Healthcheck | None = None

@@ -273,6 +273,41 @@ async def test_a_compose_file_sets_network_and_memory(environment, tmp_path):
         assert (await made.exec("echo $WORD")).stdout == "hello\n"
 
 
+async def test_services_are_slots_beside_it(environment, tmp_path):
+    serving = "echo $$WORD > word; exec python3 -m http.server 80"
+    web = {
+        "image": "python:3.12",
+        "working_dir": "/pages",
+        "command": ["sh", "-c", serving],
+        "environment": {"WORD": "hello"},
+        "healthcheck": {"test": "exec 3<>/dev/tcp/localhost/80", "interval": "1s", "retries": 60},
+    }
+    main = {"build": ".", "depends_on": {"web": {"condition": "service_healthy"}}, "volumes": ["./given:/given:ro"]}
+    files = {
+        "docker-compose.yaml": json.dumps({"services": {"main": main, "web": web}}),
+        "Dockerfile": "FROM python:3.12\n",
+        "given/one": "1\n",
+    }
+    ask = 'python3 -c \'import urllib.request as u; print(u.urlopen("http://web/word").read().decode(), end="")\''
+    async with started(tmp_path, written(tmp_path, files), slots_per_container=3) as made:
+        assert (await made.exec(f"{ask}; cat /given/one")).stdout == "hello\n1\n"
+        assert (await made.service_exec("pwd; echo $WORD; ls /given", service="web")).stdout == "/pages\nhello\n"
+        await made.service_download_file("/pages/word", tmp_path / "word", service="web")
+        await made.service_download_dir_with_exclusions(
+            source_dir="/pages", target_dir=tmp_path / "pages", exclude=["x"], service="web"
+        )
+        assert (tmp_path / "word").read_text() == (tmp_path / "pages/word").read_text() == "hello\n"
+        assert await made.service_is_dir("/pages", service="web")
+        with pytest.raises(ConfigError, match="service 'db': the compose file has web"):
+            await made.service_exec("true", service="db")
+        await made.exec("(exec -a of-the-agent sleep 1000) >/dev/null 2>&1 &")
+        await made.stop_service("main")
+        assert (await made.exec("pgrep -fx 'of-the-agent 1000'")).return_code == 1
+        assert (await made.service_exec("cat word", service="web")).stdout == "hello\n"
+    with pytest.raises(ConfigError, match="--extra-docker-compose"):
+        make(tmp_path, extra_docker_compose=[tmp_path / "docker-compose.yaml"])
+
+
 async def test_commands_run_beside_a_waiting_one(environment):
     async def run(line):
         return (await environment.exec(line)).stdout

@@ -241,6 +241,7 @@ networks: {inner: {internal: true}, outer: {}}
             r"default\.ipv4_address: can't",
         ),
         ("  main: {}\n  db: {image: db, extra_hosts: ['a:10.0.0.2']}", r"services\.db\.extra_hosts: can't be honoured"),
+        ("  main: {}\ninclude: [more.yaml]", "include: other files aren't read"),
         ("  main: {}\n  db: {build: ../db}", r"services\.db\.build\.context: \.\./db is outside"),
         ("  main: {}\n  db: {command: x, build: nowhere}", r"services\.db: has neither an image nor a Dockerfile"),
         ("  main: {}\n  db: {image: db, container_name: 'a b'}", r"services\.db: 'a b' can't be the name of a slot"),
@@ -274,6 +275,14 @@ def test_a_lease_keeps_room_for_the_services(folder):
     assert [each.limits for each in found.sized(task).beside] == [*found.limits.members]
     [refused] = fit(task, Room(slot, most_mib=4096), images=()).refused
     assert refused.startswith("services: 3 slots take 5120 MiB of memory together, a container has 4096; raise")
+
+
+def test_a_service_has_room_for_what_it_shares(folder):
+    (folder / "environment/docker-compose.yaml").write_text(
+        "services: {main: {build: .}, db: {build: db, shm_size: 1gb}, web: {image: nginx, shm_size: 128m}}"
+    )
+    found = fit(load_task(folder), Room(Resources(memory_mib=768, disk_mib=512), most_mib=8192), images=())
+    assert found.limits == LeaseLimits(members=(LeaseLimits(memory_mib=1024, disk_mib=1024), LeaseLimits()))
 
 
 def test_what_is_lowered_is_of_one_machine(folder):
