@@ -6,7 +6,7 @@ BACKEND ?= local
 PYTEST_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup system demo learn serve-demo image sif nomad test test-fast test-cgroup2 test-arm64 test-engines test-fidelity test-trainers test-openhands lint format docs bench clean
+.PHONY: help setup system demo learn serve-demo image sif nomad test test-fast test-cgroup2 test-arm64 test-engines test-fidelity test-inference test-trainers test-openhands lint format docs bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16

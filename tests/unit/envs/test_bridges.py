@@ -1,6 +1,6 @@
 """What trainers beside atroposlib's get of a group.
 
-The packages' own functions take it in tests/e2e/test_trainers.py.
+The packages' own functions take it in tests/trainers/packages.py.
 """
 
 from __future__ import annotations
