@@ -63,6 +63,16 @@ async def test_files_move_within_a_view(pool, running):
         assert (await slot.exec("ls /workspace; cat /workspace/b")).output == "b\n42\n"
 
 
+async def test_links_lead_on_among_many_files(pool):
+    """More than a copy for the view has room for."""
+    async with pool.lease("agent") as slot:
+        await slot.exec(
+            "for i in $(seq 3000); do : > f$i; done; echo 42 > answer; ln -s answer link; ln -s /tests/x way"
+        )
+        await slot.view()
+        assert (await slot.exec("cat link; mkdir /tests; echo 1 > /tests/x; cat way")).output.startswith("42\ncat: way")
+
+
 async def test_writes_pass_one_way(pool):
     async with pool.lease("agent") as slot:
         loop = "while :; do cp test seen 2>/dev/null; ls /tests > tests 2>/dev/null; date +%N > beat; sleep 0.02; done"
@@ -131,19 +141,23 @@ async def test_later_links_stay_out(volume):
 
 
 async def test_without_room_no_link_is_followed(pool):
+    """Beside a program, which could change one at any time."""
     async with pool.lease("agent") as slot:
         await slot.exec(
-            "echo 42 > answer; ln -s answer h; for i in $(seq 99999); do : > f$i || break; done 2>/dev/null"
+            "echo 42 > answer; ln -s answer h; for i in $(seq 99999); do : > f$i || break; done 2>/dev/null; "
+            "(setsid sleep 1000 >/dev/null 2>&1 &)"
         )
         await slot.view()
         assert (await slot.exec("cat answer; cat h")).output.splitlines()[0] == "42"
         assert (await slot.exec("cat h 2>/dev/null")).output == ""
 
 
+DEEP = "d/" * 100
 HOSTILE = {
     "a link at a path longer than any": 'p=$(printf "d%.0s" $(seq 250)); for i in $(seq 20); do mkdir $p; cd -P $p; done; ln -s /tests link',
     "links without end": 'python3 -c \'import os\nfor n in range(10**6): os.symlink("/tests", f"l{n}")\' 2>/dev/null',
     "links without end, deep": 'python3 -c \'import os\nfor n in range(10**6): os.makedirs(f"{n}/" + "d/" * 150); os.symlink("/tests", f"{n}/" + "d/" * 150 + "l")\' 2>/dev/null',
+    "links without room to remove them": f"mkdir -p {DEEP} && cd {DEEP} && for i in $(seq 500); do ln -s /tests l$i; done; (setsid sleep 1000 >/dev/null 2>&1 &)",
     "links that change places": """python3 -c '
 import ctypes, os, platform
 number = {"x86_64": 316, "aarch64": 276}[platform.machine()]
@@ -163,7 +177,9 @@ async def test_no_link_keeps_a_view_shut(pool, name):
     async with pool.lease("agent") as slot:
         await slot.exec(f"echo 42 > answer; {HOSTILE[name]}")
         await slot.view()
-        found = await slot.exec("cat answer; mkdir /tests; echo t > /tests/t; cat /tests/t l1/t 2>/dev/null")
+        found = await slot.exec(
+            f"cat answer; mkdir /tests; echo t > /tests/t; cat /tests/t l1/t {DEEP}l*/t 2>/dev/null"
+        )
         assert found.output == "42\nt\n"
 
 

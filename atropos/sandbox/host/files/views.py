@@ -214,11 +214,8 @@ class View:
                     top = os.open(f"{layer}{folder}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                     opened.callback(os.close, top)
                     links.add(folder, top)
-            for folder in links.unfit():
-                if layer is not None:
-                    self._mount_one(volume, len(folders) + folders.index(folder), folder, None, opened)
-                else:
-                    follow_none(volume, folder)
+            for folder in links.unfit():  # a mount has reached the sandbox already, where a remount does not
+                self._mount_one(volume, len(folders) + folders.index(folder), folder, None, opened)
         if self.wanted.home is not None:
             self._mount_home(volume, self.wanted.home)
 
@@ -233,7 +230,7 @@ class View:
         layers, left_out = [part.fd for part in parts], self._left_out(folder)
         needed = bool(left_out) or any(next(view_links.walk(part.fd), None) is not None for part in parts)
         follows = links is not None and bool(parts) and needed
-        if follows and parts[0].layer == 0:
+        if follows and parts[0].layer == 0 and (left_out or not self.quiet):
             copy = self._copied(parts[0].fd, left_out, opened)
             follows = copy is not None
             layers[0] = parts[0].fd if copy is None else copy
@@ -281,9 +278,3 @@ def _is_own(folder: str) -> bool:
     """Whether a top-level folder is none that usual systems have."""
     name = folder.strip("/")
     return "/" not in name and name not in SYSTEM and not name.startswith(("lib", "."))
-
-
-def follow_none(volume: Volume, folder: str) -> None:
-    """Have a folder's mount follow no link any more."""
-    flags = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_NOSYMFOLLOW | _FLAGS
-    syscalls.mount(None, f"{volume.next_root}{folder}", None, flags)
