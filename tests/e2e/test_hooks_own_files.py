@@ -112,16 +112,26 @@ async def test_planted_bytecode_is_idle(left, path):
         await hook.write_file(path, "print('hook')")
 
 
+@pytest.mark.parametrize("name", ["Makefile", "makefile"])
+async def test_planted_rules_are_idle(left, name):
+    hook = await left("printf 'all:\\n\\techo agent\\n' | tee GNUmakefile > makefile")
+    await hook.write_file(name, "all:\n\techo hook\n")
+    assert (await hook.terminal("make -s"))["output"].strip() == "hook"
+
+
 async def test_uploaded_modules_run(executor, tmp_path):
     (tmp_path / "suite/tests").mkdir(parents=True)
+    (tmp_path / "suite/Makefile").write_text("all:\n\techo hook\n")
     for name in ("hidden.py", "tests/hidden.py"):
         (tmp_path / "suite" / name).write_text("print('hook')")
     slot = await executor.slot("uploads")
     try:
         assert (await slot.exec(["python3", "-c", COMPILED])).exit_code == 0
+        await slot.exec("printf 'all:\\n\\techo agent\\n' > GNUmakefile")
         ctx = ToolContext(executor, "uploads")
         await ctx.upload(tmp_path / "suite", ".")
         for folder in (".", "tests"):
             assert (await slot.exec(f"cd {folder}; python3 -c 'import hidden'")).output == "hook\n"
+        assert (await slot.exec("make -s")).output == "hook\n"
     finally:
         await executor.release_trajectory("uploads")

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 from atropos import wire
 from atropos.archives import WholeTar
 from atropos.envs.hermes.bridge import in_bridge, wait
-from atropos.envs.running.hooks import TAIL_CHARS, WRITES, HookCalls, failed_call, written
+from atropos.envs.running.hooks import TAIL_CHARS, WRITES, HookCalls, failed_call, preceded, written
 from atropos.envs.running.rollout import TaskFault
 from atropos.errors import SandboxError
 from atropos.slots import Slot, SlotFileError
@@ -259,7 +259,7 @@ class ToolContext(HookCalls):
             await (await self._slot()).upload(source, path)
         except SlotFileError as error:
             return self._not_written(f"upload {path}", error, check=check)
-        await self.make_way(await asyncio.to_thread(_modules, Path(source), path))
+        await self.make_way(await asyncio.to_thread(_uploaded, Path(source), path))
         return AwaitableDict(success=True)
 
     @_either
@@ -381,11 +381,12 @@ class ToolContext(HookCalls):
         return f"<ToolContext of {self.trajectory_id!r}{', failed' if self.failure else ''}>"
 
 
-def _modules(source: Path, path: str) -> list[str]:
-    """Where the Python files of what was uploaded are in the slot; at most as many as fit into one command."""
+def _uploaded(source: Path, path: str) -> list[str]:
+    """Where in the slot those files of what was uploaded are that others may precede; at most what a command takes."""
     if source.is_file():
         return [path]
-    return [f"{path}/{file.relative_to(source)}" for file in sorted(source.rglob("*.py"))][:MAX_MODULES]
+    files = [file.relative_to(source) for file in sorted(source.rglob("*")) if preceded(file.name)]
+    return [f"{path}/{file}" for file in files][:MAX_MODULES]
 
 
 def _write_local(target: Path, data: bytes) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import posixpath
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from types import CodeType, FrameType
@@ -40,6 +41,10 @@ WRITES = ("write_file", "patch")
 """Tools by which a hook brings files of its own."""
 _IN_THE_WAY = """
 for path; do
+  case ${path##*/} in
+    Makefile) rm -rf -- "${path%Makefile}GNUmakefile" "${path%Makefile}makefile" || exit; continue ;;
+    makefile) rm -rf -- "${path%makefile}GNUmakefile" || exit; continue ;;
+  esac
   stem=${path%.py}; folder=$(dirname -- "$path")
   rm -rf -- "$folder/__pycache__/${stem##*/}".*.pyc "$stem.pyc" "$stem.so" "$stem".*.so || exit
   for package in "$stem"/__init__.*; do
@@ -48,7 +53,12 @@ for path; do
 done
 """
 """For sh: removes what Python would load in the place of modules, compiled before, and fails where a package is in
-their place."""
+their place; removes what make would read first."""
+
+
+def preceded(path: str) -> bool:
+    """Whether programs may take another file beside it in its place: modules of Python, and files of rules for make."""
+    return path.endswith(".py") or posixpath.basename(path) in {"Makefile", "makefile"}
 
 
 class HookCalls:
@@ -100,21 +110,21 @@ class HookCalls:
         )
 
     async def make_way(self, paths: Sequence[str]) -> None:
-        """After a verifying hook wrote modules beside the agent's files: remove what Python would run in their place.
+        """After a verifying hook wrote files beside the agent's: remove what would run in the place of `preceded` ones.
 
         Raises:
             VerifierError: a package of the same name is there.
             SandboxError: the slot was lost.
         """
-        modules = [path for path in paths if path.endswith(".py")]
-        if self._setup or not modules:
+        own = [path for path in paths if preceded(path)]
+        if self._setup or not own:
             return
         slot = await self._executor.slot(self.trajectory_id)
         done = await slot.exec(
-            ["sh", "-c", _IN_THE_WAY, "sh", *(path if path[0] == "/" else f"./{path}" for path in modules)]
+            ["sh", "-c", _IN_THE_WAY, "sh", *(path if path[0] == "/" else f"./{path}" for path in own)]
         )
         if done.exit_code != 0:
-            raise self.own_file_fault(f"{modules[0]} would not be what runs: {done.output.strip()[-TAIL_CHARS:]}")
+            raise self.own_file_fault(f"{own[0]} would not be what runs: {done.output.strip()[-TAIL_CHARS:]}")
 
     def left_over(self) -> HookError | None:
         """The fault of a hook that ended before its calls did, if it is one."""
