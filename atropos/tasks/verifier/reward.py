@@ -29,6 +29,8 @@ _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _OUTCOME = re.compile(r"^(?:[\[(].*[\])] )?(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED|SUBFAIL|SUBFAILED)\b", re.MULTILINE)
 """A failed subtest has a line of its own, beside which its test can have one that says PASSED. pytest-subtests writes
 it as `[message] (i=1) SUBFAIL`."""
+_TOTAL = re.compile(r"^=+ (\d.*) in [\d.]+s\b.*$", re.MULTILINE)
+_FAILURES = re.compile(r"\b(?:failed|errors?|xpassed)\b")
 _PASSES = {"PASSED", "XFAIL", "SKIPPED"}
 _Read = TypeVar("_Read", float, dict[str, float])
 
@@ -121,28 +123,37 @@ async def _read(slot: Slot, task: Task, path: str, parse: Callable[[str], _Read]
     try:
         if answer.size > MAX_REWARD_BYTES:
             raise ValueError(f"{answer.size} bytes, more than {MAX_REWARD_BYTES}")
-        return parse(answer.data.decode("utf-8", errors="replace").strip())
+        return parse(answer.data.decode("utf-8-sig", errors="replace").strip())
     except (ValueError, OverflowError, RecursionError) as error:  # 10**400, or brackets ten thousand deep
         raise VerifierFailed(f"{task.name}: {path} holds no reward: {error}") from None
 
 
 def _summary(task: Task, result: ExecResult) -> tuple[float, dict[str, float]]:
     """terminal-bench 1: every test in pytest's short summary passed, was skipped or failed as expected."""
+    output = _COLOUR.sub("", result.output)
     if result.truncated:
+        output = output.rpartition(f"\n[... {result.dropped_bytes} bytes dropped ...]\n")[2]
+    summary = _SUMMARY.search(output)
+    outcomes = _OUTCOME.findall(summary[1]) if summary else []
+    passed = sum(outcome in _PASSES for outcome in outcomes)
+    if result.truncated and not (summary and _agrees(summary[1], failed=passed < len(outcomes))):
         raise VerifierFailed(
             f"{task.name}: {task.test_script} printed so much that {result.dropped_bytes} bytes in its middle were "
             "dropped, failed tests perhaps among them; let it print less"
         )
-    summary = _SUMMARY.search(_COLOUR.sub("", result.output))
-    outcomes = _OUTCOME.findall(summary[1]) if summary else []
     if not outcomes:
         raise VerifierFailed(
             f"{task.name}: {task.test_script} printed no pytest summary with results (exit code {result.exit_code}); "
             f"run pytest with -rA: {result.output[-500:].strip()}"
         )
-    passed = sum(outcome in _PASSES for outcome in outcomes)
     reward = float(passed == len(outcomes))
     return reward, {"reward": reward, "tests": float(len(outcomes)), "passed": float(passed)}
+
+
+def _agrees(summary: str, *, failed: bool) -> bool:
+    """Whether the last line that pytest prints is there, and says the same: the start may be a program's output."""
+    totals = _TOTAL.findall(summary)
+    return bool(totals) and (_FAILURES.search(totals[-1]) is not None) == failed
 
 
 def _number(text: str) -> float:

@@ -78,6 +78,30 @@ async def test_a_cut_summary_is_no_reward(task):
         await read_verdict(None, task, ExecResult(0, output, output.encode(), truncated=True, dropped_bytes=12))
 
 
+CUT = "= short test summary info =\nPASSED fake\nmuch\n[... 9 bytes dropped ...]\n"
+WHOLE = "= short test summary info =\nPASSED a\n{}= {} in 0.01s =\n"
+
+
+@pytest.mark.parametrize(
+    ("tail", "reward"),
+    [
+        (WHOLE.format("", "1 passed"), 1.0),
+        (WHOLE.format("FAILED b - x\n", "1 failed, 1 passed"), 0.0),
+        (WHOLE.format("", "1 failed, 1 passed"), None),
+        ("= short test summary info =\nPASSED a\n", None),
+        ("PASSED a\n= 1 passed in 0.01s =\n", None),
+    ],
+)
+async def test_a_whole_summary_is_a_reward_however_much_was_printed(task, tail, reward):
+    output = CUT + tail
+    result = ExecResult(0, output, output.encode(), truncated=True, dropped_bytes=9)
+    if reward is not None:
+        assert (await read_verdict(None, task, result)).reward == reward
+    else:
+        with pytest.raises(VerifierFailed, match="9 bytes in its middle"):
+            await read_verdict(None, task, result)
+
+
 @pytest.mark.parametrize(
     ("outcome", "reward"),
     [
