@@ -14,6 +14,7 @@ import pytest
 from atropos.envs.humaneval_problems import load_problems
 from atropos.errors import NotSupported
 from atropos.tasks import workspace
+from atropos.tasks.builder import transfer
 from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.fit import Room, fit
 from atropos.tasks.verifier import services
@@ -75,6 +76,40 @@ async def test_two_timeouts_no_reward(pool, tmp_path, test, runs):
         with pytest.raises(VerifierFailed, match="took longer than 3 s"):
             await run.verify("shared")
         assert len(await run.slot.read_file("/app/runs")) in {runs, 2}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_own_commands_run_again(pool, tmp_path, monkeypatch):
+    """Where one took as long as all do on a host that stands still."""
+    monkeypatch.setattr(transfer, "PLAIN_S", 2 * SLOWNESS)
+    async with working_on(pool, make_task(tmp_path)) as run:
+        done = await transfer.exec_plain(run.slot, "mkdir /stalled && sleep 1000; echo done")
+        assert (done.exit_code, done.output.splitlines()[-1]) == (0, "done")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("written", ["1e0", " 1\\n", "1.0\\r\\n", "\\357\\273\\2771.0\\r\\n"])
+async def test_each_form_of_a_number_is_read(pool, tmp_path, written):
+    test = f"printf '{written}' > /logs/verifier/reward.txt"
+    async with working_on(pool, make_task(tmp_path, test=test, dockerfile=APP)) as run:
+        assert (await run.verify("shared")).reward == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_large_artifacts_are_carried(pool, tmp_path):
+    test = "[ -e /app/done ] && [ $(stat -c %s /app/large) = 320000000 ]; echo $((! $?)) > /logs/verifier/reward.txt"
+    async with working_on(pool, make_task(tmp_path, test=test, dockerfile=APP)) as run:
+        assert (await run.slot.exec("head -c 320000000 /dev/zero > large && touch done")).exit_code == 0
+        assert (await run.verify("separate")).reward == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_tests_link_beside_a_server(pool, tmp_path):
+    """In the agent's folder, of which a view shows later changes."""
+    test = "cd /app; ln -s /logs/verifier new; echo 1 > new/reward.txt"
+    async with working_on(pool, make_task(tmp_path, test=test, dockerfile=APP)) as run:
+        await run.slot.exec("setsid python3 -m http.server 8127 >/dev/null 2>&1 &")
+        assert (await run.verify("view")).reward == 1
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -11,6 +11,7 @@ import os
 import sys
 
 try:  # what every Python has loaded already
+    import _imp
     from _frozen_importlib import module_from_spec
     from _frozen_importlib_external import PathFinder
 except ImportError:
@@ -180,6 +181,7 @@ def _no_entry_points(read_text):
 
 
 def _start():
+    _imp.check_hash_based_pycs = "always"  # the agent's may be marked as not to be compared with their source
     sys.meta_path.insert(0, _ElsewhereFirst)
     if _packages:
         sys.meta_path.append(_InstalledByTheAgent)

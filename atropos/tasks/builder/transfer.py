@@ -6,6 +6,7 @@ import asyncio
 import copy
 import errno
 import fnmatch
+import functools
 import glob
 import io
 import itertools
@@ -37,6 +38,8 @@ _LINK_BYTES = 16_384
 """More than the archive of a link with the longest target has."""
 _READ_BYTES = 1 << 20
 LAST_LINES = 50
+PLAIN_S = 60
+"""Time limit of a command of our own, which takes milliseconds."""
 
 
 PackedFiles = list[tuple[str, IO[bytes]]]
@@ -297,9 +300,32 @@ def _replaced(
     return info
 
 
-async def exec_plain(slot: Slot, script: str, *, user: str | None = None, **env: str) -> ExecResult:
-    """Run a line of our own: in `/`, with no variables but PATH and these, for a minute at most."""
-    return await slot.exec(script, workdir="/", env={"PATH": PATH, **env}, clean_env=True, user=user, timeout_s=60)
+async def exec_plain(
+    slot: Slot, command: str | Sequence[str], *, user: str | None = None, timeout_s: float | None = None, **env: str
+) -> ExecResult:
+    """Run a command of our own: in `/`, with no variables but PATH and these.
+
+    It runs once more where it takes too long: a host that stalled is to blame neither on an agent nor on a task. So it
+    must be one that may be broken off and repeated.
+
+    Args:
+        slot: where.
+        command: for the shell, or its words.
+        user: None: the slot's own.
+        timeout_s: None: `PLAIN_S`.
+        env: variables.
+    """
+    run = functools.partial(
+        slot.exec,
+        command,
+        workdir="/",
+        env={"PATH": PATH, **env},
+        clean_env=True,
+        user=user,
+        timeout_s=timeout_s or PLAIN_S,
+    )
+    done = await run()
+    return await run() if done.timed_out else done
 
 
 def command_failure(what: str, result: ExecResult, *, late: str = "took too long") -> TaskBroken:

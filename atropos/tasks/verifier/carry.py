@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fnmatch
-import io
 import posixpath
 import re
 import shlex
@@ -12,20 +12,24 @@ import tarfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from pathlib import Path
+from typing import IO, TypeAlias
 
 from atropos import wire
 from atropos.archives import WholeTar
 from atropos.slot_python import SLOT_PYTHON
 from atropos.slots import Slot
+from atropos.slots.slot.results import SlotFileError
 from atropos.tasks.builder.archive import kept_members
 from atropos.tasks.builder.transfer import exec_plain, unpack_archive
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 
 _PROGRAMS = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/etc/")
-MAX_ARTIFACT_BYTES = 256 * 1024 * 1024
-"""Most that is carried from the agent's slot to a separate verifier's."""
+MAX_ARTIFACT_BYTES = 2 << 30
+"""Most that is carried from the agent's slot to a separate verifier's, by way of this machine's disk."""
 
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Errors of this machine's disk, which no archive causes."""
 _DEAD_LINKS = """
 import os, sys
 for folder, folders, files in os.walk(sys.argv[1]):
@@ -42,11 +46,12 @@ class CarriedArtifact:
     """An artifact on its way: a file, or the archive of a folder.
 
     Attributes:
+        content: a local file with it.
         mode: of the file; None: it is a folder.
         kinds: of the folder's members, as tar has them.
     """
 
-    data: bytes
+    content: Path
     mode: int | None
     kinds: frozenset[bytes] = frozenset()
 
@@ -56,56 +61,70 @@ class CarriedArtifact:
         return tarfile.LNKTYPE in self.kinds
 
 
-async def carry_out(slot: Slot, path: str, exclude: Sequence[str] = ()) -> CarriedArtifact | None:
-    """A file or folder, without what `exclude` names in it; None when it isn't there."""
+async def carry_out(slot: Slot, path: str, to: Path, exclude: Sequence[str] = ()) -> CarriedArtifact | None:
+    """Copy a file or folder, without what `exclude` names in it, to a local file; None when it isn't there.
+
+    Raises:
+        VerifierFailed: it is too large, or can't be read.
+    """
     seen = await slot.run(wire.ReadFile(path=path, max_bytes=1))
     if isinstance(seen, wire.FileResult):
         if seen.size > MAX_ARTIFACT_BYTES:
             raise VerifierFailed(f"the artifact {path} can't be carried over: {seen.size} bytes")
-        return CarriedArtifact(await _read(slot, partial(slot.read_file, path)), seen.mode & 0o777)
+        await _read(slot, partial(slot.read_file_to, path, to, max_bytes=MAX_ARTIFACT_BYTES))
+        return CarriedArtifact(to, seen.mode & 0o777)
     if isinstance(seen, wire.OpError) and seen.error in {"not_found", "not_directory"}:
         return None
+    whole = to.with_name(f"{to.name}.whole")
     try:
-        archive = await _read(slot, partial(slot.download, path, max_bytes=MAX_ARTIFACT_BYTES))
-    except OSError as error:
+        await _read(slot, partial(slot.download_to, path, whole, max_bytes=MAX_ARTIFACT_BYTES))
+    except SlotFileError as error:
         raise VerifierFailed(f"the artifact {path} can't be carried over: {error}") from None
-    return await asyncio.to_thread(lambda: _folder(safe_archive(archive, path, exclude)))
+    return CarriedArtifact(to, None, await asyncio.to_thread(_check, whole, to, path, exclude))
 
 
-def _folder(archive: bytes) -> CarriedArtifact:
-    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:", tarinfo=WholeTar) as members:
-        return CarriedArtifact(archive, None, frozenset(member.type for member in members))
+def _check(whole: Path, to: Path, path: str, exclude: Sequence[str]) -> frozenset[bytes]:
+    """Write what may be carried of a folder's archive, in place of that; the kinds of its members."""
+    with whole.open("rb") as archive, to.open("wb") as out:
+        kinds = copy_safely(archive, out, path, exclude)
+    whole.unlink()
+    return kinds
 
 
-async def _read(slot: Slot, read: Callable[[], Awaitable[bytes]]) -> bytes:
-    """What `read` returns, if need be once the slot's programs, which may have killed what reads it, are ended."""
+async def _read(slot: Slot, read: Callable[[], Awaitable[None]]) -> None:
+    """Read, if need be once the slot's programs, which may have killed what reads it, are ended."""
     try:
-        return await read()
+        await read()
     except OSError:
         await slot.quiesce()
-        return await read()
+        await read()
 
 
-def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> bytes:
-    """The archive without what leads out of its folder: absolute names, `..`, paths through links.
+def copy_safely(archive: IO[bytes], out: IO[bytes], path: str, exclude: Sequence[str] = ()) -> frozenset[bytes]:
+    """Copy an archive without what leads out of its folder: absolute names, `..`, paths through links.
 
     The archive comes from a slot that the agent owned: it may hold anything, a link to the expected answers among it.
     Links that stay are those within the folder, and to programs and libraries of the verifier's own machine.
 
     Args:
         archive: the folder.
+        out: gets the copy.
         path: of the folder in the slot.
         exclude: patterns of what is left out, as tar's --exclude takes them.
 
+    Returns:
+        The kinds of what was copied, as tar has them.
+
     Raises:
         VerifierFailed: it is no tar archive.
+        OSError: this machine's disk is full or broken.
     """
-    out = io.BytesIO()
     links: _Links = {}
+    kinds: set[bytes] = set()
     try:
-        # what comes out of a slot is not compressed: 256 MiB that were would be terabytes
+        # what comes out of a slot is not compressed: some mebibytes that were would be terabytes
         with (
-            tarfile.open(fileobj=io.BytesIO(archive), mode="r:", tarinfo=WholeTar) as source,
+            tarfile.open(fileobj=archive, mode="r:", tarinfo=WholeTar) as source,
             tarfile.open(fileobj=out, mode="w") as target,
         ):
             every = {"/".join(_parts(member.name)) for member in source if member.issym()}
@@ -128,9 +147,12 @@ def safe_archive(archive: bytes, path: str, exclude: Sequence[str] = ()) -> byte
                 member.uid = member.gid = 0
                 member.uname = member.gname = ""
                 target.addfile(member, source.extractfile(content) if plain else None)
+                kinds.add(member.type)
     except (tarfile.TarError, OSError, EOFError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+            raise
         raise VerifierFailed(f"the artifact {path} is no tar archive: {error}") from None
-    return out.getvalue()
+    return frozenset(kinds)
 
 
 def _excluded(patterns: Sequence[str]) -> Callable[[str], bool]:
@@ -219,9 +241,10 @@ async def carry_in(slot: Slot, path: str, carried: CarriedArtifact | None) -> No
         return
     try:
         if carried.mode is not None:
-            await slot.write_file(path, carried.data, carried.mode)
+            await slot.upload(carried.content, path, mode=carried.mode)
         elif carried.kinds:
-            await unpack_archive(slot, path, io.BytesIO(carried.data))
+            with carried.content.open("rb") as archive:
+                await unpack_archive(slot, path, archive)
             if tarfile.SYMTYPE in carried.kinds:
                 await _remove_dead_links(slot, path)
     except OSError as error:
@@ -230,6 +253,6 @@ async def carry_in(slot: Slot, path: str, carried: CarriedArtifact | None) -> No
 
 async def _remove_dead_links(slot: Slot, path: str) -> None:
     """Remove links to what does not exist yet: it may be what the tests will write."""
-    done = await slot.exec((*SLOT_PYTHON, "-c", _DEAD_LINKS, path), workdir="/", clean_env=True, timeout_s=60)
+    done = await exec_plain(slot, (*SLOT_PYTHON, "-c", _DEAD_LINKS, path))
     if done.exit_code != 0:
         raise VerifierFailed(f"the links in the artifact {path} can't be looked at: {done.output[-300:].strip()}")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from atropos.slot_python import SLOT_PYTHON
 from atropos.slots import Slot
 from atropos.slots.slot.results import ExecResult
+from atropos.tasks.builder.transfer import exec_plain
 
 _log = logging.getLogger(__name__)
 PACKAGES = "/atropos-packages"
@@ -153,7 +154,7 @@ async def bring(slot: Slot, folders: Sequence[str], programs: Sequence[str] | No
     """
     tops = () if programs is None else ("/usr/local", "/usr", *programs)
     look = ("sh", "-c", _LOOK, "sh", str(len(folders)), *folders, *tops)
-    if (await slot.exec(look, workdir="/", clean_env=True, timeout_s=30)).exit_code == 0:
+    if (await exec_plain(slot, look)).exit_code == 0:
         return
     packages = (PACKAGES, str(MAX_PACKAGE_FILES), str(MAX_LIST_CHARS), *tops) if tops else ()
     done = await with_links(slot, _BRING, folders, packages)
@@ -164,5 +165,4 @@ async def bring(slot: Slot, folders: Sequence[str], programs: Sequence[str] | No
 async def with_links(slot: Slot, script: str, folders: Sequence[str], others: Sequence[str]) -> ExecResult:
     """Run a script that knows the links in folders."""
     bounds = (str(len(folders)), str(MAX_COPY_BYTES), str(MAX_COPY_FILES))
-    command = (*SLOT_PYTHON, "-c", _LINKS + script, *bounds, *folders, *others)
-    return await slot.exec(command, workdir="/", clean_env=True, timeout_s=30)
+    return await exec_plain(slot, (*SLOT_PYTHON, "-c", _LINKS + script, *bounds, *folders, *others))

@@ -44,7 +44,7 @@ async def move_in(slot: Slot, profile: Profile) -> Profile:
 
 
 async def put_aside(slot: Slot, home: str | None, programs: Sequence[str]) -> tuple[str, ...]:
-    """Put a home at `VIEW_HOME`, and folders of programs where no artifact comes; those folders that have programs.
+    """Copy a home to `VIEW_HOME`, and folders of programs to where no artifact comes; those that have programs.
 
     Raises:
         VerifierFailed: there is no room.
@@ -57,7 +57,8 @@ async def put_aside(slot: Slot, home: str | None, programs: Sequence[str]) -> tu
         marks = f"[ -e {quoted}/pyvenv.cfg ] || [ -d {quoted}/conda-meta ]"
         if posixpath.basename(path) == "node_modules":
             marks = f"[ -d {quoted} ]"
-        move.append(f"if {marks}; then mv -- {quoted} {_ASIDE}/{number} && echo {number}; fi")
+        aside = f"{_ASIDE}/{number}"
+        move.append(f"if {marks}; then rm -rf {aside} && cp -a -- {quoted} {aside} && echo {number}; fi")
     result = await _done(slot, " && ".join(move))
     return tuple(programs[int(number)] for number in result.split())
 
@@ -71,7 +72,9 @@ async def put_back(slot: Slot, wanted: Sequence[str], programs: Sequence[str]) -
     for path in programs:
         quoted, above = shlex.quote(path), shlex.quote(posixpath.dirname(path))
         number = wanted.index(path)
-        await _done(slot, f"rm -rf -- {quoted} && mkdir -p -- {above} && mv -- {_ASIDE}/{number} {quoted}")
+        aside = f"{_ASIDE}/{number}"
+        back = f"rm -rf -- {quoted} && mkdir -p -- {above} && mv -- {aside} {quoted}"
+        await _done(slot, f"if [ -e {aside} ]; then {back}; fi")
 
 
 async def _done(slot: Slot, script: str) -> str:

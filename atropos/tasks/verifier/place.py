@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from atropos.errors import NotSupported
 from atropos.slots import Slot
@@ -18,6 +20,7 @@ from atropos.tasks.verifier.elsewhere import PACKAGES, bring
 from atropos.tasks.verifier.home import home_of, put_aside, put_back
 from atropos.tasks.verifier.links import cut_links
 from atropos.tasks.verifier.mode import Mode
+from atropos.tasks.verifier.own_files import remove, settings_read, venvs_made
 from atropos.tasks.verifier.repositories import take_out
 from atropos.tasks.verifier.services import Keep, end_processes
 from atropos.tasks.verifier.surroundings import (
@@ -27,7 +30,7 @@ from atropos.tasks.verifier.surroundings import (
     image_variables,
     program_folders,
 )
-from atropos.tasks.verifier.texts import named_folders, read_texts, renames_across, venvs_of_tests
+from atropos.tasks.verifier.texts import makes_links, named_folders, read_texts, renames_across, venvs_of_tests
 from atropos.wire import VIEW_HOME
 
 _log = logging.getLogger(__name__)
@@ -56,10 +59,14 @@ async def place(
         raise ValueError("a separate verifier needs `fresh`")
     await slot.quiesce()
     await bring(slot, [one.source for one in task.artifacts])
-    carried = [(one.source, await carry_out(slot, one.source, one.exclude)) for one in task.artifacts]
-    slot = await fresh()
-    slot.profile = PLAIN
-    return slot, await _carry_all(slot, judged, carried)
+    with tempfile.TemporaryDirectory(prefix="atropos-artifacts-") as folder:
+        carried = [
+            (one.source, await carry_out(slot, one.source, Path(folder, str(number)), one.exclude))
+            for number, one in enumerate(task.artifacts)
+        ]
+        slot = await fresh()
+        slot.profile = PLAIN
+        return slot, await _carry_all(slot, judged, carried)
 
 
 async def _carry_all(slot: Slot, judged: Task, carried: Sequence[tuple[str, CarriedArtifact | None]]) -> Surroundings:
@@ -75,8 +82,9 @@ async def _carry_all(slot: Slot, judged: Task, carried: Sequence[tuple[str, Carr
     if any(artifact is not None and artifact.has_hard_links for _, artifact in carried):
         await slot.settle()  # what tests write into one file is then not in the others
     await put_back(slot, folders, programs)
-    await _disarm(slot, surroundings)
-    return replace(surroundings, programs=programs, home=VIEW_HOME if inside else None)
+    surroundings = replace(surroundings, programs=programs, home=VIEW_HOME if inside else None)
+    await _disarm(slot, surroundings, read)
+    return surroundings
 
 
 async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
@@ -87,26 +95,29 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
     others = [one.source for one in task.artifacts if not f"{one.source}/".startswith(f"{workdir.rstrip('/')}/")]
     read = await asyncio.to_thread(_read, task, (workdir, *others))
     await bring(slot, (workdir, *others), read.programs)
-    carried = [(path, await carry_out(slot, path)) for path in others]
     home = await _home_within(slot, task, (workdir, *others))
-    try:
-        shown = await slot.view(
-            [workdir], optional=read.optional, programs=read.programs, home=home, as_layer=read.as_layer
-        )
-    except NotSupported as error:
-        _log.warning("%s: verified in the agent's slot: %s", task.name, error)
-        return Surroundings(company=await end_processes(slot, task, keep))
-    for path, artifact in carried:
-        if artifact is not None:
-            await carry_in(slot, path, artifact)
+    with tempfile.TemporaryDirectory(prefix="atropos-artifacts-") as folder:
+        carried = [(path, await carry_out(slot, path, Path(folder, str(number)))) for number, path in enumerate(others)]
+        try:
+            shown = await slot.view(
+                [workdir], optional=read.optional, programs=read.programs, home=home, as_layer=read.as_layer
+            )
+        except NotSupported as error:
+            _log.warning("%s: verified in the agent's slot: %s", task.name, error)
+            return Surroundings(company=await end_processes(slot, task, keep))
+        for path, artifact in carried:
+            if artifact is not None:
+                await carry_in(slot, path, artifact)
     surroundings = Surroundings(
         (*shown.folders, *others), shown.programs, None if home is None else VIEW_HOME, read.wishes
     )
-    await _disarm(slot, surroundings)
+    await _disarm(slot, surroundings, read)
     return surroundings
 
 
-async def _disarm(slot: Slot, found: Surroundings) -> None:
+async def _disarm(slot: Slot, found: Surroundings, read: _Reading) -> None:
+    made = [path for path in read.made if path not in found.folders and found.holds(path)]
+    await remove(slot, found.folders, read.settings, made)
     if found.wishes.repositories and found.folders:
         await take_out(slot, found.folders, found.wishes.repositories)
     await cut_links(slot, found.folders, found.wishes.places)
@@ -114,22 +125,32 @@ async def _disarm(slot: Slot, found: Surroundings) -> None:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What a task's texts and variables say of its view: the arguments of `Slot.view`, and what is wanted."""
+    """What a task's texts and variables say of its view: the arguments of `Slot.view`, and what is wanted.
+
+    Attributes:
+        settings: names of files that tests would have their programs read.
+        made: paths of what tests make.
+    """
 
     optional: tuple[str, ...]
     programs: tuple[str, ...]
     as_layer: bool
     wishes: Wishes
+    settings: tuple[str, ...]
+    made: tuple[str, ...]
 
 
 def _read(task: Task, folders: Sequence[str]) -> _Reading:
     texts = read_texts(task)
     programs = (*venvs_of_tests(texts, task.recipe.workdir), *program_folders(image_variables(task)))
+    made = venvs_made(texts, task.recipe.workdir)
     return _Reading(
-        optional=(PACKAGES, *named_folders(texts.whole)),
+        optional=(PACKAGES, *(path for path in named_folders(texts.whole) if path not in made)),
         programs=programs[:MAX_PROGRAM_FOLDERS],
-        as_layer=renames_across(texts.tests, folders),
+        as_layer=renames_across(texts.tests, folders) or makes_links(texts.tests, folders),
         wishes=Wishes.of(texts),
+        settings=settings_read(texts),
+        made=made,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 from atropos.slot_python import SLOT_PYTHON
 from atropos.slots import Slot
+from atropos.tasks.builder.transfer import PLAIN_S, exec_plain
 from atropos.tasks.format.task import Task
 
 _log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ async def end_tests(slot: Slot, task: Task, since: int | None) -> None:
 async def _counted(slot: Slot, task: Task, *arguments: str) -> tuple[int, int] | None:
     """How many processes the script ended, and how many it kept; None where it failed."""
     command = (*SLOT_PYTHON, "-c", _SCRIPT, str(YOUNG_S), *arguments)
-    done = await slot.exec(command, workdir="/", clean_env=True, timeout_s=30 + YOUNG_S)
+    done = await exec_plain(slot, command, timeout_s=PLAIN_S + YOUNG_S)
     words = done.output.split()
     if done.exit_code == 0 and len(words) == 2 and all(word.isdecimal() for word in words):
         return int(words[0]), int(words[1])

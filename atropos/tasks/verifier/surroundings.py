@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from atropos.slot_python import SLOT_PYTHON, VERIFIER_PYTHON
 from atropos.slots import Slot
 from atropos.slots.slot.profile import PLAIN, Profile
+from atropos.tasks.builder.transfer import exec_plain
+from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.format.recipe import PATH
 from atropos.tasks.format.task import Task
 from atropos.tasks.verifier.elsewhere import PACKAGES
@@ -196,13 +198,19 @@ def image_variables(task: Task) -> dict[str, str]:
 
 
 async def with_links(slot: Slot, env: Mapping[str, str], found: Surroundings) -> Surroundings:
-    """The same with those paths of an image's variables that lead into the agent's folders by links."""
+    """The same with those paths of an image's variables that lead into the agent's folders by links.
+
+    Raises:
+        VerifierFailed: where they lead can't be found out.
+    """
     named = {path for name, value in env.items() for path in _named(name, value)}
     asked = [path for path in sorted(named) if path.startswith("/") and not path.startswith(_SYSTEM)]
     if not found.folders or not asked:
         return found
     script = "import os, sys; print(*map(os.path.realpath, sys.argv[1:]), sep='\\0', end='')"
-    done = await slot.exec((*SLOT_PYTHON, "-c", script, *asked), workdir="/", clean_env=True, timeout_s=30)
+    done = await exec_plain(slot, (*SLOT_PYTHON, "-c", script, *asked))
+    if done.exit_code != 0:
+        raise VerifierFailed(f"the image's variables can't be looked at: {done.output[-300:].strip()}")
     pairs = zip(asked, done.output.split("\0"), strict=False)
     return replace(found, folders=(*found.folders, *(path for path, end in pairs if found.holds(end))))
 

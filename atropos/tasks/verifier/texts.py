@@ -21,6 +21,11 @@ _RENAMES = re.compile(
     re.MULTILINE,
 )
 """Calls and commands that fail between two file systems, to the end of the line; `mv` and `shutil.move` copy there."""
+_LINKS = re.compile(
+    r"\b(?:uv\s+(?:run|sync|add|init)|(?:npm|pnpm|yarn)\s+(?:-\S+\s+)*(?:ci|i|install|add)|symlink(?:_to|Sync)?)\b"
+    r"|(?:\bln\s+-\w*s\w*|\s-m\s+venv|\bvirtualenv|\buv\s+venv)\b[^\n;&|]*?([\w./-]+)[ \t]*(?=[\n;&|)]|$)"
+)
+"""Calls and commands that make links, as to a venv's Python; with the last word, where that is their place."""
 _WHOLE_PATH = re.compile(r"(?<![\w.$}/-])/[\w.-][\w./-]*")
 _VENV = re.compile(r"(?<![\w.$}/-])((?:\.?/)?(?:[\w.-]+/){,20}[\w.-]+)/bin/(?:activate|python[\d.]*|pytest)\b")
 _TOP = re.compile(r"(?<![\w.$}/~-])/(\w[\w.-]*)")
@@ -80,6 +85,15 @@ def renames_across(tests: Iterable[str], folders: Sequence[str]) -> bool:
         for match in _RENAMES.finditer(text):
             paths = paths_in(match[0])
             if {any(f"{path}/".startswith(f"{top}/") for top in folders) for path in paths} == {True, False}:
+                return True
+    return False
+
+
+def makes_links(tests: Iterable[str], folders: Sequence[str]) -> bool:
+    """Whether texts of tests make links that may be in these folders."""
+    for text in tests:
+        for place in _LINKS.findall(text):
+            if not place.startswith("/") or any(f"{place}/".startswith(f"{top}/") for top in folders):
                 return True
     return False
 

@@ -24,8 +24,9 @@ from atropos.tasks.format.context import Context, walk
 from atropos.tasks.format.recipe import PATH, BuildInputs, Copy, Download, Folder, Mount, Run, StepSettings
 from atropos.tasks.verifier.exposure import exposure
 from atropos.tasks.verifier.mode import Choice, choose
+from atropos.tasks.verifier.own_files import settings_read, venvs_made
 from atropos.tasks.verifier.reward import Verdict, combined
-from atropos.tasks.verifier.texts import read_texts, renames_across, venvs_of_tests
+from atropos.tasks.verifier.texts import TaskTexts, makes_links, read_texts, renames_across, venvs_of_tests
 from atropos.wire import LeaseLimits
 from tests.files import write_files
 from tests.settings import shows
@@ -1416,3 +1417,23 @@ def test_whom_the_tests_run_as_is_said(folder):
     (folder / "task.toml").write_text("[verifier]\nuser = 'judge'\n")
     (folder / "tests/test.sh").write_text("./server\n")
     assert str(exposure(load_task(folder))) == "tests/test.sh has `./server`, as judge"
+
+
+@pytest.mark.parametrize(
+    ("test", "links"),
+    [
+        *(("ln -s /etc/hosts new", True), ("cd /app && ln -sfn a /app/b; true", True), ("os.symlink(a, b)", True)),
+        *(("python3 -m venv .v && x", True), ("uv run pytest /tests/t.py", True), ("npm ci", True)),
+        *(("ln -s /usr/bin/python3 /usr/bin/python", False), ("python3 -m venv /opt/v\n", False), ("ln a b", False)),
+        ("uv pip install --system x", False),
+    ],
+)
+def test_links_that_tests_make_are_seen(test, links):
+    assert makes_links([test], ["/app"]) == links
+
+
+def test_own_venvs_and_settings_are_seen():
+    tests = ["python3 -m venv --without-pip .a && prove x", "uv venv -p 3.12 /b; virtualenv c", "uv venv; Rscript x.R"]
+    assert venvs_made(TaskTexts("Make c.", tests), "/app") == ("/app/.a", "/b")
+    assert settings_read(TaskTexts("Keep renv.", tests)) == (".proverc", ".Renviron")
+    assert settings_read("Write .proverc") == (".Rprofile", ".Renviron", ".octaverc")
