@@ -1227,7 +1227,8 @@ async def a_slot_that_ends_where_all_was_frozen_is_confirmed(host):
 
 async def a_view_for_whose_copy_there_is_no_room_takes_none(host):
     async with slot(host) as sandbox:
-        await out(sandbox, "mkdir /app && cd /app && for i in $(seq 1600); do : > $i; done; ln -s 1 link")
+        files = "mkdir /app && cd /app && for i in $(seq 1600); do : > $i; done; ln -s 1 link"
+        await out(sandbox, f"{files}; (setsid sleep 1000 >/dev/null 2>&1 &)")
         free = os.statvfs(sandbox.volume.data).f_favail
         assert free < 1600, "the bound on inodes of the tests"
         view, _ = await host.view(sandbox, "view", (), None, ViewFolders(folders=("/app",)))
