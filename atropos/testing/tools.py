@@ -156,6 +156,10 @@ class TestProcesses:
         assert (result.output, result.exit_code) == ("red\n", 3)
         late = await use("terminal", command="echo begun; sleep 600", pty=True, timeout=3)
         assert (late.output, late.timed_out, late.limit) == ("begun\n", True, "time")
+        flood = await use("terminal", command="seq 100000", pty=True)
+        assert flood.output.startswith("[488,895 bytes before this were dropped]\n")
+        assert flood.output.endswith("\n100000\n")
+        assert (flood.truncated, flood.limit) == (True, "output")
 
     async def test_pipes_are_closed_and_exit_codes_kept(self, use: Use) -> None:
         session = session_id(await use("terminal", command="sort; exit 5", background=True))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
+_QUOTED = r"[\"'][^\"'\s]{1,64}[\"']"
 _SHAPES = re.compile(
     r"(?<!`)(?:"  # a tag in inline code is a mention, not a call
-    r"<(?:[\w-]+:)?(?:tool|function)[_-]?calls?>"  # Hermes, Qwen, GLM, and in name spaces MiniMax and Seed
-    r"|<function=[\w.-]|<invoke\s+name="  # Qwen3-Coder, Llama's own functions; MiniMax
+    r"<(?:[\w-]+:)?(?:tool|function)[_-]?calls?(?:\s[^<>]{0,200})?>"  # Hermes, Qwen, GLM, MiniMax, Seed
+    r"|<function\s?=\s?[\w.-]|<(?:invoke|function)\s+name="  # Qwen3-Coder, Llama's own functions; MiniMax
     r"|<[|｜](?:DSML｜)?(?:tool|function)[_▁]calls?[\w▁]*[|｜]?>"  # DeepSeek, Kimi, Phi, LFM2
     r"|<｜DSML｜invoke"
     r"|\[TOOL_CALLS?\]|<\|python_(?:tag|start)\|>|functools\["  # Mistral; Llama; Phi
@@ -15,8 +16,13 @@ _SHAPES = re.compile(
     r")"
     r"|^```tool_(?:call|code)s?\b"  # Gemma
     r"|^Action:[ \t]*[\w.-]+[ \t]*\n[ \t]*Action Input:"  # ReAct
-    r"|\{\s*\"(?:name|tool|tool_name|function)\"\s*:\s*\"[^\"\s]{1,64}\"\s*,\s*"
-    r"\"(?:arguments|parameters|args|tool_input)\"\s*:(?!\s*\{\s*\"type\"\s*:\s*\"object\")",  # JSON, no schema
+    # JSON, or a dict of Python, and no schema
+    rf"|\{{\s*(?:[\"'](?:id|type)[\"']\s*:\s*{_QUOTED}\s*,\s*){{0,2}}"
+    rf"[\"'](?:name|tool|tool_name|function)[\"']\s*:\s*{_QUOTED}\s*,\s*"
+    r"[\"'](?:arguments|parameters|args|tool_input)[\"']\s*:(?!\s*\{\s*[\"']type[\"']\s*:\s*[\"']object[\"'])"
+    rf"|\{{\s*[\"'](?:arguments|parameters)[\"']\s*:\s*\{{[^{{}}]*\}}\s*,\s*[\"']name[\"']\s*:\s*{_QUOTED}\s*\}}"
+    rf"|\{{\s*[\"']action[\"']\s*:\s*{_QUOTED}\s*,\s*[\"']action_input[\"']\s*:"  # LangChain
+    r"|\{\s*[\"']type[\"']\s*:\s*[\"']tool_use[\"']\s*,",  # Anthropic
     re.MULTILINE | re.IGNORECASE,
 )
 _LIST = re.compile(r"^[ \t]*\[\s*[A-Za-z_][\w.-]*\((?:\s*[A-Za-z_]\w*\s*=(?!=)|\s*\)\s*\]\s*\Z)", re.MULTILINE)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 _HUNK = re.compile(r"@@+ ?(?:-(\d{1,18})(?:,\d+)? \+\d+(?:,\d+)?)?")
 _GIT_HEADER = re.compile(r'diff --git ("a/.*"|a/.*) ("b/.*"|b/.*)$')
 _GIT_LINE = re.compile(r"(rename from|rename to|new file mode|deleted file mode|new mode) (.*)")
+_MARK = "\ufeff"
+"""The byte order mark, which models don't see."""
 _NEAR = 0.6
 """Least similarity of a near miss."""
 MAX_COMPARED = 4000
@@ -63,6 +65,10 @@ class FileChange:
     def path(self) -> str:
         """The file's name after the change, or before its deletion."""
         return self.new_path or self.old_path or ""
+
+    def has(self, character: str) -> bool:
+        """Whether its lines have a character."""
+        return any(character in text for hunk in self.hunks for _, text in hunk.lines)
 
 
 def parse(text: str) -> list[FileChange]:
@@ -211,10 +217,14 @@ def apply(text: str, change: FileChange) -> str:
     """A file's text after a change.
 
     A hunk's lines must be in the file exactly; of several places, the one nearest to its header's line number is used.
+    A byte order mark that the diff doesn't have is no part of the first line, and stays.
 
     Raises:
         PatchError: a hunk's lines are not in the file; the message shows the most similar ones.
     """
+    if text.startswith(_MARK) and not change.has(_MARK):
+        rest = apply(text.removeprefix(_MARK), change)
+        return rest and f"{_MARK}{rest}"
     ends = "\r\n" if "\r\n" in text and "\n" not in text.replace("\r\n", "") else "\n"
     body = text.replace("\r\n", "\n") if ends == "\r\n" else text
     lines = body.split("\n")

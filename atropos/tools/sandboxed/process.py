@@ -122,16 +122,18 @@ class ProcessTool(Tool):
 
     async def _log(self, session_id: str, wanted: int, scope: ToolScope) -> ToolResult:
         state = await read(scope, session_id, offset=0)
-        lines = _text(state).splitlines(keepends=True)
+        output, left_out = _text(state)
+        lines = output.splitlines(keepends=True)
         shown = lines[-wanted:]
-        text, dropped = clip("".join(shown), scope.limits.max_output_bytes)
+        text, clipped = clip("".join(shown), scope.limits.max_output_bytes)
+        dropped = state.dropped_bytes + left_out + clipped
         before = f"[the last {plural(len(shown), 'line')} of {len(lines):,} kept"
         before += f"; {plural(state.dropped_bytes, 'byte')} before were dropped]\n" if state.dropped_bytes else "]\n"
         return ToolResult(
             success=True,
             output=f"{_head(state)}\n{before if len(shown) < len(lines) or state.dropped_bytes else ''}{text}",
-            truncated=bool(dropped or state.dropped_bytes),
-            dropped_bytes=state.dropped_bytes + dropped,
+            truncated=bool(dropped),
+            dropped_bytes=dropped,
             data=_data(state),
         )
 
@@ -174,17 +176,16 @@ class ProcessTool(Tool):
         if (held := unfinished(state.output)) and (state.running or unread):
             state, end = state.model_copy(update={"output": state.output[:-held]}), end - held
         seen[state.id] = end
-        lost = f"[{plural(state.dropped_bytes, 'byte')} before this were dropped]\n" if state.dropped_bytes else ""
         more = f"\n[{plural(unread, 'more byte')}; poll again]" if unread > 0 else ""
-        text = _text(state) if state.output else nothing
-        parts = [_head(state), f"{lost}{text}{more}".rstrip("\n"), note]
+        text, left_out = _text(state) if state.output else (nothing, 0)
+        parts = [_head(state), f"{dropped_before(state)}{text}{more}".rstrip("\n"), note]
         return ToolResult(
             success=True,
             output="\n".join(part for part in parts if part),
             exit_code=state.exit_code,
             limit=state.limit,
-            truncated=bool(state.dropped_bytes),
-            dropped_bytes=state.dropped_bytes,
+            truncated=state.dropped_bytes + left_out > 0,
+            dropped_bytes=state.dropped_bytes + left_out,
             data=_data(state),
         )
 
@@ -218,8 +219,14 @@ async def read(
     return result
 
 
-def _text(state: wire.ProcState) -> str:
-    return without_escapes(decode(state.output)) if state.pty else shown(state.output)
+def _text(state: wire.ProcState) -> tuple[str, int]:
+    """Output as text, and how many bytes of it were left out."""
+    return (without_escapes(decode(state.output)), 0) if state.pty else shown(state.output)
+
+
+def dropped_before(state: wire.ProcState) -> str:
+    """A line that says what is missing before a process's output; empty: nothing."""
+    return f"[{plural(state.dropped_bytes, 'byte')} before this were dropped]\n" if state.dropped_bytes else ""
 
 
 def _state(state: wire.ProcState) -> str:

@@ -12,7 +12,7 @@ from atropos.errors import SandboxError
 from atropos.tools.arguments import Arguments, Seconds, Text
 from atropos.tools.base import Tool, ToolScope
 from atropos.tools.models import ToolResult
-from atropos.tools.sandboxed.process import BUFFER_BYTES, process_reports, read
+from atropos.tools.sandboxed.process import BUFFER_BYTES, dropped_before, process_reports, read
 from atropos.tools.sandboxed.text import bounded_s, clip, command_result, decode, without_escapes
 
 
@@ -89,15 +89,15 @@ class TerminalTool(Tool):
         if timed_out:
             await scope.run(wire.ProcKill(id=started.id, signal="KILL"))
             state = await read(scope, started.id, offset=0, wait_s=10, until="exit")
-        output, dropped = clip(without_escapes(decode(state.output)), scope.limits.max_output_bytes)
-        dropped += state.dropped_bytes
+        text, clipped = clip(without_escapes(decode(state.output)), scope.limits.max_output_bytes)
+        dropped = state.dropped_bytes + clipped
         return wire.CommandResult(
             exit_code=state.exit_code,
-            output=output.encode(),
+            output=f"{dropped_before(state)}{text}".encode(),
             timed_out=timed_out,
             truncated=bool(dropped),
             dropped_bytes=dropped,
-            limit="time" if timed_out else state.limit,
+            limit="time" if timed_out else state.limit or ("output" if dropped else None),
             duration_s=state.uptime_s,
         )
 

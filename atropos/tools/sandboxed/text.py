@@ -10,6 +10,8 @@ from atropos.tools.models import ToolResult
 
 _BINARY_SAMPLE = 8192
 _BINARY_SHOWN = 600
+_TEXT_PER_ODD = 10
+"""A text has at least so many characters for each that no text should have, such as a NUL."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_=>78]|[()][0-9A-B])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]")
 
@@ -36,13 +38,22 @@ def without_escapes(text: str) -> str:
     return _ESCAPES.sub("", text).replace("\r\n", "\n")
 
 
-def shown(data: bytes) -> str:
-    """Output as text; of long binary data only the start, with a note."""
-    if is_binary(data) and len(data) > _BINARY_SHOWN:
-        start = _CONTROL.sub(".", decode(data[:_BINARY_SHOWN]))
-        size = f"{len(data):,} bytes"
-        return f"[binary output, {size}; it starts with:]\n{start}\n[… pipe it through xxd or file to see more]"
-    return decode(data)
+def shown(data: bytes) -> tuple[str, int]:
+    """Output as text, and how many bytes were left out: of long binary data only the start is shown, with a note."""
+    if len(data) <= _BINARY_SHOWN or not _is_mostly_binary(data):
+        return decode(data), 0
+    start = _CONTROL.sub(".", decode(data[:_BINARY_SHOWN]))
+    text = (
+        f"[binary output, {len(data):,} bytes; it starts with:]\n{start}\n[… pipe it through xxd or file to see more]"
+    )
+    return text, len(data) - _BINARY_SHOWN
+
+
+def _is_mostly_binary(data: bytes) -> bool:
+    """Whether output is no text: a test's report in which one NUL was printed is one."""
+    sample = decode(data[:_BINARY_SAMPLE])
+    odd = len(_CONTROL.findall(sample)) + sample.count("\ufffd")
+    return is_binary(data) and odd * _TEXT_PER_ODD > len(sample)
 
 
 def clip(text: str, most: int, why: str = "") -> tuple[str, int]:
@@ -78,7 +89,7 @@ def command_result(result: wire.CommandResult, *, timeout_s: float, note: str) -
         timeout_s: the command's time limit, for the message.
         note: a remark on the arguments.
     """
-    text = shown(result.output)
+    text, left_out = shown(result.output)
     error = _describe_failure(result, timeout_s)
     if note and error:
         error = f"{error}; {note}"
@@ -90,8 +101,8 @@ def command_result(result: wire.CommandResult, *, timeout_s: float, note: str) -
         error=error,
         exit_code=result.exit_code,
         timed_out=result.timed_out,
-        truncated=result.truncated,
-        dropped_bytes=result.dropped_bytes,
+        truncated=result.truncated or left_out > 0,
+        dropped_bytes=result.dropped_bytes + left_out,
         limit=result.limit,
         duration_s=result.duration_s,
     )

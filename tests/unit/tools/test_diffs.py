@@ -103,6 +103,15 @@ def test_wrong_numbers_forgiven():
         diffs.apply(text, wrong)
 
 
+def test_the_mark_of_a_file_is_no_part_of_its_first_line():
+    change = diffs.parse("--- f\n+++ f\n@@ -1,2 +1,2 @@\n-a\n+b\n c\n")[0]
+    assert diffs.apply("\ufeffa\nc\n", change) == "\ufeffb\nc\n"
+    removing = diffs.parse("--- f\n+++ f\n@@ -1,2 +1,2 @@\n-\ufeffa\n+a\n c\n")[0]
+    assert diffs.apply("\ufeffa\nc\n", removing) == "a\nc\n"
+    deleting = diffs.parse("--- f\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n")[0]
+    assert diffs.apply("\ufeffa\n", deleting) == ""
+
+
 def test_nearest_hunk_is_taken():
     text = "a\nb\n" * 20
     change = diffs.parse("--- f\n+++ f\n@@ -21,2 +21,2 @@\n a\n-b\n+B\n")[0]

@@ -345,6 +345,14 @@ def shapes():
         "gpt-oss": '<|channel|>commentary to=functions.terminal <|constrain|>json<|message|>{"command": "ls"}',
         "Gemma": '```tool_code\nterminal(command="ls")\n```',
         "ReAct": "Action: terminal\nAction Input: ls",
+        "a tag with the name": '<tool_call name="terminal"><command>ls</command></tool_call>',
+        "a function by attribute": '<function name="terminal"><parameter name="command">ls</parameter></function>',
+        "blanks in the tag": "<function = terminal>\n<parameter = command>ls</parameter></function>",
+        "arguments first": '{"arguments": {"command": "ls"}, "name": "terminal"}',
+        "an id first": json.dumps({"id": "call_1", "type": "function", **json.loads(json_call)}),
+        "a dict of Python": repr(json.loads(json_call)),
+        "LangChain": '{"action": "terminal", "action_input": {"command": "ls"}}',
+        "Anthropic": '{"type": "tool_use", "id": "t1", "name": "terminal", "input": {"command": "ls"}}',
         "sections alone": "<｜tool▁calls▁begin｜><|tool_calls_section_begin|>",
     }
 
@@ -371,6 +379,10 @@ def test_shape_is_never_ignored(name, shape):
         "```python\n[Point(x=1) for _ in range(3)]\n```",
         "The parser reads `<tool_call>` tags, and `<function=name>` too.",
         "Action: none needed",
+        '{"parameters": {"x": 1}, "name": "a model", "loss": 0.5}',
+        '{"action": "move", "to": "b3"}',
+        "{'id': 7, 'name': 'Ada', 'parameters': []}",
+        "The tag <function> and the word tool_use.",
         "def call(function_name, arguments):\n    return tools[function_name](**arguments)",
     ],
 )

@@ -60,7 +60,11 @@ class TestTerminal:
         large = await use("terminal", command="head -c 100000 /dev/zero")
         assert "binary output" in large.output
         assert len(large.output) < 2000
+        assert (large.truncated, large.dropped_bytes) == (True, 100_000 - 600)
         json.loads(large.to_json())
+        report = await use("terminal", command="printf 'got \\0\\n'; seq 1000; echo 1 failed")
+        assert (report.output.startswith("got \x00\n1\n2\n"), report.truncated) == (True, False)
+        assert report.output.endswith("\n1000\n1 failed\n")
 
     async def test_a_megabyte_of_command(self, use):
         result = await use("terminal", command=f"cat > f <<'EOF'\n{'x' * 100_000}\nEOF\nwc -c < f")
