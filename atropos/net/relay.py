@@ -282,9 +282,13 @@ async def _splice(
         with contextlib.suppress(OSError, RuntimeError):
             sink.write_eof()
 
-    async with task_group() as tasks:
-        tasks.create_task(pump(reader, upstream, first))
-        tasks.create_task(pump(remote, writer))
+    try:
+        async with task_group() as tasks:
+            tasks.create_task(pump(reader, upstream, first))
+            tasks.create_task(pump(remote, writer))
+    except BaseException:
+        reset(upstream)  # an end would say that it has all that the program had to send
+        raise
 
 
 async def _hang_up(*streams: asyncio.StreamWriter) -> None:

@@ -47,6 +47,16 @@ async def tunnel(reader, writer) -> None:
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 
+def budget(left: int):
+    def spend(count):
+        nonlocal left
+        left -= count
+        if left < 0:
+            raise relay.OutOfBytes("none left")
+
+    return spend
+
+
 async def trickle(writer, pieces: int, data: bytes, every_s: float = IDLE_S / 8) -> None:
     for _ in range(pieces):
         writer.write(data)
@@ -102,7 +112,7 @@ async def test_no_http_is_origin_s_fault():
         assert (await reader.read()).startswith(b"HTTP/1.1 502 egress: the origin's answer is not HTTP")
 
 
-async def test_client_reset_is_no_error():
+async def test_client_reset_is_passed_on():
     failed = []
     gc.collect()  # what other tests left may complain as it is collected
     gc.collect()  # what earlier tests left
@@ -110,7 +120,8 @@ async def test_client_reset_is_no_error():
     ended = asyncio.Event()
 
     async def origin(reader, _):
-        await reader.read()
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
         ended.set()
 
     async with through(origin) as (reader, writer):
@@ -128,21 +139,28 @@ async def test_a_used_up_tunnel_is_reset():
     async def origin(_, writer):
         await trickle(writer, 10, b"piece", 0.1)
 
-    left = 20
-
-    def spend(count):
-        nonlocal left
-        left -= count
-        if left < 0:
-            raise relay.OutOfBytes("none left")
-
-    async with through(origin, spend) as (reader, writer):
+    async with through(origin, budget(20)) as (reader, writer):
         await tunnel(reader, writer)
         got = b""
         with pytest.raises(ConnectionResetError):
             while data := await reader.read(100):
                 got += data
         assert got == b"piece" * 4
+
+
+async def test_used_up_upload_is_no_whole_one():
+    took = asyncio.get_running_loop().create_future()
+
+    async def origin(reader, _):
+        try:
+            took.set_result(await reader.read())
+        except ConnectionResetError:
+            took.set_result("reset")
+
+    async with through(origin, budget(20)) as (reader, writer):
+        await tunnel(reader, writer)
+        await trickle(writer, 5, b"piece", 0.1)
+        assert await took == "reset"
 
 
 async def exchanged(request: bytes, answer: bytes) -> tuple[bytes, bytes]:
