@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from atropos.errors import ConfigError
@@ -14,6 +15,8 @@ from atropos.tasks.format.recipe import Download, Run
 from atropos.tasks.format.task import Task
 
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.-]*(\[[\w,.-]+\])?([=<>!~]=?=?[^$`]*)?")
+_PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]+(:[a-z0-9]+)?([=/][^$`]+)?")
+"""Of Debian, with its architecture, and its version or release."""
 _URL = re.compile(r"https?://[^\s\"'`$<>|;)]+")
 _UV = re.compile(r"https://astral\.sh/uv/(?:([0-9][^/]*)/)?install\.sh")
 _VALUED = {"-p", "--python", "-w", "--with", "--from", "-r", "--requirement", "-c", "--constraint"} | {
@@ -21,6 +24,8 @@ _VALUED = {"-p", "--python", "-w", "--with", "--from", "-r", "--requirement", "-
     *("-f", "--find-links", "-t", "--target", "--prefix"),
 }
 """Options of pip and uv that a value follows."""
+_RELEASE = {"-t", "--target-release"}
+"""Options of apt that a value follows."""
 _BETWEEN = {"&&", "||", ";", "|", "&", "(", ")", "{", "}"}
 
 
@@ -83,7 +88,7 @@ def _images(task: Task) -> Iterator[str]:
             source = ImageSource.parse(name or "")
         except ConfigError:  # another stage's name, or none
             continue
-        if source.transport == "docker":
+        if source.transport == "docker" and name != "scratch":
             yield source.name
 
 
@@ -110,7 +115,8 @@ def _fetched(script: str, near: Path) -> SetNeeds:
         if (found := _installed(words)) is not None:
             wheels.add(found)
         elif words[0] in {"apt", "apt-get"} and "install" in words:
-            debian.update(each for each in words[words.index("install") + 1 :] if _is_requirement(each))
+            options = pairwise(words[words.index("install") :])
+            debian.update(each for before, each in options if before not in _RELEASE and _PACKAGE.fullmatch(each))
     addresses = {each.rstrip(".,") for each in _URL.findall(_uncommented(script))}
     uv = {found[1] or "" for each in addresses if (found := _UV.fullmatch(each))}
     rest = {each for each in addresses if not _UV.fullmatch(each)}

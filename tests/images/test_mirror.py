@@ -62,6 +62,7 @@ def task(tmp_path: Path, script: str, dockerfile: str = "FROM debian:13\n") -> P
         ("uv pip install --python 3.12 $EXTRA ruff", SetNeeds(wheels=(("3.12", ("ruff",)),))),
         ("sudo pip3 install --index-url https://x.example/simple a b", SetNeeds(wheels=(("", ("a", "b")),), addresses=("https://x.example/simple",))),
         ("wget -q https://a.example/data.tgz -O /tmp/x # https://not.this\n", SetNeeds(addresses=("https://a.example/data.tgz", "https://not.this"))),
+        ("apt-get install -y -t sid g++ libc6:i386 libstdc++6=14.2.0 vim/sid ./x.deb $MORE", SetNeeds(debian=("g++", "libc6:i386", "libstdc++6=14.2.0", "vim/sid"))),
         ("pytest /tests; echo 'pip install x", SetNeeds()),
     ],
 )  # fmt: skip
@@ -72,7 +73,8 @@ def test_scripts_say_what_tests_fetch(tmp_path, script, found):
 
 
 def test_images_count_and_stages_do_not(tmp_path):
-    text = "FROM ghcr.io/a/b:1 AS made\nRUN true\nFROM made AS more\nRUN true\nFROM python:3.13\nCOPY --from=more /x /x\nCOPY --from=alpine /y /y\n"
+    text = "FROM ghcr.io/a/b:1 AS made\nRUN true\nFROM made AS more\nRUN true\nFROM scratch AS none\nFROM python:3.13\nCOPY --from=more /x /x\n"
+    text += "COPY --from=alpine /y /y\nRUN --mount=from=none,target=/m true\n"
     wanted = needs([load_task(task(tmp_path / "task", "true", text))])
     assert wanted.images == ("docker.io/library/alpine:latest", "docker.io/library/python:3.13", "ghcr.io/a/b:1")
 

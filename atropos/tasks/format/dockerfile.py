@@ -199,6 +199,7 @@ class _Reader:
                     volumes=list(parent.volumes),
                     # an ARG that an ENV has is the ENV again
                     arguments={n: value for n, value in parent.arguments.items() if n not in parent.settings.env},
+                    own_cmd=False,
                     onbuild=(),
                 )
             )
@@ -248,7 +249,7 @@ class _Reader:
         if set(flags.get("network", ())) - {"default"}:
             raise self._refusal("--network can't be honoured in a slot: remove it")
         settings = replace(stage.settings, env={**stage.settings.env, **stage.arguments})
-        mounts = [self._mount(text, stage) for text in flags.get("mount", ())]
+        mounts = [mount for text in flags.get("mount", ()) if (mount := self._mount(text, stage)) is not None]
         if instruction.json:
             command = tuple(instruction.args)
         else:
@@ -280,13 +281,16 @@ class _Reader:
         alone = len(instruction.heredocs) == 1 and parse_heredoc(instruction.args[0]) is not None
         return alone and instruction.heredocs[0].content.startswith("#!")
 
-    def _mount(self, text: str, stage: _Building) -> Mount:
+    def _mount(self, text: str, stage: _Building) -> Mount | None:
+        """None: there is nothing to show, as in a build that is given no secrets."""
         options: dict[str, str] = {}
         for part in text.split(","):
             key, _, value = part.partition("=")
             options[key.strip()] = self._word(value, stage)
         kind = options.get("type", "bind")
         target = options.get("target") or options.get("dst") or options.get("destination")
+        if kind in {"secret", "ssh"} and options.get("required", "false").lower() in {"false", "0"}:
+            return None
         if kind not in {"bind", "cache", "tmpfs"} or target is None:
             raise self._refusal(f"--mount={text} can't be honoured in a slot: use COPY, or type=cache, tmpfs or bind")
         target = posixpath.normpath(posixpath.join(stage.settings.workdir, target))

@@ -211,6 +211,17 @@ def test_dockerfiles_are_read_for_slots(folder):
     assert task.on(BuildInputs(architecture="amd64")).recipe.settings.env["GOT"] == "amd64,linux/amd64,,amd64"
 
 
+def test_a_build_has_no_secrets(folder):
+    text = "FROM debian\nRUN --mount=type=secret,id=a,env=A --mount=type=ssh,required=false --mount=type=cache,target=/c id\n"
+    assert recipe_of(folder, text).steps[0].mounts == (Mount("/c"),)
+
+
+def test_an_entrypoint_of_a_later_stage_drops_the_cmd(folder):
+    text = 'FROM debian AS one\nCMD ["a"]\nFROM one\nENTRYPOINT ["b"]\n'
+    assert recipe_of(folder, text).settings.cmd == ()
+    assert recipe_of(folder, f'{text}CMD ["c"]\nENTRYPOINT ["d"]\n').settings.cmd == ("c",)
+
+
 def test_an_entrypoint_is_known(folder):
     text = "FROM debian AS one\nENTRYPOINT start $X\nRUN id\nFROM one AS two\nFROM one\nENTRYPOINT []\n"
     assert recipe_of(folder, text).settings.entrypoint == ()
@@ -462,7 +473,8 @@ def test_mounts_are_there_for_one_command(folder):
         ("FROM a\nCOPY <<E /x\n${A:?none}\nE", ":2: COPY ${A:?none}"),
         ("FROM a\nADD http://[x/y /z", ":2: ADD http://[x/y: "),
         ("FROM a\nRUN --mount=type=bind,source=../x,target=/x x", ":2: RUN ../x leads out"),
-        ("FROM a\nRUN --mount=type=secret,id=x x", "--mount=type=secret"),
+        ("FROM a\nRUN --mount=type=secret,id=x,required x", "--mount=type=secret"),
+        ("FROM a\nRUN --mount=type=ssh,required=true x", "--mount=type=ssh"),
         ("FROM a\nRUN --mount=type=tempfs,target=/t x", "--mount=type=tempfs"),
         ("FROM a\nRUN --network=none x", "--network"),
         ("FROM a\nFROM a\nCOPY --from=0 <<E x /y/\nE", "--from takes no here-document"),
