@@ -18,7 +18,8 @@ _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]{0,200})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,200})>")
 _PARAMETER_END = re.compile(
     r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|\Z))"
-    r"|\n(?=<parameter=[^>\n]{1,200}>\n|</function>\s*</tool_call>)"  # a missing one, which vLLM accepts
+    # a missing one, which vLLM accepts, unless one comes later: a file that is written may hold a whole call
+    r"|\n(?=<parameter=[^>\n]{1,200}>\n|</function>\s*</tool_call>(?!\s*</parameter>))"
 )
 _FUNCTION_END = re.compile(r"\s*(?:</function>\s*(?:</tool_call>)?|</tool_call>)")
 _CALL_END = re.compile(r"\s*</tool_call>")

@@ -303,6 +303,10 @@ def test_qwen3_forgives_parameters():
     read = get_parser("qwen3_coder").parse(f"{open_call}{rest}\n{open_call}{closed}\n{open_call}{closed}")
     assert [one.arguments for one in read.calls] == [{"a": "TX", "b": "</parameter"}, {"a": "TX"}, {"a": "TX"}]
     assert (read.content, read.errors) == ("", ())
+    example = "<tool_call>\n<function=b>\n</function>\n</tool_call>"  # in a file that is written
+    call = ToolCall(name="t", arguments={"a": example, "b": "x"})
+    parser = get_parser("qwen3_coder")
+    assert same(call, parser.parse(parser.render(call)).calls[0])
 
 
 def test_deepseek_and_kimi():
