@@ -12,7 +12,11 @@ _BINARY_SAMPLE = 8192
 _BINARY_SHOWN = 600
 _TEXT_PER_ODD = 10
 """A text has at least so many characters for each that no text should have, such as a NUL."""
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_=>78]|[()][0-9A-B])")
+_ESCAPES = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]"
+    r"|[\]PX^_](?:[^\x07\x1b]*(?:\x07|\x1b\\)|[^\x07\x1b\n]*)"  # without its end, it ends with the line
+    r"|[@-Z\\^_=>78]|[()][0-9A-B])"
+)
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]")
 
 

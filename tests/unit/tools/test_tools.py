@@ -19,7 +19,7 @@ from atropos.tools.sandboxed.diffs import apply
 from atropos.tools.sandboxed.files import split_lines
 from atropos.tools.sandboxed.search import NESTED
 from atropos.tools.sandboxed.sessions import SessionArguments
-from atropos.tools.sandboxed.text import command_result
+from atropos.tools.sandboxed.text import command_result, without_escapes
 from tests.files import write_files
 from tests.unit.tools.fakes import FakePool
 
@@ -356,6 +356,11 @@ class TestPatch:
     )
     async def test_wrong_calls(self, use, arguments, wanted):
         assert wanted in (await use("patch", **arguments)).error
+
+
+def test_an_unended_escape_hides_one_line():
+    assert without_escapes("a\x1b]0;title\nb\n") == "a\nb\n"
+    assert without_escapes("\x1b]0;title\x07a\x1b[31mred\x1b[0m \x1bP1;2q\n\x1b\\b") == "ared b"
 
 
 def test_tilde_is_profile_users():
