@@ -99,9 +99,13 @@ class ImageStore:
                 image_id = source.removeprefix(BUILD)
             else:
                 image_id = (self._root / "names" / _hash(source)).read_text(encoding="ascii")
-            image = self._read(check_digest(f"sha256:{image_id}"))
+            return self._asked(check_digest(f"sha256:{image_id}"))
         except (OSError, ValueError):
             return None
+
+    def _asked(self, image_id: str) -> ImageInfo | None:
+        """An image by its id, if it is here; it stays until who asks has begun to use it."""
+        image = self._read(image_id)
         if image is None:
             return None
         self._layers.touch(image.layers)
@@ -253,7 +257,7 @@ class ImageStore:
 
     async def _stacked(self, pulled: PulledImage, source: ImageSource, work: Path, puller: Puller) -> ImageInfo:
         info = image_info(pulled, str(source))
-        if (here := self.find(info.id)) is not None:
+        if (here := self._asked(info.id)) is not None:
             return here
         with self._stacking(f"image {source}: unpacking", work) as stacking:
             layers = await stacking.pulled(pulled, info.workdir or "/", puller)
@@ -272,7 +276,7 @@ class ImageStore:
             ImageUnavailable: there is no room, or its parent is gone.
         """
         async with self._layers.locked(f"layer-{image.id}"), self._layers.work() as work:
-            there = self.find(image.id)
+            there = self._asked(image.id)
             if there is not None:
                 return there
             below, base = self._below(image)

@@ -675,6 +675,18 @@ async def test_an_image_makes_room_after_its_lease(tmp_path, images, monkeypatch
     assert kept(tmp_path, store) == [image]
 
 
+async def test_another_name_for_an_image_is_a_use(tmp_path, images):
+    store = store_at(tmp_path, images, quota_mib=16)
+    for name in ("set/one:1", "set/other:1"):
+        made(tmp_path, images, name, entry("same", "x"))
+        if layers := list((tmp_path / "store/layers").iterdir()):
+            os.utime(layers[0], (1, 1))
+        image = await store.prepare(ImageSource.parse(f"{images.host}/{name}"), nothing)
+        store.make_room(16 << 20)
+        assert store.hold(image)
+        store.release(image.id)
+
+
 @pytest.mark.usefixtures("at_once")
 async def test_a_store_in_use_is_full(tmp_path, images):
     store = store_at(tmp_path, images, quota_mib=16)
