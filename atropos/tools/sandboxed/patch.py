@@ -94,11 +94,12 @@ class PatchTool(Tool):
 
 def _replaced(path: str, old: str, new: str, before: bytes, *, replace_all: bool) -> bytes:
     old_bytes, new_bytes = old.encode("utf-8", "replace"), new.encode("utf-8", "replace")
-    count = before.count(old_bytes)
-    if count == 0 and b"\r\n" in before and b"\r" not in old_bytes:
+    only_crlf = before.count(b"\r\n") == before.count(b"\n")
+    if b"\r\n" in before and b"\r" not in old_bytes and (only_crlf or old_bytes not in before):
         # The model doesn't see line ends: for a file of CRLF lines it writes LF.
-        old_bytes, new_bytes = old_bytes.replace(b"\n", b"\r\n"), new_bytes.replace(b"\n", b"\r\n")
-        count = before.count(old_bytes)
+        old_bytes = old_bytes.replace(b"\n", b"\r\n")
+        new_bytes = new_bytes.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
+    count = before.count(old_bytes)
     if count == 0:
         near_miss = diffs.near_miss(texts(split_lines(before)), texts(split_lines(old_bytes)))
         raise ToolError(f"patch: old is not in {path}: {near_miss}")

@@ -278,6 +278,11 @@ class TestPatch:
         (root / "f").write_bytes(b"a\r\nb\r\nc\r\n")
         assert (await use("patch", path="f", old="a\nb", new="a\nB")).success
         assert (root / "f").read_bytes() == b"a\r\nB\r\nc\r\n"
+        await use("patch", path="f", old="B", new="b1\nb2\r\nb3")  # no line end in old
+        assert (root / "f").read_bytes() == b"a\r\nb1\r\nb2\r\nb3\r\nc\r\n"
+        (root / "f").write_bytes(b"a\r\nb\nc\n")
+        await use("patch", path="f", old="b", new="b1\nb2")
+        assert (root / "f").read_bytes() == b"a\r\nb1\nb2\nc\n"
 
     async def test_a_diff_of_several_files(self, use, root):
         (root / "a.py").write_text("one\ntwo\nthree\nfour\n")
