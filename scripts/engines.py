@@ -136,6 +136,8 @@ class Engines:
                     f"no Docker engine answers ({reason}), and starting one needs root; start dockerd or set "
                     "DOCKER_HOST"
                 )
+            if self.env.get("DOCKER_HOST"):
+                say(f"no Docker engine answers at DOCKER_HOST={self.env['DOCKER_HOST']} ({reason}): another is started")
             self.install()
             self.mount_cgroups()
             socket = self.folder / "docker.sock"

@@ -29,6 +29,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     || { cat "$scratch/apt" >&2; echo "apt-get could not install: ${missing[*]}" >&2; exit 1; }
   compiles || { cat "$scratch/cc" >&2; echo "cc, a C compiler, can't make a program (see above): tasks in C can't be solved" >&2; }
 else
+  ! command -v cc >/dev/null 2>&1 || cat "$scratch/cc" >&2 # why it makes no program, where it doesn't
   echo "missing system packages: ${missing[*]}" >&2
   echo "on Debian or Ubuntu:  sudo apt-get install ${missing[*]}" >&2
   echo "elsewhere: install the packages that provide these programs, then run make again" >&2

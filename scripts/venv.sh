@@ -15,6 +15,7 @@ if [ -z "$python" ]; then
   done
 fi
 [ -n "$python" ] || { echo "Python 3.11, 3.12, 3.13 or 3.14 is needed (set ATROPOS_PYTHON to one)" >&2; exit 1; }
+[ -e .venv ] || echo "installing the Python environment (a gigabyte, the first time)"
 ATROPOS_PYTHON=$python bash scripts/uv.sh sync --frozen --quiet --all-extras --no-extra harbor --no-extra inspect --no-extra mini-swe-agent --no-extra nemo-gym --no-extra swerex --no-extra verifiers --python "$python"
 # A sandbox server runs as a user that may not write here: without bytecode it would compile its libraries at each start.
 .venv/bin/python -m compileall -q atropos \

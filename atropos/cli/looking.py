@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from atropos.api.executor.models import Opened, ServerStatus, UsageReport
+from atropos.api.executor.models import KeyUsage, Opened, ServerStatus, UsageReport
 from atropos.dashboard.live import ContainerSlots, InFlight, LiveSample, LiveView
 from atropos.errors import BackendUnavailable, ConfigError
 from atropos.slots import Usage
@@ -90,8 +90,9 @@ async def server(client: httpx.AsyncClient) -> Look:
         if answer.status_code == 200:
             status = ServerStatus.model_validate_json(answer.content)
             answer = await client.get("/usage")
-            if answer.status_code == 200:
-                return _executor_server(url, status, UsageReport.model_validate_json(answer.content))
+            told = answer.status_code == 200
+            usage = UsageReport.model_validate_json(answer.content).usage if told else ()
+            return _executor_server(url, status, usage)
     if answer.status_code == 401:
         raise ConfigError(f"{url} refuses the token")
     if answer.status_code == 403:
@@ -119,7 +120,7 @@ def _sandbox_server(name: str, status: Status) -> Look:
     )
 
 
-def _executor_server(name: str, status: ServerStatus, report: UsageReport) -> Look:
+def _executor_server(name: str, status: ServerStatus, usage: Sequence[KeyUsage]) -> Look:
     numbers = {
         "open": f"{len(status.opened):,}",
         "keys": f"{len({each.key for each in status.opened}):,}",
@@ -132,9 +133,7 @@ def _executor_server(name: str, status: ServerStatus, report: UsageReport) -> Lo
         in_flight=[_opened(each) for each in status.opened],
         waiting=status.waiting,
         trouble=status.trouble,
-        usage=[
-            (row.key, row.image, Usage(row.leases, row.slot_s, row.cpu_s, row.egress_bytes)) for row in report.usage
-        ],
+        usage=[(row.key, row.image, Usage(row.leases, row.slot_s, row.cpu_s, row.egress_bytes)) for row in usage],
     )
     return Look(name, view)
 

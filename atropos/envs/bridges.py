@@ -194,12 +194,15 @@ def collecting(env: SandboxEnv) -> Generator[Callable[[int], list[Group]]]:
         if failed:
             raise RuntimeError("the env has ended: an earlier call raised") from failed[0]
         groups: Future[list[Group]] = Future()
-        asked.put((count, groups))
         try:
+            asked.put((count, groups))
             return groups.result()
-        finally:
+        except BaseException as error:
             if not groups.done():  # Ctrl-C: nobody waits for them any more
-                end()
+                failed.append(error)
+                with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+                    end()
+            raise
 
     thread = threading.Thread(target=lambda: asyncio.run(answer()), name="atropos-env", daemon=True)
     thread.start()

@@ -29,6 +29,7 @@ from atropos.tasks.verifier.mode import Mode
 _log = logging.getLogger(__name__)
 MOST_KEPT = 10_000
 """Proofs on this machine; the oldest go first."""
+UNPREPARED = "it can't be prepared"
 
 
 class Proofs:
@@ -53,10 +54,11 @@ class Proofs:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self._folder = folder or cache / "atropos" / "proofs"
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._unkept = False
         self.found: dict[str, str | None] = {}
 
     async def solve(self, images: TaskImages, task: Task) -> None:
-        """Find out whether a task's solution scores 1, unless it has none or the task can't be prepared at all.
+        """Find out whether a task's solution scores 1, unless it has none.
 
         Raises:
             ConfigError: a file of the task can't be packed.
@@ -74,7 +76,8 @@ class Proofs:
     async def _try(self, images: TaskImages, task: Task) -> None:
         try:
             key = await self._key(images, task)
-        except TaskBroken:  # as every trajectory on it will say
+        except TaskBroken as error:
+            self.found[task.name] = f"{UNPREPARED}: {error}"
             return
         file = self._folder / key
         if file.exists():
@@ -84,9 +87,8 @@ class Proofs:
         try:
             reason = (await run.play()).unsolved
         except (TaskBroken, VerifierFailed, SlotFileError) as error:
-            if run.so_far.prepared_s is None:
-                return
-            reason = f"its solution gets no reward: {error}"
+            what = UNPREPARED if run.so_far.prepared_s is None else "its solution gets no reward"
+            reason = f"{what}: {error}"
         finally:
             await run.end()
         self.found[task.name] = reason
@@ -112,7 +114,9 @@ class Proofs:
             for path in oldest[:-MOST_KEPT]:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            _log.warning("what was proven is not kept for later runs: %s", error)
+            if not self._unkept:
+                _log.warning("what is proven is not kept for later runs: %s", error)
+            self._unkept = True
 
 
 def _digests(task: Task) -> list[str]:

@@ -159,7 +159,7 @@ def show(console: Console, numbers: dict[str, Any], mistakes: float) -> None:
     console.print(
         f"{numbers['trajectories']} trajectories, mean score {numbers['mean_score']:.2f}, in {numbers['seconds']:.1f} s"
     )
-    if mistakes:
+    if mistakes and numbers["mean_score"] < 1:
         console.print(f"A mean below 1 is intended: the scripted policy errs in {mistakes:.0%} of the trajectories.")
     console.print(
         f"{numbers['calls']} calls, {numbers['calls_per_s']:.0f}/s, p50 {numbers['call_p50_ms']:.1f} ms, "

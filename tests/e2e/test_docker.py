@@ -261,7 +261,7 @@ async def test_only_no_image_is_config(status, code, error, caplog):
     image = f"127.0.0.1:{runner.addresses[0][1]}/atropos-sandbox:1"
     caplog.set_level("INFO")
     try:
-        with pytest.raises(error, match=f"sandbox_image: {ENGINE_NAME} .* '{image}'"):
+        with pytest.raises(error, match=rf"sandbox_image\): {ENGINE_NAME} .* '{image}'"):
             await SlotPool(pool_config("docker", image=image)).start()
     finally:
         await runner.cleanup()

@@ -61,6 +61,17 @@ async def test_unsolvable_is_left_out(policy, tmp_path, caplog, tried, when):
     assert sorted(tried) == ["fine", "lacks"]
 
 
+async def test_unprepared_is_left_out(policy, tmp_path, tried):
+    solvable(tmp_path, "fine")
+    solvable(tmp_path, "unbuilt")
+    (tmp_path / "tasks/unbuilt/environment").mkdir(exist_ok=True)
+    (tmp_path / "tasks/unbuilt/environment/Dockerfile").write_text("FROM debian\nRUN no-such-program\n")
+    found, env = await run(policy, tmp_path)
+    assert (list(found), tried, env.metrics.dropped) == (["fine"], ["fine"], {})
+    assert "it can't be prepared" in env.left_out["unbuilt"]
+    assert "no-such-program" in env.left_out["unbuilt"]
+
+
 async def test_unchecked_are_played(policy, tmp_path, tried):
     solvable(tmp_path, "lacks", LACKING)
     found, _ = await run(policy, tmp_path, check_tasks="off")

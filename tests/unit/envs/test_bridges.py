@@ -97,8 +97,11 @@ def test_ctrl_c_ends_the_env():
             await asyncio.Event().wait()
 
     env = make(Env, "http://127.0.0.1:9/v1", None)
-    with pytest.raises(KeyboardInterrupt), bridges.collecting(env) as next_groups:
-        next_groups(1)
+    with bridges.collecting(env) as next_groups:
+        with pytest.raises(KeyboardInterrupt):
+            next_groups(1)
+        with pytest.raises(RuntimeError, match="the env has ended"):
+            next_groups(1)
     assert env.stand_in.closed
 
 

@@ -174,10 +174,11 @@ class DockerEngine:
                 reason = str(getattr(error, "explanation", None) or error)
                 if not pull_is_denied(reason):
                     raise BackendUnavailable(
-                        f"sandbox_image: {self.facts.name} can't pull {image!r}: {reason}"
+                        f"image (an env's sandbox_image): {self.facts.name} can't pull {image!r}: {reason}"
                     ) from error
         raise ConfigError(
-            f"sandbox_image: {self.facts.name} has no image {image!r} ({reason}); build it with `make image`"
+            f"image (an env's sandbox_image): {self.facts.name} has no image {image!r} ({reason}); `make image` builds "
+            "atropos-sandbox:local, and a registry that wants credentials gets them by a login of the engine's client"
         )
 
     def _pull(self, image: str) -> None:
