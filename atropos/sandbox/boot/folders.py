@@ -114,8 +114,13 @@ def remove_abandoned(disk: str) -> None:
             remove_tree(f"{top}/{name}")
 
 
-def image_folder(wanted: str | None, owner: int) -> tuple[str | None, str]:
+def image_folder(wanted: str | None, owner: int, *, one_user: bool = False) -> tuple[str | None, str]:
     """The folder of the image store, created for the server; or why there is none in the place for it.
+
+    Args:
+        wanted: the one that was named.
+        owner: the server's uid.
+        one_user: slots have root alone, who owns all files of their images: no other slots may have these.
 
     Raises:
         ConfigError: the one that was named can't be used.
@@ -123,7 +128,7 @@ def image_folder(wanted: str | None, owner: int) -> tuple[str | None, str]:
     home = "/var/cache" if os.geteuid() == 0 else os.path.expanduser("~/.cache")
     if wanted is None and home.startswith("~"):  # no HOME and no entry in /etc/passwd
         return None, "image_store.folder: this user has no home folder to hold it; name a folder"
-    folder = wanted or f"{home}/atropos/images"
+    folder = f"{wanted or f'{home}/atropos/images'}{'/one-user' if one_user else ''}"
     try:
         os.makedirs(folder, 0o755, exist_ok=True)
         if os.geteuid() == 0:

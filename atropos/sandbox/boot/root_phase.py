@@ -274,10 +274,11 @@ def _as_user(config: RootPhaseSettings, scratch: str, parent: int | None) -> Ent
     uid, gid = os.getuid(), os.getgid()
     cgroups = claim_delegated(uid)
     disk = None if config.cells is None else folders.disk(uid, gid)
-    image_folder, no_images = folders.image_folder(config.image_folder, uid)
     (first_uid, uids), (first_gid, gids) = namespaces.subordinate("/etc/subuid"), namespaces.subordinate("/etc/subgid")
     ids, slot_ids, creators = min(uids, gids), 1, 0
-    if ids >= 4096 and all(shutil.which(program) for program in ("newuidmap", "newgidmap")):
+    one_user = ids < 4096 or not all(shutil.which(program) for program in ("newuidmap", "newgidmap"))
+    image_folder, no_images = folders.image_folder(config.image_folder, uid, one_user=one_user)
+    if not one_user:
         slot_ids = min(namespaces.SLOT_IDS, ids)
         creators = min(namespaces.CREATORS, ids - slot_ids)
 

@@ -43,6 +43,26 @@ def test_no_home_has_no_store(folder):
     assert not list(place.iterdir())
 
 
+@pytest.mark.parametrize("ids", [0, 65_536])
+def test_stores_are_shared_by_slots_of_the_same_users(folder, ids):
+    """Where slots have root alone, all files of images are root's, and who installs uidmap then would find them so."""
+    store = folder / f"store of {ids}"
+    store.mkdir()
+    store.chmod(0o777)
+    code = (
+        "import shutil, sys; from atropos.sandbox.boot import root_phase; from atropos.sandbox.boot import namespaces\n"
+        f"namespaces.subordinate = lambda _: (100_000, {ids})\n"
+        "namespaces.enter_namespaces = lambda _: root_phase.syscalls.unshare(0x10020000)\n"
+        "root_phase.claim_delegated = lambda _: ''\n"
+        "shutil.which = lambda program: program\n"
+        "settings = root_phase.RootPhaseSettings('', None, {}, False, None, 1, image_folder=sys.argv[1])\n"
+        "print(root_phase._as_user(settings, '', None).image_folder)"
+    )
+    asked = [sys.executable, "-m", "tests.unit.sandbox.as_user", sys.executable, "-c", code, str(store)]
+    done = subprocess.run(asked, check=True, capture_output=True, text=True, cwd=ROOT, timeout=20 * SLOWNESS)
+    assert done.stdout == f"{store}{'' if ids else '/one-user'}\n"
+
+
 @pytest.mark.parametrize("closed", [".", "layers"])
 def test_read_only_is_refused(folder, closed):
     """As another user, or root, left it."""
