@@ -286,6 +286,16 @@ class TestFiles:
         )
         assert "pattern" in error(await use("search_files", pattern="("))
 
+    @pytest.mark.parametrize("ripgrep", [True, False])
+    async def test_patterns_are_looked_for_in_each_line(self, use: Use, ripgrep: bool) -> None:
+        await use("write_file", path="lines", content="import os\r\nclass É:\r\n\r\n    end\n")
+        if not ripgrep:
+            await use("terminal", command="rm -f $(which -a rg)")
+        wanted = {"^class": 2, "S É:$": 2, "c.ass .:": 2, "^$": 3, r"^\s+\w": 4, r"(?<!.)\s*end\b": 4}
+        for pattern, number in wanted.items():
+            result = await use("search_files", pattern=pattern, path="lines", ignore_case=True)
+            assert result.output.startswith(f"lines:{number}:"), (pattern, result)
+
 
 class TestSessions:
     """Programs that draw on a terminal."""

@@ -80,7 +80,7 @@ def _answer(arguments: SearchArguments, found: _Found, most: int) -> ToolResult:
     rows: list[str] = []
     last: tuple[str, int] | None = None
     for one in found.rows:
-        text = one.text if len(one.text) <= MAX_LINE else f"{one.text[:MAX_LINE]}… [{len(one.text):,} characters]"
+        text = one.text if len(one.text) <= MAX_LINE else f"{one.text[:MAX_LINE]}… [the line goes on]"
         if not one.line:
             rows.append(one.path)
             continue
@@ -123,7 +123,7 @@ async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | Non
     if arguments.glob is not None:
         flags.append(f"--glob={arguments.glob}")
     if arguments.pattern:
-        flags += ["--line-number", "--with-filename", "--no-heading", "--engine=auto", "--max-columns=4000"]
+        flags += ["--line-number", "--with-filename", "--no-heading", "--engine=auto", "--crlf", "--max-columns=4000"]
         flags += ["--ignore-case"] if arguments.ignore_case else []
         flags += [f"--context={arguments.context}"] if arguments.context else []
         flags += ["-e", arguments.pattern]

@@ -17,7 +17,6 @@ from atropos.sandbox.programs.runner.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from re import Pattern
 
     from atropos.sandbox.programs.runner.work import Outcome
 
@@ -25,6 +24,9 @@ MAX_SEARCH_FILES = 100_000
 MAX_SEARCH_BYTES = 512 << 20
 MAX_SEARCH_FILE = 16 << 20
 MAX_LINE_CHARS = 2000
+LINE_ALONE = re.compile(r"\\[AZz]|\(\?(?!:)|[*+?}]\+")
+"""Of a pattern that may match a line alone, and nowhere in a text with that line: ends of the text, looks around, what
+gives nothing back."""
 MAX_FOUND_BYTES = 4 << 20
 """Most that the matches take as JSON, of which PID 1 has several copies at once."""
 
@@ -34,17 +36,28 @@ def op_search(
 ) -> None:
     """Answer with the lines that match, or the files of a name."""
     path = path_of(path).removesuffix("/.") or "/"
-    Work(call, lambda: search(path, expression(pattern, ignore_case=ignore_case), glob, max_matches, context))
+
+    def work() -> Outcome:
+        wanted = Wanted(pattern, ignore_case=ignore_case) if pattern else None  # it may take long to compile
+        return search(path, wanted, glob, max_matches, context)
+
+    Work(call, work)
 
 
-def expression(pattern: str, *, ignore_case: bool) -> Pattern[bytes] | None:
-    """A compiled pattern; None: of an empty one."""
-    if not pattern:
-        return None
-    try:
-        return re.compile(pattern.encode(), re.IGNORECASE if ignore_case else 0)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise OpFailed("bad_pattern", f"the pattern is not a regular expression: {error}") from None
+class Wanted:
+    """A pattern that is looked for in each line by itself."""
+
+    def __init__(self, pattern: str, *, ignore_case: bool) -> None:
+        flags = re.IGNORECASE if ignore_case else 0
+        try:
+            self.line = re.compile(pattern, flags)
+            self.anywhere = None if LINE_ALONE.search(pattern) else re.compile(pattern, flags | re.MULTILINE)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise OpFailed("bad_pattern", f"the pattern is not a regular expression: {error}") from None
+
+    def may_match(self, lines: str) -> bool:
+        """Whether a line of these may match: most files are done with one search."""
+        return self.anywhere is None or self.anywhere.search(lines) is not None
 
 
 def walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
@@ -97,7 +110,7 @@ class Matches:
         self.left -= len(quote(path)) + len(quote(words)) + 100
 
 
-def search(path: str, wanted: Pattern[bytes] | None, glob: str | None, max_matches: int, context: int) -> Outcome:
+def search(path: str, wanted: Wanted | None, glob: str | None, max_matches: int, context: int) -> Outcome:
     """The files of a name, or the lines of files that match."""
     if os.path.islink(path):
         path = os.path.realpath(path)
@@ -117,7 +130,7 @@ def search(path: str, wanted: Pattern[bytes] | None, glob: str | None, max_match
         data = searchable(name, status.st_size)
         budget -= len(data)
         if b"\0" not in data[:8192]:
-            cut = search_lines(matches, text(name), data, wanted, context) or cut
+            cut = search_lines(matches, text(name), text(data).replace("\r\n", "\n"), wanted, context) or cut
     return "search_result", {"matches": matches.matches, "files": files, "truncated": cut}, {}
 
 
@@ -135,20 +148,20 @@ def searchable(name: str, size: int) -> bytes:
         os.close(fd)
 
 
-def search_lines(found: Matches, name: str, data: bytes, wanted: Pattern[bytes], context: int) -> bool:
+def search_lines(found: Matches, name: str, words: str, wanted: Wanted, context: int) -> bool:
     """Add a file's matching lines, and `context` lines around them; True when a bound was reached."""
-    if not wanted.search(data):
+    if not wanted.may_match(words):
         return False
-    lines = data.split(b"\n")
+    lines = words.split("\n")
     if not lines[-1]:
         lines.pop()
     shown: dict[int, bool] = {}
-    for hit in [number for number, line in enumerate(lines) if wanted.search(line)]:
+    for hit in [number for number, line in enumerate(lines) if wanted.line.search(line)]:
         for number in range(max(0, hit - context), min(len(lines), hit + context + 1)):
             shown.setdefault(number, True)
         shown[hit] = False
     for number in sorted(shown):
         if found.full():
             return True
-        found.add(name, number + 1, text(lines[number].rstrip(b"\r"))[:MAX_LINE_CHARS], context=shown[number])
+        found.add(name, number + 1, lines[number].rstrip("\r")[:MAX_LINE_CHARS], context=shown[number])
     return False
