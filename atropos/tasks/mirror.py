@@ -165,11 +165,11 @@ def _index(simple: Path) -> None:
         name = re.sub(r"[-_.]+", "-", wheel.name.partition("-")[0]).lower()
         (simple / name).mkdir(exist_ok=True)
         wheel.replace(simple / name / wheel.name)
-    for package in simple.iterdir():
-        if package.is_dir():
-            names = (html.escape(each.name) for each in sorted(package.glob("*.whl")))
-            _page(package, "".join(f'<a href="{each}">{each}</a><br>\n' for each in names))
-    _page(simple, "".join(f'<a href="{each.name}/">{each.name}</a><br>\n' for each in sorted(simple.iterdir())))
+    packages = sorted(each for each in simple.iterdir() if each.is_dir())
+    for package in packages:
+        names = (html.escape(each.name) for each in sorted(package.glob("*.whl")))
+        _page(package, "".join(f'<a href="{each}">{each}</a><br>\n' for each in names))
+    _page(simple, "".join(f'<a href="{each.name}/">{each.name}</a><br>\n' for each in packages))
 
 
 def _page(folder: Path, body: str) -> None:
