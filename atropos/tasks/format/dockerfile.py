@@ -227,7 +227,7 @@ class _Reader:
 
     def _workdir(self, instruction: DockerfileInstruction, stage: _Building) -> None:
         folder = self._word(self._one(instruction), stage)
-        path = posixpath.normpath(posixpath.join(stage.settings.workdir, folder))
+        path = _path(stage, folder)
         stage.settings = replace(stage.settings, workdir=path)
         stage.steps.append(Folder(path, stage.settings.user))
 
@@ -293,8 +293,8 @@ class _Reader:
             return None
         if kind not in {"bind", "cache", "tmpfs"} or target is None:
             raise self._refusal(f"--mount={text} can't be honoured in a slot: use COPY, or type=cache, tmpfs or bind")
-        target = posixpath.normpath(posixpath.join(stage.settings.workdir, target))
-        if target.startswith("//") or target == "/":
+        target = _path(stage, target)
+        if target == "/":
             raise self._refusal(f"--mount={text} can't be honoured in a slot: name a folder below /")
         if kind == "bind" or "from" in options:
             source = self._inside(options.get("source") or options.get("src") or ".")
@@ -347,7 +347,7 @@ class _Reader:
         destination = words[-1]
         if files and source is not None:
             raise self._refusal("--from takes no here-document: give that a COPY of its own")
-        target = posixpath.normpath(posixpath.join(stage.settings.workdir, destination))
+        target = _path(stage, destination)
         parents = self._switch(flags, "parents", default=False)
         if destination.endswith(("/", "/.")) or destination == "." or len(words) > 2 or parents:
             target = target.rstrip("/") + "/"
@@ -454,7 +454,7 @@ class _Reader:
         if isinstance(mode, str):
             raise self._refusal(f"--chmod={mode}: a download has no mode to change; write digits")
         owner = self._word(flags["chown"][-1], stage) if "chown" in flags else None
-        path = posixpath.normpath(posixpath.join(stage.settings.workdir, target))
+        path = _path(stage, target)
         stage.steps.append(Download(address, path, checksum, 0o600 if mode is None else mode, owner))
 
     def _volume(self, instruction: DockerfileInstruction, stage: _Building) -> None:
@@ -496,6 +496,12 @@ class _Reader:
         if {one.name for one in instructions} & {"ONBUILD", "FROM", "MAINTAINER"}:
             raise self._refusal(f"ONBUILD {text}: is no instruction for a later build; remove it")
         return instructions
+
+
+def _path(stage: _Building, name: str) -> str:
+    """A path in a stage, by its name from the working directory on."""
+    path = posixpath.normpath(posixpath.join(stage.settings.workdir, name))
+    return f"/{path.lstrip('/')}"  # POSIX has two slashes at the beginning mean something else than one
 
 
 def _content(document: DockerfileHeredoc) -> str:

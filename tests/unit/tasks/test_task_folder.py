@@ -211,6 +211,15 @@ def test_dockerfiles_are_read_for_slots(folder):
     assert task.on(BuildInputs(architecture="amd64")).recipe.settings.env["GOT"] == "amd64,linux/amd64,,amd64"
 
 
+def test_slashes_count_once(folder):
+    text = "FROM debian\nENV ROOT=/\nWORKDIR $ROOT/app\nCOPY a.txt $ROOT/x/\nRUN --mount=type=cache,target=//c id\n"
+    text += "ADD https://example.org/y //z//\n"
+    recipe = recipe_of(folder, text)
+    made, copied, ran, added = recipe.steps
+    assert (recipe.workdir, made.path, copied.target, added.target) == ("/app", "/app", "/x/", "/z/y")
+    assert [mount.target for mount in ran.mounts] == ["/c"]
+
+
 def test_a_build_has_no_secrets(folder):
     text = "FROM debian\nRUN --mount=type=secret,id=a,env=A --mount=type=ssh,required=false --mount=type=cache,target=/c id\n"
     assert recipe_of(folder, text).steps[0].mounts == (Mount("/c"),)
