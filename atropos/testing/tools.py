@@ -279,7 +279,9 @@ class TestFiles:
         result = await use("search_files", pattern="n[e]+dle")
         assert sorted(result.output.splitlines()[:2]) == ["c.txt:1:a needle", "src/a.py:1:a needle"]
         assert "[2 matches in 2 files]" in result.output
-        assert (await use("search_files", pattern="", glob="*.py")).output == "src/a.py\n[1 file]"
+        for glob in ("*.py", "**/*.py", "src/**/*.py", "*.{c,py}", "{src,build}/*.{h,py}"):
+            assert (await use("search_files", pattern="", glob=glob)).output == "src/a.py\n[1 file]", glob
+        assert (await use("search_files", pattern="", glob="**/*.txt")).output == "c.txt\n[1 file]"
         assert (await use("search_files", pattern="needle", path="src", context=1)).output.startswith("src/a.py:1:")
         assert (await use("search_files", pattern="needle", path="/workspace/src")).output.startswith(
             "/workspace/src/a.py"

@@ -27,6 +27,9 @@ MAX_LINE_CHARS = 2000
 LINE_ALONE = re.compile(r"\\[AZz]|\(\?(?!:)|[*+?}]\+")
 """Of a pattern that may match a line alone, and nowhere in a text with that line: ends of the text, looks around, what
 gives nothing back."""
+CHOICE = re.compile(r"\{([^{}]*,[^{}]*)\}")
+MAX_CHOICES = 100
+"""So many globs are made of one, and then no more."""
 MAX_FOUND_BYTES = 4 << 20
 """Most that the matches take as JSON, of which PID 1 has several copies at once."""
 
@@ -110,15 +113,24 @@ class Matches:
         self.left -= len(quote(path)) + len(quote(words)) + 100
 
 
+def files_of(glob: str) -> re.Pattern[str]:
+    """What a glob's paths and names look like. `*.{c,h}` is `*.c` and `*.h`, and `*` goes through folders, as `**/`."""
+    globs = [glob.removeprefix("./").replace("**/", "")]
+    while len(globs) <= MAX_CHOICES and (choice := CHOICE.search(globs[0])):
+        globs = [CHOICE.sub(lambda _, part=part: part, one, count=1) for one in globs for part in choice[1].split(",")]
+    return re.compile("|".join(map(fnmatch.translate, globs)))
+
+
 def search(path: str, wanted: Wanted | None, glob: str | None, max_matches: int, context: int) -> Outcome:
     """The files of a name, or the lines of files that match."""
     if os.path.islink(path):
         path = os.path.realpath(path)
     matches = Matches(max_matches)
     files, budget, cut = 0, MAX_SEARCH_BYTES, False
+    named = files_of(glob) if glob else None
     for name, status in walk(path):
         shown = os.path.relpath(name, path) if name != path else name
-        if glob and not (fnmatch.fnmatch(shown, glob) or fnmatch.fnmatch(os.path.basename(name), glob)):
+        if named and not (named.match(shown) or named.match(os.path.basename(name))):
             continue
         files += 1
         if files > MAX_SEARCH_FILES or budget <= 0 or matches.full():
