@@ -16,10 +16,10 @@ _SHAPES = re.compile(
     r")"
     r"|^```tool_(?:call|code)s?\b"  # Gemma
     r"|^Action:[ \t]*[\w.-]+[ \t]*\n[ \t]*Action Input:"  # ReAct
-    # JSON, or a dict of Python, and no schema
+    # JSON, or a dict of Python, with an object or its text as arguments, and no schema
     rf"|\{{\s*(?:[\"'](?:id|type)[\"']\s*:\s*{_QUOTED}\s*,\s*){{0,2}}"
     rf"[\"'](?:name|tool|tool_name|function)[\"']\s*:\s*{_QUOTED}\s*,\s*"
-    r"[\"'](?:arguments|parameters|args|tool_input)[\"']\s*:(?!\s*\{\s*[\"']type[\"']\s*:\s*[\"']object[\"'])"
+    r"[\"'](?:arguments|parameters|args|tool_input)[\"']\s*:(?!\s*\{\s*[\"']type[\"']\s*:\s*[\"']object[\"'])(?=\s*(?:[{\"']|\Z))"
     rf"|\{{\s*[\"'](?:arguments|parameters)[\"']\s*:\s*\{{[^{{}}]*\}}\s*,\s*[\"']name[\"']\s*:\s*{_QUOTED}\s*\}}"
     rf"|\{{\s*[\"']action[\"']\s*:\s*{_QUOTED}\s*,\s*[\"']action_input[\"']\s*:"  # LangChain
     r"|\{\s*[\"']type[\"']\s*:\s*[\"']tool_use[\"']\s*,",  # Anthropic

@@ -385,6 +385,8 @@ def test_shape_is_never_ignored(name, shape):
         "Action: none needed",
         '{"parameters": {"x": 1}, "name": "a model", "loss": 0.5}',
         '{"action": "move", "to": "b3"}',
+        '{"id": "m1", "name": "llama", "parameters": 8000000000}',
+        "{'name': 'plot', 'args': ['x', 'y']}",
         "{'id': 7, 'name': 'Ada', 'parameters': []}",
         "The tag <function> and the word tool_use.",
         "def call(function_name, arguments):\n    return tools[function_name](**arguments)",
