@@ -43,6 +43,7 @@ from atropos.tasks.format.beside import services_of
 from atropos.tasks.format.compose import read_compose
 from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB, EnvironmentSection, TaskConfig
 from atropos.tasks.format.recipe import BuildInputs
+from atropos.tasks.format.service import Service
 from atropos.tasks.format.task import Task, first_recipe
 from atropos.tasks.prepare import TaskImages
 
@@ -171,18 +172,20 @@ class AtroposEnvironment(BaseEnvironment):
         image = wants.docker_image
         if not should_use_prebuilt_docker_image(folder, docker_image=image, force_build=force_build):
             image = None
-        section = EnvironmentSection(
+        memory, storage = self._effective_memory_mb, self._effective_storage_mb
+        own = EnvironmentSection(
             docker_image=image,
             workdir=wants.workdir,
             cpus=self._effective_cpus,
-            memory_mb=self._effective_memory_mb,
-            storage_mb=self._effective_storage_mb,
+            # what older schemas wrote into every task.toml is no wish
+            memory_mb=memory if memory != OLD_MEMORY_MB else None,
+            storage_mb=storage if storage != OLD_STORAGE_MB else None,
             build_timeout_sec=LONGEST_BUILD_S,
             gpus=self._effective_gpus,
             gpu_types=tuple(wants.gpu_types or ()),
         )
         service = read_compose(folder)
-        section = machines.with_compose(service, section)
+        section = machines.with_compose(service, own)
         # where something is built or pulled, the folder's other files are Harbor's to bring
         defined = wants.docker_image or machines.is_machine(folder)
         make = partial(machines.machine if defined else machines.workspace, folder, service, section)
@@ -196,33 +199,35 @@ class AtroposEnvironment(BaseEnvironment):
             recipe=recipe,
             tests=(),
             solution=None,
-            limits=self._limits(section),
+            limits=self._limits(section, service),
             unbuildable=unbuildable,
             make=make,
             service=service,
         )
-        return task if service is None or not service.beside else self._with_services(task, inputs)
+        return task if service is None or not service.beside else self._with_services(task, own, inputs)
 
-    def _with_services(self, task: Task, inputs: BuildInputs) -> Task:
+    def _with_services(self, task: Task, own: EnvironmentSection, inputs: BuildInputs) -> Task:
         """The task with the services beside it, which reach what the environment's own policy says."""
         policy = self._network_policy
         network = {"network_mode": policy.network_mode.value, "allowed_hosts": tuple(policy.allowed_hosts)}
-        reached = TaskConfig(environment=task.config.environment.model_copy(update=network))
+        reached = own.model_copy(update=network)
         beside = tuple(
-            replace(each, limits=self._limits(each.config.environment))
-            for each in services_of(replace(task, config=reached), self.environment_dir, inputs)
+            replace(each, limits=self._limits(each.config.environment, each.service))
+            for each in services_of(task, reached, self.environment_dir, inputs)
         )
         members = tuple(each.limits or LeaseLimits() for each in beside)
         limits = (task.limits or LeaseLimits()).model_copy(update={"members": members})
         return replace(task, beside=beside, limits=limits)
 
-    def _limits(self, wants: EnvironmentSection) -> LeaseLimits | None:
-        """What the task asks for beyond a slot; what older schemas wrote into every task.toml is no wish."""
+    def _limits(self, wants: EnvironmentSection, service: Service | None) -> LeaseLimits | None:
+        """What the task, or a service, asks for beyond a slot."""
         slot = self._config.limits
-        memory, storage = wants.memory_mb or 0, wants.storage_mb or 0
-        memory = memory if memory != OLD_MEMORY_MB else 0
+        shared = 0 if service is None else service.shm_mib or 0
+        memory, storage = wants.memory_mb or 0, max(wants.storage_mb or 0, shared)
+        if shared > max(slot.disk_mib, self._config.place_mib) and self._config.volume != "disk":
+            memory = max(memory, shared)
         room = max(memory, slot.memory_mib, self._config.place_mib)
-        files = min(storage, room) if storage != OLD_STORAGE_MB and self._config.volume != "disk" else 0
+        files = min(storage, room) if self._config.volume != "disk" else 0
         resources = Resources(memory_mib=memory, disk_mib=files, cpus=wants.cpus or 0, gpus=wants.wanted_gpus)
         return Room(slot.resources).beyond(resources, wants.gpu_types)
 

@@ -17,6 +17,7 @@ from atropos.net.egress_policy import WEB_PORTS, EgressRefused, Rule, parse
 from atropos.resources import NOTHING, Resources
 from atropos.slots import SlotPoolConfig
 from atropos.tasks.format.config import OLD_MEMORY_MB, OLD_STORAGE_MB
+from atropos.tasks.format.service import Service
 from atropos.tasks.format.task import Task
 from atropos.wire import MAX_HOSTS, LeaseLimits, Limit
 
@@ -204,19 +205,24 @@ class _Sizes:
         """What a lease for the task needs. `table`: where task.toml says so."""
         wants, old, room = task.config.environment, task.config.old, self.room
         memory, storage = wants.memory_mb or 0, wants.storage_mb or 0
-        written_out = old and memory == OLD_MEMORY_MB  # a default of the schema, not a request of the author
+        service = task.service or Service()
+        # a default of the schema, not a request of the author
+        written_out = old and memory == OLD_MEMORY_MB != service.memory_mib
         if memory > room.most:
             text = f"{table}.memory_mb: {memory} wanted, slots have at most {room.most}"
             cure = f"raise slot_memory_mib or slots_per_container for {memory}"
             self._lower(text, cure, "memory", old=written_out)
             memory = room.slot.memory_mib if written_out else room.most
         own = 0 if written_out else memory
-        files, needed = self._files(storage, own, memory, table, old=old and storage == OLD_STORAGE_MB)
+        files, needed = self._files(storage, own, memory, f"{table}.storage_mb", old=old and storage == OLD_STORAGE_MB)
+        if (shared := service.shm_mib or 0) > max(files, room.slot.disk_mib):  # in Docker it is part of the memory
+            files, least = self._files(shared, 0, memory, f"{_table(task)}.shm_size", old=False)
+            needed = max(needed, least)
         if refused := room.gpu_refusal(wants.wanted_gpus, wants.gpu_types):
             self.refused.append(f"{table}.{refused}")
         return Resources(memory_mib=max(memory, needed), disk_mib=files, cpus=wants.cpus or 0, gpus=wants.wanted_gpus)
 
-    def _files(self, storage: int, own: int, memory: int, table: str, *, old: bool) -> tuple[int, int]:
+    def _files(self, storage: int, own: int, memory: int, field: str, *, old: bool) -> tuple[int, int]:
         """Room for files, and the memory of a lease that has it beside what programs have of their own.
 
         Files on disk need no memory, and those of a lowered wish lie in what the lease has.
@@ -226,7 +232,7 @@ class _Sizes:
             there = room.slot.disk_mib
             if room.volume != "disk":
                 there = max(there, min(storage, memory or room.slot.memory_mib))
-            text = f"{table}.storage_mb: {storage} wanted, slots have {there}"
+            text = f"{field}: {storage} wanted, slots have {there}"
             self._lower(text, f"raise slot_disk_mib to {storage}", "disk", old=old)
             return there, 0
         if room.volume == "auto" and own + storage > room.most:
@@ -234,12 +240,12 @@ class _Sizes:
             files = max(storage, max(memory, room.slot.memory_mib, room.slot.disk_mib) + 1)
             most = files if room.largest_disk_mib is None else room.largest_disk_mib
             if files > most:
-                text = f"{table}.storage_mb: {storage} wanted, more than fits in memory, and leases have {most} on disk"
+                text = f"{field}: {storage} wanted, more than fits in memory, and leases have {most} on disk"
                 self._lower(text, f"raise largest_disk_mib to {files}", "disk", old=old)
             return min(files, most), 0
         if room.volume == "memory" and own + storage > room.most:
             text = (
-                f"{table}.storage_mb: {storage} of files in memory beside {own} for programs wanted, slots have at "
+                f"{field}: {storage} of files in memory beside {own} for programs wanted, slots have at "
                 f"most {room.most} for both"
             )
             cure = f"raise slot_memory_mib or slots_per_container for {own + storage}, or keep slots' files on disk"

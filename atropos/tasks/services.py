@@ -116,6 +116,7 @@ async def _start_all(slot: Slot, task: Task, own: Service, images: TaskImages, e
 async def _joined(slot: Slot, own: Service, machine: Task, images: TaskImages) -> _Part:
     """A slot for a service, in the group of the task's own."""
     assert machine.service is not None
+    with_own = None if own.offline else slot.network  # the pool's, where the file keeps the agent's alone offline
     prepared = await images.prepare(machine)
     joined = await images.pool.join(
         slot,
@@ -123,7 +124,7 @@ async def _joined(slot: Slot, own: Service, machine: Task, images: TaskImages) -
         its_names=own.names,
         image=prepared.image,
         limits=machine.limits,
-        network=slot.network and not machine.offline,
+        network=False if machine.offline else with_own,
     )
     if joined.network:
         await joined.set_network(machine.agent_hosts)

@@ -9,8 +9,11 @@ takes a fresh slot, to which only the artifacts are carried over.
 from __future__ import annotations
 
 import asyncio
+import re
+import shlex
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Literal
 
 from atropos.errors import LeaseExpired, NotSupported, SandboxError
@@ -21,6 +24,7 @@ from atropos.slots.slot.results import ExecResult, SlotFileError
 from atropos.tasks.builder.accounts import profile_of
 from atropos.tasks.builder.transfer import exec_plain, upload
 from atropos.tasks.errors import TaskBroken, VerifierFailed
+from atropos.tasks.format.service import ServiceVolume
 from atropos.tasks.format.task import Task
 from atropos.tasks.verifier.judging import judge
 from atropos.tasks.verifier.layers import VerifierLayers
@@ -32,6 +36,8 @@ from atropos.wire import ProcList
 
 LOGS = "/logs/agent /logs/verifier /logs/artifacts"
 """Folders that anyone may write to while the agent works, as Harbor makes them."""
+_OF_STEPS = ("/tests", "/solution", "/logs/verifier", "/logs/agent")
+"""Folders that are each step's own."""
 WAITS = ("sh", "-c", "sleep infinity")
 """What Harbor has a container run, so that it stays."""
 
@@ -218,10 +224,27 @@ async def _note_limits(machine: Slot) -> None:
 async def clear(slot: Slot, task: Task) -> None:
     """Remove what a step's tests and solution left, so that nothing of them is visible in the next one.
 
+    Volumes there stay mounted, and are emptied: other services have them, too.
+
     Raises:
         VerifierFailed: it can't be removed.
     """
     slot.profile = PLAIN
-    result = await exec_plain(slot, "rm -rf /tests /solution /logs/verifier /logs/agent")
+    volumes = () if task.service is None else task.service.volumes
+    result = await exec_plain(slot, " && ".join(_removal(folder, volumes) for folder in _OF_STEPS))
     if result.exit_code != 0:
         raise VerifierFailed(f"{task.name}: its tests can't be removed: {result.output[-300:].strip()}")
+
+
+def _removal(folder: str, volumes: Sequence[ServiceVolume]) -> str:
+    """A line that removes a folder, but for its volumes' own folders, and what can't be written there."""
+    kept: set[str] = set()
+    for volume in volumes:
+        if f"{volume.target}/".startswith(f"{folder}/"):
+            path = re.sub(r"[*?\[\\]", r"\\\g<0>", volume.target)
+            kept.update(map(str, (path, *PurePosixPath(path).parents)), [f"{path}/*"] if volume.read_only else ())
+    if not kept:
+        return f"rm -rf {folder}"
+    others = " ".join(f"! -path {shlex.quote(path)}" for path in sorted(kept))
+    emptied = f"find {folder} -depth {others} -delete"
+    return f"if [ -L {folder} ] || [ ! -d {folder} ]; then rm -f {folder}; else {emptied}; fi"

@@ -1,6 +1,7 @@
 """Tasks of several services on real slots: each has its own, they find each other by name, and end together."""
 
 import asyncio
+import errno
 import os
 import signal
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atropos.config import ImageStoreSettings
-from atropos.errors import LeaseExpired, NotSupported, SlotLost
+from atropos.errors import LeaseExpired, NotSupported, SandboxError, SlotLost
 from atropos.resources import Resources
 from atropos.slots import SlotPool, SlotPoolConfig
 from atropos.tasks import services, workspace
@@ -454,6 +455,67 @@ async def test_services_are_offline_with_the_task(pool, make):
     async with Started(pool, task) as slot:
         assert [each.network for each in slot.group] == [False, False]
         assert await said(slot, f"{ASK} http://web") == "web"
+
+
+async def test_the_agent_alone_may_be_offline(pool, make):
+    task = make(
+        f"""
+  main: {{build: ., networks: [inner]}}
+  proxy: {{build: server, environment: {{NAME: proxy}}, networks: [inner, outer], {HEALTHY}}}
+  db: {{build: server, environment: {{NAME: db}}, networks: [inner], {HEALTHY}}}
+networks: {{inner: {{internal: true}}, outer: {{}}}}
+"""
+    )
+    async with Started(pool, task) as slot:
+        assert [each.network for each in slot.group] == [False, True, False]
+        assert await said(slot, f"{ASK} http://proxy; {ASK} http://db") == "proxy\ndb"
+
+
+@pytest.mark.parametrize(("place", "owner"), [("/traces", "web"), ("/so/deep/traces", "main")])
+async def test_a_step_finds_shared_logs_empty(pool, make, place, owner):
+    """A volume is the folder of the service in which it is least deep."""
+    task = make(
+        f"""
+  main: {{build: ., volumes: ["traces:/logs/agent", "inner:/tests/a*/b", "./seed:/solution/seed:ro"]}}
+  web:
+    build: server
+    environment: {{NAME: web}}
+    volumes: ["traces:{place}", "inner:/inner", "./seed:/seed"]
+""",
+        **{"environment/seed/one.txt": "1\n"},
+    )
+    async with Started(pool, task) as slot:
+        web = slot.group[1]
+        assert (" /logs/agent " in await said(slot, "cat /proc/self/mountinfo")) == (owner == "web")
+        for number in ("2", "3"):
+            for folder in ("/logs/agent", "/tests", "/tests/a*/b"):
+                await said(slot, f"mkdir -p '{folder}/more' && echo {number} > '{folder}/more/own'")
+            assert await said(web, f"cat {place}/more/own /inner/more/own") == f"{number}\n{number}"
+            await workspace.clear(slot, task)
+            assert (await said(slot, "find /logs/agent /tests /solution | sort")).split() == [
+                "/logs/agent",
+                *("/solution", "/solution/seed", "/solution/seed/one.txt"),
+                *("/tests", "/tests/a*", "/tests/a*/b"),
+            ]
+            assert await said(web, f"ls -A {place} /inner/") == "/inner/:\n\n" * 0 + await said(
+                web, f"ls -A {place} /inner/"
+            )
+    untouched = make("  main: {build: .}\n  web: {build: server, environment: {NAME: web}}\n")
+    async with Started(pool, untouched) as slot:
+        await said(slot, "mkdir -p /tests/x /solution; ln -s /etc /logs/agent/etc")
+        await workspace.clear(slot, untouched)
+        assert await said(slot, "ls -d /logs/* /tests /solution 2> /dev/null; ls -d /etc") == "/logs/artifacts\n/etc"
+
+
+async def test_a_full_slot_is_no_fault_of_its_machine(pool):
+    async with pool.lease("full", limits=LeaseLimits(inodes=1000, members=(LeaseLimits(),))) as slot:
+        other = await pool.join(slot, ["other"])
+        await said(other, "mkdir /data")
+        await said(slot, "mkdir /many; for n in $(seq 1200); do : > /many/$n || break; done")
+        with pytest.raises(OSError, match="can't be mounted at /new/place") as refused:
+            await slot.mount("/data", "/new/place", of=other)
+        assert refused.value.errno == errno.ENOSPC
+        assert not isinstance(refused.value, SandboxError)
 
 
 async def test_a_release_meanwhile_leaves_nothing(pool, monkeypatch):

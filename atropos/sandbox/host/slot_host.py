@@ -155,6 +155,8 @@ class SlotHost:
             message = f"{source} can't be mounted at {path}: {error.strerror}"
             if error.errno in _OF_PATHS:
                 return OpError(error=_OF_PATHS[error.errno], message=message)
+            if error.errno == errno.ENOSPC and volumes.exhausted(sandbox.volume):
+                return OpError(error="no_space", message=message)
             if error.errno in host_limits.USED_UP:
                 raise BackendUnavailable(f"mounts: {message}{host_limits.named()}") from error
             raise NotSupported(f"mounts: {message}") from error

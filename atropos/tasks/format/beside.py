@@ -14,11 +14,12 @@ from atropos.tasks.format.recipe import BuildInputs
 from atropos.tasks.format.task import Task, first_recipe
 
 
-def services_of(task: Task, folder: Path, images: BuildInputs) -> tuple[Task, ...]:
+def services_of(task: Task, own: EnvironmentSection, folder: Path, images: BuildInputs) -> tuple[Task, ...]:
     """The machines of the services beside a task's own, each built with what the task has for a build.
 
     Args:
         task: with its main service.
+        own: `[environment]`, without what the compose file says of that one.
         folder: of the compose file.
         images: what is known of the images that they name.
 
@@ -29,7 +30,6 @@ def services_of(task: Task, folder: Path, images: BuildInputs) -> tuple[Task, ..
     for service in task.service.beside if task.service is not None else ():
         if service.image is None and not dockerfile_in(folder, service).is_file():
             raise ConfigError(f"{folder}: services.{service.name}: has neither an image nor a Dockerfile; name one")
-        own = task.config.environment
         wants = machines.with_compose(
             service,
             EnvironmentSection(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from atropos.tasks.format import compose_values as values
 from atropos.tasks.format.compose_values import table
 from atropos.tasks.format.config import explained
 from atropos.tasks.format.files import parse_yaml, read_text
-from atropos.tasks.format.service import MAIN, Service, ServiceVolume, start_order
+from atropos.tasks.format.service import MAIN, Service, start_order
 from atropos.wire import MAX_MEMBERS
 
 COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
@@ -83,8 +82,10 @@ def read_compose(folder: Path) -> Service | None:
     services = {name: _service(name, said, folder, f"{path}: services.{name}", tables) for name, said in tables.items()}
     services = {
         name: replace(each, offline=each.offline or closed.issuperset(values.networks(tables[name].networks)))
-        for name, each in _without_own_logs(services, main, path).items()
+        for name, each in services.items()
     }
+    if main is not None:
+        _check_logs(services[main], path)
     if len(services) > 1:
         _check_networks(path, tables)
     first = services.pop(main) if main is not None else Service()
@@ -163,7 +164,8 @@ def _service(name: str, said: _ServiceTable, folder: Path, where: str, tables: M
         raise ConfigError(f"{where}.working_dir: {workdir!r:.80} doesn't begin with /; write the whole path")
     limits = table(table(table(said.deploy).get("resources")).get("limits"))
     memory = values.number(said.mem_limit or limits.get("memory"), f"{where}.mem_limit")
-    shared = values.number(said.shm_size, f"{where}.shm_size")
+    in_memory = values.number(said.shm_size, f"{where}.shm_size")
+    shared = values.shared_sources(each.volumes or () for each in tables.values())
     more = itertools.chain.from_iterable(values.networks(said.networks, f"{where}.networks").values())
     container = [] if said.container_name is None or "$" in said.container_name else [said.container_name]
     names = tuple(dict.fromkeys((name, *container, *more)))
@@ -185,12 +187,12 @@ def _service(name: str, said: _ServiceTable, folder: Path, where: str, tables: M
         user=None if said.user is None else values.filled(str(said.user), f"{where}.user"),
         offline=mode == "none",
         memory_mib=None if memory is None else max(1, int(memory) >> 20),
-        shm_mib=None if shared is None else max(1, int(shared) >> 20),
+        shm_mib=None if in_memory is None else max(1, int(in_memory) >> 20),
         cpus=values.number(said.cpus or limits.get("cpus"), f"{where}.cpus"),
         depends_on=values.dependencies(said.depends_on, tuple(tables), f"{where}.depends_on"),
         healthcheck=values.healthcheck(said.healthcheck, f"{where}.healthcheck"),
         restart=values.restarts(said.restart, f"{where}.restart"),
-        volumes=values.volumes(said.volumes or (), folder, f"{where}.volumes"),
+        volumes=values.volumes(said.volumes or (), folder, f"{where}.volumes", shared),
         tmpfs=values.tmpfs(said.tmpfs, said.volumes or (), f"{where}.tmpfs"),
     )
 
@@ -206,26 +208,14 @@ def _check_networks(path: Path, tables: Mapping[str, _ServiceTable]) -> None:
             )
 
 
-def _without_own_logs(services: Mapping[str, Service], main: str | None, path: Path) -> dict[str, Service]:
-    """The services without those volumes at /logs, which every slot has, that are one's alone."""
-    users = Counter(name for each in services.values() for name in {volume.name for volume in each.volumes})
-
-    def kept(service: Service, volume: ServiceVolume) -> bool:
-        if not f"{volume.target}/".startswith("/logs/"):
-            return True
-        if users[volume.name] < 2:
-            return False
-        if service.name == main and (volume.target == "/logs" or f"{volume.target}/".startswith("/logs/verifier/")):
+def _check_logs(main: Service, path: Path) -> None:
+    """Refuse a volume in which other services would see the verifier's folder."""
+    for volume in main.volumes:
+        if volume.target == "/logs" or f"{volume.target}/".startswith("/logs/verifier/"):
             raise ConfigError(
-                f"{path}: services.{main}.volumes: {volume.name}:{volume.target}: other services would see the "
+                f"{path}: services.{main.name}.volumes: {volume.name}:{volume.target}: other services would see the "
                 "verifier's folder; mount another folder below /logs"
             )
-        return True
-
-    return {
-        name: replace(each, volumes=tuple(volume for volume in each.volumes if kept(each, volume)))
-        for name, each in services.items()
-    }
 
 
 def dockerfile_in(folder: Path, service: Service | None) -> Path:

@@ -6,7 +6,8 @@ import math
 import posixpath
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -18,6 +19,8 @@ from atropos.tasks.format.service import Condition, ServiceVolume
 _VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_]\w*)(?::?-([^}]*)(?=\}))?[^}]*\}?|\$([A-Za-z_]\w*)")
 _OF_HARNESS = re.compile(r"\$\{?\w*(?:LOGS|_PATH\})")
 """A volume whose places the harness fills in: its logs."""
+_PLACES = re.compile(r"(?:((?:\$\{[^}]*\}|\$(?!\{)|[^:$])*):)?((?:\$\{[^}]*\}|\$(?!\{)|[^:$])*)")
+"""The source and the target of a volume in its short form, where a colon within `${}` parts nothing."""
 _TIME = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d*\.?\d+)s)?(?:(\d+)ms)?(?:(\d+)us)?")
 _TIMES = {"interval": 30.0, "timeout": 30.0, "start_period": 0.0, "start_interval": 5.0}
 _OPTIONS = {"rw", "ro", "z", "Z", "cached", "delegated", "consistent", "nocopy"}
@@ -96,7 +99,7 @@ def env_files(value: object, folder: Path, where: str) -> dict[str, str]:
 def _variable(text: str, where: str) -> tuple[str, str]:
     """A line of a file of variables, as Compose reads it."""
     match = re.fullmatch(
-        r"""([\w.]+)\s*[=:]\s*(?:'([^']*)'\s*(?:\#.*)?|"((?:[^"\\]|\\.)*)"\s*(?:\#.*)?|([^'"].*)?)""", text
+        r"""([\w.\[\]-]+)\s*[=:]\s*(?:'([^']*)'\s*(?:\#.*)?|"((?:[^"\\]|\\.)*)"\s*(?:\#.*)?|([^'"].*)?)""", text
     )
     if match is None:
         raise ConfigError(f"{where}: {text!r:.80} is no line like NAME=VALUE, with its quotes closed; write the value")
@@ -175,21 +178,55 @@ def dependencies(value: object, names: Sequence[str], where: str) -> dict[str, C
     return conditions
 
 
-def volumes(value: Sequence[object], folder: Path, where: str) -> tuple[ServiceVolume, ...]:
-    """What a service mounts, but for the harness's logs, which every slot has, and temporary folders, as all are here.
+def volumes(value: Sequence[object], folder: Path, where: str, shared: Collection[str]) -> tuple[ServiceVolume, ...]:
+    """What a service mounts, but for logs, which every slot has, and temporary folders, as all are here.
+
+    Logs are what the harness mounts, and what a service mounts at /logs for itself, from wherever.
+
+    Args:
+        value: as the file says.
+        folder: the task's.
+        where: in which file, for messages.
+        shared: see `shared_sources`.
 
     Raises:
         ConfigError: it is outside of the task's folder, or of another kind.
     """
     return tuple(
-        found for each in value if not _OF_HARNESS.search(_said_of(each)) and (found := _volume(each, folder, where))
+        found
+        for each in value
+        if not _OF_HARNESS.search(_said_of(each))
+        and (not _is_log(each) or _source(each) in shared)
+        and (found := _volume(each, folder, where))
     )
+
+
+def shared_sources(services: Iterable[Sequence[object]]) -> set[str]:
+    """The sources that several services mount."""
+    users = Counter(source for mounted in services for source in {_source(each) for each in mounted})
+    return {source for source, count in users.items() if source and count > 1}
 
 
 def _said_of(value: object) -> str:
     """A volume as its short form says it."""
     said = table(value)
-    return f"{said.get('source', '')}:{said.get('target')}" if said else str(value)
+    return f"{said.get('source') or ''}:{said.get('target')}" if said else str(value)
+
+
+def _source(value: object) -> str:
+    """The source as the file names it, a path with a / in it; empty: there is none."""
+    found = _PLACES.match(_said_of(value))
+    source = (found and found[1]) or ""
+    if table(value).get("type") == "bind" or source.startswith((".", "/", "~")):
+        return posixpath.join("./", posixpath.normpath(source))
+    return source
+
+
+def _is_log(value: object) -> bool:
+    """Whether a volume is mounted at /logs or below."""
+    found = _PLACES.match(_said_of(value))
+    target = _VARIABLE.sub(lambda variable: variable[2] or variable[0], found[2]) if found else ""
+    return f"{posixpath.normpath(target)}/".startswith("/logs/")
 
 
 def _volume(value: object, folder: Path, where: str) -> ServiceVolume | None:

@@ -45,7 +45,8 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build, i
     else:
         instruction = "\n\n".join(read_instruction(root / "steps" / s.name / "instruction.md") for s in config.steps)
     service = read_compose(environment)
-    config = config.model_copy(update={"environment": machines.with_compose(service, config.environment)})
+    own = config.environment
+    config = config.model_copy(update={"environment": machines.with_compose(service, own)})
     made = config.environment.docker_image is not None or dockerfile_in(environment, service).is_file()
     if service is not None and service.beside and not made:
         raise ConfigError(f"{environment}: services.{service.name}: has neither an image nor a Dockerfile; name one")
@@ -69,7 +70,7 @@ def load_harbor_task(root: Path, variables: Mapping[str, str], builder: Build, i
         make=make,
         builder=builder,
     )
-    task = replace(task, beside=services_of(task, environment, images))
+    task = replace(task, beside=services_of(task, own, environment, images))
     task = replace(task, verifier=_verifier(task, images, ((config.verifier.environment, tests),)))
     if not config.steps and not _holds_tests(task):
         check_script(tests / "test.sh")
@@ -137,6 +138,8 @@ def _verifier(task: Task, images: BuildInputs, places: Sequence[tuple[Environmen
             config = (wants or task.config.environment).model_copy(update={"docker_image": image, "workdir": None})
             service = read_only_service(folder, "a separate verifier is one slot")
             config = machines.with_compose(service, config)
+            if service is not None and service.shm_mib is not None and config.storage_mb is None:
+                config = config.model_copy(update={"storage_mb": service.shm_mib})
             make = partial(machines.machine, folder, service, config)
             return _machine_of(task, images, folder, config, make, bundled=True)
     if wants is None:

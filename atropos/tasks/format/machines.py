@@ -24,7 +24,7 @@ def with_compose(service: Service | None, wants: EnvironmentSection) -> Environm
     """`[environment]` with what a compose file adds to it: image, network, and sizes that it doesn't name."""
     if service is None:
         return wants
-    sizes = {"memory_mb": service.memory_mib, "storage_mb": service.shm_mib, "cpus": service.cpus}
+    sizes = {"memory_mb": service.memory_mib, "cpus": service.cpus}
     changes: dict[str, object] = {name: size for name, size in sizes.items() if getattr(wants, name) is None}
     if service.offline:
         changes["network_mode"] = "no-network"

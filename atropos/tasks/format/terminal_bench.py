@@ -84,7 +84,7 @@ def load_terminal_bench(root: Path, builder: Build, images: BuildInputs) -> Task
         make=make,
         builder=builder,
     )
-    return replace(task, beside=services_of(task, root, images))
+    return replace(task, beside=services_of(task, EnvironmentSection(), root, images))
 
 
 def _recipe(root: Path, service: Service | None, images: BuildInputs, *, prebuilt: bool) -> Recipe:

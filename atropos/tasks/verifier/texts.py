@@ -23,7 +23,8 @@ _RENAMES = re.compile(
 """Calls and commands that fail between two file systems, to the end of the line; `mv` and `shutil.move` copy there."""
 _LINKS = re.compile(
     r"\b(?:uv\s+(?:run|sync|add|init)|(?:npm|pnpm|yarn)\s+(?:-\S+\s+)*(?:ci|i|install|add)|symlink(?:_to|Sync)?)\b"
-    r"|(?:\bln\s+-\w*s\w*|\s-m\s+venv|\bvirtualenv|\buv\s+venv)\b[^\n;&|]*?([\w./-]+)[ \t]*(?=[\n;&|)]|$)"
+    r"|(?:\bln\s+-(?=\w*s)\w++|\s-m\s+venv|\bvirtualenv|\buv\s+venv)\b"
+    r"[^\n;&|]*?(?<![\w./-])([\w./-]++)[ \t]*+(?=[\n;&|)]|$)"
 )
 """Calls and commands that make links, as to a venv's Python; with the last word, where that is their place."""
 _WHOLE_PATH = re.compile(r"(?<![\w.$}/-])/[\w.-][\w./-]*")

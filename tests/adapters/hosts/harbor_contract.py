@@ -308,6 +308,19 @@ async def test_services_are_slots_beside_it(environment, tmp_path):
         make(tmp_path, extra_docker_compose=[tmp_path / "docker-compose.yaml"])
 
 
+@privileges.cgroups
+async def test_services_have_the_sizes_of_the_compose_file(environment, tmp_path):
+    waits = {"image": "debian", "command": "sleep infinity"}
+    said = {"main": {"build": "."}, "db": {**waits, "mem_limit": "2g"}, "browser": {**waits, "shm_size": "600m"}}
+    files = {"docker-compose.yaml": json.dumps({"services": said}), "Dockerfile": "FROM debian\n"}
+    config = EnvironmentConfig(memory_mb=2048, storage_mb=10_240)  # which older schemas wrote into every task.toml
+    async with started(tmp_path, written(tmp_path, files), config, slots_per_container=7) as made:
+        large = "dd if=/dev/zero of=/dev/null bs=640M count=1"
+        assert (await made.service_exec(large, service="db")).return_code == 0
+        assert (await made.exec(large)).return_code != 0
+        assert (await made.service_exec("head -c 480m /dev/zero >/dev/shm/x", service="browser")).return_code == 0
+
+
 async def test_commands_run_beside_a_waiting_one(environment):
     async def run(line):
         return (await environment.exec(line)).stdout

@@ -1,5 +1,7 @@
 """What a compose file says of its services, and what is refused by name."""
 
+from dataclasses import replace
+
 import pytest
 
 from atropos.errors import ConfigError
@@ -107,6 +109,14 @@ def test_logs_are_where_every_slot_has_them(folder):
         "{type: bind, source: ./mine, target: /logs}": None,
         "/logs/agent": None,
         "APP_LOGS:/logger": "/logger",
+        "../out:/logs/agent": None,
+        "/tmp/out:/logs/verifier": None,
+        "${HOST_OUT}:/logs/agent": None,
+        "${HOST_OUT:-/tmp/o}:/logs": None,
+        "{type: bind, source: /var/log/x, target: /logs}": None,
+        "logs:/logs/agent:rshared": None,
+        "./logs:${LOGGED:-/logs}/own": None,
+        "logs:${PLACE:-/app}": "/app",
     }.items():
         said = volume if volume.startswith("{") else f'"{volume}"'
         found = services(folder, f"  main: {{build: ., volumes: [{said}]}}\n  db: {{image: db}}\n")["main"].volumes
@@ -133,6 +143,16 @@ def test_logs_that_services_share_are_theirs(folder):
             )
 
 
+def test_a_volume_and_a_path_of_one_name_are_two(folder):
+    text = "  main: {build: ., volumes: ['seed:/logs/agent']}\n  db: {image: db, volumes: ['./seed:/logs/seed']}\n"
+    assert [each.volumes for each in services(folder, text).values()] == [(), ()]
+    text = "  main: {build: ., volumes: ['./seed/:/logs/seed']}\n  db: {image: db, volumes: [{type: bind, source: seed, target: /x}]}\n"
+    assert [[each.target for each in one.volumes] for one in services(folder, text).values()] == [
+        ["/logs/seed"],
+        ["/x"],
+    ]
+
+
 def test_names_and_restarts(folder):
     found = services(
         folder,
@@ -155,6 +175,7 @@ HASH=a#b
 SINGLE='$as it is \\n' # a remark
 DOUBLE="a \\"b\\" \\n${UNSET:-c}"
 EMPTY=
+MY-VAR[0]=1
 BOTH=a
 """
     )
@@ -171,6 +192,7 @@ BOTH=a
         "SINGLE": "$as it is \\n",
         "DOUBLE": 'a "b" \nc',
         "EMPTY": "",
+        "MY-VAR[0]": "1",
         "BOTH": "b",
         "SAID": "said",
     }
@@ -206,6 +228,24 @@ def test_networks_that_lead_nowhere(folder):
 networks: {inner: {internal: true}, outer: {}}
 """
     assert {name: each.offline for name, each in services(folder, text).items()} == {"main": False, "db": True}
+    task = load_task(folder)
+    assert [each.offline for each in (task, *task.beside)] == [False, True]
+
+
+@pytest.mark.parametrize(("mode", "beside"), [("public", [False, True]), ("no-network", [True, True])])
+def test_services_reach_what_the_agent_may_not(folder, mode, beside):
+    (folder / "task.toml").write_text(f'version = "1.0"\n[environment]\nnetwork_mode = "{mode}"\n')
+    services(
+        folder,
+        """
+  main: {build: ., networks: [inner]}
+  proxy: {image: proxy, networks: [inner, outer]}
+  db: {image: db, networks: [inner]}
+networks: {inner: {internal: true}, outer: {}}
+""",
+    )
+    task = load_task(folder)
+    assert [each.offline for each in (task, *task.beside)] == [True, *beside]
 
 
 @pytest.mark.parametrize(
@@ -283,6 +323,33 @@ def test_a_service_has_room_for_what_it_shares(folder):
     )
     found = fit(load_task(folder), Room(Resources(memory_mib=768, disk_mib=512), most_mib=8192), images=())
     assert found.limits == LeaseLimits(members=(LeaseLimits(memory_mib=1024, disk_mib=1024), LeaseLimits()))
+
+
+@pytest.mark.parametrize(
+    ("said", "limits"),
+    [
+        ("mem_limit: 1g, shm_size: 64m", None),
+        ("mem_limit: 4g, shm_size: 1g", LeaseLimits(memory_mib=4096, disk_mib=1024)),
+        ("mem_limit: 1g, shm_size: 2g", LeaseLimits(memory_mib=2048, disk_mib=2048)),
+        ("shm_size: 6g", LeaseLimits(disk_mib=6144)),
+    ],
+)
+def test_what_is_shared_is_part_of_the_memory(folder, said, limits):
+    services(folder, f"  main: {{build: ., {said}}}")
+    task, room = load_task(folder), Room(Resources(memory_mib=1024, disk_mib=512), most_mib=4096)
+    found = fit(task, room)
+    assert (found.limits, found.refused) == (limits, ())
+    for volume in ("memory", "disk"):
+        refused = fit(task, replace(room, volume=volume)).refused
+        assert all(each.startswith("services.main.shm_size: ") for each in refused), refused
+        assert bool(refused) == (limits is not None and (volume == "disk" or limits.disk_mib > 4096))
+
+
+def test_the_sizes_of_a_compose_file_are_no_defaults_of_a_schema(folder):
+    services(folder, "  main: {build: ., mem_limit: 2g}\n  db: {image: db, mem_limit: 2g}")
+    room = Room(Resources(memory_mib=1024, disk_mib=512), most_mib=1024)
+    refused = [each.partition(",")[0] for each in fit(load_task(folder), room, images=()).refused[:2]]
+    assert refused == ["environment.memory_mb: 2048 wanted", "services.db.memory_mb: 2048 wanted"]
 
 
 def test_what_is_lowered_is_of_one_machine(folder):

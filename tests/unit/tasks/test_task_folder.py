@@ -1453,6 +1453,11 @@ def test_links_that_tests_make_are_seen(test, links):
     assert makes_links([test], ["/app"]) == links
 
 
+@pytest.mark.parametrize("text", ["ln -s %s(", "ln -%s(", "ln -s x'y%s'"], ids=str)
+def test_long_words_take_as_long_as_they_are(text):
+    assert not makes_links([text % ("s" * (1 << 20))], ["/app"])
+
+
 def test_own_venvs_and_settings_are_seen():
     tests = ["python3 -m venv --without-pip .a && prove x", "uv venv -p 3.12 /b; virtualenv c", "uv venv; Rscript x.R"]
     assert venvs_made(TaskTexts("Make c.", tests), "/app") == ("/app/.a", "/b")
