@@ -229,8 +229,9 @@ class AtroposBackend(BaseSandbox):
         except (OSError, UnicodeDecodeError) as error:
             why = "not a text file" if isinstance(error, UnicodeDecodeError) else error.strerror
             return EditResult(error=f"Error editing file '{file_path}': {why}")
-        if "\r\n" in text and old not in text:  # `read` shows lines without their CR
-            old, new = (part.replace("\n", "\r\n") for part in (old, new))
+        only_crlf = text.count("\r\n") == text.count("\n")
+        if "\r\n" in text and (only_crlf or old not in text):  # `read` shows lines without their CR
+            old, new = (part.replace("\r\n", "\n").replace("\n", "\r\n") for part in (old, new))
         edited = perform_string_replacement(text, old, new, replace_all)
         if isinstance(edited, str):
             return EditResult(error=edited)
