@@ -298,6 +298,11 @@ class TestFiles:
             result = await use("search_files", pattern=pattern, path="lines", ignore_case=True)
             assert result.output.startswith(f"lines:{number}:"), (pattern, result)
 
+    async def test_a_search_says_what_it_left_out(self, use: Use) -> None:
+        await use("terminal", command="rm -f $(which -a rg); yes | head -c 17000000 > long; echo needle >> long")
+        result = await use("search_files", pattern="needle", path="long")
+        assert ("not all was searched" in result.output, result.truncated) == (True, True)
+
 
 class TestSessions:
     """Programs that draw on a terminal."""

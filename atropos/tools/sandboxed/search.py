@@ -94,9 +94,11 @@ def _answer(arguments: SearchArguments, found: _Found, most: int) -> ToolResult:
     noun = "match" if arguments.pattern else "file"
     if not matches:
         where = f" in {arguments.path}" + (f" ({arguments.glob})" if arguments.glob else "")
-        return ToolResult(success=True, output=f"no {noun} found{where}", data=_data([], found))
+        rest = "; not all was searched: narrow the search, or use grep in the terminal" if found.truncated else ""
+        output = f"no {noun} found{where}{rest}"
+        return ToolResult(success=True, output=output, truncated=found.truncated, data=_data([], found))
     total = f"{plural(len(matches), noun)}" + (f" in {plural(files, 'file')}" if arguments.pattern else "")
-    more = "; there are more: narrow the search or raise limit" if found.truncated else ""
+    more = "; there may be more: narrow the search or raise limit" if found.truncated else ""
     text, dropped = clip("\n".join(rows), most)
     return ToolResult(
         success=True,

@@ -424,7 +424,7 @@ class TestSearch:
         result = await use("search_files", pattern="needle", limit=3)
         assert result.output.count("needle") == 3
         assert result.truncated
-        assert "there are more" in result.output
+        assert "there may be more" in result.output
         assert (await use("search_files", pattern="absent")).output == "no match found in ."
 
     async def test_own_rg_is_bounded(self, use, tmp_path, monkeypatch):

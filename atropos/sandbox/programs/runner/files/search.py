@@ -142,7 +142,8 @@ def search(path: str, wanted: Wanted | None, glob: str | None, max_matches: int,
         data = searchable(name, status.st_size)
         budget -= len(data)
         if b"\0" not in data[:8192]:
-            cut = search_lines(matches, text(name), text(data).replace("\r\n", "\n"), wanted, context) or cut
+            bounded = search_lines(matches, text(name), text(data).replace("\r\n", "\n"), wanted, context)
+            cut = cut or bounded or status.st_size > MAX_SEARCH_FILE
     return "search_result", {"matches": matches.matches, "files": files, "truncated": cut}, {}
 
 
