@@ -2,22 +2,25 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import pytest
 
 from atropos.envs.humaneval_problems import load_problems
-from atropos.errors import NotSupported
+from atropos.errors import NotSupported, SandboxError
 from atropos.tasks import workspace
 from atropos.tasks.builder import transfer
 from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.fit import Room, fit
-from atropos.tasks.verifier import services
+from atropos.tasks.verifier import artifacts, carry, services
 from atropos.wire import LeaseLimits
 from benchmarks.honest import EXAMPLES, Condition, fitting_tasks, measure
 from tests.e2e.test_humaneval import DATA
@@ -101,6 +104,65 @@ async def test_large_artifacts_are_carried(pool, tmp_path):
     async with working_on(pool, make_task(tmp_path, test=test, dockerfile=APP)) as run:
         assert (await run.slot.exec("head -c 320000000 /dev/zero > large && touch done")).exit_code == 0
         assert (await run.verify("separate")).reward == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_large_artifacts_take_turns(pool, tmp_path, monkeypatch):
+    """On this machine's disk, of which they take no more than that; small ones pass them."""
+    monkeypatch.setattr(artifacts, "SMALL_BYTES", 100_000)
+    monkeypatch.setattr(artifacts, "MAX_BYTES", 1_000_000)
+    monkeypatch.setattr(artifacts, "AT_ONCE", 1)
+    monkeypatch.setattr(artifacts, "_turns", WeakKeyDictionary())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    most = 0
+
+    async def carry(slot, path):
+        nonlocal most
+        async with artifacts.taken_along(slot, [(path, ()), ("/app/given", ())]) as carried:
+            here = sum(file.stat().st_size > 100_000 for file in tmp_path.glob("atropos-artifacts-*/*"))
+            most = max(most, here)
+            if path != "/app/small":
+                async with artifacts.taken_along(slot, [("/app/small", ())]):
+                    pass
+            await artifacts.put_down(slot, carried)
+            assert not [*tmp_path.glob("atropos-artifacts-*/[01]")] or path == "/app/small"
+
+    async with working_on(pool, make_task(tmp_path, dockerfile=APP)) as run:
+        made = "mkdir large; head -c 400000 /dev/zero | tee file > large/x; head -c 2000000 /dev/zero > huge; echo 1 | tee small > given"
+        assert (await run.slot.exec(made)).exit_code == 0
+        await asyncio.gather(*(carry(run.slot, f"/app/{name}") for name in ("large", "file", "large")))
+        assert most == 1
+        with pytest.raises(VerifierFailed, match="carried over"):
+            await carry(run.slot, "/app/huge")
+    assert not [*tmp_path.glob("atropos-artifacts-*")]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("module", "name"), [(carry, "copy_safely"), (carry, "unpack_archive"), (artifacts, "carry_out")]
+)
+async def test_a_full_disk_is_no_agents_fault(pool, tmp_path, monkeypatch, module, name):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, name, full)
+    async with working_on(pool, make_task(tmp_path, dockerfile=APP)) as run:
+        await run.slot.exec("echo > given")
+        with pytest.raises(SandboxError, match="No space left"):
+            await run.verify("separate")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("mode", ["view", "separate"])
+async def test_settings_of_the_image_stay(pool, tmp_path, mode):
+    dockerfile = f"{APP}RUN echo image > .Rprofile && mkdir kept && echo image > kept/own\n"
+    test = (
+        "#!/bin/sh\npython3 -m venv kept\n: Rscript prove octave\n"
+        "cat .Rprofile .proverc kept/own | tr '\\n' ' ' | grep -qx 'image agent image ' && echo 1 > /logs/verifier/reward.txt"
+    )
+    async with working_on(pool, make_task(tmp_path, test=test, dockerfile=dockerfile)) as run:
+        await run.slot.exec("echo agent > .proverc")
+        assert (await run.verify(mode)).reward == 1
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -10,6 +10,7 @@ from atropos.envs.running.hooks import ExecTool
 from atropos.envs.running.rollout import TaskFault, VerifierError
 from atropos.tools import ToolCall
 from tests.e2e.test_example_verifiers import executor
+from tests.files import write_files
 
 __all__ = ["executor"]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -117,6 +118,26 @@ async def test_planted_rules_are_idle(left, name):
     hook = await left("printf 'all:\\n\\techo agent\\n' | tee GNUmakefile > makefile")
     await hook.write_file(name, "all:\n\techo hook\n")
     assert (await hook.terminal("make -s"))["output"].strip() == "hook"
+
+
+async def test_what_one_wrote_stays(left):
+    hook = await left("echo '$(error agent)' > makefile")
+    for name in ("GNUmakefile", "Makefile"):
+        await hook.write_file(name, f"all:\n\techo {name}\n")
+    assert (await hook.terminal("make -s"))["output"].strip() == "GNUmakefile"
+
+
+async def test_an_upload_leaves_its_own(executor, tmp_path):
+    files = {name: f"all:\n\techo {name}\n" for name in ("GNUmakefile", "Makefile", "a/makefile", "a/Makefile")}
+    write_files(tmp_path, {**files, "m.py": "", "m.abi3.so": "own", "p.py": "", "p/__init__.py": "print('package')"})
+    slot = await executor.slot("uploads")
+    try:
+        await slot.exec("mkdir a; echo '$(error agent)' | tee makefile > a/GNUmakefile")
+        await ToolContext(executor, "uploads").upload(tmp_path, ".")
+        done = await slot.exec("make -s; make -s -C a; cat m.abi3.so; python3 -c 'import p'")
+        assert done.output.split() == ["GNUmakefile", "a/makefile", "ownpackage"]
+    finally:
+        await executor.release_trajectory("uploads")
 
 
 async def test_uploaded_modules_run(executor, tmp_path):

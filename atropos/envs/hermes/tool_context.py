@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 from atropos import wire
 from atropos.archives import WholeTar
 from atropos.envs.hermes.bridge import in_bridge, wait
-from atropos.envs.running.hooks import TAIL_CHARS, WRITES, HookCalls, failed_call, preceded, written
+from atropos.envs.running.hooks import TAIL_CHARS, WRITES, HookCalls, failed_call, written
 from atropos.envs.running.rollout import TaskFault
 from atropos.errors import SandboxError
 from atropos.slots import Slot, SlotFileError
@@ -36,7 +36,6 @@ Value = TypeVar("Value")
 CLEANUP_S = 10.0
 """How long a cleanup may take."""
 SEARCH_MATCHES = 200
-MAX_MODULES = 500
 OF_NAMES = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.EISDIR, errno.ENOTDIR})
 """Errors of unpacking that names in a slot's folder can cause; all others are the local disk's."""
 
@@ -382,11 +381,10 @@ class ToolContext(HookCalls):
 
 
 def _uploaded(source: Path, path: str) -> list[str]:
-    """Where in the slot those files of what was uploaded are that others may precede; at most what a command takes."""
+    """Where in the slot the files of what was uploaded are."""
     if source.is_file():
         return [path]
-    files = [file.relative_to(source) for file in sorted(source.rglob("*")) if preceded(file.name)]
-    return [f"{path}/{file}" for file in files][:MAX_MODULES]
+    return [f"{path}/{file.relative_to(source)}" for file in sorted(source.rglob("*"))]
 
 
 def _write_local(target: Path, data: bytes) -> None:

@@ -7,8 +7,9 @@ import contextlib
 import inspect
 import logging
 import posixpath
+import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterable, Sequence
 from types import CodeType, FrameType
 from typing import TypeVar, cast
 
@@ -37,6 +38,8 @@ class Interrupted(asyncio.CancelledError):
     """A signal ends a hook that blocks the event loop, before the run can cancel its task."""
 
 
+MAX_BESIDE = 500
+"""Most files of one upload that are looked at: as many as fit into a command."""
 WRITES = ("write_file", "patch")
 """Tools by which a hook brings files of its own."""
 _IN_THE_WAY = """
@@ -56,9 +59,27 @@ done
 their place; removes what make would read first."""
 
 
-def preceded(path: str) -> bool:
-    """Whether programs may take another file beside it in its place: modules of Python, and files of rules for make."""
-    return path.endswith(".py") or posixpath.basename(path) in {"Makefile", "makefile"}
+_RULES = ("GNUmakefile", "makefile", "Makefile")
+"""Files of rules in the order in which make looks for them."""
+_LOADED_FIRST = re.compile(r"(.*/[^/.]+)(?:(?:\.[^/]*)?\.so|/__init__\.[^/]*)")
+"""Paths of what Python loads before a module `*.py`."""
+
+
+def preceded(paths: Iterable[str], own: Collection[str]) -> list[str]:
+    """Modules of Python and files of rules for make that another file would be taken for, unless that is one's own.
+
+    Args:
+        paths: absolute ones.
+        own: all that one brought.
+    """
+    covered = {f"{match[1]}.py" for path in own if (match := _LOADED_FIRST.fullmatch(path))}
+    for folder in {posixpath.dirname(path) for path in own if posixpath.basename(path) in _RULES}:
+        rules = [posixpath.join(folder, name) for name in _RULES]
+        first = next(number for number, path in enumerate(rules) if path in own)
+        covered |= {rules[0], *rules[first + 1 :]}
+    return [
+        path for path in paths if path not in covered and (path.endswith(".py") or posixpath.basename(path) in _RULES)
+    ]
 
 
 class HookCalls:
@@ -80,6 +101,7 @@ class HookCalls:
         self._setup = setup
         self._fault = TaskFault if setup else HookError
         self.trajectory_id = trajectory_id
+        self._own: set[str] = set()
         self.failure: SandboxError | HookError | None = None
         self.unstarted = 0
         self.unanswered = 0
@@ -112,19 +134,23 @@ class HookCalls:
     async def make_way(self, paths: Sequence[str]) -> None:
         """After a verifying hook wrote files beside the agent's: remove what would run in the place of `preceded` ones.
 
+        What the hook itself brought is left, now or before.
+
         Raises:
             VerifierError: a package of the same name is there.
             SandboxError: the slot was lost.
         """
-        own = [path for path in paths if preceded(path)]
-        if self._setup or not own:
+        if self._setup or not paths:
             return
         slot = await self._executor.slot(self.trajectory_id)
-        done = await slot.exec(
-            ["sh", "-c", _IN_THE_WAY, "sh", *(path if path[0] == "/" else f"./{path}" for path in own)]
-        )
+        brought = [posixpath.normpath(slot.profile.path(path)) for path in paths]
+        self._own.update(brought)
+        beside = await asyncio.to_thread(preceded, brought, self._own)
+        if not beside:
+            return
+        done = await slot.exec(["sh", "-c", _IN_THE_WAY, "sh", *beside[:MAX_BESIDE]])
         if done.exit_code != 0:
-            raise self.own_file_fault(f"{own[0]} would not be what runs: {done.output.strip()[-TAIL_CHARS:]}")
+            raise self.own_file_fault(f"{beside[0]} would not be what runs: {done.output.strip()[-TAIL_CHARS:]}")
 
     def left_over(self) -> HookError | None:
         """The fault of a hook that ended before its calls did, if it is one."""

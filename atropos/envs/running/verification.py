@@ -10,7 +10,6 @@ from atropos.envs.config import SandboxEnvConfig
 from atropos.envs.running.rollout import VerifierError
 from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.verifier.elsewhere import PACKAGES, bring
-from atropos.tasks.verifier.own_files import remove, settings_read
 from atropos.tasks.verifier.repositories import named_programs, take_out
 from atropos.tasks.verifier.surroundings import hook_profile, program_folders
 from atropos.tasks.verifier.texts import named_folders
@@ -48,7 +47,6 @@ async def begin(executor: ToolExecutor, trajectory_id: str, config: SandboxEnvCo
         optional = [*named_folders(prompt), PACKAGES]
         shown = await executor.view(trajectory_id, config.verifier_folders, optional, programs)
         try:
-            await remove(slot, shown.folders, settings_read(prompt))
             await take_out(slot, shown.folders, named_programs(prompt))
             slot.profile = await hook_profile(slot, shown, prompt)
         except VerifierFailed as error:

@@ -25,10 +25,7 @@ from atropos.tasks.builder.transfer import exec_plain, unpack_archive
 from atropos.tasks.errors import TaskBroken, VerifierFailed
 
 _PROGRAMS = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/etc/")
-MAX_ARTIFACT_BYTES = 2 << 30
-"""Most that is carried from the agent's slot to a separate verifier's, by way of this machine's disk."""
-
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 """Errors of this machine's disk, which no archive causes."""
 _DEAD_LINKS = """
 import os, sys
@@ -61,25 +58,27 @@ class CarriedArtifact:
         return tarfile.LNKTYPE in self.kinds
 
 
-async def carry_out(slot: Slot, path: str, to: Path, exclude: Sequence[str] = ()) -> CarriedArtifact | None:
+class TooLarge(VerifierFailed):
+    """An artifact has more bytes than it may."""
+
+
+async def carry_out(
+    slot: Slot, path: str, to: Path, exclude: Sequence[str] = (), *, max_bytes: int
+) -> CarriedArtifact | None:
     """Copy a file or folder, without what `exclude` names in it, to a local file; None when it isn't there.
 
     Raises:
-        VerifierFailed: it is too large, or can't be read.
+        VerifierFailed: it can't be read; `TooLarge`: the file, or the folder's archive, has more bytes.
+        OSError: this machine's disk is full or broken.
     """
     seen = await slot.run(wire.ReadFile(path=path, max_bytes=1))
     if isinstance(seen, wire.FileResult):
-        if seen.size > MAX_ARTIFACT_BYTES:
-            raise VerifierFailed(f"the artifact {path} can't be carried over: {seen.size} bytes")
-        await _read(slot, partial(slot.read_file_to, path, to, max_bytes=MAX_ARTIFACT_BYTES))
+        await _read(slot, path, partial(slot.read_file_to, path, to, max_bytes=max_bytes))
         return CarriedArtifact(to, seen.mode & 0o777)
     if isinstance(seen, wire.OpError) and seen.error in {"not_found", "not_directory"}:
         return None
     whole = to.with_name(f"{to.name}.whole")
-    try:
-        await _read(slot, partial(slot.download_to, path, whole, max_bytes=MAX_ARTIFACT_BYTES))
-    except SlotFileError as error:
-        raise VerifierFailed(f"the artifact {path} can't be carried over: {error}") from None
+    await _read(slot, path, partial(slot.download_to, path, whole, max_bytes=max_bytes))
     return CarriedArtifact(to, None, await asyncio.to_thread(_check, whole, to, path, exclude))
 
 
@@ -91,13 +90,19 @@ def _check(whole: Path, to: Path, path: str, exclude: Sequence[str]) -> frozense
     return kinds
 
 
-async def _read(slot: Slot, read: Callable[[], Awaitable[None]]) -> None:
+async def _read(slot: Slot, path: str, read: Callable[[], Awaitable[None]]) -> None:
     """Read, if need be once the slot's programs, which may have killed what reads it, are ended."""
     try:
-        await read()
-    except OSError:
-        await slot.quiesce()
-        await read()
+        try:
+            await read()
+        except SlotFileError as error:
+            if error.errno == errno.EFBIG:
+                raise
+            await slot.quiesce()
+            await read()
+    except SlotFileError as error:
+        kind = TooLarge if error.errno == errno.EFBIG else VerifierFailed
+        raise kind(f"the artifact {path} can't be carried over: {error}") from None
 
 
 def copy_safely(archive: IO[bytes], out: IO[bytes], path: str, exclude: Sequence[str] = ()) -> frozenset[bytes]:
@@ -247,7 +252,7 @@ async def carry_in(slot: Slot, path: str, carried: CarriedArtifact | None) -> No
                 await unpack_archive(slot, path, archive)
             if tarfile.SYMTYPE in carried.kinds:
                 await _remove_dead_links(slot, path)
-    except OSError as error:
+    except SlotFileError as error:
         raise VerifierFailed(f"the artifact {path} can't be put into the verifier's slot: {error}") from None
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from atropos.errors import NotSupported
 from atropos.slots import Slot
@@ -15,12 +13,11 @@ from atropos.slots.slot.profile import PLAIN
 from atropos.tasks.builder.accounts import profile_of
 from atropos.tasks.errors import TaskBroken
 from atropos.tasks.format.task import Task
-from atropos.tasks.verifier.carry import CarriedArtifact, carry_in, carry_out
+from atropos.tasks.verifier.artifacts import Carried, put_down, taken_along
 from atropos.tasks.verifier.elsewhere import PACKAGES, bring
 from atropos.tasks.verifier.home import home_of, put_aside, put_back
 from atropos.tasks.verifier.links import cut_links
 from atropos.tasks.verifier.mode import Mode
-from atropos.tasks.verifier.own_files import remove, settings_read, venvs_made
 from atropos.tasks.verifier.repositories import take_out
 from atropos.tasks.verifier.services import Keep, end_processes
 from atropos.tasks.verifier.surroundings import (
@@ -31,6 +28,7 @@ from atropos.tasks.verifier.surroundings import (
     program_folders,
 )
 from atropos.tasks.verifier.texts import makes_links, named_folders, read_texts, renames_across, venvs_of_tests
+from atropos.tasks.verifier.venvs import remove_venvs, venvs_made
 from atropos.wire import VIEW_HOME
 
 _log = logging.getLogger(__name__)
@@ -59,17 +57,13 @@ async def place(
         raise ValueError("a separate verifier needs `fresh`")
     await slot.quiesce()
     await bring(slot, [one.source for one in task.artifacts])
-    with tempfile.TemporaryDirectory(prefix="atropos-artifacts-") as folder:
-        carried = [
-            (one.source, await carry_out(slot, one.source, Path(folder, str(number)), one.exclude))
-            for number, one in enumerate(task.artifacts)
-        ]
+    async with taken_along(slot, [(one.source, one.exclude) for one in task.artifacts]) as carried:
         slot = await fresh()
         slot.profile = PLAIN
         return slot, await _carry_all(slot, judged, carried)
 
 
-async def _carry_all(slot: Slot, judged: Task, carried: Sequence[tuple[str, CarriedArtifact | None]]) -> Surroundings:
+async def _carry_all(slot: Slot, judged: Task, carried: Carried) -> Surroundings:
     """Put the artifacts into a fresh slot; its home and programs stay as they are."""
     read = await asyncio.to_thread(_read, judged, tuple(path for path, _ in carried))
     surroundings = Surroundings(tuple(path for path, _ in carried), wishes=read.wishes)
@@ -77,8 +71,7 @@ async def _carry_all(slot: Slot, judged: Task, carried: Sequence[tuple[str, Carr
     folders = [path for path in read.programs if surroundings.holds(path) and path not in surroundings.folders]
     inside = surroundings.holds(home)
     programs = await put_aside(slot, home if inside else None, folders) if inside or folders else ()
-    for path, artifact in carried:
-        await carry_in(slot, path, artifact)
+    await put_down(slot, carried)
     if any(artifact is not None and artifact.has_hard_links for _, artifact in carried):
         await slot.settle()  # what tests write into one file is then not in the others
     await put_back(slot, folders, programs)
@@ -96,8 +89,7 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
     read = await asyncio.to_thread(_read, task, (workdir, *others))
     await bring(slot, (workdir, *others), read.programs)
     home = await _home_within(slot, task, (workdir, *others))
-    with tempfile.TemporaryDirectory(prefix="atropos-artifacts-") as folder:
-        carried = [(path, await carry_out(slot, path, Path(folder, str(number)))) for number, path in enumerate(others)]
+    async with taken_along(slot, [(path, ()) for path in others]) as carried:
         try:
             shown = await slot.view(
                 [workdir], optional=read.optional, programs=read.programs, home=home, as_layer=read.as_layer
@@ -105,9 +97,7 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
         except NotSupported as error:
             _log.warning("%s: verified in the agent's slot: %s", task.name, error)
             return Surroundings(company=await end_processes(slot, task, keep))
-        for path, artifact in carried:
-            if artifact is not None:
-                await carry_in(slot, path, artifact)
+        await put_down(slot, [(path, artifact) for path, artifact in carried if artifact is not None])
     surroundings = Surroundings(
         (*shown.folders, *others), shown.programs, None if home is None else VIEW_HOME, read.wishes
     )
@@ -116,8 +106,7 @@ async def _open_view(slot: Slot, task: Task, keep: Keep) -> Surroundings:
 
 
 async def _disarm(slot: Slot, found: Surroundings, read: _Reading) -> None:
-    made = [path for path in read.made if path not in found.folders and found.holds(path)]
-    await remove(slot, found.folders, read.settings, made)
+    await remove_venvs(slot, [path for path in read.made if found.holds(path)])
     if found.wishes.repositories and found.folders:
         await take_out(slot, found.folders, found.wishes.repositories)
     await cut_links(slot, found.folders, found.wishes.places)
@@ -128,28 +117,25 @@ class _Reading:
     """What a task's texts and variables say of its view: the arguments of `Slot.view`, and what is wanted.
 
     Attributes:
-        settings: names of files that tests would have their programs read.
-        made: paths of what tests make.
+        made: virtual environments that tests make.
     """
 
     optional: tuple[str, ...]
     programs: tuple[str, ...]
     as_layer: bool
     wishes: Wishes
-    settings: tuple[str, ...]
     made: tuple[str, ...]
 
 
 def _read(task: Task, folders: Sequence[str]) -> _Reading:
     texts = read_texts(task)
-    programs = (*venvs_of_tests(texts, task.recipe.workdir), *program_folders(image_variables(task)))
     made = venvs_made(texts, task.recipe.workdir)
+    programs = (*made, *venvs_of_tests(texts, task.recipe.workdir), *program_folders(image_variables(task)))
     return _Reading(
-        optional=(PACKAGES, *(path for path in named_folders(texts.whole) if path not in made)),
+        optional=(PACKAGES, *named_folders(texts.whole)),
         programs=programs[:MAX_PROGRAM_FOLDERS],
         as_layer=renames_across(texts.tests, folders) or makes_links(texts.tests, folders),
         wishes=Wishes.of(texts),
-        settings=settings_read(texts),
         made=made,
     )
 

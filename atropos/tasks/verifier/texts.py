@@ -17,16 +17,16 @@ MAX_NAMED = 255
 _RENAMES = re.compile(
     r"\b(?:os\.(?:renames?|replace|link)|fs\.(?:rename|link)(?:Sync)?|File\.(?:rename|link)"
     r"|Path\([^()\n]*\)\.(?:rename|replace|hardlink_to))"
-    r"\s*\([^\n]*|(?:^|[;&|]\s*)\s*(?:ln|link)\s+(?!-\w*s)[^\n;&|]*",
+    r"\s*\([^\n]*|(?:^|[;&|])[ \t]*(?:ln|link)\s+(?!-\w*s)[^\n;&|]*",
     re.MULTILINE,
 )
 """Calls and commands that fail between two file systems, to the end of the line; `mv` and `shutil.move` copy there."""
 _LINKS = re.compile(
-    r"\b(?:uv\s+(?:run|sync|add|init)|(?:npm|pnpm|yarn)\s+(?:-\S+\s+)*(?:ci|i|install|add)|symlink(?:_to|Sync)?)\b"
-    r"|(?:\bln\s+-(?=\w*s)\w++|\s-m\s+venv|\bvirtualenv|\buv\s+venv)\b"
-    r"[^\n;&|]*?(?<![\w./-])([\w./-]++)[ \t]*+(?=[\n;&|)]|$)"
+    r"\b(?:uv\s+(?:run|sync|add|init|venv[ \t]*(?=[\n;&|)]|$))"
+    r"|(?:npm|pnpm|yarn)\s+(?:-\S+\s+)*(?:ci|i|install|add)|symlink(?:_to|Sync)?)(?!\w)"
+    r"|(?:\bln\s+-\w*s\w*|\s-m\s+venv|\bvirtualenv|\buv\s+venv)\b([^\n;&|)]*)"
 )
-"""Calls and commands that make links, as to a venv's Python; with the last word, where that is their place."""
+"""Calls and commands that make links, as to a venv's Python; with the words after one whose last is their place."""
 _WHOLE_PATH = re.compile(r"(?<![\w.$}/-])/[\w.-][\w./-]*")
 _VENV = re.compile(r"(?<![\w.$}/-])((?:\.?/)?(?:[\w.-]+/){,20}[\w.-]+)/bin/(?:activate|python[\d.]*|pytest)\b")
 _TOP = re.compile(r"(?<![\w.$}/~-])/(\w[\w.-]*)")
@@ -93,10 +93,17 @@ def renames_across(tests: Iterable[str], folders: Sequence[str]) -> bool:
 def makes_links(tests: Iterable[str], folders: Sequence[str]) -> bool:
     """Whether texts of tests make links that may be in these folders."""
     for text in tests:
-        for place in _LINKS.findall(text):
-            if not place.startswith("/") or any(f"{place}/".startswith(f"{top}/") for top in folders):
+        for match in _LINKS.finditer(text):
+            place = "." if match[1] is None else _last_word(match[1])
+            if place and (not place.startswith("/") or any(f"{place}/".startswith(f"{top}/") for top in folders)):
                 return True
     return False
+
+
+def _last_word(text: str) -> str:
+    """The last word of a command's, if it says a path as it is; else nothing."""
+    word = "".join(text.split()[-1:]).strip("\"'")
+    return word if re.fullmatch(r"[\w./-]+", word) else ""
 
 
 def _files(source: Path) -> list[Path]:

@@ -24,9 +24,9 @@ from atropos.tasks.format.context import Context, walk
 from atropos.tasks.format.recipe import PATH, BuildInputs, Copy, Download, Folder, Mount, Run, StepSettings
 from atropos.tasks.verifier.exposure import exposure
 from atropos.tasks.verifier.mode import Choice, choose
-from atropos.tasks.verifier.own_files import settings_read, venvs_made
 from atropos.tasks.verifier.reward import Verdict, combined
 from atropos.tasks.verifier.texts import TaskTexts, makes_links, read_texts, renames_across, venvs_of_tests
+from atropos.tasks.verifier.venvs import venvs_made
 from atropos.wire import LeaseLimits
 from tests.files import write_files
 from tests.settings import shows
@@ -1446,7 +1446,7 @@ def test_whom_the_tests_run_as_is_said(folder):
         *(("ln -s /etc/hosts new", True), ("cd /app && ln -sfn a /app/b; true", True), ("os.symlink(a, b)", True)),
         *(("python3 -m venv .v && x", True), ("uv run pytest /tests/t.py", True), ("npm ci", True)),
         *(("ln -s /usr/bin/python3 /usr/bin/python", False), ("python3 -m venv /opt/v\n", False), ("ln a b", False)),
-        ("uv pip install --system x", False),
+        *(("uv pip install --system x", False), ("uv venv\n", True), ("ln -s x '/usr/y'", False)),
     ],
 )
 def test_links_that_tests_make_are_seen(test, links):
@@ -1458,8 +1458,31 @@ def test_long_words_take_as_long_as_they_are(text):
     assert not makes_links([text % ("s" * (1 << 20))], ["/app"])
 
 
-def test_own_venvs_and_settings_are_seen():
-    tests = ["python3 -m venv --without-pip .a && prove x", "uv venv -p 3.12 /b; virtualenv c", "uv venv; Rscript x.R"]
-    assert venvs_made(TaskTexts("Make c.", tests), "/app") == ("/app/.a", "/b")
-    assert settings_read(TaskTexts("Keep renv.", tests)) == (".proverc", ".Renviron")
-    assert settings_read("Write .proverc") == (".Rprofile", ".Renviron", ".octaverc")
+@pytest.mark.parametrize(
+    ("test", "made"),
+    [
+        *(("python3 -m venv --without-pip .a && x", ["/app/.a"]), ("if (uv venv -p 3.12 /b) >&2; then x; fi", ["/b"])),
+        *(("cd /app && virtualenv c", ["/app/c"]), ("uv venv --python python3.12 own", ["/app/own"])),
+        *(("cd /tests; uv venv a", []), ("cd /tests; uv venv /b", ["/b"]), ("uv venv $V", []), ("uv venv a b", [])),
+        *(("uv venv\nsource .venv/bin/activate", []), ("uv venv\n./build.sh", []), ("uv venv asked", [])),
+        *(("# no virtualenv data", []), ("# see: (uv venv data)", []), ("echo '; uv venv data'", []), ("cat <<E\nuv venv a\n", [])),
+        *(("apt-get install -y python3-virtualenv src", []), ("pip install virtualenv pytest", []), ("uv venv .", [])),
+        *(("python3 -m venv .venv", []), ("uv venv --cache-dir /data", []), ("uv venv --cache-dir /data x", [])),
+    ],
+)  # fmt: skip
+def test_own_venvs_are_seen(test, made):
+    assert list(venvs_made(TaskTexts("Use asked.", [f"#!/bin/bash\n{test}", f"print(1)\n{test}"]), "/app")) == made
+
+
+@pytest.mark.parametrize("part", ["ln -s a", "a", "\n", " ", ";", "; ", "uv venv a;", "-q ", "cd ", "python", "npm -"])
+def test_texts_are_read_in_linear_time(part):
+    def seconds(count):
+        text = f"#!/bin/sh\nln -s {part * (count // len(part))}("
+        started = time.process_time()
+        makes_links([text], ["/app"])
+        renames_across([text], ["/app"])
+        venvs_made(TaskTexts("", [text]), "/app")
+        return time.process_time() - started
+
+    seconds(100)
+    assert seconds(8000) < 30 * max(seconds(1000), 1e-3)

@@ -1,0 +1,76 @@
+"""Artifacts on their way through this machine's disk, of which all trajectories have one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
+
+from atropos.slots import Slot
+from atropos.tasks.verifier.carry import CarriedArtifact, TooLarge, carry_in, carry_out
+
+MAX_BYTES = 2 << 30
+"""Most that the artifacts of a trajectory may have together."""
+SMALL_BYTES = 64 << 20
+"""Most that they may have and need not wait for others."""
+AT_ONCE = 2
+"""How many trajectories have larger ones on this machine's disk."""
+Carried: TypeAlias = list[tuple[str, CarriedArtifact | None]]
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+@contextlib.asynccontextmanager
+async def taken_along(slot: Slot, wanted: Sequence[tuple[str, Sequence[str]]]) -> AsyncGenerator[Carried]:
+    """Copies of files and folders, on this machine until the end of the body.
+
+    Where they are large, this waits for trajectories that have some here, which may wait for a slot: they have given
+    back their own, and an env admits no more trajectories than there are slots.
+
+    Args:
+        slot: where they are.
+        wanted: paths, with patterns of what is left out.
+
+    Raises:
+        VerifierFailed: they are too large together, or one can't be read.
+        OSError: this machine's disk is full or broken.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            carried = await _carry(stack, slot, wanted, SMALL_BYTES)
+        except TooLarge:
+            loop = asyncio.get_running_loop()
+            await stack.enter_async_context(_turns.setdefault(loop, asyncio.Semaphore(AT_ONCE)))
+            carried = await _carry(stack, slot, wanted, MAX_BYTES)
+        yield carried
+
+
+async def _carry(
+    stack: contextlib.AsyncExitStack, slot: Slot, wanted: Sequence[tuple[str, Sequence[str]]], left: int
+) -> Carried:
+    carried: Carried = []
+    with contextlib.ExitStack() as made:
+        folder = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="atropos-artifacts-")))
+        for number, (path, exclude) in enumerate(wanted):
+            artifact = await carry_out(slot, path, folder / str(number), exclude, max_bytes=max(1, left))
+            left -= 0 if artifact is None else artifact.content.stat().st_size
+            carried.append((path, artifact))
+        stack.push(made.pop_all())
+    return carried
+
+
+async def put_down(slot: Slot, carried: Carried) -> None:
+    """Put artifacts in the places of what is there; each is then no longer on this machine.
+
+    Raises:
+        TaskBroken, VerifierFailed: the slot can't take one.
+        OSError: this machine's disk is broken.
+    """
+    for path, artifact in carried:
+        await carry_in(slot, path, artifact)
+        if artifact is not None:
+            await asyncio.to_thread(artifact.content.unlink)
