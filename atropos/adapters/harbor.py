@@ -135,7 +135,7 @@ class AtroposEnvironment(BaseEnvironment):
             await self._apply_network_policy(self._network_policy)
             if workdir := self.task_env_config.workdir:
                 await self._held.exec(["mkdir", "-p", workdir], user="0:0")
-            await services.start(self._slot, machine, images, self._startup_env())
+            await services.start(self._slot, machine, images, self._startup_env(), network=self._wants_network)
             for each, slot in zip(machine.beside, self._slot.group[1:], strict=True):
                 assert each.service is not None
                 self._beside[each.service.name] = slot
@@ -145,14 +145,18 @@ class AtroposEnvironment(BaseEnvironment):
             await self.stop(delete=True)
             raise
 
+    @property
+    def _wants_network(self) -> bool:
+        policies = (self._network_policy, *self._phase_network_policies)
+        return any(policy.network_mode != NetworkMode.NO_NETWORK for policy in policies)
+
     async def _lease(self, images: TaskImages, *, force_build: bool) -> tuple[Slot, Task]:
         """A slot, and the machine in it."""
         pool = images.pool
         inputs = BuildInputs(architecture=pool.architecture)
         machine = await asyncio.to_thread(self._machine, inputs, force_build=force_build)
-        policies = (self._network_policy, *self._phase_network_policies)
         offline = machine.config.environment.network_mode == "no-network"  # its compose file says so
-        network = not offline and any(policy.network_mode != NetworkMode.NO_NETWORK for policy in policies)
+        network = self._wants_network and not offline
         prepared = await images.prepare(machine)
         slot = await pool.acquire(self.session_id, network=network, image=prepared.image, limits=machine.limits)
         try:

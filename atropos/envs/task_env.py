@@ -206,7 +206,7 @@ class TaskEnv(DatasetEnv):
         else:
             slot = await self.executor.slot(trajectory_id)
             await workspace.enter(slot, item)
-        await services.start(slot, item, self._task_images)
+        await self._start_services(slot, item)
         await workspace.wait_until_healthy(slot, item)
         return {"task": item.name}
 
@@ -360,8 +360,12 @@ class TaskEnv(DatasetEnv):
             await workspace.enter(slot, item)
         else:
             slot = await self._built(verifier or item, trajectory_id)
-        await services.start(slot, verifier or item, self._task_images)
+        await self._start_services(slot, verifier or item)
         return slot
+
+    async def _start_services(self, slot: Slot, item: Task) -> None:
+        network = self.executor.config.allow_network is not False
+        await services.start(slot, item, self._task_images, network=network)
 
     async def _built(self, item: Task, trajectory_id: str) -> Slot:
         """The trajectory's slot with the task's workspace, size and network."""

@@ -96,7 +96,7 @@ class TaskRun:
             self.name, image=image, network=network, limits=machine.limits
         )
         await workspace.enter(slot, machine)
-        await services.start(slot, machine, self.images)
+        await services.start(slot, machine, self.images, network=self.network)
         return slot
 
     async def play(self) -> Attempt:

@@ -74,11 +74,15 @@ class Proofs:
                     raise SandboxError(f"{task.name}: {error}") from error
 
     async def _try(self, images: TaskImages, task: Task) -> None:
-        try:
-            key = await self._key(images, task)
-        except TaskBroken as error:
-            self.found[task.name] = f"{UNPREPARED}: {error}"
-            return
+        key = ""
+        for last in (False, True):
+            try:
+                key = await self._key(images, task)
+                break
+            except TaskBroken as error:
+                if last:  # what a build fetches may come the second time
+                    self.found[task.name] = f"{UNPREPARED}: {error}"
+                    return
         file = self._folder / key
         if file.exists():
             self.found[task.name] = None

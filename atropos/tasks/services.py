@@ -68,7 +68,9 @@ _Place = tuple[_Part, str]
 """Where what a volume shows is kept: the service in whose slot it is, and the path there."""
 
 
-async def start(slot: Slot, task: Task, images: TaskImages, env: Mapping[str, str] | None = None) -> None:
+async def start(
+    slot: Slot, task: Task, images: TaskImages, env: Mapping[str, str] | None = None, *, network: bool
+) -> None:
     """Start what a container of the machine would start, with its volumes and the services beside it.
 
     Args:
@@ -76,6 +78,7 @@ async def start(slot: Slot, task: Task, images: TaskImages, env: Mapping[str, st
         task: whose machine it is.
         images: where the others' images are built.
         env: variables of its main process, beside those of its image.
+        network: whether services have the pool's network where the compose file leaves the agent's slot alone offline.
 
     Raises:
         TaskBroken: a service can't be started, ended, or did not become healthy.
@@ -86,17 +89,20 @@ async def start(slot: Slot, task: Task, images: TaskImages, env: Mapping[str, st
         await workspace.start_main_process(slot, task, env)
         return
     try:
-        await _start_all(slot, task, task.service, images, env)
+        await _start_all(slot, task, task.service, images, env, network)
     except TaskBroken:
         await workspace.check_room(task, [slot])
         raise
 
 
-async def _start_all(slot: Slot, task: Task, own: Service, images: TaskImages, env: Mapping[str, str] | None) -> None:
+async def _start_all(
+    slot: Slot, task: Task, own: Service, images: TaskImages, env: Mapping[str, str] | None, network: bool
+) -> None:
     parts = {own.name: _Part(own, task, slot)}
+    with_own = (None if network else False) if own.offline else slot.network  # None: as the pool has it
     for machine in task.beside:
         assert machine.service is not None
-        parts[machine.service.name] = await _joined(slot, own, machine, images)
+        parts[machine.service.name] = await _joined(slot, own, machine, images, with_own)
     ordered = [parts[each.name] for each in start_order((own, *own.beside), task.name)]
     for part in ordered:
         for folder, mode in part.service.tmpfs.items():
@@ -113,10 +119,9 @@ async def _start_all(slot: Slot, task: Task, own: Service, images: TaskImages, e
         await _check(part)
 
 
-async def _joined(slot: Slot, own: Service, machine: Task, images: TaskImages) -> _Part:
+async def _joined(slot: Slot, own: Service, machine: Task, images: TaskImages, network: bool | None) -> _Part:
     """A slot for a service, in the group of the task's own."""
     assert machine.service is not None
-    with_own = None if own.offline else slot.network  # the pool's, where the file keeps the agent's alone offline
     prepared = await images.prepare(machine)
     joined = await images.pool.join(
         slot,
@@ -124,7 +129,7 @@ async def _joined(slot: Slot, own: Service, machine: Task, images: TaskImages) -
         its_names=own.names,
         image=prepared.image,
         limits=machine.limits,
-        network=False if machine.offline else with_own,
+        network=False if machine.offline else network,
     )
     if joined.network:
         await joined.set_network(machine.agent_hosts)

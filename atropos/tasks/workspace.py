@@ -242,9 +242,9 @@ def _removal(folder: str, volumes: Sequence[ServiceVolume]) -> str:
     for volume in volumes:
         if f"{volume.target}/".startswith(f"{folder}/"):
             path = re.sub(r"[*?\[\\]", r"\\\g<0>", volume.target)
-            kept.update(map(str, (path, *PurePosixPath(path).parents)), [f"{path}/*"] if volume.read_only else ())
+            kept.update(map(str, (path, *PurePosixPath(path).parents[:-1])), [f"{path}/*"] if volume.read_only else ())
     if not kept:
         return f"rm -rf {folder}"
     others = " ".join(f"! -path {shlex.quote(path)}" for path in sorted(kept))
-    emptied = f"find {folder} -depth {others} -delete"
-    return f"if [ -L {folder} ] || [ ! -d {folder} ]; then rm -f {folder}; else {emptied}; fi"
+    emptied = f"find {folder} -depth {others} -delete"  # twice: a service may write beside it
+    return f"if [ -L {folder} ] || [ ! -d {folder} ]; then rm -f {folder}; else {emptied} || {emptied}; fi"

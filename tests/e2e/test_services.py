@@ -117,19 +117,19 @@ def make(tmp_path):
 class Started:
     """A task's slots, with its services started."""
 
-    def __init__(self, pool, task):
-        self.pool, self.task, self.slot = pool, task, None
+    def __init__(self, pool, task, network=True):
+        self.pool, self.task, self.network, self.slot = pool, task, network, None
 
     async def __aenter__(self):
         images = TaskImages(self.pool)
         prepared = await images.prepare(self.task)
-        network = not self.task.offline
+        network = self.network and not self.task.offline
         self.slot = await self.pool.acquire(
             self.task.name, image=prepared.image, limits=prepared.task.limits, network=network
         )
         try:
             await workspace.enter(self.slot, prepared.task)
-            await services.start(self.slot, prepared.task, images)
+            await services.start(self.slot, prepared.task, images, network=self.network)
         except BaseException:
             await self.slot.release()
             raise
@@ -469,6 +469,8 @@ networks: {{inner: {{internal: true}}, outer: {{}}}}
     async with Started(pool, task) as slot:
         assert [each.network for each in slot.group] == [False, True, False]
         assert await said(slot, f"{ASK} http://proxy; {ASK} http://db") == "proxy\ndb"
+    async with Started(pool, task, network=False) as slot:
+        assert [each.network for each in slot.group] == [False] * 3
 
 
 @pytest.mark.parametrize(("place", "owner"), [("/traces", "web"), ("/so/deep/traces", "main")])

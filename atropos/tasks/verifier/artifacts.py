@@ -19,6 +19,8 @@ SMALL_BYTES = 64 << 20
 """Most that they may have and need not wait for others."""
 AT_ONCE = 2
 """How many trajectories have larger ones on this machine's disk."""
+TURN_S = 60.0
+"""Longest wait for those."""
 Carried: TypeAlias = list[tuple[str, CarriedArtifact | None]]
 
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
@@ -28,8 +30,8 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 async def taken_along(slot: Slot, wanted: Sequence[tuple[str, Sequence[str]]]) -> AsyncGenerator[Carried]:
     """Copies of files and folders, on this machine until the end of the body.
 
-    Where they are large, this waits for trajectories that have some here, which may wait for a slot: they have given
-    back their own, and an env admits no more trajectories than there are slots.
+    Where they are large, this waits for trajectories that have some here, which may wait for a slot; not for ever,
+    since who waits here may hold the room that they wait for.
 
     Args:
         slot: where they are.
@@ -44,7 +46,9 @@ async def taken_along(slot: Slot, wanted: Sequence[tuple[str, Sequence[str]]]) -
             carried = await _carry(stack, slot, wanted, SMALL_BYTES)
         except TooLarge:
             loop = asyncio.get_running_loop()
-            await stack.enter_async_context(_turns.setdefault(loop, asyncio.Semaphore(AT_ONCE)))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TURN_S):
+                    await stack.enter_async_context(_turns.setdefault(loop, asyncio.Semaphore(AT_ONCE)))
             carried = await _carry(stack, slot, wanted, MAX_BYTES)
         yield carried
 

@@ -13,7 +13,7 @@ from atropos.tasks.errors import VerifierFailed
 from atropos.tasks.verifier.texts import TaskTexts
 
 _MAKES = re.compile(
-    r"^(?:[^\n#'\"`]*?[;&|(])??[ \t]*(?:[\w./-]{0,200}\bpython[\d.]{0,9}[ \t]+-m[ \t]+venv|virtualenv|uv[ \t]+venv)"
+    r"^(?:[^\n#'\"`|\[]*?[;&(])??[ \t]*(?:[\w./-]{0,200}\bpython[\d.]{0,9}[ \t]+-m[ \t]+venv|virtualenv|uv[ \t]+venv)"
     r"(?:[ \t]+(?:--(?:clear|copies|quiet|relocatable|seed|symlinks|system-site-packages|upgrade-deps|without-pip)|-q"
     r"|(?:-p|--python|--prompt)[ \t=][\w./-]+))*"
     r"[ \t]+((?!-)[\w./-]+)[ \t]*(?=[\n;&|)>#]|\Z)",

@@ -1467,6 +1467,7 @@ def test_long_words_take_as_long_as_they_are(text):
         *(("uv venv\nsource .venv/bin/activate", []), ("uv venv\n./build.sh", []), ("uv venv asked", [])),
         *(("# no virtualenv data", []), ("# see: (uv venv data)", []), ("echo '; uv venv data'", []), ("cat <<E\nuv venv a\n", [])),
         *(("apt-get install -y python3-virtualenv src", []), ("pip install virtualenv pytest", []), ("uv venv .", [])),
+        *(("[ -d a ] || uv venv a", []), ("[ -d a ] && uv venv b", []), ("test -d a || (uv venv a)", [])),
         *(("python3 -m venv .venv", []), ("uv venv --cache-dir /data", []), ("uv venv --cache-dir /data x", [])),
     ],
 )  # fmt: skip
