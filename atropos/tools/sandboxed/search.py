@@ -32,6 +32,8 @@ NESTED = 8
 """Most repositories below the searched folder whose ignore rules are applied."""
 _ROW = re.compile(r"([0-9]{1,18})([:-])(.*)", re.DOTALL)
 """After its path: a line's number, whether it matches or is context, and the line."""
+_CARRIAGE_RETURN = re.compile(r"\r|(?<!\\)(?:\\\\)*\\(?:r|x0[dD])")
+"""Of a pattern that asks for the \\r of a \\r\\n."""
 
 
 class SearchArguments(Arguments):
@@ -125,7 +127,8 @@ async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | Non
     if arguments.glob is not None:
         flags.append(f"--glob={arguments.glob}")
     if arguments.pattern:
-        flags += ["--line-number", "--with-filename", "--no-heading", "--engine=auto", "--crlf", "--max-columns=4000"]
+        flags += ["--line-number", "--with-filename", "--no-heading", "--engine=auto", "--max-columns=4000"]
+        flags += [] if _CARRIAGE_RETURN.search(arguments.pattern) else ["--crlf"]
         flags += ["--ignore-case"] if arguments.ignore_case else []
         flags += [f"--context={arguments.context}"] if arguments.context else []
         flags += ["-e", arguments.pattern]

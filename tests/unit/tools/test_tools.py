@@ -445,6 +445,16 @@ class TestSearch:
         ran = [op.command for op in (await executor.slot("t")).ran if op.op == "exec"]
         assert sum("check-ignore" in command for command in ran) == NESTED
 
+    @pytest.mark.parametrize(
+        ("pattern", "given"),
+        [("x$", True), (r"C:\\readme", True), (r"x\r$", False), (r"\\\r", False), (r"\x0D", False), ("\r", False)],
+    )
+    async def test_rg_keeps_a_wanted_cr(self, use, tmp_path, monkeypatch, pattern, given):
+        (tmp_path / "rg").write_text("#!/bin/bash\nprintf 'f\\0001:%s\\n' \"$*\"\n")
+        (tmp_path / "rg").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        assert ("--crlf" in (await use("search_files", pattern=pattern)).output) == given
+
     async def test_own_rgs_bad_rows_dropped(self, use, tmp_path, monkeypatch):
         (tmp_path / "rg").write_text("#!/bin/bash\nprintf 'f\\0%05000d:x\\ng\\0007:x\\n' 1\n")
         (tmp_path / "rg").chmod(0o755)

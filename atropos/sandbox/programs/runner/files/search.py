@@ -24,9 +24,11 @@ MAX_SEARCH_FILES = 100_000
 MAX_SEARCH_BYTES = 512 << 20
 MAX_SEARCH_FILE = 16 << 20
 MAX_LINE_CHARS = 2000
-LINE_ALONE = re.compile(r"\\[AZz]|\(\?(?!:)|[*+?}]\+")
-"""Of a pattern that may match a line alone, and nowhere in a text with that line: ends of the text, looks around, what
-gives nothing back."""
+LINE_ALONE = re.compile(r"\\[AZz]|\(\?(?!:)|[*+?}]\+|\[\^|\\[sDWnx0]|\n")
+"""Of a pattern that is looked for in each line alone. It may match in a line and nowhere in a text with that line: ends
+of the text, looks around, what gives nothing back. Or it may go on over many lines, from each anew: `[^#]*x`."""
+CARRIAGE_RETURN = re.compile(r"\r|(?<!\\)(?:\\\\)*\\(?:r|x0[dD])")
+"""Of a pattern that asks for the \\r of a \\r\\n."""
 CHOICE = re.compile(r"\{([^{}]*,[^{}]*)\}")
 MAX_CHOICES = 100
 """So many globs are made of one, and then no more."""
@@ -54,6 +56,7 @@ class Wanted:
         flags = re.IGNORECASE if ignore_case else 0
         try:
             self.line = re.compile(pattern, flags)
+            self.keeps_crlf = CARRIAGE_RETURN.search(pattern) is not None
             self.anywhere = None if LINE_ALONE.search(pattern) else re.compile(pattern, flags | re.MULTILINE)
         except (re.error, RecursionError, OverflowError) as error:
             raise OpFailed("bad_pattern", f"the pattern is not a regular expression: {error}") from None
@@ -114,11 +117,17 @@ class Matches:
 
 
 def files_of(glob: str) -> re.Pattern[str]:
-    """What a glob's paths and names look like. `*.{c,h}` is `*.c` and `*.h`, and `*` goes through folders, as `**/`."""
-    globs = [glob.removeprefix("./").replace("**/", "")]
-    while len(globs) <= MAX_CHOICES and (choice := CHOICE.search(globs[0])):
-        globs = [CHOICE.sub(lambda _, part=part: part, one, count=1) for one in globs for part in choice[1].split(",")]
-    return re.compile("|".join(map(fnmatch.translate, globs)))
+    """What a glob's paths and names look like. `*.{c,h}` is `*.c` and `*.h`; `**/` is `*/`, of any depth, or none."""
+    globs: list[str] = []
+    pending = [glob.removeprefix("./").replace("**/", "{*/,}")]
+    while pending and len(globs) + len(pending) <= MAX_CHOICES:
+        one = pending.pop()
+        choice = CHOICE.search(one)
+        if choice:
+            pending += [one[: choice.start()] + part + one[choice.end() :] for part in choice[1].split(",")]
+        else:
+            globs.append(one)
+    return re.compile("|".join(map(fnmatch.translate, globs + pending)))
 
 
 def search(path: str, wanted: Wanted | None, glob: str | None, max_matches: int, context: int) -> Outcome:
@@ -142,7 +151,9 @@ def search(path: str, wanted: Wanted | None, glob: str | None, max_matches: int,
         data = searchable(name, status.st_size)
         budget -= len(data)
         if b"\0" not in data[:8192]:
-            bounded = search_lines(matches, text(name), text(data).replace("\r\n", "\n"), wanted, context)
+            if not wanted.keeps_crlf:
+                data = data.replace(b"\r\n", b"\n")  # as bytes: as text it may take four times as much
+            bounded = search_lines(matches, text(name), text(data), wanted, context)
             cut = cut or bounded or status.st_size > MAX_SEARCH_FILE
     return "search_result", {"matches": matches.matches, "files": files, "truncated": cut}, {}
 
