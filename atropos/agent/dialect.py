@@ -20,7 +20,7 @@ from atropos.thinking import thinking, unfinished_thinking, without_thinking
 from atropos.tools import ToolCall
 from atropos.tools.arguments import replace_surrogates
 from atropos.tools.parsers import Parsed, ParseError, Parser
-from atropos.tools.parsers.shapes import call_shaped
+from atropos.tools.parsers.shapes import call_shaped, tool_names
 from atropos.tools.sandboxed.text import clip_result
 
 
@@ -69,7 +69,7 @@ class Dialect(ABC):
         `reasoning`: its thinking, where the server has parsed it out.
         """
         parsed = self._parser.parse(without_thinking(whole))
-        written = call_shaped(reasoning or unfinished_thinking(whole))
+        written = call_shaped(reasoning or unfinished_thinking(whole), tool_names(self._schemas))
         if parsed.calls or parsed.errors or parsed.content or not written:
             return parsed
         message = "not run: calls within <think> are ignored; end it with </think>, then make the call, or answer"

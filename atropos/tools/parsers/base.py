@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Self, cast
 
 from atropos.errors import ConfigError
 from atropos.tools.arguments import replace_surrogates, too_deep
@@ -71,14 +72,22 @@ class Format(Parser):
 
     Attributes:
         vllm_name: vLLM's name of it; None: it has none.
+        tools: names of the tools that are offered; empty: they are not known.
     """
 
     vllm_name: str | None = None
+    tools: frozenset[str] = frozenset()
+
+    def for_tools(self, tools: frozenset[str]) -> Self:
+        """The format where those tools are offered."""
+        own = copy.copy(self)
+        own.tools = tools
+        return own
 
     def parse(self, text: str) -> Parsed:
         """See `Parser`."""
         parsed = self.read(text)
-        if parsed.calls or parsed.errors or not (written := call_shaped(text)):
+        if parsed.calls or parsed.errors or not (written := call_shaped(text, self.tools)):
             return parsed
         right = self.render_turn("", [ToolCall(name="tool", arguments={"name": "value"})])
         message = f"this looks like a tool call and was not run: write {right} to call a tool, or the answer without it"

@@ -17,6 +17,7 @@ from typing import Any
 
 from atropos.tools.models import ToolCall
 from atropos.tools.parsers.base import Collector, Format, Parsed, Parser, get_parser
+from atropos.tools.parsers.shapes import tool_names
 
 _PLACES = (
     ("vllm.tool_parsers", ("vllm.entrypoints.openai.chat_completion.protocol", "vllm.entrypoints.openai.protocol")),
@@ -34,6 +35,8 @@ def parser_for(name: str, tokenizer: object, schemas: Sequence[dict[str, object]
     ours = get_parser(name)
     if not isinstance(ours, Format) or not type(ours).__module__.startswith("atropos.tools.parsers."):
         return ours
+    if tools := tool_names(schemas):
+        ours = ours.for_tools(tools)
     theirs = ours.vllm_name
     registry = None if theirs is None else vllm_registry()
     if registry is None:

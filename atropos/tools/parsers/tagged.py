@@ -21,6 +21,9 @@ _PARAMETER_END = re.compile(
     # a missing one, which vLLM accepts, unless one comes later: a file that is written may hold a whole call
     r"|\n(?=<parameter=[^>\n]{1,200}>\n|</function>\s*</tool_call>(?!\s*</parameter>))"
 )
+_OPENED_OR_ENDED = re.compile(
+    rf"(?P<opened><function=[^>\n]{{1,200}}>(?=\s*(?:<parameter=|</function>)))|(?P<closed></function>)|{_PARAMETER_END.pattern}"
+)
 _FUNCTION_END = re.compile(r"\s*(?:</function>\s*(?:</tool_call>)?|</tool_call>)")
 _CALL_END = re.compile(r"\s*</tool_call>")
 _NAME = re.compile(r"\s*([^\s<]{1,200})")
@@ -47,17 +50,23 @@ class Qwen3CoderParser(Format):
 
     def _one(self, text: str, match: re.Match[str], found: Collector) -> int:
         arguments: dict[str, object] = {}
-        at = match.end()
+        at, balanced = match.end(), True
         while parameter := _PARAMETER.match(text, at):
-            end = _PARAMETER_END.search(text, parameter.end())
+            # where calls in a value have no end, they are looked for once only: the time stays linear
+            end = _end_outside_calls(text, parameter.end()) if balanced else None
+            balanced = end is not None
+            end = end or _PARAMETER_END.search(text, parameter.end())
             if end is None:
                 found.error(
                     f"parameter {parameter[1]!r} is not closed; end it with </parameter>", text[match.start() :]
                 )
                 return len(text)
             value = text[parameter.end() : end.start()]
-            arguments[parameter[1].strip()] = value.removeprefix("\n").removesuffix("\n")
-            at = end.end()
+            at, key = end.end(), parameter[1].strip()
+            if key in arguments:
+                found.error(f"parameter {key!r} is there twice; write each once", text[match.start() :])
+                return index_after(text, at, "<function=", _CLOSE)
+            arguments[key] = value.removeprefix("\n").removesuffix("\n")
         close = _FUNCTION_END.match(text, at)
         if close is None:
             # An error even where the call looks complete: more arguments may have been meant.
@@ -74,6 +83,19 @@ class Qwen3CoderParser(Format):
         arguments = call.arguments if isinstance(call.arguments, dict) else {}
         rows = "".join(f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in arguments.items())
         return f"<tool_call>\n<function={call.name}>\n{rows}</function>\n</tool_call>"
+
+
+def _end_outside_calls(text: str, at: int) -> re.Match[str] | None:
+    """The end of the value that begins there, which may hold whole calls; None: each end is a part of one."""
+    depth = 0
+    for match in _OPENED_OR_ENDED.finditer(text, at):
+        if match.lastgroup == "opened":
+            depth += 1
+        elif match.lastgroup == "closed":
+            depth = max(0, depth - 1)
+        elif not depth:
+            return match
+    return None
 
 
 def _between(text: str, found: Collector) -> None:

@@ -291,6 +291,14 @@ def test_unfinished_thinking_is_no_answer(dialect, parsed_out):
     assert (answered.calls, answered.unread, answered.answer) == ((), (), "42")
 
 
+def test_json_in_thinking_is_no_call():
+    renderer = TurnRenderer(tokenizer())
+    made = XmlDialect(renderer, get_parser("hermes"), [{"type": "function", "function": {"name": "t"}}])
+    for name, errors in (("t", 1), ("main", 0)):
+        wrote = renderer.placeholder(f'<think>{{"name": "{name}", "arguments": {{}}}}')
+        assert len(made.read(wrote, cut_off=False).unread) == errors
+
+
 @pytest.mark.parametrize("name", parser_names())
 def test_call_holds_a_tag_as_text(name):
     renderer, parser = TurnRenderer(tokenizer()), get_parser(name)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from atropos.errors import ConfigError
 from atropos.tools import ToolCall
 from atropos.tools.arguments import coerce
-from atropos.tools.parsers import get_parser, parser_names
+from atropos.tools.parsers import get_parser, parser_for, parser_names
+from atropos.tools.parsers.shapes import call_shaped
 
 NAMES = ("hermes", "mistral", "llama3_json", "llama4_pythonic", "qwen", "qwen3_coder", "deepseek_v3",
          "deepseek_v3_1", "glm45", "kimi_k2")  # fmt: skip
@@ -309,6 +310,45 @@ def test_qwen3_forgives_parameters():
     assert same(call, parser.parse(parser.render(call)).calls[0])
 
 
+def test_qwen3_values_hold_calls():
+    """The inner call's arguments overwrote the outer one's."""
+    parser = get_parser("qwen3_coder")
+    inner = ToolCall(name="search", arguments={"path": "/etc/passwd", "q": "x"})
+    twice = parser.render_turn("Two:", [inner, ToolCall(name="w", arguments={"path": parser.render(inner)})])
+    for content in (f"How a call looks:\n{parser.render(inner)}\nThat is all.", parser.render(inner), twice):
+        call = ToolCall(name="write_file", arguments={"path": "README.md", "content": content, "mode": "w"})
+        parsed = parser.parse(parser.render_turn("So:", [call, inner, call]))
+        assert all(same(one, other) for one, other in zip([call, inner, call], parsed.calls, strict=True))
+        assert (parsed.content, parsed.errors) == ("So:", ())
+    mention = ToolCall(name="w", arguments={"a": "see <function=f> and <function=f><parameter=x> there", "b": "y"})
+    assert [one.arguments for one in parser.parse(parser.render_turn("", [mention, inner])).calls] == [
+        mention.arguments,
+        inner.arguments,
+    ]
+
+
+def test_qwen3_parameter_twice_is_error():
+    parser = get_parser("qwen3_coder")
+    call = ToolCall(name="t", arguments={"a": "x"})
+    twice = parser.render(call).replace("</function>", "<parameter=a>\ny\n</parameter>\n</function>")
+    parsed = parser.parse(f"{twice}\n{parser.render(call)}")
+    assert [one.arguments for one in parsed.calls] == [{"a": "x"}]
+    assert "'a' is there twice" in parsed.errors[0].message
+    assert parsed.content == ""
+
+
+def test_qwen3_open_calls_in_linear_time():
+    def seconds(count):
+        started = time.process_time()
+        rows = "".join(f"<parameter=a{n}>\n<function=f>\n" for n in range(count))
+        get_parser("qwen3_coder").parse(f"<tool_call>\n<function=f>\n{rows}")
+        return time.process_time() - started
+
+    seconds(100)
+    small, large = seconds(1000), seconds(8000)
+    assert large < max(small, 0.05) * 30
+
+
 def test_deepseek_and_kimi():
     v3 = get_parser("deepseek_v3").parse(
         "x<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n"
@@ -389,6 +429,11 @@ def test_shape_is_never_ignored(name, shape):
         "{'name': 'plot', 'args': ['x', 'y']}",
         "{'id': 7, 'name': 'Ada', 'parameters': []}",
         "The tag <function> and the word tool_use.",
+        '{"name": "main", "parameters": {"x": [{"returns": 1}]}, "returns": "int"}',
+        "{'name': 'main', 'args': {'x': 1}, 'it\\'s': {'name': 'f', 'args': {}}}",
+        '{"name": "f", "parameters": {"$schema": "http://json-schema.org/schema"}}',
+        '{"name": "f", "parameters": {"properties": {"x": {}}, "type": "object"}}',
+        '{"name": "f", "parameters": {"required": ["x"], "properties": {"x": {}}}}',
         "def call(function_name, arguments):\n    return tools[function_name](**arguments)",
     ],
 )
@@ -399,6 +444,62 @@ def test_no_call_is_an_answer(name, answer):
         answer = answer.replace("<tool_call>", "those").replace("<function=name>", "these")
     parsed = get_parser(name).parse(answer)
     assert (parsed.calls, parsed.errors) == ((), ())
+
+
+SCHEMAS = [{"type": "function", "function": {"name": "terminal", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", shapes())
+def test_shape_of_an_offered_tool(name, shape):
+    parsed = parser_for(name, None, SCHEMAS).parse(f"First this.\n{shapes()[shape]}")
+    assert parsed.calls or parsed.errors
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"name": "resnet50", "args": {"lr": 0.1}}',
+        '{"name": "main", "parameters": {"x": 1}, "returns": "int"}',
+        "{'name': 'main', 'parameters': {'x': 1}}",
+        '{"id": "7", "name": "ls", "args": "-l"}',
+        '{"parameters": {"x": 1}, "name": "main"}',
+        '{"action": "move", "action_input": "b3"}',
+        '{"type": "tool_use", "id": "t1", "name": "ls", "input": {}}',
+        '<function name="add">',
+        '{"name": "terminal", "parameters": {"$schema": "http://json-schema.org/schema"}}',
+    ],
+)
+def test_other_names_are_answers(name, answer):
+    parser = parser_for(name, None, SCHEMAS)
+    if not (name.startswith("llama") and answer[0] == "{"):  # its own format
+        parsed = parser.parse(answer)
+        assert (parsed.content, parsed.calls, parsed.errors) == (answer, (), ())
+    call = '{"id": "7", "name": "terminal", "args": {}}'
+    assert parser.parse(f"So: {answer}\n{call}").errors[0].text == call
+
+
+@pytest.mark.parametrize("tools", [(), ("terminal",)])
+def test_shapes_take_linear_time(tools):
+    def seconds(size):
+        started = time.process_time()
+        for piece in (
+            '{"name": "a", "args": {',
+            '{"name": "a", "args": {}, "b": 1}',
+            "{'name': 'a', 'args': '",
+            '"',
+            "\\",
+            '\\"',
+            "\\'",
+        ):
+            call_shaped('{"name": "a", "b": 1, ' + piece * (size // len(piece)), frozenset(tools))
+            call_shaped('{"name": "a", "args": {}, "b": ' + piece * (size // len(piece)), frozenset(tools))
+        return time.process_time() - started
+
+    seconds(1000)
+    small, large = seconds(40_000), seconds(320_000)
+    assert large < max(small, 0.05) * 30
 
 
 @pytest.mark.parametrize("inside", ['{"name": "terminal", "arguments": {"command": "ls"}}', "", "terminal(ls)"])
