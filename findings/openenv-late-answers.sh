@@ -8,7 +8,7 @@ trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
 venv/bin/pip install -q uv==0.13.9 # takes from its cache what is there
-venv/bin/uv pip install -q -p venv/bin/python fastapi==0.121.2 uvicorn==0.38.0 websockets==15.0.1 requests fastmcp==3.0.0
+venv/bin/uv pip install -q -p venv/bin/python fastapi==0.121.2 uvicorn==0.38.0 websockets==15.0.1 requests==2.34.2 fastmcp==3.0.0
 venv/bin/uv pip install -q -p venv/bin/python --no-deps openenv-core==0.3.0
 cat >late.py <<'PYTHON'
 import asyncio

@@ -8,8 +8,8 @@ trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
 venv/bin/pip install -q uv==0.13.9 # takes from its cache what is there
-venv/bin/uv pip install -q -p venv/bin/python pydantic==2.13.5 openai msgspec numpy orjson partial-json-parser pybase64 requests ipython \
-  tqdm # these modules import them
+venv/bin/uv pip install -q -p venv/bin/python pydantic==2.13.5 openai==3.57.0 msgspec==0.22.0 numpy==2.4.6 orjson==3.13.0 \
+  partial-json-parser==0.2.1.1.post7 pybase64==1.5.1 requests==2.34.2 ipython==9.18.1 tqdm==4.70.1 # these modules import them
 venv/bin/uv pip install -q -p venv/bin/python --no-deps sglang==0.5.23
 cat >calls.py <<'PYTHON'
 import importlib.util

@@ -32,8 +32,8 @@ NESTED = 8
 """Most repositories below the searched folder whose ignore rules are applied."""
 _ROW = re.compile(r"([0-9]{1,18})([:-])(.*)", re.DOTALL)
 """After its path: a line's number, whether it matches or is context, and the line."""
-_CARRIAGE_RETURN = re.compile(r"\r|(?<!\\)(?:\\\\)*\\(?:r|x0[dD])")
-"""Of a pattern that asks for the \\r of a \\r\\n."""
+CARRIAGE_RETURN = re.compile(r"\r|(?<!\\)(?:\\\\)*\\(?:r|x0[dD])")
+"""Of a pattern that asks for the \\r of a \\r\\n: the same as the runner's, which imports nothing of ours."""
 
 
 class SearchArguments(Arguments):
@@ -128,7 +128,7 @@ async def _ripgrep(arguments: SearchArguments, scope: ToolScope) -> _Found | Non
         flags.append(f"--glob={arguments.glob}")
     if arguments.pattern:
         flags += ["--line-number", "--with-filename", "--no-heading", "--engine=auto", "--max-columns=4000"]
-        flags += [] if _CARRIAGE_RETURN.search(arguments.pattern) else ["--crlf"]
+        flags += [] if CARRIAGE_RETURN.search(arguments.pattern) else ["--crlf"]
         flags += ["--ignore-case"] if arguments.ignore_case else []
         flags += [f"--context={arguments.context}"] if arguments.context else []
         flags += ["-e", arguments.pattern]

@@ -274,23 +274,34 @@ async def test_adapter_has_its_models_context(kind):
     assert (one.model, one.context_tokens) == ("lora", 4096 if kind == "vllm" else None)
 
 
-async def test_router_loads_a_named_model():
-    """As llama.cpp's, which says what a model's context is once it is loaded."""
+@contextlib.asynccontextmanager
+async def llama_cpp(models):
+    """A llama.cpp server with those answers to `/v1/models`: its address, and the models that completions named."""
     loaded = []
-
-    async def models(_request):
-        return web.json_response({"data": [{"id": "m", **({"meta": {"n_ctx": 4096}} if loaded else {})}]})
 
     async def completion(request):
         body = await request.json()
         loaded.append(body["model"])
         return web.json_response(llama(body, logprobs(body["temperature"] or 1.0)))
 
+    async def listed(_request):
+        return web.json_response({"data": await models(loaded)})
+
     app = web.Application()
-    app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models", listed)
     app.router.add_post("/completion", completion)
     async with serving(app) as url:
-        env = make(ScriptEnv, f"{url}/v1", None)
+        yield f"{url}/v1", loaded
+
+
+async def test_router_loads_a_named_model():
+    """As llama.cpp's, which says what a model's context is once it is loaded."""
+
+    async def models(loaded):
+        return [{"id": "m", **({"meta": {"n_ctx": 4096}} if loaded else {})}]
+
+    async with llama_cpp(models) as (url, loaded):
+        env = make(ScriptEnv, url, None)
         env.server.servers[0].inference.model = "default"
         await probe_servers(env.server, env.tokenizer, 20)
         await stop_servers(env.server)
@@ -301,18 +312,11 @@ async def test_router_loads_a_named_model():
 async def test_models_may_hang(monkeypatch):
     monkeypatch.setattr(servers, "MODELS_TIMEOUT_S", 0.2)
 
-    async def models(_request):
+    async def models(_loaded):
         await asyncio.Event().wait()
 
-    async def completion(request):
-        body = await request.json()
-        return web.json_response(llama(body, logprobs(body["temperature"] or 1.0)))
-
-    app = web.Application()
-    app.router.add_get("/v1/models", models)
-    app.router.add_post("/completion", completion)
-    async with serving(app) as url:
-        env = make(ScriptEnv, f"{url}/v1", None)
+    async with llama_cpp(models) as (url, _):
+        env = make(ScriptEnv, url, None)
         await probe_servers(env.server, env.tokenizer, 20)
         await stop_servers(env.server)
 

@@ -6,7 +6,8 @@ import tracemalloc
 
 import pytest
 
-from atropos.sandbox.programs.runner.files.search import MAX_CHOICES, Wanted, files_of, search
+from atropos.sandbox.programs.runner.files.search import CARRIAGE_RETURN, MAX_CHOICES, Wanted, files_of, search
+from atropos.tools.sandboxed import search as search_tool
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,10 @@ def test_globs_do_not_match(glob, path):
 def test_carriage_returns(tmp_path, pattern, lines):
     (tmp_path / "f").write_bytes(b"a\r\na\nC:\\readme" + b"\n")
     assert found_lines(tmp_path, pattern) == lines
+
+
+def test_ripgrep_has_the_same_patterns():
+    assert search_tool.CARRIAGE_RETURN == CARRIAGE_RETURN
 
 
 def test_path_before_crlf(tmp_path):
