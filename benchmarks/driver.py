@@ -39,7 +39,10 @@ def children(pid):
 
 
 def kind_of(pid):
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:  # ended since it was listed
+        return None
     name = os.path.basename(words[0])
     if name == b"bwrap":  # with the next line's second half: of revisions whose slots have a Python of their own
         return None
@@ -152,8 +155,8 @@ async def main():
             return samples, time.perf_counter() - began
 
         await closed_loop(slots, slots * 10)
-        found = {pid: kind_of(pid) for pid in children(os.getpid())}
-        processes = {pid: kind for pid, kind in found.items() if kind is not None}
+        kinds = {pid: kind_of(pid) for pid in children(os.getpid())}
+        processes = {pid: kind for pid, kind in kinds.items() if kind is not None}
         loop = asyncio.get_running_loop()
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             order = json.loads(line)

@@ -198,6 +198,7 @@ class HostState:
         seen = f"{self.scratch}/own"
         return {
             "own": (os.fsencode(volume.folder), os.fsencode(seen), os.fsencode(f"{self.scratch}/slots")),
+            "sys": f"{volume.folder}/{volumes.SYS}",
             "argv": bwrap.command(self.bwrap, replace(volume, folder=seen), base, preload),
             "proxy_port": egress_supervisor.PORT if network else None,
             "gateway": (self.gateway, self.egress.ports) if network and self.egress and self.gateway else None,

@@ -118,8 +118,8 @@ def _files() -> list[HostLimit]:
         limits += _sysctl("fs.file-max", "fs/file-max", int(open_files[0]), 60)
     with open("/proc/self/mountinfo", "rb") as file:
         mounts = sum(1 for _ in file)
-    # eight for a slot, and seven more on a snapshot; the slot's namespace has its own bound
-    limits += _sysctl("fs.mount-max", "fs/mount-max", mounts, 15)
+    # sixteen for a slot on cgroup v1, and seven more on a snapshot; the slot's namespace has its own bound
+    limits += _sysctl("fs.mount-max", "fs/mount-max", mounts, 23)
     limits += _sysctl("fs.pipe-user-pages-hard", "fs/pipe-user-pages-hard", 0, 16, unlimited=0)
     return limits
 

@@ -67,7 +67,7 @@ class FirstProcessRequest(TypedDict):
 
 
 def run(
-    request: FirstProcessRequest, link: int, network: int, maker: int, root: int, entered: int, adopted: int
+    request: FirstProcessRequest, link: int, network: int, sys: int, maker: int, root: int, entered: int, adopted: int
 ) -> NoReturn:
     """Become the slot's PID 1; called as root of its user namespace, in the first process of its PID namespace.
 
@@ -75,6 +75,7 @@ def run(
         request: settings.
         link: the runner's socket.
         network: where the new network namespace is sent, unless the slot joins another's.
+        sys: what is mounted at /sys, with what is below it.
         maker: bubblewrap, which makes the root meanwhile (pidfd).
         root: what it says, and its child's standard input.
         entered: closed once the root is entered.
@@ -91,6 +92,7 @@ def run(
     for name, value in request["rlimits"].items():
         lower_limit(name, value)
     _enter_root(root, maker)
+    syscalls.attach_mount(sys, "/sys")
     os.close(entered)
     if not os.read(adopted, 1):
         raise OSError("the process that slots are forked from is gone")

@@ -44,6 +44,7 @@ class StartRequest(FirstProcessRequest):
 
     argv: list[str]
     own: tuple[bytes, bytes, bytes]
+    sys: str
     ids: int
     creator: int | None
     cgroups: list[str]
@@ -291,6 +292,7 @@ def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
         tell_kernel(f"{path}/cgroup.procs", "0")
     for name, value in request["rlimits_before"].items():
         first_process.lower_limit(name, value)
+    tree = syscalls.detached_mount(request["sys"])
     _own_mounts(*request["own"])
     if request["joins"]:
         syscalls.setns(fds[3], syscalls.CLONE_NEWNET)
@@ -313,7 +315,7 @@ def _child(request: StartRequest, fds: list[int], said: int, go: int) -> None:
     first = os.fork()
     if not first:
         far.close()
-        first_process.run(request, link, network, own, near.fileno(), said, go)
+        first_process.run(request, link, network, tree, own, near.fileno(), said, go)
     os.write(said, f"{first}".encode())
     pids = os.open("/proc/self/ns/pid_for_children", os.O_RDONLY)
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, PIDS_FD + 1) for fd in (far.fileno(), pids)]

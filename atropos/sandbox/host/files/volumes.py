@@ -28,6 +28,9 @@ from atropos.wire import SlotLimits
 _RUNTIME = ".atropos"
 MOUNT_POINTS = ("proc", "dev", "sys", "etc", "usr", _RUNTIME, "tmp", "root", "workspace")
 """Folders that something is mounted on, or that every slot has. A snapshot may hold something else in their place."""
+SYS = "unbound/sys"
+"""What a slot gets at /sys. Its folder is left out of the mounts that bubblewrap finds: it reads the whole list for
+each that it makes."""
 GATE = "gate"
 """The folder through which a running slot gets a new root: see `restack`."""
 NEXT = "next"
@@ -242,15 +245,8 @@ def create(
         volume.stack("root", [*base.layers, base.lower], _NOSUID_NODEV, volume.upper)
         for name, source in base.host_folders.items():
             volume.stack(f"host-{name}", [shared.empty_folder, source], readonly)
-        # mounts in a mount, which bubblewrap takes along: it reads the whole list of mounts for each that it makes
         volume.stack("runtime", [shared.empty_folder, shared.runtime], readonly)
-        volume.stack("sys", [shared.sys_network if gateway else shared.empty_folder, shared.sys], readonly)
-        volume.stack(SYSTEM.lstrip("/"), [shared.empty_folder, shared.system], readonly)
-        for source, place in cgroups:
-            target = f"{folder}{CGROUP}{place}"
-            syscalls.mount(source, target, None, syscalls.MS_BIND)
-            volume.mounts.append(target)
-            syscalls.remount_read_only(target, syscalls.MS_NOEXEC)
+        _mount_sys(volume, shared, cgroups, gateway=gateway)
         ptys = max(8, min(limits.pids, 64))
         options = f"newinstance,ptmxmode=0666,mode=620,max={ptys}"
         terminals = f"{folder}/pts"
@@ -262,6 +258,22 @@ def create(
         volume.discard()
         raise
     return volume
+
+
+def _mount_sys(volume: Volume, shared: SharedFiles, cgroups: Sequence[tuple[str, str]], *, gateway: bool) -> None:
+    unbound = os.path.dirname(f"{volume.folder}/{SYS}")
+    os.mkdir(unbound, 0o755)
+    syscalls.mount(unbound, unbound, None, syscalls.MS_BIND)
+    volume.mounts.append(unbound)
+    syscalls.mount(None, unbound, None, syscalls.MS_UNBINDABLE)
+    readonly = _NOSUID_NODEV | syscalls.MS_RDONLY
+    volume.stack(SYS, [shared.sys_network if gateway else shared.empty_folder, shared.sys], readonly)
+    top = os.path.dirname(SYS)
+    volume.stack(f"{top}{SYSTEM}", [shared.empty_folder, shared.system], readonly)
+    for source, place in cgroups:
+        target = f"{unbound}{CGROUP}{place}"
+        syscalls.mount(source, target, None, syscalls.MS_BIND)  # it ends with what it is mounted in
+        syscalls.remount_read_only(target, syscalls.MS_NOEXEC)
 
 
 def _make_gate(volume: Volume) -> None:

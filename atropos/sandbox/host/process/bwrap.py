@@ -32,7 +32,7 @@ def command(bwrap: str, volume: Volume, base: Base, preload: str) -> list[str]:
         *("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"),
         # a program that made itself dear to the memory killer would have it take PID 1 instead
         *("--remount-ro", "/proc"),
-        *("--ro-bind", f"{volume.folder}/sys", "/sys"),
+        *("--dir", "/sys"),  # PID 1 mounts it
         *("--dev", "/dev", "--dev-bind", f"{volume.folder}/pts", "/dev/pts"),
         *("--bind", f"{volume.data}/shm", "/dev/shm", "--remount-ro", "/dev"),
         *("--", f"{INSIDE}/{PAUSE}"),
