@@ -71,10 +71,13 @@ def _draw_tails(rows: list[dict[str, Any]], path: Path) -> None:
     for case, axes in zip(cases, plots, strict=False):
         for shade, row in enumerate(row for row in called if row["case"] == case):
             color = OURS if row["base"] else str(0.25 + 0.6 * min(shade, 6) / 7)
-            axes.plot(row["curve"], [at / 100 for at in range(101)], color=color, linewidth=1, label=row["subject"])
+            dashes = "-" if row["base"] else ("--", "-.", ":")[shade % 3]
+            axes.plot(
+                row["curve"], [at / 100 for at in range(101)], dashes, color=color, linewidth=1, label=row["subject"]
+            )
         axes.set_title(case, fontsize=8)
         axes.tick_params(labelsize=7)
-        axes.legend(fontsize=6, frameon=False, loc="lower right")
+        axes.legend(fontsize=6, frameon=False, loc="best")
     for axes in plots[len(cases) :]:
         axes.set_visible(False)
     figure.supxlabel("ms (log scale)", fontsize=8)
